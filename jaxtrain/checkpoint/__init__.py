@@ -1,0 +1,1 @@
+"""Checkpoints that are independent of the layout that wrote them."""

@@ -1,0 +1,1 @@
+"""Operations that need an explicit collective over a mesh axis."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables, and the one runtime that executes them."""
