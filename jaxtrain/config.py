@@ -1,0 +1,301 @@
+"""Every setting of a run: frozen dataclasses, their meaning, units and bounds, and their JSON form.
+
+A recipe (configs/*.py) returns a `Config`; a field's path in it (`mesh.stage`) is its name in flags, errors and logs.
+0, or "", in a field whose doc says so means a default that depends on other fields: `Config.resolve()` fills those in.
+Rules between fields, and the device count, are in config_checks.py; flags are in cli.py. Standard library only.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; its text is one line: field, value, the rule that it breaks and the nearest setting that works.
+
+    field: the path, such as "mesh.model"; value: what it was; rule: what is wrong, to be read after "field=value"; nearest: what to
+    use instead, as text (may be empty).
+    """
+
+    def __init__(self, field: str, value: object, rule: str, nearest: str = ""):
+        self.field, self.value, self.rule, self.nearest = field, value, rule, nearest
+        use = f": use {nearest}" if nearest else ""
+        super().__init__(" ".join(f"{field}={_shown(value)} {rule}{use}".split()))
+
+
+def _shown(value: object) -> str:
+    """A value in one short piece of a line."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field with its doc (one line, with the unit) and what it may be on its own."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "bounds": bounds})
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The transformer. A model's kind is these settings; no model is known by name."""
+
+    layers: int = setting(4, "transformer layers", at_least=1)
+    width: int = setting(128, "size of the residual stream", at_least=1)
+    heads: int = setting(4, "query heads", at_least=1)
+    kv_heads: int = setting(0, "key/value heads, shared by heads/kv_heads query heads each; 0: as many as heads", at_least=0)
+    head_dim: int = setting(0, "size of one head; 0: width/heads", at_least=0)
+    mlp_width: int = setting(0, "size of the MLP's hidden layer; 0: 4·width", at_least=0)
+    vocab_size: int = setting(257, "token ids that the model knows (257: bytes and the document separator)", at_least=2)
+    norm: str = setting("rmsnorm", "normalisation", choices=("rmsnorm", "layernorm"))
+    norm_epsilon: float = setting(1e-5, "added to the variance in a normalisation", above=0)
+    activation: str = setting("swiglu", "MLP: gated SiLU (three matrices) or GELU (two)", choices=("swiglu", "gelu"))
+    positions: str = setting("rotary", "rotary embedding of queries and keys, or a learned table", choices=("rotary", "learned"))
+    rotary_base: float = setting(10000.0, "base of the rotary wavelengths (theta)", above=1)
+    max_positions: int = setting(0, "rows of the learned position table, in tokens; 0: data.sequence_length", at_least=0)
+    tied_embeddings: bool = setting(False, "the output matrix is the embedding table")
+    biases: bool = setting(False, "biases in the dense layers (and in layernorm)")
+    init_std: float = setting(0.02, "standard deviation of the initial weights", above=0)
+    attention: str = setting("auto", "implementation of attention; auto: by platform", choices=("auto", "xla", "cudnn"))
+    loss_chunk: int = setting(2048, "tokens per device whose logits exist at a time", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """The corpus and the batch."""
+
+    source: str = setting("stdlib", "a folder, a text, JSONL, Parquet or token file (.bin, .npy), or stdlib: Python's own sources")
+    tokenizer: str = setting("bytes", "bytes, or the path of a Hugging Face tokenizers JSON file")
+    sequence_length: int = setting(128, "tokens that the model sees in a sequence", at_least=1)
+    batch_size: int = setting(16, "sequences in a step, over all devices and microbatches", at_least=1)
+    seed: int = setting(0, "seed of the order of sequences", at_least=0)
+    attend_across_documents: bool = setting(True, "tokens attend to earlier documents packed into the same sequence")
+    loss_mask: tuple[str, ...] = setting((), "names of JSONL/Parquet fields that are prompt only: no loss on their tokens")
+    text_fields: tuple[str, ...] = setting(("text",), "names of the JSONL/Parquet fields that are read, joined in this order")
+    validation_fraction: float = setting(0.05, "part of the corpus held out for evaluation", at_least=0, below=1)
+    token_dtype: str = setting("uint16", "integers of a raw token file (.bin)", choices=("uint8", "uint16", "int32", "uint32"))
+    cache: str = setting("", "folder of prepared corpora; empty: $JAXTRAIN_CACHE or ~/.cache/jaxtrain")
+    prefetch: int = setting(2, "batches made ahead of the step", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes, slowest network first; their product is the number of devices, and one may be -1: what is left."""
+
+    replica: int = setting(1, "data parallel over slices or clusters", at_least=-1)
+    data: int = setting(-1, "data parallel; ZeRO shards over it", at_least=-1)
+    stage: int = setting(1, "pipeline stages", at_least=-1)
+    context: int = setting(1, "context parallel; only 1 for now", at_least=-1)
+    expert: int = setting(1, "expert parallel; only 1 for now", at_least=-1)
+    model: int = setting(1, "tensor and sequence parallel, inside a node", at_least=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """How a mesh axis is used."""
+
+    zero: int = setting(1, "what is sharded over mesh.data: 0 nothing, 1 the optimizer's state", choices=(0, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """The step's table. With mesh.stage=1 it is gradient accumulation."""
+
+    schedule: str = setting("1f1b", "order of forwards and backwards", choices=("gpipe", "1f1b", "interleaved"))
+    microbatches: int = setting(1, "pieces that a step's batch is cut into", at_least=1)
+    repeats: int = setting(1, "chunks of layers on a stage: interleaved at least 2, 1f1b 1, gpipe any", at_least=1)
+    remat: str = setting("full", "what the backward computes again; full: everything from each layer's input", choices=("full",))
+    permute: str = setting("late", "when a row sends its payloads: late, at its end; early, beside its ops", choices=("late", "early"))
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate."""
+
+    name: str = setting("adamw", "optimizer", choices=("adamw",))
+    learning_rate: float = setting(3e-4, "peak learning rate", above=0)
+    warmup_steps: int = setting(0, "steps of linear warm-up from 0", at_least=0)
+    schedule: str = setting("cosine", "after the warm-up; constant may end in a linear decay", choices=("cosine", "linear", "constant"))
+    decay_steps: int = setting(0, "steps of the constant schedule's final decay; 0: none", at_least=0)
+    final_fraction: float = setting(0.1, "learning rate at the end over its peak", at_least=0, at_most=1)
+    weight_decay: float = setting(0.1, "decoupled weight decay of matrices (not of norms and biases)", at_least=0)
+    clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
+    b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)
+    epsilon: float = setting(1e-8, "added to the root of the second moment", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats."""
+
+    params: str = setting("float32", "parameters and optimizer state", choices=("float32",))
+    compute: str = setting("bfloat16", "activations and matmuls", choices=("bfloat16", "float32"))
+    reduce: str = setting("float32", "gradients crossing the data axis", choices=("float32", "bfloat16"))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The run."""
+
+    steps: int = setting(100, "optimizer steps", at_least=1)
+    seed: int = setting(0, "seed of the initial weights", at_least=0)
+    eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
+    eval_batches: int = setting(8, "batches in an evaluation", at_least=1)
+    profile_steps: int = setting(0, "steps traced by jax.profiler, from the run's third", at_least=0)
+    sample_prompt: str = setting("", "start of the sample printed at the end")
+    sample_tokens: int = setting(0, "tokens of the sample printed at the end; 0: no sample", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and how long they stay."""
+
+    every: int = setting(0, "steps between checkpoints; 0: only the final one", at_least=0)
+    keep: int = setting(3, "newest checkpoints kept", at_least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsConfig:
+    """What is written while training."""
+
+    log_every: int = setting(10, "steps between rows of metrics.jsonl", at_least=1)
+    tensorboard: bool = setting(True, "write TensorBoard files too")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A run: what a recipe's `get_config()` returns. Nothing is checked on construction: config_checks.check(config)."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    mesh: MeshConfig = MeshConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    def resolve(self) -> "Config":
+        """This config with the model's dependent defaults (kv_heads, head_dim, mlp_width, max_positions) filled in."""
+        m = self.model
+        model = dataclasses.replace(
+            m,
+            kv_heads=m.kv_heads or m.heads,
+            head_dim=m.head_dim or m.width // m.heads,
+            mlp_width=m.mlp_width or 4 * m.width,
+            max_positions=m.max_positions or self.data.sequence_length,
+        )
+        return dataclasses.replace(self, model=model)
+
+
+def fields() -> Iterator[tuple[str, dataclasses.Field]]:
+    """(path, dataclass field) of every setting, in order: ("model.layers", …), …"""
+    for group in dataclasses.fields(Config):
+        for field in dataclasses.fields(typing.cast(Any, group.type)):
+            yield f"{group.name}.{field.name}", field
+
+
+def get(config: Config, path: str) -> Any:
+    """The value of a setting by its path."""
+    group, name = path.split(".")
+    return getattr(getattr(config, group), name)
+
+
+def replace(config: Config, changes: dict[str, Any]) -> Config:
+    """A config with the settings at some paths changed; values are not checked. KeyError for an unknown path."""
+    known = dict(fields())
+    for path, value in changes.items():
+        known[path]
+        group, name = path.split(".")
+        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
+    return config
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Group → field → value, as JSON can hold it (tuples become arrays there)."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """The config of `to_dict`'s result, also after JSON. A setting that is not there has its default.
+
+    Raises ConfigError for an unknown group or field and for a value of a wrong type (an integer passes for a float).
+    """
+    groups = {group.name: typing.cast(Any, group.type) for group in dataclasses.fields(Config)}
+    known = dict(fields())
+    made = {}
+    for group, settings in values.items():
+        if group not in groups:
+            raise ConfigError(str(group), settings, "is an unknown group of settings", closest(str(group), groups))
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                group,
+                settings,
+                "is a group of settings, not a value",
+                "its fields, such as " + next(p for p in known if p.startswith(group + ".")),
+            )
+        for name, value in settings.items():
+            if f"{group}.{name}" not in known:
+                raise unknown_field(f"{group}.{name}", value)
+        made[group] = groups[group](**{name: convert(f"{group}.{name}", value) for name, value in settings.items()})
+    return Config(**made)
+
+
+def convert(path: str, value: Any) -> Any:
+    """A value as its setting's type: int → float and list → tuple, nothing else. ConfigError for any other type."""
+    field = dict(fields())[path]
+    kind = field.type
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind == tuple[str, ...]:
+        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+            return tuple(value)
+        raise ConfigError(path, value, "is not a tuple of strings", repr(field.default))
+    if type(value) is kind:
+        return value
+    nearest = field.default
+    if kind is int and isinstance(value, float) and abs(value) <= LARGEST_INT:
+        nearest = round(value)
+    raise ConfigError(path, value, f"is not {kind_name(kind)}", repr(nearest))
+
+
+def kind_name(kind: Any) -> str:
+    """A setting's type for people, with its article."""
+    names = {int: "an integer", float: "a number", str: "a string", bool: "a boolean (true or false)"}
+    return names.get(kind, "a tuple of strings")
+
+
+def unknown_field(path: str, value: Any) -> ConfigError:
+    """The error for a setting that does not exist, with the closest one that does."""
+    paths = [p for p, _ in fields()]
+    group, _, name = path.partition(".")
+    elsewhere = [p for p in paths if p.endswith("." + name)]
+    same_group = [p for p in paths if p.startswith(group + ".")]
+    return ConfigError(path, value, "is an unknown setting", closest(path, elsewhere or same_group or paths))
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The known word most like a given one."""
+    words = list(known)
+    return max(words, key=lambda w: difflib.SequenceMatcher(None, word, w).ratio())
+
+
+def plain_type(kind: Any) -> str:
+    """A setting's type as help prints it: int, float, str, bool, tuple."""
+    return "tuple" if isinstance(kind, types.GenericAlias) else kind.__name__
