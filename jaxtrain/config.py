@@ -7,9 +7,10 @@ Rules between fields, and the device count, are in config_checks.py; flags are i
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
@@ -95,12 +96,12 @@ class DataConfig:
 class MeshConfig:
     """Sizes of the mesh axes, slowest network first; their product is the number of devices, and one may be -1: what is left."""
 
-    replica: int = setting(1, "data parallel over slices or clusters", at_least=-1)
-    data: int = setting(-1, "data parallel; ZeRO shards over it", at_least=-1)
-    stage: int = setting(1, "pipeline stages", at_least=-1)
-    context: int = setting(1, "context parallel; only 1 for now", at_least=-1)
-    expert: int = setting(1, "expert parallel; only 1 for now", at_least=-1)
-    model: int = setting(1, "tensor and sequence parallel, inside a node", at_least=-1)
+    replica: int = setting(1, "data parallel over slices or clusters")
+    data: int = setting(-1, "data parallel; ZeRO shards over it")
+    stage: int = setting(1, "pipeline stages")
+    context: int = setting(1, "context parallel; only 1 for now")
+    expert: int = setting(1, "expert parallel; only 1 for now")
+    model: int = setting(1, "tensor and sequence parallel, inside a node")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,11 +205,11 @@ class Config:
         return dataclasses.replace(self, model=model)
 
 
-def fields() -> Iterator[tuple[str, dataclasses.Field]]:
-    """(path, dataclass field) of every setting, in order: ("model.layers", …), …"""
-    for group in dataclasses.fields(Config):
-        for field in dataclasses.fields(typing.cast(Any, group.type)):
-            yield f"{group.name}.{field.name}", field
+@functools.cache
+def fields() -> Mapping[str, dataclasses.Field]:
+    """Path → dataclass field of every setting, in order: "model.layers" first."""
+    groups = ((g.name, typing.cast(Any, g.type)) for g in dataclasses.fields(Config))
+    return types.MappingProxyType({f"{name}.{field.name}": field for name, group in groups for field in dataclasses.fields(group)})
 
 
 def get(config: Config, path: str) -> Any:
@@ -219,9 +220,9 @@ def get(config: Config, path: str) -> Any:
 
 def replace(config: Config, changes: dict[str, Any]) -> Config:
     """A config with the settings at some paths changed; values are not checked. KeyError for an unknown path."""
-    known = dict(fields())
     for path, value in changes.items():
-        known[path]
+        if path not in fields():
+            raise KeyError(path)
         group, name = path.split(".")
         config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
     return config
@@ -238,7 +239,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     Raises ConfigError for an unknown group or field and for a value of a wrong type (an integer passes for a float).
     """
     groups = {group.name: typing.cast(Any, group.type) for group in dataclasses.fields(Config)}
-    known = dict(fields())
+    known = fields()
     made = {}
     for group, settings in values.items():
         if group not in groups:
@@ -259,20 +260,25 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 def convert(path: str, value: Any) -> Any:
     """A value as its setting's type: int → float and list → tuple, nothing else. ConfigError for any other type."""
-    field = dict(fields())[path]
+    field = fields()[path]
     kind = field.type
     if kind is float and type(value) is int:
         return float(value)
-    if kind == tuple[str, ...]:
-        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
-            return tuple(value)
-        raise ConfigError(path, value, "is not a tuple of strings", repr(field.default))
+    if kind == tuple[str, ...] and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+        return tuple(value)
     if type(value) is kind:
         return value
-    nearest = field.default
-    if kind is int and isinstance(value, float) and abs(value) <= LARGEST_INT:
-        nearest = round(value)
-    raise ConfigError(path, value, f"is not {kind_name(kind)}", repr(nearest))
+    raise ConfigError(path, value, f"is not {kind_name(kind)}", repr(retyped(path, value)))
+
+
+def retyped(path: str, value: Any) -> Any:
+    """The value of the setting's type that is closest to one of another type; the setting's default where there is none."""
+    field = fields()[path]
+    if field.type is int and isinstance(value, float) and abs(value) <= LARGEST_INT:
+        return round(value)
+    if field.type == tuple[str, ...] and isinstance(value, str):
+        return (value,)
+    return field.default
 
 
 def kind_name(kind: Any) -> str:
@@ -283,7 +289,7 @@ def kind_name(kind: Any) -> str:
 
 def unknown_field(path: str, value: Any) -> ConfigError:
     """The error for a setting that does not exist, with the closest one that does."""
-    paths = [p for p, _ in fields()]
+    paths = list(fields())
     group, _, name = path.partition(".")
     elsewhere = [p for p in paths if p.endswith("." + name)]
     same_group = [p for p in paths if p.startswith(group + ".")]
