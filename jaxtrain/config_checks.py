@@ -49,7 +49,7 @@ def check_files(config: Config) -> None:
     """Raises ConfigError if the corpus or the tokenizer is not there."""
     for path, word in (("data.source", "stdlib"), ("data.tokenizer", "bytes")):
         value = cfg.get(config, path)
-        if value == word or pathlib.Path(value).expanduser().exists():
+        if value == word or (value and pathlib.Path(value).expanduser().exists()):
             continue
         folder = pathlib.Path(value).expanduser().parent
         names = {word: word} | ({p.name: str(p) for p in folder.iterdir()} if folder.is_dir() else {})
@@ -271,7 +271,7 @@ def _model_axis_divides(c: Config) -> Broken | None:
 def _schedule_has_its_repeats(c: Config) -> Broken | None:
     p = c.pipeline
     if p.schedule == "interleaved" and p.repeats < 2:
-        fixes = [{"pipeline.repeats": 2}, {"pipeline.schedule": "1f1b"}]
+        fixes: list[dict[str, Any]] = [{"pipeline.repeats": 2}, {"pipeline.schedule": "1f1b"}]
         return Broken("pipeline.repeats", "is too few for pipeline.schedule='interleaved', which needs at least 2", fixes)
     if p.schedule == "1f1b" and p.repeats != 1:
         rule = "does not fit pipeline.schedule='1f1b', which has one chunk on a stage"
