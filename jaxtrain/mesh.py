@@ -1,0 +1,74 @@
+"""The device mesh: axis names, and an order of the devices that follows the network.
+
+Six axes, slowest network first; all always exist, with size 1 where they are not used.
+
+    replica   copies of the model across slices or clusters (plain data parallelism for now)
+    data      the batch; ZeRO shards the optimizer's state over it
+    stage     pipeline stages
+    context   the sequence (not used yet)
+    expert    experts (not used yet)
+    model     tensor and sequence parallelism, inside a node
+"""
+
+import collections
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES = ("replica", "data", "stage", "context", "expert", "model")
+BATCH_AXES = (REPLICA, DATA, EXPERT)
+MANUAL_AXES = (REPLICA, DATA, STAGE, CONTEXT, EXPERT)  # the runtime's own; `model` is left to the partitioner
+
+
+def make_mesh(sizes: Sequence[int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of the six axes in AXES' order over `devices` (default: all), `model` innermost.
+
+    TPUs are ordered by their torus, several slices with `replica` (then `data`) across them; all others by process and
+    device id, so that neighbours on the innermost axes share a node. Raises ValueError if the sizes do not multiply to
+    the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if int(np.prod(sizes)) != len(devices):
+        raise ValueError(f"a mesh of {'×'.join(map(str, sizes))} needs {int(np.prod(sizes))} devices, not {len(devices)}")
+    return Mesh(_order(tuple(sizes), devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _order(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+    if devices[0].platform != "tpu":
+        return np.array(sorted(devices, key=lambda d: (d.process_index, d.id))).reshape(sizes)
+    slices = len({getattr(d, "slice_index", 0) for d in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    across, left = [1] * len(sizes), slices
+    for i in range(len(sizes)):  # the outermost axes span the slices
+        across[i] = int(np.gcd(sizes[i], left))
+        left //= across[i]
+    if left > 1:
+        raise ValueError(f"{slices} slices cannot be laid over a mesh of {'×'.join(map(str, sizes))}: make mesh.replica a multiple of {slices}")
+    inside = tuple(n // a for n, a in zip(sizes, across, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(inside, tuple(across), devices, allow_split_physical_axes=True)
+
+
+def describe(mesh: Mesh) -> list[str]:
+    """Lines for people: the mesh, and what each axis of more than one device spans (devices of a process, or processes)."""
+    shape = " × ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1) or "one device"
+    device = mesh.devices.flat[0]
+    processes = len({d.process_index for d in mesh.devices.flat})
+    lines = [f"mesh: {shape} ({mesh.size} × {device.device_kind}, {processes} process{'es'[: 2 * (processes > 1)]})"]
+    for i, name in enumerate(AXES):
+        if mesh.shape[name] > 1:
+            along = np.moveaxis(mesh.devices, i, 0).reshape(mesh.shape[name], -1)[:, 0]
+            per_process = collections.Counter(d.process_index for d in along)
+            where = "inside a process" if len(per_process) == 1 else f"across {len(per_process)} processes"
+            lines.append(f"  {name}: {where}, devices {', '.join(str(d.id) for d in along[:8])}{' …' if len(along) > 8 else ''}")
+    return lines
+
+
+def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Inside a manual region: the sum over those of the mesh axes that have more than one device (the partitioner refuses
+    a collective over none)."""
+    wide = tuple(a for a in axes if jax.lax.axis_size(a) > 1)
+    return jax.lax.psum(x, wide) if wide else x

@@ -1,0 +1,74 @@
+"""Grouped-query causal attention, and the one function through which all attention goes.
+
+Shape suffixes: B batch, T query tokens, S key tokens, D width, N heads, K key/value heads, H head dimension.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.models.layers import Dense, gather_sequence, rotary
+from jaxtrain.sharding import constrain
+
+HEADS = ("batch", "token", "heads", None)
+KV_HEADS = ("batch", "token", "kv_heads", None)
+CUDNN_TYPES = (jnp.bfloat16, jnp.float16)
+
+
+def choose_implementation(wanted: str, dtype, head_dim: int, platform: str) -> str:
+    """"auto" → cuDNN's flash attention where it exists (NVIDIA GPU, 16-bit, heads up to 128 wide), XLA's elsewhere."""
+    if wanted != "auto":
+        return wanted
+    return "cudnn" if platform == "gpu" and dtype in CUDNN_TYPES and head_dim <= 128 and head_dim % 8 == 0 else "xla"
+
+
+def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, implementation: str = "auto") -> jax.Array:
+    """Scaled dot-product attention → [B, T, N, H]. Causal, or by `mask` (bool [B or 1, 1, T, S], True: may look) if given."""
+    chosen = choose_implementation(implementation, q_BTNH.dtype, q_BTNH.shape[-1], jax.default_backend())
+    out = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask, is_causal=mask is None, implementation=chosen)
+    return constrain(out, HEADS)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with N query heads in K groups."""
+
+    def __init__(self, cfg, residual_std):
+        self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, cfg.head_dim
+        self.rotary_base = cfg.rotary_base if cfg.positions == "rotary" else None
+        self.implementation = cfg.attention
+        d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+        self.query = Dense(d, n, ("width", "heads"), cfg.init_std, cfg.biases)
+        self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, cfg.biases)
+        self.value = Dense(d, k, ("width", "kv_heads"), cfg.init_std, cfg.biases)
+        self.out = Dense(n, d, ("heads", "width"), residual_std, cfg.biases, scatter=True)
+
+    def project(self, x_BTD, positions_BT):
+        """Queries, keys and values by head, rotated where positions are rotary."""
+        x_BTD = gather_sequence(x_BTD)
+        split = lambda y, n: y.reshape(*y.shape[:2], n, self.head_dim)
+        q_BTNH = constrain(split(self.query(x_BTD), self.heads), HEADS)
+        k_BTKH = constrain(split(self.key(x_BTD), self.kv_heads), KV_HEADS)
+        v_BTKH = constrain(split(self.value(x_BTD), self.kv_heads), KV_HEADS)
+        if self.rotary_base is not None:
+            q_BTNH, k_BTKH = (rotary(a, positions_BT, self.rotary_base) for a in (q_BTNH, k_BTKH))
+        return q_BTNH, k_BTKH, v_BTKH
+
+    def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
+        """Over whole sequences; with segments (int32 [B, T]) a token sees its own segment alone."""
+        q, k, v = self.project(x_BTD, positions_BT)
+        mask = None
+        if segments_BT is not None:
+            t = x_BTD.shape[1]
+            causal = jnp.tril(jnp.ones((t, t), bool))
+            mask = (segments_BT[:, None, :, None] == segments_BT[:, None, None, :]) & causal
+        y = attend(q, k, v, mask, self.implementation)
+        return self.out(y.reshape(*y.shape[:2], -1))
+
+    def cached(self, x_BTD, positions_BT, cache, start):
+        """T more tokens at `start` after those in the cache (keys and values, each [B, S, K, H]) → output, new cache."""
+        q, k, v = self.project(x_BTD, positions_BT)
+        cache = [jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, 1) for old, new in zip(cache, (k, v), strict=True)]
+        t, s = x_BTD.shape[1], cache[0].shape[1]
+        mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
+        y = attend(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), mask, "xla")
+        return self.out(y.reshape(*y.shape[:2], -1)), cache

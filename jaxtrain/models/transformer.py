@@ -1,0 +1,153 @@
+"""A decoder-only transformer from its parts: embedder, blocks, head. Single-device code with logical axis names.
+
+The parts are used one by one by the runtime, which spreads them over stages; `Transformer` strings them together for
+one device (and, through the logical axes, for a partitioned mesh without stages): generation and the reference in tests.
+
+Shape suffixes: B batch, T tokens, D width, V vocabulary (in memory: padded), C tokens of a chunk.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.models.attention import Attention
+from jaxtrain.models.layers import MLP, SPLIT, Norm, gather_sequence
+from jaxtrain.models.spec import functional, parameter, specs
+from jaxtrain.parallel.vocabulary import add_lookup_gradient, lookup
+from jaxtrain.sharding import constrain
+
+TILE = 128  # matrix units want the vocabulary in multiples of this
+
+
+def padded_vocabulary(vocab_size: int, shards: int) -> int:
+    """Rows held in memory: divisible by the shards, and large vocabularies by whole tiles on each."""
+    unit = shards if vocab_size < 32 * TILE else shards * TILE
+    return -(-vocab_size // unit) * unit
+
+
+class Embedder(nnx.Module):
+    """Token embeddings, plus learned positions where the model has them."""
+
+    def __init__(self, cfg, vocab_rows):
+        v, d = cfg.vocab_size, cfg.width
+        self.table = parameter((v, d), ("vocab", "width"), std=cfg.init_std, padded=(vocab_rows, d))
+        self.positions = parameter((cfg.max_positions, d), ("position", "width"), std=cfg.init_std) if cfg.positions == "learned" else None
+
+    def __call__(self, tokens_BT, positions_BT, dtype) -> jax.Array:
+        """tokens int32 [B, T], positions int32 [B or 1, T] → [B, T, D] of `dtype`."""
+        x_BTD = lookup(self.table[...], tokens_BT).astype(dtype)
+        if self.positions is not None:
+            x_BTD = x_BTD + constrain(self.positions[...].astype(dtype)[positions_BT], (None, *SPLIT[1:]))
+        return constrain(x_BTD, SPLIT)
+
+
+def add_embedding_gradient(gradients: dict, tokens_BT, positions_BT, g_BTD) -> dict:
+    """The embedder's accumulators plus the gradient of its output, in place of a dense [V, D] gradient a microbatch."""
+    new = {**gradients, "table": add_lookup_gradient(gradients["table"], tokens_BT, g_BTD)}
+    if "positions" in gradients:
+        g_BTD = gather_sequence(g_BTD)
+        if positions_BT.shape[0] == 1:  # the same positions in every row
+            g_BTD = g_BTD.astype(jnp.float32).sum(0, keepdims=True)
+        new["positions"] = gradients["positions"].at[positions_BT].add(g_BTD.astype(gradients["positions"].dtype))
+    return new
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, cfg):
+        residual_std = cfg.init_std / math.sqrt(2 * cfg.layers)  # GPT-2: the residual stream's variance stays put with depth
+        self.attention_norm, self.mlp_norm = Norm(cfg), Norm(cfg)
+        self.attention = Attention(cfg, residual_std)
+        self.mlp = MLP(cfg, residual_std)
+
+    def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
+        """[B, T, D] → [B, T, D]."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions_BT, segments_BT)
+        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        return constrain(x_BTD, SPLIT)
+
+    def cached(self, x_BTD, positions_BT, cache, start):
+        """As a call, with keys and values of earlier tokens from a cache → output, new cache."""
+        y, cache = self.attention.cached(self.attention_norm(x_BTD), positions_BT, cache, start)
+        x_BTD = x_BTD + y
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache
+
+
+@jax.custom_vjp
+def vocabulary_logits(x_CD, table_VD) -> jax.Array:
+    """x @ tableᵀ in float32 [C, V] from operands of the compute type; the backward's two matmuls keep that type as well,
+    where the automatic transpose would run them in float32."""
+    return jnp.einsum("cd,vd->cv", x_CD, table_VD, preferred_element_type=jnp.float32)
+
+
+def _vocabulary_logits_backward(residuals, g_CV):
+    x_CD, table_VD = residuals
+    g_CV = g_CV.astype(x_CD.dtype)
+    return jnp.einsum("cv,vd->cd", g_CV, table_VD), jnp.einsum("cv,cd->vd", g_CV, x_CD)
+
+
+vocabulary_logits.defvjp(lambda x, table: (vocabulary_logits(x, table), (x, table)), _vocabulary_logits_backward)
+
+
+class Head(nnx.Module):
+    """Final norm and the projection to the vocabulary; a tied head is given the embedding table."""
+
+    def __init__(self, cfg, vocab_rows):
+        v, d = cfg.vocab_size, cfg.width
+        self.vocab_size = v
+        self.norm = Norm(cfg)
+        self.table = None if cfg.tied_embeddings else parameter((v, d), ("vocab", "width"), std=cfg.init_std, padded=(vocab_rows, d))
+
+    def __call__(self, x_BCD, tied_table=None) -> jax.Array:
+        """[B, C, D] → float32 logits [B, C, V]; those of padding rows are −inf."""
+        table_VD = self.table[...] if tied_table is None else tied_table
+        x_BCD = gather_sequence(self.norm(x_BCD))
+        flat = x_BCD.reshape(-1, x_BCD.shape[-1])
+        logits = vocabulary_logits(flat, table_VD.astype(flat.dtype))
+        logits = constrain(logits.reshape(*x_BCD.shape[:-1], -1), ("batch", "token", "vocab"))
+        if table_VD.shape[0] != self.vocab_size:
+            column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+            logits = jnp.where(column < self.vocab_size, logits, -jnp.inf)
+        return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The model's parts as functions of their parameters (nested dicts of arrays), and their parameters' specifications."""
+
+    cfg: object
+    specs: dict  # {"embed": ..., "layer": ... of one layer, "head": ...}
+    embed: object  # (params, tokens, positions, dtype) → x
+    block: object  # (params of one layer, x, positions, segments) → x
+    head: object  # (params, x, tied table or None) → logits
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the whole model, padding not counted."""
+        sizes = {k: sum(s.size for s in jax.tree.leaves(v)) for k, v in self.specs.items()}
+        return sizes["embed"] + self.cfg.layers * sizes["layer"] + sizes["head"]
+
+
+def build(cfg, model_shards: int = 1) -> Parts:
+    """The parts of the model that a (resolved) model config describes, its vocabulary padded for `model_shards`."""
+    rows = padded_vocabulary(cfg.vocab_size, model_shards)
+    embed, block, head = Embedder(cfg, rows), Block(cfg), Head(cfg, rows)
+    tree = {"embed": specs(embed), "layer": specs(block), "head": specs(head)}
+    return Parts(cfg, tree, functional(embed), functional(block), functional(head))
+
+
+def default_positions(tokens_BT: jax.Array) -> jax.Array:
+    """int32 [1, T]: 0, 1, 2, …"""
+    return jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+
+
+def forward(parts: Parts, params: dict, tokens_BT, positions_BT=None, segments_BT=None, dtype=jnp.float32) -> jax.Array:
+    """The whole model → float32 logits [B, T, V]. params: {"embed", "layers" (leaves [L, ...]), "head"}."""
+    positions_BT = default_positions(tokens_BT) if positions_BT is None else positions_BT
+    x_BTD = parts.embed(params["embed"], tokens_BT, positions_BT, dtype)
+    x_BTD, _ = jax.lax.scan(lambda x, layer: (parts.block(layer, x, positions_BT, segments_BT), None), x_BTD, params["layers"])
+    return parts.head(params["head"], x_BTD, params["embed"]["table"] if parts.cfg.tied_embeddings else None)

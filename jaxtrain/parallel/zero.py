@@ -1,0 +1,57 @@
+"""ZeRO: which dimension of a parameter's gradient and optimizer state is shared out over the data axis, and the reduction
+that leaves it so (Rajbhandari et al. 2020; stage 1: optimizer state).
+
+Embedding and head are the same on every stage, so their optimizer state is shared out over `stage` as well.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxtrain.mesh import BATCH_AXES, DATA, STAGE, psum
+from jaxtrain.sharding import spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How one gradient leaves the devices that made parts of it.
+
+    sum_axes:     mesh axes over which it is only summed
+    scatter_axes: mesh axes over which the sum is left scattered, along `dim` of the array
+    storage:      its sharding with those axes (the optimizer state's); `unscattered` is the parameter's own
+    """
+
+    sum_axes: tuple[str, ...]
+    scatter_axes: tuple[str, ...]
+    dim: int
+    storage: PartitionSpec
+    unscattered: PartitionSpec
+
+
+def plan(axes: tuple[str | None, ...], shape: tuple[int, ...], own: int, mesh: Mesh, zero: int) -> Reduction:
+    """The reduction of a gradient with logical `axes` and `shape`, whose first `own` dimensions are not the parameter's own
+    (stage, layer). Where no dimension divides, it is summed and stays whole."""
+    parameter = spec(axes)
+    copies = BATCH_AXES if STAGE in tuple(parameter) else (*BATCH_AXES, STAGE)
+    candidates = [(STAGE, DATA), (DATA,)] if STAGE in copies else [(DATA,)]
+    for names in candidates if zero else []:
+        size = math.prod(mesh.shape[n] for n in names)
+        for dim in range(own, len(shape)):
+            if size > 1 and parameter[dim] is None and shape[dim] % size == 0:
+                parts = list(parameter)
+                parts[dim] = names if len(names) > 1 else names[0]
+                rest = tuple(a for a in copies if a not in names)
+                return Reduction(rest, names, dim, PartitionSpec(*parts), parameter)
+    return Reduction(copies, (), 0, parameter, parameter)
+
+
+def reduce(gradient: jax.Array, how: Reduction, dtype) -> jax.Array:
+    """Inside the manual region: this device's sum → the sum over all, its own part of it where it is scattered."""
+    moved = gradient.astype(dtype)
+    if how.scatter_axes:
+        moved = lax.psum_scatter(moved, how.scatter_axes, scatter_dimension=how.dim, tiled=True)
+    return psum(moved, how.sum_axes).astype(jnp.float32)

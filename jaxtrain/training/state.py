@@ -1,0 +1,141 @@
+"""The training state: its shapes, where each array lies, and its first values.
+
+    state = {"params": {"embed": …, "layers": {"0": …, "1": …}, "head": …}, "optimizer": optax state, "step": int32}
+
+"layers"[c] holds chunk c of all stages, leaves [stages, rows, …] (pipeline/placement.py). Parameters are whole on every
+data shard; optimizer state is scattered over it (parallel/zero.py).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.models.spec import Spec, key_of
+from jaxtrain.models.transformer import Parts
+from jaxtrain.parallel.zero import Reduction, plan
+from jaxtrain.pipeline.placement import Placement
+
+
+def _is_spec(x) -> bool:
+    return isinstance(x, Spec)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the model's parameters lie: everything about the state that the mesh decides. Its trees are shaped like the parameters."""
+
+    parts: Parts
+    placement: Placement
+    mesh: Mesh
+    zero: int = 1
+    dtype: jnp.dtype = jnp.dtype("float32")
+
+    @property
+    def specs(self) -> dict:
+        """A Spec for each parameter; one layer's for each chunk's stack."""
+        s = self.parts.specs
+        return {"embed": s["embed"], "layers": {str(c): s["layer"] for c in range(self.placement.chunks)}, "head": s["head"]}
+
+    def _map(self, fn) -> dict:
+        """fn(spec, leading shape, leading axes) over all parameters."""
+        def part(key, tree):
+            if key != "layers":
+                return jax.tree.map(lambda s: fn(s, (), ()), tree, is_leaf=_is_spec)
+            lead = lambda c: (self.placement.stages, self.placement.rows(int(c)))
+            return {c: jax.tree.map(lambda s: fn(s, lead(c), ("stage", "layer")), t, is_leaf=_is_spec) for c, t in tree.items()}
+
+        return {k: part(k, t) for k, t in self.specs.items()}
+
+    @property
+    def shapes(self) -> dict:
+        return self._map(lambda s, shape, _: jax.ShapeDtypeStruct((*shape, *s.padded), self.dtype))
+
+    @property
+    def stored_shapes(self) -> dict:
+        """Shapes in a checkpoint: of one layer, and without padding."""
+        return self._map(lambda s, *_: s.shape)
+
+    @property
+    def reductions(self) -> dict:
+        return self._map(lambda s, shape, axes: plan((*axes, *s.axes), (*shape, *s.padded), len(shape), self.mesh, self.zero))
+
+    def _shardings(self, which: str) -> dict:
+        return jax.tree.map(lambda r: NamedSharding(self.mesh, getattr(r, which)), self.reductions, is_leaf=lambda r: isinstance(r, Reduction))
+
+    @property
+    def shardings(self) -> dict:
+        """Of the parameters."""
+        return self._shardings("unscattered")
+
+    @property
+    def scattered(self) -> dict:
+        """Of the reduced gradients and the optimizer state."""
+        return self._shardings("storage")
+
+    def initial(self, key: jax.Array) -> dict:
+        """The parameters' initial values: by name, layer and seed, whatever the mesh and the placement."""
+        def stack(path, s, chunk):
+            index = jnp.asarray(self.placement.layer_index(chunk))
+            each = lambda layer: jnp.where(layer >= 0, s.initial(key_of(key, path, layer), self.dtype), 0)
+            return jax.vmap(jax.vmap(each))(index)
+
+        def named(tree, make):
+            return jax.tree_util.tree_map_with_path(lambda p, s: make(jax.tree_util.keystr(p), s), tree, is_leaf=_is_spec)
+
+        s = self.parts.specs
+        return {
+            "embed": named(s["embed"], lambda p, s: s.initial(key_of(key, f"embed{p}"), self.dtype)),
+            "layers": {str(c): named(s["layer"], lambda p, s, c=c: stack(f"layer{p}", s, c)) for c in range(self.placement.chunks)},
+            "head": named(s["head"], lambda p, s: s.initial(key_of(key, f"head{p}"), self.dtype)),
+        }
+
+
+def _optimizer_tree(optimizer: optax.GradientTransformation, shapes: dict, like: dict, other) -> object:
+    """A pytree like the optimizer's state: `like`'s leaves where it follows the parameters, `other` elsewhere."""
+    state = jax.eval_shape(optimizer.init, shapes)
+    return optax.tree_utils.tree_map_params(optimizer, lambda _, leaf: leaf, state, like, transform_non_params=lambda _: other)
+
+
+def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> dict:
+    """The state as ShapeDtypeStructs with shardings."""
+    whole = NamedSharding(layout.mesh, P())
+    shapes = layout.shapes
+    state = {"params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes), "step": jax.ShapeDtypeStruct((), jnp.int32)}
+    shardings = {"params": layout.shardings, "optimizer": _optimizer_tree(optimizer, shapes, layout.scattered, whole), "step": whole}
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
+
+
+def stored_shapes(layout: Layout, optimizer: optax.GradientTransformation) -> dict:
+    """The state's shapes in a checkpoint, as a pytree of its structure whose leaves are `Stored`."""
+    stored = jax.tree.map(Stored, layout.stored_shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return {"params": stored, "optimizer": _optimizer_tree(optimizer, layout.shapes, stored, Stored(())), "step": Stored(())}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The shape of a leaf as it is stored; a leaf itself, where a tuple would be taken for a pytree."""
+
+    shape: tuple[int, ...]
+
+
+def initial_state(layout: Layout, optimizer: optax.GradientTransformation, seed: int) -> dict:
+    """The state before the first step; each device makes its own shards."""
+    abstract = abstract_state(layout, optimizer)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+
+    def make():
+        params = layout.initial(jax.random.key(seed))
+        return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+
+    with jax.set_mesh(layout.mesh):
+        return jax.jit(make, out_shardings=shardings)()
+
+
+def bytes_per_device(abstract) -> int:
+    """Bytes of a pytree of abstract arrays on one device."""
+    return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in jax.tree.leaves(abstract))

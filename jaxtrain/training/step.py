@@ -1,0 +1,87 @@
+"""One training step and one evaluation, compiled ahead of time for a mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtrain.models.transformer import Parts, build
+from jaxtrain.pipeline.placement import Placement
+from jaxtrain.pipeline.runtime import BATCH, Runtime
+from jaxtrain.pipeline.schedule import Table, assign_slots, check, make_forward_table, make_table
+from jaxtrain.training.optimizer import learning_rate, make_optimizer
+from jaxtrain.training.state import Layout, abstract_state
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """The two programs of a run, as functions of arrays, and what they were made from.
+
+    train:    (state, batch) → (state, {"loss", "grad_norm", "learning_rate", "tokens"}); donates the state
+    evaluate: (params, batch) → (loss, tokens)
+    gradients: (params, batch) → (loss, tokens, gradients), without an optimizer
+    """
+
+    parts: Parts
+    layout: Layout
+    table: Table
+    optimizer: optax.GradientTransformation
+    train: object
+    evaluate: object
+    gradients: object
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Of a batch's arrays [microbatches, rows, tokens]."""
+        return NamedSharding(self.mesh, BATCH)
+
+    def abstract_state(self) -> dict:
+        return abstract_state(self.layout, self.optimizer)
+
+
+def make_step(config, mesh: Mesh) -> Step:
+    """The step for a resolved config on a mesh; nothing is compiled yet."""
+    pipeline, precision = config.pipeline, config.precision
+    stages = mesh.shape["stage"]
+    parts = build(config.model, mesh.shape["model"])
+    table = make_table(pipeline.schedule, stages, pipeline.repeats, pipeline.microbatches, pipeline.permute)
+    check(table)
+    placement = Placement(config.model.layers, stages, table.chunks)
+    layout = Layout(parts, placement, mesh, config.parallel.zero, jnp.dtype(precision.params))
+    optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
+    rate = learning_rate(config.optimizer, config.train.steps)
+    types = {"loss_chunk": config.model.loss_chunk, "compute": jnp.dtype(precision.compute), "reduce": jnp.dtype(precision.reduce)}
+    gradients = Runtime(parts, placement, assign_slots(table), mesh, layout.reductions, **types)
+    forward = make_forward_table(stages, table.chunks, pipeline.microbatches, pipeline.permute)
+    evaluate = Runtime(parts, placement, assign_slots(forward), mesh, None, **types)
+
+    def train(state, batch):
+        loss, tokens, grads = gradients(state["params"], batch)
+        with jax.named_scope("optimizer"):
+            # Each data shard updates its own part of the parameters, which are then gathered.
+            mine = jax.tree.map(lax.with_sharding_constraint, state["params"], layout.scattered)
+            updates, optimizer_state = optimizer.update(grads, state["optimizer"], mine)
+            params = jax.tree.map(lax.with_sharding_constraint, optax.apply_updates(mine, updates), layout.shardings)
+        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "learning_rate": rate(state["step"]), "tokens": tokens}
+        return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, metrics
+
+    state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
+    jitted = jax.jit(train, donate_argnums=0, out_shardings=(state_shardings, None))
+    return Step(parts, layout, table, optimizer, jitted, jax.jit(evaluate), jax.jit(gradients))
+
+
+def abstract_batch(config, step: Step) -> dict:
+    """A batch's arrays as ShapeDtypeStructs."""
+    m = config.pipeline.microbatches
+    shape = (m, config.data.batch_size // m, config.data.sequence_length)
+    kinds = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    if not config.data.attend_across_documents:
+        kinds |= {"segments": jnp.int32, "positions": jnp.int32}
+    return {k: jax.ShapeDtypeStruct(shape, t, sharding=step.batch_sharding) for k, t in kinds.items()}
