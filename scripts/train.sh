@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Trains: scripts/train.sh [flags of jaxtrain.train]. Without flags: configs/tiny.py into runs/tiny. All flags: scripts/train.sh --help
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+prepare_env requirements.txt
+exec "$python" -m jaxtrain.train "$@"
