@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 from absl import flags as absl_flags
 from ml_collections import ConfigDict, config_flags
 
+from jaxtrain import cluster_environment, config_checks
 from jaxtrain import config as cfg
-from jaxtrain import config_checks
 from jaxtrain.config import Config, ConfigError
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
@@ -331,7 +331,7 @@ def start_jax(namespace: types.SimpleNamespace) -> None:
     if namespace.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", namespace.cpu_devices)
-    elif not asked and not cluster.several_processes(namespace, os.environ):
+    elif not asked and not cluster_environment.several_processes(namespace, os.environ):
         # This is the number of devices of jax's CPU platform alone: beside an accelerator it changes nothing.
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     if settings.jax_compilation_cache_dir is None:

@@ -1,12 +1,13 @@
 """Several processes: when jax.distributed is started, which GPUs a process takes, and the few things that processes agree on.
 
 A run has several processes if the flags say so (`--coordinator --processes --process_id`) or the environment does: a Slurm step,
-Open MPI, a TPU slice. jax detects the addresses; what is decided here is whether to ask it at all (a single process must never wait
-for others) and which local GPUs the process sees. Watching over processes is not here; starting them on one machine is launch.py.
+Open MPI, a TPU slice. jax detects the addresses; what is decided here is whether to ask it at all: a single process must never wait
+for others. cluster_environment.py reads the environment; starting processes on one machine is launch.py.
 """
 
-import glob
 import os
+import sys
+import traceback
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from jaxtrain import cluster_environment as env
 
 
 def initialize(namespace: types.SimpleNamespace) -> None:
@@ -23,12 +26,21 @@ def initialize(namespace: types.SimpleNamespace) -> None:
     the environment does not say.
     """
     environment = os.environ
-    if jax.distributed.is_initialized() or not (several_processes(namespace, environment) or _on_tpu_vm(environment)):
+    if jax.distributed.is_initialized() or not (env.several_processes(namespace, environment) or _on_tpu_vm(environment)):
         return
     # jax's own preemption service takes SIGTERM away from the process; the training loop handles it.
     jax.config.update("jax_enable_preemption_service", False)
-    devices = None if environment.get("JAX_LOCAL_DEVICE_IDS") else local_gpus(environment, _visible_gpus(environment))
-    jax.distributed.initialize(**job(namespace, environment), local_device_ids=devices)
+    devices = None if environment.get("JAX_LOCAL_DEVICE_IDS") else env.local_gpus(environment, env.visible_gpus(environment))
+    jax.distributed.initialize(**env.job(namespace, environment), local_device_ids=devices)
+    sys.excepthook = _leave_at_once
+
+
+def _leave_at_once(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """An uncaught error ends the process now: jax's shutdown would wait minutes for the others, which wait for this one's collectives."""
+    traceback.print_exception(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def is_main() -> bool:
@@ -47,80 +59,6 @@ def all_agree(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
-
-
-def several_processes(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> bool:
-    """Whether flags or environment describe a run of several processes. A TPU slice is not counted: jax knows its size by itself."""
-    return bool(namespace.coordinator) or environment_processes(environment) > 1
-
-
-def environment_processes(environment: Mapping[str, str]) -> int:
-    """The number of processes that a cluster manager started beside this one; 1 where there is none.
-
-    Slurm: the tasks of the step, not of the allocation: in a batch script or an interactive shell this process is alone.
-    """
-    if "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:
-        return int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
-    return int(environment.get("OMPI_COMM_WORLD_SIZE") or 1)
-
-
-def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dict:
-    """Address, number and id for jax.distributed.initialize: from the flags, else from Open MPI; what is not here jax finds out.
-
-    Open MPI 5 no longer tells where its launcher is, so there jax finds no address: processes of one machine meet at a port made from
-    the job's name, and those of several need --coordinator or JAX_COORDINATOR_ADDRESS.
-    """
-    address = namespace.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
-    if namespace.processes > 1:
-        return {"coordinator_address": address, "num_processes": namespace.processes, "process_id": namespace.process_id}
-    found: dict = {"coordinator_address": address} if address else {}
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        found |= {"num_processes": int(environment["OMPI_COMM_WORLD_SIZE"]), "process_id": int(environment["OMPI_COMM_WORLD_RANK"])}
-        if not address and "OMPI_MCA_orte_hnp_uri" not in environment:
-            if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environment["OMPI_COMM_WORLD_SIZE"]:
-                raise RuntimeError("Open MPI does not say where process 0 is: use --coordinator=HOST:PORT, with a free port of its machine")
-            name = environment.get("PMIX_NAMESPACE", "jaxtrain")
-            found["coordinator_address"] = f"localhost:{20000 + sum(map(ord, name)) % 10000}"
-    elif namespace.coordinator and environment_processes(environment) == 1:
-        return found | {"num_processes": 1, "process_id": 0}
-    return found
-
-
-def local_gpus(environment: Mapping[str, str], visible: int) -> list[int]:
-    """The GPUs of this process among those visible to it; [] is all of them.
-
-    jax by itself gives process i of a node GPU i, and so a single process of a node GPU 0 alone. Here the GPUs of a node are shared
-    out evenly, in order: one task with 8 GPUs sees 8, two see 4 each. Where Slurm has already bound GPUs to tasks, each sees its own.
-    """
-    slurm = environment_processes(environment) > 1 and "SLURM_LOCALID" in environment
-    if slurm:
-        tasks, index = _slurm_tasks_on_node(environment), int(environment["SLURM_LOCALID"])
-        bound = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]
-        if bound.isdigit() and int(bound) == visible:
-            return []
-    else:
-        tasks, index = int(environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1), int(environment.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0)
-    if tasks == 1 or visible < tasks:
-        return []
-    share = visible // tasks
-    return list(range(index * share, (index + 1) * share))
-
-
-def _slurm_tasks_on_node(environment: Mapping[str, str]) -> int:
-    """This node's entry of SLURM_STEP_TASKS_PER_NODE, such as "4(x2),3"."""
-    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or "1"
-    counts: list[int] = []
-    for part in text.split(","):
-        count, _, times = part.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts[min(int(environment.get("SLURM_NODEID") or 0), len(counts) - 1)]
-
-
-def _visible_gpus(environment: Mapping[str, str]) -> int:
-    """The number of NVIDIA GPUs that this process could use, without starting a driver."""
-    if "CUDA_VISIBLE_DEVICES" in environment:
-        return len([d for d in environment["CUDA_VISIBLE_DEVICES"].split(",") if d.strip() not in ("", "-1")])
-    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _on_tpu_vm(environment: Mapping[str, str]) -> bool:

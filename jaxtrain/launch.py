@@ -1,0 +1,190 @@
+"""`python -m jaxtrain.launch`: one run of several processes on this machine, as a cluster would start it.
+
+    launcher ─┬─ [0] python -m jaxtrain.train … --coordinator=localhost:PORT --processes=2 --process_id=0
+              ├─ [1] python -m jaxtrain.train … --process_id=1
+              └─ guard: kills both if the launcher is gone
+
+Every line of a process is printed with its number before it. When one fails, the others are stopped and its last lines come last. No
+process outlives the launcher, however that ends. Restarting processes and other machines are not here. No jax.
+"""
+
+import collections
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from jaxtrain import cli, cluster_environment
+
+DESCRIPTION = """usage: python -m jaxtrain.launch [flags] -- [flags of the command]
+
+Runs a command as several processes of one run on this machine, such as
+  python -m jaxtrain.launch --processes=2 --devices_per_process=4 -- --config=configs/tiny.py --workdir=runs/two"""
+FLAGS = (
+    cli.Flag("processes", 2, "number of processes", at_least=1),
+    cli.Flag(
+        "devices_per_process", 0, "simulated CPU devices of each; 0: the machine's GPUs shared out, or 8 CPU devices in all", at_least=0
+    ),
+    cli.Flag("module", "jaxtrain.train", "what each process runs, with `python -m`"),
+)
+LAST_LINES = 20  # of the process that failed first
+FAILED_GRACE, SIGNALLED_GRACE = 5.0, 120.0  # seconds between a process's end and the killing of the others
+# The guard learns of the processes' groups by lines on its stdin. Its end without "done" means that the launcher died.
+GUARD = 'groups=; while read -r word; do [ "$word" = done ] && exit 0; groups="$groups -$word"; done; for g in $groups; do kill -s KILL -- "$g"; done'
+
+
+class Job:
+    """The running processes, their output and their end."""
+
+    def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]):
+        """Starts one process per command, each the leader of a group of its own: a Ctrl-C of the terminal reaches the launcher alone."""
+        self.output: queue.Queue[tuple[int, str]] = queue.Queue()
+        self.tails = [collections.deque[str](maxlen=LAST_LINES) for _ in commands]
+        self.guard = subprocess.Popen(
+            ["/bin/sh", "-c", GUARD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, text=True
+        )
+        self.processes: list[subprocess.Popen[str]] = []
+        self.readers: list[threading.Thread] = []
+        for number, (command, environment) in enumerate(zip(commands, environments, strict=True)):
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+                errors="replace",
+            )
+            self.processes.append(process)
+            self._tell_guard(str(process.pid))
+            self.readers.append(threading.Thread(target=self._read, args=(number,), daemon=True))
+            self.readers[-1].start()
+
+    def send(self, number: int) -> None:
+        """Sends a signal to every process's group, also to children that a dead process left."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+
+    def statuses(self) -> list[int | None]:
+        """Exit statuses by process, None where it runs; 128 + n for one that signal n ended."""
+        codes = (process.poll() for process in self.processes)
+        return [128 - code if code is not None and code < 0 else code for code in codes]
+
+    def show(self, seconds: float) -> None:
+        """Prints lines of the processes as they come, until none has come for some seconds."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                number, line = self.output.get(timeout=seconds)
+                self.tails[number].append(line)
+                print(f"[{number}] {line}", flush=True)
+
+    def close(self) -> None:
+        """Kills whatever is left, and lets the guard go."""
+        self.send(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        for reader in self.readers:
+            reader.join(timeout=1)
+        self._tell_guard("done")
+        self.guard.wait()
+
+    def _read(self, number: int) -> None:
+        stream = self.processes[number].stdout
+        assert stream is not None
+        for line in stream:
+            self.output.put((number, line.rstrip("\n")))
+
+    def _tell_guard(self, word: str) -> None:
+        assert self.guard.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.guard.stdin.write(word + "\n")
+            self.guard.stdin.flush()
+
+
+def watch(job: Job, signals: list[int]) -> int:
+    """Prints and waits until all processes have ended, and gives the status of the run: 0, or that of the first that failed.
+
+    signals: the numbers of the signals received so far; the first is passed on to the processes, so that they can save and stop, and
+    a second one kills them.
+    """
+    passed_on, first, deadline = 0, None, float("inf")
+    while True:
+        job.show(seconds=0.05)
+        statuses = job.statuses()
+        if len(signals) > passed_on:
+            passed_on += 1
+            job.send(signals[0] if passed_on == 1 else signal.SIGKILL)
+        if first is None:
+            first = next((number for number, status in enumerate(statuses) if status), None)
+            if first is not None:
+                deadline = time.monotonic() + (SIGNALLED_GRACE if signals else FAILED_GRACE)
+                if not signals:
+                    job.send(signal.SIGTERM)
+        if None not in statuses or time.monotonic() > deadline:
+            break
+    job.send(signal.SIGKILL)
+    for reader in job.readers:
+        reader.join(timeout=1)
+    job.show(seconds=0.05)
+    if first is None:
+        return 0
+    status = job.statuses()[first] or 1
+    if not signals:
+        print(f"process {first} failed with status {status}; its last lines:", *job.tails[first], sep="\n", file=sys.stderr, flush=True)
+    return status
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def commands(module: str, arguments: Sequence[str], processes: int, devices: int, port: int) -> list[list[str]]:
+    """One command line per process; devices: simulated CPU devices of each, 0 for the platform's own."""
+    common = [sys.executable, "-m", module, *arguments, f"--coordinator=localhost:{port}", f"--processes={processes}"]
+    if devices:
+        common.append(f"--cpu_devices={devices}")
+    return [[*common, f"--process_id={number}"] for number in range(processes)]
+
+
+def environments(processes: int, gpus: int) -> list[dict[str, str]]:
+    """One environment per process: its share of the GPUs, if there is one for each; output that is not held back."""
+    common = dict(os.environ, PYTHONUNBUFFERED="1")
+    if gpus < processes:
+        return [dict(common) for _ in range(processes)]
+    share = gpus // processes
+    ids = [range(number * share, (number + 1) * share) for number in range(processes)]
+    return [dict(common, JAX_LOCAL_DEVICE_IDS=",".join(map(str, mine))) for mine in ids]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the job and gives its exit status."""
+    split = list(argv).index("--") if "--" in argv else len(argv)
+    namespace = cli.parse_flags(argv[:split], DESCRIPTION, FLAGS)
+    devices = namespace.devices_per_process
+    gpus = 0 if devices else cluster_environment.visible_gpus(os.environ)
+    if not devices and gpus < namespace.processes:
+        devices = max(cli.SIMULATED_DEVICES // namespace.processes, 1)
+    lines = commands(namespace.module, argv[split + 1 :], namespace.processes, devices, free_port())
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, frame: signals.append(received))
+    job = Job(lines, environments(namespace.processes, gpus))
+    try:
+        return watch(job, signals)
+    finally:
+        job.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
