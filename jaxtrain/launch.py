@@ -36,7 +36,11 @@ FLAGS = (
 LAST_LINES = 20  # of the process that failed first
 FAILED_GRACE, SIGNALLED_GRACE = 5.0, 120.0  # seconds between a process's end and the killing of the others
 # The guard learns of the processes' groups by lines on its stdin. Its end without "done" means that the launcher died.
-GUARD = 'groups=; while read -r word; do [ "$word" = done ] && exit 0; groups="$groups -$word"; done; for g in $groups; do kill -s KILL -- "$g"; done'
+GUARD = """
+groups=
+while read -r word; do [ "$word" = done ] && exit 0; groups="$groups -$word"; done
+for group in $groups; do kill -s KILL -- "$group"; done
+"""
 
 
 class Job:
@@ -51,6 +55,7 @@ class Job:
         )
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
+        self.ended: list[int] = []  # numbers of processes in the order of their ends
         for number, (command, environment) in enumerate(zip(commands, environments, strict=True)):
             process = subprocess.Popen(
                 command,
@@ -66,6 +71,7 @@ class Job:
             self._tell_guard(str(process.pid))
             self.readers.append(threading.Thread(target=self._read, args=(number,), daemon=True))
             self.readers[-1].start()
+            threading.Thread(target=self._wait, args=(number,), daemon=True).start()
 
     def send(self, number: int) -> None:
         """Sends a signal to every process's group, also to children that a dead process left."""
@@ -79,10 +85,11 @@ class Job:
         return [128 - code if code is not None and code < 0 else code for code in codes]
 
     def show(self, seconds: float) -> None:
-        """Prints lines of the processes as they come, until none has come for some seconds."""
+        """Prints lines of the processes as they come, for some seconds."""
+        end = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
-            while True:
-                number, line = self.output.get(timeout=seconds)
+            while (left := end - time.monotonic()) > 0:
+                number, line = self.output.get(timeout=left)
                 self.tails[number].append(line)
                 print(f"[{number}] {line}", flush=True)
 
@@ -102,6 +109,10 @@ class Job:
         for line in stream:
             self.output.put((number, line.rstrip("\n")))
 
+    def _wait(self, number: int) -> None:
+        self.processes[number].wait()
+        self.ended.append(number)
+
     def _tell_guard(self, word: str) -> None:
         assert self.guard.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -118,22 +129,24 @@ def watch(job: Job, signals: list[int]) -> int:
     passed_on, first, deadline = 0, None, float("inf")
     while True:
         job.show(seconds=0.05)
+        running = len(job.ended) < len(job.processes)
         statuses = job.statuses()
         if len(signals) > passed_on:
             passed_on += 1
             job.send(signals[0] if passed_on == 1 else signal.SIGKILL)
         if first is None:
-            first = next((number for number, status in enumerate(statuses) if status), None)
+            first = next((number for number in list(job.ended) if statuses[number]), None)
             if first is not None:
                 deadline = time.monotonic() + (SIGNALLED_GRACE if signals else FAILED_GRACE)
                 if not signals:
                     job.send(signal.SIGTERM)
-        if None not in statuses or time.monotonic() > deadline:
+        if not running or time.monotonic() > deadline:
             break
     job.send(signal.SIGKILL)
     for reader in job.readers:
         reader.join(timeout=1)
-    job.show(seconds=0.05)
+    while not job.output.empty():
+        job.show(seconds=0.05)
     if first is None:
         return 0
     status = job.statuses()[first] or 1
