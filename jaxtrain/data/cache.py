@@ -1,0 +1,95 @@
+"""Folders that are there whole or not at all: made under another name, then renamed.
+
+Correct without any lock (a rename is atomic, and of two finished folders the first stays); the lock only spares processes of one
+machine from doing the same work at once. What a folder holds is its maker's business.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+
+
+def folder_of(setting: str) -> pathlib.Path:
+    """The cache's folder for `data.cache`: as named, else $JAXTRAIN_CACHE, else ~/.cache/jaxtrain."""
+    return pathlib.Path(setting or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser().resolve()
+
+
+def ensure(folder: pathlib.Path, complete: Callable[[pathlib.Path], bool], make: Callable[[pathlib.Path], None], progress: bool) -> None:
+    """Leaves `folder` complete, calling make(temporary folder) if it is not.
+
+    Safe with several processes and machines at once and with a kill at any moment. If `make` raises, nothing is left behind.
+    """
+    if complete(folder):
+        return
+    made = [parent for parent in (folder.parent, *folder.parent.parents) if not parent.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(folder.with_name(folder.name + ".lock"), progress) as alone:
+            if complete(folder):  # by the process that we waited for
+                return
+            if alone:
+                _clean(folder)
+            _make(folder, complete, make)
+    except BaseException:
+        for parent in made:  # those made here, innermost first, unless somebody uses them by now
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+def _make(folder: pathlib.Path, complete: Callable[[pathlib.Path], bool], make: Callable[[pathlib.Path], None]) -> None:
+    temporary = folder.with_name(f"{folder.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    temporary.mkdir()
+    try:
+        make(temporary)
+        if folder.exists() and not complete(folder):
+            shutil.rmtree(folder)  # damaged since: a file cut short, an older format
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not complete(folder):  # else another machine was faster: the same content, so theirs stays
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _clean(folder: pathlib.Path) -> None:
+    """Removes what killed processes of this machine left. Only under the lock: then none of them is alive."""
+    for left in folder.parent.glob(f"{folder.name}.tmp-{socket.gethostname()}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path, progress: bool) -> Iterator[bool]:
+    """Holds a lock that ends with the process, however it ends. Yields False where the file system has none."""
+    while True:
+        with open(path, "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if progress:
+                    print(f"waiting for another process that prepares {path.stem}", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError:
+                yield False
+                return
+            if not _is_at(file.fileno(), path):
+                continue  # its last holder removed it while we waited: newcomers lock another file
+            try:
+                yield True
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(descriptor: int, path: pathlib.Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,168 @@
+"""Batches as global arrays: which row stands where, in every process and at every step, from the step alone.
+
+    row i of step t   = row order[t·B + i] of the split; order = a permutation of all rows for each epoch, from the seed
+    place of row i    = [i // (B / microbatches), i % (B / microbatches)] of arrays [microbatches, B / microbatches, T]
+
+Packing and shuffling know nothing of meshes, processes or threads; a process then reads those rows that its own devices hold, each
+once. There is no other state: to resume at step t is to ask for step t of the same corpus.
+
+Legend: B the global batch in rows, T the sequence length. Cutting rows is in packing.py, preparing a corpus in tokens.py.
+"""
+
+import collections
+import concurrent.futures
+import hashlib
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from jaxtrain.data.packing import Row, Rows
+from jaxtrain.data.tokens import Corpus, DataError
+
+Batch = dict[str, jax.Array]
+
+
+class Loader:
+    """The batches of one split of a corpus.
+
+    A batch is a dict of arrays [microbatches, B / microbatches, T] with the given sharding: those of packing.Rows.
+
+    The train split goes on for ever, shuffled anew each epoch. The validation split is read in the order of the corpus, whole or, with
+    `batches`, in rows spread evenly over it (its first rows would be one document's); where it ends within a batch, rows of weight 0
+    fill that up.
+
+    Args:
+      corpus: prepared; its checksum and the step are all that a checkpoint needs.
+      data: config; sequence_length, batch_size, seed, attend_across_documents and prefetch are used.
+      split: "train" or "validation".
+      sharding: of [microbatches, rows, T], over any axes of any mesh.
+      microbatches: into which the batch is cut; divides B.
+      batches: the most that are made of the validation split (None: all of it).
+
+    Raises DataError if the train split has less than one row.
+    """
+
+    def __init__(
+        self, corpus: Corpus, data: Any, split: str, sharding: jax.sharding.NamedSharding, microbatches: int = 1, batches: int | None = None
+    ):
+        if split not in ("train", "validation"):
+            raise ValueError(f"split {split!r}: use train or validation")
+        if data.batch_size % microbatches:
+            raise ValueError(f"{microbatches} microbatches do not divide data.batch_size={data.batch_size}")
+        self._train, self._batch_size, self._sharding = split == "train", data.batch_size, sharding
+        stream = corpus.train if self._train else corpus.validation
+        self._rows = Rows(corpus, stream, data.sequence_length, data.attend_across_documents, padded=not self._train)
+        self._name = f"the {split} split of {corpus.source} (checksum {corpus.checksum[:12]}, seed {data.seed})"
+        order = grain.MapDataset.range(len(self._rows))
+        if self._train:
+            if not len(self._rows):
+                raise DataError(_too_long(data, corpus))
+            order = order.shuffle(seed=_grain_seed(data.seed)).repeat()
+            self.batches = None
+        else:
+            available = -(-len(self._rows) // self._batch_size)
+            self.batches = available if batches is None else min(batches, available)
+        self._order = order
+        self.shape = (microbatches, self._batch_size // microbatches, data.sequence_length)
+        self._local, self._place = _local_rows(sharding, self.shape)
+        self._ahead = data.prefetch
+        self._threads = concurrent.futures.ThreadPoolExecutor(max(1, data.prefetch), thread_name_prefix=f"jaxtrain-{split}")
+
+    @property
+    def rows(self) -> int:
+        """Rows in the split: an epoch."""
+        return len(self._rows)
+
+    def specification(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, types and shardings of a batch, for compiling before there is one."""
+        return {k: jax.ShapeDtypeStruct(self.shape, v.dtype, sharding=self._sharding) for k, v in self._rows.empty().items()}
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step, read now."""
+        if step < 0 or (self.batches is not None and step >= self.batches):
+            raise IndexError(f"batch {step} of {self.batches} of {self._name}")
+        rows = [self._row(step, i) for i in self._local]
+        return {name: self._place_array([row[name] for row in rows]) for name in rows[0]}
+
+    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+        """Batches from step `start` up to `stop` (None: for ever, or all of the validation split), data.prefetch of them read ahead.
+
+        An error in a thread is raised here, at the batch that it belongs to.
+        """
+        last = min((end for end in (stop, self.batches) if end is not None), default=sys.maxsize)
+        steps = iter(range(start, last))
+        if not self._ahead:
+            yield from map(self.batch, steps)
+            return
+        waiting = collections.deque(self._threads.submit(self.batch, step) for step in itertools.islice(steps, self._ahead))
+        try:
+            while waiting:
+                batch = waiting.popleft().result()
+                waiting.extend(self._threads.submit(self.batch, step) for step in itertools.islice(steps, 1))
+                yield batch
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def position(self, step: int) -> str:
+        """For people: which rows a step is made of."""
+        first = step * self._batch_size
+        rows = [self._index(first + i) for i in range(self._batch_size)]
+        shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
+        return f"step {step}: epoch {first // max(1, self.rows)}, rows {shown} of the {self.rows} of {self._name}"
+
+    def close(self) -> None:
+        """Ends the threads. Nothing can be iterated afterwards."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _index(self, i: int) -> int | None:
+        """The split's row at place i of the order; None behind the end of the validation split."""
+        if self.batches is None:
+            return self._order[i]
+        wanted = self.batches * self._batch_size
+        return self._order[i * self.rows // wanted if wanted < self.rows else i] if i < self.rows else None
+
+    def _row(self, step: int, i: int) -> Row:
+        index = self._index(step * self._batch_size + i)
+        return self._rows.empty() if index is None else self._rows[index]
+
+    def _place_array(self, rows: list[np.ndarray]) -> jax.Array:
+        local = np.stack(rows)  # [rows that this process needs, T]
+
+        def block(index: Any) -> np.ndarray:
+            return local[self._place[index[:2]]][..., index[2]]
+
+        with jax.transfer_guard_host_to_device("allow"):  # JAX takes this for an implicit transfer, and it is meant
+            return jax.make_array_from_callback(self.shape, self._sharding, block)
+
+
+def _local_rows(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
+    """The rows of a batch that this process's devices hold, ascending; and [microbatches, rows] the place of each in that list, or −1."""
+    needed = np.zeros(shape[:2], bool)
+    indices: Any = sharding.addressable_devices_indices_map(shape)
+    for index in indices.values():
+        needed[index[:2]] = True
+    place = np.where(needed, np.cumsum(needed).reshape(shape[:2]) - 1, -1)
+    return np.flatnonzero(needed).tolist(), place
+
+
+def _grain_seed(seed: int) -> int:
+    """Grain adds the epoch to its seed, so neighbouring seeds would share epochs: spread them over its 32 bits."""
+    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
+
+
+def _too_long(data: Any, corpus: Corpus) -> str:
+    length, tokens = data.sequence_length, len(corpus.train)
+    rule = f"data.sequence_length={length} needs {length + 1} tokens, and the train split of {corpus.source} has {tokens}"
+    return f"{rule}: use {tokens - 1}{' or less' * (tokens > 2)}" if tokens > 1 else f"{rule}: name a larger data.source"

@@ -1,0 +1,171 @@
+"""Tokenizers: text ↔ ids, and the description with which a checkpoint finds its tokenizer again.
+
+Three kinds, chosen by `data.tokenizer`: `bytes` (ids 0 to 255, end of document 256), the path of a Hugging Face tokenizers JSON
+file, and `none` for token files whose tokenizer is not at hand (ids stand for themselves). Reading files of text is in sources.py,
+preparing a corpus in tokens.py.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+
+# Looked up in this order: what published tokenizers call the end of a document.
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
+
+
+class DataError(ValueError):
+    """A corpus, a tokenizer or a data field that cannot be used. The message is one line, with file and line where there are any."""
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. `vocab_size` is the largest id plus one; `end_of_document` ends each document (None: there is no such id)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_of_document(self) -> int | None: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text, [n] of an unsigned integer type, without beginning or end marks."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, using all cores where the tokenizer can."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids, without the ends of documents. Ids that stand for no text are left out; it raises for none."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """JSON from which `tokenizer_from` makes this tokenizer again."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255; 256 ends a document."""
+
+    vocab_size: int = 257
+    end_of_document: int = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "bytes"}
+
+
+@dataclasses.dataclass(frozen=True)
+class NoTokenizer:
+    """For token files without a tokenizer: text is written as decimal ids, and no id ends a document."""
+
+    vocab_size: int
+    end_of_document: None = None
+
+    def encode(self, text: str) -> np.ndarray:
+        words = text.split()
+        if bad := next((w for w in words if not w.isdecimal() or int(w) >= self.vocab_size), None):
+            raise DataError(f"data.tokenizer=none takes ids from 0 to {self.vocab_size - 1} separated by spaces as text, not {bad!r}")
+        return np.array([int(w) for w in words], np.uint32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "none", "vocab_size": self.vocab_size}
+
+
+class FileTokenizer:
+    """A Hugging Face tokenizers JSON file. Its own truncation, padding and added marks are switched off.
+
+    Raises DataError if the file is missing, is no tokenizers file or names no token of END_OF_DOCUMENT.
+    """
+
+    def __init__(self, path: str | pathlib.Path):
+        self.path = pathlib.Path(path).expanduser().resolve()
+        try:
+            self.content = self.path.read_bytes()
+        except OSError as error:
+            raise DataError(f"data.tokenizer={path}: {error.strerror} (use bytes, none or the path of a tokenizers JSON file)") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
+        except Exception as error:  # the library raises bare Exceptions
+            raise DataError(f"data.tokenizer={path} is not a tokenizers JSON file: {_first_line(error)}") from error
+        # Files made for fine-tuning often carry these; in a corpus they would cut or fill documents silently.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids = {token: self._tokenizer.token_to_id(token) for token in END_OF_DOCUMENT}
+        found = [i for i in ids.values() if i is not None]
+        if not found:
+            raise DataError(f"data.tokenizer={path} has no end-of-document token: it needs one of {' '.join(END_OF_DOCUMENT)}")
+        self.end_of_document: int = found[0]
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(e.ids, np.uint32) for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "tokenizers", "path": str(self.path), "sha256": self.sha256}
+
+
+def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
+    """The tokenizer of `data.tokenizer` for a model of `vocab_size` ids. Raises DataError if the model has too few."""
+    if name == "bytes":
+        tokenizer: Tokenizer = ByteTokenizer()
+    elif name == "none":
+        tokenizer = NoTokenizer(vocab_size)
+    else:
+        tokenizer = FileTokenizer(name)
+    if tokenizer.vocab_size > vocab_size:
+        least = tokenizer.vocab_size
+        raise DataError(f"model.vocab_size={vocab_size} is less than the {least} ids of data.tokenizer={name}: use {least} or more")
+    return tokenizer
+
+
+def tokenizer_from(description: dict[str, Any], folders: Iterable[str | pathlib.Path] = ()) -> Tokenizer:
+    """The tokenizer that `describe()` described.
+
+    A tokenizers file is looked for at its path, then as `tokenizer.json` in each of `folders` (a prepared corpus holds a copy), and is
+    taken where its content is the same. Raises DataError where there is none.
+    """
+    if description["kind"] == "bytes":
+        return ByteTokenizer()
+    if description["kind"] == "none":
+        return NoTokenizer(description["vocab_size"])
+    paths = [pathlib.Path(description["path"]), *(pathlib.Path(folder) / "tokenizer.json" for folder in folders)]
+    for path in paths:
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == description["sha256"]:
+            return FileTokenizer(path)
+    state, old = "has changed" if paths[0].is_file() else "is gone", description["sha256"][:16]
+    raise DataError(f"data.tokenizer={paths[0]} {state} since this run was made: put the old file back (its sha256 begins with {old})")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,313 @@
+"""Sources → a prepared corpus: memory-mapped tokens, an index of documents, a mask and a checksum.
+
+A corpus is prepared once, into a folder of the cache that is named by what it was made of:
+
+    <cache>/<source>-<key>/   corpus.json     sizes, checksum, tokenizer
+                              tokens.bin      uint16 or uint32 [tokens], every document ending with the end-of-document id
+                              documents.bin   int64 [documents + 1]: where each begins, then the number of tokens
+                              mask.bin        uint8 [tokens]: 1 where a token counts in the loss; only with data.loss_mask
+                              tokenizer.json  a copy, if it was a file
+
+A source that is a token file stays where it is and is only checked and indexed. Everything is streamed: memory does not grow with the
+corpus. What files hold is in sources.py, the held-out split in split.py, rows of a fixed length in packing.py, the cache's safety in
+cache.py. `data` below is the config's group of that name.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tqdm
+
+from jaxtrain.data import cache, sources
+from jaxtrain.data.split import Stream, split
+from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, Tokenizer, load_tokenizer, tokenizer_from
+
+__all__ = ["Corpus", "DataError", "Tokenizer", "bigram_entropy", "load_tokenizer", "prepare", "tokenizer_from"]
+
+FORMAT = 1  # of a prepared folder; part of its key
+BATCH = 4 << 20  # characters encoded together
+CHUNK = 4 << 20  # tokens looked at together
+BIGRAMS = 1 << 28  # as many as bigram_entropy counts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """A prepared corpus; its arrays are memory-mapped.
+
+    tokens: [tokens] uint16 or uint32, or the integer type of the token file that was the source.
+    documents: [documents + 1] int64, where each document begins, then the number of tokens.
+    mask: [tokens] uint8, 1 where a token counts in the loss, or None where all do.
+    checksum: sha256 over tokens, documents, mask and the end-of-document id, as hexadecimal.
+    """
+
+    tokens: np.ndarray
+    documents: np.ndarray
+    mask: np.ndarray | None
+    checksum: str
+    tokenizer: Tokenizer
+    folder: pathlib.Path
+    source: str
+    validation_fraction: float
+
+    @functools.cached_property
+    def _splits(self) -> tuple[Stream, Stream]:
+        return split(self.documents, self.validation_fraction)
+
+    @property
+    def train(self) -> Stream:
+        """The documents that are trained on."""
+        return self._splits[0]
+
+    @property
+    def validation(self) -> Stream:
+        """The documents held out."""
+        return self._splits[1]
+
+
+def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
+    """The corpus of a `data` config, prepared now if the cache does not hold it.
+
+    Args:
+      data: source, tokenizer, text_fields, loss_mask, token_dtype, validation_fraction and cache are used.
+      vocab_size: of the model; ids must be below it.
+      progress: whether to show a bar on standard error.
+
+    Raises DataError, one line naming file and line where there are any; nothing is left behind then.
+    """
+    try:
+        tokenizer = load_tokenizer(data.tokenizer, vocab_size)
+        source = sources.find(data.source)
+        _check(data, source, tokenizer)
+        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", source.root.name if source.name != sources.STDLIB else source.name)[:40]
+        folder = cache.folder_of(data.cache) / f"{slug}-{_key(data, source, tokenizer)}"
+
+        def make(temporary: pathlib.Path) -> None:
+            if source.holds_tokens:
+                _index(temporary, data, source, tokenizer, progress)
+            else:
+                _tokenize(temporary, data, source, tokenizer, progress)
+            if source != sources.find(data.source):
+                raise DataError(f"data.source={data.source} changed while it was read: try again when it is complete")
+
+        cache.ensure(folder, lambda path: _open(path, data, source, tokenizer) is not None, make, progress)
+        corpus = _open(folder, data, source, tokenizer)
+    except OSError as error:
+        raise DataError(f"{error.filename or data.source}: {error.strerror or error}") from error
+    assert corpus is not None, folder
+    return corpus
+
+
+def bigram_entropy(corpus: Corpus) -> float | None:
+    """H(next byte | byte) of the training split in nats, from counts of neighbouring tokens; None if its tokens are not bytes.
+
+    The loss of the best table of 257 × 257 probabilities: a model that is below it has learned more than pairs. Ends of documents count
+    as a byte. At most BIGRAMS pairs are counted, in blocks spread evenly over the split.
+    """
+    if not isinstance(corpus.tokenizer, ByteTokenizer) or len(corpus.train) < 2:
+        return None
+    path = corpus.folder / f"bigram-{corpus.validation_fraction:g}.json"
+    with contextlib.suppress(OSError, ValueError):  # not there yet
+        return float(json.loads(path.read_text()))
+    n, pairs = corpus.tokenizer.vocab_size, len(corpus.train) - 1
+    blocks = -(-pairs // CHUNK)
+    chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, BIGRAMS // CHUNK)).astype(np.int64))
+    counts = np.zeros(n * n, np.int64)
+    for block in chosen.tolist():
+        ids = corpus.train.read(corpus.tokens, block * CHUNK, min((block + 1) * CHUNK, pairs) + 1).astype(np.int32)
+        counts += np.bincount(ids[:-1] * n + ids[1:], minlength=n * n)
+    table = counts.reshape(n, n)
+    before = np.broadcast_to(table.sum(1, keepdims=True), table.shape)
+    seen = table > 0
+    nats = float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
+    with contextlib.suppress(OSError):  # a cache that may not be written to: measured again next time
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(nats))
+        temporary.replace(path)
+    return nats
+
+
+def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
+    """Raises DataError where the fields of `data` do not fit the source."""
+    mask, fields, name = ",".join(data.loss_mask), ",".join(data.text_fields), data.source
+    if unknown := [field for field in data.loss_mask if field not in data.text_fields]:
+        raise DataError(f"data.loss_mask={mask}: {unknown[0]} is not in data.text_fields={fields}: name it there too")
+    if data.loss_mask and not source.has_fields:
+        raise DataError(f"data.loss_mask={mask} names fields of JSONL or Parquet, and data.source={name} has none: leave it empty")
+    if not fields and source.has_fields:
+        raise DataError(f"data.text_fields is empty, and data.source={name} has fields: name those that hold the text")
+    if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
+        raise DataError(f"data.tokenizer=none is for token files, and data.source={name} is text: use bytes or a tokenizers JSON file")
+    stored = cache.folder_of(data.cache)
+    if (
+        source.root.is_dir()
+        and stored.is_relative_to(source.root)
+        and not any(part.startswith(".") for part in stored.relative_to(source.root).parts)
+    ):
+        raise DataError(f"data.cache={stored} lies in data.source={name} and would become part of it: name a folder outside")
+
+
+def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
+    """What a prepared folder depends on, as 16 hexadecimal digits. Of files only names, sizes and times: the checksum has the content."""
+    fields = [data.text_fields, data.loss_mask] if source.has_fields else []
+    raw = [_token_dtype(data.token_dtype).str] if source.files[0].format == "bin" else []
+    description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
+    digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw]).encode())
+    for file in source.files:
+        digest.update(json.dumps(file).encode())
+    return digest.hexdigest()[:16]
+
+
+def _open(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer) -> Corpus | None:
+    """The corpus in a prepared folder; None if it is not there or not whole."""
+    try:
+        info = json.loads((folder / "corpus.json").read_text())
+        n = info["tokens"]
+        if source.holds_tokens:
+            ids = _map_tokens(source.files[0], data.token_dtype)
+        else:
+            ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
+        documents = np.memmap(folder / "documents.bin", "<i8", "r")
+        mask = np.memmap(folder / "mask.bin", np.uint8, "r") if info["masked"] else None
+    except (FileNotFoundError, KeyError, ValueError):
+        return None
+    if len(ids) != n or len(documents) != info["documents"] + 1 or (mask is not None and len(mask) != n):
+        return None
+    return Corpus(ids, documents, mask, info["checksum"], tokenizer, folder, data.source, data.validation_fraction)
+
+
+class _Writer:
+    """Appends to the files of a prepared folder, with their checksums. A file is made when something is appended to it."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder, self._files = folder, contextlib.ExitStack()
+        self._open: dict[str, Any] = {}
+        self._digests: dict[str, Any] = {}
+
+    def append(self, name: str, array: np.ndarray, store: bool = True) -> None:
+        """Adds an array to `name`.bin, or to its checksum alone."""
+        content = np.ascontiguousarray(array).data.cast("B") if len(array) else b""
+        self._digests.setdefault(name, hashlib.sha256()).update(content)
+        if store:
+            if name not in self._open:
+                self._open[name] = self._files.enter_context((self._folder / f"{name}.bin").open("wb"))
+            self._open[name].write(content)
+
+    def finish(self, tokenizer: Tokenizer, **info: Any) -> None:
+        """Writes everything to disk, and corpus.json with `info` and the checksum."""
+        for file in self._open.values():
+            file.flush()
+            os.fsync(file.fileno())
+        parts = {name: digest.hexdigest() for name, digest in self._digests.items()}
+        whole = json.dumps([parts, info["dtype"], tokenizer.end_of_document], sort_keys=True)
+        info |= {"checksum": hashlib.sha256(whole.encode()).hexdigest(), "tokenizer": tokenizer.describe()}
+        if isinstance(tokenizer, FileTokenizer):
+            (self._folder / "tokenizer.json").write_bytes(tokenizer.content)
+        (self._folder / "corpus.json").write_text(json.dumps(info, indent=1) + "\n")
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+
+def _bar(data: Any, total: int, unit: str, progress: bool) -> tqdm.tqdm:
+    return tqdm.tqdm(total=total, unit=unit, unit_scale=True, desc=f"preparing {data.source}", disable=not progress, leave=False)
+
+
+def _tokenize(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool) -> None:
+    """Encodes a source's documents into a folder."""
+    assert tokenizer.end_of_document is not None  # _check: only a token file has no tokenizer
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    end, n, count = np.array([tokenizer.end_of_document], dtype), 0, 0
+    stream = sources.pieces(source, tuple(data.text_fields), tuple(data.loss_mask))
+    with _Writer(folder) as writer, _bar(data, sum(file.size for file in source.files), "B", progress) as bar:
+        writer.append("documents", np.zeros(1, "<i8"))
+        for batch in _batches(stream):
+            parts, ends = [], []
+            for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
+                parts.append(np.append(ids.astype(dtype), end) if piece.ends else ids)
+                n += len(parts[-1])
+                if piece.ends:
+                    ends.append(n)
+            writer.append("tokens", np.concatenate(parts).astype(dtype, copy=False))
+            writer.append("documents", np.array(ends, "<i8"))
+            if data.loss_mask:
+                writer.append("mask", np.repeat(np.array([piece.counts for piece in batch], np.uint8), [len(part) for part in parts]))
+            count += len(ends)
+            bar.update(sum(piece.size for piece in batch))
+        if not count:
+            raise DataError(f"{source.files[0].path}:1: no documents in data.source={data.source}: all of its text is empty")
+        writer.finish(tokenizer, dtype=dtype.str, tokens=n, documents=count, masked=bool(data.loss_mask))
+
+
+def _batches(pieces: Iterable[sources.Piece]) -> Iterator[list[sources.Piece]]:
+    """Pieces in lists of about BATCH characters."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text) + 64  # a piece costs something even if it is empty
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool) -> None:
+    """Checks a token file and writes its documents, which end with the end-of-document id, or at the end of the file."""
+    file = source.files[0]
+    ids, end, count = _map_tokens(file, data.token_dtype), tokenizer.end_of_document, 0
+    with _Writer(folder) as writer, _bar(data, len(ids), "tok", progress) as bar:
+        writer.append("documents", np.zeros(1, "<i8"))
+        for first in range(0, len(ids), CHUNK):
+            chunk = ids[first : first + CHUNK]
+            bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))
+            if len(bad):
+                raise DataError(
+                    f"{file.path}: token {chunk[bad[0]]} at position {first + bad[0]} is beyond the {tokenizer.vocab_size} ids of "
+                    f"data.tokenizer={data.tokenizer}: name the tokenizer that made it, or none, and the right data.token_dtype"
+                )
+            writer.append("tokens", chunk, store=False)
+            ends = np.flatnonzero(chunk == end) + first + 1 if end is not None else np.zeros(0, np.int64)
+            if first + len(chunk) == len(ids) and (not len(ends) or ends[-1] < len(ids)):
+                ends = np.append(ends, len(ids))
+            writer.append("documents", ends.astype("<i8"))
+            count += len(ends)
+            bar.update(len(chunk))
+        writer.finish(tokenizer, dtype=ids.dtype.str, tokens=len(ids), documents=count, masked=False)
+
+
+def _map_tokens(file: sources.File, token_dtype: str) -> np.ndarray:
+    """The tokens of a .bin or .npy file, [n], memory-mapped. Raises DataError if its size, shape or type is not one of tokens."""
+    if file.format == "npy":
+        try:
+            ids = np.load(file.path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise DataError(f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}") from error
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
+            raise DataError(f"{file.path}:1: holds {ids.dtype} of shape {ids.shape}, and must hold integers of one dimension, at least one")
+        return ids
+    dtype = _token_dtype(token_dtype)
+    if file.size % dtype.itemsize:
+        raise DataError(f"{file.path}: {file.size} bytes are no whole number of tokens of data.token_dtype={token_dtype}")
+    return np.memmap(file.path, dtype, "r")
+
+
+def _token_dtype(name: str) -> np.dtype:
+    try:
+        dtype = np.dtype(name).newbyteorder("<")
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind not in "iu":
+        raise DataError(f"data.token_dtype={name} is not an integer type: use uint16 or uint32")
+    return dtype

@@ -1,0 +1,356 @@
+"""Batches: the same rows at the same places whatever the mesh, the processes, the microbatches and the threads."""
+
+import json
+import socket
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.data import packing
+from jaxtrain.data.loader import Loader
+from jaxtrain.data.packing import Rows
+from jaxtrain.data.tokens import DataError, prepare
+
+BATCH, LENGTH = 8, 8
+SPEC = PartitionSpec(None, ("replica", "data"), "context")
+
+
+@pytest.fixture
+def corpus(config, write):
+    rng = np.random.default_rng(0)
+    lines = [{"q": "q" * int(rng.integers(0, 5)), "text": "".join(rng.choice(list("abcdefgh "), rng.integers(1, 40)))} for _ in range(60)]
+    path = write("a.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    return prepare(config(source=path, text_fields=("q", "text"), loss_mask=("q",)), 257, progress=False)
+
+
+def sharding(replica=1, data=1, context=1, model=1, spec=SPEC):
+    n = replica * data * context * model
+    devices = np.array(jax.devices()[:n]).reshape(replica, data, context, model)
+    return NamedSharding(jax.sharding.Mesh(devices, ("replica", "data", "context", "model")), spec)
+
+
+def flat(batch):
+    """Rows in their global order, [B, T] each."""
+    return {name: np.asarray(array).reshape(BATCH, LENGTH) for name, array in batch.items()}
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name])
+
+
+LAYOUTS = [
+    {"data": 8},
+    {"replica": 2, "data": 2, "model": 2},
+    {"data": 2, "context": 4},
+    {"model": 8},
+    {"replica": 2, "context": 2, "data": 2},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("across", [True, False])
+def test_mesh_changes_nothing(config, corpus, layout, across):
+    data = config(attend_across_documents=across)
+    with Loader(corpus, data, "train", sharding()) as one, Loader(corpus, data, "train", sharding(**layout)) as many:
+        for step in (0, 1, 30):
+            batch = many.batch(step)
+            assert batch["tokens"].sharding == sharding(**layout) and batch["tokens"].dtype == np.int32
+            same(flat(batch), flat(one.batch(step)))
+            assert ("segments" in batch) == (not across)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "layout"), [(2, {"data": 4}), (4, {"data": 2, "context": 2}), (8, {"model": 4}), (1, {"data": 2})]
+)
+def test_microbatches_cut_the_batch_in_order(config, corpus, microbatches, layout):
+    with Loader(corpus, config(), "train", sharding()) as one, Loader(corpus, config(), "train", sharding(**layout), microbatches) as many:
+        batch = many.batch(3)
+        assert batch["tokens"].shape == (microbatches, BATCH // microbatches, LENGTH) == many.shape
+        same(flat(batch), flat(one.batch(3)))
+        for i in range(BATCH):
+            place = (i // (BATCH // microbatches), i % (BATCH // microbatches))
+            np.testing.assert_array_equal(np.asarray(batch["targets"])[place], flat(one.batch(3))["targets"][i])
+
+
+def test_sharded_over_microbatches_too(config, corpus):
+    spread = sharding(replica=2, data=2, context=2, spec=PartitionSpec("replica", "data"))
+    with Loader(corpus, config(), "train", sharding()) as one, Loader(corpus, config(), "train", spread, 4) as many:
+        same(flat(many.batch(5)), flat(one.batch(5)))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_threads_change_nothing(config, corpus, prefetch, monkeypatch):
+    with Loader(corpus, config(), "train", sharding()) as reference:
+        expected = [flat(reference.batch(step)) for step in range(12)]
+    read = Rows.__getitem__
+
+    def uneven(rows, r):
+        time.sleep(0.003 * (r % 3))
+        return read(rows, r)
+
+    monkeypatch.setattr(Rows, "__getitem__", uneven)
+    with Loader(corpus, config(prefetch=prefetch), "train", sharding(data=2)) as loader:
+        for batch, rows in zip(loader.iterate(0, 12), expected, strict=True):
+            same(flat(batch), rows)
+
+
+def test_resuming_is_continuing(config, corpus):
+    with Loader(corpus, config(), "train", sharding()) as loader:
+        whole = [flat(batch) for batch in loader.iterate(0, 40)]
+    with Loader(corpus, config(), "train", sharding(data=4), 2) as loader:
+        for rows, batch in zip(whole[17:], loader.iterate(17, 40), strict=True):
+            same(flat(batch), rows)
+
+
+def order_of(corpus, data, steps):
+    """The rows of the split that steps are made of, found by content."""
+    rows = Rows(corpus, corpus.train, LENGTH)
+    index = {rows[r]["tokens"].tobytes() + rows[r]["targets"].tobytes(): r for r in range(len(rows))}
+    assert len(index) == len(rows)
+    with Loader(corpus, data, "train", sharding()) as loader:
+        batches = [flat(loader.batch(step)) for step in range(steps)]
+    return [index[batch["tokens"][i].tobytes() + batch["targets"][i].tobytes()] for batch in batches for i in range(BATCH)], len(rows)
+
+
+def test_an_epoch_has_every_row_once_in_a_new_order(config, corpus):
+    order, n = order_of(corpus, config(), 60)
+    epochs = [order[i * n : (i + 1) * n] for i in range(len(order) // n)]
+    assert len(epochs) >= 2
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(n)) and epoch != sorted(epoch)
+    assert epochs[0] != epochs[1]
+
+
+def test_seed_decides_the_order(config, corpus):
+    orders = [order_of(corpus, config(seed=seed), 60) for seed in (0, 1, 0, -3, 2**40)]
+    assert orders[0] == orders[2]
+    n = orders[0][1]
+    firsts = [tuple(order[:n]) for order, _ in orders]
+    assert len(set(firsts)) == 4
+    # Neighbouring seeds must not be one another's epochs.
+    assert orders[0][0][n : 2 * n] != orders[1][0][:n]
+
+
+def test_golden_order(config, write):
+    """A run that goes on must read on where it was: this order may never change."""
+    corpus = prepare(config(source=write("a.txt", "0123456789" * 40), validation_fraction=0.0), 257, progress=False)
+    with Loader(corpus, config(), "train", sharding()) as loader:
+        assert [loader._index(i) for i in range(BATCH)] == [32, 30, 10, 0, 1, 29, 38, 17]
+        assert [loader._index(10**9 + i) for i in range(BATCH)] == [20, 37, 31, 32, 22, 15, 41, 18]
+
+
+def test_each_row_is_read_once(config, corpus, monkeypatch):
+    read, seen = Rows.__getitem__, []
+    monkeypatch.setattr(Rows, "__getitem__", lambda rows, r: seen.append(r) or read(rows, r))
+    with Loader(corpus, config(attend_across_documents=False), "train", sharding(data=2, context=2, model=2), 2) as loader:
+        loader.batch(0)
+    assert len(seen) == len(set(seen)) == BATCH
+
+
+def test_only_the_rows_of_this_process(config, corpus, monkeypatch):
+    """As on process 1 of 2, whose devices are the second half."""
+    whole = sharding(data=4, context=2)
+    mine = {device: index for device, index in whole.addressable_devices_indices_map((2, 4, LENGTH)).items() if device.id >= 4}
+    read, seen = Rows.__getitem__, []
+    with Loader(corpus, config(), "train", whole, 2) as loader:
+        everything = [r for i in range(BATCH) for r in [loader._index(i)]]
+    monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", lambda *_: mine)
+    with Loader(corpus, config(), "train", whole, 2) as loader:
+        monkeypatch.setattr(Rows, "__getitem__", lambda rows, r: seen.append(r) or read(rows, r))
+        monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, block: [block(index) for index in mine.values()])
+        loader.batch(0)
+    assert seen == [everything[i] for i in (2, 3, 6, 7)]  # rows 2, 3 of each microbatch of 4
+
+
+PROCESS = """
+import sys, types
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+jax.distributed.initialize(f"localhost:{port}", 2, process)
+import numpy as np
+from jaxtrain.data import loader, packing, tokens
+data = types.SimpleNamespace(source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0, attend_across_documents=True,
+    prefetch=2, loss_mask=("q",), text_fields=("q", "text"), validation_fraction=0.1, token_dtype="uint16", cache=cache)
+corpus = tokens.prepare(data, 257, progress=False)
+read, seen = packing.Rows.__getitem__, []
+packing.Rows.__getitem__ = lambda rows, r: seen.append(r) or read(rows, r)
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+with loader.Loader(corpus, data, "train", sharding, 2) as batches:
+    total = np.zeros((2, 4, 8), np.int64)
+    for batch in batches.iterate(3, 5):
+        for shard in batch["targets"].addressable_shards:
+            total[shard.index] = np.asarray(shard.data)
+        print(len(seen), total.tolist())
+        seen.clear()
+"""
+
+
+def test_two_processes(config, corpus, tmp_path, start_python):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [start_python(PROCESS, i, port, corpus.source, tmp_path / "cache") for i in range(2)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    first, second = ([line for line in out.splitlines() if line[:1].isdigit()] for out, _ in outputs)
+    assert len(first) == len(second) == 2
+    halves = [[json.loads(line.split(" ", 1)[1]) for line in lines] for lines in (first, second)]
+    with Loader(corpus, config(), "train", sharding(), 2) as loader:
+        for step, mine, theirs in zip((3, 4), *halves, strict=True):
+            expected = np.asarray(loader.batch(step)["targets"])
+            np.testing.assert_array_equal(np.array(mine)[:, :2], expected[:, :2])
+            np.testing.assert_array_equal(np.array(theirs)[:, 2:], expected[:, 2:])
+            assert not np.array(mine)[:, 2:].any() and not np.array(theirs)[:, :2].any()
+    # Read ahead, both steps may be read before the first is printed; each process reads its half of both.
+    assert [sum(int(line.split(" ", 1)[0]) for line in lines) for lines in (first, second)] == [8, 8]
+
+
+# ---- validation
+
+
+@pytest.mark.parametrize("layout", [{}, {"data": 8}, {"data": 2, "context": 2, "model": 2}], ids=str)
+def test_validation_is_read_once_in_order(config, corpus, layout):
+    rows = Rows(corpus, corpus.validation, LENGTH, padded=True)
+    with Loader(corpus, config(), "validation", sharding(**layout)) as loader:
+        assert loader.batches == -(-len(rows) // BATCH) and len(rows) % BATCH
+        batches = [flat(batch) for batch in loader.iterate()]
+        again = [flat(batch) for batch in loader.iterate()]
+    assert len(batches) == loader.batches
+    for step, batch in enumerate(batches):
+        same(batch, again[step])
+        for i in range(BATCH):
+            r = step * BATCH + i
+            same({name: array[i] for name, array in batch.items()}, rows[r] if r < len(rows) else rows.empty())
+    counted = sum(batch["weights"].sum() for batch in batches)
+    assert counted == corpus.validation.read(np.asarray(corpus.mask), 1, len(corpus.validation)).sum()
+    with pytest.raises(IndexError):
+        loader.batch(loader.batches)
+
+
+def test_part_of_the_validation_split(config, corpus):
+    rows = Rows(corpus, corpus.validation, LENGTH, padded=True)
+    with Loader(corpus, config(), "validation", sharding(data=2), batches=1) as loader:
+        batches = [flat(batch) for batch in loader.iterate()]
+    assert len(batches) == 1
+    index = {rows[r]["tokens"].tobytes(): r for r in range(len(rows))}
+    found = [index[row.tobytes()] for row in batches[0]["tokens"]]
+    assert found == sorted(set(found)) and found[0] == 0 and found[-1] >= len(rows) * 3 // 4
+    with Loader(corpus, config(), "validation", sharding(), batches=10**6) as loader:
+        assert loader.batches == -(-len(rows) // BATCH)
+
+
+def test_validation_smaller_than_a_row(config, write):
+    corpus = prepare(config(source=write("a.txt", "abcdefghijklmnopqrstuvwxyz" * 2)), 257, progress=False)
+    assert len(corpus.validation) == 5
+    with Loader(corpus, config(), "validation", sharding(data=2), 2) as loader:
+        (batch,) = [flat(batch) for batch in loader.iterate()]
+    assert batch["weights"].sum() == 4 and batch["weights"][0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    corpus = prepare(config(source=corpus.source, validation_fraction=0.0), 257, progress=False)
+    with Loader(corpus, config(), "validation", sharding()) as loader:
+        assert loader.batches == 0 and list(loader.iterate()) == []
+
+
+# ---- errors, threads, the rest
+
+
+def test_too_little_text(config, write):
+    corpus = prepare(config(source=write("a.txt", "abcdefg"), validation_fraction=0.0), 257, progress=False)
+    with pytest.raises(DataError, match=r"^data\.sequence_length=8 needs 9 tokens, and the train split of .*a\.txt has 8: use 7 or less$"):
+        Loader(corpus, config(), "train", sharding())
+    with Loader(corpus, config(sequence_length=7), "train", sharding()) as loader:
+        assert loader.rows == 1
+        list(loader.iterate(0, 2))  # a batch repeats the one row there is
+    corpus = prepare(config(source=write("b.jsonl", '{"text": "a"}'), validation_fraction=0.0), 257, progress=False)
+    with pytest.raises(DataError, match="use 1$"):
+        Loader(corpus, config(), "train", sharding())
+
+
+def test_wrong_arguments(config, corpus):
+    with pytest.raises(ValueError, match="3 microbatches do not divide data.batch_size=8"):
+        Loader(corpus, config(), "train", sharding(), 3)
+    with pytest.raises(ValueError, match="use train or validation"):
+        Loader(corpus, config(), "test", sharding())
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("jaxtrain-")]
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_errors_surface_at_their_batch(config, corpus, monkeypatch, prefetch):
+    read, count = Rows.__getitem__, []
+
+    def failing(rows, r):
+        count.append(r)
+        if r == bad:
+            raise OSError("the disk is gone")
+        return read(rows, r)
+
+    with Loader(corpus, config(prefetch=prefetch), "train", sharding()) as loader:
+        bad = loader._index(2 * BATCH + 3)
+        monkeypatch.setattr(packing.Rows, "__getitem__", failing)
+        batches = loader.iterate(0)
+        next(batches), next(batches)
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(batches)
+        assert next(batches, None) is None
+    assert not threads()
+
+
+def test_threads_end(config, corpus):
+    with Loader(corpus, config(prefetch=4), "train", sharding()) as loader:
+        for _, _batch in zip(range(3), loader.iterate(), strict=False):
+            assert 1 <= len(threads()) <= 4
+    assert not threads()
+    with pytest.raises(RuntimeError):
+        next(loader.iterate())
+
+
+def test_reads_ahead_while_a_batch_is_used(config, corpus, monkeypatch):
+    made = []
+    batch = Loader.batch
+    monkeypatch.setattr(Loader, "batch", lambda loader, step: made.append(step) or batch(loader, step))
+    with Loader(corpus, config(prefetch=3), "train", sharding()) as loader:
+        batches = loader.iterate(5)
+        next(batches)
+        deadline = time.monotonic() + 30
+        while len(made) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sorted(made) == [5, 6, 7, 8]
+
+
+def test_no_hidden_transfers(config, corpus):
+    with jax.transfer_guard("disallow"), Loader(corpus, config(), "train", sharding(data=4), 2) as loader:
+        loader.batch(0)
+
+
+def test_specification_is_what_comes(config, corpus):
+    for across in (True, False):
+        with Loader(corpus, config(attend_across_documents=across), "train", sharding(data=4), 2) as loader:
+            specification, batch = loader.specification(), loader.batch(0)
+            assert specification.keys() == batch.keys()
+            for name, array in batch.items():
+                assert (array.shape, array.dtype, array.sharding) == (
+                    specification[name].shape,
+                    specification[name].dtype,
+                    sharding(data=4),
+                )
+
+
+def test_position_names_the_rows(config, corpus):
+    order, n = order_of(corpus, config(), 40)
+    with Loader(corpus, config(), "train", sharding()) as loader:
+        step = n // BATCH + 2
+        rows = ", ".join(map(str, order[step * BATCH : (step + 1) * BATCH]))
+        assert loader.position(step).startswith(
+            f"step {step}: epoch 1, rows {rows} of the {n} of the train split of {corpus.source} (checksum "
+        )

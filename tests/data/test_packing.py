@@ -1,0 +1,104 @@
+"""Rows against a brute-force packing of random documents."""
+
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.data.packing import Rows
+from jaxtrain.data.split import make_stream, split
+
+
+def corpus_of(lengths, masked, seed=0):
+    rng = np.random.default_rng(seed)
+    documents = np.append(0, np.cumsum(np.array(lengths, np.int64)))
+    tokens = rng.integers(0, 60_000, documents[-1]).astype(np.uint16)
+    mask = rng.integers(0, 2, documents[-1]).astype(np.uint8) if masked else None
+    return types.SimpleNamespace(tokens=tokens, documents=documents, mask=mask)
+
+
+def brute_force(corpus, ranges, length, across, padded):
+    """The rows, token by token."""
+    starts = set(corpus.documents.tolist())
+    stream = []  # (token, counts, begins a document)
+    for first, last in ranges:
+        for i in range(first, last):
+            stream.append((int(corpus.tokens[i]), 1 if corpus.mask is None else int(corpus.mask[i]), i == first or i in starts))
+    rows = []
+    for begin in range(0, len(stream) - 1, length):
+        window = stream[begin : begin + length + 1]
+        if len(window) < length + 1 and not padded:
+            break
+        row = {name: [] for name in ("tokens", "targets", "weights", "segments", "positions")}
+        segment, position = 0, 0
+        for j in range(length):
+            begins = j == 0 or j == len(window) or (j < len(window) and window[j][2])
+            segment, position = (segment + 1, 0) if begins else (segment, position + 1)
+            row["tokens"].append(window[j][0] if j < len(window) else 0)
+            row["segments"].append(segment)
+            row["positions"].append(position)
+            target = window[j + 1] if j + 1 < len(window) else (0, 0, False)
+            row["targets"].append(target[0])
+            row["weights"].append(target[1] if across or not target[2] else 0)
+        rows.append(row if not across else {name: row[name] for name in ("tokens", "targets", "weights")})
+    return rows
+
+
+@settings(max_examples=300)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=25),
+    length=st.integers(1, 15),
+    fraction=st.sampled_from([0.0, 0.1, 0.4]),
+    masked=st.booleans(),
+    across=st.booleans(),
+    padded=st.booleans(),
+    held=st.booleans(),
+)
+def test_rows_match_brute_force(lengths, length, fraction, masked, across, padded, held):
+    corpus = corpus_of(lengths, masked)
+    stream = split(corpus.documents, fraction)[held]
+    rows = Rows(corpus, stream, length, across, padded)
+    expected = brute_force(corpus, list(stream.ranges(0, len(stream))), length, across, padded)
+    assert len(rows) == len(expected)
+    for r in range(len(rows)):
+        assert {name: array.tolist() for name, array in rows[r].items()} == expected[r]
+
+
+def test_example_of_the_docstring():
+    documents = np.array([0, 4, 7, 12])
+    corpus = types.SimpleNamespace(tokens=np.array([1, 2, 3, 256, 4, 5, 256, 6, 7, 8, 9, 256], np.uint16), documents=documents, mask=None)
+    row = Rows(corpus, make_stream(np.array([0]), np.array([12])), 6, attend_across_documents=False)[0]
+    assert {name: array.tolist() for name, array in row.items()} == {
+        "tokens": [1, 2, 3, 256, 4, 5],
+        "targets": [2, 3, 256, 4, 5, 256],
+        "weights": [1, 1, 1, 0, 1, 1],
+        "segments": [1, 1, 1, 1, 2, 2],
+        "positions": [0, 1, 2, 3, 0, 1],
+    }
+
+
+@pytest.mark.parametrize("across", [True, False])
+def test_types_and_lengths(across):
+    corpus = corpus_of([50], masked=True)
+    rows = Rows(corpus, make_stream(np.array([0]), np.array([50])), 10, across)
+    kinds = {"tokens": np.int32, "targets": np.int32, "weights": np.float32} | (
+        {} if across else {"segments": np.int32, "positions": np.int32}
+    )
+    for row in (rows[0], rows.empty()):
+        assert {name: array.dtype for name, array in row.items()} == kinds
+        assert {array.shape for array in row.values()} == {(10,)}
+    assert not rows.empty()["weights"].any()
+
+
+def test_length_of_an_epoch():
+    corpus = corpus_of([100], masked=False)
+    stream = make_stream(np.array([0]), np.array([100]))
+    assert [len(Rows(corpus, stream, length)) for length in (1, 49, 50, 98, 99, 100)] == [99, 2, 1, 1, 1, 0]
+    assert [len(Rows(corpus, stream, length, padded=True)) for length in (1, 49, 50, 99, 100)] == [99, 3, 2, 1, 1]
+    rows = Rows(corpus, stream, 49)
+    assert rows[1]["tokens"][0] == rows[0]["targets"][-1]  # no token is only ever read, but the first
+    for r in (-1, 2):
+        with pytest.raises(IndexError):
+            rows[r]

@@ -1,0 +1,191 @@
+"""Sources: which files make a corpus, the documents in them, and an error with file and line for whatever cannot be read."""
+
+import json
+import re
+
+import pytest
+
+from jaxtrain.data import sources
+from jaxtrain.data.tokenizer import DataError
+
+
+def documents(source, fields=("text",), prompt_only=()):
+    """[[(text, counts), …] per document]; neighbours with the same mask joined."""
+    found, current = [], []
+    for piece in sources.pieces(sources.find(str(source)), fields, prompt_only):
+        if current and current[-1][1] == piece.counts:
+            current[-1] = (current[-1][0] + piece.text, piece.counts)
+        elif piece.text:
+            current.append((piece.text, piece.counts))
+        if piece.ends:
+            found.append(current)
+            current = []
+    assert not current
+    return found
+
+
+def texts(source, **arguments):
+    return ["".join(text for text, _ in document) for document in documents(source, **arguments)]
+
+
+def failure(source, **arguments):
+    with pytest.raises(DataError) as caught:
+        documents(source, **arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def jsonl(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def test_text_is_one_document(write):
+    assert texts(write("a.txt", "one\r\ntwo\n")) == ["one\r\ntwo\n"]
+    assert texts(write("b.txt", b"\xef\xbb\xbfmarked")) == ["marked"]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
+def test_long_text_comes_in_pieces(write, monkeypatch, block):
+    text = "naïve 漢字 🙂\nline two\n" * 5 + "no newline at the end 漢"
+    monkeypatch.setattr(sources, "BLOCK", block)
+    path = write("a.txt", text)
+    found = list(sources.pieces(sources.find(str(path)), (), ()))
+    assert "".join(piece.text for piece in found) == text
+    assert [piece.ends for piece in found] == [False] * (len(found) - 1) + [True]
+    assert all(piece.text.endswith("\n") for piece in found[:-1] if piece.text)
+    assert sum(piece.size for piece in found) == path.stat().st_size
+    monkeypatch.setattr(sources, "LONGEST", 4)
+    assert texts(path) == [text]
+
+
+@pytest.mark.parametrize("block", [1, 5, 1 << 20])
+def test_text_that_is_not_utf8(write, monkeypatch, block):
+    monkeypatch.setattr(sources, "BLOCK", block)
+    path = write("a.txt", "first\nsecond 漢\n".encode() + b"third \xff here\n")
+    assert failure(path).startswith(f"{path}:3: not UTF-8 text (0xff")
+    cut = write("cut.txt", "first\n漢".encode()[:-1])
+    assert failure(cut).startswith(f"{cut}:2: not UTF-8 text")
+
+
+def test_folder_is_sorted_and_recursive(write, tmp_path):
+    write("d/b.txt", "b")
+    write("d/a/z.md", "z")
+    write("d/a/two.jsonl", jsonl({"text": "j1"}, {"text": "j2"}))
+    write("d/.hidden.bin", b"\xff")
+    write("d/.git/x", b"\xff")
+    write("d/noise", "n")
+    assert texts(tmp_path / "d") == ["j1", "j2", "z", "b", "n"]
+
+
+def test_folder_with_a_binary_file(write, tmp_path):
+    write("d/a.txt", "fine")
+    path = write("d/picture.png", b"\x89PNG\r\n\x1a\n\xff")
+    assert failure(tmp_path / "d").startswith(f"{path}:1: not UTF-8 text (0x89")
+    path.unlink()
+    path = write("d/x.npy", b"1234")
+    assert failure(tmp_path / "d").startswith(f"{path}: a token file is no document")
+
+
+def test_missing_and_empty(write, tmp_path):
+    assert failure(tmp_path / "nowhere") == f"data.source={tmp_path}/nowhere: no such file or folder"
+    path = write("e/empty.txt", "")
+    assert failure(path).startswith(f"{path}:1: the file is empty: ")
+    write("e/a.txt", "a")
+    assert failure(tmp_path / "e").startswith(f"{path}:1: the file is empty: ")
+    write("e/z.txt", "")
+    assert failure(tmp_path / "e").startswith(f"{path}:1: the file is empty (and 1 more): ")
+    (tmp_path / "f").mkdir()
+    assert "holds no files" in failure(tmp_path / "f")
+
+
+def test_jsonl_fields_and_mask(write):
+    path = write(
+        "a.jsonl", jsonl({"q": "Q1", "a": "A1", "x": 3}, {"a": "A2", "q": "Q2"}, {"q": "", "a": ""}, {"q": "Q3", "a": ""}) + "\n  \n"
+    )
+    assert texts(path, fields=("q", "a")) == ["Q1A1", "Q2A2", "Q3"]
+    assert documents(path, fields=("q", "a"), prompt_only=("q",)) == [
+        [("Q1", False), ("A1", True)],
+        [("Q2", False), ("A2", True)],
+        [("Q3", False)],
+    ]
+    # The end of a document counts as its last field does, even where that is empty: "say nothing" is an answer.
+    last = [piece for piece in sources.pieces(sources.find(str(path)), ("q", "a"), ("q",)) if piece.ends]
+    assert [piece.counts for piece in last] == [True] * 3
+    assert documents(path, fields=("a", "q"), prompt_only=("q", "a"))[0] == [("A1Q1", False)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "x"', "not valid JSON: .*column 13"),
+        (b"text", "not valid JSON"),
+        (b'["text"]', "a line must be a JSON object, not a list"),
+        (b"3", "a line must be a JSON object, not a number"),
+        (b'{"body": "x", "id": 1}', "no field 'text' .there are 'body', 'id'.: set data.text_fields"),
+        (b"{}", "no field 'text' .there are none."),
+        (b'{"text": 3}', "field 'text' is a number, not text"),
+        (b'{"text": null}', "field 'text' is null, not text"),
+        (b'{"text": ["x"]}', "field 'text' is a list, not text"),
+        (b'{"text": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"text": "\xff"}', "not UTF-8 text .0xff"),
+        pytest.param(b"[" * 100_000, "JSON", id="nested"),
+        pytest.param(b'{"n": ' + b"9" * 5000 + b"}", "JSON", id="digits"),
+    ],
+)
+def test_jsonl_errors_name_file_and_line(write, line, message):
+    path = write("a.jsonl", b'{"text": "fine"}\n\n' + line + b"\n")
+    assert re.match(f"{path}:3: {message}", failure(path))
+
+
+def test_jsonl_escapes(write):
+    assert texts(write("a.jsonl", '{"text": "\\ud83d\\ude42 \\u6f22"}\n{"text": "r\u2028s"}')) == ["🙂 漢", "r\u2028s"]
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    def make(columns, **arguments):
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(pyarrow.table(columns), path, **arguments)
+        return path
+
+    return make
+
+
+def test_parquet(parquet):
+    import pyarrow
+
+    rows = [f"text {i}" for i in range(1000)]
+    path = parquet({"id": list(range(1000)), "text": rows, "q": pyarrow.array(rows).dictionary_encode()}, row_group_size=300)
+    assert texts(path) == rows
+    assert documents(path, fields=("q", "text"), prompt_only=("q",))[7] == [("text 7", False), ("text 7", True)]
+
+
+def test_parquet_errors_name_file_and_row(parquet, write):
+    path = parquet({"id": list(range(400)), "text": ["x"] * 299 + [None] + ["x"] * 100})
+    assert failure(path) == f"{path}: row 300: field 'text' is null, not text"
+    assert failure(path, fields=("body",)) == f"{path}: row 1: no field 'body' (there are id, text): set data.text_fields"
+    assert failure(path, fields=("id",)) == f"{path}: row 1: field 'id' is int64, not text"
+    damaged = write("b.parquet", path.read_bytes()[:-20])
+    assert failure(damaged).startswith(f"{damaged}: row 1: not readable as Parquet: ")
+
+
+def test_stdlib_is_python_without_tests():
+    source = sources.find("stdlib")
+    names = [file.path.removeprefix(str(source.root)) for file in source.files]
+    assert "/json/decoder.py" in names and "/os.py" in names
+    assert not [name for name in names if "/test/" in name or "/tests/" in name or "site-packages" in name or not name.endswith(".py")]
+    assert names == sorted(names, key=lambda name: name.split("/"))
+
+
+def test_stdlib_leaves_out_what_is_no_text(write, tmp_path, monkeypatch):
+    write("lib/a.py", "a = 1\n")
+    write("lib/empty.py", "")
+    write("lib/latin.py", b"# \xe9\n")
+    write("lib/test/t.py", "t")
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    assert texts("stdlib") == ["a = 1\n"]
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "nowhere.zip"))
+    assert failure("stdlib").startswith("data.source=stdlib: this Python has no sources")

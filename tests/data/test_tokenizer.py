@@ -1,0 +1,86 @@
+"""Tokenizers: round trips, what ends a document, and finding a tokenizer again."""
+
+import pytest
+
+from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, load_tokenizer, tokenizer_from
+
+TEXT = "naïve 漢字 🙂\r\n\ttab\x00nul"
+
+
+def test_bytes_round_trip():
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(TEXT)
+    assert ids.tolist() == list(TEXT.encode())
+    assert tokenizer.decode(ids) == TEXT
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
+
+
+def test_bytes_decode_never_raises():
+    assert ByteTokenizer().decode([0xFF, 104, 105, 256, 300, -1]) == "\ufffdhi"
+
+
+def test_file_round_trip_without_marks_truncation_or_padding(tokenizer_file):
+    tokenizer = FileTokenizer(tokenizer_file())
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) > 4 and tokenizer.end_of_document not in ids
+    assert tokenizer.decode(ids) == TEXT
+    assert [x.tolist() for x in tokenizer.encode_batch([TEXT, "", "the"])] == [ids.tolist(), [], tokenizer.encode("the").tolist()]
+    assert len(tokenizer.encode("the")) == 1
+    assert tokenizer.decode([*tokenizer.encode("the"), tokenizer.end_of_document, 10**6, -1]) == "the"
+
+
+@pytest.mark.parametrize("token", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"])
+def test_file_end_of_document(tokenizer_file, token):
+    tokenizer = FileTokenizer(tokenizer_file(["<a>", "<b>", token]))
+    assert tokenizer.end_of_document == 2
+
+
+def test_file_without_end_of_document(tokenizer_file):
+    path = tokenizer_file(["<pad>"])
+    with pytest.raises(DataError, match=f"data.tokenizer={path} has no end-of-document token.*<eos>"):
+        FileTokenizer(path)
+
+
+def test_file_errors_are_one_line(write, tmp_path):
+    with pytest.raises(DataError, match=r"^data\.tokenizer=.*missing\.json: No such file.*bytes"):
+        FileTokenizer(tmp_path / "missing.json")
+    for content in (b"{}", b"\xff", b'{"version": "1.0",\n "model": 3}'):
+        with pytest.raises(DataError, match=r"^data\.tokenizer=.*bad\.json is not a tokenizers JSON file") as caught:
+            FileTokenizer(write("bad.json", content))
+        assert "\n" not in str(caught.value)
+
+
+def test_vocabulary_must_fit(tokenizer_file):
+    path = tokenizer_file()
+    size = FileTokenizer(path).vocab_size
+    with pytest.raises(DataError, match=r"^model\.vocab_size=256 is less than the 257 ids of data\.tokenizer=bytes: use 257 or more$"):
+        load_tokenizer("bytes", 256)
+    with pytest.raises(DataError, match=f"use {size} or more"):
+        load_tokenizer(str(path), size - 1)
+    assert load_tokenizer(str(path), size).vocab_size == size
+
+
+def test_none_writes_ids():
+    tokenizer = load_tokenizer("none", 1000)
+    assert tokenizer.encode("5 999").tolist() == [5, 999]
+    assert tokenizer.decode([5, 999]) == "5 999"
+    assert tokenizer.end_of_document is None
+    with pytest.raises(DataError, match="'1000'"):
+        tokenizer.encode("5 1000")
+
+
+def test_found_again_by_description(tokenizer_file, tmp_path):
+    path = tokenizer_file()
+    for tokenizer in (ByteTokenizer(), NoTokenizer(77), FileTokenizer(path)):
+        again = tokenizer_from(tokenizer.describe())
+        assert type(again) is type(tokenizer) and again.describe() == tokenizer.describe()
+    described = FileTokenizer(path).describe()
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    path.rename(copies / "tokenizer.json")
+    assert tokenizer_from(described, [copies]).describe()["sha256"] == described["sha256"]
+    with pytest.raises(DataError, match="is gone"):
+        tokenizer_from(described)
+    path.write_text("{}")
+    with pytest.raises(DataError, match="has changed"):
+        tokenizer_from(described)

@@ -1,0 +1,331 @@
+"""Prepared corpora: content, checksum, key, errors, and what a kill or a race leaves."""
+
+import json
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxtrain.data import tokens
+from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
+
+END = 256
+
+
+def documents_of(corpus):
+    bounds = corpus.documents.tolist()
+    return [corpus.tokens[first:last].tolist() for first, last in zip(bounds, bounds[1:], strict=False)]
+
+
+def folders(config):
+    path = pathlib.Path(config.cache)
+    return sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+
+
+def failure(config, vocab_size=257):
+    before = folders(config)
+    with pytest.raises(DataError) as caught:
+        prepare(config, vocab_size, progress=False)
+    assert "\n" not in str(caught.value)
+    assert folders(config) == before
+    return str(caught.value)
+
+
+def test_documents_end_with_their_id(config, write):
+    path = write("a.jsonl", '{"text": "ab"}\n{"text": "漢"}\n')
+    corpus = prepare(config(source=path), 257, progress=False)
+    assert documents_of(corpus) == [[97, 98, END], [*"漢".encode(), END]]
+    assert corpus.tokens.dtype == np.uint16 and corpus.documents.dtype == np.int64 and corpus.mask is None
+    assert isinstance(corpus.tokens, np.memmap)
+
+
+def test_mask(config, write):
+    path = write("a.jsonl", '{"q": "ab", "a": "c"}\n{"q": "d", "a": "ef"}\n')
+    corpus = prepare(config(source=path, text_fields=("q", "a"), loss_mask=("q",)), 257, progress=False)
+    assert corpus.tokens.tolist() == [97, 98, 99, END, 100, 101, 102, END]
+    assert corpus.mask.tolist() == [0, 0, 1, 1, 0, 1, 1, 1]
+    corpus = prepare(config(source=path, text_fields=("a", "q"), loss_mask=("q",)), 257, progress=False)
+    assert corpus.mask.tolist() == [1, 0, 0, 0, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("batch", [1, 100, 1 << 20])
+def test_batches_do_not_show(config, write, monkeypatch, batch):
+    texts = [f"document {i} " * (i % 7) + "x" for i in range(50)]
+    path = write("a.jsonl", "".join(json.dumps({"q": "Q", "a": text}) + "\n" for text in texts))
+    monkeypatch.setattr(tokens, "BATCH", batch)
+    corpus = prepare(config(source=path, text_fields=("q", "a"), loss_mask=("q",)), 257, progress=False)
+    assert documents_of(corpus) == [[*b"Q", *text.encode(), END] for text in texts]
+    assert np.array_equal(corpus.mask, np.concatenate([[0] + [1] * (len(text) + 1) for text in texts]))
+
+
+def test_tokenizers_file(config, write, tokenizer_file):
+    path, file = write("a.jsonl", '{"text": "the quick fox"}\n{"text": "dog"}\n'), tokenizer_file()
+    corpus = prepare(config(source=path, tokenizer=file), 5000, progress=False)
+    end = corpus.tokenizer.end_of_document
+    assert [document[-1] for document in documents_of(corpus)] == [end, end]
+    assert [corpus.tokenizer.decode(document) for document in documents_of(corpus)] == ["the quick fox", "dog"]
+    assert (corpus.folder / "tokenizer.json").read_bytes() == file.read_bytes()
+    assert bigram_entropy(corpus) is None
+    found = tokens.tokenizer_from(json.loads((corpus.folder / "corpus.json").read_text())["tokenizer"])
+    assert found.decode(documents_of(corpus)[1]) == "dog"
+
+
+def test_large_vocabulary_takes_four_bytes(config, write, tokenizer_file):
+    file = tokenizer_file()
+    content = json.loads(file.read_text())
+    content["model"] = {"type": "WordLevel", "vocab": {str(i): i for i in range(70_000)} | {"<|endoftext|>": 1}, "unk_token": "0"}
+    file.write_text(json.dumps(content))
+    corpus = prepare(config(source=write("a.txt", "69999"), tokenizer=file), 80_000, progress=False)
+    assert corpus.tokens.dtype == np.uint32 and corpus.tokens.tolist() == [69_999, 1]
+
+
+# ---- token files
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+def test_raw_token_file(config, write, dtype, monkeypatch):
+    ids = [1, 2, END, 3, END, 4, 5, 6, END, 9]
+    monkeypatch.setattr(tokens, "CHUNK", 4)
+    path = write("a.bin", np.array(ids, "<" + np.dtype(dtype).str[1:]).tobytes())
+    corpus = prepare(config(source=path, token_dtype=dtype), 257, progress=False)
+    assert documents_of(corpus) == [[1, 2, END], [3, END], [4, 5, 6, END], [9]]
+    assert not (corpus.folder / "tokens.bin").exists()  # it stays where it is
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_npy_token_file(config, tmp_path, order):
+    np.save(tmp_path / "a.NPY", np.array([1, 2, END, 3], order + "u2"))
+    (tmp_path / "a.NPY.npy").rename(tmp_path / "a.NPY")
+    corpus = prepare(config(source=tmp_path / "a.NPY"), 257, progress=False)
+    assert documents_of(corpus) == [[1, 2, END], [3]]
+
+
+def test_token_file_without_tokenizer(config, tmp_path):
+    np.save(tmp_path / "a.npy", np.array([1, 2, END, 999], np.int32))
+    corpus = prepare(config(source=tmp_path / "a.npy", tokenizer="none"), 1000, progress=False)
+    assert documents_of(corpus) == [[1, 2, END, 999]]
+    assert "token 999 at position 3 is beyond the 999 ids" in failure(config(source=tmp_path / "a.npy", tokenizer="none"), 999)
+
+
+def test_token_file_errors(config, write, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK", 4)
+    ids = np.arange(10, dtype=np.int64)
+    for bad in (257, -1, 1 << 40):
+        ids[7] = bad
+        np.save(tmp_path / "a.npy", ids)
+        assert failure(config(source=tmp_path / "a.npy")).startswith(
+            f"{tmp_path}/a.npy: token {bad} at position 7 is beyond the 257 ids of data.to"
+        )
+    path = write("a.bin", b"123")
+    assert failure(config(source=path)) == f"{path}: 3 bytes are no whole number of tokens of data.token_dtype=uint16"
+    assert failure(config(source=path, token_dtype="float32")).startswith("data.token_dtype=float32 is not an integer type")
+    assert failure(config(source=path, token_dtype="nonsense")).startswith("data.token_dtype=nonsense is not an integer type")
+    for array in (np.zeros((2, 2), np.uint16), np.zeros(3), np.zeros(0, np.uint16), np.array([None, {}])):
+        np.save(tmp_path / "b.npy", array, allow_pickle=True)
+        assert failure(config(source=tmp_path / "b.npy")).startswith(f"{tmp_path}/b.npy:1: ")
+    path = write("c.npy", b"no array")
+    assert failure(config(source=path)).startswith(f"{path}:1: not an .npy file")
+
+
+# ---- what does not fit
+
+
+def test_errors_leave_nothing(config, write, tmp_path):
+    lines = write("a.jsonl", '{"text": "fine"}\n{"text": 3}\n')
+    assert failure(config(source=lines)) == f"{lines}:2: field 'text' is a number, not text"
+    assert not pathlib.Path(config().cache).exists()
+    assert failure(config(source=write("b.jsonl", '{"text": ""}\n\n'))).startswith(f"{tmp_path}/b.jsonl:1: no documents")
+    text = write("a.txt", "a")
+    assert failure(config(source=text), vocab_size=100).startswith("model.vocab_size=100")
+    assert failure(config(source=text, tokenizer="none")).startswith("data.tokenizer=none is for token files")
+    assert failure(config(source=text, loss_mask=("text",))).startswith("data.loss_mask=text names fields of JSONL or Parquet")
+    assert failure(config(source=lines, loss_mask=("q",))).startswith("data.loss_mask=q: q is not in data.text_fields=text")
+    assert failure(config(source=lines, text_fields=())).startswith("data.text_fields is empty")
+    write("d/a.txt", "a")
+    assert "would become part of it" in failure(config(source=tmp_path / "d", cache=str(tmp_path / "d" / "cache")))
+    prepare(config(source=tmp_path / "d", cache=str(tmp_path / "d" / ".cache")), 257, progress=False)
+
+
+def test_cache_that_cannot_be_written(config, write):
+    path = write("a.txt", "a")
+    for cache in (path, path / "below"):
+        with pytest.raises(DataError, match=f"^{path}.*: (File exists|Not a directory)$"):
+            prepare(config(source=path, cache=cache), 257, progress=False)
+
+
+def test_source_that_changes_while_it_is_read(config, write, monkeypatch):
+    path = write("a.txt", "before")
+    pieces = tokens.sources.pieces
+
+    def slow(*arguments):
+        yield from pieces(*arguments)
+        path.write_text("after, longer")
+
+    monkeypatch.setattr(tokens.sources, "pieces", slow)
+    assert "changed while it was read" in failure(config(source=path))
+
+
+# ---- checksum and key
+
+
+def test_checksum_is_of_content(config, write, tmp_path):
+    def checksum(name, text, **fields):
+        return prepare(config(source=write(name, text), **fields), 257, progress=False).checksum
+
+    first = checksum("a.jsonl", '{"text": "ab", "q": "c"}\n')
+    assert checksum("other/b.jsonl", '{"q": "c", "text": "ab"}\n\n', cache=str(tmp_path / "elsewhere")) == first
+    assert checksum("b.txt", "ab") == first
+    others = [
+        checksum("c.txt", "ac"),
+        checksum("d.jsonl", '{"text": "a"}\n{"text": "b"}\n'),
+        checksum("e.jsonl", '{"text": "ab", "q": "c"}\n', text_fields=("q", "text")),
+        checksum("f.jsonl", '{"text": "ab"}\n', loss_mask=("text",)),
+    ]
+    assert len({first, *others}) == 5
+
+
+def test_golden_checksum(config, write):
+    """What a checkpoint remembers of its data: it may change only with the format, and then old runs cannot go on."""
+    corpus = prepare(config(source=write("a.txt", "golden\n")), 257, progress=False)
+    assert corpus.checksum == "27ec8e16cc99d577cc103ac844ec21dff81ebc86a5d648525b7a0811ae08d6f9"
+
+
+def test_prepared_once(config, write, monkeypatch):
+    path = write("a.txt", "abc")
+    first = prepare(config(source=path), 257, progress=False)
+    monkeypatch.setattr(tokens, "_tokenize", None)
+    again = prepare(config(source=path, sequence_length=99, seed=5, validation_fraction=0.5), 300, progress=False)
+    assert again.folder == first.folder and again.checksum == first.checksum
+    assert len(folders(config())) == 1
+
+
+def test_prepared_again_when_something_changes(config, write, tokenizer_file):
+    path = write("a.jsonl", '{"text": "abc", "q": "d"}\n')
+    file = tokenizer_file()
+    made = [
+        prepare(config(source=path, **fields), 5000, progress=False).folder
+        for fields in ({}, {"text_fields": ("q",)}, {"loss_mask": ("text",)}, {"tokenizer": file})
+    ]
+    write("a.jsonl", '{"text": "abd", "q": "d"}\n')
+    os.utime(path, ns=(1, 1))  # the same size
+    made.append(prepare(config(source=path), 257, progress=False).folder)
+    assert len(set(made)) == len(made)
+    moved = file.rename(file.with_name("moved.json"))
+    assert prepare(config(source=path, tokenizer=moved), 5000, progress=False).folder not in made[:3]
+
+
+def test_damaged_corpus_is_made_again(config, write):
+    path = write("a.txt", "abc" * 100)
+    corpus = prepare(config(source=path), 257, progress=False)
+    (corpus.folder / "tokens.bin").write_bytes(b"12")
+    again = prepare(config(source=path), 257, progress=False)
+    assert again.checksum == corpus.checksum and again.tokens[0] == 97 and len(again.tokens) == 301
+
+
+# ---- kills and races
+
+PREPARE = """
+import sys, time, types
+from jaxtrain.data import tokens, sources
+config = types.SimpleNamespace(source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
+    token_dtype="uint16", validation_fraction=0.1)
+if sys.argv[3] == "hang":
+    tokens.BATCH, pieces = 1, sources.pieces
+    def endless(*arguments):
+        yield from pieces(*arguments)
+        print("read", flush=True)
+        time.sleep(600)
+    sources.pieces = endless
+print(tokens.prepare(config, 257, progress=False).checksum)
+"""
+
+
+def test_killed_process_leaves_nothing_that_counts(config, write, start_python):
+    path = write("a.jsonl", '{"text": "some text"}\n' * 100)
+    process = start_python(PREPARE, path, config().cache, "hang")
+    assert process.stdout.readline() == "read\n"
+    assert any(".tmp-" in name for name in folders(config()))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert any(".tmp-" in name for name in folders(config()))
+    corpus = prepare(config(source=path), 257, progress=False)
+    assert len(corpus.documents) == 101
+    assert folders(config()) == [corpus.folder.name]
+
+
+def test_waits_for_the_process_that_prepares(config, write, capsys, start_python):
+    """A second process neither takes the half-made corpus nor removes it, and makes its own when the first dies."""
+    path = write("a.jsonl", '{"text": "some text"}\n' * 100)
+    process = start_python(PREPARE, path, config().cache, "hang")
+    assert process.stdout.readline() == "read\n"
+    done = []
+    thread = threading.Thread(target=lambda: done.append(prepare(config(source=path), 257, progress=True)))
+    thread.start()
+    time.sleep(0.5)
+    assert thread.is_alive() and not done and any(".tmp-" in name for name in folders(config()))
+    process.kill()
+    process.wait()
+    thread.join(30)
+    assert folders(config()) == [done[0].folder.name]
+    assert "waiting for another process that prepares" in capsys.readouterr().err
+
+
+def test_several_processes_at_once(config, write, start_python):
+    path = write("a.jsonl", '{"text": "some text"}\n' * 20000)
+    processes = [start_python(PREPARE, path, config().cache, "go") for _ in range(3)]
+    checksums = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(set(checksums)) == 1 and len(checksums[0]) == 64
+    assert len(folders(config())) == 1
+
+
+# ---- entropy
+
+
+def brute_force_entropy(ids):
+    pairs, first = Counter(zip(ids, ids[1:], strict=False)), Counter(ids[:-1])
+    return sum(n * np.log(first[a] / n) for (a, _), n in pairs.items()) / (len(ids) - 1)
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_bigram_entropy(config, write, monkeypatch, chunk):
+    rng = np.random.default_rng(0)
+    lines = [bytes(rng.choice(list(b"abcd "), rng.integers(1, 30)).tolist()).decode() for _ in range(60)]
+    path = write("a.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in lines))
+    corpus = prepare(config(source=path), 257, progress=False)
+    ids = corpus.train.read(np.asarray(corpus.tokens), 0, len(corpus.train)).tolist()
+    assert len(ids) < len(corpus.tokens)  # the held-out documents are not in it
+    monkeypatch.setattr(tokens, "CHUNK", chunk)
+    assert bigram_entropy(corpus) == pytest.approx(brute_force_entropy(ids), rel=1e-12)
+    monkeypatch.setattr(np, "bincount", None)
+    assert bigram_entropy(corpus) == pytest.approx(brute_force_entropy(ids), rel=1e-12)  # from the folder
+
+
+def test_bigram_entropy_of_a_large_corpus_is_sampled(config, write, monkeypatch):
+    rng = np.random.default_rng(0)
+    path = write("a.txt", bytes(rng.choice(list(b"ab"), 100_000, p=[0.8, 0.2]).tolist()))
+    corpus = prepare(config(source=path), 257, progress=False)
+    monkeypatch.setattr(tokens, "CHUNK", 1000)
+    monkeypatch.setattr(tokens, "BIGRAMS", 20_000)
+    assert bigram_entropy(corpus) == pytest.approx(-0.8 * np.log(0.8) - 0.2 * np.log(0.2), rel=0.02)
+
+
+def test_stdlib(config):
+    begin = time.monotonic()
+    corpus = prepare(config(), 257, progress=False)
+    assert time.monotonic() - begin < 30  # a second or so on an idle machine
+    assert len(corpus.tokens) > 1_000_000 and len(corpus.documents) > 100
+    assert 1.5 < bigram_entropy(corpus) < 3.5
+    assert "def " in corpus.tokenizer.decode(corpus.tokens[:10_000])
+
+
+def test_imports_are_light(start_python):
+    """Start-up: neither jax nor what only some sources need."""
+    code = "import sys, jaxtrain.data.packing; print(*sorted({'jax', 'grain', 'pyarrow', 'absl'} & set(sys.modules)))"
+    process = start_python(code)
+    assert process.communicate(timeout=60)[0] == "\n" and process.returncode == 0
