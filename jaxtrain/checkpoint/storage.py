@@ -1,0 +1,198 @@
+"""Copies between device memory and the arrays of an Orbax checkpoint. What lies where is layout.py's business.
+
+Orbax writes a jax.Array only if every process holds a shard of it and all its shards are alike, which a layer that lives on one
+stage does not do. So saving hands Orbax the numbers already on the host, as `HostArray`s: a shard is copied from device memory
+once, whole, and cut on the host, so that saving takes no device memory. What is written is an ordinary Orbax checkpoint (zarr
+arrays in an OCDBT database), and any Orbax program restores it.
+
+Restoring goes straight from the files into host buffers shaped like the shards that this process needs, one leaf at a time, and
+from there onto the devices: no array but the result ever exists in device memory.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+from jaxtrain.checkpoint.layout import CheckpointError, Part, StoredArray, chunk_shape, holders, regions, writers
+from jaxtrain.pipeline.placement import Placement
+
+# How much is written at a time.
+WRITE_BYTES = 128 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostArray:
+    """A stored array, and the pieces of it that this process writes: (region, numbers)."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    pieces: list[tuple[tuple, np.ndarray]]
+
+
+class HostArrayHandler(ocp.type_handlers.ArrayHandler):
+    """Teaches Orbax to write a HostArray, as an array like any other."""
+
+    async def serialize(
+        self, values: Sequence[HostArray], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> list[ocp.future.Future]:
+        """Begins to write in the background. The numbers must not change until the futures are done."""
+        return [ocp.future.CommitFutureAwaitingContractedSignals(_write(values, infos), name="host_arrays")]
+
+
+async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
+    """Writes this process's pieces, about WRITE_BYTES at a time: a transaction copies what it writes."""
+    for info in infos:
+        await info.await_path_creation()
+    # One context: TensorStore shares the database's cache by it.
+    context = infos[0].ts_context
+    specs = [_write_spec(value, info) for value, info in zip(values, infos, strict=True)]
+    if jax.process_index() == 0:
+        async with _transaction() as transaction:
+            await asyncio.gather(*[ts.open(spec, create=True, open=True, context=context, transaction=transaction) for spec in specs])
+
+    mine = [(spec, value) for spec, value in zip(specs, values) if value.pieces]
+    arrays = await asyncio.gather(*[ts.open(spec, open=True, assume_metadata=True, context=context) for spec, _ in mine])
+    pieces = [(array, *piece) for array, (_, value) in zip(arrays, mine) for piece in value.pieces]
+    while pieces:
+        async with _transaction() as transaction:
+            writes, size = [], 0
+            while pieces and size < WRITE_BYTES:
+                array, region, numbers = pieces.pop()
+                size += numbers.nbytes
+                writes.append(array.with_transaction(transaction)[region].write(numbers, can_reference_source_data_indefinitely=True))
+            await asyncio.gather(*writes)
+
+
+@contextlib.asynccontextmanager
+async def _transaction():
+    # Without one, each write would rewrite the database's index.
+    transaction = ts.Transaction(atomic=True)
+    yield transaction
+    await transaction.commit_async()
+
+
+def _write_spec(value: HostArray, info: Any) -> ts.Spec:
+    # Each process writes to a database of its own, which Orbax joins at the end.
+    spec = ocp.type_handlers.get_json_tspec_write(
+        info, use_ocdbt=True, global_shape=value.shape, local_shape=value.chunk, dtype=value.dtype, process_index=jax.process_index()
+    )
+    return ts.Spec(spec)
+
+
+def tree_handler() -> ocp.PyTreeCheckpointHandler:
+    """Orbax's handler for a tree of HostArrays."""
+    handler = HostArrayHandler()
+    registry = ocp.type_handlers.create_type_handler_registry((HostArray, handler), (jax.Array, handler))
+    # Compressing trained weights saves 8 % and costs more processor time than writing them.
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
+
+
+def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> dict:
+    """The nested dict of HostArrays that Orbax writes for `state`.
+
+    Returns when the copies are made: the state may be changed or donated then.
+    """
+    leaves = jax.tree.leaves(state)
+    shards: dict[tuple[int, jax.Device], tuple[Any, jax.Array]] = {}
+    for array in arrays:
+        for part in array.parts:
+            here = {s.device: s.data for s in leaves[part.leaf].addressable_shards}
+            for device, bounds in writers(part).items():
+                if device in here:
+                    # All copies are under way before the first is waited for.
+                    here[device].copy_to_host_async()
+                    shards[part.leaf, device] = bounds, here[device]
+
+    tree: dict = {}
+    for array in arrays:
+        pieces = []
+        for part in array.parts:
+            for device in writers(part):
+                if (part.leaf, device) in shards:
+                    bounds, data = shards.pop((part.leaf, device))
+                    numbers = _to_host(data)
+                    pieces += [(region, numbers[local]) for local, region in regions(part, bounds, array.shape, placement)]
+        *folders, name = array.name.split("/")
+        at = tree
+        for folder in folders:
+            at = at.setdefault(folder, {})
+        at[name] = HostArray(array.shape, array.dtype, chunk_shape(array), pieces)
+    return tree
+
+
+def _to_host(data: jax.Array) -> np.ndarray:
+    # On CPU the device's memory is the host's, and asarray would be a view of what the next step overwrites.
+    return np.array(data) if data.device.platform == "cpu" else np.asarray(data)
+
+
+def read_tree(directory: epath.Path, arrays: list[StoredArray], placement: Placement) -> list[jax.Array]:
+    """Reads `arrays` from an Orbax tree: the leaves in memory, in their order. Each process reads what its devices need.
+
+    Raises:
+      CheckpointError: an array is not stored, has another shape or dtype, or is damaged. The first three are known before
+        anything is read.
+    """
+    sources = _open(directory, arrays)
+    leaves: dict[int, jax.Array] = {}
+    for array, source in zip(arrays, sources, strict=True):
+        for part in array.parts:
+            try:
+                leaves[part.leaf] = _read_part(source, array, part, placement)
+            except ValueError as error:  # TensorStore's for whatever is wrong with the data
+                raise CheckpointError(f"{directory}: {array.name} cannot be read: {_one_line(error)}") from error
+    return [leaves[i] for i in sorted(leaves)]
+
+
+def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorStore]:
+    context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
+
+    def begin(array: StoredArray) -> ts.Future:
+        # Orbax's name for the path in the tree.
+        info = ocp.type_handlers.ParamInfo(name=array.name.replace("/", "."), parent_dir=directory, ts_context=context)
+        return ts.open(ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)), open=True, context=context)
+
+    sources = []
+    for array, opening in [(array, begin(array)) for array in arrays]:
+        wanted = f"{array.dtype}{list(array.shape)} is wanted"
+        try:
+            source = opening.result()
+        except ValueError as error:
+            missing = str(error).startswith("NOT_FOUND")
+            what = "is not stored" if missing else f"cannot be read: {_one_line(error)}"
+            raise CheckpointError(f"{directory}: {array.name} {what}; {wanted}") from error
+        if (source.shape, source.dtype.numpy_dtype) != (array.shape, array.dtype):
+            raise CheckpointError(f"{directory}: {array.name} is stored as {source.dtype.name}{list(source.shape)}; {wanted}")
+        sources.append(source)
+    return sources
+
+
+def _one_line(error: Exception) -> str:
+    return f"{' '.join(str(error).split()):.300}"
+
+
+def _read_part(source: ts.TensorStore, array: StoredArray, part: Part, placement: Placement) -> jax.Array:
+    """One leaf, read and laid on this process's devices."""
+    here = {bounds: [d for d in devices if d.process_index == jax.process_index()] for bounds, devices in holders(part).items()}
+    buffers, reads = [], []
+    for bounds, devices in here.items():
+        if devices:
+            buffer = np.zeros([stop - start for start, stop in bounds], array.dtype)
+            buffers.append((buffer, devices))
+            for local, region in regions(part, bounds, array.shape, placement):
+                reads.append(ts.array(buffer[local]).write(source[region]))
+    for read in reads:
+        read.result()
+    kind = part.sharding.memory_kind
+    shards = [jax.device_put(b, jax.sharding.SingleDeviceSharding(d, memory_kind=kind)) for b, devices in buffers for d in devices]
+    leaf = jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
+    # The buffers live until they are copied: without this those of all leaves could pile up.
+    return jax.block_until_ready(leaf)

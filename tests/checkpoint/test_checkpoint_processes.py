@@ -1,0 +1,80 @@
+"""Checkpoints of runs that are killed, and of runs of several processes. Each test starts processes: some seconds a test."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
+
+from jaxtrain.checkpoint.manager import Checkpointer, latest_step
+
+HERE = pathlib.Path(__file__).parent
+
+
+def start(folder, *arguments, devices: int) -> subprocess.Popen:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(HERE.parent.parent),
+    }
+    command = [sys.executable, HERE / "checkpoint_worker.py", folder, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("when", ["during", "written", "unfinished"])
+def test_a_killed_save_leaves_the_one_before(tmp_path, when):
+    layout = Layout(7, stages=2, chunks=2, data=2, model=2)
+    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout))
+    c.save(1, state(layout), {})
+    c.close()
+    process = start(tmp_path, "kill", when, devices=8)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == (9 if when == "unfinished" else -signal.SIGKILL), output
+    other = Layout(7, stages=4, data=2)
+    c = Checkpointer(tmp_path, other.placement, stored_shapes(other), keep=1)
+    if when == "unfinished":
+        # The background thread may or may not have finished: whichever is the newest is whole.
+        assert c.latest_step() in (1, 2)
+    else:
+        assert c.latest_step() == 1
+        assert [p.name for p in tmp_path.iterdir() if p.name.startswith("2")] != [], "killed before anything was written"
+    assert_same(c.restore(c.latest_step(), abstract_state(other)), state(other))
+    # The remains are in nobody's way.
+    c.save(2, state(other), {})
+    c.close()
+    assert latest_step(tmp_path) == 2
+    assert_same(c.restore(2, abstract_state(other)), state(other))
+    assert [p.name for p in tmp_path.iterdir()] == ["2"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def test_processes_restore_each_other(tmp_path):
+    """1 process × 8 devices → 2 × 4 → 4 × 2 → 2 × 4 → 1 × 8, each on another mesh."""
+    first = Layout(7, stages=1, chunks=2, data=4, model=2)
+    c = Checkpointer(tmp_path, first.placement, stored_shapes(first))
+    c.save(1, state(first), {"step": 1})
+    c.close()
+    # layers, stages, chunks, data, model, padded: stages of their own processes, and stages within each.
+    for step, (processes, layout) in enumerate([(2, (7, 4, 1, 1, 2, 16)), (4, (7, 2, 3, 2, 2, 32)), (2, (7, 2, 2, 4, 1, 24))], start=1):
+        port = free_port()
+        running = [start(tmp_path, "next", processes, i, port, step, *layout, devices=8 // processes) for i in range(processes)]
+        try:
+            for process in running:
+                output, _ = process.communicate(timeout=90)
+                assert process.returncode == 0, output
+        finally:
+            for process in running:
+                process.kill()
+    last = Layout(7, stages=4, chunks=1, data=2)
+    c = Checkpointer(tmp_path, last.placement, stored_shapes(last))
+    assert c.latest_step() == 4
+    assert_same(c.restore(4, abstract_state(last)), state(last))
