@@ -65,7 +65,9 @@ _FREE = ("model.attention", "model.loss_chunk", "model.init_std", "data.cache", 
 def refuse_to_continue(old: Config, new: Config) -> None:
     """Raises ConfigError naming the first field in which a checkpoint's config and the one to resume it with may not differ."""
     old, new = old.resolve(), new.resolve()
-    for path in cfg.fields():
+    for path in sorted(cfg.fields(), key=lambda path: not path.startswith("data.")):  # model.max_positions follows data's
+        if path == "model.max_positions" and new.model.positions == "rotary":
+            continue
         kept = path in _KEPT or (path.startswith(("model.", "data.")) and path not in _FREE)
         if kept and cfg.get(old, path) != cfg.get(new, path):
             rule = f"cannot continue a checkpoint of {path}={cfg.get(old, path)!r}"
@@ -101,29 +103,35 @@ def _first_broken(config: Config, devices: int | None) -> tuple[int, Broken] | N
 
 
 def _nearest(config: Config, devices: int | None, rank: int, broken: Broken) -> str:
-    """What to use instead, as text: values of the field itself if any works, or other settings; tried, not guessed.
-
-    Where several rules are broken, a change works if it leaves a later rule as the first broken one.
-    """
-
-    def problem(change: dict[str, Any]) -> float:
-        first = _first_broken(cfg.replace(config, change), devices)
-        return math.inf if first is None else first[0]
-
-    tried = []
-    for change in itertools.islice(broken.fixes, TRIES):
-        tried.append((problem(change), change))
-        if sum(p == math.inf for p, _ in tried) == broken.show:
-            break
-    best = max((p for p, _ in tried), default=0)
-    if best <= rank:
-        return ""
-    works = [change for p, change in tried if p == best]
-    own = [change[broken.field] for change in works if list(change) == [broken.field]]
+    """What to use instead, as text: values of the field itself if any works, or several settings; tried, not guessed."""
+    works, change = _mend(config, devices, rank, broken)
+    own = [c[broken.field] for c in works if list(c) == [broken.field]]
     if own:
-        shown = own[: broken.show]
-        return _listed(sorted(shown) if isinstance(shown[0], int) else shown)
-    return " ".join(f"{path}={value!r}" for path, value in works[0].items())
+        return _listed(sorted(own) if isinstance(own[0], int) else own)
+    return " ".join(f"{path}={value!r}" for path, value in change.items())
+
+
+def _mend(config: Config, devices: int | None, rank: int, broken: Broken) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(the nearest fixes after which every rule is kept, one change that mends all).
+
+    Where no fix of this rule is enough, the change is its nearest fix together with what mends the next broken rule, and so on.
+    """
+    works: list[dict[str, Any]] = []
+    best: tuple[float, dict[str, Any]] = (rank, {})
+    for change in itertools.islice(broken.fixes, TRIES):
+        first = _first_broken(cfg.replace(config, change), devices)
+        if first is None:
+            works.append(change)
+        elif first[0] > best[0]:
+            best = first[0], change
+        if len(works) == broken.show:
+            break
+    if works or not best[1]:
+        return works, works[0] if works else {}
+    config = cfg.replace(config, best[1])
+    following = _first_broken(config, devices)
+    assert following is not None
+    return [], best[1] | _mend(config, devices, *following)[1]
 
 
 def _listed(values: list) -> str:
@@ -387,7 +395,8 @@ def _head_size_is_whole(c: Config, devices: int | None) -> Broken | None:
     m = c.model
     if m.head_dim or m.width % m.heads == 0:
         return None
-    fixes = _set("model.heads", _near(m.heads, _divisors(m.width)))
+    wider = _set("model.width", _near(m.width, range(m.heads, m.width + 8 * m.heads, m.heads)))
+    fixes = itertools.chain(_set("model.heads", _near(m.heads, _divisors(m.width))), wider)
     return Broken("model.heads", f"does not divide model.width={m.width}, and model.head_dim=0 means width/heads", fixes, show=4)
 
 

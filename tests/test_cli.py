@@ -1,0 +1,274 @@
+"""cli.py: flags in, a checked Config out; one line and status 2 for anything wrong, with nothing written and jax not imported."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxtrain import cli
+from jaxtrain import config as cfg
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXTRA = (cli.Flag("prompt", "", "a text"), cli.Flag("greedy", False, "a boolean"), cli.Flag("temperature", 1.0, "a number", at_least=0))
+
+
+PLAIN = """
+from jaxtrain.config import *
+def get_config():
+    return Config(model=ModelConfig(layers=8, heads=4), mesh=MeshConfig(stage=2, model=2))
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path_factory, monkeypatch):
+    """Every test runs in a folder whose default recipe is PLAIN: the shipped one may change."""
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "configs").mkdir()
+    (folder / "configs" / "tiny.py").write_text(PLAIN)
+    monkeypatch.chdir(folder)
+
+
+def parse(*argv: str):
+    return cli.parse(argv, "usage: test\n\nA test.", EXTRA)
+
+
+def error(capsys, *argv: str) -> str:
+    """The one line that a wrong command line ends with."""
+    with pytest.raises(SystemExit) as ended:
+        parse(*argv)
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    return err.removeprefix("error: ").strip()
+
+
+def test_no_flags_is_the_tiny_recipe(tmp_path, monkeypatch):
+    assert parse()[1].config == os.path.realpath("configs/tiny.py")
+    monkeypatch.chdir(tmp_path)
+    config, flags = parse()
+    assert config == cli.load_recipe(ROOT / "configs" / "tiny.py")
+    assert pathlib.Path(flags.config) == ROOT / "configs" / "tiny.py"
+    assert (flags.workdir, flags.cpu_devices, flags.greedy) == (os.path.join("runs", "tiny"), 0, False)
+
+
+@pytest.mark.parametrize(
+    "argv, path, value",
+    [
+        (["--config.mesh.stage=4"], "mesh.stage", 4),
+        (["--config.mesh.stage", "4"], "mesh.stage", 4),
+        (["--config.mesh.stage=4", "--config.mesh.stage=1"], "mesh.stage", 1),
+        (["--config.mesh.data", "-1"], "mesh.data", -1),
+        (["--config.train.profile_steps=3"], "train.profile_steps", 3),
+        (["--config.optimizer.learning_rate=1"], "optimizer.learning_rate", 1.0),
+        (["--config.optimizer.learning_rate", "1e-3"], "optimizer.learning_rate", 1e-3),
+        (["--config.model.biases"], "model.biases", True),
+        (["--config.model.biases", "--greedy"], "model.biases", True),
+        (["--config.model.biases", "true"], "model.biases", True),
+        (["--config.model.tied_embeddings=false"], "model.tied_embeddings", False),
+        (["--config.train.sample_prompt=a = b, 'c'"], "train.sample_prompt", "a = b, 'c'"),
+        (["--config.train.sample_prompt="], "train.sample_prompt", ""),
+        (["--config.train.sample_prompt=3"], "train.sample_prompt", "3"),
+        (["--config.data.text_fields=prompt"], "data.text_fields", ("prompt",)),
+        (["--config.data.text_fields=prompt, answer"], "data.text_fields", ("prompt", "answer")),
+        (["--config.data.text_fields", '("prompt", "answer")'], "data.text_fields", ("prompt", "answer")),
+        (["--config.data.text_fields=['prompt']"], "data.text_fields", ("prompt",)),
+        (['--config.data.text_fields="prompt"'], "data.text_fields", ("prompt",)),
+        (["--config.data.loss_mask="], "data.loss_mask", ()),
+        (["--config.data.text_fields=prompt,answer", '--config.data.loss_mask=("prompt",)'], "data.loss_mask", ("prompt",)),
+        (["--config.data.text_fields=prompt,answer", "--config.data.loss_mask=prompt"], "data.loss_mask", ("prompt",)),
+    ],
+)
+def test_overrides(argv, path, value):
+    found = cfg.get(parse(*argv)[0], path)
+    assert found == value and type(found) is type(value)
+
+
+def test_other_flags():
+    _, flags = parse("--prompt", "a b", "--greedy", "--temperature=2", "--workdir", "x y", "--cpu_devices=4")
+    assert (flags.prompt, flags.greedy, flags.temperature, flags.workdir, flags.cpu_devices) == ("a b", True, 2.0, "x y", 4)
+    assert isinstance(flags.temperature, float)
+    _, flags = parse("--coordinator=localhost:123", "--processes=2", "--process_id=1")
+    assert (flags.coordinator, flags.processes, flags.process_id) == ("localhost:123", 2, 1)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--config.mesh.stag=4"], "mesh.stag='4' is an unknown setting: use --config.mesh.stage"),
+        (["--config.mesh=4"], "mesh='4' is a group of settings: use one of its fields, such as --config.mesh.replica"),
+        (["--config.steps=4"], "steps='4' is an unknown setting: use --config.train.steps"),
+        (["--config.mesh.stage.x=4"], "mesh.stage.x='4' is an unknown setting: use --config.mesh.stage"),
+        (["--config.mesh.stage=abc"], "mesh.stage='abc' is not an integer: use 2"),
+        (["--config.mesh.stage=2.5"], "mesh.stage='2.5' is not an integer: use 2"),
+        (["--config.mesh.stage="], "mesh.stage='' is not an integer: use 2"),
+        (["--config.train.steps=1e3"], "train.steps='1e3' is not an integer: use 1000"),
+        (["--config.optimizer.b1=x"], "optimizer.b1='x' is not a number: use 0.9"),
+        (["--config.optimizer.b1=nan"], "optimizer.b1=nan is not a finite number: use 0.9"),
+        (["--config.model.biases=maybe"], "model.biases='maybe' is not a boolean (true or false): use False"),
+        (["--config.data.loss_mask=(1,)"], "data.loss_mask='(1,)' is not a tuple of strings: use ()"),
+        (['--config.data.loss_mask=("a"'], "data.loss_mask='(\"a\"' is not a tuple of strings: use ()"),
+        (["--config.mesh.model=3"], "mesh.model=3 does not divide model.heads=4: use 1, 2 or 4"),
+        (["--config.optimizer.name=adamv"], "optimizer.name='adamv' is unknown: use 'adamw'"),
+        (["--config.mesh.stage"], "--config.mesh.stage has no value: use --config.mesh.stage=VALUE"),
+        (["--config.mesh.stage", "--greedy"], "--config.mesh.stage has no value: use --config.mesh.stage=VALUE"),
+        (["--config.data.source=no/such"], "data.source='no/such' is neither 'stdlib' nor an existing path: use 'stdlib'"),
+        (["--workdir"], "--workdir has no value: use --workdir=VALUE"),
+        (["--wrkdir=x"], "--wrkdir is an unknown flag: use --workdir"),
+        (["--qqqq"], "--qqqq is an unknown flag: use --help, which lists all flags"),
+        (["--stage=3"], "--stage is an unknown flag: use --config.mesh.stage"),
+        (["--mesh.stage=3"], "--mesh.stage is an unknown flag: use --config.mesh.stage"),
+        (["junk"], "argument 'junk' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
+        (["--greedy", "junk"], "argument 'junk' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
+        (["-x"], "argument '-x' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
+        (["--greedy=maybe"], "--greedy='maybe' is not a boolean: use true or false"),
+        (["--temperature=hot"], "--temperature='hot' is not a number: use 1.0"),
+        (["--temperature=nan"], "--temperature=nan must be at least 0: use 0"),
+        (["--cpu_devices=-1"], "--cpu_devices=-1 must be at least 0: use 0"),
+        (["--cpu_devices=1.5"], "--cpu_devices='1.5' is not an integer: use 0"),
+        (["--coordinator=host"], "--coordinator='host' is not host:port: use --coordinator=localhost:29500"),
+        (["--processes=2"], "--processes=2 needs --coordinator=HOST:PORT (one machine: python -m jaxtrain.launch)"),
+        (["--process_id=1"], "--process_id=1 is not below --processes=1: use 0 to 0"),
+        (["--config=configs/tinny.py"], "--config='configs/tinny.py' is not a file: use configs/tiny.py"),
+        (["--config=configs"], "--config='configs' is not a file: use configs/tiny.py"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_wrong_flags(capsys, argv, message):
+    assert error(capsys, *argv) == message
+
+
+RECIPES = {
+    "raises": ("def get_config():\n    x = 1\n    return x / 0\n", ", line 3, raises ZeroDivisionError: division by zero"),
+    "syntax": ("def get_config(:\n", ", line 1, raises SyntaxError"),
+    "import": ("import nothing_like_it\n", ", line 1, raises ModuleNotFoundError"),
+    "exits": ("import sys\nsys.exit('bye\\nbye')\n", "raises SystemExit: bye bye"),
+    "none": ("x = 1\n", "defines no function get_config(): use one that returns a jaxtrain.config.Config"),
+    "number": ("def get_config():\n    return 3\n", "get_config() returns int: use a jaxtrain.config.Config"),
+    "group": (
+        "from jaxtrain.config import Config\ndef get_config():\n    return Config(mesh=3)\n",
+        "mesh=3 is not a group of settings: use a MeshConfig",
+    ),
+    "field": (
+        "from jaxtrain.config import *\ndef get_config():\n    return Config(mesh=MeshConfig(stag=3))\n",
+        "line 3, raises TypeError: MeshConfig.__init__() got an unexpected keyword argument 'stag'",
+    ),
+    "type": (
+        "from jaxtrain.config import *\ndef get_config():\n    return Config(mesh=MeshConfig(stage='3'))\n",
+        "mesh.stage='3' is not an integer: use 1",
+    ),
+    "rule": (
+        "from jaxtrain.config import *\ndef get_config():\n    return Config(mesh=MeshConfig(model=3))\n",
+        "mesh.model=3 does not divide model.heads=4: use 1, 2 or 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_wrong_recipes(capsys, tmp_path, name):
+    source, message = RECIPES[name]
+    (tmp_path / "recipe.py").write_text(source)
+    assert message in error(capsys, f"--config={tmp_path / 'recipe.py'}")
+    assert os.listdir(tmp_path) == ["recipe.py"]
+
+
+def test_integers_for_floats_in_a_recipe_can_be_overridden(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from jaxtrain.config import *\ndef get_config():\n    return Config(optimizer=OptimizerConfig(learning_rate=1))\n"
+    )
+    config, flags = parse(f"--config={tmp_path / 'mine.py'}", "--config.optimizer.learning_rate=0.5")
+    assert config.optimizer.learning_rate == 0.5
+    assert flags.workdir == os.path.join("runs", "mine")
+
+
+def test_help_names_everything(capsys):
+    for argv in (["--help"], ["-h"], ["--config.mesh.stag=1", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            parse(*argv)
+        assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for path, field in cfg.fields().items():
+        assert f"--config.{path}: {cfg.plain_type(field.type)} = " in text
+        assert field.metadata["doc"] in text
+    for flag in (*cli.SHARED_FLAGS, *EXTRA):
+        assert f"--{flag.name}=" in text and flag.doc in text
+
+
+def test_flags_without_a_recipe(capsys):
+    assert cli.parse_flags(["--prompt=x"], "usage: x", EXTRA).prompt == "x"
+    with pytest.raises(SystemExit) as ended:
+        cli.parse_flags(["--config.mesh.stage=3"], "usage: x", EXTRA)
+    assert ended.value.code == 2
+    assert "--config.mesh.stage is an unknown flag" in capsys.readouterr().err
+
+
+IN_ANOTHER_PROCESS = """
+import json, sys
+from jaxtrain import cli
+status = 0
+try:
+    cli.parse(sys.argv[1:], "usage: x")
+except SystemExit as ended:
+    status = ended.code
+print(json.dumps([status, sorted({name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib", "flax", "optax", "orbax"})]))
+"""
+
+
+@pytest.mark.parametrize("flag", ["--config.mesh.stage=2", "--config.mesh.stage=x", "--config.mesh.stag=2", "--config=none.py"])
+def test_jax_is_not_imported_and_nothing_is_written(tmp_path, flag):
+    start = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS, flag], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    status, modules = json.loads(done.stdout)
+    assert (status, modules) == (0 if flag == "--config.mesh.stage=2" else 2, [])
+    assert os.listdir(tmp_path) == []
+    assert time.monotonic() - start < 5
+
+
+# --- what start_jax sets before jax is there -------------------------------------------------------------------------------------
+
+
+def test_xla_flags_are_added_where_the_user_says_nothing():
+    environment = {"XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=7 --xla_dump_to=x"}
+    cli.set_xla_flags(environment)
+    assert environment["XLA_FLAGS"].split() == [
+        "--xla_cpu_collective_timeout_seconds=7",
+        "--xla_dump_to=x",
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=3000",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=3000",
+    ]
+    once = dict(environment)
+    cli.set_xla_flags(environment)
+    assert environment == once
+
+
+def test_compilation_cache_folder():
+    assert cli.compilation_cache({"JAXTRAIN_CACHE": "/x"}) == os.path.join("/x", "xla")
+    assert cli.compilation_cache({}).startswith(os.path.expanduser("~"))
+
+
+START = """
+import sys
+from jaxtrain import cli
+flags = cli.parse_flags(sys.argv[1:], "usage: x", cli.CLUSTER_FLAGS)
+cli.start_jax(flags)
+import jax
+print(jax.device_count(), jax.default_backend(), jax.config.jax_compilation_cache_dir)
+"""
+
+
+@pytest.mark.parametrize(
+    "argv, xla_flags, devices",
+    [([], "", 8), (["--cpu_devices=3"], "", 3), ([], "--xla_force_host_platform_device_count=2", 2), (["--cpu_devices=1"], "", 1)],
+)
+def test_start_jax_on_a_machine_without_accelerator(tmp_path, argv, xla_flags, devices):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "OMPI_"))}
+    environment |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu", "JAXTRAIN_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", START, *argv], env=environment, capture_output=True, text=True, check=True)
+    *said, found = done.stdout.splitlines()
+    assert found == f"{devices} cpu {tmp_path}/xla"
+    expected = ["no accelerator found: simulating 8 CPU devices (--cpu_devices=N for another number)"]
+    assert said == (expected if not argv and not xla_flags else [])

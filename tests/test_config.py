@@ -1,0 +1,369 @@
+"""config.py and config_checks.py: every rule, the nearest setting it names, JSON, and what may change when a run continues."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import pathlib
+import random
+
+import pytest
+
+from jaxtrain import config as cfg
+from jaxtrain import config_checks
+from jaxtrain.config import Config, ConfigError
+
+ROOT = pathlib.Path(__file__).parent.parent
+BASE = cfg.replace(
+    Config(),
+    {
+        "model.layers": 8,
+        "model.heads": 8,
+        "model.kv_heads": 4,
+        "mesh.stage": 2,
+        "mesh.model": 2,
+        "pipeline.schedule": "interleaved",
+        "pipeline.repeats": 2,
+        "pipeline.microbatches": 4,
+    },
+)
+
+
+def error_of(changes: dict, devices: int | None = None, base: Config = BASE) -> ConfigError:
+    config = cfg.replace(base, changes)
+    with pytest.raises(ConfigError) as raised:
+        config_checks.check(config) if devices is None else config_checks.check_devices(config, devices)
+    return raised.value
+
+
+def test_defaults_and_base_work():
+    config_checks.check(Config())
+    config_checks.check(BASE)
+    for path, field in cfg.fields().items():
+        assert field.metadata["doc"], path
+        assert "\n" not in field.metadata["doc"], path
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------------------
+
+RULES = [
+    ({"mesh.model": 3}, "mesh.model=3 does not divide model.heads=8: use 1, 2 or 4"),
+    ({"mesh.model": 4, "data.sequence_length": 130}, "mesh.model=4 does not divide data.sequence_length=130: use 1 or 2"),
+    ({"mesh.model": 4, "model.mlp_width": 6}, "mesh.model=4 does not divide model.mlp_width=6: use 1 or 2"),
+    ({"mesh.model": 8}, "mesh.model=8 does not divide model.kv_heads=4: use 1, 2 or 4"),
+    ({"mesh.stage": 5}, "mesh.stage=5 makes more chunks (mesh.stage=5 · pipeline.repeats=2) than model.layers=8: use 4"),
+    ({"pipeline.repeats": 5}, "pipeline.repeats=5 makes more chunks (mesh.stage=2 · pipeline.repeats=5) than model.layers=8: use 4"),
+    ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1, or -1 for what is left: use 1"),
+    ({"mesh.stage": -2}, "mesh.stage=-2 must be at least 1, or -1 for what is left: use 1"),
+    ({"mesh.stage": -1}, "mesh.stage=-1 is the second -1 beside mesh.data: one axis may be: use 1"),
+    ({"mesh.context": 2}, "mesh.context=2 asks for context parallelism, which is not built yet: use 1"),
+    ({"mesh.expert": 2}, "mesh.expert=2 asks for expert parallelism, which is not built yet: use 1"),
+    ({"optimizer.name": "adamv"}, "optimizer.name='adamv' is unknown: use 'adamw'"),
+    ({"model.norm": "batch"}, "model.norm='batch' is unknown: use 'rmsnorm' or 'layernorm'"),
+    ({"pipeline.schedule": "intreleaved"}, "pipeline.schedule='intreleaved' is unknown: use 'interleaved'"),
+    ({"pipeline.remat": "none"}, "pipeline.remat='none' is unknown: use 'full'"),
+    ({"parallel.zero": 3}, "parallel.zero=3 is not built: the choices are 0 or 1: use 1"),
+    ({"pipeline.schedule": "1f1b"}, "pipeline.repeats=2 does not fit pipeline.schedule='1f1b', which has one chunk on a stage: use 1"),
+    ({"pipeline.repeats": 1}, "pipeline.repeats=1 is too few for pipeline.schedule='interleaved', which needs at least 2: use 2"),
+    ({"pipeline.microbatches": 5}, "pipeline.microbatches=5 does not divide data.batch_size=16: use 1, 2, 4 or 8"),
+    (
+        {"mesh.replica": 3},
+        "data.batch_size=16 is no multiple of mesh.replica=3 × pipeline.microbatches=4, that is 12: use 12 or 24",
+    ),
+    (
+        {"model.heads": 6, "model.kv_heads": 0},
+        "model.heads=6 does not divide model.width=128, and model.head_dim=0 means width/heads: use 2, 4, 8 or 16",
+    ),
+    ({"model.kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=8: use 2, 4 or 8"),
+    ({"model.head_dim": 5}, "model.head_dim=5 gives heads of 5, and rotary positions turn pairs: it must be even: use 6"),
+    (
+        {"model.positions": "learned", "model.max_positions": 64},
+        "model.max_positions=64 is a shorter table than data.sequence_length=128: use 128",
+    ),
+    (
+        {"model.positions": "learned", "train.sample_tokens": 128},
+        "train.sample_tokens=128 and a prompt are longer than the learned positions, model.max_positions=128: use 127",
+    ),
+    ({"model.vocab_size": 256}, "model.vocab_size=256 is too small for data.tokenizer='bytes', which has 257 tokens: use 257"),
+    ({"optimizer.learning_rate": 0.0}, "optimizer.learning_rate=0.0 must be above 0: use 0.0003"),
+    ({"optimizer.learning_rate": math.nan}, "optimizer.learning_rate=nan is not a finite number: use 0.0003"),
+    ({"optimizer.clip_norm": math.inf}, "optimizer.clip_norm=inf is not a finite number: use 1.0"),
+    ({"optimizer.b1": 1.0}, "optimizer.b1=1.0 must be at least 0 and below 1: use 0.9"),
+    ({"optimizer.b2": -0.5}, "optimizer.b2=-0.5 must be at least 0 and below 1: use 0.0"),
+    ({"optimizer.warmup_steps": 200}, "optimizer.warmup_steps=200 is more than train.steps=100: use 100"),
+    (
+        {"optimizer.decay_steps": 3},
+        "optimizer.decay_steps=3 is for optimizer.schedule='constant' alone, not 'cosine': use 0",
+    ),
+    (
+        {"optimizer.decay_steps": 60, "optimizer.warmup_steps": 50, "optimizer.schedule": "constant"},
+        "optimizer.decay_steps=60 and optimizer.warmup_steps=50 are more than train.steps=100: use 50",
+    ),
+    ({"train.steps": 0}, "train.steps=0 must be at least 1: use 1"),
+    ({"train.steps": 2**31}, "train.steps=2147483648 is larger than 2147483647: use 2147483647"),
+    ({"train.steps": 2.5}, "train.steps=2.5 is not an integer: use 2"),
+    ({"train.steps": True}, "train.steps=True is not an integer: use 100"),
+    ({"model.biases": 1}, "model.biases=1 is not a boolean (true or false): use False"),
+    ({"train.profile_steps": 99}, "train.profile_steps=99 from the third step on are more than train.steps=100: use 98"),
+    (
+        {"data.loss_mask": ("prompt",)},
+        "data.loss_mask=('prompt',) names 'prompt', which is not in data.text_fields=('text',): use data.text_fields=('prompt', 'text')",
+    ),
+    ({"data.loss_mask": ("text",)}, "data.loss_mask=('text',) names all of data.text_fields: no token would have a loss: use ()"),
+    ({"data.text_fields": ("a", "b", "a")}, "data.text_fields=('a', 'b', 'a') has an empty or repeated name: use ('a', 'b')"),
+    ({"data.text_fields": ()}, "data.text_fields=() names no field to read: use ('text',)"),
+    ({"data.sequence_length": 0}, "data.sequence_length=0 must be at least 1: use 128"),
+    (
+        {"train.eval_every": 5, "data.validation_fraction": 0.0},
+        "train.eval_every=5 needs held-out data, and data.validation_fraction=0: use 0",
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, message", RULES, ids=[" ".join(f"{k}={v!r}" for k, v in changes.items()) for changes, _ in RULES])
+def test_broken_rule(changes, message):
+    assert str(error_of(changes)) == message
+
+
+ALLOWED = [
+    {"mesh.stage": 1},
+    {"mesh.stage": 1, "pipeline.schedule": "1f1b", "pipeline.repeats": 1},
+    {"pipeline.schedule": "gpipe", "pipeline.repeats": 1},
+    {"pipeline.schedule": "gpipe", "pipeline.repeats": 4},
+    {"mesh.data": 4, "mesh.replica": 1},
+    {"mesh.replica": 2},
+    {"model.layers": 7, "mesh.stage": 3},
+    {"model.heads": 6, "model.kv_heads": 2, "model.head_dim": 22},
+    {"model.head_dim": 5, "model.positions": "learned"},
+    {"model.vocab_size": 256, "data.source": "tokens.bin"},
+    {"optimizer.warmup_steps": 100},
+    {"data.loss_mask": ("prompt",), "data.text_fields": ("prompt", "answer")},
+    {"mesh.data": 1, "mesh.model": -1},
+    {"pipeline.microbatches": 16},
+]
+
+
+@pytest.mark.parametrize("changes", ALLOWED, ids=str)
+def test_allowed(changes):
+    config_checks.check(cfg.replace(BASE, changes))
+
+
+def test_an_error_is_one_line():
+    error = error_of({"model.activation": "relu\nx" * 1000})
+    assert "\n" not in str(error)
+    assert len(str(error)) < 400
+
+
+def offer(error: ConfigError) -> dict[str, int]:
+    """What an error's text says to use: the first of "1, 2 or 4", or all of "mesh.stage=1 mesh.model=1"."""
+    if "=" not in error.nearest:
+        return {error.field: int(error.nearest.replace(" or ", ", ").split(", ")[0])}
+    return {path: int(value) for path, value in (word.split("=") for word in error.nearest.split())}
+
+
+def test_the_nearest_setting_works():
+    """From configs that work, one setting is spoilt at a time: the first value that the message offers mends it."""
+    chance = random.Random(0)
+    numbers = [path for path, field in cfg.fields().items() if field.type is int and path not in ("mesh.data", "train.seed", "data.seed")]
+    offered = 0
+    for _ in range(300):
+        path = chance.choice(numbers)
+        config = cfg.replace(BASE, {path: chance.choice([-3, 0, 3, 5, 6, 7, 9, 12, 100, 1000])})
+        try:
+            config_checks.check(config)
+        except ConfigError as error:
+            config_checks.check(cfg.replace(config, offer(error)))
+            offered += 1
+    assert offered > 50
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_is_filled_in():
+    assert config_checks.check_devices(BASE, 8).mesh == cfg.MeshConfig(data=2, stage=2, model=2)
+    stages = config_checks.check_devices(cfg.replace(BASE, {"mesh.data": 2, "mesh.stage": -1}), 16)
+    assert stages.mesh.stage == 4
+    assert config_checks.check_devices(cfg.replace(BASE, {"mesh.data": 2}), 8).mesh.data == 2
+
+
+DEVICES = [
+    (8, {"mesh.stage": 3}, "mesh.stage=3 does not fit: mesh.stage=3 × mesh.model=2 = 6 does not divide the 8 devices: use 1, 2 or 4"),
+    (8, {"mesh.data": 4}, "mesh.data=4 does not fit: mesh.data=4 × mesh.stage=2 × mesh.model=2 = 16 is not the 8 devices: use 2"),
+    (
+        1,
+        {},
+        "mesh.stage=2 does not fit: mesh.stage=2 × mesh.model=2 = 4 does not divide the 1 device: use mesh.stage=1 mesh.model=1",
+    ),
+    (64, {}, "pipeline.microbatches=4 × mesh.data=16 does not divide data.batch_size=16: use 1"),
+    (12, {}, "data.batch_size=16 is no multiple of mesh.data=3 × pipeline.microbatches=4, that is 12: use 12 or 24"),
+]
+
+
+@pytest.mark.parametrize("devices, changes, message", DEVICES, ids=[f"{n} {c}" for n, c, _ in DEVICES])
+def test_devices(devices, changes, message):
+    assert str(error_of(changes, devices)) == message
+
+
+def test_rules_hold_for_what_was_filled_in():
+    """32 devices leave 8 stages of 2 chunks for 8 layers: known only with the devices, and refused by the usual rule."""
+    error = error_of({"mesh.data": 2, "mesh.stage": -1}, 32)
+    assert "makes more chunks (mesh.stage=8 · pipeline.repeats=2) than model.layers=8" in str(error)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 6, 7, 8, 12, 64, 1024])
+def test_the_nearest_mesh_works(devices):
+    try:
+        config_checks.check_devices(BASE, devices)
+    except ConfigError as error:
+        config_checks.check_devices(cfg.replace(BASE, offer(error)), devices)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_files(tmp_path):
+    (tmp_path / "corpus.jsonl").write_text("{}")
+    config_checks.check_files(BASE)
+    config_checks.check_files(cfg.replace(BASE, {"data.source": str(tmp_path / "corpus.jsonl"), "data.tokenizer": str(tmp_path)}))
+    with pytest.raises(ConfigError) as error:
+        config_checks.check_files(cfg.replace(BASE, {"data.source": str(tmp_path / "corpsu.jsonl")}))
+    assert str(error.value).endswith(f"is neither 'stdlib' nor an existing path: use '{tmp_path}/corpus.jsonl'")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=''.*use 'bytes'"):
+        config_checks.check_files(cfg.replace(BASE, {"data.tokenizer": ""}))
+
+
+# --- resolve, JSON, continuing ---------------------------------------------------------------------------------------------------
+
+
+def test_resolve():
+    model = cfg.ModelConfig(width=96, heads=6)
+    resolved = Config(model=model, data=cfg.DataConfig(sequence_length=64)).resolve()
+    assert dataclasses.replace(model, kv_heads=6, head_dim=16, mlp_width=384, max_positions=64) == resolved.model
+    assert resolved.resolve() == resolved
+    own = dataclasses.replace(model, kv_heads=2, head_dim=8, mlp_width=10, max_positions=100)
+    assert Config(model=own).resolve().model == own
+
+
+def test_json_round_trip():
+    config = cfg.replace(BASE, {"data.loss_mask": ("a", "b"), "optimizer.epsilon": 1e-9, "model.biases": True, "data.cache": "ü"})
+    again = cfg.from_dict(json.loads(json.dumps(cfg.to_dict(config))))
+    assert again == config
+    assert isinstance(again.data.loss_mask, tuple)
+
+
+def test_from_dict_takes_what_is_missing_from_the_defaults_and_integers_for_floats():
+    config = cfg.from_dict({"optimizer": {"learning_rate": 1}})
+    assert config == cfg.replace(Config(), {"optimizer.learning_rate": 1.0})
+    assert isinstance(config.optimizer.learning_rate, float)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"mesh": {"stag": 2}}, "mesh.stag=2 is an unknown setting: use mesh.stage"),
+        ({"mesh": {"steps": 2}}, "mesh.steps=2 is an unknown setting: use train.steps"),
+        ({"mash": {"stage": 2}}, "mash={'stage': 2} is an unknown group of settings: use mesh"),
+        ({"mesh": 3}, "mesh=3 is a group of settings, not a value: use its fields, such as mesh.replica"),
+        ({"mesh": {"stage": True}}, "mesh.stage=True is not an integer: use 1"),
+        ({"model": {"biases": 0}}, "model.biases=0 is not a boolean (true or false): use False"),
+        ({"model": {"norm": None}}, "model.norm=None is not a string: use 'rmsnorm'"),
+        ({"optimizer": {"b1": "0.9"}}, "optimizer.b1='0.9' is not a number: use 0.9"),
+        ({"data": {"loss_mask": "prompt"}}, "data.loss_mask='prompt' is not a tuple of strings: use ('prompt',)"),
+        ({"data": {"loss_mask": [1]}}, "data.loss_mask=[1] is not a tuple of strings: use ()"),
+    ],
+)
+def test_from_dict_is_strict(values, message):
+    with pytest.raises(ConfigError) as error:
+        cfg.from_dict(values)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.width": 256},
+        {"model.mlp_width": 4 * 128 + 8},
+        {"model.vocab_size": 300},
+        {"data.source": "other"},
+        {"data.tokenizer": "other.json"},
+        {"data.sequence_length": 64},
+        {"data.batch_size": 32},
+        {"data.seed": 1},
+        {"data.attend_across_documents": False},
+        {"data.loss_mask": ("a",)},
+        {"data.text_fields": ("a",)},
+        {"data.validation_fraction": 0.1},
+        {"data.token_dtype": "uint32"},
+        {"train.seed": 1},
+    ],
+    ids=str,
+)
+def test_what_cannot_continue(changes):
+    field = next(iter(changes))
+    with pytest.raises(ConfigError, match=f"{field}=.* cannot continue a checkpoint of {field}=") as error:
+        config_checks.refuse_to_continue(BASE, cfg.replace(BASE, changes))
+    assert error.value.field == field
+
+
+def test_what_can_continue():
+    changes = {
+        "model.attention": "xla",
+        "model.loss_chunk": 64,
+        "model.kv_heads": 4,
+        "model.mlp_width": 4 * 128,  # its default, written out
+        "data.cache": "elsewhere",
+        "data.prefetch": 0,
+        "mesh.data": 2,
+        "mesh.stage": 4,
+        "pipeline.schedule": "1f1b",
+        "pipeline.repeats": 1,
+        "pipeline.microbatches": 8,
+        "parallel.zero": 0,
+        "precision.compute": "float32",
+        "optimizer.learning_rate": 1e-5,
+        "train.steps": 1000,
+        "checkpoint.every": 7,
+        "metrics.log_every": 3,
+    }
+    config_checks.refuse_to_continue(BASE, cfg.replace(BASE, changes))
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------------------
+
+
+def recipe(name: str) -> Config:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "configs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config()
+
+
+def parameters(config: Config) -> int:
+    """Parameters of a transformer, counted by hand from its shapes."""
+    m = config.resolve().model
+    bias = int(m.biases)
+    norm = m.width * (2 if m.norm == "layernorm" and m.biases else 1)
+    attention = m.width * m.head_dim * (2 * m.heads + 2 * m.kv_heads) + bias * (m.head_dim * (m.heads + 2 * m.kv_heads) + m.width)
+    wide = 2 if m.activation == "swiglu" else 1
+    mlp = m.width * m.mlp_width * (wide + 1) + bias * (m.mlp_width * wide + m.width)
+    table = m.vocab_size * m.width * (1 if m.tied_embeddings else 2) + (m.max_positions * m.width if m.positions == "learned" else 0)
+    return m.layers * (attention + mlp + 2 * norm) + norm + table
+
+
+@pytest.mark.parametrize(
+    "name, published, devices",
+    [("gpt2_124m", 124_439_808, 8), ("llama3_8b", 8_030_261_248, 64), ("gpt3_175b", 174.6e9, 1024)],
+)
+def test_recipe_has_its_published_size(name, published, devices):
+    """GPT-2 and Llama 3: the parameters of the released weights; GPT-3: its paper's table 2.1, to half a percent."""
+    config = recipe(name)
+    assert parameters(config) == pytest.approx(published, rel=0 if isinstance(published, int) else 5e-3)
+    config_checks.check(config)
+    config_checks.check_devices(config, devices)
+
+
+def test_tiny_runs_on_eight_devices():
+    config = recipe("tiny")
+    config_checks.check(config)
+    assert config_checks.check_devices(config, 8).mesh == cfg.MeshConfig(data=2, stage=2, model=2)

@@ -1,0 +1,222 @@
+"""launch.py, with small programs instead of training: output, failures, signals, and that nothing stays behind."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxtrain import launch
+
+ROOT = pathlib.Path(__file__).parent.parent
+# Each process writes its id to a file, so that the test can see whether it is still there.
+PROGRAM = """
+import os, signal, subprocess, sys, time
+number = next(a for a in sys.argv if a.startswith("--process_id="))[-1]
+open(f"pid{number}", "w").write(str(os.getpid()))
+def others():
+    return all(os.path.exists(f"pid{n}") for n in "01")
+def wait():
+    while not others():
+        time.sleep(0.01)
+"""
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: a zombie that nobody has waited for does not."""
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+class Launched:
+    """A launcher of two processes in a folder, running a program of a test."""
+
+    def __init__(self, folder: pathlib.Path, program: str, *arguments: str):
+        (folder / "program.py").write_text(PROGRAM + program)
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "jaxtrain.launch", "--module=program", "--devices_per_process=3", "--", *arguments],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def pids(self, *names: str) -> list[int]:
+        paths = [self.folder / name for name in names]
+        wait_for(lambda: all(path.exists() and path.read_text() for path in paths))
+        return [int(path.read_text()) for path in paths]
+
+    def end(self) -> tuple[int, list[str], list[str]]:
+        out, err = self.process.communicate(timeout=30)
+        return self.process.returncode, out.splitlines(), err.splitlines()
+
+
+@pytest.fixture
+def launch_program(tmp_path):
+    started = []
+
+    def start(program: str, *arguments: str) -> Launched:
+        started.append(Launched(tmp_path, program, *arguments))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        launched.process.kill()
+        launched.process.communicate()
+
+
+def test_every_line_has_its_process_number(launch_program):
+    status, out, err = launch_program("print('a'); print('b', sys.argv[1:], file=sys.stderr)", "--x=1", "y z").end()
+    assert (status, err) == (0, [])
+    assert [line for line in out if line.startswith("[0] a")] and [line for line in out if line.startswith("[1] a")]
+    said = sorted(line for line in out if "b [" in line)
+    assert len(out) == 4 and len(said) == 2
+    port = said[0].split("localhost:")[1].split("'")[0]
+    for number, line in enumerate(said):
+        flags = ["--x=1", "y z", f"--coordinator=localhost:{port}", "--processes=2", "--cpu_devices=3", f"--process_id={number}"]
+        assert line == f"[{number}] b {flags}"
+
+
+def test_one_that_fails_ends_the_others_and_has_the_last_word(launch_program):
+    launched = launch_program(
+        """
+wait()
+if number == "1":
+    print("so many lines\\n" * 50 + "the reason")
+    sys.exit(7)
+time.sleep(1000)
+"""
+    )
+    pids = launched.pids("pid0", "pid1")
+    status, out, err = launched.end()
+    assert status == 7
+    assert err[0] == "process 1 failed with status 7; its last lines:"
+    assert err[-1] == "the reason" and len(err) == 1 + launch.LAST_LINES
+    assert out.count("[1] so many lines") == 50
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_one_that_is_killed_is_a_failure(launch_program):
+    launched = launch_program("wait()\ntime.sleep(1000)")
+    pids = launched.pids("pid0", "pid1")
+    os.kill(pids[0], signal.SIGKILL)
+    status, _, err = launched.end()
+    assert status == 128 + signal.SIGKILL
+    assert err == ["process 0 failed with status 137; its last lines:"]
+    assert not alive(pids[1])
+
+
+def test_one_that_does_not_listen_is_killed(launch_program, monkeypatch):
+    launched = launch_program(
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+wait()
+if number == "0":
+    sys.exit(3)
+time.sleep(1000)
+"""
+    )
+    pids = launched.pids("pid0", "pid1")
+    assert launched.end()[0] == 3
+    assert not alive(pids[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_and_waited_for(launch_program, number):
+    launched = launch_program(
+        """
+def stop(received, frame):
+    print("received", received)
+    time.sleep(0.3)
+    print("saved")
+    sys.exit(0)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+open(f"ready{number}", "w").write("1")
+while True:
+    time.sleep(0.01)
+"""
+    )
+    launched.pids("ready0", "ready1")
+    os.kill(launched.process.pid, number)
+    status, out, err = launched.end()
+    assert (status, err) == (0, [])
+    assert sorted(out) == sorted(f"[{n}] {word}" for n in (0, 1) for word in (f"received {int(number)}", "saved"))
+
+
+def test_a_second_signal_kills(launch_program):
+    launched = launch_program(
+        """
+signal.signal(signal.SIGINT, lambda received, frame: print("no"))
+open(f"ready{number}", "w").write("1")
+while True:
+    time.sleep(0.01)
+"""
+    )
+    launched.pids("ready0", "ready1")
+    pids = launched.pids("pid0", "pid1")
+    os.kill(launched.process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(launched.process.pid, signal.SIGINT)
+    status, out, _ = launched.end()
+    assert status == 128 + signal.SIGKILL
+    assert sorted(out) == ["[0] no", "[1] no"]
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_process_that_never_stops_talking_holds_up_no_signal(launch_program):
+    launched = launch_program("wait()\nwhile True:\n    print('x')")
+    pids = launched.pids("pid0", "pid1")
+    os.kill(launched.process.pid, signal.SIGTERM)
+    assert launched.end()[0] == 128 + signal.SIGTERM
+    assert not any(alive(pid) for pid in pids)
+
+
+WITH_CHILD = """
+child = subprocess.Popen(["sleep", "1000"])
+open(f"child{number}", "w").write(str(child.pid))
+wait()
+"""
+
+
+def test_no_orphan_when_the_launcher_is_killed(launch_program):
+    launched = launch_program(WITH_CHILD + "time.sleep(1000)")
+    pids = launched.pids("pid0", "pid1", "child0", "child1")
+    assert all(alive(pid) for pid in pids)
+    os.kill(launched.process.pid, signal.SIGKILL)
+    wait_for(lambda: not any(alive(pid) for pid in pids), seconds=5)
+
+
+def test_no_orphan_of_a_process_that_ended_well(launch_program):
+    launched = launch_program(WITH_CHILD)
+    pids = launched.pids("child0", "child1")
+    assert launched.end()[0] == 0
+    wait_for(lambda: not any(alive(pid) for pid in pids), seconds=5)
+
+
+def test_wrong_flags_start_nothing(capsys):
+    with pytest.raises(SystemExit) as ended:
+        launch.main(["--proceses=2", "--", "--x"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: --proceses is an unknown flag: use --processes\n"
+
+
+def test_gpus_are_shared_out():
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in launch.environments(2, 8)] == ["0,1,2,3", "4,5,6,7"]
+    assert [e["JAX_LOCAL_DEVICE_IDS"] for e in launch.environments(2, 5)] == ["0,1", "2,3"]
+    assert all("JAX_LOCAL_DEVICE_IDS" not in e for e in launch.environments(2, 1))
