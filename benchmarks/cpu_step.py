@@ -1,0 +1,155 @@
+"""One training step on 8 simulated CPU devices, layout by layout: seconds, CPU-seconds, compile time, memory, time to the first step.
+
+    python benchmarks/cpu_step.py [--layouts=data2.stage4.x2,…] [--steps=5] [--json=FILE]
+
+The configuration is the one at which MaxText (e591f30, 2026-08) was measured on a machine of two cores: 8 layers, width 256, 8 heads
+of 32, gated MLP of 1024, vocabulary 2048, sequence 256, batch 32, 8 microbatches in a pipeline, float32, AdamW. Its figures stand
+beside ours. CPU-seconds differ between machines, so every layout's process also times plain matmuls and gives the step as a multiple
+of the time that they need for the step's 0.49 TFLOP (forward and backward, without recomputation): MaxText's 15.53 CPU-seconds for
+data 2 · stage 4 with 2 repeats are 3.3 of that. Each layout runs in a process of its own, with an empty compilation cache.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+STEP_TFLOP = 0.49
+# layout: (schedule, MaxText's CPU-seconds, temporary MB, seconds from start to first step)
+LAYOUTS = {
+    "data8": ("1f1b", 12.15, 153.7, 32.6),
+    "data8.zero1": ("1f1b", 11.59, 93.2, 31.2),  # MaxText: fsdp 8
+    "model8": ("1f1b", 14.13, 118.7, 31.6),
+    "data2.model2.stage2.x2": ("interleaved", 13.81, 61.0, 38.6),
+    "data4.stage2.x2": ("interleaved", 13.93, 69.3, 40.1),
+    "data2.stage4.x2": ("interleaved", 15.53, 67.9, 37.2),
+    "data2.stage4.gpipe": ("gpipe", 17.04, 89.5, 42.4),
+    "stage8.gpipe": ("gpipe", 23.98, 99.1, 38.4),
+    "stage8": ("1f1b", 23.98, 99.1, 38.4),  # MaxText has no 1F1B: its GPipe
+}
+
+
+def flags(layout: str) -> list[str]:
+    """jaxtrain.train's flags for a layout."""
+    size = {name: int(n) for name, n in re.findall(r"(data|stage|model)(\d+)", layout)}
+    repeats = int((re.findall(r"\.x(\d+)", layout) or [1])[0])
+    zero = 0 if layout == "data8" else 1
+    values = {
+        "model.layers": 8, "model.width": 256, "model.heads": 8, "model.mlp_width": 1024, "model.vocab_size": 2048,
+        "data.sequence_length": 256, "data.batch_size": 32, "precision.compute": "float32", "train.steps": 100,
+        "pipeline.schedule": LAYOUTS[layout][0], "pipeline.repeats": repeats, "pipeline.microbatches": 8 if size.get("stage", 1) > 1 else 1,
+        "mesh.data": size.get("data", 1), "mesh.stage": size.get("stage", 1), "mesh.model": size.get("model", 1), "parallel.zero": zero,
+    }  # fmt: skip
+    return ["--cpu_devices=8", f"--config={REPOSITORY}/configs/tiny.py", *(f"--config.{k}={v}" for k, v in values.items())]
+
+
+def matmul_cpu_seconds() -> float:
+    """CPU-seconds that plain float32 matmuls need for a step's operations."""
+    import jax
+    import jax.numpy as jnp
+
+    n, repeats = 1024, 8
+    a = jax.device_put(jnp.ones((n, n)), jax.devices()[0])
+    product = jax.jit(lambda a: a @ a)
+    product(a).block_until_ready()
+    times = []
+    for _ in range(5):
+        began = time.process_time()
+        for _ in range(repeats):
+            product(a).block_until_ready()
+        times.append(time.process_time() - began)
+    return STEP_TFLOP * 1e12 * statistics.median(times) / (2 * n**3 * repeats)
+
+
+def worker(layout: str, steps: int) -> dict:
+    """Measures a layout in this process; $STARTED is when it was started."""
+    from jaxtrain import cli
+
+    config, namespace = cli.parse(flags(layout), "benchmark")
+    cli.start_jax(namespace)
+    import jax
+
+    from jaxtrain import loop  # noqa: F401  what the command imports, so that the time to the first step is the command's
+    from jaxtrain.data.loader import Loader
+    from jaxtrain.data.tokens import prepare
+    from jaxtrain.mesh import make_mesh
+    from jaxtrain.training.state import initial_state
+    from jaxtrain.training.step import make_step
+
+    config = config.resolve()
+    m = config.mesh
+    mesh = make_mesh((1, m.data, m.stage, 1, 1, m.model))
+    with jax.set_mesh(mesh):
+        step = make_step(config, mesh)
+        loader = Loader(prepare(config.data, config.model.vocab_size), config.data, "train", step.batch_sharding, config.pipeline.microbatches)
+        began = time.perf_counter()
+        lowered = step.train.lower(step.abstract_state(), loader.specification())
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+        compile_s = time.perf_counter() - traced
+        state = initial_state(step.layout, step.optimizer, 0)
+        batch = loader.batch(0)
+        state, out = compiled(state, batch)
+        jax.block_until_ready(out)
+        first = time.time() - float(os.environ["STARTED"])
+        cpu, wall, matmul = [], [], [matmul_cpu_seconds()]
+        for _ in range(steps):
+            a, b = time.process_time(), time.perf_counter()
+            state, out = compiled(state, batch)
+            jax.block_until_ready((state, out))
+            cpu.append(time.process_time() - a)
+            wall.append(time.perf_counter() - b)
+        matmul.append(matmul_cpu_seconds())
+        loader.close()
+    memory, unit = compiled.memory_analysis(), statistics.mean(matmul)
+    return {
+        "layout": layout, "seconds": statistics.median(wall), "cpu_seconds": statistics.median(cpu), "matmul_multiple": statistics.median(cpu) / unit,
+        "matmul_cpu_seconds": unit, "trace_s": traced - began, "compile_s": compile_s, "temporary_mb": memory.temp_size_in_bytes / 1e6,
+        "arguments_mb": memory.argument_size_in_bytes / 1e6, "start_to_first_step_s": first, "jax": jax.__version__,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", default="")
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sys.path.insert(0, REPOSITORY)
+    if options.worker:
+        print("RESULT " + json.dumps(worker(options.worker, options.steps)), flush=True)
+        return
+    print(f"{'layout':24} {'s/step':>7} {'CPU-s':>7} {'×matmul':>8} {'×MaxText':>9} {'compile s':>9} {'temp MB':>8} {'(MaxText)':>9} {'first step s':>12}", flush=True)
+    results = []
+    for layout in options.layouts.split(","):
+        with tempfile.TemporaryDirectory() as cache:
+            environment = os.environ | {"STARTED": str(time.time()), "JAX_COMPILATION_CACHE_DIR": cache, "PYTHONPATH": REPOSITORY}
+            command = [sys.executable, __file__, f"--worker={layout}", f"--steps={options.steps}"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
+        if line is None:
+            sys.exit(f"{layout} failed:\n{done.stderr}")
+        r = json.loads(line.removeprefix("RESULT "))
+        results.append(r)
+        _, cpu, temp, _ = LAYOUTS[layout]
+        # On the machine where MaxText took `cpu` CPU-seconds, matmuls took 4.7 for the same operations.
+        ratio = r["matmul_multiple"] / (cpu / 4.7)
+        print(
+            f"{layout:24} {r['seconds']:7.2f} {r['cpu_seconds']:7.2f} {r['matmul_multiple']:8.2f} {ratio:9.2f} "
+            f"{r['trace_s'] + r['compile_s']:9.1f} {r['temporary_mb']:8.1f} {temp:9.1f} {r['start_to_first_step_s']:12.1f}",
+            flush=True,
+        )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What the table costs where there is nothing to schedule: one device, one stage, against a hand-written loop.
+
+    python benchmarks/overhead.py [--rounds=7] [--microbatches=4]
+
+Both take the same step in turn, in one process: same model functions, same parameters, same full recomputation (each layer keeps
+its input), same optimizer. The loop is plain JAX: `jax.value_and_grad` of a scan over checkpointed layers, summed over a scan over
+microbatches, then optax. Prints the ratio of CPU-seconds (median over the rounds of the paired ratios), and of compiled memory.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+
+REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def plain_step(config, parts, optimizer):
+    """(params with layers [L, ...], optimizer state, batch) → the same, loss: what one would write by hand."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from jaxtrain.models.transformer import default_positions
+    from jaxtrain.training.loss import loss_sum
+
+    dtype = jnp.dtype(config.precision.compute)
+
+    def loss(params, tokens, targets, weights):
+        positions = default_positions(tokens)
+        x = parts.embed(params["embed"], tokens, positions, dtype)
+        block = jax.checkpoint(lambda x, layer: (parts.block(layer, x, positions), None))
+        x, _ = jax.lax.scan(block, x, params["layers"]["0"])
+        return loss_sum(lambda x: parts.head(params["head"], x), x, targets, weights, config.model.loss_chunk)
+
+    def step(params, state, batch):
+        count = batch["weights"].sum()
+
+        def microbatch(carry, b):
+            total, sums = carry
+            value, gradients = jax.value_and_grad(loss)(params, b["tokens"], b["targets"], b["weights"] / count)
+            return (total + value, jax.tree.map(jnp.add, sums, gradients)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        (total, sums), _ = jax.lax.scan(microbatch, (jnp.zeros(()), zeros), batch)
+        updates, state = optimizer.update(sums, state, params)
+        return optax.apply_updates(params, updates), state, total
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--microbatches", type=int, default=4)
+    options = parser.parse_args()
+    sys.path.insert(0, REPOSITORY)
+    from jaxtrain import cli
+    from jaxtrain.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, PrecisionConfig
+
+    cli.set_xla_flags(os.environ)
+    import jax
+    import numpy as np
+
+    from jaxtrain.mesh import make_mesh
+    from jaxtrain.training.state import initial_state
+    from jaxtrain.training.step import abstract_batch, make_step
+
+    config = Config(
+        model=ModelConfig(layers=8, width=256, heads=8, mlp_width=1024, vocab_size=2048),
+        data=DataConfig(sequence_length=256, batch_size=4 * options.microbatches),
+        mesh=MeshConfig(data=1),
+        pipeline=PipelineConfig(microbatches=options.microbatches),
+        precision=PrecisionConfig(compute="float32"),
+    ).resolve()
+    mesh = make_mesh((1,) * 6, jax.devices()[:1])
+    random = np.random.default_rng(0)
+    with jax.set_mesh(mesh):
+        step = make_step(config, mesh)
+        shapes = abstract_batch(config, step)
+        batch = {k: random.integers(0, 2048, a.shape).astype(np.int32) for k, a in shapes.items()} | {"weights": np.ones(shapes["weights"].shape, np.float32)}
+        batch = jax.device_put(batch, step.batch_sharding)
+        table = step.train.lower(step.abstract_state(), batch).compile()
+        state = initial_state(step.layout, step.optimizer, 0)
+        plain = plain_step(config, step.parts, step.optimizer)
+        unstack = lambda p: {**p, "layers": jax.tree.map(lambda a: a[0].copy(), p["layers"])}
+        params = jax.tree.map(lambda a: a.copy(), unstack(state["params"]))
+        moments = step.optimizer.init(params)
+        loop = plain.lower(params, moments, batch).compile()
+
+        def timed(run):
+            began = time.process_time()
+            out = run()
+            jax.block_until_ready(out)
+            return out, time.process_time() - began
+
+        ratios, losses = [], []
+        for round_ in range(options.rounds + 1):
+            (state, out), ours = timed(lambda: table(state, batch))  # noqa: B023
+            (params, moments, loss), theirs = timed(lambda: loop(params, moments, batch))  # noqa: B023
+            losses.append((float(out["loss"]), float(loss)))
+            if round_:
+                ratios.append(ours / theirs)
+                print(f"round {round_}: table {ours:.2f} CPU-s, loop {theirs:.2f} CPU-s, ratio {ours / theirs:.3f}", flush=True)
+    temp = [c.memory_analysis().temp_size_in_bytes / 1e6 for c in (table, loop)]
+    worst = max(abs(a / b - 1) for a, b in losses)
+    print(f"ratio of CPU-seconds: {statistics.median(ratios):.3f} (median); temporary memory {temp[0]:.1f} against {temp[1]:.1f} MB; losses agree to {worst:.0e}")
+
+
+if __name__ == "__main__":
+    main()

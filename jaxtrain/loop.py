@@ -1,0 +1,273 @@
+"""The training loop, from top to bottom: mesh, data, step, state, loop, end. One function a banner; `run` reads as the run goes.
+
+What a run leaves in its folder: config.json, metrics.jsonl, checkpoints/, tensorboard/, loss.png, profile/.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import signal
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxtrain import cluster, metrics
+from jaxtrain import mesh as meshes
+from jaxtrain.checkpoint.manager import Checkpointer, latest_step, read_meta
+from jaxtrain.config import Config, from_dict, to_dict
+from jaxtrain.config_checks import refuse_to_continue
+from jaxtrain.data.loader import Loader
+from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
+from jaxtrain.training.sampling import sample_text
+from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
+from jaxtrain.training.step import Step, make_step
+
+PROFILE_FROM = 2  # steps of a run before the traced ones: the first two warm up
+
+
+class LossError(RuntimeError):
+    """A loss that is not finite; the message names the step's batch."""
+
+
+def run(config: Config, workdir: str) -> None:
+    """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint.
+
+    Continues from the newest checkpoint of `workdir`. Raises ConfigError or DataError, before anything is compiled or
+    written, for a config that does not fit the checkpoint or the corpus; LossError for a loss that is not finite.
+    """
+    folder = pathlib.Path(workdir)
+    say = print if cluster.is_main() else lambda *_, **__: None
+
+    # ---------------------------------------------------------------- what to train on, and from where
+    start = latest_step(folder / "checkpoints") or 0
+    meta = read_meta(folder / "checkpoints", start) if start else {}
+    if meta:
+        refuse_to_continue(from_dict(meta["config"]), config)
+    corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
+    _check_corpus(corpus, meta)
+    m = config.mesh
+    mesh = meshes.make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model))
+    if start >= config.train.steps:
+        say(f"{folder} already has its {start} steps: raise train.steps to go on", flush=True)
+        return
+
+    with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
+        # ------------------------------------------------------------ the step, compiled
+        step = make_step(config, mesh)
+        load = lambda split, batches=None: closing.enter_context(
+            Loader(corpus, config.data, split, step.batch_sharding, config.pipeline.microbatches, batches)
+        )
+        data, held_out = load("train"), load("validation", config.train.eval_batches)
+        abstract = step.abstract_state()
+        began = time.perf_counter()
+        train = step.train.lower(abstract, data.specification()).compile()
+        _introduce(config, step, train, abstract, corpus, time.perf_counter() - began, say)
+
+        # ------------------------------------------------------------ the state: restored or new
+        saves = Checkpointer(folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer), config.checkpoint.keep)
+        closing.callback(saves.close)
+        state = saves.restore(start, abstract) if start else initial_state(step.layout, step.optimizer, config.train.seed)
+        say(f"continuing from step {start}" if start else f"starting: weights from seed {config.train.seed}", flush=True)
+        if cluster.is_main():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+
+        def save(at: int, state: dict) -> None:
+            saves.save(at, state, {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()})
+
+        def evaluate(at: int, state: dict) -> None:
+            loss = _evaluate(step, held_out, state["params"])
+            if loss is not None:
+                log.write({"step": at, "validation_loss": loss})
+                progress.say(f"step {at}: validation loss {loss:.4f} nats a token")
+
+        # ------------------------------------------------------------ the loop
+        rate = _Rate(config, step)
+        log = closing.enter_context(metrics.MetricsWriter(folder, config.metrics.tensorboard, start, enabled=cluster.is_main()))
+        progress = closing.enter_context(metrics.Progress(config.train.steps, start, enabled=cluster.is_main()))
+        profile = _Profile(folder / "profile", start + PROFILE_FROM, config.train.profile_steps)
+        stop = closing.enter_context(_stop_signals(mesh))
+        at, waiting = start, None
+        for batch in data.iterate(start, config.train.steps):
+            profile.before(at)
+            with jax.profiler.StepTraceAnnotation("train", step_num=at):
+                state, out = train(state, batch)
+            ahead, waiting = waiting, (at + 1, out, stop.ask())
+            # Results are read one step behind, so that the device never waits for the host.
+            stopping = ahead is not None and _report(ahead, config, data, rate, log, progress)
+            at += 1
+            profile.after(at, out)
+            last = at == config.train.steps or stopping
+            saving = last or (config.checkpoint.every and at % config.checkpoint.every == 0)
+            evaluating = last or (config.train.eval_every and at % config.train.eval_every == 0)
+            if saving or evaluating:
+                stopping, waiting = _report(waiting, config, data, rate, log, progress, final=last) or stopping, None
+                if saving or stopping:
+                    save(at, state)
+                if evaluating and not stopping:
+                    evaluate(at, state)
+                rate.pause()
+            if stopping:
+                break
+
+        # ------------------------------------------------------------ the end
+        saves.wait()
+        progress.close()
+        if at < config.train.steps:
+            say(f"stopped at step {at} of {config.train.steps}, which is saved: the same command goes on from there", flush=True)
+            return
+        log.plot()
+        _conclude(config, step, corpus, log, saves, at, say)
+
+
+# --- the parts -------------------------------------------------------------------------------------------------------------------
+
+
+def _check_corpus(corpus: Corpus, meta: dict) -> None:
+    """DataError where the processes read different corpora, or another than the checkpoint's."""
+    if jax.process_count() > 1:
+        mine = np.frombuffer(bytes.fromhex(corpus.checksum), np.uint8)
+        if not (multihost_utils.process_allgather(mine) == mine).all():
+            raise DataError(f"data.source={corpus.source} is not the same corpus on every host: use a file that all of them share")
+    if meta and meta["checksum"] != corpus.checksum:
+        raise DataError(
+            f"data.source={corpus.source} has changed since the checkpoint (checksum {corpus.checksum[:12]}, then {meta['checksum'][:12]}): "
+            "put it back or use another --workdir"
+        )
+
+
+def _introduce(config: Config, step: Step, compiled, abstract: dict, corpus: Corpus, seconds: float, say) -> None:
+    """What somebody wants to see before the first step."""
+    memory, table, d = compiled.memory_analysis(), step.table, config.data
+    for line in meshes.describe(step.mesh):
+        say(line)
+    say(f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}")
+    rows = f"{config.pipeline.microbatches} microbatches of {d.batch_size // config.pipeline.microbatches}"
+    say(f"step: {d.batch_size * d.sequence_length:,} tokens, {rows} sequences of {d.sequence_length}; table {table.name}: {table.ticks} ticks, {table.idle_fraction:.0%} idle")
+    if memory is not None:
+        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        state = bytes_per_device(abstract)
+        say(f"memory per device as compiled: {total / 2**20:,.1f} MiB ({state / 2**20:,.1f} of state, {memory.temp_size_in_bytes / 2**20:,.1f} temporary)")
+    say(f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {len(corpus.validation):,} tokens held out")
+    say(f"compiled in {seconds:.1f} s", flush=True)
+
+
+class _Rate:
+    """Seconds a step, and what follows from them."""
+
+    def __init__(self, config: Config, step: Step):
+        self.tokens = config.data.batch_size * config.data.sequence_length
+        device = step.mesh.devices.flat[0].device_kind
+        per_token = metrics.model_flops_per_token(config.model, step.parts.matmul_parameters, config.data.sequence_length)
+        self._mfu = lambda per_second: metrics.mfu(per_token * per_second, metrics.peak_flops(device, config.precision.compute), step.mesh.size)
+        self.pause()
+
+    def pause(self) -> None:
+        """The time until now belongs to no step."""
+        self._since = time.perf_counter()
+
+    def record(self) -> dict:
+        """Figures of the step that has just ended."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        return {"step_time_s": seconds, "tokens_per_s": self.tokens / seconds, "mfu": self._mfu(self.tokens / seconds)}
+
+
+def _report(waiting: tuple, config: Config, data: Loader, rate: _Rate, log, progress, final: bool = False) -> bool:
+    """Waits for a step's results and logs them; whether some process has been asked to stop. LossError for a loss that is not finite."""
+    at, out, asked = waiting
+    values = {k: float(v) for k, v in out.items()}
+    values |= {"step": at, "tokens": at * rate.tokens} | rate.record()
+    if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
+        log.write(values)
+        raise LossError(f"the loss is {values['loss']} (gradient norm {values['grad_norm']}) at {data.position(at - 1)}; the last checkpoint is kept")
+    progress.update(at, values["loss"], values["tokens_per_s"], values["mfu"])
+    if final or at % config.metrics.log_every == 0:
+        log.write(values)
+    return bool(asked)
+
+
+def _evaluate(step: Step, held_out: Loader, params: dict) -> float | None:
+    """The mean loss over the held-out batches' weighted tokens, in nats; None if there are none."""
+    sums = [step.evaluate(params, batch) for batch in held_out.iterate()]
+    counts = [float(n) for _, n in sums]
+    total = sum(counts)
+    return sum(float(loss) * n for (loss, _), n in zip(sums, counts, strict=True)) / total if total else None
+
+
+def _conclude(config: Config, step: Step, corpus: Corpus, log, saves: Checkpointer, at: int, say) -> None:
+    """The result beside the corpus's own, and a sample."""
+    entropy, loss = bigram_entropy(corpus) if cluster.is_main() else None, log.last("validation_loss")
+    if loss is not None:
+        beside = f"; the corpus's byte-bigram entropy is {entropy:.4f}" if entropy is not None else ""
+        say(f"validation loss {loss:.4f} nats a token{beside}", flush=True)
+    if config.train.sample_tokens and jax.process_count() == 1:
+        say("sample:\n" + sample_text(config, saves, at, corpus.tokenizer), flush=True)
+
+
+@dataclasses.dataclass
+class _Profile:
+    """A jax.profiler trace of `count` steps from step `first` on."""
+
+    folder: pathlib.Path
+    first: int
+    count: int
+
+    def before(self, at: int) -> None:
+        if self.count and at == self.first:
+            jax.profiler.start_trace(str(self.folder))
+
+    def after(self, at: int, out: dict) -> None:
+        if self.count and at == self.first + self.count:
+            jax.block_until_ready(out)
+            jax.profiler.stop_trace()
+
+
+class _Stop:
+    """Whether any process has been asked to stop. Processes must stop at the same step, so the question goes through the devices,
+    behind the step that is running, and is answered with that step's results."""
+
+    def __init__(self, mesh: jax.sharding.Mesh):
+        self.asked = False
+        self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
+        self._size, self._any = mesh.size, jax.jit(lambda a: a.max())
+
+    def ask(self):
+        """A bool, or an array that will be one."""
+        if jax.process_count() == 1:
+            return _Later(self)
+        mine = np.full((self._size,), self.asked, np.int32)
+        return self._any(jax.make_array_from_callback(mine.shape, self._sharding, lambda index: mine[index]))
+
+
+class _Later:
+    """The answer of a single process: read when it is needed, not when it was asked."""
+
+    def __init__(self, stop: _Stop):
+        self._stop = stop
+
+    def __bool__(self) -> bool:
+        return self._stop.asked
+
+
+@contextlib.contextmanager
+def _stop_signals(mesh: jax.sharding.Mesh) -> Iterator[_Stop]:
+    """SIGTERM and Ctrl-C ask the loop to stop after the step; a second Ctrl-C interrupts at once."""
+    stop = _Stop(mesh)
+
+    def ask(number, _):
+        if stop.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,38 @@
+"""python -m jaxtrain.train: trains what a recipe describes. Flags are parsed in cli.py, the training itself is in loop.py."""
+
+import sys
+
+from jaxtrain import cli
+from jaxtrain.config import ConfigError
+from jaxtrain.config_checks import check_devices
+
+DESCRIPTION = """
+Trains a transformer as a recipe says, on all devices of a mesh.
+
+usage: python -m jaxtrain.train [--config=configs/NAME.py] [--config.GROUP.FIELD=VALUE …] [--workdir=DIR] [--cpu_devices=N]
+"""
+
+
+def main(argv: list[str]) -> int:
+    """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 if training failed; 2 if the flags, the config or the data cannot work."""
+    config, flags = cli.parse(argv, DESCRIPTION)
+    cli.start_jax(flags)
+    import jax  # after the flags are known to be right
+
+    from jaxtrain import loop
+    from jaxtrain.checkpoint.layout import CheckpointError
+    from jaxtrain.data.tokens import DataError
+
+    try:
+        config = check_devices(config, jax.device_count())
+        loop.run(config.resolve(), flags.workdir)
+    except (ConfigError, DataError, CheckpointError) as error:
+        cli.fail(str(error))
+    except loop.LossError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
