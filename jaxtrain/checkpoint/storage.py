@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from jaxtrain.checkpoint.layout import CheckpointError, Part, StoredArray, chunk_shape, holders, regions, writers
+from jaxtrain.checkpoint.layout import Bounds, CheckpointError, Part, StoredArray, chunk_shape, holders, regions, writers
 from jaxtrain.pipeline.placement import Placement
 
 # How much is written at a time.
@@ -102,25 +102,21 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
     Returns when the copies are made: the state may be changed or donated then.
     """
     leaves = jax.tree.leaves(state)
-    shards: dict[tuple[int, jax.Device], tuple[Any, jax.Array]] = {}
-    for array in arrays:
-        for part in array.parts:
-            here = {s.device: s.data for s in leaves[part.leaf].addressable_shards}
-            for device, bounds in writers(part).items():
-                if device in here:
-                    # All copies are under way before the first is waited for.
-                    here[device].copy_to_host_async()
-                    shards[part.leaf, device] = bounds, here[device]
+    mine: dict[int, list[tuple[Bounds, jax.Array]]] = {}
+    for part in [part for array in arrays for part in array.parts]:
+        here = {s.device: s.data for s in leaves[part.leaf].addressable_shards}
+        mine[part.leaf] = [(bounds, here[device]) for device, bounds in writers(part).items() if device in here]
+        # All copies are under way before the first is waited for.
+        for _, data in mine[part.leaf]:
+            data.copy_to_host_async()
 
     tree: dict = {}
     for array in arrays:
         pieces = []
         for part in array.parts:
-            for device in writers(part):
-                if (part.leaf, device) in shards:
-                    bounds, data = shards.pop((part.leaf, device))
-                    numbers = _to_host(data)
-                    pieces += [(region, numbers[local]) for local, region in regions(part, bounds, array.shape, placement)]
+            for bounds, data in mine.pop(part.leaf):
+                numbers = _to_host(data)
+                pieces += [(region, numbers[local]) for local, region in regions(part, bounds, array.shape, placement)]
         *folders, name = array.name.split("/")
         at = tree
         for folder in folders:

@@ -1,0 +1,249 @@
+"""metrics.jsonl over kills and resumes, TensorBoard, the plot, MFU, the timer and the progress display."""
+
+import glob
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxtrain.metrics import (
+    MetricsWriter,
+    Progress,
+    StepTimer,
+    mfu,
+    model_flops_per_token,
+    peak_flops,
+    plot_losses,
+    read_metrics,
+)
+
+
+def write(folder, steps, **options):
+    writer = MetricsWriter(folder, **{"tensorboard": False} | options)
+    for step in steps:
+        writer.write(step, loss=10.0 / step, tokens=100 * step)
+    return writer
+
+
+def steps(folder):
+    return [r["step"] for r in read_metrics(folder)]
+
+
+def test_a_record_is_in_the_file_when_write_returns(tmp_path):
+    writer = MetricsWriter(tmp_path / "run", tensorboard=False)
+    writer.write(1, loss=2.5, mfu=None, note="warm")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.5, "mfu": null, "note": "warm"}\n'
+    writer.close()
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(1, loss=float("nan"), grad_norm=float("inf"), learning_rate=-float("inf"), tokens=3)
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None, "learning_rate": None, "tokens": 3}
+
+
+def test_resuming_keeps_each_step_once(tmp_path):
+    write(tmp_path, [1, 2, 3, 4, 5])
+    writer = write(tmp_path, [4, 5, 6], resume_step=3)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    writer.close()
+
+
+def test_a_record_of_the_resumed_step_stays(tmp_path):
+    write(tmp_path, [1, 2]).write(2, validation_loss=3.0)
+    write(tmp_path, [3], resume_step=2)
+    assert read_metrics(tmp_path)[1:3] == [{"step": 2, "loss": 5.0, "tokens": 200}, {"step": 2, "validation_loss": 3.0}]
+
+
+def test_a_new_run_begins_with_an_empty_file(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    write(tmp_path, [1])
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("cut", ['{"step": 3, "lo', '{"step": 3', "{", "\0\0\0", "17"])
+def test_a_line_cut_by_a_kill_is_dropped(tmp_path, cut):
+    write(tmp_path, [1, 2]).close()
+    with (tmp_path / "metrics.jsonl").open("a") as f:
+        f.write(cut)
+    assert steps(tmp_path) == [1, 2]
+    write(tmp_path, [3], resume_step=2)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_process_without_log_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writer = MetricsWriter(None)
+    writer.write(1, loss=1.0)
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_it_brings_in_nothing_slow():
+    code = "import jaxtrain.metrics, sys; print(sorted({'jax', 'numpy', 'matplotlib', 'tensorboardX', 'tqdm'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def events(folder):
+    """(purge step, {tag: [(step, value)]}) of the newest event file."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.record_writer import masked_crc32c
+
+    newest = sorted(glob.glob(f"{folder}/tensorboard/*"))[-1]
+    with open(newest, "rb") as file:
+        data = file.read()
+    scalars, purged = {}, None
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        assert masked_crc32c(data[:8]) == int.from_bytes(data[8:12], "little")
+        event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+        if event.session_log.status == SessionLog.START:
+            purged = event.step
+        for value in event.summary.value:
+            scalars.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return purged, scalars
+
+
+def test_tensorboard_has_the_numbers_and_purges_what_is_done_again(tmp_path):
+    writer = write(tmp_path, [1, 2], tensorboard=True)
+    writer.write(2, validation_loss=4.0, mfu=None)
+    writer.close()
+    expected = {"train/loss": [(1, 10.0), (2, 5.0)], "train/tokens": [(1, 100.0), (2, 200.0)], "validation/validation_loss": [(2, 4.0)]}
+    assert events(tmp_path)[1] == expected
+    for file in (tmp_path / "tensorboard").iterdir():
+        file.unlink()
+    write(tmp_path, [2], tensorboard=True, resume_step=1).close()
+    purged, scalars = events(tmp_path)
+    assert purged == 2
+    assert scalars["train/loss"] == [(2, 5.0)]
+
+
+def test_the_plot_shows_both_curves(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = {}
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, x, y, **k: drawn.update({k["label"]: (x, y)}) or plot(self, x, y, **k))
+    writer = write(tmp_path, [1, 2, 5])
+    writer.write(2, loss=float("nan"))
+    writer.write(5, validation_loss=3.0)
+    assert plot_losses(tmp_path) == tmp_path / "loss.png"
+    assert drawn == {"training": ((1, 2, 5), (10.0, 5.0, 2.0)), "validation": ((5,), (3.0,))}
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_to_plot(tmp_path):
+    assert plot_losses(tmp_path) is None
+    MetricsWriter(tmp_path, tensorboard=False).write(1, loss=float("nan"))
+    assert plot_losses(tmp_path) is None
+    assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "teraflops"),
+    {
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA A10G": 70,
+        "NVIDIA A10": 125,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H200": 989,
+        "NVIDIA GH200 480GB": 989,
+        "NVIDIA B200": 2250,
+        "NVIDIA GB200": 2500,
+        "NVIDIA L4": 121,
+        "NVIDIA L40S": 362,
+        "NVIDIA L40": 181,
+        "NVIDIA GeForce RTX 4090": 165.2,
+        "TPU v4": 275,
+        "TPU v5 lite": 197,
+        "TPU v5e": 197,
+        "TPU v5p": 459,
+        "TPU v5": 459,
+        "TPU v6 lite": 918,
+        "TPU v6e": 918,
+        "cpu": None,
+        "Some Future Chip": None,
+    }.items(),
+)
+def test_peak_flops(kind, teraflops):
+    assert peak_flops(kind) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_float32_runs_at_tf32_on_gpu():
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 156e12
+    with pytest.raises(ValueError, match="float16"):
+        peak_flops("NVIDIA H200", "float16")
+
+
+def test_flops_of_gpt2_124m():
+    """Against a count by hand of the matmuls of one forward pass, times three."""
+    layers, width, vocabulary, sequence = 12, 768, 50257, 1024
+    block = 3 * width * width + width * width + 2 * 4 * width * width
+    matmuls = layers * block + width * vocabulary
+    # The mean token attends to half the sequence: scores and weighted values, 2 operations each.
+    attention = layers * 2 * 2 * width * (sequence / 2)
+    assert model_flops_per_token(matmuls, layers, width, sequence) == 3 * (2 * matmuls + attention)
+    assert model_flops_per_token(matmuls, layers, width, sequence, causal=False) == 3 * (2 * matmuls + 2 * attention)
+
+
+def test_mfu():
+    assert mfu(1000, 989e12 * 8 / 1000, 8, "NVIDIA H100 80GB HBM3") == pytest.approx(1)
+    assert mfu(1000, 1e9, 8, "cpu") is None
+
+
+def test_the_timer_leaves_pauses_out():
+    now = [0.0]
+    timer = StepTimer(10, clock=lambda: now[0])
+    assert timer.lap(10) is None
+    now[0] = 4
+    assert timer.lap(12) == 2
+    now[0] = 5
+    with timer.pause():
+        now[0] = 100
+    now[0] = 101
+    assert timer.lap(14) == 1
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_log_gets_few_lines():
+    now, out = [0.0], io.StringIO()
+    progress = Progress(1000, step=100, stream=out, every=5, clock=lambda: now[0])
+    for step in range(101, 1001):
+        now[0] += 0.125
+        progress.update(step, loss=1.0 if step % 10 == 0 else None, tokens_per_s=12345.0, mfu=0.4321)
+    progress.say("done")
+    progress.close()
+    lines = out.getvalue().splitlines()
+    # 112.5 seconds: the first step, one line every 5 seconds, the last step, and what was said.
+    assert len(lines) == 1 + 22 + 1 + 1
+    assert lines[0] == "step 101/1000 · 12.3k tokens/s · MFU 43.2 %"
+    assert lines[1] == "step 141/1000 · loss 1.0000 · 12.3k tokens/s · MFU 43.2 % · 1:47 left"
+    assert lines[-2:] == ["step 1000/1000 · loss 1.0000 · 12.3k tokens/s · MFU 43.2 %", "done"]
+
+
+def test_a_terminal_gets_a_bar():
+    out = Screen()
+    progress = Progress(20, step=5, stream=out)
+    for step in range(6, 21):
+        progress.update(step, loss=2.0, tokens_per_s=950.0)
+    progress.say("a line")
+    progress.close()
+    last = out.getvalue().split("\r")[-1]
+    assert "20/20" in last and "loss 2.0000 · 950 tokens/s" in last and "MFU" not in last
+    assert "a line\n" in out.getvalue()
+
+
+def test_a_silent_process_says_nothing(capsys):
+    progress = Progress(2, shown=False)
+    progress.update(1, loss=1.0)
+    progress.say("hello")
+    progress.close()
+    assert capsys.readouterr() == ("", "")
