@@ -1,0 +1,156 @@
+"""scripts/: the environment is made once, again when something changed or broke off, and flags pass through.
+
+With a stand-in for python3, which makes an environment whose python writes down what it is asked to do.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+STAND_IN = f"""#!/usr/bin/env bash
+case "$*" in
+    *version_info*) echo "${{FAKE_VERSION:-3.12}}" ;;
+    *ensurepip*) exit "${{FAKE_NO_VENV:-0}}" ;;
+    "-m venv "*)
+        echo "venv" >>"$FAKE_LOG"
+        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-c import pip") ;;
+    "-m pip install --quiet "*)
+        echo "pip ${{*:5}}" | sed "s|$FAKE_ROOT/||g" >>"$FAKE_LOG"
+        sleep "${{FAKE_SLOW:-0}}"
+        exit "${{FAKE_PIP:-0}}" ;;
+    "-m "*) printf '<%s>' "${{@:2}}" "$PWD" >>"$FAKE_LOG"; echo >>"$FAKE_LOG" ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A folder, with a space in its name, of the scripts and the requirements alone."""
+    root = tmp_path / "a repository"
+    root.mkdir()
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    shutil.copytree(ROOT / ".ci", root / ".ci")
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        shutil.copy(ROOT / name, root / name)
+    stand_in = tmp_path / "bin" / "python3"
+    stand_in.parent.mkdir()
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    return root
+
+
+def start(root: pathlib.Path, script: str, *arguments: str, **environment: str) -> subprocess.Popen:
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "JAXTRAIN_EXTRAS", "JAXTRAIN_TEST_WORKERS")}
+    variables |= {
+        "PATH": f"{root.parent / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "FAKE_LOG": str(root.parent / "log"),
+        "FAKE_ROOT": str(root),
+    }
+    command = [str(root / script), *arguments]
+    return subprocess.Popen(
+        command, env=variables | environment, cwd=root.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(root: pathlib.Path, script: str, *arguments: str, **environment: str) -> tuple[int, str, list[str]]:
+    """(status, stderr, what the stand-in was asked to do)"""
+    log = root.parent / "log"
+    log.write_text("")
+    process = start(root, script, *arguments, **environment)
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err, log.read_text().splitlines()
+
+
+INSTALL = "pip --disable-pip-version-check -r requirements.txt"
+
+
+def trained(root: pathlib.Path, *arguments: str) -> str:
+    return "".join(f"<{word}>" for word in ("jaxtrain.train", *arguments, root.parent))
+
+
+def test_install_once_and_pass_flags_through(repository):
+    status, err, log = run(repository, "scripts/train.sh", "--config.train.sample_prompt=a b")
+    assert status == 0, err
+    assert log == ["venv", INSTALL, trained(repository, "--config.train.sample_prompt=a b")]
+    status, err, log = run(repository, "scripts/train.sh")
+    assert (status, err, log) == (0, "", [trained(repository)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "requirements.txt").write_text("jax==1\n"),
+        lambda root: shutil.rmtree(root / ".venv"),
+        lambda root: (root / ".venv" / "bin" / "python").unlink(),
+    ],
+    ids=["requirements", "no environment", "broken environment"],
+)
+def test_install_again_after_a_change(repository, change):
+    run(repository, "scripts/train.sh")
+    change(repository)
+    assert INSTALL in run(repository, "scripts/train.sh")[2]
+    assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
+
+
+def test_another_python_makes_another_environment(repository):
+    run(repository, "scripts/train.sh")
+    assert run(repository, "scripts/train.sh", FAKE_VERSION="3.13")[2][:2] == ["venv", INSTALL]
+
+
+def test_an_install_that_broke_off_is_made_anew(repository):
+    status, err, log = run(repository, "scripts/train.sh", FAKE_PIP="1")
+    assert status == 2 and err.splitlines()[-1].startswith("error: pip could not install")
+    assert log == ["venv", INSTALL]
+    assert run(repository, "scripts/train.sh")[2] == ["venv", INSTALL, trained(repository)]
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="calls wait for each other by flock")
+def test_two_calls_at_a_time_install_once(repository):
+    log = repository.parent / "log"
+    calls = [start(repository, "scripts/train.sh", FAKE_SLOW="0.5") for _ in range(2)]
+    assert [call.wait(timeout=60) for call in calls] == [0, 0]
+    [call.communicate() for call in calls]
+    assert sorted(log.read_text().splitlines()) == sorted(["venv", INSTALL, trained(repository), trained(repository)])
+
+
+def test_an_accelerator_s_extras_are_remembered(repository):
+    assert run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda13")[2][1] == f"{INSTALL} jax[cuda13]"
+    assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
+
+
+@pytest.mark.parametrize("script", ["scripts/test.sh", ".ci/run"])
+def test_tests(repository, script):
+    """All four checks, in the repository's folder; the development requirements are added to the environment that training made."""
+    run(repository, "scripts/train.sh")
+    status, err, log = run(repository, script, "--full", "-k", "a b")
+    assert status == 0, err
+    steps = ["<ruff><check><.>", "<ruff><format><--check><.>", "<mypy>", "<pytest><-n><2><--dist=loadfile><--full><-k><a b>"]
+    assert log == [f"{INSTALL} -r requirements-dev.txt", *(f"{step}<{repository}>" for step in steps)]
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"FAKE_VERSION": "3.10"}, "error: python3 is Python 3.10: use 3.11, 3.12 or 3.13, by PYTHON=/path/to/python "),
+        ({"FAKE_VERSION": "3.14"}, "error: python3 is Python 3.14: use 3.11, 3.12 or 3.13, by PYTHON=/path/to/python "),
+        ({"FAKE_NO_VENV": "1"}, "error: python3 has no venv module: install it (Debian, Ubuntu: apt install python3.12-venv)"),
+        ({"PYTHON": "/none"}, "error: /none is not there: install Python 3.11, 3.12 or 3.13, or set PYTHON=/path/to/python"),
+    ],
+)
+def test_what_cannot_be(repository, environment, message):
+    status, err, log = run(repository, "scripts/train.sh", **environment)
+    assert status == 2 and err.startswith(message) and err.count("\n") == 1 and log == []
+    assert not (repository / ".venv").exists()
+
+
+def test_every_requirement_is_pinned():
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+        assert lines and all("==" in line.partition(";")[0] for line in lines)
