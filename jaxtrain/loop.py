@@ -23,7 +23,7 @@ from jaxtrain.config import Config, from_dict, to_dict
 from jaxtrain.config_checks import refuse_to_continue
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
-from jaxtrain.training.sampling import sample_text
+# SAMPLE
 from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import Step, make_step
 
@@ -80,16 +80,19 @@ def run(config: Config, workdir: str) -> None:
         def save(at: int, state: dict) -> None:
             saves.save(at, state, {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()})
 
-        def evaluate(at: int, state: dict) -> None:
+        def evaluate(at: int, state: dict) -> float | None:
             loss = _evaluate(step, held_out, state["params"])
             if loss is not None:
-                log.write({"step": at, "validation_loss": loss})
+                log.write(at, validation_loss=loss)
                 progress.say(f"step {at}: validation loss {loss:.4f} nats a token")
+            return loss
 
         # ------------------------------------------------------------ the loop
-        rate = _Rate(config, step)
-        log = closing.enter_context(metrics.MetricsWriter(folder, config.metrics.tensorboard, start, enabled=cluster.is_main()))
-        progress = closing.enter_context(metrics.Progress(config.train.steps, start, enabled=cluster.is_main()))
+        log = metrics.MetricsWriter(folder if cluster.is_main() else None, config.metrics.tensorboard, start)
+        progress = metrics.Progress(config.train.steps, start, shown=cluster.is_main())
+        closing.callback(log.close)
+        closing.callback(progress.close)
+        rate, validation = _Rate(config, step, start), None
         profile = _Profile(folder / "profile", start + PROFILE_FROM, config.train.profile_steps)
         stop = closing.enter_context(_stop_signals(mesh))
         at, waiting = start, None
@@ -107,22 +110,23 @@ def run(config: Config, workdir: str) -> None:
             evaluating = last or (config.train.eval_every and at % config.train.eval_every == 0)
             if saving or evaluating:
                 stopping, waiting = _report(waiting, config, data, rate, log, progress, final=last) or stopping, None
-                if saving or stopping:
-                    save(at, state)
-                if evaluating and not stopping:
-                    evaluate(at, state)
-                rate.pause()
+                with rate.pause():
+                    if saving or stopping:
+                        save(at, state)
+                    if evaluating and not stopping:
+                        validation = evaluate(at, state)
             if stopping:
                 break
 
         # ------------------------------------------------------------ the end
         saves.wait()
         progress.close()
+        if cluster.is_main():
+            metrics.plot_losses(folder)
         if at < config.train.steps:
             say(f"stopped at step {at} of {config.train.steps}, which is saved: the same command goes on from there", flush=True)
             return
-        log.plot()
-        _conclude(config, step, corpus, log, saves, at, say)
+        _conclude(config, corpus, validation, saves, at, say)
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------------------
@@ -160,35 +164,39 @@ def _introduce(config: Config, step: Step, compiled, abstract: dict, corpus: Cor
 class _Rate:
     """Seconds a step, and what follows from them."""
 
-    def __init__(self, config: Config, step: Step):
-        self.tokens = config.data.batch_size * config.data.sequence_length
-        device = step.mesh.devices.flat[0].device_kind
-        per_token = metrics.model_flops_per_token(config.model, step.parts.matmul_parameters, config.data.sequence_length)
-        self._mfu = lambda per_second: metrics.mfu(per_token * per_second, metrics.peak_flops(device, config.precision.compute), step.mesh.size)
-        self.pause()
+    def __init__(self, config: Config, step: Step, start: int):
+        self.tokens_per_step = config.data.batch_size * config.data.sequence_length
+        m, device = config.model, step.mesh.devices.flat[0].device_kind
+        flops = metrics.model_flops_per_token(step.parts.matmul_parameters, m.layers, m.heads * m.head_dim, config.data.sequence_length)
+        self._mfu = lambda per_second: metrics.mfu(per_second, flops, step.mesh.size, device, config.precision.compute)
+        self._timer, self._times = metrics.StepTimer(start), []
+        self.pause = self._timer.pause
 
-    def pause(self) -> None:
-        """The time until now belongs to no step."""
-        self._since = time.perf_counter()
+    def step(self, at: int) -> None:
+        """Step `at` has ended now."""
+        self._times.append(self._timer.lap(at))
 
-    def record(self) -> dict:
-        """Figures of the step that has just ended."""
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        return {"step_time_s": seconds, "tokens_per_s": self.tokens / seconds, "mfu": self._mfu(self.tokens / seconds)}
+    def figures(self, since_log: bool) -> dict:
+        """Of the last step, or the mean over those since the last time this was asked `since_log`."""
+        seconds = sum(self._times) / len(self._times) if since_log else self._times[-1]
+        if since_log:
+            self._times.clear()
+        per_second = self.tokens_per_step / seconds
+        return {"step_time_s": seconds, "tokens_per_s": per_second, "mfu": self._mfu(per_second)}
 
 
 def _report(waiting: tuple, config: Config, data: Loader, rate: _Rate, log, progress, final: bool = False) -> bool:
     """Waits for a step's results and logs them; whether some process has been asked to stop. LossError for a loss that is not finite."""
     at, out, asked = waiting
-    values = {k: float(v) for k, v in out.items()}
-    values |= {"step": at, "tokens": at * rate.tokens} | rate.record()
-    if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-        log.write(values)
+    values = {k: float(out[k]) for k in ("loss", "grad_norm", "learning_rate")} | {"tokens": at * rate.tokens_per_step}
+    rate.step(at)
+    finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+    now = rate.figures(since_log=False)
+    progress.update(at, loss=values["loss"], tokens_per_s=now["tokens_per_s"], mfu=now["mfu"])
+    if final or not finite or at % config.metrics.log_every == 0:
+        log.write(at, **values, **rate.figures(since_log=True))
+    if not finite:
         raise LossError(f"the loss is {values['loss']} (gradient norm {values['grad_norm']}) at {data.position(at - 1)}; the last checkpoint is kept")
-    progress.update(at, values["loss"], values["tokens_per_s"], values["mfu"])
-    if final or at % config.metrics.log_every == 0:
-        log.write(values)
     return bool(asked)
 
 
@@ -200,12 +208,12 @@ def _evaluate(step: Step, held_out: Loader, params: dict) -> float | None:
     return sum(float(loss) * n for (loss, _), n in zip(sums, counts, strict=True)) / total if total else None
 
 
-def _conclude(config: Config, step: Step, corpus: Corpus, log, saves: Checkpointer, at: int, say) -> None:
+def _conclude(config: Config, corpus: Corpus, validation: float | None, saves: Checkpointer, at: int, say) -> None:
     """The result beside the corpus's own, and a sample."""
-    entropy, loss = bigram_entropy(corpus) if cluster.is_main() else None, log.last("validation_loss")
-    if loss is not None:
+    if validation is not None:
+        entropy = bigram_entropy(corpus) if cluster.is_main() else None
         beside = f"; the corpus's byte-bigram entropy is {entropy:.4f}" if entropy is not None else ""
-        say(f"validation loss {loss:.4f} nats a token{beside}", flush=True)
+        say(f"validation loss {validation:.4f} nats a token{beside}", flush=True)
     if config.train.sample_tokens and jax.process_count() == 1:
         say("sample:\n" + sample_text(config, saves, at, corpus.tokenizer), flush=True)
 

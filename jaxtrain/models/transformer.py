@@ -131,6 +131,12 @@ class Parts:
         sizes = {k: sum(s.size for s in jax.tree.leaves(v)) for k, v in self.specs.items()}
         return sizes["embed"] + self.cfg.layers * sizes["layer"] + sizes["head"]
 
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters that every token is multiplied with: the matrices of all layers, and the head's, tied or not."""
+        layer = sum(s.size for s in jax.tree.leaves(self.specs["layer"]) if s.matrix)
+        return self.cfg.layers * layer + self.cfg.vocab_size * self.cfg.width
+
 
 def build(cfg, model_shards: int = 1) -> Parts:
     """The parts of the model that a (resolved) model config describes, its vocabulary padded for `model_shards`."""
