@@ -235,7 +235,7 @@ class Progress:
         self._total, self._step = total, step
         self._stream, self._shown = stream or sys.stderr, shown
         self._every, self._clock = every, clock
-        self._status: dict[str, float | None] = {}
+        self._status: dict[str, float] = {}
         # The time left is reckoned from the second step: the first one compiles.
         self._first: tuple[int, float] | None = None
         self._last_line: float | None = None
@@ -285,7 +285,7 @@ class Progress:
             self._bar = None
 
 
-def _status_text(status: dict[str, float | None]) -> str:
+def _status_text(status: dict[str, float]) -> str:
     parts = []
     if "loss" in status:
         parts.append(f"loss {status['loss']:.4f}")

@@ -71,6 +71,7 @@ def stored_arrays(state: Any, stored_shapes: Any, placement: Placement) -> list[
     Raises:
       ValueError: a leaf without sharding, or whose shape is not what placement and stored shape make it.
     """
+    tree: Any
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     found: dict[str, StoredArray] = {}
     for i, ((path, leaf), shape) in enumerate(zip(leaves, tree.flatten_up_to(stored_shapes), strict=True)):
@@ -125,7 +126,7 @@ def regions(part: Part, bounds: Bounds, stored: tuple[int, ...], placement: Plac
     """
     runs: list[tuple[tuple, tuple]] = [((), ())]
     if part.chunk is not None:
-        runs = list(_layer_runs(part.chunk, *bounds[:2], placement))
+        runs = list(_layer_runs(part.chunk, bounds[0], bounds[1], placement))
         bounds, stored = bounds[2:], stored[1:]
     stops = [min(stop, n) for (_, stop), n in zip(bounds, stored, strict=True)]
     if any(start >= stop for (start, _), stop in zip(bounds, stops)):

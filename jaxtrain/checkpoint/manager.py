@@ -94,11 +94,14 @@ class Checkpointer:
         return self._manager.save(step, args=args, force=True)
 
     def _open(self) -> ocp.CheckpointManager:
-        # Also deletes what an interrupted save has left, which only the run that writes may do.
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, cleanup_tmp_directories=True)
-        return ocp.CheckpointManager(
-            self._directory, options=options, item_handlers={STATE: tree_handler(), META: ocp.JsonCheckpointHandler()}
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            create=True,
+            cleanup_tmp_directories=True,  # what an interrupted save has left; only the run that writes may delete it
+            single_host_load_and_broadcast=True,  # as in latest_step: all processes must see the same steps
         )
+        handlers = {STATE: tree_handler(), META: ocp.JsonCheckpointHandler()}
+        return ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
     def latest_step(self) -> int | None:
         """The newest finished step, None if there is none."""

@@ -127,7 +127,8 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
 
 def _to_host(data: jax.Array) -> np.ndarray:
     # On CPU the device's memory is the host's, and asarray would be a view of what the next step overwrites.
-    return np.array(data) if data.device.platform == "cpu" else np.asarray(data)
+    on_cpu = {device.platform for device in data.devices()} == {"cpu"}
+    return np.array(data) if on_cpu else np.asarray(data)
 
 
 def read_tree(directory: epath.Path, arrays: list[StoredArray], placement: Placement) -> list[jax.Array]:

@@ -1,6 +1,7 @@
 """Round trips between layouts, the stored form, and what happens to checkpoints over a run. Crashes: test_checkpoint_crash.py."""
 
 import asyncio
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +170,21 @@ def test_old_checkpoints_stay_until_the_new_one_is_finished(tmp_path, monkeypatc
     assert seen == [True]
     assert not (tmp_path / "1").exists()
     assert latest_step(tmp_path) == 2
+
+
+def test_a_checkpoint_whose_deletion_was_interrupted_is_in_nobodys_way(tmp_path):
+    layout = Layout(7)
+    c = checkpointer(tmp_path, layout, keep=2)
+    for step in (1, 2):
+        c.save(step, state(layout), {})
+    c.close()
+    shutil.rmtree(tmp_path / "1" / "state")
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()
+    c = checkpointer(tmp_path, layout, keep=2)
+    assert c.latest_step() == 2
+    c.save(3, state(layout), {})
+    c.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
 
 
 def test_a_step_is_saved_once(saved):

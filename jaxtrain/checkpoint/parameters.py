@@ -1,0 +1,61 @@
+"""The parameters of a checkpoint for use without training: as the model's functions take them, on one device or over `model`."""
+
+import os
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.config import Config
+from jaxtrain.mesh import AXES, MODEL, make_mesh
+from jaxtrain.models.spec import Spec
+from jaxtrain.models.transformer import Parts, build
+from jaxtrain.pipeline.placement import Placement
+from jaxtrain.training.state import Layout
+
+
+def load_parameters(
+    directory: str | os.PathLike, step: int, config: Config, devices: Sequence[jax.Device] | None = None
+) -> tuple[Parts, dict]:
+    """A step's model and parameters, whatever mesh and schedule saved them → (parts, {"embed", "layers" (leaves [L, ...]), "head"}).
+
+    Matrices come in the compute type, in which the model uses them; vectors stay as stored.
+
+    Args:
+      directory: the folder of checkpoints.
+      config: a resolved config, as in the step's meta.
+      devices: the tensor-parallel group; its size must divide heads, key/value heads and the MLP. Default: one device.
+
+    Raises:
+      CheckpointError: no such step, or its arrays are not this config's.
+    """
+    devices = jax.local_devices()[:1] if devices is None else list(devices)
+    mesh = make_mesh([len(devices) if axis == MODEL else 1 for axis in AXES], devices)
+    parts = build(config.model, len(devices))
+    layout = Layout(parts, Placement(config.model.layers), mesh, 0, jnp.dtype(config.precision.params))
+    abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), layout.shapes, layout.shardings)
+    restored = Checkpointer(directory, layout.placement, {"params": layout.stored_shapes}).restore(step, {"params": abstract})["params"]
+    specs = parts.specs | {"layers": parts.specs["layer"]}
+    layers, specs["layers"] = restored["layers"].pop("0"), specs.pop("layer")
+    compute = jnp.dtype(config.precision.compute)
+    return parts, {
+        "embed": _ready(restored.pop("embed"), specs["embed"], compute),
+        "layers": _ready(layers, specs["layers"], compute, stage=0),
+        "head": _ready(restored.pop("head"), specs["head"], compute),
+    }
+
+
+def _ready(params: dict, specs: dict, compute: jnp.dtype, stage=...) -> dict:
+    """Parameters of `specs`, at one stage where they are stacked by stage, with matrices in the compute type.
+
+    Takes the arrays out of `params` one by one: a model is never there twice.
+    """
+    out = {}
+    for name in list(params):
+        if isinstance(specs[name], Spec):
+            out[name] = params.pop(name)[stage]
+            out[name] = out[name].astype(compute) if specs[name].matrix else out[name]
+        else:
+            out[name] = _ready(params[name], specs[name], compute, stage)
+    return out
