@@ -87,7 +87,9 @@ def worker(layout: str, steps: int) -> dict:
     mesh = make_mesh((1, m.data, m.stage, 1, 1, m.model))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)
-        loader = Loader(prepare(config.data, config.model.vocab_size), config.data, "train", step.batch_sharding, config.pipeline.microbatches)
+        loader = Loader(
+            prepare(config.data, config.model.vocab_size), config.data, "train", step.batch_sharding, config.pipeline.microbatches
+        )
         began = time.perf_counter()
         lowered = step.train.lower(step.abstract_state(), loader.specification())
         traced = time.perf_counter()
@@ -126,7 +128,10 @@ def main() -> None:
     if options.worker:
         print("RESULT " + json.dumps(worker(options.worker, options.steps)), flush=True)
         return
-    print(f"{'layout':24} {'s/step':>7} {'CPU-s':>7} {'×matmul':>8} {'×MaxText':>9} {'compile s':>9} {'temp MB':>8} {'(MaxText)':>9} {'first step s':>12}", flush=True)
+    print(
+        f"{'layout':24} {'s/step':>7} {'CPU-s':>7} {'×matmul':>8} {'×MaxText':>9} {'compile s':>9} {'temp MB':>8} {'(MaxText)':>9} {'first step s':>12}",
+        flush=True,
+    )
     results = []
     for layout in options.layouts.split(","):
         with tempfile.TemporaryDirectory() as cache:

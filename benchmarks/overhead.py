@@ -79,7 +79,9 @@ def main() -> None:
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)
         shapes = abstract_batch(config, step)
-        batch = {k: random.integers(0, 2048, a.shape).astype(np.int32) for k, a in shapes.items()} | {"weights": np.ones(shapes["weights"].shape, np.float32)}
+        batch = {k: random.integers(0, 2048, a.shape).astype(np.int32) for k, a in shapes.items()} | {
+            "weights": np.ones(shapes["weights"].shape, np.float32)
+        }
         batch = jax.device_put(batch, step.batch_sharding)
         table = step.train.lower(step.abstract_state(), batch).compile()
         state = initial_state(step.layout, step.optimizer, 0)
@@ -105,7 +107,9 @@ def main() -> None:
                 print(f"round {round_}: table {ours:.2f} CPU-s, loop {theirs:.2f} CPU-s, ratio {ours / theirs:.3f}", flush=True)
     temp = [c.memory_analysis().temp_size_in_bytes / 1e6 for c in (table, loop)]
     worst = max(abs(a / b - 1) for a, b in losses)
-    print(f"ratio of CPU-seconds: {statistics.median(ratios):.3f} (median); temporary memory {temp[0]:.1f} against {temp[1]:.1f} MB; losses agree to {worst:.0e}")
+    print(
+        f"ratio of CPU-seconds: {statistics.median(ratios):.3f} (median); temporary memory {temp[0]:.1f} against {temp[1]:.1f} MB; losses agree to {worst:.0e}"
+    )
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class DataConfig:
     """The corpus and the batch."""
 
     source: str = setting("stdlib", "a folder, a text, JSONL, Parquet or token file (.bin, .npy), or stdlib: Python's own sources")
-    tokenizer: str = setting("bytes", "bytes, or the path of a Hugging Face tokenizers JSON file")
+    tokenizer: str = setting("bytes", "bytes, the path of a Hugging Face tokenizers JSON file, or none: a token file's ids as they are")
     sequence_length: int = setting(128, "tokens that the model sees in a sequence", at_least=1)
     batch_size: int = setting(16, "sequences in a step, over all devices and microbatches", at_least=1)
     seed: int = setting(0, "seed of the order of sequences", at_least=0)

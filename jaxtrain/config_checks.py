@@ -49,7 +49,7 @@ def check_files(config: Config) -> None:
     """Raises ConfigError if the corpus or the tokenizer is not there."""
     for path, word in (("data.source", "stdlib"), ("data.tokenizer", "bytes")):
         value = cfg.get(config, path)
-        if value == word or (value and pathlib.Path(value).expanduser().exists()):
+        if value == word or (path, value) == ("data.tokenizer", "none") or (value and pathlib.Path(value).expanduser().exists()):
             continue
         folder = pathlib.Path(value).expanduser().parent
         names = {word: word} | ({p.name: str(p) for p in folder.iterdir()} if folder.is_dir() else {})

@@ -23,6 +23,7 @@ from jaxtrain.config import Config, from_dict, to_dict
 from jaxtrain.config_checks import refuse_to_continue
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
+
 # SAMPLE
 from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import Step, make_step
@@ -69,7 +70,9 @@ def run(config: Config, workdir: str) -> None:
         _introduce(config, step, train, abstract, corpus, time.perf_counter() - began, say)
 
         # ------------------------------------------------------------ the state: restored or new
-        saves = Checkpointer(folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer), config.checkpoint.keep)
+        saves = Checkpointer(
+            folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer), config.checkpoint.keep
+        )
         closing.callback(saves.close)
         state = saves.restore(start, abstract) if start else initial_state(step.layout, step.optimizer, config.train.seed)
         say(f"continuing from step {start}" if start else f"starting: weights from seed {config.train.seed}", flush=True)
@@ -78,7 +81,9 @@ def run(config: Config, workdir: str) -> None:
             (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
 
         def save(at: int, state: dict) -> None:
-            saves.save(at, state, {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()})
+            saves.save(
+                at, state, {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()}
+            )
 
         def evaluate(at: int, state: dict) -> float | None:
             loss = _evaluate(step, held_out, state["params"])
@@ -96,6 +101,7 @@ def run(config: Config, workdir: str) -> None:
         profile = _Profile(folder / "profile", start + PROFILE_FROM, config.train.profile_steps)
         stop = closing.enter_context(_stop_signals(mesh))
         at, waiting = start, None
+        ahead: tuple | None = None
         for batch in data.iterate(start, config.train.steps):
             profile.before(at)
             with jax.profiler.StepTraceAnnotation("train", step_num=at):
@@ -140,8 +146,8 @@ def _check_corpus(corpus: Corpus, meta: dict) -> None:
             raise DataError(f"data.source={corpus.source} is not the same corpus on every host: use a file that all of them share")
     if meta and meta["checksum"] != corpus.checksum:
         raise DataError(
-            f"data.source={corpus.source} has changed since the checkpoint (checksum {corpus.checksum[:12]}, then {meta['checksum'][:12]}): "
-            "put it back or use another --workdir"
+            f"data.source={corpus.source} has changed since the checkpoint (checksum {corpus.checksum[:12]}, "
+            f"then {meta['checksum'][:12]}): put it back or use another --workdir"
         )
 
 
@@ -151,13 +157,16 @@ def _introduce(config: Config, step: Step, compiled, abstract: dict, corpus: Cor
     for line in meshes.describe(step.mesh):
         say(line)
     say(f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}")
-    rows = f"{config.pipeline.microbatches} microbatches of {d.batch_size // config.pipeline.microbatches}"
-    say(f"step: {d.batch_size * d.sequence_length:,} tokens, {rows} sequences of {d.sequence_length}; table {table.name}: {table.ticks} ticks, {table.idle_fraction:.0%} idle")
+    m, rows = config.pipeline.microbatches, d.batch_size // config.pipeline.microbatches
+    say(f"step: {d.batch_size * d.sequence_length:,} tokens in {m} microbatches of {rows} sequences of {d.sequence_length}")
+    say(f"table: {table.name}, {table.ticks} ticks, {table.idle_fraction:.0%} of the cells idle")
     if memory is not None:
         total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        state = bytes_per_device(abstract)
-        say(f"memory per device as compiled: {total / 2**20:,.1f} MiB ({state / 2**20:,.1f} of state, {memory.temp_size_in_bytes / 2**20:,.1f} temporary)")
-    say(f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {len(corpus.validation):,} tokens held out")
+        mib = lambda n: f"{n / 2**20:,.1f}"
+        split = f"{mib(bytes_per_device(abstract))} of state, {mib(memory.temp_size_in_bytes)} temporary"
+        say(f"memory per device as compiled: {mib(total)} MiB ({split})")
+    held_out = f"{len(corpus.validation):,} tokens held out"
+    say(f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {held_out}")
     say(f"compiled in {seconds:.1f} s", flush=True)
 
 
@@ -169,12 +178,13 @@ class _Rate:
         m, device = config.model, step.mesh.devices.flat[0].device_kind
         flops = metrics.model_flops_per_token(step.parts.matmul_parameters, m.layers, m.heads * m.head_dim, config.data.sequence_length)
         self._mfu = lambda per_second: metrics.mfu(per_second, flops, step.mesh.size, device, config.precision.compute)
-        self._timer, self._times = metrics.StepTimer(start), []
+        self._timer = metrics.StepTimer(start)
+        self._times: list[float] = []
         self.pause = self._timer.pause
 
     def step(self, at: int) -> None:
         """Step `at` has ended now."""
-        self._times.append(self._timer.lap(at))
+        self._times.append(self._timer.lap(at) or 0.0)
 
     def figures(self, since_log: bool) -> dict:
         """Of the last step, or the mean over those since the last time this was asked `since_log`."""
@@ -196,7 +206,9 @@ def _report(waiting: tuple, config: Config, data: Loader, rate: _Rate, log, prog
     if final or not finite or at % config.metrics.log_every == 0:
         log.write(at, **values, **rate.figures(since_log=True))
     if not finite:
-        raise LossError(f"the loss is {values['loss']} (gradient norm {values['grad_norm']}) at {data.position(at - 1)}; the last checkpoint is kept")
+        raise LossError(
+            f"the loss is {values['loss']} (gradient norm {values['grad_norm']}) at {data.position(at - 1)}; the last checkpoint is kept"
+        )
     return bool(asked)
 
 

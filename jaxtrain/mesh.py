@@ -47,7 +47,9 @@ def _order(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
         across[i] = int(np.gcd(sizes[i], left))
         left //= across[i]
     if left > 1:
-        raise ValueError(f"{slices} slices cannot be laid over a mesh of {'×'.join(map(str, sizes))}: make mesh.replica a multiple of {slices}")
+        raise ValueError(
+            f"{slices} slices cannot be laid over a mesh of {'×'.join(map(str, sizes))}: make mesh.replica a multiple of {slices}"
+        )
     inside = tuple(n // a for n, a in zip(sizes, across, strict=True))
     return mesh_utils.create_hybrid_device_mesh(inside, tuple(across), devices, allow_split_physical_axes=True)
 

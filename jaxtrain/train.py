@@ -1,5 +1,6 @@
 """python -m jaxtrain.train: trains what a recipe describes. Flags are parsed in cli.py, the training itself is in loop.py."""
 
+import os
 import sys
 
 from jaxtrain import cli
@@ -14,7 +15,8 @@ usage: python -m jaxtrain.train [--config=configs/NAME.py] [--config.GROUP.FIELD
 
 
 def main(argv: list[str]) -> int:
-    """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 if training failed; 2 if the flags, the config or the data cannot work."""
+    """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 for a loss that is not finite; 2 if the flags, the config
+    or the data cannot work."""
     config, flags = cli.parse(argv, DESCRIPTION)
     cli.start_jax(flags)
     import jax  # after the flags are known to be right
@@ -26,11 +28,12 @@ def main(argv: list[str]) -> int:
     try:
         config = check_devices(config, jax.device_count())
         loop.run(config.resolve(), flags.workdir)
-    except (ConfigError, DataError, CheckpointError) as error:
-        cli.fail(str(error))
-    except loop.LossError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+    except (ConfigError, DataError, CheckpointError, loop.LossError) as error:
+        print(" ".join(f"error: {error}".split()), file=sys.stderr, flush=True)
+        status = 1 if isinstance(error, loop.LossError) else 2
+        if jax.process_count() > 1:
+            os._exit(status)  # this error may be this process's alone, and jax's shutdown would wait minutes for the others
+        return status
     return 0
 
 

@@ -3,6 +3,8 @@
 Shape suffixes: B batch, T query tokens, S key tokens, D width, N heads, K key/value heads, H head dimension.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,8 +18,8 @@ KV_HEADS = ("batch", "token", "kv_heads", None)
 CUDNN_TYPES = (jnp.bfloat16, jnp.float16)
 
 
-def choose_implementation(wanted: str, dtype, head_dim: int, platform: str) -> str:
-    """"auto" → cuDNN's flash attention where it exists (NVIDIA GPU, 16-bit, heads up to 128 wide), XLA's elsewhere."""
+def choose_implementation(wanted: str, dtype, head_dim: int, platform: str) -> Any:
+    """ "auto" → cuDNN's flash attention where it exists (NVIDIA GPU, 16-bit, heads up to 128 wide), XLA's elsewhere."""
     if wanted != "auto":
         return wanted
     return "cudnn" if platform == "gpu" and dtype in CUDNN_TYPES and head_dim <= 128 and head_dim % 8 == 0 else "xla"
@@ -29,7 +31,11 @@ def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, implementation: str = "auto") -> j
     if chosen == "xla":
         return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask), HEADS)
     out = over_heads(
-        lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=m, is_causal=m is None, implementation=chosen), q_BTNH, k_BSKH, v_BSKH, mask
+        lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=m, is_causal=m is None, implementation=chosen),
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask,
     )
     return constrain(out, HEADS)
 

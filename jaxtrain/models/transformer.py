@@ -8,6 +8,8 @@ Shape suffixes: B batch, T tokens, D width, V vocabulary (in memory: padded), C 
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,11 +121,11 @@ class Head(nnx.Module):
 class Parts:
     """The model's parts as functions of their parameters (nested dicts of arrays), and their parameters' specifications."""
 
-    cfg: object
+    cfg: Any
     specs: dict  # {"embed": ..., "layer": ... of one layer, "head": ...}
-    embed: object  # (params, tokens, positions, dtype) → x
-    block: object  # (params of one layer, x, positions, segments) → x
-    head: object  # (params, x, tied table or None) → logits
+    embed: Callable  # (params, tokens, positions, dtype) → x
+    block: Callable  # (params of one layer, x, positions, segments) → x
+    head: Callable  # (params, x, tied table or None) → logits
 
     @property
     def parameter_count(self) -> int:

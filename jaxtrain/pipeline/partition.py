@@ -15,7 +15,8 @@ from jax.extend.core import Literal
 
 # Values that cost no arithmetic: a stash keeps what they were made from.
 VIEWS = frozenset(
-    "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota eq ne ge gt le lt and or not slice concatenate sharding_constraint".split()
+    "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice concatenate sharding_constraint "
+    "eq ne ge gt le lt and or not".split()
 )
 CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat2 checkpoint".split())
 

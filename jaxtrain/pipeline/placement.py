@@ -28,7 +28,9 @@ class Placement:
 
     def __post_init__(self):
         if self.stages * self.chunks > self.layers:
-            raise ValueError(f"{self.stages} stages of {self.chunks} chunks need at least {self.stages * self.chunks} layers, not {self.layers}")
+            raise ValueError(
+                f"{self.stages} stages of {self.chunks} chunks need at least {self.stages * self.chunks} layers, not {self.layers}"
+            )
 
     def first_layer(self, chunk: int, stage: int) -> int:
         """The first layer of a stage's chunk."""

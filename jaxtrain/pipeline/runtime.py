@@ -59,7 +59,7 @@ class Runtime:
         run = jax.shard_map(
             self._body,
             mesh=self.mesh,
-            in_specs=(specs, {k: BATCH for k in batch}, {k: P(None, STAGE) for k in rows}),
+            in_specs=(specs, dict.fromkeys(batch, BATCH), {k: P(None, STAGE) for k in rows}),
             out_specs=out_specs,
             axis_names=set(MANUAL_AXES),
             check_vma=False,

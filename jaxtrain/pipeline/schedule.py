@@ -173,7 +173,8 @@ def _makes(stages: int, chunks: int, stage: int, cell: Cell, forward_only: bool 
 
 def _fill(name, stages, chunks, microbatches, orders, permute, forward_only=False) -> Table:
     """Every stage keeps its order; a cell takes the first row in which its message is there."""
-    hop, made, at = HOP[permute], {}, [0] * stages
+    hop, at = HOP[permute], [0] * stages
+    made: dict[tuple, int] = {}
     rows: list[list[Cell | None]] = []
     idle_rows = 0
     while any(at[s] < len(orders[s]) for s in range(stages)):
@@ -196,7 +197,9 @@ def _fill(name, stages, chunks, microbatches, orders, permute, forward_only=Fals
         idle_rows = 0 if any(row) else idle_rows + 1
         if idle_rows > hop:
             stuck = {s: orders[s][at[s]] for s in range(stages) if at[s] < len(orders[s])}
-            raise ValueError(f"{name} with {stages} stages, {chunks} chunks, {microbatches} microbatches never finishes: row {t} waits for {stuck}")
+            raise ValueError(
+                f"{name} with {stages} stages, {chunks} chunks, {microbatches} microbatches never finishes: row {t} waits for {stuck}"
+            )
         rows.append(row)
     array = np.array([[(c[0], c[1], c[2]) if c else (Op.IDLE, -1, -1) for c in row] for row in rows], np.int32)
     when = np.full(len(rows), Permute.NONE if stages == 1 else Permute[permute.upper()], np.int32)
@@ -223,7 +226,9 @@ def check(table: Table) -> None:
     for t, s, cell in table.cells():
         need = _needs(p, v, s, cell)
         if need is not None and (need not in arrival or arrival[need] > t):
-            raise ValueError(f"row {t}, stage {s}: {cell[0].name}{cell[1]}.{cell[2]} waits for {need}, which arrives in row {arrival.get(need)}")
+            raise ValueError(
+                f"row {t}, stage {s}: {cell[0].name}{cell[1]}.{cell[2]} waits for {need}, which arrives in row {arrival.get(need)}"
+            )
         if cell[0] == Op.B and at[(s, Op.F, cell[1], cell[2])] >= t:
             raise ValueError(f"row {t}, stage {s}: B{cell[1]}.{cell[2]} stands before its F")
 
@@ -262,7 +267,7 @@ class Program:
 
 def assign_slots(table: Table) -> Program:
     """Slots by interval colouring: a value's slot is taken from its arrival to its last reader's row, inclusive."""
-    p, v = table.stages, table.chunks
+    p = table.stages
     arrival = _arrivals(table)
     columns = {k: np.full(table.op.shape, -1, np.int32) for k in ("x_slot", "g_slot", "arriving_x", "arriving_g")}
     most = {"x": 0, "g": 0}

@@ -19,9 +19,9 @@ The state, on each stage:
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -32,7 +32,7 @@ from jaxtrain.pipeline.placement import Placement
 from jaxtrain.pipeline.schedule import Op, Permute, Program
 from jaxtrain.training.loss import loss_and_gradients, loss_sum
 
-State = dict[str, object]
+State = dict[str, Any]
 
 
 def columns(program: Program) -> dict[str, np.ndarray]:
@@ -115,7 +115,9 @@ class Tick:
 
         def send(sources):
             with jax.named_scope(name):
-                return {to: lax.ppermute(sources[made], STAGE, [(i, (i + step) % p) for i in range(p)]) for to, (made, step) in ways.items()}
+                return {
+                    to: lax.ppermute(sources[made], STAGE, [(i, (i + step) % p) for i in range(p)]) for to, (made, step) in ways.items()
+                }
 
         if column.all():
             return {**state, **send(state)}
@@ -140,7 +142,8 @@ class Tick:
         return self.parts.embed(s["embed"], *self._tokens(s, row), s["x"].dtype)
 
     def _embed_gradient(self, s: State, row) -> State:
-        return {"grad_embed": add_embedding_gradient(s["grad_embed"], *self._tokens(s, row), s["g"])}
+        tokens, positions = self._tokens(s, row)
+        return {"grad_embed": add_embedding_gradient(s["grad_embed"], tokens, positions, s["g"])}
 
     def _forward(self, c: int, s: State, row) -> State:
         return {"y": self.stacks[c].forward(s[f"layers{c}"], _take(s["x"], row["x_slot"]), self._extra(s, row))}
@@ -162,15 +165,16 @@ class Tick:
     def _loss(self, c: int, s: State, row) -> State:
         y = self.stacks[c].forward(s[f"layers{c}"], _take(s["x"], row["x_slot"]), self._extra(s, row))
         params = self._head_params(s)
-        loss = loss_sum(lambda y: self._head(params, y), y, *self._batch(s, row, "targets", "weights"), self.loss_chunk)
+        targets, weights = self._batch(s, row, "targets", "weights")
+        loss = loss_sum(lambda y: self._head(params, y), y, targets, weights, self.loss_chunk)
         return {"loss": s["loss"] + loss}
 
     def _last(self, c: int, s: State, row) -> State:
         params, extra, stack = s[f"layers{c}"], self._extra(s, row), self.stacks[c]
         y, kept = stack.forward_keeping(params, _take(s["x"], row["x_slot"]), extra)
         sums = self._head_params(s, "grad_")
-        targets = self._batch(s, row, "targets", "weights")
-        loss, sums, g = loss_and_gradients(self._head, self._head_params(s), sums, y, *targets, self.loss_chunk)
+        targets, weights = self._batch(s, row, "targets", "weights")
+        loss, sums, g = loss_and_gradients(self._head, self._head_params(s), sums, y, targets, weights, self.loss_chunk)
         layers, g = stack.backward(params, s[f"grad{c}"], extra, kept, g)
         new = {"loss": s["loss"] + loss, "g": g, f"grad{c}": layers, "grad_head": sums["head"]}
         if "table" in sums:

@@ -36,7 +36,7 @@ def _chunks(a, n):
 
 def loss_sum(head: Callable, x_BTD, targets_BT, weights_BT, limit: int) -> jax.Array:
     """Σ weight · loss over all tokens. head: x [B, C, D] → logits [B, C, V]."""
-    n = chunk_count(*targets_BT.shape, limit)
+    n = chunk_count(targets_BT.shape[0], targets_BT.shape[1], limit)
     part = lambda x, t, w: jnp.sum(token_losses(head(x), t) * w)
     if n == 1:
         return part(x_BTD, targets_BT, weights_BT)
@@ -49,7 +49,7 @@ def loss_and_gradients(head: Callable, params, accumulators, x_BTD, targets_BT, 
 
     head: (params, x [B, C, D]) → logits; `accumulators` is a pytree like params, float32.
     """
-    n = chunk_count(*targets_BT.shape, limit)
+    n = chunk_count(targets_BT.shape[0], targets_BT.shape[1], limit)
 
     def part(carry, chunk):
         total, sums = carry

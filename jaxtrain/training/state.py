@@ -43,11 +43,12 @@ class Layout:
 
     def _map(self, fn) -> dict:
         """fn(spec, leading shape, leading axes) over all parameters."""
+
         def part(key, tree):
             if key != "layers":
                 return jax.tree.map(lambda s: fn(s, (), ()), tree, is_leaf=_is_spec)
-            lead = lambda c: (self.placement.stages, self.placement.rows(int(c)))
-            return {c: jax.tree.map(lambda s: fn(s, lead(c), ("stage", "layer")), t, is_leaf=_is_spec) for c, t in tree.items()}
+            stack = lambda c: lambda s: fn(s, (self.placement.stages, self.placement.rows(int(c))), ("stage", "layer"))
+            return {c: jax.tree.map(stack(c), t, is_leaf=_is_spec) for c, t in tree.items()}
 
         return {k: part(k, t) for k, t in self.specs.items()}
 
@@ -65,7 +66,9 @@ class Layout:
         return self._map(lambda s, shape, axes: plan((*axes, *s.axes), (*shape, *s.padded), len(shape), self.mesh, self.zero))
 
     def _shardings(self, which: str) -> dict:
-        return jax.tree.map(lambda r: NamedSharding(self.mesh, getattr(r, which)), self.reductions, is_leaf=lambda r: isinstance(r, Reduction))
+        return jax.tree.map(
+            lambda r: NamedSharding(self.mesh, getattr(r, which)), self.reductions, is_leaf=lambda r: isinstance(r, Reduction)
+        )
 
     @property
     def shardings(self) -> dict:
@@ -79,6 +82,7 @@ class Layout:
 
     def initial(self, key: jax.Array) -> dict:
         """The parameters' initial values: by name, layer and seed, whatever the mesh and the placement."""
+
         def stack(path, s, chunk):
             index = jnp.asarray(self.placement.layer_index(chunk))
             each = lambda layer: jnp.where(layer >= 0, s.initial(key_of(key, path, layer), self.dtype), 0)

@@ -1,6 +1,7 @@
 """One training step and one evaluation, compiled ahead of time for a mesh."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,9 @@ class Step:
     layout: Layout
     table: Table
     optimizer: optax.GradientTransformation
-    train: object
-    evaluate: object
-    gradients: object
+    train: Any
+    evaluate: Any
+    gradients: Any
 
     @property
     def mesh(self) -> Mesh:
