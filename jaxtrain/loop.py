@@ -3,6 +3,7 @@
 What a run leaves in its folder: config.json, metrics.jsonl, checkpoints/, tensorboard/, loss.png, profile/.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -66,6 +67,9 @@ def run(config: Config, workdir: str) -> None:
         data, held_out = load("train"), load("validation", config.train.eval_batches)
         abstract = step.abstract_state()
         began = time.perf_counter()
+        # XLA compiles a program on one core: the first state is made beside.
+        beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+        first = None if start else beside.submit(initial_state, step.layout, step.optimizer, config.train.seed)
         train = step.train.lower(abstract, data.specification()).compile()
         _introduce(config, step, train, abstract, corpus, time.perf_counter() - began, say)
 
@@ -74,7 +78,7 @@ def run(config: Config, workdir: str) -> None:
             folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer), config.checkpoint.keep
         )
         closing.callback(saves.close)
-        state = saves.restore(start, abstract) if start else initial_state(step.layout, step.optimizer, config.train.seed)
+        state = first.result() if first else saves.restore(start, abstract)
         say(f"continuing from step {start}" if start else f"starting: weights from seed {config.train.seed}", flush=True)
         if cluster.is_main():
             folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +41,14 @@ class Spec:
         """Matrices decay and are cast to the compute type; vectors (norm scales, biases) do neither."""
         return len(self.shape) > 1
 
-    def initial(self, key: jax.Array, dtype) -> jax.Array:
-        """The initial value, [*padded]; it depends on the key and `shape` alone, padding is zero."""
-        if self.std is None:
-            return jnp.full(self.padded, self.constant, dtype)
+    def draw(self, key: jax.Array) -> jax.Array:
+        """Float32 standard normal noise, [*padded]; padding is zero, and what the rest is does not depend on it."""
         # A random value depends on its row-major index alone, so more rows leave the others as they are, and every
         # device can make its own: cutting an unpadded array into uneven shards would make it whole everywhere first.
-        value = jax.random.normal(key, self.padded, jnp.float32) * self.std
-        if self.padded != self.shape:
-            value = jnp.where(jax.lax.broadcasted_iota(jnp.int32, self.padded, 0) < self.shape[0], value, 0.0)
-        return value.astype(dtype)
+        value = jax.random.normal(key, self.padded, jnp.float32)
+        if self.padded == self.shape:
+            return value
+        return jnp.where(jax.lax.broadcasted_iota(jnp.int32, self.padded, 0) < self.shape[0], value, 0.0)
 
 
 class Parameter(nnx.Param):
@@ -83,9 +80,3 @@ def functional(module: nnx.Module):
         return getattr(nnx.merge(graph, state), method)(*args, **kwargs)
 
     return apply
-
-
-def key_of(key: jax.Array, path: str, layer: jax.Array | int | None = None) -> jax.Array:
-    """The random key of a parameter: from the seed, its name and its layer, so that no layout can change it."""
-    key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-    return key if layer is None else jax.random.fold_in(key, layer)

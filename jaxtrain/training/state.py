@@ -7,6 +7,7 @@ data shard; optimizer state is scattered over it (parallel/zero.py).
 """
 
 import dataclasses
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.models.spec import Spec, key_of
+from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
 from jaxtrain.parallel.zero import Reduction, plan
 from jaxtrain.pipeline.placement import Placement
+from jaxtrain.sharding import constrain, named
 
 
 def _is_spec(x) -> bool:
@@ -80,23 +82,60 @@ class Layout:
         """Of the reduced gradients and the optimizer state."""
         return self._shardings("storage")
 
-    def initial(self, key: jax.Array) -> dict:
-        """The parameters' initial values: by name, layer and seed, whatever the mesh and the placement."""
+    def keys(self, seed: int) -> list[np.ndarray]:
+        """The random keys of the parameters, in the order of their leaves: [*leading, 2] uint32, from seed, name and layer alone.
 
-        def stack(path, s, chunk):
-            index = jnp.asarray(self.placement.layer_index(chunk))
-            each = lambda layer: jnp.where(layer >= 0, s.initial(key_of(key, path, layer), self.dtype), 0)
-            return jax.vmap(jax.vmap(each))(index)
+        Made on the host: as part of the program below they would take as long to compile as the values.
+        """
 
-        def named(tree, make):
-            return jax.tree_util.tree_map_with_path(lambda p, s: make(jax.tree_util.keystr(p), s), tree, is_leaf=_is_spec)
+        def own(path, s):
+            name, index = _name(path), self._index(path)
+            each = [np.random.SeedSequence([seed, zlib.crc32(name.encode()), int(i)]).generate_state(2) for i in np.maximum(index, 0).flat]
+            return np.array(each, np.uint32).reshape(*index.shape, 2)
 
-        s = self.parts.specs
-        return {
-            "embed": named(s["embed"], lambda p, s: s.initial(key_of(key, f"embed{p}"), self.dtype)),
-            "layers": {str(c): named(s["layer"], lambda p, s, c=c: stack(f"layer{p}", s, c)) for c in range(self.placement.chunks)},
-            "head": named(s["head"], lambda p, s: s.initial(key_of(key, f"head{p}"), self.dtype)),
-        }
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
+        return [own(path, s) for path, s in leaves]
+
+    def initial(self, keys: list[jax.Array]) -> dict:
+        """The parameters' initial values from `keys`: the same for every mesh and placement.
+
+        Parameters of one shape and one sharding are drawn together: random generators are most of what this program costs to compile.
+        """
+        leaves, tree = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
+        groups: dict[tuple, list[int]] = {}
+        values = {}
+        for i, (path, s) in enumerate(leaves):
+            if s.std is None:
+                values[i] = self._used(path, s, jnp.full(s.padded, s.constant, self.dtype))
+            else:
+                lead = keys[i].shape[:-1]
+                split = tuple(named(self.mesh, (a,)).shard_shape((2**30,)) for a in s.axes)
+                groups.setdefault((s.shape, s.padded, lead, split), []).append(i)
+        for (_, _, lead, _), members in groups.items():
+            first = leaves[members[0]][1]
+            draw = lambda key, s=first: s.draw(jax.random.wrap_key_data(key, impl="threefry2x32"))
+            for _ in (None, *lead):
+                draw = jax.vmap(draw)
+            noise = draw(jnp.stack([keys[i] for i in members]))
+            noise = constrain(noise, (None, *("stage", "layer")[: len(lead)], *first.axes))
+            for n, i in enumerate(members):
+                path, s = leaves[i]
+                values[i] = self._used(path, s, noise[n] * s.std).astype(self.dtype)
+        return jax.tree.unflatten(tree, [values[i] for i in range(len(leaves))])
+
+    def _index(self, path: tuple) -> np.ndarray:
+        """The layers of a parameter's stack, [stages, rows], −1 in unused rows; [] for a parameter that stands alone."""
+        return self.placement.layer_index(int(path[1].key)) if path[0].key == "layers" else np.zeros((), int)
+
+    def _used(self, path: tuple, s: Spec, value: jax.Array) -> jax.Array:
+        """`value` in the rows that hold a layer, zero in the others."""
+        used = self._index(path) >= 0
+        return jnp.where(used.reshape(*used.shape, *(1 for _ in s.padded)), value, 0)
+
+
+def _name(path: tuple) -> str:
+    """A parameter's name, the same for all chunks."""
+    return jax.tree_util.keystr((path[0], *path[2:]) if path[0].key == "layers" else path)
 
 
 def _optimizer_tree(optimizer: optax.GradientTransformation, shapes: dict, like: dict, other) -> object:
@@ -132,12 +171,12 @@ def initial_state(layout: Layout, optimizer: optax.GradientTransformation, seed:
     abstract = abstract_state(layout, optimizer)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
 
-    def make():
-        params = layout.initial(jax.random.key(seed))
+    def make(keys):
+        params = layout.initial(keys)
         return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
 
     with jax.set_mesh(layout.mesh):
-        return jax.jit(make, out_shardings=shardings)()
+        return jax.jit(make, out_shardings=shardings)(layout.keys(seed))
 
 
 def bytes_per_device(abstract) -> int:
