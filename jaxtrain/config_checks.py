@@ -319,14 +319,13 @@ def _batch_divides(c: Config) -> Broken | None:
 
 def _schedule_fits_steps(c: Config) -> Broken | None:
     o, steps = c.optimizer, c.train.steps
-    if o.warmup_steps > steps:
-        return Broken("optimizer.warmup_steps", f"is more than train.steps={steps}", _set("optimizer.warmup_steps", [steps, 0]))
+    # A warm-up may outlast a short run, such as a trial of another's recipe; a decay may not begin before it.
     if o.decay_steps and o.schedule != "constant":
         fixes = _set("optimizer.decay_steps", [0])
         return Broken("optimizer.decay_steps", f"is for optimizer.schedule='constant' alone, not {o.schedule!r}", fixes)
-    if o.warmup_steps + o.decay_steps > steps:
+    if o.decay_steps and o.warmup_steps + o.decay_steps > steps:
         rule = f"and optimizer.warmup_steps={o.warmup_steps} are more than train.steps={steps}"
-        return Broken("optimizer.decay_steps", rule, _set("optimizer.decay_steps", [steps - o.warmup_steps]))
+        return Broken("optimizer.decay_steps", rule, _set("optimizer.decay_steps", [max(steps - o.warmup_steps, 0)]))
     return None
 
 

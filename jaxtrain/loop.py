@@ -20,15 +20,16 @@ from jax.experimental import multihost_utils
 from jaxtrain import cluster, metrics
 from jaxtrain import mesh as meshes
 from jaxtrain.checkpoint.manager import Checkpointer, latest_step, read_meta
+from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.config import Config, from_dict, to_dict
 from jaxtrain.config_checks import refuse_to_continue
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
-
-# SAMPLE
+from jaxtrain.training.sampling import sample_text
 from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import Step, make_step
 
+SAMPLE_TEMPERATURE = 0.8
 PROFILE_FROM = 2  # steps of a run before the traced ones: the first two warm up
 
 
@@ -136,7 +137,8 @@ def run(config: Config, workdir: str) -> None:
         if at < config.train.steps:
             say(f"stopped at step {at} of {config.train.steps}, which is saved: the same command goes on from there", flush=True)
             return
-        _conclude(config, corpus, validation, saves, at, say)
+        del state, batch  # room for the sampler
+        _conclude(config, corpus, validation, folder, at, say)
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------------------
@@ -224,14 +226,22 @@ def _evaluate(step: Step, held_out: Loader, params: dict) -> float | None:
     return sum(float(loss) * n for (loss, _), n in zip(sums, counts, strict=True)) / total if total else None
 
 
-def _conclude(config: Config, corpus: Corpus, validation: float | None, saves: Checkpointer, at: int, say) -> None:
+def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: pathlib.Path, at: int, say) -> None:
     """The result beside the corpus's own, and a sample."""
+    if not cluster.is_main():
+        return
     if validation is not None:
-        entropy = bigram_entropy(corpus) if cluster.is_main() else None
+        entropy = bigram_entropy(corpus)
         beside = f"; the corpus's byte-bigram entropy is {entropy:.4f}" if entropy is not None else ""
         say(f"validation loss {validation:.4f} nats a token{beside}", flush=True)
-    if config.train.sample_tokens and jax.process_count() == 1:
-        say("sample:\n" + sample_text(config, saves, at, corpus.tokenizer), flush=True)
+    train = config.train
+    if train.sample_tokens:
+        parts, params = load_parameters(folder / "checkpoints", at, config)
+        dtype = jax.numpy.dtype(config.precision.compute)
+        text = sample_text(
+            parts, params, corpus.tokenizer, train.sample_prompt, train.sample_tokens, train.seed, SAMPLE_TEMPERATURE, dtype=dtype
+        )
+        say(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}", flush=True)
 
 
 @dataclasses.dataclass
