@@ -138,7 +138,7 @@ def run(config: Config, workdir: str) -> None:
             say(f"stopped at step {at} of {config.train.steps}, which is saved: the same command goes on from there", flush=True)
             return
         del state, batch  # room for the sampler
-        _conclude(config, corpus, validation, folder, at, say)
+    _conclude(config, corpus, validation, folder, at, say)
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------------------
