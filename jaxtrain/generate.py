@@ -1,0 +1,235 @@
+"""`python -m jaxtrain.generate --workdir=DIR --prompt=TEXT`: text from a checkpoint.
+
+    flags → checkpoint's folder → its meta (config, tokenizer) → prompt's ids      what is wrong here: one line, status 2, no device touched
+          → parameters on 1 device, or `--model` of them → text on stdout, as it comes; figures on stderr
+
+A checkpoint of any mesh, stages and schedule will do. Sampling itself is in training/sampling.py. A single process: no jax.distributed.
+"""
+
+import difflib
+import io
+import math
+import os
+import pathlib
+import sys
+import time
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from etils import epath
+
+from jaxtrain import cli
+from jaxtrain.config import Config, from_dict
+
+DESCRIPTION = """
+Continues a prompt with the model of a checkpoint.
+
+usage: python -m jaxtrain.generate --workdir=DIR --prompt=TEXT [flags]
+"""
+
+FLAGS = (
+    cli.Flag("workdir", "", "folder of a training run, with its checkpoints"),
+    cli.Flag("prompt", "", "text to go on from; empty: the start of a document"),
+    cli.Flag("tokens", 100, "tokens to make; fewer where the document ends", at_least=1),
+    cli.Flag("temperature", 1.0, "divides the logits: lower is more likely, 0 is --greedy", at_least=0),
+    cli.Flag("top_k", 0, "choose among this many most likely tokens; 0: all", at_least=0),
+    cli.Flag("top_p", 1.0, "choose among the most likely tokens that together have this probability, above 0 and up to 1"),
+    cli.Flag("greedy", False, "always the most likely token"),
+    cli.Flag("samples", 1, "continuations of the prompt", at_least=1),
+    cli.Flag("seed", 0, "seed of the random numbers", at_least=0),
+    cli.Flag("step", -1, "step of the checkpoint; -1: the newest", at_least=-1),
+    cli.Flag("model", 1, "devices over which the model is split (tensor parallel)", at_least=1),
+    cli.Flag("cpu_devices", 0, "simulate this many CPU devices; 0: the platform's own, on a CPU as many as --model", at_least=0),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status: 0; 2 for what cannot work, with one line on stderr."""
+    flags = cli.parse_flags(argv, DESCRIPTION, FLAGS)
+    check_flags(flags)
+    folder, step = find_checkpoint(flags.workdir, flags.step)
+    start_jax(flags)
+    import jax  # not before the flags are known to be right: this takes seconds, and a mistake should not
+
+    from jaxtrain.checkpoint.layout import CheckpointError
+    from jaxtrain.checkpoint.manager import read_meta
+    from jaxtrain.checkpoint.parameters import load_parameters
+    from jaxtrain.training.sampling import Sampler, Sampling, prompt_ids
+
+    try:
+        config, tokenizer = understand(read_meta(folder, step), f"{folder}/{step}", flags.workdir)
+        ids = prompt_ids(tokenizer, flags.prompt, config.model.vocab_size)
+    except (ValueError, CheckpointError) as error:  # also ConfigError and DataError
+        cli.fail(str(error))
+    check_model(config, len(ids), flags)
+    check_devices(len(jax.devices()), flags)
+    try:
+        parts, params = load_parameters(folder, step, config, jax.devices()[: flags.model])
+    except CheckpointError as error:
+        cli.fail(str(error))
+
+    began = time.perf_counter()
+    try:
+        sampling = Sampling(0.0 if flags.greedy else flags.temperature, flags.top_k, flags.top_p, flags.seed)
+        sampler = Sampler(parts, params, config.precision.compute)
+        made = sampler.start(ids, flags.tokens, sampling, flags.samples, tokenizer.end_of_document, tokenizer.vocab_size)
+        read = time.perf_counter()
+        count = show(made, tokenizer, ids, flags)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        cached = f"{flags.samples} × {len(ids) + flags.tokens} cached tokens"
+        cli.fail(f"no memory for {cached} beside the model: use fewer --tokens or --samples, or a larger --model")
+    seconds = time.perf_counter() - read
+    prompt = f"step {step}: prompt of {len(ids)} tokens and compilation {read - began:.1f} s"
+    print(f"{prompt}; {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
+    return 0
+
+
+# --- before jax ------------------------------------------------------------------------------------------------------------------
+
+
+def check_flags(flags: types.SimpleNamespace) -> None:
+    """Ends with status 2 where a flag cannot be right whatever the checkpoint is."""
+    if not 0 < flags.top_p <= 1:
+        cli.fail(f"--top_p={flags.top_p:g} must be above 0 and at most 1: use --top_p={0.9 if flags.top_p <= 0 else 1.0}")
+    if flags.seed >= 2**32:
+        cli.fail(f"--seed={flags.seed} must be below 2**32: use --seed={flags.seed % 2**32}")
+    for name in ("tokens", "samples", "top_k"):
+        if getattr(flags, name) > 2**30:
+            cli.fail(f"--{name}={getattr(flags, name)} must be at most 2**30: use --{name}={2**30}")
+    if 0 < flags.cpu_devices < flags.model:
+        cli.fail(f"--cpu_devices={flags.cpu_devices} is less than --model={flags.model}: use --cpu_devices={flags.model}")
+
+
+def find_checkpoint(workdir: str, step: int) -> tuple[epath.Path, int]:
+    """The folder of checkpoints and the step, the newest for −1; ends with status 2 where it is not there.
+
+    A finished step is a folder whose name is its number.
+    """
+    if not workdir:
+        cli.fail(f"--workdir is empty: use the folder of a training run, such as --workdir={_some_run('tiny')}")
+    folder = epath.Path(os.path.expanduser(workdir))
+    try:
+        if not folder.is_dir():
+            word = "is not a folder" if folder.exists() else "does not exist"
+            cli.fail(f"--workdir={workdir!r} {word}: use the folder of a training run, such as --workdir={_some_run(workdir)}")
+        folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+        steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal())
+    except OSError as error:
+        cli.fail(f"--workdir={workdir!r} cannot be read ({error.strerror}): use a folder that you may read")
+    if not steps:
+        cli.fail(f"--workdir={workdir!r} has no finished checkpoint: use it first in python -m jaxtrain.train --workdir={workdir}")
+    if step >= 0 and step not in steps:
+        near = min(steps, key=lambda s: (abs(s - step), s))
+        cli.fail(f"--step={step} is no checkpoint of {workdir} (it has {', '.join(map(str, steps))}): use --step={near}")
+    return folder, steps[-1] if step < 0 else step
+
+
+def _some_run(workdir: str) -> str:
+    """A run of this folder with a name like the given one, for messages."""
+    runs = [str(path.parent) for path in sorted(pathlib.Path("runs").glob("*/checkpoints"))]
+    return (difflib.get_close_matches(workdir, runs, n=1, cutoff=0) or ["runs/tiny"])[0]
+
+
+def start_jax(flags: types.SimpleNamespace) -> None:
+    """jax's devices and compilation cache, by the flags. Unlike in training, one process, and no more simulated devices than needed."""
+    cli.set_xla_flags(os.environ)
+    import jax
+
+    settings: Any = jax.config  # its attributes have no declared types
+    if flags.cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
+    asked = "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"] or settings.jax_num_cpu_devices >= 0
+    if flags.cpu_devices or not asked:
+        jax.config.update("jax_num_cpu_devices", flags.cpu_devices or flags.model)
+    if settings.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", cli.compilation_cache(os.environ))
+
+
+# --- the checkpoint --------------------------------------------------------------------------------------------------------------
+
+
+def understand(meta: dict, name: str, workdir: str) -> tuple[Config, Any]:
+    """The resolved config and the tokenizer that a checkpoint's meta describes. ValueError, in one line, for one that does not."""
+    from jaxtrain.data.tokenizer import tokenizer_from
+
+    for key in ("config", "tokenizer"):
+        if not isinstance(meta.get(key), dict):
+            raise ValueError(f"checkpoint {name} has no {key!r} in its meta: use one that jaxtrain.train has written")
+    folders = [folder for folder in (meta.get("corpus_folder"), workdir) if folder]
+    try:
+        return from_dict(meta["config"]).resolve(), tokenizer_from(meta["tokenizer"], folders)
+    except KeyError as error:
+        raise ValueError(f"checkpoint {name} describes its tokenizer without {error}: use one that jaxtrain.train has written") from None
+
+
+def check_model(config: Config, prompt: int, flags: types.SimpleNamespace) -> None:
+    """Ends with status 2 where the flags ask for more than the model has."""
+    m = config.model
+    if m.positions == "learned" and prompt + flags.tokens > m.max_positions:
+        left = m.max_positions - prompt
+        use = f"--tokens={left}" if left > 0 else f"a prompt of at most {max(m.max_positions - flags.tokens, 1)} tokens"
+        cli.fail(
+            f"--tokens={flags.tokens} after a prompt of {prompt} goes beyond the learned model.max_positions={m.max_positions}: use {use}"
+        )
+    split = {"heads": m.heads, "kv_heads": m.kv_heads, "mlp_width": m.mlp_width}
+    works = [n for n in range(1, m.kv_heads + 1) if math.gcd(*split.values()) % n == 0]
+    for field, size in split.items():
+        if size % flags.model:
+            use = " or ".join(filter(None, (", ".join(map(str, works[:-1])), str(works[-1]))))
+            cli.fail(f"--model={flags.model} does not divide model.{field}={size}: use {use}")
+
+
+def check_devices(count: int, flags: types.SimpleNamespace) -> None:
+    """Ends with status 2 where there are fewer devices than `--model`."""
+    if flags.model > count:
+        near = max(n for n in range(1, count + 1) if flags.model % n == 0)
+        cli.fail(f"--model={flags.model} is more than the {count} device{'s'[: count > 1]} here: use --model={near}")
+
+
+# --- output ----------------------------------------------------------------------------------------------------------------------
+
+
+def show(made, tokenizer, ids: list[int], flags: types.SimpleNamespace) -> int:
+    """Prints the prompt and its continuations: a single one as it comes, several when they are done. The number of tokens."""
+    from jaxtrain.training.sampling import TextStream
+
+    streams = [TextStream(tokenizer, ids) for _ in range(flags.samples)]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
+    texts, count = [""] * flags.samples, 0
+    live = flags.samples == 1
+    say = lambda text: print(text, end="", flush=True)
+    if live:
+        say(flags.prompt)
+    for new in made:
+        count += int((new >= 0).sum())
+        for i, stream in enumerate(streams):
+            piece = stream.push(new[i][new[i] >= 0])
+            texts[i] += piece
+            if live:
+                say(piece)
+    if live:
+        say(streams[0].finish() + "\n")
+        return count
+    for i, stream in enumerate(streams):
+        say(f"--- sample {i + 1} of {flags.samples}\n{flags.prompt}{texts[i]}{stream.finish()}\n")
+    return count
+
+
+def run(argv: Sequence[str]) -> int:
+    """`main`, ended quietly by Ctrl-C and by a reader that has seen enough."""
+    try:
+        return main(argv)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to write to at exit
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""The model over a key/value cache: a few tokens at a time, after those that are in the cache already.
+
+      cache      keys and values, [L, B, S, K, H] each; slot s holds the token at position s
+                 ┌────────────────┬───────────┬──────────────┐
+                 │ 0 … start − 1  │ T tokens  │ unused       │
+                 └────────────────┴───────────┴──────────────┘
+Every query sees the slots up to its own. So what lies beyond the newest token (padding of an earlier call) is never read, and is
+written over when its turn comes.
+
+Which token follows is chosen in training/sampling.py; whole sequences without a cache go through transformer.forward.
+
+Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/value heads, H head dimension, D width, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.models.transformer import Parts
+from jaxtrain.sharding import constrain
+
+CACHE = ("layer", "batch", "token", "kv_heads", None)
+
+Cache = tuple[jax.Array, jax.Array]
+
+
+def empty_cache(cfg, batch: int, slots: int, dtype) -> Cache:
+    """Keys and values of no token, [L, B, S, K, H] of `dtype`, for a resolved model config."""
+    shape = (cfg.layers, batch, slots, cfg.kv_heads, cfg.head_dim)
+    return constrain(jnp.zeros(shape, dtype), CACHE), constrain(jnp.zeros(shape, dtype), CACHE)
+
+
+def extend(parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start: jax.Array, dtype) -> tuple[jax.Array, Cache]:
+    """The blocks over T tokens at positions start, start + 1, … → (their residual stream [B, T, D], the cache with them).
+
+    params: {"embed", "layers" (leaves [L, ...]), "head"}. start + T must not be beyond S: XLA would move the tokens back.
+    Where the sequence is split over devices, T must divide by their number.
+    """
+    t = tokens_BT.shape[1]
+    positions_1T = start + jnp.arange(t, dtype=jnp.int32)[None]
+    if parts.cfg.positions == "learned":
+        # Tokens that only fill up a call may lie beyond the table, and must be finite: a weight of 0 does not hide a NaN.
+        positions_1T = jnp.minimum(positions_1T, parts.cfg.max_positions - 1)
+    x_BTD = parts.embed(params["embed"], tokens_BT, positions_1T, dtype)
+
+    def layer(carry, row):
+        x_BTD, cache = carry
+        index, weights = row
+        mine = [lax.dynamic_index_in_dim(c, index, 0, keepdims=False) for c in cache]
+        x_BTD, mine = parts.block(weights, x_BTD, positions_1T, mine, start, method="cached")
+        # Only the T new slots go back into the cache: the carried arrays are updated in place, not copied layer by layer.
+        new = [lax.dynamic_slice_in_dim(m, start, t, 1) for m in mine]
+        return (x_BTD, tuple(lax.dynamic_update_slice(c, n[None], (index, 0, start, 0, 0)) for c, n in zip(cache, new, strict=True))), None
+
+    (x_BTD, (keys, values)), _ = lax.scan(layer, (x_BTD, cache), (jnp.arange(parts.cfg.layers), params["layers"]))
+    return x_BTD, (constrain(keys, CACHE), constrain(values, CACHE))
+
+
+def next_logits(parts: Parts, params: dict, x_BTD: jax.Array) -> jax.Array:
+    """Residual stream [B, T, D] → float32 logits of what follows its first token, [B, V].
+
+    They are whole on every device, and without the rows that pad the vocabulary.
+    """
+    first_B1D = constrain(x_BTD, ("batch", "token", None))[:, :1]
+    logits_B1V = parts.head(params["head"], first_B1D, params["embed"]["table"] if parts.cfg.tied_embeddings else None)
+    return constrain(logits_B1V, ("batch", "token", None))[:, 0, : parts.cfg.vocab_size]
