@@ -24,15 +24,15 @@ class LayerStack:
     block: (params of one layer, x, positions, segments) → x. Stacked parameters have leaves [rows, ...], `extra` is
     (positions, segments or None). With `keep_inputs` a layer keeps its input and is recomputed in the backward (full
     recomputation as everyone knows it); otherwise it keeps what its backward reads, which suits a caller that has just
-    recomputed the chunk from its own input.
+    recomputed the chunk from its own input. `splits` is an empty list that the stacks of one program share.
     """
 
-    def __init__(self, block: Callable, placement: Placement, chunk: int, stage, keep_inputs: bool):
+    def __init__(self, block: Callable, placement: Placement, chunk: int, stage, keep_inputs: bool, splits: list[Split]):
         counts = [placement.count(chunk, s) for s in range(placement.stages)]
         self._layer = lambda params, x, extra: block(params, x, *extra)
         self._rows = placement.rows(chunk)
         self._count = counts[0] if len(set(counts)) == 1 else jnp.asarray(counts)[stage]
-        self._keep_inputs = keep_inputs
+        self._keep_inputs, self._splits = keep_inputs, splits
 
     @property
     def _single(self) -> bool:
@@ -48,13 +48,19 @@ class LayerStack:
         """One layer → (y, what it keeps)."""
         if self._keep_inputs:
             return self._layer(params, x, extra), [x]
-        return Split(self._layer, params, x, extra).forward(params, x, extra)
+        return self._split(params, x, extra).forward(params, x, extra)
 
     def _back(self, params, x_like, extra, kept, g):
         """One layer → (gradients of its parameters, gradient of its input)."""
         if self._keep_inputs:
             return jax.vjp(lambda p, x: self._layer(p, x, extra), params, kept[0])[1](g)
-        return Split(self._layer, params, x_like, extra).backward(params, extra, kept, g)
+        return self._split(params, x_like, extra).backward(params, extra, kept, g)
+
+    def _split(self, params, x, extra) -> Split:
+        """The layer's partition, made once for all chunks: their layers are alike."""
+        if not self._splits:
+            self._splits.append(Split(self._layer, params, x, extra))
+        return self._splits[0]
 
     def forward_keeping(self, params, x, extra):
         """→ output, and what the backward needs: a list of arrays, [rows, ...] unless there is one layer."""

@@ -65,7 +65,8 @@ class Tick:
         self.columns = columns(program)
         stage = lax.axis_index(STAGE)
         alone = self.table.stages == 1
-        self.stacks = [LayerStack(parts.block, placement, c, stage, keep_inputs=alone) for c in range(self.table.chunks)]
+        splits: list = []
+        self.stacks = [LayerStack(parts.block, placement, c, stage, alone, splits) for c in range(self.table.chunks)]
 
     def __call__(self, state: State, row: Mapping[str, jax.Array]) -> State:
         s, last = state, self.table.chunks - 1
