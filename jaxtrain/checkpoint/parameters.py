@@ -39,11 +39,12 @@ def load_parameters(
     specs = parts.specs | {"layers": parts.specs["layer"]}
     layers, specs["layers"] = restored["layers"].pop("0"), specs.pop("layer")
     compute = jnp.dtype(config.precision.compute)
-    return parts, {
-        "embed": _ready(restored.pop("embed"), specs["embed"], compute),
-        "layers": _ready(layers, specs["layers"], compute, stage=0),
-        "head": _ready(restored.pop("head"), specs["head"], compute),
-    }
+    with jax.set_mesh(mesh):  # the caller may be inside another one
+        return parts, {
+            "embed": _ready(restored.pop("embed"), specs["embed"], compute),
+            "layers": _ready(layers, specs["layers"], compute, stage=0),
+            "head": _ready(restored.pop("head"), specs["head"], compute),
+        }
 
 
 def _ready(params: dict, specs: dict, compute: jnp.dtype, stage=...) -> dict:

@@ -1,0 +1,209 @@
+"""The command: from a checkpoint that a pipeline on another mesh has saved, and one line for whatever is wrong."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from plain_model import plain_model
+
+from jaxtrain import config as configs
+from jaxtrain import generate
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.parameters import load_parameters
+from jaxtrain.data.tokenizer import ByteTokenizer, NoTokenizer
+from jaxtrain.mesh import make_mesh
+from jaxtrain.models.transformer import forward
+from jaxtrain.training.state import stored_shapes
+from jaxtrain.training.step import make_step
+
+ROOT = pathlib.Path(__file__).parent.parent
+VOCABULARY = 61
+
+
+def config(mesh=(1, 1, 1), *pipeline) -> configs.Config:
+    """5 layers, so that stages differ."""
+    changes = {"model.layers": 5, "model.kv_heads": 4, "model.init_std": 0.3, "model.positions": "learned", "model.max_positions": 40}
+    return small.config(mesh, *pipeline, changes=changes)
+
+
+@functools.cache
+def plain() -> dict:
+    """The parameters of all checkpoints here, as numpy arrays without padding."""
+    return jax.tree.map(np.asarray, plain_model(config())[1])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> pathlib.Path:
+    """Checkpoints as a run of 2 stages × 2 chunks × 2 tensor-parallel devices leaves them."""
+    folder, cfg = tmp_path_factory.mktemp("run"), config((1, 2, 2), "interleaved", 2)
+    step = make_step(cfg, small.mesh_of(cfg))
+    state = small.first_state(step, plain())
+    saves = Checkpointer(folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer))
+    for at in (3, 12):
+        saves.save(at, state, {"config": configs.to_dict(cfg), "tokenizer": NoTokenizer(VOCABULARY).describe(), "step": at})
+    saves.close()
+    return folder
+
+
+def greedy(prompt: list[int], tokens: int) -> list[int]:
+    """The continuation by whole forwards."""
+    parts, params = plain_model(config())
+    logits = jax.jit(lambda tokens: forward(parts, params, tokens)[0])
+    made = list(prompt)
+    for _ in range(tokens):
+        made.append(int(logits(jnp.array([made + [0] * (40 - len(made))]))[len(made) - 1].argmax()))
+    return made[len(prompt) :]
+
+
+def command(*argv: str) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "PYTHONPATH": str(ROOT),
+        "JAXTRAIN_CACHE": str(ROOT / ".cache"),
+    }
+    return subprocess.run([sys.executable, "-m", "jaxtrain.generate", *argv], capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_text_of_a_pipeline_s_checkpoint(run):
+    expected = greedy([4, 5, 6], 30)
+    assert len(set(expected)) > 5
+    for split in ("--model=1", "--model=2"):
+        done = command(f"--workdir={run}", "--prompt=4 5 6", "--tokens=30", "--greedy", split)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "4 5 6 " + " ".join(map(str, expected)) + "\n"
+        assert re.fullmatch(r"step 12: prompt of 3 tokens and compilation .* s; 30 tokens in .* s, .* tokens/s\n", done.stderr)
+
+
+def test_parameters_are_those_that_were_saved(run):
+    """The stack of layers in order, bit for bit, on one device and on two."""
+    for devices in (None, jax.devices()[4:6]):
+        with jax.set_mesh(make_mesh((1, 1, 2, 1, 1, 2), jax.devices()[:4])):  # inside another mesh
+            parts, params = load_parameters(run / "checkpoints", 3, config(), devices)
+        assert all(a.sharding.device_set == set(devices or jax.devices()[:1]) for a in jax.tree.leaves(params))
+        params["embed"]["table"], params["head"]["table"] = (np.asarray(params[k]["table"])[:VOCABULARY] for k in ("embed", "head"))
+        jax.tree.map(np.testing.assert_array_equal, params, plain())
+
+
+def test_matrices_come_in_the_compute_type(run):
+    _, params = load_parameters(run / "checkpoints", 3, configs.replace(config(), {"precision.compute": "bfloat16"}))
+    assert params["embed"]["table"].dtype == params["layers"]["mlp"]["up"]["weight"].dtype == jnp.bfloat16
+    assert params["layers"]["mlp_norm"]["scale"].dtype == params["head"]["norm"]["scale"].dtype == jnp.float32
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The command in this process, whose devices are already there."""
+    monkeypatch.setattr(generate, "start_jax", lambda flags: None)
+
+    def call(*argv: str) -> int:
+        return generate.main(argv)
+
+    return call
+
+
+def test_several_samples(run, here, capsys):
+    assert here(f"--workdir={run}", "--prompt=1 2", "--tokens=5", "--samples=2", "--temperature=2", "--step=3") == 0
+    out, err = capsys.readouterr()
+    first, second = re.fullmatch(r"--- sample 1 of 2\n1 2((?: \d+){5})\n--- sample 2 of 2\n1 2((?: \d+){5})\n", out).groups()
+    assert first != second
+    assert err.startswith("step 3: ") and " 10 tokens in " in err
+
+
+def refused(capsys, call, *argv: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        call(*argv)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and not out
+    assert err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--prompt=1", "--step=7"], "--step=7 is no checkpoint of .* [(]it has 3, 12[)]: use --step=3"),
+        (["--prompt=1 2", "--tokens=39"], "--tokens=39 after a prompt of 2 goes beyond .* model.max_positions=40: use --tokens=38"),
+        (["--prompt=" + "1 " * 40, "--tokens=8"], "after a prompt of 40 .*: use a prompt of at most 32 tokens"),
+        (["--prompt=61"], "takes ids from 0 to 60 .* not '61'"),
+        (["--prompt="], "the prompt is empty, .* use one id or more"),
+        (["--prompt=1", "--tokens=5", "--model=8"], "--model=8 does not divide model.kv_heads=4: use 1, 2 or 4"),
+    ],
+)
+def test_what_the_checkpoint_refuses(run, here, capsys, argv, message):
+    assert re.search(message, refused(capsys, here, f"--workdir={run}", *argv))
+
+
+def test_too_few_devices(run, here, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [None] * 3)
+    assert "--model=4 is more than the 3 devices here: use --model=2" in refused(
+        capsys, here, f"--workdir={run}", "--prompt=1", "--tokens=5", "--model=4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"config": None}, "has no 'config' in its meta"),
+        ({"tokenizer": {"kind": "tokenizers"}}, "describes its tokenizer without 'path'"),
+        ({"config": {"model": {"depth": 3}}}, "model.depth=3 is an unknown setting"),
+        ({"tokenizer": {"kind": "tokenizers", "path": "/nowhere/t.json", "sha256": "12" * 32}}, "data.tokenizer=/nowhere/t.json is gone"),
+    ],
+)
+def test_metas_that_do_not_say_enough(meta, message):
+    good = {"config": configs.to_dict(small.config()), "tokenizer": ByteTokenizer().describe()}
+    assert generate.understand(good, "7", "run")[0] == small.config()
+    with pytest.raises(ValueError, match=message):
+        generate.understand(good | meta, "7", "run")
+
+
+def test_flags_are_checked_without_jax(tmp_path):
+    """All in one process: starting one is what takes the time."""
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    cases = {
+        "--workdir is empty: use the folder": [],
+        "--workdir='nowhere' does not exist: use": ["--workdir=nowhere"],
+        "is not a folder: use": [f"--workdir={tmp_path}/file"],
+        "has no finished checkpoint: use it first in": [f"--workdir={tmp_path}/empty"],
+        "--top_p=1.5 must be above 0 and at most 1: use --top_p=1.0": ["--top_p=1.5"],
+        "--top_p=0 must be above 0 and at most 1: use --top_p=0.9": ["--top_p=0"],
+        "--temperature=-1 must be at least 0": ["--temperature=-1"],
+        "--tokens=0 must be at least 1": ["--tokens=0"],
+        f"--seed={2**32 + 5} must be below 2**32: use --seed=5": [f"--seed={2**32 + 5}"],
+        "--cpu_devices=1 is less than --model=2": ["--cpu_devices=1", "--model=2"],
+        "--top_q is an unknown flag: use --top_p": ["--top_q=1"],
+    }
+    program = f"""
+import sys
+from jaxtrain import generate
+for argv in {list(cases.values())!r}:
+    try:
+        generate.main(argv)
+    except SystemExit as stop:
+        assert stop.code == 2
+assert "jax" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(cases)
+    for line, message in zip(lines, cases, strict=True):
+        assert line.startswith("error: ") and message in line
+
+
+def test_a_run_is_proposed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "gpt2_124m"):
+        pathlib.Path("runs", name, "checkpoints").mkdir(parents=True)
+    assert "use the folder of a training run, such as --workdir=runs/gpt2_124m" in refused(
+        capsys, generate.find_checkpoint, "runs/gpt2", -1
+    )
