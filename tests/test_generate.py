@@ -42,13 +42,14 @@ def plain() -> dict:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> pathlib.Path:
-    """Checkpoints as a run of 2 stages × 2 chunks × 2 tensor-parallel devices leaves them."""
+    """Checkpoints as runs of 2 stages × 2 chunks × 2 tensor-parallel devices leave them: step 3 computes in bfloat16, 12 in float32."""
     folder, cfg = tmp_path_factory.mktemp("run"), config((1, 2, 2), "interleaved", 2)
     step = make_step(cfg, small.mesh_of(cfg))
     state = small.first_state(step, plain())
     saves = Checkpointer(folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer))
-    for at in (3, 12):
-        saves.save(at, state, {"config": configs.to_dict(cfg), "tokenizer": NoTokenizer(VOCABULARY).describe(), "step": at})
+    for at, compute in ((3, "bfloat16"), (12, "float32")):
+        meta = {"config": configs.to_dict(configs.replace(cfg, {"precision.compute": compute})), "step": at}
+        saves.save(at, state, meta | {"tokenizer": NoTokenizer(VOCABULARY).describe()})
     saves.close()
     return folder
 
@@ -81,6 +82,16 @@ def test_text_of_a_pipeline_s_checkpoint(run):
         assert re.fullmatch(r"step 12: prompt of 3 tokens and compilation .* s; 30 tokens in .* s, .* tokens/s\n", done.stderr)
 
 
+def test_bfloat16_over_two_devices(run):
+    """In a process of its own: what XLA's CPU compiler cannot do ends the process."""
+    done = command(f"--workdir={run}", "--prompt=4 5 6", "--tokens=30", "--greedy", "--model=2", "--step=3")
+    assert done.returncode == 0, done.stderr
+    ids = [int(i) for i in done.stdout.split()]
+    assert ids[:3] == [4, 5, 6] and len(ids) == 33
+    # Rounding to 8 bits moves the choice between two tokens that are nearly as likely, but not the first few of this model.
+    assert ids[3:6] == greedy([4, 5, 6], 3)
+
+
 def test_parameters_are_those_that_were_saved(run):
     """The stack of layers in order, bit for bit, on one device and on two."""
     for devices in (None, jax.devices()[4:6]):
@@ -93,8 +104,9 @@ def test_parameters_are_those_that_were_saved(run):
 
 def test_matrices_come_in_the_compute_type(run):
     _, params = load_parameters(run / "checkpoints", 3, configs.replace(config(), {"precision.compute": "bfloat16"}))
-    assert params["embed"]["table"].dtype == params["layers"]["mlp"]["up"]["weight"].dtype == jnp.bfloat16
-    assert params["layers"]["mlp_norm"]["scale"].dtype == params["head"]["norm"]["scale"].dtype == jnp.float32
+    assert params["head"]["table"].dtype == params["layers"]["mlp"]["up"]["weight"].dtype == jnp.bfloat16
+    for vector_or_looked_up in (params["layers"]["mlp_norm"]["scale"], params["head"]["norm"]["scale"], params["embed"]["table"]):
+        assert vector_or_looked_up.dtype == jnp.float32
 
 
 @pytest.fixture

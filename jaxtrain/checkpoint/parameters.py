@@ -20,7 +20,8 @@ def load_parameters(
 ) -> tuple[Parts, dict]:
     """A step's model and parameters, whatever mesh and schedule saved them → (parts, {"embed", "layers" (leaves [L, ...]), "head"}).
 
-    Matrices come in the compute type, in which the model uses them; vectors stay as stored.
+    Matrices come in the compute type, in which the model uses them. Vectors stay as stored, and so does the embedding, of which only a
+    few rows are read (and whose rows the devices of `model` add up: XLA's CPU compiler fails on that sum in bfloat16).
 
     Args:
       directory: the folder of checkpoints.
@@ -41,7 +42,7 @@ def load_parameters(
     compute = jnp.dtype(config.precision.compute)
     with jax.set_mesh(mesh):  # the caller may be inside another one
         return parts, {
-            "embed": _ready(restored.pop("embed"), specs["embed"], compute),
+            "embed": restored.pop("embed"),
             "layers": _ready(layers, specs["layers"], compute, stage=0),
             "head": _ready(restored.pop("head"), specs["head"], compute),
         }

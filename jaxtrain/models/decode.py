@@ -56,11 +56,16 @@ def extend(parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start
     return x_BTD, (constrain(keys, CACHE), constrain(values, CACHE))
 
 
-def next_logits(parts: Parts, params: dict, x_BTD: jax.Array) -> jax.Array:
+def tied_table(parts: Parts, params: dict, dtype) -> jax.Array | None:
+    """The embedding table [V, D] as the head multiplies with it, None where the head has its own; made once, before a loop over tokens."""
+    return params["embed"]["table"].astype(dtype) if parts.cfg.tied_embeddings else None
+
+
+def next_logits(parts: Parts, params: dict, x_BTD: jax.Array, table_VD: jax.Array | None) -> jax.Array:
     """Residual stream [B, T, D] → float32 logits of what follows its first token, [B, V].
 
-    They are whole on every device, and without the rows that pad the vocabulary.
+    They are whole on every device, and without the rows that pad the vocabulary. table_VD: `tied_table`.
     """
     first_B1D = constrain(x_BTD, ("batch", "token", None))[:, :1]
-    logits_B1V = parts.head(params["head"], first_B1D, params["embed"]["table"] if parts.cfg.tied_embeddings else None)
+    logits_B1V = parts.head(params["head"], first_B1D, table_VD)
     return constrain(logits_B1V, ("batch", "token", None))[:, 0, : parts.cfg.vocab_size]

@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxtrain.data.tokenizer import DataError, Tokenizer
 from jaxtrain.mesh import AXES, make_mesh
-from jaxtrain.models.decode import CACHE, empty_cache, extend, next_logits
+from jaxtrain.models.decode import CACHE, empty_cache, extend, next_logits, tied_table
 from jaxtrain.models.transformer import Parts
 from jaxtrain.sharding import named, shards
 
@@ -198,7 +198,7 @@ class Sampler:
 
     def _decode_program(self, params, state, seed, limit, temperature, top_k, top_p, stop, vocabulary, greedy, filtered):
         """Up to `limit` more tokens → (state, int32 [B, CHUNK], −1 where there is none)."""
-        rows = state["last"].shape[0]
+        rows, table_VD = state["last"].shape[0], tied_table(self.parts, params, self.dtype)
 
         def more(carry):
             count, state, _ = carry
@@ -208,7 +208,7 @@ class Sampler:
             count, state, made = carry
             tokens_BT = jnp.broadcast_to(state["last"][:, None], (rows, self._width))
             x_BTD, cache = extend(self.parts, params, tokens_BT, state["cache"], state["position"], self.dtype)
-            logits_BV = next_logits(self.parts, params, x_BTD)
+            logits_BV = next_logits(self.parts, params, x_BTD, table_VD)
             logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < vocabulary, logits_BV, -jnp.inf)
             key = jax.random.fold_in(jax.random.key(seed), state["position"])
             keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))

@@ -7,7 +7,7 @@ import pytest
 import small
 from plain_model import plain_model
 
-from jaxtrain.models.decode import empty_cache, extend, next_logits
+from jaxtrain.models.decode import empty_cache, extend, next_logits, tied_table
 from jaxtrain.models.transformer import forward
 
 KINDS = {
@@ -36,7 +36,7 @@ def test_logits_token_by_token_are_those_of_the_whole_sequence(kind):
     _, cache = step(padded, cache, 0)
     for at in range(5, 16):
         x, cache = step(tokens[:, at : at + 1], cache, at)
-        logits = next_logits(parts, params, x)
+        logits = next_logits(parts, params, x, tied_table(parts, params, jnp.float32))
         # The same sums in another order; logits are of order 1 to 10.
         np.testing.assert_allclose(logits, expected[:, at], rtol=1e-4, atol=1e-4)
 
