@@ -14,9 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxtrain import cluster_environment as env
+
+BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
 
 
 def initialize(namespace: types.SimpleNamespace) -> None:
@@ -49,9 +52,12 @@ def is_main() -> bool:
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has come to the barrier of this name."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+    """Waits until every process has come to the barrier of this name, which is used once.
+
+    Not by a collective: on CPU those give up when a process comes 30 s later than another, as it does from a compilation that the
+    other found in its cache (on CPU jax has one for process 0 alone). Ends when a process dies, as the coordination service sees that.
+    """
+    ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=BARRIER_MS)
 
 
 def all_agree(flag: bool) -> bool:

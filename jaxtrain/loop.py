@@ -6,12 +6,13 @@ What a run leaves in its folder: config.json, metrics.jsonl, checkpoints/, tenso
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -71,7 +72,7 @@ def run(config: Config, workdir: str) -> None:
         # XLA compiles a program on one core: the first state is made beside.
         beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(1))
         first = None if start else beside.submit(initial_state, step.layout, step.optimizer, config.train.seed)
-        train = step.train.lower(abstract, data.specification()).compile()
+        train = _compile("step", step.train, abstract, data.specification())
         _introduce(config, step, train, abstract, corpus, time.perf_counter() - began, say)
 
         # ------------------------------------------------------------ the state: restored or new
@@ -90,8 +91,10 @@ def run(config: Config, workdir: str) -> None:
                 at, state, {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()}
             )
 
+        evaluation = functools.cache(lambda: _compile("evaluation", step.evaluate, abstract["params"], held_out.specification()))
+
         def evaluate(at: int, state: dict) -> float | None:
-            loss = _evaluate(step, held_out, state["params"])
+            loss = _evaluate(evaluation(), held_out, state["params"]) if held_out.batches else None
             if loss is not None:
                 log.write(at, validation_loss=loss)
                 progress.say(f"step {at}: validation loss {loss:.4f} nats a token")
@@ -157,6 +160,13 @@ def _check_corpus(corpus: Corpus, meta: dict) -> None:
         )
 
 
+def _compile(name: str, function, *arguments):
+    """The compiled program, when every process has it: none runs it and waits for others that still compile."""
+    program = function.lower(*arguments).compile()
+    cluster.barrier(f"compiled: {name}")
+    return program
+
+
 def _introduce(config: Config, step: Step, compiled, abstract: dict, corpus: Corpus, seconds: float, say) -> None:
     """What somebody wants to see before the first step."""
     memory, table, d = compiled.memory_analysis(), step.table, config.data
@@ -218,9 +228,9 @@ def _report(waiting: tuple, config: Config, data: Loader, rate: _Rate, log, prog
     return bool(asked)
 
 
-def _evaluate(step: Step, held_out: Loader, params: dict) -> float | None:
+def _evaluate(evaluation: Callable, held_out: Loader, params: dict) -> float | None:
     """The mean loss over the held-out batches' weighted tokens, in nats; None if there are none."""
-    sums = [step.evaluate(params, batch) for batch in held_out.iterate()]
+    sums = [evaluation(params, batch) for batch in held_out.iterate()]
     counts = [float(n) for _, n in sums]
     total = sum(counts)
     return sum(float(loss) * n for (loss, _), n in zip(sums, counts, strict=True)) / total if total else None
