@@ -1,0 +1,195 @@
+"""Reads the text of a compiled program: its computations, what a loop's body moves, which collectives stand where.
+
+Sizes are elements, not bytes: a convert does not change them, and tests choose shapes whose sizes tell them apart.
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
+# Names for what is there already. A loop's body moves things, its carried values stay where they are.
+FREE = frozenset("parameter get-tuple-element tuple bitcast constant while call after-all partition-id replica-id".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line: `sizes` are the elements of each array that it makes, `calls` the computations that it names, by role."""
+
+    name: str
+    opcode: str
+    shapes: tuple[tuple[int, ...], ...]
+    operands: tuple[str, ...]
+    calls: dict[str, str]
+    root: bool
+    text: str
+
+    @property
+    def sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def collective(self) -> str | None:
+        """Which collective this is; None for another instruction, and for the second half of an asynchronous one."""
+        kind = self.opcode.removesuffix("-start")
+        return kind if kind in COLLECTIVES else None
+
+    @property
+    def trip_count(self) -> int | None:
+        """Of a while loop, where XLA knows it."""
+        found = re.search(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)', self.text)
+        return int(found[1]) if found else None
+
+    def groups(self, devices: int) -> set[frozenset[int]]:
+        """The partitions that meet in a collective (all of them where the text names none)."""
+        listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", self.text)
+        if listed and listed[1]:
+            return {frozenset(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])}
+        iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.text)
+        if iota:
+            shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+            ids = np.arange(math.prod(source)).reshape(source).transpose(order).reshape(shape)
+            return {frozenset(map(int, row)) for row in ids}
+        return {frozenset(range(devices))}
+
+
+_LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"\b[a-z]+\d*(?:e\d+m\d+\w*)?\[([\d,]*)\]")
+_CALL = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+
+
+def _instruction(line: str) -> Instruction | None:
+    found = _LINE.match(line)
+    if not found:
+        return None
+    root, name, rest = found.groups()
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opcode, _, tail = rest[end:].strip().partition("(")
+    inside = tail[: _closing("(" + tail, 0) - 1]
+    shapes = tuple(tuple(int(n) for n in dims.split(",")) if dims else () for dims in _ARRAY.findall(rest[:end]))
+    calls = dict(_CALL.findall(tail))
+    if branches := re.search(r"branch_computations=\{([^}]*)\}", tail):
+        calls |= {f"branch{i}": part.strip().lstrip("%") for i, part in enumerate(branches[1].split(","))}
+    return Instruction(name, opcode, shapes, tuple(re.findall(r"%([\w.\-]+)", inside)), calls, bool(root), line.strip())
+
+
+def _closing(text: str, start: int) -> int:
+    """The index of the bracket that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    raise ValueError(f"no closing bracket in {text[:80]}")
+
+
+class Program:
+    """computations: name → instructions; `entry` is the name of the first to run."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = name = None
+        for line in text.splitlines():
+            if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
+                name = head[2]
+                self.computations[name] = []
+                self.entry = name if head[1] else self.entry
+            elif name and (made := _instruction(line)):
+                self.computations[name].append(made)
+        if self.entry is None:
+            raise ValueError("this is no program: it has no entry")
+
+    def below(self, name: str) -> Iterator[Instruction]:
+        """Every instruction of a computation and of all that it calls, each computation once."""
+        todo, seen = [name], set()
+        while todo:
+            current = todo.pop()
+            if current not in seen and current in self.computations:
+                seen.add(current)
+                for instruction in self.computations[current]:
+                    yield instruction
+                    todo += instruction.calls.values()
+
+    def inline(self, name: str) -> Iterator[Instruction]:
+        """The instructions of a computation; in place of a plain call those of the called."""
+        for instruction in self.computations[name]:
+            if instruction.opcode == "call":
+                yield from self.inline(instruction.calls["to_apply"])
+            else:
+                yield instruction
+
+    def loop(self, trips: int) -> Instruction:
+        """The one loop of the entry computation that has this many trips."""
+        found = [i for i in self.inline(self.entry) if i.opcode == "while" and i.trip_count == trips]
+        if len(found) != 1:
+            loops = [(i.name, i.trip_count) for i in self.inline(self.entry) if i.opcode == "while"]
+            raise ValueError(f"{len(found)} loops of {trips} trips in the entry computation, whose loops are {loops}")
+        return found[0]
+
+    def moved(self, body: str) -> collections.Counter:
+        """What one trip of a loop's body moves outside of the loops in it: {(opcode, elements): times}.
+
+        An update in place counts what it writes. Copies that XLA's schedule adds are instructions like all others.
+        """
+        counts: collections.Counter = collections.Counter()
+        for instruction in self.inline(body):
+            if instruction.opcode not in FREE:
+                counts.update((instruction.opcode, size) for size in self._written(instruction))
+        return counts
+
+    def _written(self, instruction: Instruction) -> list[int]:
+        """Elements that an instruction writes, for each of its results."""
+        if instruction.opcode == "dynamic-update-slice":
+            return [self._update_size(instruction, self._computation_of(instruction))]
+        if instruction.opcode != "fusion":
+            return instruction.sizes
+        fused = self.computations[instruction.calls["calls"]]
+        named = {i.name: i for i in fused}
+        root = next(i for i in fused if i.root)
+        results = [named[operand] for operand in root.operands] if root.opcode == "tuple" else [root]
+        sizes = []
+        for result in results:
+            while result.opcode in ("bitcast", "reshape", "copy") and named[result.operands[0]].opcode == "dynamic-update-slice":
+                result = named[result.operands[0]]
+            if result.opcode == "dynamic-update-slice" and self._updates_parameter(result, named):
+                sizes.append(self._update_size(result, fused))
+            else:
+                sizes += result.sizes
+        return sizes
+
+    @staticmethod
+    def _updates_parameter(update: Instruction, named: dict[str, Instruction]) -> bool:
+        """Whether an update in a fusion is of a buffer that came in, not of one made here."""
+        target = named[update.operands[0]]
+        while target.opcode in ("bitcast", "reshape"):
+            target = named[target.operands[0]]
+        return target.opcode == "parameter"
+
+    @staticmethod
+    def _update_size(update: Instruction, computation: list[Instruction]) -> int:
+        return next(i for i in computation if i.name == update.operands[1]).sizes[0]
+
+    def _computation_of(self, instruction: Instruction) -> list[Instruction]:
+        return next(c for c in self.computations.values() if instruction in c)
+
+
+def groups_over(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> set[frozenset[int]]:
+    """The partitions that meet in a collective over these dimensions of a mesh of this shape."""
+    ids = np.arange(math.prod(mesh_shape)).reshape(mesh_shape)
+    rest = [n for i, n in enumerate(mesh_shape) if i not in axes]
+    moved = np.moveaxis(ids, axes, range(len(mesh_shape) - len(axes), len(mesh_shape)))
+    size = math.prod(mesh_shape[i] for i in axes)
+    return {frozenset(map(int, moved[place].reshape(size))) for place in itertools.product(*map(range, rest))}

@@ -1,0 +1,80 @@
+"""The model's other forms and the step's other settings, each on a mesh, against the plain loop (plain_loop.py)."""
+
+import jax
+import numpy as np
+import plain_loop
+import pytest
+import small
+
+from jaxtrain import config as configs
+from jaxtrain.config import Config
+from jaxtrain.training.step import make_step
+
+GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+TIED = {"model.tied_embeddings": True}
+DOCUMENTS = {"data.attend_across_documents": False}
+EARLY = {"pipeline.permute": "early"}
+
+# name: data × stage × model, schedule, repeats, microbatches, rows, changes
+VARIANTS = {
+    "gpt2 form": ((2, 2, 2), "interleaved", 2, 4, 16, GPT2 | TIED | EARLY | {"model.layers": 5}),
+    "gpt2 form, documents apart, fewer microbatches than stages": (
+        (2, 4, 1), "interleaved", 2, 3, 12, GPT2 | DOCUMENTS | EARLY | {"model.layers": 9, "model.max_positions": 24},
+    ),
+    "grouped queries, documents apart, chunks of the loss": (
+        (1, 4, 2), "1f1b", 1, 7, 14, DOCUMENTS | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8},
+    ),
+    "one key/value head a device, chunks of the loss, tied": (
+        (1, 2, 4), "gpipe", 2, 2, 8, TIED | EARLY | {"model.kv_heads": 4, "model.loss_chunk": 2, "model.head_dim": 6},
+    ),
+    "nothing sharded over data": (
+        (2, 2, 2), "1f1b", 1, 4, 16, {"parallel.zero": 0, "model.layers": 3, "optimizer.schedule": "constant", "optimizer.decay_steps": 4},
+    ),
+    "replicas, one microbatch": ((2, 2, 1), "1f1b", 1, 1, 16, EARLY | {"mesh.replica": 2}),
+}  # fmt: skip
+
+
+def variant(name: str) -> Config:
+    mesh, schedule, repeats, microbatches, rows, own = VARIANTS[name]
+    changes = {"data.batch_size": rows, "optimizer.clip_norm": plain_loop.CLIP} | own
+    return small.config(mesh, schedule, repeats, microbatches, changes)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_same_training(name):
+    plain_loop.assert_same(plain_loop.train(variant(name)), plain_loop.reference(variant(name)))
+
+
+@pytest.mark.parametrize("name", ["grouped queries, documents apart, chunks of the loss", "replicas, one microbatch"])
+def test_evaluation_is_the_loss_of_training(name):
+    cfg = variant(name)
+    loss, tokens = jax.device_get(run(cfg, "evaluate"))
+    assert int(tokens) == int(small.batch(cfg, 0)["weights"].sum())
+    np.testing.assert_allclose(loss, plain_loop.reference(cfg).losses[0], rtol=1e-5)
+
+
+def test_gradients_without_an_optimizer():
+    cfg = variant("nothing sharded over data")
+    loss, _, gradients = jax.device_get(run(cfg, "gradients"))
+    expected = plain_loop.reference(cfg)
+    layout = make_step(cfg, small.mesh_of(cfg)).layout
+    got = plain_loop.Run([float(loss)], expected.norm, small.to_plain(layout, gradients), {})
+    plain_loop.assert_same(got, plain_loop.Run(expected.losses[:1], expected.norm, expected.gradients, {}))
+
+
+def run(cfg: Config, program: str):
+    """One of a step's programs without an optimizer, on the plain weights and batch 0."""
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        params = small.from_plain(step.layout, plain_loop.weights(cfg))
+        return getattr(step, program)(params, small.place_batch(step, cfg, small.batch(cfg, 0)))
+
+
+def test_bfloat16_is_close():
+    cfg = variant("gpt2 form")
+    rough = plain_loop.train(configs.replace(cfg, {"precision.compute": "bfloat16", "precision.reduce": "bfloat16"}))
+    exact = plain_loop.reference(cfg)
+    # 8 bits of mantissa: 0.4 % a rounding
+    np.testing.assert_allclose(rough.losses, exact.losses, rtol=1e-2)
+    np.testing.assert_allclose(rough.norm, exact.norm, rtol=2e-2)
+    assert abs(rough.losses[0] / exact.losses[0] - 1) > 1e-6, "nothing was computed in bfloat16"
