@@ -73,4 +73,16 @@ def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Inside a manual region: the sum over those of the mesh axes that have more than one device (the partitioner refuses
     a collective over none)."""
     wide = tuple(a for a in axes if jax.lax.axis_size(a) > 1)
-    return jax.lax.psum(x, wide) if wide else x
+    return _summed(x, lambda x: jax.lax.psum(x, wide)) if wide else x
+
+
+def psum_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
+    """Inside a manual region: the sum over the mesh axes, of which each device keeps its part along `dim`."""
+    return _summed(x, lambda x: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
+
+
+def _summed(x: jax.Array, collective) -> jax.Array:
+    """XLA's CPU backend aborts on an explicit 16-bit sum over devices: there it goes in float32."""
+    if jax.default_backend() == "cpu" and x.dtype in (jax.numpy.bfloat16, jax.numpy.float16):
+        return collective(x.astype(jax.numpy.float32)).astype(x.dtype)
+    return collective(x)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import MODEL
+from jaxtrain.mesh import MODEL, psum_scatter
 from jaxtrain.sharding import is_split
 
 
@@ -31,7 +31,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
     def local(part, tokens):
         rows = part.at[_local_rows(tokens, part.shape[0])].get(mode="fill", fill_value=0)
-        return lax.psum_scatter(rows, MODEL, scatter_dimension=1, tiled=True)
+        return psum_scatter(rows, MODEL, dim=1)
 
     return _over_model(local, (P(MODEL), P()), P(None, MODEL))(table, tokens)
 

@@ -9,10 +9,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.mesh import BATCH_AXES, DATA, STAGE, psum
+from jaxtrain.mesh import BATCH_AXES, DATA, MODEL, STAGE, psum, psum_scatter
 from jaxtrain.sharding import spec
 
 
@@ -51,7 +50,14 @@ def plan(axes: tuple[str | None, ...], shape: tuple[int, ...], own: int, mesh: M
 
 def reduce(gradient: jax.Array, how: Reduction, dtype) -> jax.Array:
     """Inside the manual region: this device's sum → the sum over all, its own part of it where it is scattered."""
-    moved = gradient.astype(dtype)
-    if how.scatter_axes:
-        moved = lax.psum_scatter(moved, how.scatter_axes, scatter_dimension=how.dim, tiled=True)
-    return psum(moved, how.sum_axes).astype(jnp.float32)
+
+    def move(part):
+        part = part.astype(dtype)
+        if how.scatter_axes:
+            part = psum_scatter(part, how.scatter_axes, how.dim)
+        return psum(part, how.sum_axes).astype(jnp.float32)
+
+    # Each device of `model` reduces its own part: the partitioner would gather the whole gradient over `model` first, whatever the
+    # constraints around the reduce-scatter.
+    split = PartitionSpec(*(MODEL if part == MODEL else None for part in how.unscattered))
+    return jax.shard_map(move, in_specs=(split,), out_specs=split, axis_names={MODEL}, check_vma=False)(gradient)
