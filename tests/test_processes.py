@@ -1,0 +1,163 @@
+"""Runs of several processes on this machine, through `python -m jaxtrain.launch`: the same losses, checkpoints, stops and failures.
+
+The launcher by itself is in test_launch.py.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import time
+
+import pytest
+import train_runs as runs
+from train_runs import settings
+
+STEPS = 24
+# Of the recipe's two chunks a stage. A smaller program: on CPU jax keeps those of process 0 alone, and the others compile each time.
+ONE_CHUNK = settings(pipeline__schedule="1f1b", pipeline__repeats=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds recipe, corpus and its cache, and the workdirs of all tests here."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs.write_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(folder):
+    """The workdir of one process with 8 devices."""
+    workdir = folder / "single"
+    runs.train(workdir, *settings(train__steps=STEPS))
+    return workdir
+
+
+@pytest.fixture
+def workdir(folder, request):
+    """A new workdir beside the others, gone after the test."""
+    workdir = folder / re.sub(r"\W+", "-", request.node.name)
+    yield workdir
+    shutil.rmtree(workdir, ignore_errors=True)
+
+
+def launch(workdir: pathlib.Path, processes: int, *flags: str) -> list[str]:
+    """The words of a launcher of so many processes with 8 devices in all."""
+    own = ["jaxtrain.launch", f"--processes={processes}", f"--devices_per_process={8 // processes}"]
+    return [*own, "--", "--config=recipe.py", f"--workdir={workdir.name}", *flags]
+
+
+def train(workdir: pathlib.Path, processes: int, *flags: str, status: int | None = 0) -> runs.Done:
+    """Runs the training command to its end, in one process or by the launcher in several."""
+    if processes == 1:
+        return runs.train(workdir, *flags, status=status)
+    with runs.running(workdir.parent, *launch(workdir, processes, *flags)) as command:
+        return command.end(status)
+
+
+def assert_same_trajectory(found: dict, expected: dict, relative: float) -> None:
+    """Losses and gradient norms of all of `found`'s steps."""
+    for step, values in found.items():
+        assert values == pytest.approx(expected[step], rel=relative, abs=0), f"step {step}"
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that still run."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        if int(parent) == pid and state != "Z":
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def command_line(pid: int) -> str:
+    return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
+
+
+def assert_gone(pids: list[int]) -> None:
+    end = time.monotonic() + 10
+    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < end, [command_line(pid) for pid in left]
+        time.sleep(0.05)
+
+
+def test_two_processes_have_the_losses_of_one(single, workdir):
+    done = train(workdir, 2, *settings(train__steps=10, train__sample_tokens=4))
+    assert_same_trajectory(runs.losses(workdir), runs.losses(single), 1e-5)
+    assert list(runs.losses(workdir)) == list(range(1, 11))
+    # One of them talks and keeps the logs.
+    assert "[0] mesh: stage 4 × model 2 (8 × cpu, 2 processes)" in done.out.splitlines()
+    assert "[0] sample, " in done.out
+    assert not [line for line in done.out.splitlines() if re.match(r"\[1\] (mesh|step|validation|sample)", line)]
+    assert runs.checkpoints(workdir) == [3, 6, 9, 10] and not runs.unfinished(workdir)
+
+
+def assert_continue_each_other(single, workdir, numbers: list[int], *flags: str) -> None:
+    """A run of one process, continued by other numbers of processes: the trajectory of the run that was never stopped."""
+    runs.copy_up_to(3, single, workdir)
+    for start, processes in zip(range(3, STEPS, 3), numbers):
+        done = train(workdir, processes, *settings(train__steps=start + 3), *(flags if processes > 1 else ()))
+        assert f"continuing from step {start}" in done.out
+    found = runs.losses(workdir)
+    assert list(found) == list(range(1, 3 * len(numbers) + 4))
+    assert_same_trajectory(found, runs.losses(single), 1e-5)
+
+
+def test_processes_continue_each_other(single, workdir):
+    assert_continue_each_other(single, workdir, [2, 4, 1], *ONE_CHUNK)
+
+
+@pytest.mark.full
+def test_processes_continue_each_other_with_the_recipe(single, workdir):
+    assert_continue_each_other(single, workdir, [4, 2, 1, 4, 1, 2])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("mesh", ["2x2x2", "8x1x1", "1x8x1"])
+def test_processes_on_other_meshes(single, workdir, processes, mesh):
+    """Each process reads the rows of its own devices, where the batch is split over processes."""
+    train(workdir, processes, *settings(train__steps=6), *runs.mesh(mesh))
+    assert_same_trajectory(runs.losses(workdir), runs.losses(single), 1e-5)
+    runs.train(workdir, *settings(train__steps=9))
+    assert_same_trajectory(runs.losses(workdir), runs.losses(single), 1e-5)
+
+
+def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
+    """The launcher gets SIGTERM, and the run is saved. Then one process is killed: the launcher says so, and nothing is left behind."""
+    flags = settings(train__steps=10_000, checkpoint__every=0) + ONE_CHUNK
+    with runs.running(workdir.parent, *launch(workdir, 2, *flags)) as command:
+        command.wait_for(lambda: runs.last_step(workdir) > 2, "a step")
+        started = children(command.process.pid)
+        command.signal(signal.SIGTERM)
+        done = command.end(status=0)
+    step = runs.last_step(workdir)
+    assert f"[0] stopped at step {step} of 10000" in done.out
+    assert runs.checkpoints(workdir) == [step] and not runs.unfinished(workdir)
+    assert_gone(started)
+
+    with runs.running(workdir.parent, *launch(workdir, 2, *flags)) as command:
+        command.wait_for(lambda: runs.last_step(workdir) > step + 1, "a step after going on")
+        assert f"continuing from step {step}" in command.output()
+        started = children(command.process.pid)
+        (victim,) = [pid for pid in started if "--process_id=1" in command_line(pid)]
+        os.kill(victim, signal.SIGKILL)
+        done = command.end(status=128 + signal.SIGKILL)
+    assert "process 1 failed with status 137; its last lines:" in done.err
+    assert_gone(started)
+    common = [s for s in runs.losses(workdir) if s <= STEPS]
+    assert_same_trajectory({s: runs.losses(workdir)[s] for s in common}, runs.losses(single), 1e-5)
+
+
+def test_what_every_process_finds_wrong(folder, workdir):
+    """Too few devices: status 2 from the launcher, and nothing written."""
+    with runs.running(folder, *launch(workdir, 2, *settings(mesh__stage=3))) as command:
+        done = command.end(status=2)
+    assert re.search(r"process [01] failed with status 2; its last lines:\nerror: mesh.stage=3 does not fit", done.err)
+    assert not workdir.exists()

@@ -1,0 +1,334 @@
+"""Whole runs through the real command, one process on 8 simulated devices: what a run leaves, kills, resumption, refusals.
+
+Several processes are in test_processes.py, wrong flags mostly in test_cli.py, what checkpoints hold in checkpoint/.
+"""
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import time
+
+import pytest
+import train_runs as runs
+from train_runs import settings
+
+STEPS = 48  # of the run that is never stopped, and of those that are killed
+RESUMED, GOES_ON = 6, 12  # where other meshes take over, and until where
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds recipe, corpus and its cache, and the workdirs of all tests here."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs.write_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The workdir and the output of a run that nothing disturbs: all of its checkpoints are kept."""
+    workdir = folder / "whole"
+    done = runs.train(workdir, *settings(train__steps=STEPS, train__eval_every=20, metrics__tensorboard=True))
+    return workdir, done
+
+
+@pytest.fixture
+def workdir(folder, request):
+    """A new workdir beside the others, gone after the test."""
+    workdir = folder / re.sub(r"\W+", "-", request.node.name)
+    yield workdir
+    shutil.rmtree(workdir, ignore_errors=True)
+
+
+def assert_close(found: tuple[float, float], expected: tuple[float, float], relative: float, what: str) -> None:
+    """Both the loss and the gradient norm."""
+    assert found == pytest.approx(expected, rel=relative, abs=0), what
+
+
+# --- what a run says and leaves --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_introduces_itself_and_learns(whole):
+    _, done = whole
+    lines = done.out.splitlines()
+    assert lines[0] == "mesh: stage 4 × model 2 (8 × cpu, 1 process)"
+    # Two of RMSNorm, attention of 4 · 32² and three of 32 · 64 in each of 9 layers; the embedding is the head; a norm before that.
+    parameters = 9 * (2 * 32 + 4 * 32**2 + 3 * 32 * 64) + 257 * 32 + 32
+    assert f"model: {parameters:,} parameters; 9 layers over 4 stages × 2 chunks: 2+1, 1+1, 1+1, 1+1" in lines
+    assert re.search(r"step: 512 tokens\b.* 4 microbatches of 4 sequences of 32\b", done.out)
+    assert re.search(r"table:? interleaved\b", done.out)
+    memory = next(
+        re.fullmatch(r"memory per device as compiled: (.*) MiB \((.*) of state, (.*) temporary\)", line)
+        for line in lines
+        if "memory" in line
+    )
+    total, state, temporary = (float(number.replace(",", "")) for number in memory.groups())
+    assert 0 < state < total < 20 and total == pytest.approx(state + temporary, abs=0.2)
+    assert any(re.match(r"corpus: [\d,]+ tokens, .* held out", line) for line in lines)
+    validation, entropy = map(float, re.search(r"validation loss (\S+) nats a token; .* byte-bigram entropy is (\S+)", done.out).groups())
+    assert 1.0 < validation < entropy < math.log(257)  # it has learned more than pairs
+
+
+def test_metrics_config_and_files_of_a_run(whole):
+    workdir, done = whole
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    training = [record for record in records if "loss" in record]
+    assert [record["step"] for record in training] == list(range(1, STEPS + 1))
+    for record in training:
+        assert set(record) == {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu"}
+        assert record["tokens"] == record["step"] * 512 and record["step_time_s"] > 0 and record["mfu"] is None
+        assert record["tokens_per_s"] == pytest.approx(512 / record["step_time_s"])
+        assert record["learning_rate"] == pytest.approx(5e-3 * min(record["step"], 4) / 4)
+    assert training[0]["loss"] == pytest.approx(math.log(257), abs=0.5) and training[-1]["loss"] < 2
+    held_out = {record["step"]: record["validation_loss"] for record in records if "loss" not in record}
+    assert list(held_out) == [20, 40, STEPS] and held_out[20] > held_out[40] > held_out[STEPS]
+    assert f"{held_out[STEPS]:.4f}" in done.out
+    config = json.loads((workdir / "config.json").read_text())
+    assert config["model"]["layers"] == 9 and config["mesh"]["data"] == 1 and config["train"]["steps"] == STEPS
+    assert runs.checkpoints(workdir) == list(range(3, STEPS + 1, 3)) and not runs.unfinished(workdir)
+    assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    events = [path.read_bytes() for path in (workdir / "tensorboard").iterdir()]
+    assert len(events) == 1 and b"train/loss" in events[0] and b"validation/validation_loss" in events[0]
+
+
+def test_profile_evaluation_and_what_is_kept(whole, workdir):
+    """Settings of the loop alone: they change no loss."""
+    flags = settings(
+        train__steps=10, train__profile_steps=2, train__eval_every=4, checkpoint__every=2, checkpoint__keep=2, metrics__log_every=5
+    )
+    runs.train(workdir, *flags)
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "validation_loss" in record] == [4, 8, 10]
+    logged, reference = runs.losses(workdir), runs.losses(whole[0])
+    assert logged == {step: reference[step] for step in (5, 10)}
+    assert runs.checkpoints(workdir) == [8, 10]
+    (trace,) = (workdir / "profile").rglob("*.xplane.pb")
+    # As the table's columns are named: forward and backward of the chunks, the last one's forward with the loss.
+    for op in ("F0", "B0", "F1", "B1", "L", "optimizer"):
+        assert f"/{op}/".encode() in trace.read_bytes(), op
+
+
+# --- killed and continued --------------------------------------------------------------------------------------------------------
+
+
+def kill_when(workdir, moment: str, chance: random.Random) -> None:
+    """Starts the run and kills it at a moment: a phase, and within it by chance."""
+    # Only where nothing is compiled yet does compilation take long enough to be hit.
+    environment = {"JAX_ENABLE_COMPILATION_CACHE": "false"} if moment == "compiling" else None
+    at = runs.last_step(workdir)
+    conditions = {
+        "starting": lambda: True,
+        "compiling": lambda: (workdir.parent / "cache").exists(),  # the corpus is prepared just before
+        "step": lambda: runs.last_step(workdir) > at + chance.randrange(6),
+        "saving": lambda: runs.unfinished(workdir) and runs.last_step(workdir) > at + 2,
+    }
+    with runs.running(workdir.parent, *runs.training(workdir, *settings(train__steps=STEPS)), environment=environment) as command:
+        command.wait_for(conditions[moment], moment)
+        time.sleep(chance.random() * {"starting": 3, "compiling": 4, "step": 0.1, "saving": 0}[moment])
+        command.kill()
+    assert moment != "saving" or runs.unfinished(workdir), "the save was faster"
+
+
+def assert_killed_run_is_the_same(workdir, whole, moments: list[str], seed: int) -> None:
+    chance = random.Random(seed)
+    for moment in moments:
+        kill_when(workdir, moment, chance)
+    done = runs.train(workdir, *settings(train__steps=STEPS))
+    if any(moment in ("step", "saving") for moment in moments):
+        assert "continuing from step" in done.out
+    assert runs.losses(workdir) == runs.losses(whole[0])
+    assert runs.checkpoints(workdir)[-1] == STEPS and not runs.unfinished(workdir)
+
+
+def test_killed_at_any_moment_the_same_command_gives_the_same_losses(whole, workdir):
+    """Bit for bit, over all steps."""
+    assert_killed_run_is_the_same(workdir, whole, ["compiling", "step", "saving", "saving", "step"], seed=random.randrange(1000))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_more_often(whole, workdir, seed):
+    moments = random.Random(seed).choices(["starting", "compiling", "step", "saving"], k=6)
+    assert_killed_run_is_the_same(workdir, whole, moments, seed)
+
+
+@pytest.mark.full
+def test_killed_and_continued_with_programs_compiled_anew(whole, workdir):
+    """Bit for bit also where nothing is in the cache of programs, which the run that was not killed may have used."""
+    flags = settings(train__steps=STEPS)
+    kill_when(workdir, "step", random.Random(0))
+    runs.train(workdir, *flags, environment={"JAX_ENABLE_COMPILATION_CACHE": "false"})
+    assert runs.losses(workdir) == runs.losses(whole[0])
+
+
+# --- another mesh ----------------------------------------------------------------------------------------------------------------
+
+
+def assert_continues(workdir, whole, start: int, stop: int, *flags: str) -> None:
+    """Continues `workdir` from its checkpoint of step `start`, with the losses of the run that was never stopped.
+
+    To 1e-5 in the first step, which has seen the same weights; rounding then grows, so to 1e-4 in the others.
+    """
+    done = runs.train(workdir, *settings(train__steps=stop), *flags)
+    assert f"continuing from step {start}" in done.out
+    found, expected = runs.losses(workdir), runs.losses(whole)
+    assert list(found) == list(range(1, stop + 1))
+    for step in range(start + 1, stop + 1):
+        assert_close(found[step], expected[step], 1e-5 if step == start + 1 else 1e-4, f"step {step}")
+
+
+@pytest.mark.parametrize("mesh", ["2x2x2", "8x1x1", "1x8x1"])
+def test_goes_on_on_another_mesh(whole, workdir, mesh):
+    """From 1 × 4 × 2 with two chunks a stage, and 9 layers, which are uneven on any number of stages."""
+    runs.copy_up_to(RESUMED, whole[0], workdir)
+    assert_continues(workdir, whole[0], RESUMED, GOES_ON, *runs.mesh(mesh))
+
+
+@pytest.mark.full
+def test_goes_from_mesh_to_mesh_and_back(whole, workdir):
+    runs.copy_up_to(RESUMED, whole[0], workdir)
+    for start, mesh in zip(range(RESUMED, 30, 3), ["1x8x1", "8x1x1", "2x2x2", "1x8x1", "2x2x2", "8x1x1", "1x4x2"]):
+        runs.train(workdir, *settings(train__steps=start + 3), *runs.mesh(mesh))
+    found, expected = runs.losses(workdir), runs.losses(whole[0])
+    for step, values in found.items():
+        assert_close(values, expected[step], 1e-4, f"step {step}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layers", [8, 11])
+def test_goes_on_on_every_mesh_from_every_mesh(folder, workdir, layers):
+    model = settings(model__layers=layers)
+    for first in runs.MESHES:
+        runs.train(workdir, *model, *settings(train__steps=4), *runs.mesh(first))
+        expected = None
+        for second in runs.MESHES:
+            new = workdir.with_name(f"{workdir.name}-{second}")
+            shutil.rmtree(new, ignore_errors=True)
+            shutil.copytree(workdir, new)
+            runs.train(new, *model, *settings(train__steps=6), *runs.mesh(second))
+            found = runs.losses(new)
+            expected = expected or found
+            for step in (5, 6):
+                assert_close(found[step], expected[step], 1e-5 * (step - 4), f"{first} → {second}, step {step}")
+        shutil.rmtree(workdir)
+
+
+# --- stopped ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_and_ctrl_c_save_and_stop(whole, workdir):
+    """Each with status 0 and a checkpoint of the last step; the run then goes on, with the losses of one never stopped."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before = runs.last_step(workdir)
+        with runs.running(workdir.parent, *runs.training(workdir, *settings(train__steps=10_000, checkpoint__every=0))) as command:
+            command.wait_for(lambda before=before: runs.last_step(workdir) > before + 1, "a step")
+            command.signal(number)
+            done = command.end(status=0)
+        step = runs.last_step(workdir)
+        assert before < step < 10_000
+        assert f"stopped at step {step} of 10000" in done.out
+        assert runs.checkpoints(workdir)[-1] == step and not runs.unfinished(workdir)
+        assert (workdir / "loss.png").exists()
+    done = runs.train(workdir, *settings(train__steps=step + 2))
+    assert f"continuing from step {step}" in done.out
+    found, expected = runs.losses(workdir), runs.losses(whole[0])
+    assert list(found) == list(range(1, step + 3))
+    common = found.keys() & expected.keys()
+    assert {s: found[s] for s in common} == {s: expected[s] for s in common}
+
+
+def test_a_loss_that_is_not_finite(folder, workdir):
+    """Status 1, the batch's position, and the last good checkpoint, which is finite."""
+    flags = settings(optimizer__learning_rate=1e30, optimizer__warmup_steps=0, checkpoint__every=1)
+    done = runs.train(workdir, *flags, status=1)
+    last = runs.last_step(workdir)
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["step"] == last and None in (records[-1]["loss"], records[-1]["grad_norm"])
+    (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in done.err
+    place = rf"step {last - 1}: epoch 0, rows \d+, .*corpus.txt \(checksum \w+, seed 0\)"
+    assert re.match(rf"error: the loss is \S+ \(gradient norm \S+\) at {place}; the last checkpoint is kept", error), error
+    # What was saved last is what the first good steps have made.
+    assert runs.checkpoints(workdir) == list(range(1, last)) and not runs.unfinished(workdir)
+    assert runs.stored_numbers_are_finite(workdir, last - 1)
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped(whole, workdir):
+    """A workdir that stands at step 6 of 12."""
+    runs.copy_up_to(RESUMED, whole[0], workdir)
+    return workdir
+
+
+def assert_refused(workdir, *flags: str, devices: int = 8) -> str:
+    """The one line on standard error; status 2, and nothing in the workdir has changed."""
+    before = runs.contents(workdir)
+    done = runs.train(workdir, *flags, status=2, devices=devices)
+    assert runs.contents(workdir) == before
+    *before, error = done.err.splitlines()
+    assert all("preparing" in line for line in before if line.strip()), done.err  # a corpus, if there is no line before
+    assert "compiled" not in done.out
+    assert error.startswith("error: ")
+    return error.removeprefix("error: ")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (settings(model__width=64), "model.width=64 cannot continue a checkpoint of model.width=32: use 32 or another --workdir"),
+        (settings(data__seed=1), "data.seed=1 cannot continue a checkpoint of data.seed=0: use 0 or another --workdir"),
+    ],
+    ids=["model", "data"],
+)
+def test_a_config_that_cannot_continue(stopped, flags, message):
+    assert assert_refused(stopped, *flags) == message
+
+
+def test_a_changed_corpus(folder, stopped):
+    text = (folder / "corpus.txt").read_text()
+    try:
+        (folder / "corpus.txt").write_text(text.replace("mesh", "mush", 1))
+        message = assert_refused(stopped)
+    finally:
+        (folder / "corpus.txt").write_text(text)
+    assert re.match(r"data.source=\S*corpus.txt has changed since the checkpoint \(checksum \w+, then \w+\): ", message)
+
+
+def test_a_finished_run_says_so(whole):
+    workdir, _ = whole
+    before = runs.contents(workdir)
+    done = runs.train(workdir, *settings(train__steps=STEPS))
+    assert f"already has its {STEPS} steps: raise train.steps to go on" in done.out
+    assert runs.contents(workdir) == before
+
+
+def test_devices_that_the_mesh_does_not_use(folder, workdir):
+    message = assert_refused(workdir, devices=6)
+    assert message.startswith("mesh.stage=4 does not fit: mesh.stage=4 × mesh.model=2 = 8 does not divide the 6 devices: use ")
+    assert not workdir.exists()
+
+
+WRONG = {
+    "--config.mesh.stag=4": "mesh.stag='4' is an unknown setting: use --config.mesh.stage",
+    "--config.mesh.stage=four": "mesh.stage='four' is not an integer: use 4",
+    "--config.model.heads=5": "model.heads=5",
+    "--config.pipeline.repeats=1": "pipeline.repeats=1 is too few for pipeline.schedule='interleaved', which needs at least 2: use 2",
+    "--wrkdir=x": "--wrkdir is an unknown flag: use --workdir",
+    "--config.data.source=no.txt": "data.source='no.txt' is neither 'stdlib' nor an existing path",
+}
+
+
+@pytest.mark.parametrize("flag", WRONG)
+def test_wrong_flags_end_the_command_at_once(folder, workdir, flag):
+    began, before = time.monotonic(), sorted(os.listdir(folder))
+    message = assert_refused(workdir, flag)
+    assert time.monotonic() - began < 5
+    assert message.startswith(WRONG[flag])
+    assert not workdir.exists() and sorted(os.listdir(folder)) == before
