@@ -5,7 +5,6 @@ Sizes are elements, not bytes: a convert does not change them, and tests choose 
 
 import collections
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ COLLECTIVES = (
     "ragged-all-to-all",
 )
 # Names for what is there already. A loop's body moves things, its carried values stay where they are.
-FREE = frozenset("parameter get-tuple-element tuple bitcast constant while call after-all partition-id replica-id".split())
+FREE = frozenset("parameter get-tuple-element tuple bitcast constant while after-all partition-id replica-id".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +57,31 @@ class Instruction:
         listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", self.text)
         if listed and listed[1]:
             return {frozenset(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])}
-        iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", self.text)
-        if iota:
-            shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-            ids = np.arange(math.prod(source)).reshape(source).transpose(order).reshape(shape)
+        if listed:
+            return {frozenset(range(devices))}
+        if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", self.text):
+            ids = _iota(*iota.group(2, 3)).reshape(_integers(iota[1]))
             return {frozenset(map(int, row)) for row in ids}
-        return {frozenset(range(devices))}
+        # By names of a mesh's axes
+        if mesh := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{('\w+'(?:,'\w+')*)\}}", self.text):
+            sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+            ids = _iota(*mesh.group(2, 3)) if mesh[2] else np.arange(math.prod(sizes.values()))
+            axes = tuple(list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[4]))
+            return _groups(ids.reshape(tuple(sizes.values())), axes)
+        raise ValueError(f"unknown replica groups: {self.text}")
+
+
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(","))
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    """ "2,4" and "1,0" → the numbers from 0 on in this shape, transposed."""
+    ids = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
+    return ids.transpose(_integers(order)) if order else ids
 
 
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -124,10 +142,11 @@ class Program:
                     todo += instruction.calls.values()
 
     def inline(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a computation; in place of a plain call those of the called."""
+        """The instructions of a computation; in place of a call or a conditional those of what it names."""
         for instruction in self.computations[name]:
-            if instruction.opcode == "call":
-                yield from self.inline(instruction.calls["to_apply"])
+            if instruction.opcode in ("call", "conditional"):
+                for called in instruction.calls.values():
+                    yield from self.inline(called)
             else:
                 yield instruction
 
@@ -142,13 +161,20 @@ class Program:
     def moved(self, body: str) -> collections.Counter:
         """What one trip of a loop's body moves outside of the loops in it: {(opcode, elements): times}.
 
-        An update in place counts what it writes. Copies that XLA's schedule adds are instructions like all others.
+        An update in place counts what it writes. XLA's own copies are instructions like all others.
         """
         counts: collections.Counter = collections.Counter()
         for instruction in self.inline(body):
             if instruction.opcode not in FREE:
                 counts.update((instruction.opcode, size) for size in self._written(instruction))
         return counts
+
+    def is_fill(self, name: str) -> bool:
+        """Whether the instruction of this name only spreads a constant."""
+        made = next(i for c in self.computations.values() for i in c if i.name == name)
+        if made.opcode == "fusion":
+            made = next(i for i in self.computations[made.calls["calls"]] if i.root)
+        return made.opcode in ("broadcast", "constant")
 
     def _written(self, instruction: Instruction) -> list[int]:
         """Elements that an instruction writes, for each of its results."""
@@ -188,8 +214,9 @@ class Program:
 
 def groups_over(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> set[frozenset[int]]:
     """The partitions that meet in a collective over these dimensions of a mesh of this shape."""
-    ids = np.arange(math.prod(mesh_shape)).reshape(mesh_shape)
-    rest = [n for i, n in enumerate(mesh_shape) if i not in axes]
-    moved = np.moveaxis(ids, axes, range(len(mesh_shape) - len(axes), len(mesh_shape)))
-    size = math.prod(mesh_shape[i] for i in axes)
-    return {frozenset(map(int, moved[place].reshape(size))) for place in itertools.product(*map(range, rest))}
+    return _groups(np.arange(math.prod(mesh_shape)).reshape(mesh_shape), axes)
+
+
+def _groups(ids: np.ndarray, axes: tuple[int, ...]) -> set[frozenset[int]]:
+    size = math.prod(ids.shape[i] for i in axes)
+    return {frozenset(map(int, group)) for group in np.moveaxis(ids, axes, range(-len(axes), 0)).reshape(-1, size)}
