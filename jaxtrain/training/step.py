@@ -70,7 +70,7 @@ def make_step(config, mesh: Mesh) -> Step:
             mine = jax.tree.map(lax.with_sharding_constraint, state["params"], layout.scattered)
             updates, optimizer_state = optimizer.update(grads, state["optimizer"], mine)
             params = jax.tree.map(lax.with_sharding_constraint, optax.apply_updates(mine, updates), layout.shardings)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "learning_rate": rate(state["step"]), "tokens": tokens}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": rate(state["step"]), "tokens": tokens}
         return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, metrics
 
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
