@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from jaxtrain import cli, config_checks, generate, launch
+from jaxtrain.pipeline.schedule import SCHEDULES, assign_slots, make_table
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -170,6 +171,13 @@ def test_the_table_of_layers_is_the_tested_one():
     shown = {name.rstrip("/").replace("/", "."): int(layer) for layer, names in rows for name in re.findall(r"`([^`]+)`", names)}
     tested = {name.removeprefix("jaxtrain."): layer for name, layer in test_imports.LAYERS.items() if name in test_imports.MODULES}
     assert shown == tested
+
+
+def test_the_slots_are_those_of_the_tables():
+    rows = re.findall(r"^\| `(\w+)`(?:, (\d) repeats)? \| (\d+) \| (\d+) \| (\d+) \|$", ARCHITECTURE, re.MULTILINE)
+    assert len(rows) == len(SCHEDULES)
+    for name, repeats, *shown in rows:
+        assert [assign_slots(make_table(name, 4, int(repeats or 1), m)).x_slots for m in (8, 16, 64)] == [int(n) for n in shown]
 
 
 def test_the_picture_is_of_the_present_table():
