@@ -11,5 +11,5 @@ def get_config() -> Config:
         pipeline=PipelineConfig(schedule="interleaved", microbatches=4, repeats=2),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
         precision=PrecisionConfig(compute="float32"),
-        train=TrainConfig(steps=200, eval_every=100, sample_prompt="def ", sample_tokens=120),
+        train=TrainConfig(steps=150, eval_every=50, sample_prompt="def ", sample_tokens=120),
     )
