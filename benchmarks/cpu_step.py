@@ -116,7 +116,8 @@ def worker(layout: str, steps: int) -> dict:
         loader.close()
     memory, unit = compiled.memory_analysis(), statistics.mean(matmul)
     return {
-        "layout": layout, "seconds": statistics.median(wall), "cpu_seconds": statistics.median(cpu), "matmul_multiple": statistics.median(cpu) / unit,
+        "layout": layout, "seconds": statistics.median(wall), "cpu_seconds": statistics.median(cpu),
+        "matmul_multiple": statistics.median(cpu) / unit,
         "matmul_cpu_seconds": unit, "trace_s": traced - began, "compile_s": compile_s, "temporary_mb": memory.temp_size_in_bytes / 1e6,
         "arguments_mb": memory.argument_size_in_bytes / 1e6, "start_to_first_step_s": first, "jax": jax.__version__,
     }  # fmt: skip
@@ -133,10 +134,18 @@ def main() -> None:
     if options.worker:
         print("RESULT " + json.dumps(worker(options.worker, options.steps)), flush=True)
         return
-    print(
-        f"{'layout':24} {'s/step':>7} {'CPU-s':>7} {'×matmul':>8} {'×MaxText':>9} {'compile s':>9} {'temp MB':>8} {'(MaxText)':>9} {'first step s':>12}",
-        flush=True,
-    )
+    heads = {
+        "layout": 24,
+        "s/step": 8,
+        "CPU-s": 8,
+        "×matmul": 9,
+        "×MaxText": 10,
+        "compile s": 10,
+        "temp MB": 9,
+        "(MaxText)": 10,
+        "1st step s": 11,
+    }
+    print("".join(f"{name:<{n}}" if name == "layout" else f"{name:>{n}}" for name, n in heads.items()), flush=True)
     results = []
     for layout in options.layouts.split(","):
         with tempfile.TemporaryDirectory() as cache:

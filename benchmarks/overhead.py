@@ -107,9 +107,8 @@ def main() -> None:
                 print(f"round {round_}: table {ours:.2f} CPU-s, loop {theirs:.2f} CPU-s, ratio {ours / theirs:.3f}", flush=True)
     temp = [c.memory_analysis().temp_size_in_bytes / 1e6 for c in (table, loop)]
     worst = max(abs(a / b - 1) for a, b in losses)
-    print(
-        f"ratio of CPU-seconds: {statistics.median(ratios):.3f} (median); temporary memory {temp[0]:.1f} against {temp[1]:.1f} MB; losses agree to {worst:.0e}"
-    )
+    memory = f"temporary memory {temp[0]:.1f} against {temp[1]:.1f} MB"
+    print(f"ratio of CPU-seconds: {statistics.median(ratios):.3f} (median); {memory}; losses agree to {worst:.0e}")
 
 
 if __name__ == "__main__":
