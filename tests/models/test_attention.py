@@ -1,60 +1,117 @@
-"""Attention and rotary positions against plain numpy."""
+"""Attention against plain numpy, one query at a time; through a cache; and the choice of an implementation."""
 
+import types
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.models.attention import attend, choose_implementation
-from jaxtrain.models.layers import rotary
+from jaxtrain.models.attention import Attention, attend, choose_implementation
+from jaxtrain.models.spec import functional, specs
+
+BATCH, LENGTH, WIDTH, HEAD = 2, 9, 12, 4
 
 
-def plain(q, k, v, allowed):
-    """Query by query, head by head. allowed: bool [B, T, S]."""
-    b, t, n, h = q.shape
-    out = np.zeros(q.shape)
-    for i in range(b):
-        for j in range(n):
-            head = j // (n // k.shape[2])
-            for row in range(t):
-                scores = k[i, :, head] @ q[i, row, j] / np.sqrt(h)
-                scores = np.where(allowed[i, row], scores, -np.inf)
-                weights = np.exp(scores - scores.max())
-                out[i, row, j] = weights / weights.sum() @ v[i, :, head]
+def normal(*shape, seed=1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def plain(q, k, v, allowed) -> np.ndarray:
+    """Query by query. allowed[b, t, s]: whether query t may look at key s."""
+    out = np.zeros_like(q)
+    group = q.shape[2] // k.shape[2]
+    for b, t, n in np.ndindex(q.shape[:3]):
+        seen = np.flatnonzero(allowed[b, t])
+        scores = k[b, seen, n // group] @ q[b, t, n] / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = weights / weights.sum() @ v[b, seen, n // group]
     return out
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("segments", [False, True])
-def test_attention(kv_heads, segments):
-    random = np.random.default_rng(kv_heads)
-    q, k, v = (random.normal(size=(2, 6, n, 4)) for n in (4, kv_heads, kv_heads))
-    allowed = np.broadcast_to(np.tril(np.ones((6, 6), bool)), (2, 6, 6))
-    mask = None
-    if segments:
-        ids = np.array([[1, 1, 2, 2, 2, 3], [1, 1, 1, 1, 2, 2]])
-        allowed = allowed & (ids[:, :, None] == ids[:, None, :])
-        mask = jnp.asarray(allowed[:, None])
-    for implementation in ("auto", "xla"):
-        ours = attend(*(jnp.asarray(a, jnp.float32) for a in (q, k, v)), mask, implementation)
-        np.testing.assert_allclose(ours, plain(q, k, v, allowed), rtol=1e-5, atol=1e-5)
+CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
 
 
-def test_implementation_by_platform():
-    assert choose_implementation("auto", jnp.bfloat16, 128, "gpu") == "cudnn"
-    assert choose_implementation("auto", jnp.float32, 128, "gpu") == "xla"
-    assert choose_implementation("auto", jnp.bfloat16, 256, "gpu") == "xla"
-    assert choose_implementation("auto", jnp.bfloat16, 128, "cpu") == "xla"
-    assert choose_implementation("cudnn", jnp.float32, 128, "cpu") == "cudnn"
+@pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
+def test_causal_attention_in_groups(kv_heads):
+    q, k, v = normal(BATCH, LENGTH, 6, HEAD), normal(BATCH, LENGTH, kv_heads, HEAD, seed=2), normal(BATCH, LENGTH, kv_heads, HEAD, seed=3)
+    wanted = plain(q, k, v, np.broadcast_to(CAUSAL, (BATCH, LENGTH, LENGTH)))
+    np.testing.assert_allclose(attend(q, k, v), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_rotary_turns_pairs_by_position():
+def test_a_mask_takes_the_place_of_causality():
+    q, k, v = normal(BATCH, 3, 4, HEAD), normal(BATCH, LENGTH, 2, HEAD, seed=2), normal(BATCH, LENGTH, 2, HEAD, seed=3)
+    allowed = np.random.default_rng(0).random((BATCH, 3, LENGTH)) < 0.5
+    allowed[..., 4] = True
+    np.testing.assert_allclose(attend(q, k, v, allowed[:, None]), plain(q, k, v, allowed), rtol=1e-5, atol=1e-5)
+
+
+def test_large_scores_and_equal_keys():
+    """The softmax neither overflows nor loses its sum."""
+    q = np.full((1, LENGTH, 1, HEAD), 300, np.float32)
+    k = np.broadcast_to(normal(1, 1, 1, HEAD) * 300, (1, LENGTH, 1, HEAD))
+    v = normal(1, LENGTH, 1, HEAD)
+    averages = np.cumsum(v, 1) / np.arange(1, LENGTH + 1)[:, None, None]
+    np.testing.assert_allclose(attend(q, k, v), averages, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_sums_in_float32():
+    q, k, v = (jnp.asarray(normal(1, LENGTH, 2, HEAD, seed=i), jnp.bfloat16) for i in range(3))
+    got = attend(q, k, v)
+    assert got.dtype == jnp.bfloat16
+    exact = attend(*(a.astype(jnp.float32) for a in (q, k, v)))
+    # Weights and output are rounded once each: half of 2^-8, of values about 1
+    np.testing.assert_allclose(got.astype(jnp.float32), exact, rtol=0, atol=2 * 2**-8)
+
+
+def attention(**fields):
+    defaults = {"width": WIDTH, "heads": 6, "kv_heads": 2, "head_dim": HEAD, "positions": "learned", "rotary_base": 100.0}
+    cfg = types.SimpleNamespace(**defaults | {"attention": "auto", "biases": True, "init_std": 0.1} | fields)
+    module = Attention(cfg, 0.1)
     random = np.random.default_rng(0)
-    x = random.normal(size=(1, 5, 2, 8)).astype(np.float32)
-    positions = np.array([[0, 1, 2, 0, 1]])
-    out = np.asarray(rotary(jnp.asarray(x), jnp.asarray(positions), 100.0))
-    for i, position in enumerate(positions[0]):
-        for j in range(4):
-            angle = position * 100.0 ** (-j / 4)
-            turned = (x[0, i, :, j] + 1j * x[0, i, :, j + 4]) * np.exp(1j * angle)
-            np.testing.assert_allclose(out[0, i, :, j], turned.real, rtol=1e-5, atol=1e-5)
-            np.testing.assert_allclose(out[0, i, :, j + 4], turned.imag, rtol=1e-5, atol=1e-5)
+    return functional(module), jax.tree.map(lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module))
+
+
+def test_the_layer_with_documents_apart():
+    apply, params = attention()
+    x = normal(BATCH, LENGTH, WIDTH)
+    segments = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 1]])
+    dense = lambda name, x: x @ params[name]["weight"] + params[name]["bias"]
+    heads = [dense(name, x).reshape(BATCH, LENGTH, -1, HEAD) for name in ("query", "key", "value")]
+    allowed = CAUSAL & (segments[:, :, None] == segments[:, None])
+    wanted = dense("out", plain(*heads, allowed).reshape(BATCH, LENGTH, -1))
+    np.testing.assert_allclose(apply(params, x, np.zeros((1, LENGTH), int), segments), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_documents_apart_with_positions_from_0_are_documents_alone():
+    apply, params = attention(positions="rotary", biases=False)
+    x = normal(1, LENGTH, WIDTH)
+    packed = apply(params, x, np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), np.array([[5, 5, 5, 5, 6, 6, 6, 6, 6]]))
+    for part in (slice(0, 4), slice(4, 9)):
+        alone = apply(params, x[:, part], np.arange(x[:, part].shape[1])[None])
+        np.testing.assert_allclose(packed[:, part], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_through_a_cache(positions):
+    apply, params = attention(positions=positions)
+    x, where = normal(BATCH, LENGTH, WIDTH), np.arange(LENGTH)[None]
+    cache = [jnp.full((BATCH, LENGTH + 3, 2, HEAD), 7.0)] * 2  # what is in unused slots is never looked at
+    parts = []
+    for first, end in ((0, 4), (4, 5), (5, 9)):
+        y, cache = apply(params, x[:, first:end], where[:, first:end], cache, first, method="cached")
+        parts.append(y)
+    np.testing.assert_allclose(np.concatenate(parts, 1), apply(params, x, where), rtol=1e-5, atol=1e-5)
+
+
+def test_choice_of_an_implementation():
+    assert choose_implementation("auto", jnp.bfloat16, 128, "gpu") == "cudnn"
+    for dtype, head_dim, platform in (
+        (jnp.float32, 128, "gpu"),
+        (jnp.bfloat16, 136, "gpu"),
+        (jnp.bfloat16, 20, "gpu"),
+        (jnp.bfloat16, 64, "cpu"),
+        (jnp.bfloat16, 64, "tpu"),
+    ):
+        assert choose_implementation("auto", dtype, head_dim, platform) == "xla"
+    assert choose_implementation("cudnn", jnp.float32, 64, "cpu") == "cudnn"  # what was asked for

@@ -1,0 +1,146 @@
+"""The parts put together: parameter counts, the padded vocabulary, gradients of the embedding, and what a token can see."""
+
+import importlib.util
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from jaxtrain.models import transformer
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+def recipe(name: str):
+    spec = importlib.util.spec_from_file_location(name, CONFIGS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config().resolve()
+
+
+def gpt_count(layers: int, width: int, vocabulary: int, positions: int) -> int:
+    """12 d² + 13 d a layer: attention 4 d² + 4 d, MLP 8 d² + 5 d, two norms 4 d; and the final norm 2 d."""
+    return vocabulary * width + positions * width + layers * (12 * width**2 + 13 * width) + 2 * width
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2_124m", 124_439_808),
+        ("llama3_8b", 8_030_261_248),
+        ("gpt3_175b", gpt_count(96, 12288, 50257, 2048)),
+    ],
+)
+def test_parameter_counts(name, count):
+    cfg = recipe(name).model
+    assert transformer.build(cfg).parameter_count == count
+    assert transformer.build(cfg, 8).parameter_count == count  # padding does not count
+
+
+def test_the_formula_for_gpt():
+    assert gpt_count(12, 768, 50257, 1024) == 124_439_808
+    assert 174e9 < gpt_count(96, 12288, 50257, 2048) < 176e9
+
+
+def test_matmul_parameters():
+    cfg = small.config(changes={"model.tied_embeddings": True}).model
+    layer = 4 * 32 * 32 + 3 * 32 * 64
+    assert transformer.build(cfg).matmul_parameters == 4 * layer + 61 * 32
+
+
+def test_padded_vocabulary():
+    assert [transformer.padded_vocabulary(61, n) for n in (1, 2, 4, 8)] == [61, 62, 64, 64]
+    assert [transformer.padded_vocabulary(50257, n) for n in (1, 2, 8)] == [50304, 50432, 51200]  # whole tiles of 128 on each
+    assert transformer.padded_vocabulary(128256, 8) == 129024
+
+
+GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+FORMS = {"llama": {}, "gpt2": GPT2 | {"model.tied_embeddings": True}}
+
+
+def model(form: str, shards: int = 1):
+    """(parts, parameters, tokens), the vocabulary padded for so many shards."""
+    cfg = small.config(changes=FORMS[form] | {"model.init_std": 0.3}).model
+    parts = transformer.build(cfg, shards)
+    random = np.random.default_rng(0)
+
+    def make(*lead):
+        def leaf(s):
+            value = s.constant + (s.std or 0.1) * random.standard_normal((*lead, *s.shape)).astype(np.float32)
+            return jnp.pad(value, [(0, 0)] * len(lead) + [(0, full - n) for full, n in zip(s.padded, s.shape, strict=True)])
+
+        return leaf
+
+    params = {k: jax.tree.map(make(), parts.specs[k]) for k in ("embed", "head")}
+    params["layers"] = jax.tree.map(make(cfg.layers), parts.specs["layer"])
+    return parts, params, random.integers(0, 61, (2, 16), np.int32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_token_sees_the_past_alone(form):
+    parts, params, tokens = model(form)
+    run = jax.jit(lambda tokens: transformer.forward(parts, params, tokens))
+    changed = tokens.copy()
+    changed[:, 9] = (changed[:, 9] + 1) % 61
+    before, after = run(tokens), run(changed)
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert np.abs(before[:, 9:] - after[:, 9:]).max(-1).min() > 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_of_the_vocabulary_gets_no_probability_and_changes_nothing(form):
+    (parts, params, tokens), (padded, padded_params, _) = model(form), model(form, shards=8)
+    assert padded_params["embed"]["table"].shape == (64, 32)
+    logits = jax.jit(lambda p: transformer.forward(padded, p, tokens))(padded_params)
+    assert logits.shape == (2, 16, 64) and np.isneginf(logits[..., 61:]).all()
+    plain = jax.jit(lambda p: transformer.forward(parts, p, tokens))(params)
+    np.testing.assert_allclose(logits[..., :61], plain, rtol=1e-5, atol=1e-5)
+    assert (jax.nn.softmax(logits)[..., 61:] == 0).all()
+
+    gradients = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(transformer.forward(padded, p, tokens))[..., 5].sum()))(padded_params)
+    tables = [gradients["embed"]["table"], *([] if form == "gpt2" else [gradients["head"]["table"]])]
+    assert all(not t[61:].any() and np.isfinite(t).all() for t in tables)
+
+
+def test_positions_and_documents_reach_every_layer():
+    parts, params, tokens = model("gpt2")
+    segments = np.repeat([[0, 1]], 8, axis=1).repeat(2, axis=0)
+    positions = np.concatenate([np.arange(8), np.arange(8)])[None].repeat(2, axis=0).astype(np.int32)
+    run = jax.jit(lambda *arrays: transformer.forward(parts, params, *arrays))
+    whole, alone = run(tokens, positions, segments), run(tokens[:, 8:])
+    np.testing.assert_allclose(whole[:, 8:], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2], ids=["shared positions", "own positions"])
+def test_gradient_of_the_embedding_is_added_in_place(rows):
+    parts, params, tokens = model("gpt2")
+    positions = np.random.default_rng(1).integers(0, 16, (rows, 16), np.int32)
+    g = np.random.default_rng(2).normal(size=(2, 16, 32)).astype(np.float32)
+    start = jax.tree.map(jnp.ones_like, params["embed"])
+    got = transformer.add_embedding_gradient(start, tokens, positions, g)
+    wanted = jax.vjp(lambda p: parts.embed(p, tokens, positions, jnp.float32), params["embed"])[1](g)[0]
+    for a, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, w + 1, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_keep_the_compute_type_in_their_gradient():
+    x, table = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((16, 8), jnp.bfloat16)
+    logits, vjp = jax.vjp(transformer.vocabulary_logits, x, table)
+    assert logits.dtype == jnp.float32
+    dx, dtable = vjp(jnp.full((4, 16), 0.5))
+    assert dx.dtype == dtable.dtype == jnp.bfloat16
+    assert (dx == 8).all() and (dtable == 2).all()
+
+
+def test_initial_values_follow_gpt2():
+    """The residual stream's variance stays put with depth: its projections are smaller."""
+    cfg = small.config(changes={"model.layers": 8, "model.init_std": 0.1}).model
+    layer = transformer.build(cfg).specs["layer"]
+    stds = {"attention": {"query": 0.1, "out": 0.1 / math.sqrt(16)}, "mlp": {"up": 0.1, "down": 0.1 / math.sqrt(16)}}
+    for part, names in stds.items():
+        for name, std in names.items():
+            assert layer[part][name]["weight"].std == pytest.approx(std)
