@@ -1,4 +1,4 @@
-"""Logical axes → mesh axes: the table, its errors, and what a constraint means where the trace stands."""
+"""Logical axes → mesh axes: one table, collisions, and what may be named where."""
 
 import jax
 import jax.numpy as jnp
@@ -6,72 +6,94 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import sharding
-from jaxtrain.mesh import BATCH_AXES, MANUAL_AXES, make_mesh
+from jaxtrain.mesh import AXES, MANUAL_AXES, make_mesh
+from jaxtrain.sharding import RULES, constrain, is_split, named, reshard, shards, spec
 
 
-def mesh_222():
-    return make_mesh((1, 2, 2, 1, 1, 2))
-
-
-def test_spec_follows_the_table():
-    assert sharding.spec(("stage", "layer", "width", "heads")) == P("stage", None, None, "model")
-    assert sharding.spec(("batch", "sequence", None)) == P(BATCH_AXES, "model", None)
-
-
-def test_colliding_axes_are_an_error():
-    with pytest.raises(ValueError, match="colliding axes.*'heads' and 'mlp'.*'model'"):
-        sharding.spec(("heads", "mlp"))
-    with pytest.raises(ValueError, match="colliding"):
-        sharding.spec(("batch", "sequence", "heads"))
-
-
-def test_unknown_axis_is_an_error():
-    with pytest.raises(KeyError, match="hedas"):
-        sharding.spec(("hedas",))
+def test_specs():
+    assert spec(("stage", "layer", "width", "heads")) == P("stage", None, None, "model")
+    assert spec(("batch", "sequence", None)) == P(("replica", "data", "expert"), "model", None)
+    assert spec(()) == P()
+    assert named(make_mesh((1, 2, 2, 1, 1, 2)), ("vocab", "width")).spec == P("model", None)
 
 
 def test_every_rule_names_mesh_axes():
-    from jaxtrain.mesh import AXES
-
-    assert {axis for rule in sharding.RULES.values() for axis in rule} <= set(AXES)
+    assert {axis for rule in RULES.values() for axis in rule} <= set(AXES)
 
 
-def test_constrain_is_the_identity_without_a_mesh():
-    x = jnp.ones((4, 4, 4))
-    assert sharding.constrain(x, ("batch", "sequence", None)) is x
-    assert sharding.shards("sequence") == 1 and not sharding.is_split("heads")
+@pytest.mark.parametrize(
+    ("axes", "both"), [(("heads", "mlp"), "'heads' and 'mlp'"), (("batch", "sequence", "vocab"), "'sequence' and 'vocab'")]
+)
+def test_collisions_are_an_error(axes, both):
+    with pytest.raises(ValueError, match=rf"colliding axes in .*: {both} are both laid on mesh axis 'model'"):
+        spec(axes)
 
 
-def test_constrain_lays_out_over_all_axes_outside_the_runtime():
-    with jax.set_mesh(mesh_222()):
-        out = jax.jit(lambda x: sharding.constrain(x, ("batch", "sequence", None)))(jnp.ones((4, 4, 4)))
-        assert out.sharding.shard_shape(out.shape) == (2, 2, 4)
+def test_an_axis_twice_collides_with_itself():
+    with pytest.raises(ValueError, match="colliding"):
+        spec(("batch", "batch"))
 
 
-def test_constrain_names_the_partitioners_axes_alone_inside_the_runtime():
+def test_unknown_names_are_an_error():
+    with pytest.raises(KeyError, match="hedas"):
+        spec(("width", "hedas"))
+
+
+def test_on_one_device_nothing_is_constrained():
+    x = jnp.ones((4, 8))
+    assert constrain(x, ("batch", "heads")) is x
+    assert shards("heads") == 1 and not is_split("heads")
+
+
+def in_runtime(fn, mesh, *arrays):
+    """fn as the runtime would call it: all axes manual but `model`."""
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(fn, in_specs=P(), out_specs=P(), axis_names=set(MANUAL_AXES), check_vma=False)
+        return jax.jit(run).lower(*arrays).compile()
+
+
+def test_shards():
     seen = []
 
-    def body(x):
-        seen.append((sharding.shards("sequence"), sharding.shards("batch")))
-        return sharding.constrain(x, ("batch", "sequence", None))
+    def look(x):
+        seen.append((shards("heads"), shards("batch"), is_split("sequence"), is_split("width")))
+        return x
 
-    mesh = mesh_222()
+    mesh = make_mesh((1, 2, 2, 1, 1, 2))
     with jax.set_mesh(mesh):
-        run = jax.shard_map(body, mesh=mesh, in_specs=P(BATCH_AXES), out_specs=P(BATCH_AXES), axis_names=set(MANUAL_AXES), check_vma=False)
-        out = jax.jit(run)(np.arange(64.0).reshape(4, 4, 4))
-    assert seen[0] == (2, 1)
-    np.testing.assert_array_equal(out, np.arange(64.0).reshape(4, 4, 4))
+        jax.jit(look).lower(jnp.ones(4))
+    in_runtime(look, mesh, jnp.ones(4))
+    # Under jit the batch is the partitioner's as well, in the runtime it is not.
+    assert seen == [(2, 2, True, False), (2, 1, True, False)]
 
 
-def test_reshard_moves_the_gradient_back():
+def test_constrain_names_in_the_runtime_what_is_left_to_the_partitioner():
+    """`batch` and `stage` are manual there, and naming them would be an error: they are left out."""
+    mesh = make_mesh((1, 2, 2, 1, 1, 2))
+    x = jnp.arange(4.0 * 8).reshape(4, 8)
+    compiled = in_runtime(lambda x: constrain(x * 2, ("batch", "mlp")), mesh, x)
+    assert "f32[4,4]" in compiled.as_text()  # half of the columns on each device of `model`, and every row
+    np.testing.assert_array_equal(compiled(x), x * 2)
+    in_runtime(lambda x: constrain(x, ("stage", None)), make_mesh((1, 2, 4, 1, 1, 1)), x)
+
+
+def test_constrain_under_jit_lays_out_everything():
+    with jax.set_mesh(make_mesh((1, 2, 2, 1, 1, 2))):
+        y = jax.jit(lambda x: constrain(x + 1, ("batch", "heads")))(jnp.ones((4, 8)))
+    assert y.sharding.shard_shape(y.shape) == (2, 4)
+
+
+def test_gradients_go_back_the_way_they_came():
+    """A constraint's own gradient comes in the layout that it went to; reshard's in the one that it came from."""
     split, whole = ("batch", "sequence", None), ("batch", "token", None)
-    with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 8))):
+    x, g = jnp.ones((2, 8, 16)), jnp.arange(2.0 * 8 * 16).reshape(2, 8, 16)
 
-        def loss(x):
-            return jnp.sum(sharding.reshard(x, split, whole) ** 2)
+    def backward(fn):
+        return jax.jit(lambda g: jax.vjp(fn, constrain(x, split))[1](g)[0])(g)
 
-        x = np.arange(32.0, dtype=np.float32).reshape(1, 8, 4)
-        gradient = jax.jit(jax.grad(loss))(x)
-        assert gradient.sharding.shard_shape(gradient.shape) == (1, 1, 4)
-    np.testing.assert_array_equal(gradient, 2 * x)
+    with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
+        forward = jax.jit(lambda x: reshard(x, split, whole))(x)
+        gathered, scattered = backward(lambda x: constrain(x, whole)), backward(lambda x: reshard(x, split, whole))
+    assert forward.sharding.shard_shape(x.shape) == gathered.sharding.shard_shape(x.shape) == (2, 8, 16)
+    assert scattered.sharding.shard_shape(x.shape) == (2, 2, 16)
+    np.testing.assert_array_equal(scattered, g)
