@@ -1,36 +1,108 @@
-"""A kernel over heads sees its own device's heads alone, and the result is the whole's."""
+"""A kernel on each device's own heads, forward and gradient: on its own and inside the runtime's manual region, in a loop as an op is."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import make_mesh
-from jaxtrain.models.attention import grouped_attention
+from jaxtrain.mesh import BATCH_AXES, MANUAL_AXES, STAGE, make_mesh
+from jaxtrain.models import attention
 from jaxtrain.parallel.heads import over_heads
+
+HEADS, KV_HEADS, LENGTH = 8, 4, 6
+
+
+def arrays():
+    random = np.random.default_rng(0)
+    shapes = [(4, LENGTH, HEADS, 4), (4, LENGTH, KV_HEADS, 4), (4, LENGTH, KV_HEADS, 4)]
+    return [jnp.asarray(random.normal(size=s), jnp.float32) for s in shapes]
+
+
+def mask():
+    segments = np.random.default_rng(1).integers(0, 2, (4, LENGTH))
+    return jnp.asarray(np.tril(segments[:, None, :, None] == segments[:, None, None, :]))
+
+
+def kernel(q, k, v, mask):
+    """Stands in for a library's: it fails on more heads than one device has."""
+    kernel.heads.append((q.shape[2], k.shape[2]))
+    return attention.grouped_attention(q, k, v, mask)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    kernel.heads = []
+
+
+def loss(q, k, v, mask):
+    y = over_heads(kernel, q, k, v, mask)
+    return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), y
+
+
+def expected(q, k, v, m):
+    def plain(q, k, v):
+        y = attention.grouped_attention(q, k, v, m)
+        return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum(), y
+
+    (_, y), gradients = jax.value_and_grad(plain, (0, 1, 2), has_aux=True)(q, k, v)
+    return [y, *gradients]
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("model", [1, 2, 4])
-def test_over_heads(model, masked):
-    random = np.random.default_rng(0)
-    q, k, v = (random.normal(size=(2, 8, n, 4)).astype(np.float32) for n in (8, 4, 4))
-    mask = (np.tril(np.ones((8, 8), bool)) & (random.random((2, 1, 8, 8)) < 0.7)) | np.eye(8, dtype=bool) if masked else None
-    seen = []
-
-    def kernel(q, k, v, mask):
-        seen.append((q.shape[2], k.shape[2]))
-        return grouped_attention(q, k, v, mask)
-
-    wanted, gradient = jax.value_and_grad(lambda q: jnp.sum(jnp.sin(grouped_attention(q, k, v, mask))))(q)
+def test_under_jit(model, masked):
+    m = mask() if masked else None
     with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, model), jax.devices()[:model])):
-        run = jax.jit(jax.value_and_grad(lambda q, k, v: jnp.sum(jnp.sin(over_heads(kernel, q, k, v, mask)))))
-        value, ours = run(q, k, v)
-    assert set(seen) == {(8 // model, 4 // model)}
-    np.testing.assert_allclose(value, wanted, rtol=1e-5)
-    np.testing.assert_allclose(ours, gradient, rtol=1e-4, atol=1e-6)
+        (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays(), m)
+    assert set(kernel.heads) == {(HEADS // model, KV_HEADS // model)}
+    for got, wanted in zip([y, *gradients], expected(*arrays(), m), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_over_heads_without_a_mesh_is_the_kernel():
-    x = jnp.ones((1, 2, 2, 4))
-    assert over_heads(lambda q, k, v, m: q, x, x, x, None) is x
+@pytest.mark.parametrize("masked", [False, True])
+def test_in_an_op_that_only_one_stage_runs(masked):
+    m = mask() if masked else jnp.ones((4, 1, LENGTH, LENGTH), bool)
+    rows = P(BATCH_AXES)
+
+    def local(q, k, v, m):
+        def op(_, carried):
+            (_, y), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v, m if masked else None)
+            return [a + b for a, b in zip(carried, (y, *gradients), strict=True)]
+
+        zeros = [jnp.zeros_like(a) for a in (q, q, k, v)]
+        made = jax.lax.fori_loop(0, (jax.lax.axis_index(STAGE) == 1).astype(int), op, zeros)
+        return [a[None] for a in made]
+
+    def of_shard(rows: slice):  # the loss's cosines are those of a data shard's own rows
+        return expected(*(a[rows] for a in arrays()), m[rows] if masked else None)
+
+    wanted = [np.concatenate(parts) for parts in zip(of_shard(slice(0, 2)), of_shard(slice(2, 4)), strict=True)]
+    with jax.set_mesh(make_mesh((1, 2, 2, 1, 1, 2))):
+        out = P(STAGE, BATCH_AXES)
+        run = jax.shard_map(local, in_specs=(rows,) * 4, out_specs=[out] * 4, axis_names=set(MANUAL_AXES), check_vma=False)
+        made = jax.jit(run)(*arrays(), m)
+    assert set(kernel.heads) == {(HEADS // 2, KV_HEADS // 2)}
+    for got, w in zip(made, wanted, strict=True):
+        assert not got[0].any(), "the other stage ran it too"
+        np.testing.assert_allclose(got[1], w, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_mesh():
+    np.testing.assert_array_equal(over_heads(kernel, *arrays(), None), attention.grouped_attention(*arrays()))
+
+
+def test_attention_takes_this_way_for_a_library_kernel(monkeypatch):
+    """With cuDNN asked for, each device's part of the heads goes to jax's function, causal or with the mask."""
+    calls = []
+
+    def stand_in(q, k, v, mask, is_causal, implementation):
+        calls.append((q.shape[2], is_causal, implementation))
+        return attention.grouped_attention(q, k, v, mask)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
+        for m in (None, mask()):
+            got = jax.jit(lambda q, k, v, m=m: attention.attend(q, k, v, m, "cudnn"))(*arrays())
+            np.testing.assert_allclose(got, attention.grouped_attention(*arrays(), m), rtol=1e-5, atol=1e-5)
+    assert calls == [(2, True, "cudnn"), (2, False, "cudnn")]

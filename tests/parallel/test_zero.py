@@ -1,0 +1,80 @@
+"""ZeRO: which dimension is shared out, and that a reduction leaves every device its part of the sum over all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.mesh import AXES, BATCH_AXES, MANUAL_AXES, MODEL, make_mesh
+from jaxtrain.parallel.zero import plan, reduce
+
+LAYER = ("stage", "layer", "width", "heads")
+TABLE = ("vocab", "width")
+
+
+def test_a_layer_is_shared_out_over_data():
+    mesh = make_mesh((1, 2, 2, 1, 1, 2))
+    how = plan(LAYER, (2, 3, 8, 16), 2, mesh, zero=1)
+    assert (how.scatter_axes, how.dim, how.sum_axes) == (("data",), 2, ("replica", "expert"))
+    assert how.storage == P("stage", None, "data", "model") and how.unscattered == P("stage", None, None, "model")
+
+
+def test_embedding_and_head_are_shared_out_over_stages_too():
+    mesh = make_mesh((1, 2, 2, 1, 1, 2))
+    how = plan(TABLE, (62, 8), 0, mesh, zero=1)
+    assert (how.scatter_axes, how.dim, how.sum_axes) == (("stage", "data"), 1, ("replica", "expert"))
+    assert how.storage == P("model", ("stage", "data"))
+    # 4 does not divide the width: over data alone, and summed over stages.
+    how = plan(TABLE, (62, 6), 0, mesh, zero=1)
+    assert (how.scatter_axes, how.dim, how.sum_axes) == (("data",), 1, ("replica", "expert", "stage"))
+
+
+def test_what_stays_whole():
+    mesh = make_mesh((1, 4, 2, 1, 1, 1))
+    for axes, shape, own, zero in (
+        (("stage", "layer", "width"), (2, 4, 6), 2, 1),  # no dimension of its own divides; layers are not shared out
+        (LAYER, (2, 3, 8, 16), 2, 0),
+    ):
+        how = plan(axes, shape, own, mesh, zero)
+        assert how.scatter_axes == () and how.storage == how.unscattered
+        assert how.sum_axes == BATCH_AXES
+    assert plan(LAYER, (1, 3, 8, 16), 2, make_mesh((8, 1, 1, 1, 1, 1)), 1).scatter_axes == ()  # replicas keep all
+
+
+CASES = {
+    "scattered over data": ((1, 2, 2, 1, 1, 2), LAYER, (2, 3, 8, 16), 2, 1),
+    "behind a split dimension": ((1, 2, 2, 1, 1, 2), ("stage", "layer", "heads", "width"), (2, 1, 6, 4), 2, 1),
+    "scattered over stages and data": ((1, 2, 2, 1, 1, 2), TABLE, (62, 8), 0, 1),
+    "over data, summed over stages": ((1, 2, 2, 1, 1, 2), TABLE, (62, 6), 0, 1),
+    "replicas": ((2, 2, 2, 1, 1, 1), LAYER, (2, 1, 4, 4), 2, 1),
+    "not divisible": ((1, 4, 2, 1, 1, 1), ("stage", "layer", "width"), (2, 4, 6), 2, 1),
+    "nothing shared out": ((1, 2, 2, 1, 1, 2), LAYER, (2, 3, 8, 16), 2, 0),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_reduction(case, dtype):
+    sizes, axes, shape, own, zero = CASES[case]
+    mesh = make_mesh(sizes)
+    how = plan(axes, shape, own, mesh, zero)
+    # Each device has a gradient of its own: small integers, which bfloat16 adds exactly.
+    own_axes = [a for a in AXES if a != MODEL]
+    lead = [mesh.shape[a] for a in own_axes]
+    staged = axes[0] == "stage"
+    local = (1, *shape[1:]) if staged else shape
+    gradients = np.random.default_rng(0).integers(-8, 8, (*lead, *local)).astype(np.float32)
+
+    def body(g):
+        return reduce(g.reshape(local), how, jnp.dtype(dtype))
+
+    names = [tuple(n for n in ((part,) if isinstance(part, str) else part or ()) if n != MODEL) or None for part in how.storage]
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(body, in_specs=P(*own_axes), out_specs=P(*names), axis_names=set(MANUAL_AXES), check_vma=False)
+        got = jax.jit(run, out_shardings=NamedSharding(mesh, how.storage))(gradients)
+    over = tuple(i for i, a in enumerate(own_axes) if not (staged and a == "stage"))
+    wanted = gradients.sum(over)
+    np.testing.assert_array_equal(got, wanted.reshape(shape) if staged else wanted)
+    assert got.dtype == jnp.float32
