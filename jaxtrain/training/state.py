@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -116,7 +117,8 @@ class Layout:
             draw = lambda key, s=first: s.draw(jax.random.wrap_key_data(key, impl="threefry2x32"))
             for _ in (None, *lead):
                 draw = jax.vmap(draw)
-            noise = draw(jnp.stack([keys[i] for i in members]))
+            # The barrier keeps the noise's last factor and `std` apart: XLA merges the two on some layouts, and rounds differently.
+            noise = lax.optimization_barrier(draw(jnp.stack([keys[i] for i in members])))
             noise = constrain(noise, (None, *("stage", "layer")[: len(lead)], *first.axes))
             for n, i in enumerate(members):
                 path, s = leaves[i]

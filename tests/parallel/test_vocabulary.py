@@ -78,6 +78,14 @@ def test_bfloat16_rows():
     np.testing.assert_array_equal(got, TABLE.astype(jnp.bfloat16)[TOKENS])
 
 
+def test_a_bfloat16_gradient_is_added_in_float32():
+    rounded = GRADIENT.astype(jnp.bfloat16)
+    got, _ = run(add_lookup_gradient, (1, 1, 1, 1, 1, 4), TABLE, TOKENS, rounded, manual=False)
+    wanted = TABLE.copy()
+    np.add.at(wanted, TOKENS, rounded.astype(np.float32))
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_one_device():
     assert lookup(jnp.asarray(TABLE), TOKENS).shape == (BATCH, LENGTH, WIDTH)
     total = functools.reduce(lambda a, _: add_lookup_gradient(a, TOKENS, GRADIENT), range(2), jnp.zeros_like(TABLE))

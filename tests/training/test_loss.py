@@ -1,61 +1,94 @@
-"""The loss in chunks equals the loss at once, and its gradients; no chunk holds more logits than it may."""
+"""The loss in chunks: the same as whole, with its gradients, and never the logits of more than a chunk."""
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jaxtrain.models.transformer import vocabulary_logits
+from jaxtrain.mesh import make_mesh
+from jaxtrain.sharding import constrain
 from jaxtrain.training.loss import chunk_count, loss_and_gradients, loss_sum, token_losses
 
-B, T, D, V = 3, 8, 4, 11
+BATCH, LENGTH, WIDTH, VOCABULARY = 2, 12, 6, 40
+random = np.random.default_rng(0)
+PARAMS = {"table": random.normal(size=(VOCABULARY, WIDTH)).astype(np.float32), "bias": random.normal(size=WIDTH).astype(np.float32)}
+X = random.normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32)
+TARGETS = random.integers(0, VOCABULARY, (BATCH, LENGTH), np.int32)
+WEIGHTS = random.random((BATCH, LENGTH)).astype(np.float32) * (random.random((BATCH, LENGTH)) < 0.7)
 
 
-def inputs():
-    random = np.random.default_rng(0)
-    x = jnp.asarray(random.normal(size=(B, T, D)), jnp.float32)
-    table = jnp.asarray(random.normal(size=(V, D)), jnp.float32)
-    targets = jnp.asarray(random.integers(0, V, (B, T)), jnp.int32)
-    weights = jnp.asarray(random.random((B, T)) < 0.6, jnp.float32)
-    return x, table, targets, weights
+def head(params, x):
+    return jnp.tanh(x + params["bias"]) @ params["table"].T
 
 
-def head(table, x):
-    return vocabulary_logits(x.reshape(-1, D), table).reshape(*x.shape[:-1], V)
+def plain(params, x):
+    losses = optax.softmax_cross_entropy_with_integer_labels(head(params, x), TARGETS)
+    return (losses * WEIGHTS).sum()
 
 
-def plain(table, x, targets, weights):
-    logits = jnp.einsum("btd,vd->btv", x, table)
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
-    return -jnp.sum(picked * weights)
+LIMITS = {24: 1, 23: 2, 12: 2, 8: 3, 7: 4, 4: 6, 2: 12, 1: 12}  # tokens at a time: chunks of the 12 positions
 
 
-@pytest.mark.parametrize("limit", [1000, 12, 6, 3, 1])
-def test_chunks_change_nothing(limit):
-    x, table, targets, weights = inputs()
-    wanted, (d_table, dx) = jax.value_and_grad(plain, (0, 1))(table, x, targets, weights)
-    np.testing.assert_allclose(loss_sum(lambda x: head(table, x), x, targets, weights, limit), wanted, rtol=1e-5)
-    sums = jnp.full(table.shape, 2.0)
-    loss, sums, ours = jax.jit(lambda: loss_and_gradients(head, table, sums, x, targets, weights, limit))()
-    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    np.testing.assert_allclose(ours, dx, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(sums, d_table + 2, rtol=1e-4, atol=1e-6)
+def test_chunk_count():
+    assert {limit: chunk_count(BATCH, LENGTH, limit) for limit in LIMITS} == LIMITS
+    assert chunk_count(1, 7, 3) == 7  # 7 is a prime
+    assert chunk_count(64, 1, 1) == 1  # a chunk has one position of every row at least
 
 
-def test_chunk_count_is_the_fewest_that_fit():
-    assert chunk_count(3, 8, 24) == 1 and chunk_count(3, 8, 23) == 2 and chunk_count(3, 8, 6) == 4
-    assert chunk_count(100, 8, 10) == 8  # a chunk is at least one token of each row
+def test_a_chunk_has_its_share_of_every_shard_of_the_sequence():
+    seen = []
+    with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
+        jax.jit(lambda x: (seen.append(chunk_count(2, 16, 1)), x)[1])(jnp.ones(4))
+    assert seen == [4]
 
 
-def test_the_program_never_holds_all_logits():
-    x, table, targets, weights = inputs()
-    text = jax.jit(lambda: loss_and_gradients(head, table, jnp.zeros_like(table), x, targets, weights, 6)).lower().compile().as_text()
-    assert f"f32[6,{V}]" in text.replace(f"f32[3,2,{V}]", f"f32[6,{V}]")
-    assert f"f32[{B},{T},{V}]" not in text and f"f32[{B * T},{V}]" not in text
+@pytest.mark.parametrize("limit", LIMITS)
+def test_loss_and_gradients(limit):
+    value, (dparams, dx) = jax.value_and_grad(plain, (0, 1))(PARAMS, X)
+    start = jax.tree.map(jnp.ones_like, PARAMS)
+    loss, sums, g = jax.jit(lambda x: loss_and_gradients(head, PARAMS, start, x, TARGETS, WEIGHTS, limit))(X)
+    np.testing.assert_allclose(loss, value, rtol=1e-6)
+    np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda got, d: np.testing.assert_allclose(got, d + 1, rtol=1e-5, atol=1e-5), sums, dparams)
+    only = jax.jit(lambda x: loss_sum(lambda x: head(PARAMS, x), x, TARGETS, WEIGHTS, limit))(X)
+    np.testing.assert_allclose(only, value, rtol=1e-6)
 
 
-def test_masked_logits_have_no_probability():
-    logits = jnp.array([[1.0, 2.0, -jnp.inf]])
-    losses, gradient = jax.value_and_grad(lambda a: token_losses(a, jnp.array([1])).sum())(logits)
-    np.testing.assert_allclose(losses, np.log(1 + np.exp(-1.0)), rtol=1e-6)
-    assert np.isfinite(gradient).all() and gradient[0, 2] == 0
+def test_on_a_split_sequence():
+    x = jnp.asarray(X)
+    with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
+
+        def run(x):
+            x = constrain(x, ("batch", "sequence", None))
+            return loss_and_gradients(head, PARAMS, jax.tree.map(jnp.zeros_like, PARAMS), x, TARGETS, WEIGHTS, 8)
+
+        loss, _, g = jax.jit(run)(x)
+    value, dx = jax.value_and_grad(plain, 1)(PARAMS, X)
+    np.testing.assert_allclose(loss, value, rtol=1e-6)
+    np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("limit", "chunks"), [(24, 1), (8, 3), (2, 12)])
+def test_logits_of_a_chunk_at_a_time(limit, chunks):
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    program = jax.jit(lambda x: loss_and_gradients(head, PARAMS, zeros, x, TARGETS, WEIGHTS, limit)).lower(X).compile()
+    parsed = hlo.Program(program.as_text())
+    largest = max(size for i in parsed.below(parsed.entry) for shape, size in zip(i.shapes, i.sizes, strict=True) if VOCABULARY in shape)
+    assert largest == max(BATCH * LENGTH // chunks, WIDTH) * VOCABULARY  # the table itself, where the chunk is smaller
+
+
+def test_token_losses():
+    logits = jnp.asarray(random.normal(size=(5, VOCABULARY)) * 50, jnp.float32)
+    targets = jnp.arange(5)
+    np.testing.assert_allclose(token_losses(logits, targets), optax.softmax_cross_entropy_with_integer_labels(logits, targets), rtol=1e-5)
+
+
+def test_padded_logits_change_nothing():
+    logits = jnp.asarray(random.normal(size=(5, VOCABULARY)), jnp.float32)
+    padded = jnp.pad(logits, ((0, 0), (0, 8)), constant_values=-jnp.inf)
+    targets = jnp.arange(5)
+    np.testing.assert_allclose(token_losses(padded, targets), token_losses(logits, targets), rtol=1e-6)
+    gradient = jax.grad(lambda x: token_losses(x, targets).sum())(padded)
+    assert np.isfinite(gradient).all() and not gradient[:, VOCABULARY:].any()

@@ -1,0 +1,68 @@
+"""Learning rates, and AdamW against its formula."""
+
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxtrain.config import OptimizerConfig
+from jaxtrain.models.spec import Spec
+from jaxtrain.training.optimizer import learning_rate, make_optimizer
+
+
+def rates(steps: int, **fields) -> list[float]:
+    rate = learning_rate(OptimizerConfig(learning_rate=1.0, **fields), steps)
+    return [float(rate(i)) for i in range(steps + 3)]
+
+
+def test_warm_up_reaches_the_peak_in_its_last_step():
+    got = rates(10, warmup_steps=4, schedule="constant")
+    np.testing.assert_allclose(got, [0.25, 0.5, 0.75, 1] + [1] * 9, rtol=1e-6)
+    assert rates(10, warmup_steps=1, schedule="constant")[:2] == [1, 1]
+
+
+def test_cosine_and_linear_end_at_their_fraction():
+    cosine, linear = (rates(12, warmup_steps=2, schedule=s, final_fraction=0.2) for s in ("cosine", "linear"))
+    np.testing.assert_allclose(linear[2:], [1 - 0.08 * i for i in range(11)] + [0.2] * 2, rtol=1e-6)
+    np.testing.assert_allclose(cosine[2:], [0.2 + 0.4 * (1 + math.cos(math.pi * min(i, 10) / 10)) for i in range(13)], rtol=1e-6)
+
+
+def test_constant_with_a_final_decay():
+    got = rates(10, schedule="constant", decay_steps=4, final_fraction=0.5)
+    np.testing.assert_allclose(got, [1] * 7 + [0.875, 0.75, 0.625] + [0.5] * 3, rtol=1e-6)
+    assert rates(5, schedule="constant") == [1] * 8
+
+
+SPECS = {"matrix": Spec((2, 3), ("width", "mlp"), std=0.1), "norm": Spec((3,), ("width",), constant=1.0)}
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5, 1e6])
+def test_adamw(clip_norm):
+    cfg = OptimizerConfig(learning_rate=0.1, schedule="constant", weight_decay=0.3, clip_norm=clip_norm, b1=0.8, b2=0.9, epsilon=1e-3)
+    optimizer = make_optimizer(cfg, 10, SPECS)
+    random = np.random.default_rng(0)
+    params = {k: random.normal(size=s.shape) for k, s in SPECS.items()}
+    state, mine = optimizer.init(params), dict(params)
+    mu, nu = ({k: np.zeros(s.shape) for k, s in SPECS.items()} for _ in range(2))
+    for t in range(1, 4):
+        gradients = {k: random.normal(size=s.shape) for k, s in SPECS.items()}
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
+        for k, g in gradients.items():
+            g = g * min(1, clip_norm / norm) if clip_norm else g
+            mu[k], nu[k] = 0.8 * mu[k] + 0.2 * g, 0.9 * nu[k] + 0.1 * g**2
+            step = mu[k] / (1 - 0.8**t) / (np.sqrt(nu[k] / (1 - 0.9**t)) + 1e-3)
+            mine[k] = mine[k] - 0.1 * (step + (0.3 * mine[k] if k == "matrix" else 0))
+    for k in SPECS:
+        np.testing.assert_allclose(params[k], mine[k], rtol=1e-4)
+
+
+def test_only_matrices_decay():
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.5, schedule="constant", weight_decay=0.1), 10, SPECS)
+    params = {k: np.ones(s.shape, np.float32) for k, s in SPECS.items()}
+    updates, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(updates["matrix"], -0.05)
+    np.testing.assert_array_equal(updates["norm"], 0)
