@@ -12,9 +12,9 @@ to g − 1. A message leaves when its row permutes: at the row's end (`late`: us
 row after it, under that row's ops (`early`: usable two rows after it was made). This file makes tables, checks them and
 assigns slots; runtime.py executes them. No JAX here.
 
-      1F1B, 3 stages, 4 microbatches        stage 0  F0 F1 .  .  B0 F2 B1 F3 B2 .  B3
-                                            stage 1  .  F0 F1 B0 F2 B1 F3 B2 .  B3 .
-                                            stage 2  .  .  L0 .  L1 .  L2 .  L3 .  .
+      1F1B, 3 stages, 4 microbatches        stage 0  F0 F1 F2 .  B0 F3 B1 .  B2 B3
+                                            stage 1  .  F0 F1 B0 F2 B1 F3 B2 B3 .
+                                            stage 2  .  .  L0 L1 .  L2 .  L3 .  .
 """
 
 import dataclasses
@@ -83,19 +83,22 @@ def is_last(stages: int, chunks: int, stage: int, chunk: int) -> bool:
     return chunk == chunks - 1 and stage == stages - 1
 
 
-def gpipe(stages: int, chunks: int, microbatches: int) -> list[list[Cell]]:
+def gpipe(stages: int, chunks: int, microbatches: int, hop: int) -> list[list[Cell]]:
     """All forwards, then all backwards (Huang et al. 2019); with chunks > 1 the forwards go round the circle chunk by chunk."""
     forward = [(Op.F, c, k) for c in range(chunks) for k in range(microbatches)]
     backward = [(Op.B, c, k) for c in reversed(range(chunks)) for k in range(microbatches)]
     return [forward + backward] * stages
 
 
-def one_f_one_b(stages: int, chunks: int, microbatches: int) -> list[list[Cell]]:
-    """1F1B (Narayanan et al. 2019, PipeDream-Flush): at most stages − s microbatches in flight on stage s."""
-    return _alternate(stages, [range(microbatches)], [stages - s - 1 for s in range(stages)], 1)
+def one_f_one_b(stages: int, chunks: int, microbatches: int, hop: int) -> list[list[Cell]]:
+    """1F1B (Narayanan et al. 2019, PipeDream-Flush): at most stages − s microbatches in flight on stage s.
+
+    Messages that are under way for two rows (`hop` 2) take twice as many to and fro: 2 · (stages − s) − 1.
+    """
+    return _alternate(stages, [range(microbatches)], [hop * (stages - s - 1) for s in range(stages)], 1)
 
 
-def interleaved(stages: int, chunks: int, microbatches: int) -> list[list[Cell]]:
+def interleaved(stages: int, chunks: int, microbatches: int, hop: int) -> list[list[Cell]]:
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): microbatches go through the chunks in groups of `stages`.
 
     Where the microbatches do not divide, the last group takes the rest as well: groups of p to 2p − 1 keep the bubble at
@@ -121,7 +124,8 @@ def _alternate(stages: int, groups: Sequence[range], warmup: Sequence[int], chun
     return orders
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], list[list[Cell]]]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+# (stages, chunks, microbatches, rows from a message's making to its use) → the cells of each stage, in order
+SCHEDULES: dict[str, Callable[[int, int, int, int], list[list[Cell]]]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 
 
 def make_table(schedule: str, stages: int, chunks: int, microbatches: int, permute: str = "late") -> Table:
@@ -132,7 +136,7 @@ def make_table(schedule: str, stages: int, chunks: int, microbatches: int, permu
     """
     if stages == 1:
         return _fill("accumulate", 1, 1, microbatches, [[(Op.L, 0, k) for k in range(microbatches)]], permute)
-    orders = SCHEDULES[schedule](stages, chunks, microbatches)
+    orders = SCHEDULES[schedule](stages, chunks, microbatches, HOP[permute])
     fused = []
     for s, order in enumerate(orders):
         cells = []

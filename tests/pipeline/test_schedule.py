@@ -128,8 +128,15 @@ def test_fewer_microbatches_than_stages_have_idle_cells():
 @pytest.mark.parametrize("stages", STAGES)
 def test_1f1b_keeps_p_inputs(stages, permute):
     slots = [assign_slots(make_table("1f1b", stages, 1, m, permute)) for m in range(1, 4 * stages)]
-    assert [s.x_slots for s in slots] == [min(m, stages) for m in range(1, 4 * stages)]
+    most = stages if permute == "late" else 2 * stages - 1  # a message under way for two rows: twice as many to and fro
+    assert [s.x_slots for s in slots] == [min(m, most) for m in range(1, 4 * stages)]
     assert {s.g_slots for s in slots} == {1}
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_early_permutes_cost_1f1b_no_idle_rows_but_the_first_and_last(stages):
+    rows = [make_table("1f1b", stages, 1, m, "early").ticks - 2 * m for m in (16, 32, 64)]
+    assert len(set(rows)) == 1
 
 
 @pytest.mark.parametrize("permute", PERMUTES)
@@ -200,7 +207,7 @@ def test_a_backward_before_its_forward_is_refused():
 
 
 def test_an_order_that_never_finishes(monkeypatch):
-    def stuck(stages, chunks, microbatches):
+    def stuck(stages, chunks, microbatches, hop):
         return [[(Op.B, 0, k) for k in range(microbatches)] + [(Op.F, 0, k) for k in range(microbatches)]] * stages
 
     monkeypatch.setitem(SCHEDULES, "stuck", stuck)
