@@ -25,7 +25,7 @@ set_xla_flags(os.environ)
 import jax  # noqa: E402 (after its environment)
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "xla"))
+jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(ROOT / ".cache" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
@@ -39,10 +39,3 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "full" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="takes long: run with --full"))
-
-
-@pytest.fixture
-def no_transfers():
-    """Nothing moves between host and devices unless the test says so (jax.device_put, jax.device_get)."""
-    with jax.transfer_guard("disallow"):
-        yield
