@@ -130,7 +130,7 @@ def test_1f1b_keeps_p_inputs(stages, permute):
     slots = [assign_slots(make_table("1f1b", stages, 1, m, permute)) for m in range(1, 4 * stages)]
     most = stages if permute == "late" else 2 * stages - 1  # a message under way for two rows: twice as many to and fro
     assert [s.x_slots for s in slots] == [min(m, most) for m in range(1, 4 * stages)]
-    assert {s.g_slots for s in slots} == {1}
+    assert max(s.g_slots for s in slots) == (1 if permute == "late" else 2)
 
 
 @pytest.mark.parametrize("stages", STAGES)
