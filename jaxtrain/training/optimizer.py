@@ -36,8 +36,9 @@ def make_optimizer(cfg, steps: int, specs: dict) -> optax.GradientTransformation
     specs: a pytree like the parameters, of Specs.
     """
     decays = jax.tree.map(lambda s: s.matrix, specs, is_leaf=lambda s: isinstance(s, Spec))
-    parts = [optax.clip_by_global_norm(cfg.clip_norm)] if cfg.clip_norm else []
-    parts += [
+    parts = [
+        # One part also where nothing is clipped: the state's structure, which a checkpoint holds, does not depend on it.
+        optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
         optax.scale_by_adam(cfg.b1, cfg.b2, cfg.epsilon),
         optax.add_decayed_weights(cfg.weight_decay, decays),
         optax.scale_by_learning_rate(learning_rate(cfg, steps)),

@@ -66,3 +66,9 @@ def test_only_matrices_decay():
     updates, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)
     np.testing.assert_allclose(updates["matrix"], -0.05)
     np.testing.assert_array_equal(updates["norm"], 0)
+
+
+def test_clipping_does_not_change_what_a_checkpoint_holds():
+    params = {k: np.ones(s.shape, np.float32) for k, s in SPECS.items()}
+    clipped, free = (make_optimizer(OptimizerConfig(clip_norm=c), 10, SPECS).init(params) for c in (1.0, 0.0))
+    assert [p for p, _ in jax.tree_util.tree_leaves_with_path(clipped)] == [p for p, _ in jax.tree_util.tree_leaves_with_path(free)]
