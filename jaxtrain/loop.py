@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import signal
 import time
@@ -106,7 +107,10 @@ def run(config: Config, workdir: str) -> None:
         closing.callback(log.close)
         closing.callback(progress.close)
         rate, validation = _Rate(config, step, start), None
-        profile = _Profile(folder / "profile", start + PROFILE_FROM, config.train.profile_steps)
+        # Processes of one machine would write to one file.
+        traces = folder / "profile" / (f"process_{jax.process_index()}" if jax.process_count() > 1 else "")
+        profile = _Profile(traces, start + PROFILE_FROM, config.train.profile_steps)
+        closing.callback(profile.close)
         stop = closing.enter_context(_stop_signals(mesh))
         at, waiting = start, None
         ahead: tuple | None = None
@@ -256,20 +260,27 @@ def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: 
 
 @dataclasses.dataclass
 class _Profile:
-    """A jax.profiler trace of `count` steps from step `first` on."""
+    """A jax.profiler trace of `count` steps from step `first` on, or of those that there are."""
 
     folder: pathlib.Path
     first: int
     count: int
+    running: bool = False
 
     def before(self, at: int) -> None:
         if self.count and at == self.first:
             jax.profiler.start_trace(str(self.folder))
+            self.running = True
 
     def after(self, at: int, out: dict) -> None:
-        if self.count and at == self.first + self.count:
+        if at == self.first + self.count:
             jax.block_until_ready(out)
+            self.close()
+
+    def close(self) -> None:
+        if self.running:
             jax.profiler.stop_trace()
+            self.running = False
 
 
 class _Stop:
@@ -301,13 +312,15 @@ class _Later:
 
 @contextlib.contextmanager
 def _stop_signals(mesh: jax.sharding.Mesh) -> Iterator[_Stop]:
-    """SIGTERM and Ctrl-C ask the loop to stop after the step; a second Ctrl-C interrupts at once."""
+    """SIGTERM and Ctrl-C ask the loop to stop after the step; a second Ctrl-C ends the process at once."""
     stop = _Stop(mesh)
 
     def ask(number, _):
-        if stop.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
         stop.asked = True
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            if cluster.is_main():
+                os.write(2, b"stopping after this step; Ctrl-C again ends at once, without saving\n")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
