@@ -187,6 +187,16 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
         raise UsageError(f"--process_id={namespace.process_id} is not below --processes={namespace.processes}: use 0 to {last}")
 
 
+def check_workdir(workdir: str) -> None:
+    """Ends the process with one line and status 2 where the folder of a run can neither be written nor made."""
+    path = pathlib.Path(workdir)
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        fail(f"--workdir={workdir!r}: {str(there)!r} is not a folder: use --workdir={str(there.with_name(there.name + '_run'))!r}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        fail(f"--workdir={workdir!r}: {str(there)!r} may not be written: use --workdir={os.path.join('runs', path.name)!r}")
+
+
 # --- recipes ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """python -m jaxtrain.train: trains what a recipe describes. Flags are parsed in cli.py, the training itself is in loop.py."""
 
 import os
+import signal
 import sys
 
 from jaxtrain import cli
@@ -17,7 +18,11 @@ usage: python -m jaxtrain.train [--config=configs/NAME.py] [--config.GROUP.FIELD
 def main(argv: list[str]) -> int:
     """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 for a loss that is not finite; 2 if the flags, the config
     or the data cannot work."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until there is something to save, Ctrl-C ends the process: compilation does not listen, and Python drops it in a callback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     config, flags = cli.parse(argv, DESCRIPTION)
+    cli.check_workdir(flags.workdir)
     cli.start_jax(flags)
     import jax  # after the flags are known to be right
 

@@ -115,14 +115,19 @@ def test_profile_evaluation_and_what_is_kept(whole, workdir):
 # --- killed and continued --------------------------------------------------------------------------------------------------------
 
 
+def compiling(workdir):
+    """The environment of a run that compiles long enough to be hit, and the condition that it does: the corpus is prepared just before."""
+    cache = workdir.with_name(f"cache-{workdir.name}-{time.monotonic_ns()}")
+    return {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAXTRAIN_CACHE": str(cache)}, lambda: list(cache.glob("*/corpus.json"))
+
+
 def kill_when(workdir, moment: str, chance: random.Random) -> None:
     """Starts the run and kills it at a moment: a phase, and within it by chance."""
-    # Only where nothing is compiled yet does compilation take long enough to be hit.
-    environment = {"JAX_ENABLE_COMPILATION_CACHE": "false"} if moment == "compiling" else None
+    environment, compiles = compiling(workdir) if moment == "compiling" else ({}, lambda: False)
     at = runs.last_step(workdir)
     conditions = {
         "starting": lambda: True,
-        "compiling": lambda: (workdir.parent / "cache").exists(),  # the corpus is prepared just before
+        "compiling": compiles,
         "step": lambda: runs.last_step(workdir) > at + chance.randrange(6),
         "saving": lambda: runs.unfinished(workdir) and runs.last_step(workdir) > at + 2,
     }
@@ -241,6 +246,19 @@ def test_sigterm_and_ctrl_c_save_and_stop(whole, workdir):
     assert {s: found[s] for s in common} == {s: expected[s] for s in common}
 
 
+def test_ctrl_c_before_there_is_anything_to_save(folder, workdir):
+    """At once, although a program is being compiled, and without a traceback."""
+    environment, compiles = compiling(workdir)
+    with runs.running(folder, *runs.training(workdir), environment=environment) as command:
+        command.wait_for(compiles, "compilation")
+        time.sleep(2)
+        began = time.monotonic()
+        command.signal(signal.SIGINT)
+        done = command.end(status=-signal.SIGINT)
+        assert time.monotonic() - began < 2
+    assert "Traceback" not in done.err and not workdir.exists()
+
+
 def test_a_loss_that_is_not_finite(folder, workdir):
     """Status 1, the batch's position, and the last good checkpoint, which is finite."""
     flags = settings(optimizer__learning_rate=1e30, optimizer__warmup_steps=0, checkpoint__every=1)
@@ -269,9 +287,9 @@ def stopped(whole, workdir):
 
 def assert_refused(workdir, *flags: str, devices: int = 8) -> str:
     """The one line on standard error; status 2, and nothing in the workdir has changed."""
-    before = runs.contents(workdir)
+    files = runs.contents(workdir)
     done = runs.train(workdir, *flags, status=2, devices=devices)
-    assert runs.contents(workdir) == before
+    assert runs.contents(workdir) == files
     *before, error = done.err.splitlines()
     assert all("preparing" in line for line in before if line.strip()), done.err  # a corpus, if there is no line before
     assert "compiled" not in done.out
@@ -307,6 +325,11 @@ def test_a_finished_run_says_so(whole):
     done = runs.train(workdir, *settings(train__steps=STEPS))
     assert f"already has its {STEPS} steps: raise train.steps to go on" in done.out
     assert runs.contents(workdir) == before
+
+
+def test_a_workdir_that_cannot_be_made(folder):
+    (folder / "file").write_text("")
+    assert assert_refused(folder / "file") == "--workdir='file': 'file' is not a folder: use --workdir='file_run'"
 
 
 def test_devices_that_the_mesh_does_not_use(folder, workdir):
