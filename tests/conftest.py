@@ -17,6 +17,8 @@ sys.path += [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sy
 from jaxtrain.cli import set_xla_flags  # noqa: E402 (the path comes first)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# XLA sizes its thread pools by this. On two cores one run in two of the suite once stopped for ever in a collective.
+os.environ.setdefault("NPROC", "16")
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     # Compilation is what the suite costs. This is LLVM's level: XLA's passes, and so the programs that tests read, stay as they are.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
