@@ -344,9 +344,8 @@ def start_jax(namespace: types.SimpleNamespace) -> None:
     elif not asked and not cluster_environment.several_processes(namespace, os.environ):
         # This is the number of devices of jax's CPU platform alone: beside an accelerator it changes nothing.
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
-    if settings.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", compilation_cache(os.environ))
     cluster.initialize(namespace)
+    use_compilation_cache()
     if not asked and not namespace.cpu_devices and jax.process_count() == 1 and jax.default_backend() == "cpu":
         print(f"no accelerator found: simulating {jax.device_count()} CPU devices (--cpu_devices=N for another number)", flush=True)
 
@@ -361,6 +360,22 @@ def set_xla_flags(environment: Any) -> None:
         if name not in names:
             words.append(f"{name}=3000")
     environment["XLA_FLAGS"] = " ".join(words)
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs for the next start, but not those of several CPU devices. Call it when jax has its devices.
+
+    A program of XLA's CPU backend that comes out of the cache no longer keeps its collectives in one order (in the compiled one a
+    shared resource of the thunks does): two devices may then enter two collectives in opposite order and wait for ever
+    (docs/log.md, 2026-11-21).
+    """
+    import jax
+
+    settings: Any = jax.config  # its attributes have no declared types
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif settings.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", compilation_cache(os.environ))
 
 
 def compilation_cache(environment: Any) -> str:

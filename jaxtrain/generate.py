@@ -144,8 +144,7 @@ def start_jax(flags: types.SimpleNamespace) -> None:
     asked = "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"] or settings.jax_num_cpu_devices >= 0
     if flags.cpu_devices or not asked:
         jax.config.update("jax_num_cpu_devices", flags.cpu_devices or flags.model)
-    if settings.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", cli.compilation_cache(os.environ))
+    cli.use_compilation_cache()
 
 
 # --- the checkpoint --------------------------------------------------------------------------------------------------------------

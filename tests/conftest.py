@@ -1,4 +1,6 @@
-"""What all tests share: 8 simulated CPU devices in this process, a cache of compiled programs, and `--full`.
+"""What all tests share: 8 simulated CPU devices in this process, and `--full`.
+
+There is no cache of compiled programs: one that comes out of it can hang on several CPU devices (jaxtrain/cli.py, use_compilation_cache).
 
 The environment is set before jax starts, and the processes that tests start inherit it. Helper modules beside this file
 (small.py, hlo.py) can be imported from every test folder.
@@ -17,8 +19,6 @@ sys.path += [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sy
 from jaxtrain.cli import set_xla_flags  # noqa: E402 (the path comes first)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# XLA sizes its thread pools by this. On two cores one run in two of the suite once stopped for ever in a collective.
-os.environ.setdefault("NPROC", "16")
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     # Compilation is what the suite costs. This is LLVM's level: XLA's passes, and so the programs that tests read, stay as they are.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
@@ -27,9 +27,7 @@ set_xla_flags(os.environ)
 import jax  # noqa: E402 (after its environment)
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
-jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(ROOT / ".cache" / "xla"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+jax.config.update("jax_enable_compilation_cache", False)
 
 
 def pytest_addoption(parser):

@@ -1,8 +1,7 @@
 """What the tests of whole runs share: a tiny recipe and corpus, the real commands in processes of their own, and what a run has left.
 
-A run's files are all in its own folder, the corpus's cache too; only compiled programs are shared, over tests and sessions, in the
-repository's ignored .cache/. The optimizer's schedule does not depend on train.steps, so that runs of different lengths are the same
-program and have the same losses.
+A run's files are all in its own folder, the corpus's cache too. The optimizer's schedule does not depend on train.steps, so that runs
+of different lengths are the same program and have the same losses.
 """
 
 import contextlib
@@ -24,7 +23,6 @@ import orbax.checkpoint as ocp
 from jaxtrain.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parent.parent
-PROGRAMS = ROOT / ".cache" / "test-programs"  # compiled ones
 PATIENCE = 240.0  # seconds that nothing here should take, also on a busy machine
 
 RECIPE = """
@@ -98,7 +96,7 @@ class Running:
 
     def __init__(self, folder: pathlib.Path, words: Sequence[str], environment: dict[str, str] | None = None):
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
-        clean |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)}
+        clean |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         # LLVM's level, for compilation is most of what the tests take.
         clean |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAXTRAIN_CACHE": str(folder / "cache")} | (environment or {})
         self._outputs = [folder / f"{time.monotonic_ns()}.{stream}" for stream in ("out", "err")]
