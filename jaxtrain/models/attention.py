@@ -25,11 +25,14 @@ def choose_implementation(wanted: str, dtype, head_dim: int, platform: str) -> A
     return "cudnn" if platform == "gpu" and dtype in CUDNN_TYPES and head_dim <= 128 and head_dim % 8 == 0 else "xla"
 
 
-def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, implementation: str = "auto") -> jax.Array:
-    """Scaled dot-product attention → [B, T, N, H]. Causal, or by `mask` (bool [B or 1, 1, T, S], True: may look) if given."""
+def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, implementation: str = "auto", causal: bool = False) -> jax.Array:
+    """Scaled dot-product attention → [B, T, N, H]. Causal (then T = S), or by `mask` (bool [B or 1, 1, T, S], True: may look) if given.
+
+    `causal` says of a mask that it is that as well (T = S): most of the scores above the diagonal are then not even computed.
+    """
     chosen = choose_implementation(implementation, q_BTNH.dtype, q_BTNH.shape[-1], jax.default_backend())
     if chosen == "xla":
-        return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask), HEADS)
+        return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, causal), HEADS)
     out = over_heads(
         lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=m, is_causal=m is None, implementation=chosen),
         q_BTNH,
@@ -40,21 +43,39 @@ def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, implementation: str = "auto") -> j
     return constrain(out, HEADS)
 
 
-def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None) -> jax.Array:
-    """Attention in plain XLA, softmax in float32. The query heads of a group are rows of one matmul with their keys.
+def causal_blocks(tokens: int) -> int:
+    """Into how many blocks of queries causal attention is cut, each with the keys up to its end alone: with n of them it computes
+    (n + 1) / 2n of the scores. Up to 4, of at least 128 tokens."""
+    return next(n for n in (4, 2, 1) if n == 1 or (tokens % n == 0 and tokens // n >= 128))
+
+
+def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array:
+    """`attend` in plain XLA.
 
     `jax.nn.dot_product_attention` keeps the group as a fifth dimension and transposes around it: 5 % of a whole training
     step on CPU (benchmarks/README.md).
     """
+    t, s = q_BTNH.shape[1], k_BSKH.shape[1]
+    if mask is not None and not causal:
+        return _block_attention(q_BTNH, k_BSKH, v_BSKH, mask)
+    mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if mask is None else mask
+    n = causal_blocks(t)
+    blocks = [(i * t // n, (i + 1) * t // n) for i in range(n)]
+    out = [_block_attention(q_BTNH[:, a:b], k_BSKH[:, :b], v_BSKH[:, :b], mask[:, :, a:b, :b]) for a, b in blocks]
+    return jnp.concatenate(out, 1) if n > 1 else out[0]
+
+
+def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
+    """Softmax in float32, divided by its sum after the product with the values, which has fewer columns. The query heads of a group
+    are rows of one matmul with their keys."""
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
     q_BKRH = q_BTNH.reshape(b, t, k, n // k, h).transpose(0, 2, 3, 1, 4).reshape(b, k, n // k * t, h)  # rows R: group, token
     scores = jnp.einsum("bkrh,bskh->bkrs", q_BKRH, k_BSKH, preferred_element_type=jnp.float32) * h**-0.5
-    allowed = jnp.tril(jnp.ones((t, s), bool))[None, None] if mask is None else mask
-    scores = jnp.where(allowed[:, :, None], scores.reshape(b, k, n // k, t, s), -1e30).reshape(scores.shape)
+    scores = jnp.where(mask[:, :, None], scores.reshape(b, k, n // k, t, s), -1e30).reshape(scores.shape)
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    weights = (weights / weights.sum(-1, keepdims=True)).astype(v_BSKH.dtype)
-    out_BKRH = jnp.einsum("bkrs,bskh->bkrh", weights, v_BSKH)
+    out_BKRH = jnp.einsum("bkrs,bskh->bkrh", weights.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32)
+    out_BKRH = (out_BKRH / weights.sum(-1, keepdims=True)).astype(v_BSKH.dtype)
     return out_BKRH.reshape(b, k, n // k, t, h).transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
 
 
@@ -90,7 +111,7 @@ class Attention(nnx.Module):
             t = x_BTD.shape[1]
             causal = jnp.tril(jnp.ones((t, t), bool))
             mask = (segments_BT[:, None, :, None] == segments_BT[:, None, None, :]) & causal
-        y = attend(q, k, v, mask, self.implementation)
+        y = attend(q, k, v, mask, self.implementation, causal=True)
         return self.out(y.reshape(*y.shape[:2], -1))
 
     def cached(self, x_BTD, positions_BT, cache, start):

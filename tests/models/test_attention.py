@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.models.attention import Attention, attend, choose_implementation
+from jaxtrain.models.attention import Attention, attend, causal_blocks, choose_implementation
 from jaxtrain.models.spec import functional, specs
 
 BATCH, LENGTH, WIDTH, HEAD = 2, 9, 12, 4
@@ -44,6 +44,24 @@ def test_a_mask_takes_the_place_of_causality():
     allowed = np.random.default_rng(0).random((BATCH, 3, LENGTH)) < 0.5
     allowed[..., 4] = True
     np.testing.assert_allclose(attend(q, k, v, allowed[:, None]), plain(q, k, v, allowed), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length, blocks", [(254, 1), (256, 2), (300, 2), (513, 1), (514, 2), (512, 4)])
+def test_a_causal_mask_skips_what_it_forbids(length, blocks):
+    """The same values and gradients as the mask alone, from fewer scores."""
+    assert causal_blocks(length) == blocks
+    arrays = normal(2, length, 4, HEAD), normal(2, length, 2, HEAD, seed=2), normal(2, length, 2, HEAD, seed=3)
+    segments = np.random.default_rng(0).integers(0, 3, (2, length)).cumsum(1) // 20
+    mask = (segments[:, None, :, None] == segments[:, None, None, :]) & np.tril(np.ones((length, length), bool))
+    g = normal(2, length, 4, HEAD, seed=4)
+    compiled = lambda causal: (
+        jax.jit(lambda *a: [(y := jax.vjp(lambda *a: attend(*a, mask, causal=causal), *a))[0], *y[1](g)]).lower(*arrays).compile()
+    )
+    whole, cut = compiled(False), compiled(True)
+    for a, b in zip(cut(*arrays), whole(*arrays), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6)
+    flops = cut.cost_analysis()["flops"] / whole.cost_analysis()["flops"]
+    assert abs(flops / ((blocks + 1) / (2 * blocks)) - 1) < 0.1, flops
 
 
 def test_large_scores_and_equal_keys():
