@@ -1,173 +1,103 @@
-"""The named schedules: small functions to the order of each stage's ops. lay.py puts the orders into rows.
+"""Tables by name: what `pipeline.schedule` means.
 
-    order(p, v, m, hop) → for each stage its cells (op, chunk, microbatch), chunks in model order
+    make_table(schedule, stages, repeats, microbatches, …)    gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v, auto, csv:FILE
+    make_forward_table(stages, repeats, microbatches, …)      evaluation
 
-Chunks are placed round a circle (chunk c on stage c mod p) or, for `zb_v` and `dualpipe_v`, in a V: down the stages and back up, so that
-the last chunk is on stage 0 and its message stays on the stage where the V turns. `hop` is the number of rows from a message's making
-to its first use: 1, or 2 where permutes are early.
+The orders are in orders.py, the laying into rows in lay.py, the search in search.py. No JAX here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from jaxtrain.pipeline.table import Cell, Op
+from jaxtrain.pipeline import orders as orders_
+from jaxtrain.pipeline import search
+from jaxtrain.pipeline.lay import MODES, expand, lay
+from jaxtrain.pipeline.orders import PLACES, SCHEDULES
+from jaxtrain.pipeline.simulate import Times
+from jaxtrain.pipeline.table import Table
+from jaxtrain.pipeline.table_csv import read_csv
 
-Orders = list[list[Cell]]
-F, R, B, W = Op.F, Op.R, Op.B, Op.W
-
-
-def circular(stages: int, chunks: int) -> tuple[int, ...]:
-    """Chunk c on stage c mod p (Narayanan et al. 2021)."""
-    return tuple(c % stages for c in range(stages * chunks))
-
-
-def v_shape(stages: int, chunks: int) -> tuple[int, ...]:
-    """Down the stages and back up (Qi et al. 2024): 0 … p − 1, p − 1 … 0, and again for every two chunks."""
-    down = list(range(stages))
-    return tuple(s for c in range(chunks) for s in (down if c % 2 == 0 else down[::-1]))
+NAMES = (*SCHEDULES, "auto")
+PERMUTES = ("auto", *MODES)
 
 
-PLACES: dict[str, Callable[[int, int], tuple[int, ...]]] = {"circular": circular, "v": v_shape}
+def default_repeats(schedule: str) -> int:
+    """The chunks a stage of a schedule that is told none: the fewest it is made for."""
+    return SCHEDULES[schedule].least if schedule in SCHEDULES else 1
 
 
-# --- circular placement ----------------------------------------------------------------------------------------------------------
+def check_repeats(schedule: str, stages: int, repeats: int) -> None:
+    """Raises ValueError for a number of chunks a stage that a named schedule is not made for; with one stage any works."""
+    if schedule not in SCHEDULES or stages == 1:
+        return
+    least, most = SCHEDULES[schedule].least, SCHEDULES[schedule].most
+    if repeats < least or (most and repeats > most):
+        rule = f"exactly {least}" if least == most else f"at least {least}"
+        raise ValueError(f"repeats={repeats} does not fit schedule={schedule!r}, which has {rule} chunks on a stage: use {least}")
 
 
-def gpipe(p: int, v: int, m: int, hop: int) -> Orders:
-    """All forwards, then all backwards (Huang et al. 2019); with more chunks the forwards go round the circle chunk by chunk."""
-    return [
-        [(F, c * p + s, k) for c in range(v) for k in range(m)]
-        + [(op, c * p + s, k) for c in reversed(range(v)) for k in range(m) for op in (B, W)]
-        for s in range(p)
-    ]
+def make_table(
+    schedule: str,
+    stages: int,
+    repeats: int,
+    microbatches: int,
+    *,
+    times: Times | None = None,
+    permute: str = "auto",
+    remat_full: bool = False,
+    groups: Sequence[int] | None = None,
+    shares: Sequence[float] | None = None,
+    vocabulary: str = "parallel",
+    memory: float | None = None,
+) -> Table:
+    """The training table of a schedule.
 
-
-def one_f_one_b(p: int, v: int, m: int, hop: int) -> Orders:
-    """1F1B (Narayanan et al. 2019, PipeDream-Flush): stage s has at most p − s microbatches in flight."""
-    return [_steady(s, m, p - s, 0) for s in range(p)]
-
-
-def zb_h1(p: int, v: int, m: int, hop: int) -> Orders:
-    """ZB-H1 (Qi et al. 2023, section 2.2): as 1F1B, but stage s is s microbatches behind with W, which it does when others are idle."""
-    return [_steady(s, m, p - s, s) for s in range(p)]
-
-
-def zb_h2(p: int, v: int, m: int, hop: int) -> Orders:
-    """ZB-H2 (Qi et al. 2023, section 2.3): 2 (p − s) − 1 forwards first and 2 s microbatches behind with W, so that no stage idles."""
-    return [_steady(s, m, 2 * (p - s) - 1, 2 * s) for s in range(p)]
-
-
-def _steady(s: int, m: int, warmup: int, behind: int) -> list[Cell]:
-    """`warmup` forwards, then B, W, F in turn, W being `behind` microbatches behind B."""
-    ahead = min(warmup, m)
-    cells = [(F, s, k) for k in range(ahead)]
-    for k in range(m):
-        cells.append((B, s, k))
-        if k >= behind:
-            cells.append((W, s, k - behind))
-        if k + ahead < m:
-            cells.append((F, s, k + ahead))
-    return cells + [(W, s, k) for k in range(max(0, m - behind), m)]
-
-
-def interleaved(p: int, v: int, m: int, hop: int) -> Orders:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): microbatches go through the chunks in groups of p.
-
-    Where the microbatches do not divide, the last group takes the rest as well: groups of p to 2p − 1 keep the idle time at 1/v of
-    1F1B's. With fewer microbatches than stages there is one short group: right, but with more idle time.
+    times:      what `permute="auto"` and `schedule="auto"` make the table for (default: F = B = W = 1, no message time)
+    permute:    how rows send messages (lay.py); auto: the way of least coupled time
+    remat_full: F keeps a unit's input alone and R rebuilds what B needs, but for the last unit
+    groups:     the number of ops that each chunk, in model order, is cut into (`layers_per_op`); default one
+    shares:     of each unit, its part of a stage's work, where they differ; default stages / units
+    memory:     for `auto`, the most stashes of a chunk at once, with what B leaves for W (simulate.py)
+    On one stage every schedule is gradient accumulation. Raises ValueError for numbers that do not fit the schedule, OSError for a CSV
+    file that cannot be read.
     """
-    groups = _groups(p, m)
-    forward = [(c, k) for group in groups for c in range(v) for k in group]
-    backward = [(c, k) for group in groups for c in reversed(range(v)) for k in group]
-    ahead = (v - 1) * max(map(len, groups))
-    orders = []
-    for s in range(p):
-        first = min(len(forward), 2 * (p - s - 1) + ahead + 1)
-        cells: list[Cell] = [(F, c * p + s, k) for c, k in forward[:first]]
-        for i, (c, k) in enumerate(backward):
-            cells += [(B, c * p + s, k), (W, c * p + s, k)]
-            if first + i < len(forward):
-                cells.append((F, forward[first + i][0] * p + s, forward[first + i][1]))
-        orders.append(cells)
-    return orders
+    for name, value in (("stages", stages), ("repeats", repeats), ("microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1: use 1")
+    if permute not in PERMUTES:
+        raise ValueError(f"permute={permute!r} is unknown: use {', '.join(PERMUTES)}")
+    if schedule.startswith("csv:"):
+        return _read(schedule.removeprefix("csv:"), stages, microbatches)
+    problem = search.Problem(stages, microbatches, times or Times(), remat_full, groups, shares, vocabulary)
+    modes = MODES if permute == "auto" else (permute,)
+    if schedule == "auto":
+        return search.search(problem, (repeats,), None if memory is None else memory / repeats, modes)
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r} is unknown: use {', '.join(NAMES)} or csv:FILE")
+    check_repeats(schedule, stages, repeats)
+    return search.named(schedule, repeats, problem, modes)
 
 
-def _groups(p: int, m: int) -> list[range]:
-    """The microbatches in groups of p, the last of p to 2p − 1, or all in one if they are fewer than p."""
-    count = max(1, m // p)
-    return [range(i * p, (i + 1) * p if i < count - 1 else m) for i in range(count)]
+def _read(path: str, stages: int, microbatches: int) -> Table:
+    """A CSV file's table; ValueError if it is for other numbers."""
+    table = read_csv(path)
+    for name, wanted in (("stages", stages), ("microbatches", microbatches)):
+        if getattr(table, name) != wanted:
+            raise ValueError(f"{path} is a table of {name}={getattr(table, name)}, not {wanted}: use {getattr(table, name)}")
+    return table
 
 
-# --- V placement -----------------------------------------------------------------------------------------------------------------
-
-
-def zb_v(p: int, v: int, m: int, hop: int) -> Orders:
-    """ZB-V (Qi et al. 2023, section 6; 2024): every stage has a chunk on the way down and one on the way back.
-
-    Stage s starts with 2 (p − s) − 1 forwards of its first chunk, passes on s microbatches of each, and is then never idle: B and W of
-    the returning chunk fill what is left of the warm-up, W's are put off at the end. Made for m ≥ 2p − 1; with fewer microbatches it is
-    that order without the tasks of those that are not there.
-    """
-    full = max(m, 2 * p - 1)
-    orders = []
-    for s in range(p):
-        down, back = s, 2 * p - 1 - s
-        cells: list[Cell] = []
-        count = {(op, c): 0 for op in (F, B, W) for c in (down, back)}
-
-        def add(*ops: tuple[Op, int], cells=cells, count=count) -> None:
-            for op in ops:
-                cells.append((op[0], op[1], count[op]))
-                count[op] += 1
-
-        add(*[(F, down)] * (2 * (p - s) - 1))
-        for _ in range(s):
-            add((F, back), (F, down))
-        for _ in range(p - s):
-            add((F, back), (B, back), (W, back))
-        while count[F, back] < full:
-            if count[F, down] < full:
-                add((F, down))
-            add((B, down), (W, down), (F, back), (B, back), (W, back))
-        for _ in range(s):
-            add((B, down), (B, back))
-        while count[B, down] < full:
-            add((B, down), (W, down))
-        for c in (back, down):
-            add(*[(W, c)] * (full - count[W, c]))
-        orders.append([cell for cell in cells if cell[2] < m])
-    return orders
-
-
-def dualpipe_v(p: int, v: int, m: int, hop: int) -> Orders:
-    """DualPipe in a V (DeepSeek-V3 2024, section 3.2.1, cut in half as its authors later published): one copy of the parameters.
-
-    In the steady state each forward of one chunk is followed by a backward of the other. Made for m ≥ 2p; with fewer microbatches it is
-    that order without the tasks of those that are not there.
-    """
-    full = max(m, 2 * p)
-    orders = []
-    for s in range(p):
-        down, back = s, 2 * p - 1 - s
-        count = {(op, c): 0 for op in (F, B, W) for c in (down, back)}
-        cells: list[Cell] = []
-
-        def add(times: int, *ops: tuple[Op, int], cells=cells, count=count) -> None:
-            for op in ops * times:
-                cells.append((op[0], op[1], count[op]))
-                count[op] += 1
-
-        whole = {c: ((B, c), (W, c)) for c in (down, back)}
-        add(2 * (p - s - 1), (F, down))
-        add(s + 1, (F, down), (F, back))
-        add(p - s - 1, *whole[back], (F, back))
-        add(full - 2 * p + s + 1, (F, down), *whole[back], (F, back), *whole[down])
-        add(p - s - 1, *whole[back], (F, back), *whole[down])
-        soon = (s + 1) // 2
-        add(soon, *whole[back], *whole[down])
-        add(s + 1 - soon, (B, back), (B, down))
-        for _ in range(p - s - 1):
-            add(1, (W, back if count[W, back] < count[B, back] else down), (B, down))
-        for c in (back, down):
-            add(full - count[W, c], (W, c))
-        orders.append([cell for cell in cells if cell[2] < m])
-    return orders
+def make_forward_table(
+    stages: int,
+    repeats: int,
+    microbatches: int,
+    *,
+    placement: str = "circular",
+    permute: str = "late",
+    groups: Sequence[int] | None = None,
+    vocabulary: str = "parallel",
+) -> Table:
+    """Forwards and losses alone, for evaluation, on the placement of the training table."""
+    place = PLACES[placement](stages, repeats)
+    cells, chunk = expand(orders_.forward(place, stages, microbatches), groups or [1] * len(place), False)
+    units = tuple(place[c] for c in chunk)
+    return lay(cells, "forward", units, stages, microbatches, permute, chunk=chunk, forward_only=True, vocabulary=vocabulary)

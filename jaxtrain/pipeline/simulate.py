@@ -24,7 +24,8 @@ from jaxtrain.pipeline.table import Cell, Op, Permute, Table, directions, makes,
 @dataclasses.dataclass(frozen=True)
 class Times:
     """Seconds, milliseconds or any other unit: of F, B, W and R for one microbatch on a whole stage, of a message, and of the whole
-    head (with loss and gradients) of one microbatch on one stage."""
+    head (with loss and gradients) of one microbatch on one stage. `row` is what every row of the table costs, also an idle one: it
+    concerns the coupled clock."""
 
     F: float = 1.0
     B: float = 1.0
@@ -32,6 +33,7 @@ class Times:
     message: float = 0.0
     R: float = 0.0
     head: float = 0.0
+    row: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +228,8 @@ def walk(table: Table, times: Times, shares: Sequence[float] | None = None, even
     together = table.vocabulary == "parallel" and p > 1
     start = [0.0] * p
     for row, when, head in zip(table.rows(), table.permute.tolist(), table.head.tolist(), strict=True):
+        if times.row:
+            start = [time + times.row for time in start]
         end = [start[s] + duration[c[0]][c[1]] if c is not None else start[s] for s, c in enumerate(row)]
         if events is not None:
             events += [Event(s, Op(c[0]).name, c[1], c[2], start[s], end[s]) for s, c in enumerate(row) if c is not None]

@@ -110,8 +110,7 @@ class Table:
         own = units_of(self.place, self.stages)
         columns = (self.op.tolist(), self.unit.tolist(), self.microbatch.tolist())
         return [
-            [(o, own[s][u], k) if o else None for s, (o, u, k) in enumerate(zip(*row, strict=True))]
-            for row in zip(*columns, strict=True)
+            [(o, own[s][u], k) if o else None for s, (o, u, k) in enumerate(zip(*row, strict=True))] for row in zip(*columns, strict=True)
         ]
 
 
@@ -265,7 +264,9 @@ def arrivals(table: Table) -> dict[Message, int]:
             there.update({message: row + 1 for message, _ in buffer.values()})
             buffer.clear()
 
-    columns = zip(table.rows(), table.permute.tolist(), table.head.tolist(), table.embed.tolist(), table.embed_gradient.tolist(), strict=True)
+    columns = zip(
+        table.rows(), table.permute.tolist(), table.head.tolist(), table.embed.tolist(), table.embed_gradient.tolist(), strict=True
+    )
     for t, (cells, when, head, embed, embed_gradient) in enumerate(columns):
         if when == Permute.EARLY:
             permute(t)
@@ -311,7 +312,9 @@ def _check_cell(table: Table, t: int, s: int, cell: Cell, there: dict[Message, i
     last = table.units - 1
     before = {Op.R: Op.F, Op.B: Op.R if table.recompute and g < last else Op.F, Op.W: Op.B}.get(Op(op))
     if before is not None and (int(before), g, k) not in done:
-        raise TableError(f"{task(cell, table.place)} waits for its {task((before, g, k), table.place)}, which does not stand before it", t, s)
+        raise TableError(
+            f"{task(cell, table.place)} waits for its {task((before, g, k), table.place)}, which does not stand before it", t, s
+        )
     message = needs(cell)
     if message is None or there.get(message, t + 1) <= t:
         return
@@ -388,15 +391,19 @@ def from_rows(
                 late[t] = Permute.LATE
     auto |= {name: np.array(column, np.int32) for name, column in (columns or {}).items()}
     return Table(
-        name,
-        place,
-        chunk or tuple(range(len(place))),
-        stages,
-        microbatches,
-        *cells,
+        name=name,
+        place=place,
+        chunk=chunk or tuple(range(len(place))),
+        stages=stages,
+        microbatches=microbatches,
+        op=cells[0],
+        unit=cells[1],
+        microbatch=cells[2],
         permute=late if permute is None else np.array(permute, np.int32),
+        head=auto["head"],
+        embed=auto["embed"],
+        embed_gradient=auto["embed_gradient"],
         recompute=recompute,
         forward_only=forward_only,
         vocabulary=vocabulary,
-        **auto,
     )
