@@ -57,7 +57,7 @@ def make_table(
     groups:     the number of ops that each chunk, in model order, is cut into (`layers_per_op`); default one
     shares:     of each unit, its part of a stage's work, where they differ; default stages / units
     memory:     for `auto`, the most stashes of a chunk at once, with what B leaves for W (simulate.py)
-    On one stage every schedule is gradient accumulation. Raises ValueError for numbers that do not fit the schedule, OSError for a CSV
+    On one stage every schedule is gradient accumulation. Raises ValueError for numbers that do not fit the schedule,
     file that cannot be read.
     """
     for name, value in (("stages", stages), ("repeats", repeats), ("microbatches", microbatches)):

@@ -85,17 +85,25 @@ def fits_repeats(schedule: str, repeats: int) -> bool:
     return SCHEDULES[schedule].least <= repeats <= (SCHEDULES[schedule].most or repeats)
 
 
-def search(problem: Problem, repeats: Sequence[int] = ANY_REPEATS, memory: float | None = None, modes: Sequence[str] = MODES) -> Table:
+def search(
+    problem: Problem,
+    repeats: Sequence[int] = ANY_REPEATS,
+    memory: float | None = None,
+    modes: Sequence[str] = MODES,
+    ops_per_chunk: int = 1,
+) -> Table:
     """`auto`: the table of least coupled time found whose stages never hold more than `memory` stashes.
 
     memory: in stashes of a whole stage for one microbatch; a chunk counts 1 / repeats. None: no bound.
-    repeats: the numbers of chunks a stage to try. Raises ValueError, with the least memory found, if nothing fits.
+    repeats: the numbers of chunks a stage to try. ops_per_chunk: into how many each chunk is cut, unless the problem's `groups` says it.
+    Raises ValueError, with the least memory found, if nothing fits.
     """
     best: tuple[Cost, Table] | None = None
     least = float("inf")
     for name, placement, v, orders in _orders(problem, repeats, memory):
+        cut = problem if problem.groups else dataclasses.replace(problem, groups=[ops_per_chunk] * (problem.stages * v))
         for mode in modes:
-            table = lay_chunks(problem, name, placement, v, orders, mode)
+            table = lay_chunks(cut, name, placement, v, orders, mode)
             least = min(least, memory_of(table) / v)
             if memory is not None and memory_of(table) > memory * v + ROOM:
                 continue

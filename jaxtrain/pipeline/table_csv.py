@@ -40,9 +40,13 @@ def to_csv(table: Table) -> str:
 def read_csv(path: str) -> Table:
     """The checked table of a CSV file.
 
-    Raises ValueError with file, line, row and column, and what the cell waits for; OSError if it cannot be read.
+    Raises ValueError with file, line, row and column, and what the cell waits for, also for a file that cannot be read.
     """
-    text = pathlib.Path(path).read_text()
+    try:
+        text = pathlib.Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"{path!r} cannot be read ({reason}): use a file that python -m jaxtrain.schedule --csv=FILE writes") from None
     lines: list[int] = []  # the line in the file of each row
     try:
         table = _parse(text, pathlib.Path(path).stem, lines)
