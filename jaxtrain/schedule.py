@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
     try:
         problem = check_flags(flags)
         if flags.compare:
-            output, files = compare(flags, problem), {}
+            output, files = compare(flags, problem), dict[str, bytes]()
         else:
             output, files = one(flags, problem)
     except (ValueError, OSError) as error:

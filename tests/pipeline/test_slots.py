@@ -1,98 +1,18 @@
-"""Slots: a replay of programs on tagged values, written here, finds in every slot what the op wants; and no fewer slots would do."""
+"""Slots: a replay of programs on tagged values finds in every slot what the op wants; and no fewer slots would do."""
 
 import dataclasses
 import random
 
 import numpy as np
 import pytest
-from pipeline_tables import grid, random_table
+from pipeline_tables import expected, grid, random_table, replay
 
 from jaxtrain.pipeline.schedules import make_forward_table, make_table
-from jaxtrain.pipeline.slots import KINDS, Program, assign_slots, colour
-from jaxtrain.pipeline.table import Op, Permute, check, units_of
+from jaxtrain.pipeline.slots import KINDS, assign_slots, colour
+from jaxtrain.pipeline.table import Op, check
 
 
-def replay(program: Program) -> set[tuple]:
-    """Executes a program on symbols in place of arrays, with nothing but its columns → the tasks done.
-
-    Fails where an op finds something else in its slot. Send buffers keep their contents, as they do in a runtime.
-    """
-    t, p, last = program.table, program.table.stages, program.table.units - 1
-    own = units_of(t.place, p)
-    pools = {kind: [[None] * n for n in program.counts[kind]] for kind in KINDS}
-    buffers = {+1: [None] * p, -1: [None] * p}
-    arrived = {+1: [None] * p, -1: [None] * p}
-    done, first, end = set(), t.place[0], t.place[-1]
-
-    def permute():
-        arrived[+1] = buffers[+1][-1:] + buffers[+1][:-1]
-        arrived[-1] = buffers[-1][1:] + buffers[-1][:1]
-
-    def read(kind, s, slot, wanted):
-        assert slot >= 0 and pools[kind][s][slot] == wanted, (row, s, kind, slot, wanted)
-
-    for row in range(t.ticks):
-        for s in range(p):
-            for way, name in ((+1, "up"), (-1, "down")):
-                for kind in "xg":
-                    if (slot := getattr(program, f"{name}_{kind}")[row, s]) >= 0:
-                        pools[kind][s][slot] = arrived[way][s]
-        if t.permute[row] == Permute.EARLY:
-            permute()
-        if (k := int(t.embed[row])) >= 0:
-            pools["x"][first][program.embed_x[row]] = ("x", 0, k)
-        for s in range(p):
-            op, k = Op(t.op[row, s]), int(t.microbatch[row, s])
-            if op == Op.IDLE:
-                assert all(getattr(program, kind)[row, s] == -1 for kind in KINDS) and program.send[row, s] == 0
-                continue
-            g = own[s][t.unit[row, s]]
-            slot = {kind: int(getattr(program, kind)[row, s]) for kind in KINDS}
-            message = None
-            if op in (Op.F, Op.R):
-                read("x", s, slot["x"], ("x", g, k))
-                message = ("x", g + 1, k) if op == Op.F else None
-                assert (slot["residual_b"] >= 0) == (not t.forward_only and (op == Op.R or not t.recompute or g == last))
-                if slot["residual_b"] >= 0:
-                    pools["residual_b"][s][slot["residual_b"]] = pools["residual_w"][s][slot["residual_w"]] = ("residual", g, k)
-            elif op == Op.B:
-                read("g", s, slot["g"], ("g", g, k))
-                read("residual_b", s, slot["residual_b"], ("residual", g, k))
-                pools["stash"][s][slot["stash"]] = ("stash", g, k)
-                message = ("g", g - 1, k)
-            else:
-                read("stash", s, slot["stash"], ("stash", g, k))
-                read("residual_w", s, slot["residual_w"], ("residual", g, k))
-            stays = int(program.stay_x[row, s]) if op == Op.F else int(program.stay_g[row, s])
-            way = int(program.send[row, s])
-            assert (message is None) == (stays < 0 and way == 0) and not (stays >= 0 and way)
-            if stays >= 0:
-                pools[message[0]][s][stays] = message
-            elif way:
-                buffers[way][s] = message
-            done.add((op.name, g, k))
-        if (k := int(t.head[row])) >= 0:
-            read("x", end, program.head_x[row], ("x", last + 1, k))
-            if not t.forward_only:
-                pools["g"][end][program.head_g[row]] = ("g", last, k)
-            done.add(("H", k))
-        if (k := int(t.embed_gradient[row])) >= 0:
-            read("g", first, program.embed_gradient_g[row], ("g", -1, k))
-            done.add(("E", k))
-        if t.permute[row] == Permute.LATE:
-            permute()
-    return done
-
-
-def expected(table) -> set[tuple]:
-    tasks = {("H", k) for k in range(table.microbatches)}
-    for g in range(table.units):
-        ops = "F" if table.forward_only else "FBW" if not table.recompute or g == table.units - 1 else "FRBW"
-        tasks |= {(op, g, k) for op in ops for k in range(table.microbatches)}
-    return tasks if table.forward_only else tasks | {("E", k) for k in range(table.microbatches)}
-
-
-@pytest.mark.parametrize("permute", ["late", "aligned", "early"])
+@pytest.mark.parametrize("permute", ["late", "aligned", "early", "spaced"])
 def test_replay_of_every_schedule(permute):
     for table in grid(permute):
         assert replay(assign_slots(table)) == expected(table), table.name
