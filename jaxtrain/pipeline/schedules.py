@@ -31,8 +31,8 @@ def check_repeats(schedule: str, stages: int, repeats: int) -> None:
         return
     least, most = SCHEDULES[schedule].least, SCHEDULES[schedule].most
     if repeats < least or (most and repeats > most):
-        rule = f"exactly {least}" if least == most else f"at least {least}"
-        raise ValueError(f"repeats={repeats} does not fit schedule={schedule!r}, which has {rule} chunks on a stage: use {least}")
+        rule = f"{'exactly' if least == most else 'at least'} {least} chunk{'s'[: least != 1]}"
+        raise ValueError(f"repeats={repeats} does not fit schedule={schedule!r}, which has {rule} on a stage: use {least}")
 
 
 def make_table(

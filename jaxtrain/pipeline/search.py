@@ -73,7 +73,7 @@ def named(schedule: str, repeats: int, problem: Problem, modes: Sequence[str] = 
     """A named schedule's table, laid in the way of least coupled time that takes no more memory than late permutes do."""
     known, p = SCHEDULES[schedule], problem.stages
     orders = (known.order if p > 1 else orders_.accumulate)(p, repeats, problem.microbatches)
-    tables = [lay_chunks(problem, schedule, known.placement, repeats, orders, mode) for mode in modes]
+    tables = [lay_chunks(problem, schedule, known.placement, repeats, orders, mode) for mode in (modes if p > 1 else ("late",))]
     if len(tables) == 1:
         return tables[0]
     priced = [(cost(table, problem), i) for i, table in enumerate(tables)]
@@ -102,7 +102,7 @@ def search(
     least = float("inf")
     for name, placement, v, orders in _orders(problem, repeats, memory):
         cut = problem if problem.groups else dataclasses.replace(problem, groups=[ops_per_chunk] * (problem.stages * v))
-        for mode in modes:
+        for mode in modes if problem.stages > 1 else ("late",):  # one stage has no permutes
             table = lay_chunks(cut, name, placement, v, orders, mode)
             least = min(least, memory_of(table) / v)
             if memory is not None and memory_of(table) > memory * v + ROOM:

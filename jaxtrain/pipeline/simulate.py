@@ -164,7 +164,8 @@ def independent(table: Table, times: Times, shares: Sequence[float] | None = Non
                     end = start + head_time
                     there["g", last, k] = end
                     clock[s] = end
-                    events.append(Event(s, "H", -1, k, start, end))
+                    if head_time:
+                        events.append(Event(s, "H", -1, k, start, end))
                     at[s] += 1
                     moved = True
                     continue
