@@ -58,7 +58,7 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
     columns = max(1, (width - margin) // wide)
     legend = [name for name in ("F", "R", "B", "W") if (table.op == Op[name]).any()]
     lines = ["  ".join(_paint(f" {n} {MEANINGS[n]} ", shade(n, 0, 1) if colour else None) for n in legend)]
-    lines[0] += "   head: its microbatch   permute: l late, e early"
+    lines.append("head: the microbatch whose head and loss the row has; permute: l late, e early")
     rows = table.rows()
     for start in range(0, table.ticks, columns):
         block = range(start, min(start + columns, table.ticks))
