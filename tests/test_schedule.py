@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from jaxtrain.pipeline.orders import SCHEDULES
+
 ROOT = pathlib.Path(__file__).parent.parent
 KEYS = {"ticks", "step_time", "bubble_fraction", "bubble_fraction_span", "bubble_fraction_coupled", "peak_activations", "slots"}
 PUBLISHED = "--times=18.522,18.086,9.337,0.601"  # Qi et al. 2023, in ms, with 8 stages and 24 microbatches
@@ -110,6 +112,14 @@ def test_colour_on_a_terminal_alone():
 
     assert b"\x1b[48;2;" in on_a_terminal()
     assert b"\x1b" not in on_a_terminal(NO_COLOR="1")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_pictures_in_docs_are_of_the_present_tables(name, tmp_path):
+    done = run(f"--schedule={name}", "--stages=4", "--microbatches=8", f"--svg={tmp_path / 'now.svg'}")
+    assert done.returncode == 0
+    stored = (ROOT / "docs" / "schedules" / f"{name}.svg").read_text()
+    assert stored == (tmp_path / "now.svg").read_text(), f"draw docs/schedules/{name}.svg again, and look at it"
 
 
 def test_help_and_a_start_without_jax():
