@@ -19,17 +19,19 @@ def list_schedule(
                    microbatch is taken, of several F's the one furthest through the model.
     """
     state = _State(place, stages, microbatches, bound, times)
+    ready = [state.choices(s) for s in range(stages)]
     for _ in range(3 * len(place) * microbatches):
-        ready = [(min(choices)[0], s, choices) for s in range(stages) if (choices := state.choices(s))]
-        if not ready:
+        begin, s = min(((min(choices)[0], s) for s, choices in enumerate(ready) if choices), default=(0.0, -1))
+        if s < 0:
             return None
-        begin, s, choices = min(ready)
+        choices = ready[s]
         soon = [choice for choice in choices if choice[0] <= begin + patience * times.W]
         backward = min((c for c in soon if c[1] == Op.B), key=lambda c: (state.next[Op.B][c[2]], -c[2]), default=None)
         forward = max((c for c in soon if c[1] == Op.F), key=lambda c: c[2], default=None)
         turn = forward_first and state.orders[s][-1:] and state.orders[s][-1][0] != Op.F
         taken = (forward if turn else None) or backward or forward or next(c for c in choices if c[1] == Op.W)
-        state.do(s, taken)
+        for changed in state.do(s, taken):
+            ready[changed] = state.choices(changed)
     return state.orders
 
 
@@ -60,10 +62,11 @@ class _State:
                     found.append((max(came, self.clock[s]), op, g))
         return found
 
-    def do(self, s: int, choice: Choice) -> None:
-        """Runs an op on a stage."""
+    def do(self, s: int, choice: Choice) -> set[int]:
+        """Runs an op on a stage; the stages whose choices change."""
         begin, op, g = choice
         end = self.clock[s] = begin + self.duration[Op(op)]
+        changed = {s}
         if op == Op.W:
             g, k = self.weights[s].pop(0)
             self.held[s] -= 1
@@ -79,4 +82,6 @@ class _State:
                 after = (Op.B, g - 1, k)
             moves = self.ways[g] if op == Op.F else self.ways[g - 1]
             self.came[after] = end + (self.message if moves else 0.0)
+            changed.add(self.place[after[1]])
         self.orders[s].append((op, g, k))
+        return changed

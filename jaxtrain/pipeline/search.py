@@ -104,8 +104,9 @@ def search(
         cut = problem if problem.groups else dataclasses.replace(problem, groups=[ops_per_chunk] * (problem.stages * v))
         for mode in modes if problem.stages > 1 else ("late",):  # one stage has no permutes
             table = lay_chunks(cut, name, placement, v, orders, mode)
-            least = min(least, memory_of(table) / v)
-            if memory is not None and memory_of(table) > memory * v + ROOM:
+            held = memory_of(table) / v
+            least = min(least, held)
+            if memory is not None and held > memory + ROOM:
                 continue
             price = cost(table, problem)
             if best is None or price < best[0]:

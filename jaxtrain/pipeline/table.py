@@ -106,7 +106,11 @@ class Table:
         return float((self.op == Op.IDLE).mean())
 
     def rows(self) -> list[list[Cell | None]]:
-        """The cells, by row and stage, with units in model order."""
+        """The cells, by row and stage, with units in model order. One list for all callers: not to be changed."""
+        return self._rows
+
+    @functools.cached_property
+    def _rows(self) -> list[list[Cell | None]]:
         own = units_of(self.place, self.stages)
         columns = (self.op.tolist(), self.unit.tolist(), self.microbatch.tolist())
         return [

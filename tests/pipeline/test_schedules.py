@@ -11,15 +11,21 @@ from jaxtrain.pipeline.simulate import Times, simulate
 from jaxtrain.pipeline.table import Op, check, peak_stashes
 from jaxtrain.pipeline.table_csv import to_csv
 
+
+def _in_flight(p, v, m):
+    """Interleaved: p v + p − 1 where p divides m; groups are of up to p + m mod p microbatches."""
+    return min(m * v, v * (p + m % p) + p - 1)
+
+
 # schedule, repeats → (most idle time of the whole step in chunk ops, microbatches from which it holds, most stashes, whether none of the
 # idle time lies between a stage's first and last op), all by p, v, m, in unit times; Qi et al. 2023, Narayanan et al. 2021, DeepSeek-V3
 BOUNDS = {
     ("gpipe", 1): (lambda p, v: 2 * (p - 1), lambda p: 1, lambda p, v, m: m, False),
     ("gpipe", 2): (lambda p, v: 2 * (p - 1), lambda p: p, lambda p, v, m: m * v, False),
     ("1f1b", 1): (lambda p, v: 2 * (p - 1), lambda p: 1, lambda p, v, m: p, False),
-    ("interleaved", 2): (lambda p, v: 2 * (p - 1), lambda p: p, lambda p, v, m: p * v + p - 1 if m % p == 0 else m * v, False),
-    ("interleaved", 3): (lambda p, v: 2 * (p - 1), lambda p: p, lambda p, v, m: p * v + p - 1 if m % p == 0 else m * v, False),
-    ("interleaved", 4): (lambda p, v: 2 * (p - 1), lambda p: p, lambda p, v, m: p * v + p - 1 if m % p == 0 else m * v, False),
+    ("interleaved", 2): (lambda p, v: 2 * (p - 1), lambda p: p, _in_flight, False),
+    ("interleaved", 3): (lambda p, v: 2 * (p - 1), lambda p: p, _in_flight, False),
+    ("interleaved", 4): (lambda p, v: 2 * (p - 1), lambda p: p, _in_flight, False),
     ("zb_h1", 1): (lambda p, v: p - 1, lambda p: p, lambda p, v, m: p, False),
     ("zb_h2", 1): (lambda p, v: p - 1, lambda p: 2 * p - 1, lambda p, v, m: 2 * p - 1, True),
     ("zb_v", 2): (lambda p, v: p - 1, lambda p: 2 * p, lambda p, v, m: 2 * p, True),
