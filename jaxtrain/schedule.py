@@ -122,7 +122,7 @@ def check_flags(flags: types.SimpleNamespace) -> search.Problem:
         )
     if flags.repeats and name in SCHEDULES and not flags.compare:
         schedules.check_repeats(name, flags.stages, flags.repeats)
-    if flags.fused_backward and not flags.compare and name not in FUSED:
+    if flags.fused_backward and not flags.compare and name not in FUSED and not name.startswith("csv:"):
         raise ValueError(f"--fused_backward does not fit --schedule={name!r}, whose W's stand apart: use {' or '.join(FUSED)}")
     if flags.compare and (given := [f for f in ("csv", "svg", "png") if getattr(flags, f)]):
         raise ValueError(f"--{given[0]} needs one schedule, and --compare shows all: leave one of the two out")

@@ -10,7 +10,8 @@ The coupled clock, for row t on stage s, with its neighbours n (only those it ex
     early permute    next start[s] = max(end[s], start[n] + message)                   begins with the row, under the op
 
 A row's head: computed by the last unit's stage alone it takes `head` there. With the vocabulary over all stages it begins when all are
-there and the last unit's output has come (`message`), and takes head / stages on each. A head that takes no time is no event.
+there and the last unit's output has come (`message`), and takes head / stages on each. A head that takes no time is no event. The
+embedding and its gradient take no time here and make nobody wait, which flatters "parallel" a little.
 
 Times are of one microbatch on a whole stage; an op on a unit takes its share, by default stages / units. No JAX here.
 """
