@@ -5,14 +5,14 @@ Four ways to lay an order into rows, for the coupled clock of simulate.py:
     late      every row that makes messages ends with a permute. The fewest rows; a row lasts as long as the longest op near it
     early     messages leave at the start of the next row, under its ops, and are read a row later. A stage waits for its neighbours'
               starts alone, so ops of different lengths run side by side
-    spaced    as early, with an idle row after every F. It costs no time, and F, B and W of one microbatch then take as many rows on
-              every stage as F takes on the next one: an F that is as long as B and half of W, as is usual, hardly waits
+    spaced    as early, with an idle row after every F. The row costs no time; F takes two rows, then, and B with its W takes two, so that
+              neighbours keep step, one at its F and the other at its B and W: their rows begin at nearly the same time
     aligned   F and B stand in pairs of rows, W and R in rows after them: late permute, none, then an early one under the W's
 
-                     late                 early                       aligned
-    stage s       F0 B3 W3 F1 B4       F0 .  B3 W3 F1 .  B4        F0 B3 W3 F1 B4 W4
-    stage s + 1   B4 F0 W4 B5 F1       B4 W4 F0 .  B5 W5 F1        B4 F0 W4 B5 F1 W5
-    permute       l  l     l  l        –  e  e  e  –  e  e         l  –  e  l  –  e
+    1f1b, 3 stages, 4 microbatches   late                                      spaced
+    stage 0   F0 F1 F2 .  .  B0 W0 F3 B1 W1 .  B2 W2 .  B3 W3    F0 .  F1 .  F2 .  .  .  .  .  B0 W0 F3 .  B1 W1 .  .  B2 W2 .  .  B3 W3
+    stage 1   .  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3 .     .  .  F0 .  F1 .  .  .  B0 W0 F2 .  B1 W1 F3 .  B2 W2 .  .  B3 W3 .  .
+    stage 2   .  .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .  .     .  .  .  .  F0 .  B0 W0 F1 .  B1 W1 F2 .  B2 W2 F3 .  B3 W3 .  .  .  .
 
 Each stage keeps its order of F and B; in `aligned` W's and R's may move by one. No JAX here.
 """
