@@ -56,8 +56,13 @@ FLAGS = (
     cli.Flag("times", "1,1,1,0", "F,B,W,message: time of each op of one microbatch on a whole stage, and of a message"),
     cli.Flag("recompute", "", "time of R: full recomputation, with R ops on all chunks but the last; empty: none"),
     cli.Flag("head", 0.0, "time of the head, loss and gradients of one microbatch on one stage", at_least=0),
+    cli.Flag("embed", 0.0, "time of the embedding of one microbatch on one stage, and of its gradient", at_least=0),
     cli.Flag("row", 0.0, "time that every row of the table costs every stage, coupled clock", at_least=0),
-    cli.Flag("vocabulary", "parallel", "parallel: all stages share the head; end_stages: the last one has it"),
+    cli.Flag(
+        "vocabulary",
+        "parallel",
+        "parallel: all stages share head and embedding; end_stages: the last unit's stage and the first's have them",
+    ),
     cli.Flag(
         "fused_backward", False, "the gradient leaves after W, as where B and W are one op; 1f1b, interleaved, gpipe; independent clock"
     ),
@@ -143,7 +148,7 @@ def _check_csv_flags(flags: types.SimpleNamespace) -> None:
 
 
 def read_times(flags: types.SimpleNamespace) -> Times:
-    """Times from --times, --recompute, --head and --row. Raises ValueError for what are no times."""
+    """Times from --times, --recompute, --head, --embed and --row. Raises ValueError for what are no times."""
     try:
         numbers = [float(text) for text in flags.times.split(",")]
         recompute = float(flags.recompute or 0)
@@ -153,11 +158,17 @@ def read_times(flags: types.SimpleNamespace) -> Times:
             raise ValueError(f"--recompute={flags.recompute!r} is not a time: use a number, such as that of F") from None
     if len(numbers) != 4 or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers[:3]) > 0:
         raise ValueError(f"--times={flags.times!r} is not four times F,B,W,message, of which F, B or W is more than 0: use 1,1,1,0")
-    for flag, value in (("recompute", recompute), ("head", flags.head), ("row", flags.row), ("memory", flags.memory)):
+    for flag, value in (
+        ("recompute", recompute),
+        ("head", flags.head),
+        ("embed", flags.embed),
+        ("row", flags.row),
+        ("memory", flags.memory),
+    ):
         if not 0 <= value < float("inf"):
             raise ValueError(f"--{flag}={value} must be a number from 0 up: use 0")
     F, B, W, message = numbers
-    return Times(F, B, W, message, recompute, flags.head, flags.row)
+    return Times(F, B, W, message, recompute, flags.head, flags.row, flags.embed)
 
 
 def _is_number(text: str) -> bool:

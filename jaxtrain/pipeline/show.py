@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from jaxtrain.pipeline.simulate import Event
 from jaxtrain.pipeline.table import Op, Permute, Table, local_index, units_of
 
-COLOURS = {"F": (58, 110, 190), "R": (136, 84, 170), "B": (214, 112, 38), "W": (62, 142, 82), "H": (190, 48, 66)}
-MEANINGS = {"F": "forward", "R": "recompute", "B": "input gradient", "W": "weight gradient", "H": "head and loss"}
+COLOURS = {"F": (58, 110, 190), "R": (136, 84, 170), "B": (214, 112, 38), "W": (62, 142, 82), "H": (190, 48, 66), "E": (96, 96, 104)}
+MEANINGS = {"F": "forward", "R": "recompute", "B": "input gradient", "W": "weight gradient", "H": "head and loss", "E": "embedding"}
 PERMUTE_MARKS = {Permute.NONE: "", Permute.LATE: "l", Permute.EARLY: "e"}
 LANE, LABEL, TOP, BOTTOM = 26, 62, 46, 26  # of the SVG, in pixels
 PIXELS_OF_AN_OP, MOST_PIXELS = 24, 3000

@@ -10,8 +10,8 @@ The coupled clock, for row t on stage s, with its neighbours n (only those it ex
     early permute    next start[s] = max(end[s], start[n] + message)                   begins with the row, under the op
 
 A row's head: computed by the last unit's stage alone it takes `head` there. With the vocabulary over all stages it begins when all are
-there and the last unit's output has come (`message`), and takes head / stages on each. A head that takes no time is no event. The
-embedding and its gradient take no time here and make nobody wait, which flatters "parallel" a little.
+there and the last unit's output has come (`message`), and takes head / stages on each. The embedding and its gradient likewise, with the
+first unit's stage and `embed`. What takes no time is no event and makes nobody wait.
 
 Times are of one microbatch on a whole stage; an op on a unit takes its share, by default stages / units. No JAX here.
 """
@@ -19,14 +19,14 @@ Times are of one microbatch on a whole stage; an op on a unit takes its share, b
 import dataclasses
 from collections.abc import Sequence
 
-from jaxtrain.pipeline.table import Cell, Op, Permute, Table, directions, makes, needs, peak_stashes, task, wraps
+from jaxtrain.pipeline.table import Cell, Message, Op, Permute, Table, directions, makes, needs, peak_stashes, task, wraps
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds, milliseconds or any other unit: of F, B, W and R for one microbatch on a whole stage, of a message, and of the whole
-    head (with loss and gradients) of one microbatch on one stage. `row` is what every row of the table costs, also an idle one: it
-    concerns the coupled clock."""
+    """Seconds, milliseconds or any other unit: of F, B, W and R for one microbatch on a whole stage, of a message, and, of one microbatch
+    on one stage, of the whole head (with loss and gradients) and of the embedding or of its gradient. `row` is what every row of the
+    table costs, also an idle one: it concerns the coupled clock."""
 
     F: float = 1.0
     B: float = 1.0
@@ -35,11 +35,13 @@ class Times:
     R: float = 0.0
     head: float = 0.0
     row: float = 0.0
+    embed: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """An op's time on a stage. `name` is F, R, B, W or H; `unit` is in model order, −1 for the head."""
+    """An op's time on a stage. `name` is F, R, B, W, H for the head or E for the embedding and its gradient, which have `unit` −1; other
+    units are in model order."""
 
     stage: int
     name: str
@@ -115,8 +117,14 @@ def _durations(table: Table, times: Times, shares: Sequence[float] | None) -> li
     return [[base[op] * share for share in shares] for op in Op]
 
 
-def _head_time(table: Table, times: Times) -> float:
-    return times.head / (table.stages if table.vocabulary == "parallel" else 1)
+HEAD, EMBED, EMBED_GRADIENT = -1, -2, -3  # ops of columns, which all stages may share
+
+
+def _shared(table: Table, times: Times) -> dict[int, tuple[str, float, bool]]:
+    """Of each column's op: (name of its event, its time on a stage, whether all stages take part and wait for each other)."""
+    p = table.stages if table.vocabulary == "parallel" else 1
+    whole = {HEAD: ("H", times.head), EMBED: ("E", times.embed), EMBED_GRADIENT: ("E", times.embed)}
+    return {op: (name, time / p, p > 1 and time > 0) for op, (name, time) in whole.items()}
 
 
 def neighbours(table: Table) -> list[list[int]]:
@@ -131,77 +139,88 @@ def neighbours(table: Table) -> list[list[int]]:
 
 def independent(table: Table, times: Times, shares: Sequence[float] | None = None, fused_backward: bool = False) -> list[Event]:
     """The timeline of stages that wait for messages only, each in its own order."""
-    p, last = table.stages, table.units - 1
-    ways = directions(table.place, p)
-    duration, head_time = _durations(table, times, shares), _head_time(table, times)
-    together = table.vocabulary == "parallel" and head_time > 0 and p > 1
-    orders = _orders(table, together)
+    run = _Independent(table, times, shares, fused_backward)
+    orders = _orders(table, run.shared)
     if fused_backward:
         _check_fused(table, orders)
-    there: dict[tuple, float] = {}  # message → when it can be read
-    waiting: dict[int, list[float]] = {}  # microbatch → when each stage came to its head
-    at, clock = [0] * p, [0.0] * p
-    events: list[Event] = []
-    todo = list(range(p))
+    at = [0] * table.stages
+    todo = list(range(table.stages))
     while todo:
-        moved = False
+        before = list(at)
         for s in todo:
-            order = orders[s]
-            while at[s] < len(order):
-                op, g, k = order[at[s]]
-                if op < 0:  # the head
-                    ready = there.get(("x", last + 1, k))
-                    if ready is None:
-                        break
-                    if together:
-                        came = waiting.setdefault(k, [-1.0] * p)
-                        came[s] = clock[s]
-                        if min(came) < 0:
-                            break
-                        ready += times.message
-                        start = max(*came, ready)
-                    else:
-                        start = max(clock[s], ready)
-                    end = start + head_time
-                    there["g", last, k] = end
-                    clock[s] = end
-                    if head_time:
-                        events.append(Event(s, "H", -1, k, start, end))
-                    at[s] += 1
-                    moved = True
-                    continue
-                need = needs((op, g, k))
-                if need is not None and need[:2] != ("x", 0):
-                    if need not in there:
-                        break
-                    start = max(clock[s], there[need])
-                else:
-                    start = clock[s]
-                clock[s] = end = start + duration[op][g]
-                events.append(Event(s, Op(op).name, g, k, start, end))
-                made = makes((op, g, k), table.place, ways)
-                if fused_backward and op in (Op.B, Op.W):
-                    made = makes((Op.B, g, k), table.place, ways) if op == Op.W else None
-                if made is not None:
-                    there[made[0]] = end + (times.message if made[1] else 0.0)
+            while at[s] < len(orders[s]) and run.take(s, orders[s][at[s]]):
                 at[s] += 1
-                moved = True
-        todo = [s for s in todo if at[s] < len(orders[s])]
-        if todo and not moved:
+        if at == before:
             raise ValueError(f"{table.name}: stages {todo} wait for each other; check the table first")
-    return events
+        todo = [s for s in todo if at[s] < len(orders[s])]
+    return run.events
 
 
-def _orders(table: Table, together: bool) -> list[list[Cell]]:
-    """Each stage's cells in order; the head of microbatch k is (−1, −1, k), on the last unit's stage or on all."""
+class _Independent:
+    """Stages with their clocks, and the messages that have been made."""
+
+    def __init__(self, table: Table, times: Times, shares: Sequence[float] | None, fused_backward: bool):
+        self.place, self.last, self.ways = table.place, table.units - 1, directions(table.place, table.stages)
+        self.duration, self.shared = _durations(table, times, shares), _shared(table, times)
+        self.message, self.fused = times.message, fused_backward
+        self.clock = [0.0] * table.stages
+        self.there: dict[Message, float] = {}  # when each message can be read
+        self.came: dict[tuple[int, int], dict[int, float]] = {}  # (shared op, microbatch) → stage → when it came to it
+        self.events: list[Event] = []
+
+    def take(self, s: int, cell: Cell) -> bool:
+        """Runs a stage's next cell, unless what it waits for is not known yet."""
+        op, g, k = cell
+        if op < 0:
+            return self._take_shared(s, op, k)
+        need = needs(cell)
+        if need is not None and need not in self.there:
+            return False
+        start = self.clock[s] if need is None else max(self.clock[s], self.there[need])
+        self._run(s, Op(op).name, g, k, start, self.duration[op][g])
+        made = makes((Op.B, g, k) if self.fused and op == Op.W else cell, self.place, self.ways)
+        if self.fused and made is not None and made[1] and op == Op.B:
+            made = None  # B and W in one: the message leaves after W
+        if made is not None:
+            self.there[made[0]] = self.clock[s] + (self.message if made[1] else 0.0)
+        return True
+
+    def _take_shared(self, s: int, op: int, k: int) -> bool:
+        """As `take`, for a column's op: on one stage, or on all when the last of them has come."""
+        name, time, together = self.shared[op]
+        need: Message | None = {HEAD: ("x", self.last + 1, k), EMBED_GRADIENT: ("g", -1, k)}.get(op)
+        if need is not None and need not in self.there:
+            return False
+        start = self.clock[s] if need is None else max(self.clock[s], self.there[need] + (self.message if together else 0.0))
+        if together:
+            came = self.came.setdefault((op, k), {})
+            came.setdefault(s, start)
+            if len(came) < len(self.clock):
+                return False
+            start = max(came.values())
+        self._run(s, name, -1, k, start, time)
+        if op != EMBED_GRADIENT:
+            self.there[("g", self.last, k) if op == HEAD else ("x", 0, k)] = start + time
+        return True
+
+    def _run(self, s: int, name: str, g: int, k: int, start: float, time: float) -> None:
+        self.clock[s] = start + time
+        if time > 0 or g >= 0:
+            self.events.append(Event(s, name, g, k, start, start + time))
+
+
+def _orders(table: Table, shared: dict[int, tuple[str, float, bool]]) -> list[list[Cell]]:
+    """Each stage's cells in order; a column's op on microbatch k is (op, −1, k), on its own stage or on all."""
     orders: list[list[Cell]] = [[] for _ in range(table.stages)]
-    end = table.place[-1]
-    for row, head in zip(table.rows(), table.head.tolist(), strict=True):
+    home = {EMBED: table.place[0], HEAD: table.place[-1], EMBED_GRADIENT: table.place[0]}
+    columns = zip(table.rows(), table.embed.tolist(), table.head.tolist(), table.embed_gradient.tolist(), strict=True)
+    for row, embed, head, gradient in columns:
         for s, cell in enumerate(row):
-            if cell is not None:
-                orders[s].append(cell)
-            if head >= 0 and (together or s == end):
-                orders[s].append((-1, -1, head))
+            for op, k in ((EMBED, embed), (0, -1), (HEAD, head), (EMBED_GRADIENT, gradient)):
+                if op == 0:
+                    orders[s] += [cell] if cell is not None else []
+                elif k >= 0 and (s == home[op] or shared[op][2]):
+                    orders[s].append((op, -1, k))
     return orders
 
 
@@ -225,22 +244,32 @@ def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -
 
 def walk(table: Table, times: Times, shares: Sequence[float] | None = None, events: list[Event] | None = None) -> float:
     """The coupled step time; adds to `events` if given."""
-    p, end_stage = table.stages, table.place[-1]
-    duration, head_time, near, message = _durations(table, times, shares), _head_time(table, times), neighbours(table), times.message
-    together = table.vocabulary == "parallel" and p > 1
+    p, first, last, message = table.stages, table.place[0], table.place[-1], times.message
+    duration, near, shared = _durations(table, times, shares), neighbours(table), _shared(table, times)
+
+    def share(op: int, k: int, clock: list[float], source: int | None) -> list[float]:
+        """The clocks after a column's op; `source` is the stage whose value all need first."""
+        name, time, together = shared[op]
+        if k < 0 or time == 0:
+            return clock
+        stages = range(p) if together else [first if source is None else source]
+        begin = max(clock[s] for s in stages)
+        if together and source is not None:
+            begin = max(begin, clock[source] + message)
+        if events is not None:
+            events.extend(Event(s, name, -1, k, begin, begin + time) for s in stages)
+        return [begin + time if s in stages else clock[s] for s in range(p)]
+
     start = [0.0] * p
-    for row, when, head in zip(table.rows(), table.permute.tolist(), table.head.tolist(), strict=True):
+    columns = (table.permute.tolist(), table.embed.tolist(), table.head.tolist(), table.embed_gradient.tolist())
+    for row, when, embed, head, gradient in zip(table.rows(), *columns, strict=True):
         if times.row:
             start = [time + times.row for time in start]
-        end = [start[s] + duration[c[0]][c[1]] if c is not None else start[s] for s, c in enumerate(row)]
+        begin = share(EMBED, embed, start, None)
+        end = [begin[s] + duration[c[0]][c[1]] if c is not None else begin[s] for s, c in enumerate(row)]
         if events is not None:
-            events += [Event(s, Op(c[0]).name, c[1], c[2], start[s], end[s]) for s, c in enumerate(row) if c is not None]
-        if head >= 0 and head_time > 0:
-            begins = [max(max(end), end[end_stage] + message)] * p if together else end
-            stages = range(p) if together else [end_stage]
-            if events is not None:
-                events += [Event(s, "H", -1, head, begins[s], begins[s] + head_time) for s in stages]
-            end = [begins[s] + head_time if s in stages else end[s] for s in range(p)]
+            events += [Event(s, Op(c[0]).name, c[1], c[2], begin[s], end[s]) for s, c in enumerate(row) if c is not None]
+        end = share(EMBED_GRADIENT, gradient, share(HEAD, head, end, last), first)
         if when == Permute.NONE:
             start = end
         else:

@@ -11,7 +11,7 @@ from jaxtrain.pipeline.schedules import make_table
 from jaxtrain.pipeline.simulate import Times, simulate
 from jaxtrain.pipeline.table import Op
 
-TIMES = Times(2, 2, 1, 0.25, 2, head=0.5)
+TIMES = Times(2, 2, 1, 0.25, 2, head=0.5, embed=0.5)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -61,7 +61,7 @@ def test_svg_has_every_op_at_its_time():
     texts = [e.text for e in root.iter(f"{SVG}text")]
     assert "three <stages> & more" in texts and {"stage 0", "stage 1", "stage 2", *show.MEANINGS.values()} <= set(texts)
     found = {e.find(f"{SVG}title").text: e for e in root.iter(f"{SVG}rect") if e.find(f"{SVG}title") is not None}
-    assert len(found) == len(timeline) == int((table.op != Op.IDLE).sum()) + table.microbatches
+    assert len(found) == len(timeline) == int((table.op != Op.IDLE).sum()) + 3 * table.microbatches
     total = max(e.end for e in timeline)
     end = max(float(r.get("x")) + float(r.get("width")) for r in found.values())
     scale = (end + 0.6 - show.LABEL) / total

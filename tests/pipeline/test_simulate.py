@@ -76,6 +76,18 @@ def test_head_by_hand():
     assert shared.bubble_fraction == pytest.approx(1 - 12 / 23) and alone.bubble_fraction == pytest.approx(1 - 14 / 24)
 
 
+def test_embedding_by_hand():
+    times = Times(F=3, B=5, W=2, message=1, embed=4)
+    # On the first stage alone: before its F and, in the row of its B, after that B and before its W.
+    alone = simulate(two_stages([1, 0, 1, 0, 0, 0], "end_stages"), times)
+    assert alone.step_time == alone.step_time_coupled == 20 + 8
+    assert [(e.stage, e.start, e.end) for e in alone.timeline if e.name == "E"] == [(0, 0, 4), (0, 22, 26)]
+    # On both: half as long, and the gradient has to come to all first.
+    shared = simulate(two_stages([1, 0, 1, 0, 0, 0]), times)
+    assert shared.step_time == shared.step_time_coupled == 20 + 2 + 1 + 2
+    assert sorted((e.start, e.end) for e in shared.timeline if e.name == "E") == [(0, 2), (0, 2), (21, 23), (21, 23)]
+
+
 def test_an_op_takes_its_units_share():
     table = make_table("1f1b", 2, 1, 1, permute="late", groups=[1, 2])
     even = simulate(table, Times(3, 3, 3))  # three units on two stages: 2 for each, so 4 of 6 on stage 1
@@ -126,7 +138,7 @@ def test_bubbles_by_formula(stages, microbatches):
 def test_the_coupled_clock_is_never_faster(schedule):
     repeats = default_repeats(schedule)
     for permute, times, remat_full in itertools.product(
-        ("late", "aligned", "early", "spaced"), (Times(), Times(2, 2, 1, 0.1, 2), Times(1, 3, 2, 0.5, 1, head=2)), (False, True)
+        ("late", "aligned", "early", "spaced"), (Times(), Times(2, 2, 1, 0.1, 2), Times(1, 3, 2, 0.5, 1, head=2, embed=1)), (False, True)
     ):
         table = make_table(schedule, 4, repeats, 9, permute=permute, remat_full=remat_full)
         result = simulate(table, times)
