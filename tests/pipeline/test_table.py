@@ -55,7 +55,7 @@ def test_every_schedule_is_accepted_and_right(permute):
         assert execute(table), table.name
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9))
 def test_random_tables_are_accepted_and_right(seed):
     table = random_table(random.Random(seed))
@@ -65,11 +65,11 @@ def test_random_tables_are_accepted_and_right(seed):
 
 def test_the_validator_accepts_what_computes_and_nothing_else():
     source, outcomes = random.Random(0), []
-    for _ in range(400):
+    for _ in range(250):
         table = broken(random_table(source), source)
         outcomes.append(execute(table))
         assert accepted(table) == outcomes[-1]
-    assert 20 < sum(outcomes) < 300  # the changes are neither all harmless nor all fatal
+    assert 15 < sum(outcomes) < 190  # the changes are neither all harmless nor all fatal
 
 
 # --- what is refused, and how it is said -----------------------------------------------------------------------------------------
