@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from jaxtrain import cli, config_checks, generate, launch
+from jaxtrain import schedule as schedule_command
 from jaxtrain.pipeline.schedule import SCHEDULES, assign_slots, make_table
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -100,6 +101,8 @@ def check_module(module: str, arguments: list[str]) -> None:
         check_train(arguments)
     elif module == "jaxtrain.generate":
         generate.check_flags(cli.parse_flags(arguments, "", generate.FLAGS))
+    elif module == "jaxtrain.schedule":
+        schedule_command.check_flags(cli.parse_flags(arguments, "", schedule_command.FLAGS))
     else:
         assert module == "jaxtrain.launch"
         at = arguments.index("--")

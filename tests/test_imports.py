@@ -16,6 +16,15 @@ LAYERS = {
     "jaxtrain.pipeline.placement": 0,
     "jaxtrain.pipeline.schedule": 0,
     "jaxtrain.pipeline.show": 0,
+    "jaxtrain.pipeline.table": 0,
+    "jaxtrain.pipeline.table_csv": 0,
+    "jaxtrain.pipeline.orders": 0,
+    "jaxtrain.pipeline.lay": 0,
+    "jaxtrain.pipeline.list_schedule": 0,
+    "jaxtrain.pipeline.search": 0,
+    "jaxtrain.pipeline.schedules": 0,
+    "jaxtrain.pipeline.slots": 0,
+    "jaxtrain.pipeline.simulate": 0,
     "jaxtrain.mesh": 1,
     "jaxtrain.sharding": 1,
     "jaxtrain.cluster": 1,
@@ -30,6 +39,7 @@ LAYERS = {
     "jaxtrain.train": 7,
     "jaxtrain.generate": 7,
     "jaxtrain.launch": 7,
+    "jaxtrain.schedule": 7,
 }
 NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 

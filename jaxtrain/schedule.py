@@ -1,0 +1,317 @@
+"""`python -m jaxtrain.schedule`: a pipeline schedule as a picture and as figures, before anything is trained.
+
+    schedule, stages, microbatches, op times  →  table  →  timeline, CSV, bubbles by two clocks, memory, slots
+
+    --compare    all schedules side by side, best first
+
+The tables are those that the runtime executes. No jax.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import pathlib
+import shutil
+import sys
+import types
+
+from jaxtrain import cli
+from jaxtrain.pipeline import schedules, search, show
+from jaxtrain.pipeline.orders import SCHEDULES
+from jaxtrain.pipeline.simulate import Simulation, Times, simulate
+from jaxtrain.pipeline.slots import assign_slots
+from jaxtrain.pipeline.table import VOCABULARIES, Permute, Table, check
+from jaxtrain.pipeline.table_csv import read_csv, to_csv
+
+DESCRIPTION = """usage: python -m jaxtrain.schedule [flags]
+
+Shows a pipeline schedule and says what it costs, such as
+  python -m jaxtrain.schedule --schedule=zb_v --stages=4 --microbatches=8
+  python -m jaxtrain.schedule --schedule=1f1b --stages=8 --microbatches=64 --times=18.5,18.1,9.3,0.6 --svg=1f1b.svg
+  python -m jaxtrain.schedule --compare --stages=8 --microbatches=32 --times=18.5,18.1,9.3,0.6 --memory=8
+
+Schedules: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v; auto, the best table found for the times within --memory; csv:FILE,
+your own table (write one with --csv and change it).
+
+Ops: F forward, B gradient of the input, W gradient of the weights, R recompute. Times are of one microbatch on a whole stage, in any unit;
+an op on one of a stage's `repeats` chunks takes its part of that.
+
+Two clocks: independent (stages wait for messages alone, as papers assume) and coupled (the rows as this runtime executes them, where a
+permute makes a stage wait for its neighbours). What --json prints, and the timeline shows below it:
+  ticks                     rows of the table
+  step_time                 by the independent clock; step_time_coupled by the coupled one
+  bubble_fraction           1 - busiest stage's work / step_time
+  bubble_fraction_span      1 - busiest stage's work / longest time from a stage's first op to its last, independent clock
+  bubble_fraction_coupled   1 - busiest stage's work / step_time_coupled
+  peak_activations          of each stage, the most chunk stashes at once, each from its F to the end of its B
+                            (peak_activations_with_stash: to the end of its W)
+  slots                     buffers a stage needs of each kind"""
+
+FLAGS = (
+    cli.Flag("schedule", "1f1b", f"{', '.join(schedules.NAMES)} or csv:FILE"),
+    cli.Flag("stages", 0, "pipeline stages; 0: 4, or those of the CSV file", at_least=1),
+    cli.Flag("microbatches", 0, "microbatches of a step; 0: 8, or those of the CSV file", at_least=1),
+    cli.Flag("repeats", 0, "chunks of the model on each stage; 0: the fewest that the schedule is made for (auto: 1 or 2)", at_least=1),
+    cli.Flag("times", "1,1,1,0", "F,B,W,message: time of each op of one microbatch on a whole stage, and of a message"),
+    cli.Flag("recompute", "", "time of R: full recomputation, with R ops on all chunks but the last; empty: none"),
+    cli.Flag("head", 0.0, "time of the head, loss and gradients of one microbatch on one stage", at_least=0),
+    cli.Flag("embed", 0.0, "time of the embedding of one microbatch on one stage, and of its gradient", at_least=0),
+    cli.Flag("row", 0.0, "time that every row of the table costs every stage, coupled clock", at_least=0),
+    cli.Flag(
+        "vocabulary",
+        "parallel",
+        "parallel: all stages share head and embedding; end_stages: the last unit's stage and the first's have them",
+    ),
+    cli.Flag(
+        "fused_backward", False, "the gradient leaves after W, as where B and W are one op; 1f1b, interleaved, gpipe; independent clock"
+    ),
+    cli.Flag("permute", "auto", "when rows send messages: auto (best for the times), late, aligned, early or spaced"),
+    cli.Flag("ops_per_chunk", 1, "ops that each chunk's layers are cut into", at_least=1),
+    cli.Flag(
+        "memory", 0.0, "bound for auto and --compare: stashes at once, W's counted, in chunks of 1/repeats of a stage; 0: none", at_least=0
+    ),
+    cli.Flag("compare", False, "all schedules side by side, best coupled time first; those within --memory before the others"),
+    cli.Flag("json", False, "print the figures as JSON in place of the timeline"),
+    cli.Flag("csv", "", "write the table to this file, which --schedule=csv:FILE reads back"),
+    cli.Flag("svg", "", "write the timeline (coupled clock) to this file"),
+    cli.Flag("png", "", "as --svg, drawn by matplotlib"),
+)
+DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
+MOST_CELLS = 200_000  # stages · repeats · microbatches
+FUSED = ("gpipe", "1f1b", "interleaved")  # schedules whose every W follows its B at once
+
+
+def main(argv: list[str]) -> None:
+    """The command. Whatever is wrong with the flags ends it with one line and status 2 before anything is written."""
+    flags = cli.parse_flags(argv, DESCRIPTION, FLAGS)
+    try:
+        problem = check_flags(flags)
+        if flags.compare:
+            output, files = compare(flags, problem), dict[str, bytes]()
+        else:
+            output, files = one(flags, problem)
+    except (ValueError, OSError) as error:
+        cli.fail(str(error))
+    for path, content in files.items():
+        pathlib.Path(path).write_bytes(content)
+    try:
+        sys.stdout.write(output)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------------------
+
+
+def check_flags(flags: types.SimpleNamespace) -> search.Problem:
+    """What the flags ask for; fills in `stages` and `microbatches`. Raises ValueError for what cannot be."""
+    name = flags.schedule
+    if name not in schedules.NAMES and not name.startswith("csv:"):
+        near = difflib.get_close_matches(name, schedules.NAMES, n=1, cutoff=0.0)
+        raise ValueError(f"--schedule={name!r} is unknown: use {near[0]}")
+    for flag, known in (("vocabulary", VOCABULARIES), ("permute", schedules.PERMUTES)):
+        value = getattr(flags, flag)
+        if value not in known:
+            raise ValueError(f"--{flag}={value!r} is unknown: use {difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]}")
+    times = read_times(flags)
+    if name.startswith("csv:"):
+        _check_csv_flags(flags)
+    flags.stages, flags.microbatches = flags.stages or DEFAULT_STAGES, flags.microbatches or DEFAULT_MICROBATCHES
+    size = flags.stages * max(2, flags.repeats) * flags.microbatches * flags.ops_per_chunk
+    if size > MOST_CELLS:
+        most = max(1, MOST_CELLS * flags.microbatches // size)
+        raise ValueError(
+            f"--microbatches={flags.microbatches} with these stages and chunks is more than {MOST_CELLS} tasks: use --microbatches={most}"
+        )
+    if flags.repeats and name in SCHEDULES and not flags.compare:
+        schedules.check_repeats(name, flags.stages, flags.repeats)
+    if flags.fused_backward and not flags.compare and name not in FUSED and not name.startswith("csv:"):
+        raise ValueError(f"--fused_backward does not fit --schedule={name!r}, whose W's stand apart: use {' or '.join(FUSED)}")
+    if flags.compare and (given := [f for f in ("csv", "svg", "png") if getattr(flags, f)]):
+        raise ValueError(f"--{given[0]} needs one schedule, and --compare shows all: leave one of the two out")
+    for flag in ("csv", "svg", "png"):
+        _check_output(flag, getattr(flags, flag))
+    return search.Problem(flags.stages, flags.microbatches, times, bool(flags.recompute), None, None, flags.vocabulary)
+
+
+def _check_csv_flags(flags: types.SimpleNamespace) -> None:
+    """Reads the file once, so that its numbers are known, and refuses flags that do not go with it."""
+    table = read_csv(flags.schedule.removeprefix("csv:"))
+    for flag in ("stages", "microbatches"):
+        if getattr(flags, flag) not in (0, getattr(table, flag)):
+            raise ValueError(f"--{flag}={getattr(flags, flag)} is not what the CSV file has: use {getattr(table, flag)} or leave it out")
+        setattr(flags, flag, getattr(table, flag))
+    if flags.recompute and not table.recompute:
+        raise ValueError(f"--recompute={flags.recompute} is the time of R, and the CSV file has no R: leave it out")
+
+
+def read_times(flags: types.SimpleNamespace) -> Times:
+    """Times from --times, --recompute, --head, --embed and --row. Raises ValueError for what are no times."""
+    try:
+        numbers = [float(text) for text in flags.times.split(",")]
+        recompute = float(flags.recompute or 0)
+    except ValueError:
+        numbers, recompute = [], 0.0
+        if all(_is_number(text) for text in flags.times.split(",")):
+            raise ValueError(f"--recompute={flags.recompute!r} is not a time: use a number, such as that of F") from None
+    if len(numbers) != 4 or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers[:3]) > 0:
+        raise ValueError(f"--times={flags.times!r} is not four times F,B,W,message, of which F, B or W is more than 0: use 1,1,1,0")
+    for flag, value in (
+        ("recompute", recompute),
+        ("head", flags.head),
+        ("embed", flags.embed),
+        ("row", flags.row),
+        ("memory", flags.memory),
+    ):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"--{flag}={value} must be a number from 0 up: use 0")
+    F, B, W, message = numbers
+    return Times(F, B, W, message, recompute, flags.head, flags.row, flags.embed)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_output(flag: str, name: str) -> None:
+    """ValueError unless a file of this name can be written."""
+    path = pathlib.Path(name)
+    if not name:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"is in {str(path.parent)!r}, which is not a folder"
+        raise ValueError(f"--{flag}={name!r} {what}: use --{flag}={(path.name or 'schedule') + ('' if path.suffix else f'.{flag}')}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--{flag}={name!r} may not be written: use --{flag}={path.name} in a folder of your own")
+
+
+# --- one schedule ----------------------------------------------------------------------------------------------------------------
+
+
+def make(flags: types.SimpleNamespace, problem: search.Problem, name: str, repeats: int) -> Table:
+    """The checked table of a schedule; repeats 0: auto tries several."""
+    if name.startswith("csv:"):
+        return read_csv(name.removeprefix("csv:"))
+    modes = search.MODES if flags.permute == "auto" else (flags.permute,)
+    if name == "auto":
+        bound = flags.memory / (flags.repeats or 1) if flags.memory else None
+        table = search.search(problem, (repeats,) if repeats else search.ANY_REPEATS, bound, modes, flags.ops_per_chunk)
+    else:
+        groups = [flags.ops_per_chunk] * (problem.stages * repeats)
+        table = search.named(name, repeats, dataclasses.replace(problem, groups=groups), modes)
+    check(table)
+    return table
+
+
+def one(flags: types.SimpleNamespace, problem: search.Problem) -> tuple[str, dict[str, bytes]]:
+    """(what to print, what to write into which files) for one schedule."""
+    repeats = flags.repeats or (0 if flags.schedule == "auto" else schedules.default_repeats(flags.schedule))
+    table = make(flags, problem, flags.schedule, repeats)
+    result = simulate(table, problem.times, fused_backward=flags.fused_backward)
+    report = figures(table, result)
+    title = f"{table.name}: {table.stages} stages, {table.microbatches} microbatches, coupled bubble {result.bubble_fraction_coupled:.1%}"
+    files = {}
+    if flags.csv:
+        files[flags.csv] = to_csv(table).encode()
+    if flags.svg:
+        files[flags.svg] = show.svg(table, result.timeline_coupled, title).encode()
+    if flags.png:
+        files[flags.png] = show.png(table, result.timeline_coupled, title)
+    if flags.json:
+        return json.dumps(report) + "\n", files
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    width = shutil.get_terminal_size((140, 24)).columns
+    lines = [f"{table.name}: {table.stages} stages, {table.microbatches} microbatches; chunks of {show.stage_chunks(table)}"]
+    lines += ["", show.text(table, width, colour)]
+    return "\n".join([*lines, summary(report)]) + "\n", files
+
+
+def figures(table: Table, result: Simulation) -> dict:
+    """What --json prints."""
+    program = assign_slots(table)
+    return {
+        "schedule": table.name,
+        "stages": table.stages,
+        "repeats": max(1, len(set(table.chunk)) // table.stages),
+        "microbatches": table.microbatches,
+        "permutes": {when.name.lower(): int((table.permute == when).sum()) for when in Permute},
+        "ticks": table.ticks,
+        "step_time": result.step_time,
+        "step_time_coupled": result.step_time_coupled,
+        "bubble_fraction": result.bubble_fraction,
+        "bubble_fraction_span": result.bubble_fraction_span,
+        "bubble_fraction_coupled": result.bubble_fraction_coupled,
+        "peak_activations": result.peak_activations,
+        "peak_activations_with_stash": result.peak_activations_with_stash,
+        "slots": program.slots,
+        "slots_per_stage": {kind: list(counts) for kind, counts in program.counts.items()},
+    }
+
+
+def summary(report: dict) -> str:
+    """The figures in words."""
+    permutes = ", ".join(f"{n} {when}" for when, n in report["permutes"].items() if n)
+    lines = [
+        f"rows                {report['ticks']} (permutes: {permutes})",
+        f"step time           {report['step_time']:g} independent, {report['step_time_coupled']:g} coupled",
+        f"bubble              {report['bubble_fraction']:.2%} of the step, {report['bubble_fraction_span']:.2%} of the longest span, "
+        f"{report['bubble_fraction_coupled']:.2%} coupled",
+        f"peak activations    {_numbers(report['peak_activations'])} chunks on each stage; with what B leaves for W "
+        f"{_numbers(report['peak_activations_with_stash'])}",
+        f"slots               {', '.join(f'{kind} {n}' for kind, n in report['slots'].items())}",
+    ]
+    return "\n".join(lines)
+
+
+def _numbers(values: list[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
+
+
+# --- all schedules ---------------------------------------------------------------------------------------------------------------
+
+
+def compare(flags: types.SimpleNamespace, problem: search.Problem) -> str:
+    """All schedules, best first: those within the memory bound by coupled time, then the others."""
+    rows = []
+    chosen = {name: _repeats_to_compare(name, flags.repeats) for name in SCHEDULES}
+    tables = {name: make(flags, problem, name, repeats) for name, repeats in chosen.items()}
+    everything = sorted({*chosen.values(), *search.ANY_REPEATS})
+    bound = flags.memory / (flags.repeats or 1) if flags.memory else None
+    modes = search.MODES if flags.permute == "auto" else (flags.permute,)
+    auto = search.search(problem, everything, bound, modes, flags.ops_per_chunk)
+    check(auto)
+    for name, table in {**tables, "auto": auto}.items():
+        result = simulate(table, problem.times, fused_backward=flags.fused_backward and name in FUSED)
+        report = figures(table, result)
+        report["memory"] = max(result.peak_activations_with_stash) / report["repeats"] * (flags.repeats or 1)
+        report["fits"] = not flags.memory or report["memory"] <= flags.memory + search.ROOM
+        rows.append(report)
+    rows.sort(key=lambda r: (not r["fits"], float(f"{r['step_time_coupled']:.9g}"), r["memory"]))
+    if flags.json:
+        return json.dumps(rows) + "\n"
+    width = max(len(r["schedule"]) for r in rows)
+    unit = "of a stage" if flags.repeats in (0, 1) else f"of 1/{flags.repeats} of a stage"
+    lines = [f"{'schedule':{width}}  repeats  rows  step coupled  independent  bubble coupled  independent    span  stashes"]
+    for r in rows:
+        lines.append(
+            f"{r['schedule']:{width}}  {r['repeats']:7}  {r['ticks']:4}  {r['step_time_coupled']:12.6g}  {r['step_time']:11.6g}  "
+            f"{r['bubble_fraction_coupled']:14.2%}  {r['bubble_fraction']:11.2%}  {r['bubble_fraction_span']:6.2%}  {r['memory']:7.4g}"
+            + ("" if r["fits"] else "  more than --memory")
+        )
+    lines.append(f"stashes: the most at once on any stage, {unit} for one microbatch, from F to the end of W")
+    return "\n".join(lines) + "\n"
+
+
+def _repeats_to_compare(name: str, repeats: int) -> int:
+    """The number of chunks asked for if the schedule is made for it, else the fewest that it is made for."""
+    return repeats if repeats and search.fits_repeats(name, repeats) else schedules.default_repeats(name)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,113 @@
+"""Tables for given op times: how near the coupled clock comes to the independent one, and that `auto` is never worse."""
+
+import pytest
+
+from jaxtrain.pipeline import search
+from jaxtrain.pipeline.list_schedule import list_schedule
+from jaxtrain.pipeline.orders import PLACES, SCHEDULES
+from jaxtrain.pipeline.schedules import default_repeats, make_table
+from jaxtrain.pipeline.search import Problem, memory_of, named
+from jaxtrain.pipeline.simulate import Times, simulate, walk
+from jaxtrain.pipeline.table import Op, check, peak_stashes
+
+SMALL = Problem(8, 24, Times(18.522, 18.086, 9.337, 0.601))  # Qi et al. 2023, op times in ms
+LARGE = Problem(16, 48, Times(11.347, 11.248, 8.132, 0.377))
+
+
+def ratio(problem: Problem, schedule: str) -> float:
+    """Coupled step time of a named schedule over its independent one with late permutes, the order as published."""
+    repeats = default_repeats(schedule)
+    late = simulate(named(schedule, repeats, problem, ("late",)), problem.times).step_time
+    return walk(named(schedule, repeats, problem), problem.times) / late
+
+
+@pytest.mark.parametrize("problem", [SMALL, LARGE], ids=["p8", "p16"])
+@pytest.mark.parametrize(
+    ("schedule", "most"), [("1f1b", 1.01), ("interleaved", 1.05), ("zb_h1", 1.005), ("zb_h2", 1.01), ("zb_v", 1.005), ("dualpipe_v", 1.02)]
+)
+def test_coupling_costs_little(problem, schedule, most):
+    assert ratio(problem, schedule) <= most
+
+
+def test_late_permutes_alone_would_cost_much():
+    late = simulate(named("1f1b", 1, SMALL, ("late",)), SMALL.times)
+    assert late.step_time_coupled > 1.15 * late.step_time
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_best_way_takes_no_more_memory(schedule):
+    repeats = default_repeats(schedule)
+    for problem in (SMALL, Problem(4, 8, Times()), Problem(3, 7, Times(1, 2, 1, 0.3, 1), remat_full=True)):
+        best, late = named(schedule, repeats, problem), named(schedule, repeats, problem, ("late",))
+        check(best)
+        assert memory_of(best) <= memory_of(late) and max(peak_stashes(best)) <= max(peak_stashes(late))
+        assert walk(best, problem.times) <= walk(late, problem.times)
+
+
+PROBLEMS = [
+    (Problem(4, 8, Times()), 2),
+    (Problem(3, 5, Times(2, 2, 1, 0.1)), 2),
+    (Problem(4, 6, Times(1, 1, 1, 0.1, 1), remat_full=True), 1),
+    (Problem(4, 6, Times(2, 3, 1, 0.3, head=2), vocabulary="end_stages"), 2),
+    (SMALL, 1),
+    (SMALL, 2),
+]
+
+
+@pytest.mark.parametrize(("problem", "repeats"), PROBLEMS)
+def test_auto_is_never_worse_than_a_named_schedule_at_equal_memory(problem, repeats):
+    for schedule in SCHEDULES:
+        if not search.fits_repeats(schedule, repeats):
+            continue
+        table = named(schedule, repeats, problem)
+        auto = search.search(problem, (repeats,), memory_of(table) / repeats)
+        check(auto, memory=memory_of(table), count_stash=True)
+        assert walk(auto, problem.times) <= walk(table, problem.times) * (1 + 1e-9), schedule
+
+
+def test_auto_beats_the_named_schedules_where_its_own_orders_do():
+    one = search.search(SMALL, (1,), 15)
+    assert one.name == "auto-list"
+    assert walk(one, SMALL.times) < 0.997 * walk(named("zb_h2", 1, SMALL), SMALL.times)
+    # At 12 stashes ZB-H2 does not fit: an order between it and ZB-H1 uses what there is.
+    between = search.search(SMALL, (1,), 12)
+    check(between, memory=12, count_stash=True)
+    assert walk(between, SMALL.times) < 0.985 * walk(named("zb_h1", 1, SMALL), SMALL.times)
+
+
+def test_more_memory_is_never_slower_and_too_little_is_refused():
+    problem = Problem(4, 10, Times(2, 2, 1, 0.1))
+    times = [walk(search.search(problem, (1,), bound), problem.times) for bound in (1, 2, 3, 4, 5, 6, 7, 10)]
+    assert times == sorted(times, reverse=True) and times[0] > 1.5 * times[-1]
+    with pytest.raises(ValueError, match=r"memory=0\.4 is too little for any table found: use 1"):
+        search.search(problem, (1,), 0.4)
+
+
+def test_auto_is_the_same_every_time():
+    one, two = (search.search(Problem(4, 8, Times(2, 2, 1, 0.1))) for _ in range(2))
+    assert one.name == two.name and (one.op == two.op).all() and (one.permute == two.permute).all()
+
+
+def test_auto_by_name():
+    table = make_table("auto", 4, 2, 8, times=Times(2, 2, 1, 0.1), memory=8)
+    check(table, memory=8, count_stash=True)
+    assert table.units == 8
+    cut = make_table("auto", 3, 1, 4, groups=[1, 2, 1], remat_full=True, permute="late")
+    check(cut)
+    assert cut.units == 4 and set(cut.permute.tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("placement", PLACES)
+@pytest.mark.parametrize("bound", [2, 3, 5, 9])
+def test_list_schedules_keep_their_bound(placement, bound):
+    place = PLACES[placement](3, 2)
+    for patience, forward_first in ((0.0, False), (0.5, True), (1.0, False)):
+        orders = list_schedule(place, 3, 6, bound, Times(2, 2, 1, 0.1), patience, forward_first)
+        for s, cells in enumerate(orders):
+            held = peak = 0
+            for op, g, _ in cells:
+                assert place[g] == s
+                held += {Op.F: 1, Op.W: -1}.get(op, 0)
+                peak = max(peak, held)
+            assert peak <= bound and len(cells) == 3 * 2 * 6
+    assert list_schedule(place, 3, 6, 1, Times(), 0.5, False) is None  # the second chunk never gets a slot
