@@ -152,6 +152,7 @@ def replay(program: Program) -> set[tuple]:
             elif op == Op.B:
                 read("g", s, slot["g"], ("g", g, k))
                 read("residual_b", s, slot["residual_b"], ("residual", g, k))
+                read("residual_w", s, slot["residual_w"], ("residual", g, k))
                 pools["stash"][s][slot["stash"]] = ("stash", g, k)
                 message = ("g", g - 1, k)
             else:
