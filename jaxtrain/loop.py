@@ -234,10 +234,10 @@ def _report(waiting: tuple, config: Config, data: Loader, rate: _Rate, log, prog
 
 def _evaluate(evaluation: Callable, held_out: Loader, params: dict) -> float | None:
     """The mean loss over the held-out batches' weighted tokens, in nats; None if there are none."""
-    # One at a time: simulated devices that share a few threads can wait for each other for ever in two programs at once.
-    sums = [tuple(map(float, evaluation(params, batch))) for batch in held_out.iterate()]
-    total = sum(n for _, n in sums)
-    return sum(loss * n for loss, n in sums) / total if total else None
+    sums = [evaluation(params, batch) for batch in held_out.iterate()]
+    counts = [float(n) for _, n in sums]
+    total = sum(counts)
+    return sum(float(loss) * n for (loss, _), n in zip(sums, counts, strict=True)) / total if total else None
 
 
 def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: pathlib.Path, at: int, say) -> None:

@@ -4,7 +4,7 @@
 
     --compare    all schedules side by side, best first
 
-The tables are those that the runtime executes. No jax.
+The coupled clock is that of a runtime which executes rows; training runs pipeline/schedule.py's tables so far. No jax.
 """
 
 import dataclasses
