@@ -15,10 +15,10 @@ sys.path.insert(0, str(ROOT))
 
 import matplotlib  # noqa: E402
 import numpy as np  # noqa: E402
+from jaxtrain.pipeline.schedule import Op, Program, assign_slots, check, make_table  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle  # noqa: E402
 
-from jaxtrain.pipeline.schedule import Op, Program, assign_slots, check, make_table  # noqa: E402
 from jaxtrain.pipeline.tick import columns  # noqa: E402
 
 PICTURE = ROOT / "docs" / "step.svg"

@@ -253,7 +253,8 @@ def _override(config: Config, path: str, text: str) -> Config:
     """One override, by ml_collections' flags on a ConfigDict of the config."""
     values = absl_flags.FlagValues()
     try:
-        argument = f"--config.{path}={_tuple_text(text) if cfg.fields()[path].type == tuple[str, ...] else text}"
+        item = cfg.item_type(cfg.fields()[path].type)
+        argument = f"--config.{path}={_tuple_text(text, item) if item else text}"
         config_flags.DEFINE_config_dict("config", ConfigDict(cfg.to_dict(config)), flag_values=values, sys_argv=["", argument])
         values(["", argument])
         changed: Any = values["config"].value
@@ -263,12 +264,12 @@ def _override(config: Config, path: str, text: str) -> Config:
         raise ConfigError(path, text, f"is not {kind}", repr(_nearest_value(config, path, text))) from None
 
 
-def _tuple_text(text: str) -> str:
-    """`prompt`, `prompt,answer` or a Python literal as the tuple that it means; ValueError or SyntaxError for a broken literal."""
+def _tuple_text(text: str, item: type) -> str:
+    """`prompt`, `prompt,answer`, `1,2` or a Python literal as the tuple that it means; ValueError or SyntaxError for a broken literal."""
     if any(mark in text for mark in "\"'()[]{}"):
         value = ast.literal_eval(text)
-        return repr((value,) if isinstance(value, str) else value)
-    return repr(tuple(name.strip() for name in text.split(",") if name.strip()))
+        return repr((value,) if isinstance(value, item) else value)
+    return repr(tuple(item(name.strip()) for name in text.split(",") if name.strip()))
 
 
 def _nearest_value(config: Config, path: str, text: str) -> Any:
@@ -314,7 +315,13 @@ def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str
 
 
 def _default(value: Any) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else ",".join(value) if isinstance(value, tuple) else str(value)
+    return (
+        {True: "true", False: "false"}[value]
+        if isinstance(value, bool)
+        else ",".join(map(str, value))
+        if isinstance(value, tuple)
+        else str(value)
+    )
 
 
 def _table(rows: list[tuple[str, str]]) -> list[str]:

@@ -35,19 +35,34 @@ def _shown(value: object) -> str:
     return text if len(text) <= 200 else text[:200] + "…"
 
 
+# Pipeline schedules: the fewest and the most chunks that a stage has (0: any number), and that its name means (pipeline/orders.py).
+SCHEDULES: dict[str, tuple[int, int]] = {
+    "gpipe": (1, 0),
+    "1f1b": (1, 1),
+    "interleaved": (2, 0),
+    "zb_h1": (1, 1),
+    "zb_h2": (1, 1),
+    "zb_v": (2, 2),
+    "dualpipe_v": (2, 2),
+}
+CSV = "csv:"  # before the path of a file with a schedule
+
+
 def setting(
     default: Any,
     doc: str,
     *,
     choices: tuple = (),
+    prefix: str = "",
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field with its doc (one line, with the unit) and what it may be on its own."""
+    """A dataclass field with its doc (one line, with the unit) and what it may be on its own: one of `choices`, or a text that begins
+    with `prefix`; within bounds."""
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "bounds": bounds})
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "prefix": prefix, "bounds": bounds})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +130,29 @@ class ParallelConfig:
 class PipelineConfig:
     """The step's table. With mesh.stage=1 it is gradient accumulation."""
 
-    schedule: str = setting("1f1b", "order of forwards and backwards", choices=("gpipe", "1f1b", "interleaved"))
+    schedule: str = setting(
+        "1f1b", "order of ops; auto: the best found; csv:FILE: a table of your own", choices=(*SCHEDULES, "auto"), prefix=CSV
+    )
     microbatches: int = setting(1, "pieces that a step's batch is cut into", at_least=1)
-    repeats: int = setting(1, "chunks of layers on a stage: interleaved at least 2, 1f1b 1, gpipe any", at_least=1)
-    remat: str = setting("full", "what the backward computes again; full: everything from each layer's input", choices=("full",))
-    permute: str = setting("late", "when a row sends its payloads: late, at its end; early, beside its ops", choices=("late", "early"))
+    repeats: int = setting(0, "chunks of layers on a stage; 0: the fewest of the schedule (auto: 1 or 2)", at_least=0)
+    remat: str = setting(
+        "full", "computed again in the backward: full, all; selective, all but matmuls; none", choices=("full", "selective", "none")
+    )
+    layers_per_op: int = setting(0, "layers that an op of a stage runs at a time; 0: a whole chunk", at_least=0)
+    chunk_layers: tuple[int, ...] = setting((), "layers of each chunk, in model order; empty: evenly")
+    layer_costs: tuple[float, ...] = setting((), "relative cost of each layer, by which chunks are cut; empty: all alike")
+    vocabulary: str = setting(
+        "auto",
+        "embedding and head: parallel, on all stages; end_stages; auto: the faster by the table",
+        choices=("auto", "parallel", "end_stages"),
+    )
+    permute: str = setting(
+        "auto",
+        "how rows send their payloads; auto: the fastest for the op times",
+        choices=("auto", "late", "aligned", "early", "spaced"),
+    )
+    times: tuple[float, ...] = setting((), "times of F,B,W,message (and R, head) of a stage's microbatch; empty: from the model's sizes")
+    memory: float = setting(0.0, "for schedule=auto: most microbatches whose activations a stage holds at once; 0: any number", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +226,7 @@ class Config:
     metrics: MetricsConfig = MetricsConfig()
 
     def resolve(self) -> "Config":
-        """This config with the model's dependent defaults (kv_heads, head_dim, mlp_width, max_positions) filled in."""
+        """This config with dependent defaults (kv_heads, head_dim, mlp_width, max_positions; repeats) filled in."""
         m = self.model
         model = dataclasses.replace(
             m,
@@ -202,7 +235,8 @@ class Config:
             mlp_width=m.mlp_width or 4 * m.width,
             max_positions=m.max_positions or self.data.sequence_length,
         )
-        return dataclasses.replace(self, model=model)
+        pipeline = dataclasses.replace(self.pipeline, repeats=self.pipeline.repeats or SCHEDULES.get(self.pipeline.schedule, (0, 0))[0])
+        return dataclasses.replace(self, model=model, pipeline=pipeline)
 
 
 @functools.cache
@@ -264,8 +298,10 @@ def convert(path: str, value: Any) -> Any:
     kind = field.type
     if kind is float and type(value) is int:
         return float(value)
-    if kind == tuple[str, ...] and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
-        return tuple(value)
+    if (item := item_type(kind)) and isinstance(value, list | tuple):
+        values = tuple(float(v) if item is float and type(v) is int else v for v in value)
+        if all(type(v) is item for v in values):
+            return values
     if type(value) is kind:
         return value
     raise ConfigError(path, value, f"is not {kind_name(kind)}", repr(retyped(path, value)))
@@ -276,15 +312,20 @@ def retyped(path: str, value: Any) -> Any:
     field = fields()[path]
     if field.type is int and isinstance(value, float) and abs(value) <= LARGEST_INT:
         return round(value)
-    if field.type == tuple[str, ...] and isinstance(value, str):
+    if item_type(field.type) and type(value) is item_type(field.type):
         return (value,)
     return field.default
+
+
+def item_type(kind: Any) -> Any:
+    """The type of a tuple's items; None for another type than a tuple."""
+    return typing.get_args(kind)[0] if isinstance(kind, types.GenericAlias) else None
 
 
 def kind_name(kind: Any) -> str:
     """A setting's type for people, with its article."""
     names = {int: "an integer", float: "a number", str: "a string", bool: "a boolean (true or false)"}
-    return names.get(kind, "a tuple of strings")
+    return names.get(kind) or f"a tuple of {names[item_type(kind)].split(' ')[1]}s"
 
 
 def unknown_field(path: str, value: Any) -> ConfigError:

@@ -55,6 +55,9 @@ def check_files(config: Config) -> None:
         names = {word: word} | ({p.name: str(p) for p in folder.iterdir()} if folder.is_dir() else {})
         near = difflib.get_close_matches(pathlib.Path(value).name, names, n=1) or [word]
         raise ConfigError(path, value, f"is neither {word!r} nor an existing path", repr(names[near[0]]))
+    schedule = config.pipeline.schedule
+    if schedule.startswith(cfg.CSV) and not pathlib.Path(schedule.removeprefix(cfg.CSV)).is_file():
+        raise ConfigError("pipeline.schedule", schedule, "names no file", f"{cfg.CSV}FILE of python -m jaxtrain.schedule --csv=FILE")
 
 
 # What must stay as it is for a checkpoint to be continued: the model's shape and function, the data's position, the optimizer's state.
@@ -165,11 +168,15 @@ def _own_rule(path: str, field: dataclasses.Field, value: Any) -> Broken | None:
         cfg.convert(path, value)
     except ConfigError as error:
         return Broken(path, error.rule, _set(path, [cfg.retyped(path, value), field.default]))
-    choices, bounds = field.metadata["choices"], field.metadata["bounds"]
+    choices, prefix, bounds = (field.metadata[name] for name in ("choices", "prefix", "bounds"))
     if choices:
-        return None if value in choices else _bad_choice(path, value, choices)
+        return None if value in choices or (prefix and value.startswith(prefix)) else _bad_choice(path, value, choices)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _out_of_bounds(path, field, value, bounds)
+    if cfg.item_type(field.type) in (int, float):
+        if all(math.isfinite(v) and v >= 0 and (v or path == "pipeline.times") for v in value):
+            return None
+        return Broken(path, "has a number that is not above 0", _set(path, [field.default]))
     if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):
         names = tuple(dict.fromkeys(v for v in value if v))
         return Broken(path, "has an empty or repeated name", _set(path, [names, field.default]))
@@ -278,21 +285,52 @@ def _model_axis_divides(c: Config) -> Broken | None:
 
 def _schedule_has_its_repeats(c: Config) -> Broken | None:
     p = c.pipeline
-    if p.schedule == "interleaved" and p.repeats < 2:
-        fixes: list[dict[str, Any]] = [{"pipeline.repeats": 2}, {"pipeline.schedule": "1f1b"}]
-        return Broken("pipeline.repeats", "is too few for pipeline.schedule='interleaved', which needs at least 2", fixes)
-    if p.schedule == "1f1b" and p.repeats != 1:
-        rule = "does not fit pipeline.schedule='1f1b', which has one chunk on a stage"
-        return Broken("pipeline.repeats", rule, [{"pipeline.repeats": 1}])
+    least, most = cfg.SCHEDULES.get(p.schedule, (0, 0))
+    if c.mesh.stage == 1 or (p.repeats >= least and (not most or p.repeats <= most)):
+        return None
+    number = f"exactly {least} chunk{'s'[: least != 1]}" if least == most else f"at least {least} chunks"
+    fixes: list[dict[str, Any]] = [{"pipeline.repeats": least}]
+    others = [name for name, (low, high) in cfg.SCHEDULES.items() if low <= p.repeats and (not high or p.repeats <= high)]
+    fixes += _set("pipeline.schedule", others)
+    return Broken("pipeline.repeats", f"does not fit pipeline.schedule={p.schedule!r}, which has {number} on a stage", fixes)
+
+
+def _table_settings_have_a_use(c: Config) -> Broken | None:
+    p = c.pipeline
+    if p.memory and p.schedule != "auto":
+        fixes: list[dict[str, Any]] = [{"pipeline.memory": 0.0}, {"pipeline.schedule": "auto"}]
+        return Broken("pipeline.memory", f"is for pipeline.schedule='auto' alone, not {p.schedule!r}", fixes)
+    if p.times and len(p.times) not in (3, 4, 5, 6):
+        fixed = (*p.times, 1.0, 1.0, 1.0)[:3] if len(p.times) < 3 else p.times[:6]
+        return Broken("pipeline.times", "has to be the times of F, B, W, then message, R, head", _set("pipeline.times", [fixed, ()]))
+    if p.times and not all(p.times[:3]):
+        return Broken("pipeline.times", "has no time for F, B or W", _set("pipeline.times", [()]))
+    return None
+
+
+def _layers_fill_chunks(c: Config) -> Broken | None:
+    p, layers = c.pipeline, c.model.layers
+    if p.layer_costs and len(p.layer_costs) != layers:
+        return Broken("pipeline.layer_costs", f"has to have a number for each of model.layers={layers}", _set("pipeline.layer_costs", [()]))
+    if not p.chunk_layers:
+        return None
+    if p.layer_costs:
+        return Broken("pipeline.chunk_layers", "and pipeline.layer_costs both cut the layers: use one", _set("pipeline.layer_costs", [()]))
+    if sum(p.chunk_layers) != layers:
+        return Broken("pipeline.chunk_layers", f"is not model.layers={layers} in all", _set("pipeline.chunk_layers", [()]))
+    chunks = c.mesh.stage * p.repeats
+    if p.repeats and c.mesh.stage > 1 and len(p.chunk_layers) != chunks:
+        rule = f"has to have mesh.stage={c.mesh.stage} · pipeline.repeats={p.repeats} = {chunks} numbers"
+        return Broken("pipeline.chunk_layers", rule, _set("pipeline.chunk_layers", [()]))
     return None
 
 
 def _chunks_have_layers(c: Config) -> Broken | None:
-    stages, repeats, layers = c.mesh.stage, c.pipeline.repeats, c.model.layers
-    if stages * repeats <= layers:
+    stages, repeats, layers = c.mesh.stage, max(c.pipeline.repeats, 1), c.model.layers
+    if stages * repeats <= layers or stages == 1:
         return None
     rule = f"makes more chunks (mesh.stage={stages} · pipeline.repeats={repeats}) than model.layers={layers}"
-    least = 2 if c.pipeline.schedule == "interleaved" else 1
+    least = max(cfg.SCHEDULES.get(c.pipeline.schedule, (1, 0))[0], 1)
     blame, other = ("mesh.stage", "pipeline.repeats") if stages * least > layers else ("pipeline.repeats", "mesh.stage")
     small = {"mesh.stage": layers // repeats, "pipeline.repeats": layers // max(stages, 1)}
     fixes = [change for path in (blame, other) for change in _set(path, range(small[path], 0, -1))]
@@ -351,6 +389,8 @@ RULES: tuple[Callable[[Config], Broken | None], ...] = (
     _bytes_fit_vocabulary,
     _masked_fields_are_read,
     _schedule_has_its_repeats,
+    _table_settings_have_a_use,
+    _layers_fill_chunks,
     _model_axis_divides,
     _chunks_have_layers,
     _batch_divides,

@@ -173,13 +173,13 @@ def _compile(name: str, function, *arguments):
 
 def _introduce(config: Config, step: Step, compiled, abstract: dict, corpus: Corpus, seconds: float, say) -> None:
     """What somebody wants to see before the first step."""
-    memory, table, d = compiled.memory_analysis(), step.table, config.data
+    memory, d = compiled.memory_analysis(), config.data
     for line in meshes.describe(step.mesh):
         say(line)
     say(f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}")
     m, rows = config.pipeline.microbatches, d.batch_size // config.pipeline.microbatches
     say(f"step: {d.batch_size * d.sequence_length:,} tokens in {m} microbatches of {rows} sequences of {d.sequence_length}")
-    say(f"table: {table.name}, {table.ticks} ticks, {table.idle_fraction:.0%} of the cells idle")
+    say(f"table: {step.setup.describe()}")
     if memory is not None:
         total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         mib = lambda n: f"{n / 2**20:,.1f}"

@@ -20,6 +20,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "layer": (),
     "width": (),
     "vocab": (MODEL,),
+    "staged_vocab": (STAGE, MODEL),  # of tables that all stages share
     "heads": (MODEL,),
     "kv_heads": (MODEL,),
     "mlp": (MODEL,),

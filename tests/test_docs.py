@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from jaxtrain.pipeline.schedule import SCHEDULES, assign_slots, make_table
 
 from jaxtrain import cli, config_checks, generate, launch
 from jaxtrain import schedule as schedule_command
-from jaxtrain.pipeline.schedule import SCHEDULES, assign_slots, make_table
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])

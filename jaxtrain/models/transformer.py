@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.layers import MLP, SPLIT, Norm, gather_sequence
 from jaxtrain.models.spec import functional, parameter, specs
-from jaxtrain.parallel.vocabulary import add_lookup_gradient, lookup
+from jaxtrain.parallel.vocabulary import lookup
 from jaxtrain.sharding import constrain
 
 TILE = 128  # matrix units want the vocabulary in multiples of this
@@ -33,28 +33,32 @@ def padded_vocabulary(vocab_size: int, shards: int) -> int:
 class Embedder(nnx.Module):
     """Token embeddings, plus learned positions where the model has them."""
 
-    def __init__(self, cfg, vocab_rows):
+    def __init__(self, cfg, vocab_rows, vocab="vocab"):
         v, d = cfg.vocab_size, cfg.width
-        self.table = parameter((v, d), ("vocab", "width"), std=cfg.init_std, padded=(vocab_rows, d))
+        self.table = parameter((v, d), (vocab, "width"), std=cfg.init_std, padded=(vocab_rows, d))
         self.positions = parameter((cfg.max_positions, d), ("position", "width"), std=cfg.init_std) if cfg.positions == "learned" else None
 
     def __call__(self, tokens_BT, positions_BT, dtype) -> jax.Array:
         """tokens int32 [B, T], positions int32 [B or 1, T] → [B, T, D] of `dtype`."""
-        x_BTD = lookup(self.table[...], tokens_BT).astype(dtype)
+        return self.place(self.lookup(tokens_BT, dtype), positions_BT)
+
+    def lookup(self, tokens_BT, dtype) -> jax.Array:
+        """The tokens' rows of the table alone; zero for a token that is not in it."""
+        return lookup(self.table[...], tokens_BT).astype(dtype)
+
+    def place(self, x_BTD, positions_BT) -> jax.Array:
+        """With their positions, where these are learned."""
         if self.positions is not None:
-            x_BTD = x_BTD + constrain(self.positions[...].astype(dtype)[positions_BT], (None, *SPLIT[1:]))
+            x_BTD = x_BTD + constrain(self.positions[...].astype(x_BTD.dtype)[positions_BT], (None, *SPLIT[1:]))
         return constrain(x_BTD, SPLIT)
 
 
-def add_embedding_gradient(gradients: dict, tokens_BT, positions_BT, g_BTD) -> dict:
-    """The embedder's accumulators plus the gradient of its output, in place of a dense [V, D] gradient a microbatch."""
-    new = {**gradients, "table": add_lookup_gradient(gradients["table"], tokens_BT, g_BTD)}
-    if "positions" in gradients:
-        g_BTD = gather_sequence(g_BTD)
-        if positions_BT.shape[0] == 1:  # the same positions in every row
-            g_BTD = g_BTD.astype(jnp.float32).sum(0, keepdims=True)
-        new["positions"] = gradients["positions"].at[positions_BT].add(g_BTD.astype(gradients["positions"].dtype))
-    return new
+def add_position_gradient(positions_PD, positions_BT, g_BTD) -> jax.Array:
+    """The accumulator of learned positions plus the gradient of the embedder's output."""
+    g_BTD = gather_sequence(g_BTD)
+    if positions_BT.shape[0] == 1:  # the same positions in every row
+        g_BTD = g_BTD.astype(jnp.float32).sum(0, keepdims=True)
+    return positions_PD.at[positions_BT].add(g_BTD.astype(positions_PD.dtype))
 
 
 class Block(nnx.Module):
@@ -98,22 +102,22 @@ vocabulary_logits.defvjp(lambda x, table: (vocabulary_logits(x, table), (x, tabl
 class Head(nnx.Module):
     """Final norm and the projection to the vocabulary; a tied head is given the embedding table."""
 
-    def __init__(self, cfg, vocab_rows):
+    def __init__(self, cfg, vocab_rows, vocab="vocab"):
         v, d = cfg.vocab_size, cfg.width
         self.vocab_size = v
         self.norm = Norm(cfg)
-        self.table = None if cfg.tied_embeddings else parameter((v, d), ("vocab", "width"), std=cfg.init_std, padded=(vocab_rows, d))
+        self.table = None if cfg.tied_embeddings else parameter((v, d), (vocab, "width"), std=cfg.init_std, padded=(vocab_rows, d))
 
-    def __call__(self, x_BCD, tied_table=None) -> jax.Array:
-        """[B, C, D] → float32 logits [B, C, V]; those of padding rows are −inf."""
+    def __call__(self, x_BCD, tied_table=None, first_row=0) -> jax.Array:
+        """[B, C, D] → float32 logits [B, C, V]; those of padding rows are −inf. The table may be a part of one, from `first_row` on."""
         table_VD = self.table[...] if tied_table is None else tied_table
         x_BCD = gather_sequence(self.norm(x_BCD))
         flat = x_BCD.reshape(-1, x_BCD.shape[-1])
         logits = vocabulary_logits(flat, table_VD.astype(flat.dtype))
         logits = constrain(logits.reshape(*x_BCD.shape[:-1], -1), ("batch", "token", "vocab"))
         if table_VD.shape[0] != self.vocab_size:
-            column = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-            logits = jnp.where(column < self.vocab_size, logits, -jnp.inf)
+            row = first_row + jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+            logits = jnp.where(row < self.vocab_size, logits, -jnp.inf)
         return logits
 
 
@@ -140,10 +144,14 @@ class Parts:
         return self.cfg.layers * layer + self.cfg.vocab_size * self.cfg.width
 
 
-def build(cfg, model_shards: int = 1) -> Parts:
-    """The parts of the model that a (resolved) model config describes, its vocabulary padded for `model_shards`."""
-    rows = padded_vocabulary(cfg.vocab_size, model_shards)
-    embed, block, head = Embedder(cfg, rows), Block(cfg), Head(cfg, rows)
+def build(cfg, model_shards: int = 1, stage_shards: int = 1) -> Parts:
+    """The parts of the model that a (resolved) model config describes.
+
+    Its vocabulary is padded for `model_shards`, times `stage_shards` where the stages share it.
+    """
+    rows = padded_vocabulary(cfg.vocab_size, model_shards * stage_shards)
+    vocab = "staged_vocab" if stage_shards > 1 else "vocab"
+    embed, block, head = Embedder(cfg, rows, vocab), Block(cfg), Head(cfg, rows, vocab)
     tree = {"embed": specs(embed), "layer": specs(block), "head": specs(head)}
     return Parts(cfg, tree, functional(embed), functional(block), functional(head))
 

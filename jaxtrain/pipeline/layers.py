@@ -1,4 +1,4 @@
-"""The layers of one chunk on one stage: a loop over the rows of their stacked parameters, forward and backward.
+"""The layers of one unit on one stage: a loop over the rows of their stacked parameters, for each op of the schedule.
 
 The number of layers may differ between stages; the loop's bound is then this stage's own, and a stage with fewer layers
 does less work. A single layer needs no loop.
@@ -13,80 +13,116 @@ from jax import lax
 from jaxtrain.pipeline.partition import Split
 from jaxtrain.pipeline.placement import Placement
 
+Arrays = list[jax.Array]
+
 
 def _row(tree, i):
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
 
 
-class LayerStack:
-    """The blocks of chunk `chunk` on this `stage` (a traced index).
+def read(slots: Arrays, slot, i) -> Arrays:
+    """Row i of a slot, of arrays [slots, rows, ...]."""
+    return [lax.dynamic_slice(a, (slot, i, *[0] * (a.ndim - 2)), (1, 1, *a.shape[2:])).reshape(a.shape[2:]) for a in slots]
 
-    block: (params of one layer, x, positions, segments) → x. Stacked parameters have leaves [rows, ...], `extra` is
-    (positions, segments or None). With `keep_inputs` a layer keeps its input and is recomputed in the backward (full
-    recomputation as everyone knows it); otherwise it keeps what its backward reads, which suits a caller that has just
-    recomputed the chunk from its own input. `splits` is an empty list that the stacks of one program share.
+
+def write(slots: Arrays, values: Arrays, slot, i) -> Arrays:
+    """The same arrays with a row replaced."""
+    return [
+        lax.dynamic_update_slice(a, v.astype(a.dtype)[None, None], (slot, i, *[0] * (a.ndim - 2)))
+        for a, v in zip(slots, values, strict=True)
+    ]
+
+
+class LayerStack:
+    """The blocks of unit `unit` (a local index) on this `stage` (a traced index).
+
+    layer: (params of one layer, x, extra) → x; `split` its partition. Stacked parameters have leaves [rows, ...]. What ops leave for
+    each other lies in slots, arrays [slots, rows, ...], in the order of the split's residuals and stash.
     """
 
-    def __init__(self, block: Callable, placement: Placement, chunk: int, stage, keep_inputs: bool, splits: list[Split]):
-        counts = [placement.count(chunk, s) for s in range(placement.stages)]
-        self._layer = lambda params, x, extra: block(params, x, *extra)
-        self._rows = placement.rows(chunk)
+    def __init__(self, layer: Callable, split: Split, placement: Placement, unit: int, stage):
+        counts = [placement.count(unit, s) for s in range(placement.stages)]
+        self._layer, self._split, self._rows = layer, split, placement.rows(unit)
         self._count = counts[0] if len(set(counts)) == 1 else jnp.asarray(counts)[stage]
-        self._keep_inputs, self._splits = keep_inputs, splits
+        self._single = self._rows == 1  # then every stage that has the unit has that one
 
-    @property
-    def _single(self) -> bool:
-        return self._rows == 1  # then every stage has that one
+    def _each(self, fn: Callable, carry, reverse: bool = False):
+        """carry = fn(i, carry) for every layer."""
+        if self._single:
+            return fn(0, carry)
+        last = self._count - 1
+        return lax.fori_loop(0, self._count, lambda i, c: fn(last - i if reverse else i, c), carry)
+
+    # ------------------------------------------------------------------ ops of their own
 
     def forward(self, params, x, extra):
         """x [B, T, D] → the same shape."""
-        if self._single:
-            return self._layer(_row(params, 0), x, extra)
-        return lax.fori_loop(0, self._count, lambda i, x: self._layer(_row(params, i), x, extra), x)
+        return self._each(lambda i, x: self._layer(_row(params, i), x, extra), x)
 
-    def _keep(self, params, x, extra):
-        """One layer → (y, what it keeps)."""
-        if self._keep_inputs:
-            return self._layer(params, x, extra), [x]
-        return self._split(params, x, extra).forward(params, x, extra)
-
-    def _back(self, params, x_like, extra, kept, g):
-        """One layer → (gradients of its parameters, gradient of its input)."""
-        if self._keep_inputs:
-            return jax.vjp(lambda p, x: self._layer(p, x, extra), params, kept[0])[1](g)
-        return self._split(params, x_like, extra).backward(params, extra, kept, g)
-
-    def _split(self, params, x, extra) -> Split:
-        """The layer's partition, made once for all chunks: their layers are alike."""
-        if not self._splits:
-            self._splits.append(Split(self._layer, params, x, extra))
-        return self._splits[0]
-
-    def forward_keeping(self, params, x, extra):
-        """→ output, and what the backward needs: a list of arrays, [rows, ...] unless there is one layer."""
-        if self._single:
-            return self._keep(_row(params, 0), x, extra)
-        kept = jax.eval_shape(lambda p, x, e: self._keep(_row(p, 0), x, e)[1], params, x, extra)
-        stash = [jnp.zeros((self._rows, *k.shape), k.dtype) for k in kept]
+    def forward_keeping(self, params, x, extra, residual_b: Arrays, residual_w: Arrays, slot_b, slot_w):
+        """→ output, and the slots with what the backward needs."""
 
         def layer(i, carry):
-            x, stash = carry
-            y, kept = self._keep(_row(params, i), x, extra)
-            return y, [lax.dynamic_update_index_in_dim(s, k, i, 0) for s, k in zip(stash, kept, strict=True)]
+            x, for_b, for_w = carry
+            y, kept = self._split.forward(_row(params, i), x, extra)
+            b, w = self._split.sort(kept)
+            return y, write(for_b, b, slot_b, i), write(for_w, w, slot_w, i)
 
-        return lax.fori_loop(0, self._count, layer, (x, stash))
+        return self._each(layer, (x, residual_b, residual_w))
 
-    def backward(self, params, sums, extra, stash, g):
-        """→ (float32 sums + gradients of the parameters, gradient of the chunk's input)."""
+    def input_gradient(self, params, extra, residual_b: Arrays, residual_w: Arrays, slot_b, slot_w, g, stash: Arrays, slot):
+        """→ (gradient of the unit's input, the stash with what W needs)."""
+
+        def layer(i, carry):
+            g, stash = carry
+            kept = self._split.merge(read(residual_b, slot_b, i), read(residual_w, slot_w, i))
+            g, left = self._split.input_gradient(_row(params, i), extra, kept, g)
+            return g, write(stash, left, slot, i)
+
+        return self._each(layer, (g, stash), reverse=True)
+
+    def weight_gradient(self, params, sums, extra, residual_w: Arrays, slot_w, stash: Arrays, slot):
+        """→ float32 sums + gradients of the parameters."""
+
+        def layer(i, sums):
+            gradients = self._split.weight_gradient(_row(params, i), extra, read(residual_w, slot_w, i), read(stash, slot, i))
+            return self._add(sums, gradients, i)
+
+        return self._each(layer, sums)
+
+    def _add(self, sums, gradients, i):
         if self._single:
-            gradients, dx = self._back(_row(params, 0), g, extra, stash, g)
-            return jax.tree.map(lambda s, d: s + d[None].astype(s.dtype), sums, gradients), dx
+            return jax.tree.map(lambda s, d: s + d[None].astype(s.dtype), sums, gradients)
+        return jax.tree.map(lambda s, d: s.at[i].add(d.astype(s.dtype)), sums, gradients)
+
+    # ------------------------------------------------------------------ forward and backward at once: one stage
+
+    def forward_with(self, params, x, extra, recompute: bool):
+        """→ output, and for each layer its input (`recompute`) or its residuals: a list of arrays [rows, ...]."""
+        keep = (lambda p, x: (self._layer(p, x, extra), [x])) if recompute else lambda p, x: self._split.forward(p, x, extra)
+        kept = jax.eval_shape(lambda p, x: keep(_row(p, 0), x)[1], params, x)
+        if self._single:
+            y, kept = keep(_row(params, 0), x)
+            return y, [k[None] for k in kept]
+
+        def layer(i, carry):
+            x, kept = carry
+            y, new = keep(_row(params, i), x)
+            return y, [lax.dynamic_update_index_in_dim(a, k, i, 0) for a, k in zip(kept, new, strict=True)]
+
+        return lax.fori_loop(0, self._count, layer, (x, [jnp.zeros((self._rows, *k.shape), k.dtype) for k in kept]))
+
+    def backward_with(self, params, sums, extra, kept: Arrays, g, recompute: bool):
+        """→ (float32 sums + gradients of the parameters, gradient of the input)."""
 
         def layer(i, carry):
             g, sums = carry
-            i = self._count - 1 - i
-            gradients, dx = self._back(_row(params, i), g, extra, _row(stash, i), g)
-            return dx, jax.tree.map(lambda s, d: s.at[i].add(d.astype(s.dtype)), sums, gradients)
+            p, own = _row(params, i), _row(kept, i)
+            if recompute:
+                gradients, g = jax.vjp(lambda p, x: self._layer(p, x, extra), p, own[0])[1](g)
+            else:
+                gradients, g = self._split.backward(p, extra, own, g)
+            return g, self._add(sums, gradients, i)
 
-        dx, sums = lax.fori_loop(0, self._count, layer, (g, sums))
-        return sums, dx
+        g, sums = self._each(layer, (g, sums), reverse=True)
+        return sums, g

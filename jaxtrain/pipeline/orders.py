@@ -19,6 +19,7 @@ figures in unit times (F = B = W, no message time) and the most stashes at once,
 import dataclasses
 from collections.abc import Callable
 
+from jaxtrain import config
 from jaxtrain.pipeline.table import Cell, Op
 
 Orders = list[list[Cell]]
@@ -233,11 +234,14 @@ class Schedule:
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(gpipe, "circular", 1, 0),
-    "1f1b": Schedule(one_f_one_b, "circular", 1, 1),
-    "interleaved": Schedule(interleaved, "circular", 2, 0),
-    "zb_h1": Schedule(zb_h1, "circular", 1, 1),
-    "zb_h2": Schedule(zb_h2, "circular", 1, 1),
-    "zb_v": Schedule(zb_v, "v", 2, 2),
-    "dualpipe_v": Schedule(dualpipe_v, "v", 2, 2),
+    name: Schedule(order, placement, *config.SCHEDULES[name])
+    for name, order, placement in (
+        ("gpipe", gpipe, "circular"),
+        ("1f1b", one_f_one_b, "circular"),
+        ("interleaved", interleaved, "circular"),
+        ("zb_h1", zb_h1, "circular"),
+        ("zb_h2", zb_h2, "circular"),
+        ("zb_v", zb_v, "v"),
+        ("dualpipe_v", dualpipe_v, "v"),
+    )
 }

@@ -1,15 +1,21 @@
-"""One layer's backward, split from its forward by partitioning the traced vjp.
+"""One layer cut into the ops of a schedule by partitioning the trace of its vjp.
 
-    forward(params, x, extra)        → y, residuals
-    backward(params, extra, residuals, g) → gradients of params, gradient of x
+    forward(params, x, extra)                        → y, residuals
+    input_gradient(params, extra, residuals, g)      → gradient of x, stash          B
+    weight_gradient(params, extra, residuals, stash) → gradients of params           W
+    backward(params, extra, residuals, g)            → gradients of params, of x     both at once, where nothing comes between
 
-What crosses from one to the other is only what the backward cannot make from weights, constants and cheap views of other
-residuals: weights are never kept, nor masks, reshapes, broadcasts or transposes. `jax.vjp` alone would keep them all.
+Residuals cross from the forward to the backward: no weights, nor anything made from weights, positions and constants alone, no masks,
+reshapes, broadcasts or transposes, no sums and products of other residuals; `keep` decides about the rest, and what it does not let
+cross is computed again. The stash crosses from B to W: the gradients that W multiplies with, and what B had to compute again for itself.
+
+Calls are inlined and inner scans unrolled. What `jax.checkpoint` inside the layer computes again stays in the backward.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -18,7 +24,26 @@ VIEWS = frozenset(
     "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice concatenate sharding_constraint "
     "eq ne ge gt le lt and or not".split()
 )
+# Values that cost one pass over their operands, which fuses with what reads them: not kept beside all of those.
+CHEAP = VIEWS | frozenset("add sub mul div max min select_n integer_pow square convert_element_type add_any".split())
 CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat2 checkpoint".split())
+AGAIN = "computed_again"  # the name scope of what jax.checkpoint computes again in the backward
+
+Keep = Callable[..., bool]
+
+
+def keep_all(equation) -> bool:
+    """`remat` none: whatever the backward reads crosses."""
+    return True
+
+
+def keep_matmuls(equation) -> bool:
+    """`remat` selective: results of products with weights cross; attention's inside and elementwise work are computed again
+    (Korthikanti et al. 2022, section 5)."""
+    return equation.primitive.name == "dot_general" and not equation.params["dimension_numbers"][1][0]
+
+
+# --- flattening ------------------------------------------------------------------------------------------------------------------
 
 
 def _bind(equation, values):
@@ -28,33 +53,62 @@ def _bind(equation, values):
 
 
 def _inline(jaxpr, consts, args):
-    """Evaluates a jaxpr, going into calls: traced again, it is flat."""
+    """Evaluates a jaxpr, going into calls and scans: traced again, it is flat."""
     env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
     read = lambda a: a.val if isinstance(a, Literal) else env[a]
     for equation in jaxpr.eqns:
-        values = [read(a) for a in equation.invars]
-        inner = next((equation.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in equation.params), None)
-        if equation.primitive.name in CALLS and inner is not None:
+        values, params, name = [read(a) for a in equation.invars], equation.params, equation.primitive.name
+        inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
+        if name == "scan":
+            out = _unrolled(params, values)
+        elif name in CALLS and inner is not None:
             body, inner_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
-            out = _inline(body, inner_consts, values)
+            if params.get("differentiated"):
+                with jax.named_scope(AGAIN):
+                    out = _inline(body, inner_consts, values)
+            else:
+                out = _inline(body, inner_consts, values)
         else:
             out = _bind(equation, values)
         env.update(zip(equation.outvars, out, strict=True))
     return [read(a) for a in jaxpr.outvars]
 
 
+def _unrolled(params, values) -> list:
+    """The results of a scan, its iterations one after the other."""
+    fixed, carried = params["num_consts"], params["num_carry"]
+    consts, carry, xs = values[:fixed], list(values[fixed : fixed + carried]), values[fixed + carried :]
+    body, rows = params["jaxpr"], []
+    order = range(params["length"])
+    for i in reversed(order) if params["reverse"] else order:
+        out = _inline(body.jaxpr, body.consts, [*consts, *carry, *(jax.lax.index_in_dim(x, i, keepdims=False) for x in xs)])
+        carry = out[:carried]
+        rows.append(out[carried:])
+    if params["reverse"]:
+        rows.reverse()
+    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+
+
 def _variables(atoms: Iterable) -> list:
     return [a for a in atoms if not isinstance(a, Literal)]
 
 
-class Split:
-    """A layer `fn(params, x, extra) → y` as a forward that stashes and a backward that reads the stash.
+def _bytes(atoms: Iterable) -> int:
+    return sum(int(np.prod(a.aval.shape)) * a.aval.dtype.itemsize for a in atoms)
 
-    x and y have the same shape and dtype; `params` and `extra` are pytrees of arrays. Only shapes and dtypes of the
-    example arguments matter. `residuals` lists the shapes and dtypes that cross.
+
+# --- the partition ---------------------------------------------------------------------------------------------------------------
+
+
+class Split:
+    """A layer `fn(params, x, extra) → y`, cut.
+
+    x and y have the same shape and dtype; `params` and `extra` are pytrees of arrays. Only shapes and dtypes of the example
+    arguments matter. `residuals` and `stash` list the shapes and dtypes that cross, `for_weights` says of each residual whether W
+    reads it: the others end with B.
     """
 
-    def __init__(self, fn: Callable, params, x, extra):
+    def __init__(self, fn: Callable, params, x, extra, keep: Keep = keep_all):
         leaves, self._tree = jax.tree.flatten(params)
         extras, self._extra_tree = jax.tree.flatten(extra)
         n, e = len(leaves), len(extras)
@@ -75,33 +129,102 @@ class Split:
         self._maker = {out: eq for eq in jaxpr.eqns for out in eq.outvars}
         self._order = {id(eq): i for i, eq in enumerate(jaxpr.eqns)}
         self._y, self._dx, *self._dp = jaxpr.outvars
-        self._partition(jaxpr)
-
-    def _partition(self, jaxpr):
-        free = {*self._params, *self._extras, *jaxpr.constvars}  # both sides can make these by themselves
-        after = {self._g}  # depends on the incoming gradient
+        self._free = {*self._params, *self._extras, *jaxpr.constvars}  # what every op can make by itself
+        self._late = {self._g}  # what depends on the incoming gradient, or is computed again
         for eq in jaxpr.eqns:
             inputs = _variables(eq.invars)
-            if any(a in after for a in inputs):
-                after.update(eq.outvars)
-            elif all(a in free for a in inputs):
-                free.update(eq.outvars)
-        backward = [eq for eq in self._needed([self._dx, *self._dp], ()) if any(o in after for o in eq.outvars)]
-        wanted = [a for eq in backward for a in _variables(eq.invars) if a not in after and a not in free]
-        kept, seen = [], set()
-        while wanted:
-            value = wanted.pop()
-            if value in seen or value in free:
+            if AGAIN in str(eq.source_info.name_stack) or any(a in self._late for a in inputs):
+                self._late.update(eq.outvars)
+            elif all(a in self._free for a in inputs):
+                self._free.update(eq.outvars)
+        self._kept = self._without_cheap(self._kept_values(keep))
+        self._stashed, for_weights = self._crossing_to_weights()
+        shapes = lambda values: [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in values]
+        self.residuals, self.stash = shapes(self._kept), shapes(self._stashed)
+        self.for_weights = [a in for_weights for a in self._kept]
+        self._equations = {
+            "forward": self._needed([self._y, *self._kept], ()),
+            "input": self._needed([self._dx, *self._stashed], self._kept),
+            "weight": self._needed(self._dp, {*for_weights, *self._stashed}),
+            "both": self._needed([self._dx, *self._dp], self._kept),
+        }
+
+    # ------------------------------------------------------------------ what crosses
+
+    def _position(self, value) -> int:
+        return self._order[id(self._maker[value])] if value in self._maker else -1
+
+    def _kept_values(self, keep: Keep) -> set:
+        """What the forward leaves, so that the backward can make all that it reads."""
+        backward = [eq for eq in self._needed([self._dx, *self._dp], ()) if any(o in self._late for o in eq.outvars)]
+        todo = [a for eq in backward for a in _variables(eq.invars) if a not in self._late]
+        kept, seen = set(), set()
+        while todo:
+            value = todo.pop()
+            if value in seen or value in self._free:
                 continue
             seen.add(value)
-            if value is self._x or not self._is_view(self._maker[value]):
-                kept.append(value)
+            if value is self._x or (keep(self._maker[value]) and not self._is_view(self._maker[value])):
+                kept.add(value)
             else:
-                wanted += _variables(self._maker[value].invars)
-        self._kept = sorted(kept, key=lambda a: -1 if a is self._x else self._order[id(self._maker[a])])
-        self._forward_eqs = self._needed([self._y, *self._kept], ())
-        self._backward_eqs = self._needed([self._dx, *self._dp], self._kept)
-        self.residuals = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in self._kept]
+                todo += _variables(self._maker[value].invars)
+        return kept
+
+    def _without_cheap(self, kept: set) -> list:
+        """`kept` without what a pass over other values of it makes, in the order of their making."""
+        left = set(kept)
+        for value in sorted(kept, key=self._position, reverse=True):
+            if value is not self._x and self._derived(value, left - {value}) is not None:
+                left.remove(value)
+        return sorted(left, key=self._position)
+
+    def _derived(self, value, given: set) -> set | None:
+        """Those of `given` from which cheap equations alone make the value; None if they do not."""
+        found, todo, seen = set(), [value], set()
+        while todo:
+            v = todo.pop()
+            if v in seen or v in self._free:
+                continue
+            seen.add(v)
+            if v in given:
+                found.add(v)
+            elif v in self._late or v is self._x or self._maker[v].primitive.name not in CHEAP:
+                return None
+            else:
+                todo += _variables(self._maker[v].invars)
+        return found
+
+    def _crossing_to_weights(self) -> tuple[list, set]:
+        """(what B leaves for W, the residuals that W reads).
+
+        Where a residual or a few make a value that W reads, the fewer bytes are held on from B to W: the value, or they.
+        """
+        kept, in_b = set(self._kept), {o for eq in self._needed([self._dx], self._kept) for o in eq.outvars}
+        stash, residuals, made = set(), set(), {}
+        todo, seen = _variables(self._dp), set()
+        while todo:
+            value = todo.pop()
+            if value in seen or value in self._free:
+                continue
+            seen.add(value)
+            if value in kept:
+                residuals.add(value)
+            elif value is self._g:
+                stash.add(value)
+            elif self._is_view(self._maker[value]):
+                todo += _variables(self._maker[value].invars)
+            elif (sources := self._derived(value, kept)) is not None:
+                made[value] = sources
+            elif value in in_b:
+                stash.add(value)
+            else:
+                todo += _variables(self._maker[value].invars)
+        for value in sorted(made, key=lambda v: (-_bytes([v]), self._position(v))):
+            if _bytes(made[value] - residuals) > _bytes([value]):
+                stash.add(value)
+            else:
+                residuals |= made[value]
+        return sorted(stash, key=self._position), residuals
 
     @staticmethod
     def _is_view(equation) -> bool:
@@ -121,28 +244,52 @@ class Split:
             todo += _variables(eq.invars)
         return sorted(seen.values(), key=lambda eq: self._order[id(eq)])
 
-    def _run(self, equations, env, outputs):
+    # ------------------------------------------------------------------ the ops
+
+    def _run(self, op: str, params, extra, more: dict, outputs) -> list:
+        env = self._consts | dict(zip(self._params, jax.tree.leaves(params), strict=True))
+        env |= dict(zip(self._extras, jax.tree.leaves(extra), strict=True)) | more
         read = lambda a: a.val if isinstance(a, Literal) else env[a]
-        for eq in equations:
+        for eq in self._equations[op]:
             env.update(zip(eq.outvars, _bind(eq, [read(a) for a in eq.invars]), strict=True))
         return [read(a) for a in outputs]
 
-    def _environment(self, params, extra, more) -> dict:
-        env = dict(self._consts) | dict(zip(self._params, jax.tree.leaves(params), strict=True))
-        return env | dict(zip(self._extras, jax.tree.leaves(extra), strict=True)) | more
+    def _with_residuals(self, residuals: Sequence) -> dict:
+        return dict(zip(self._kept, residuals, strict=True))
 
     def forward(self, params, x, extra):
         """→ y, list of residuals."""
-        env = self._environment(params, extra, {self._x: x})
-        y, *residuals = self._run(self._forward_eqs, env, [self._y, *self._kept])
+        y, *residuals = self._run("forward", params, extra, {self._x: x}, [self._y, *self._kept])
         return y, residuals
+
+    def input_gradient(self, params, extra, residuals, g):
+        """→ gradient of x, list of what W needs beside the residuals."""
+        dx, *stash = self._run("input", params, extra, {self._g: g, **self._with_residuals(residuals)}, [self._dx, *self._stashed])
+        return dx, stash
+
+    def weight_gradient(self, params, extra, residuals, stash):
+        """→ gradients of params. residuals: those that are `for_weights`."""
+        kept = [a for a, wanted in zip(self._kept, self.for_weights, strict=True) if wanted]
+        more = dict(zip(kept, residuals, strict=True)) | dict(zip(self._stashed, stash, strict=True))
+        return jax.tree.unflatten(self._tree, self._run("weight", params, extra, more, self._dp))
 
     def backward(self, params, extra, residuals, g):
         """→ gradients of params, gradient of x."""
-        env = self._environment(params, extra, {self._g: g, **dict(zip(self._kept, residuals, strict=True))})
-        dx, *gradients = self._run(self._backward_eqs, env, [self._dx, *self._dp])
+        dx, *gradients = self._run("both", params, extra, {self._g: g, **self._with_residuals(residuals)}, [self._dx, *self._dp])
         return jax.tree.unflatten(self._tree, gradients), dx
+
+    # ------------------------------------------------------------------ residuals by their last reader
+
+    def sort(self, residuals: Sequence) -> tuple[list, list]:
+        """(those that end with B, those that W reads)."""
+        pairs = list(zip(residuals, self.for_weights, strict=True))
+        return [r for r, wanted in pairs if not wanted], [r for r, wanted in pairs if wanted]
+
+    def merge(self, for_b: Sequence, for_w: Sequence) -> list:
+        """The opposite of `sort`."""
+        b, w = iter(for_b), iter(for_w)
+        return [next(w) if wanted else next(b) for wanted in self.for_weights]
 
     def residual_bytes(self) -> int:
         """Bytes that one layer keeps for one microbatch."""
-        return sum(int(np.prod(r.shape)) * r.dtype.itemsize for r in self.residuals)
+        return _bytes(self._kept)

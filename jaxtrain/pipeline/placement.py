@@ -1,50 +1,102 @@
-"""Which layer lives where: layers → chunks → stages.
+"""Which layer lives where: layers → chunks → units → stages.
 
-A model of L layers is cut into `stages · chunks` consecutive groups ("global chunks"). Chunk c of stage s is global chunk
-c · stages + s: the circular placement of interleaved pipelines. Where the layers do not divide, the first groups hold one
-more. In memory chunk c of all stages is one stacked array [stages, rows(c), ...]; a stage with fewer layers has an unused
-row there, which is zero, has no gradient, and is in no count, norm or checkpoint.
+A model of L layers is cut into consecutive chunks, each chunk into one or more units (an op's layers), and unit g lies on stage
+`place[g]`. In memory the u-th units of all stages are one stacked array [stages, rows(u), ...]; a stage with fewer layers there, or
+without such a unit, has unused rows, which are zero, have no gradient, and are in no count, norm or checkpoint.
 
       L = 7, stages = 2, chunks = 2          stage 0     stage 1
-                                   chunk 0   0 1         2 3
-                                   chunk 1   4 5         6 –
+                                    unit 0   0 1         2 3
+                                    unit 1   4 5         6 –
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 
+def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, ...]:
+    """The number of layers of each chunk, at least one each.
+
+    Without `costs` evenly, the first chunks one more where they do not divide. With a cost for every layer, so that the dearest chunk
+    costs least; among those cuts, the later chunks are filled first.
+    """
+    if not costs:
+        size, more = divmod(layers, chunks)
+        return tuple(size + (c < more) for c in range(chunks))
+    total = np.concatenate([[0.0], np.cumsum(costs)])
+    # best[c][n]: the cost of the dearest of c chunks that hold the first n layers, and where the last one begins
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for c in range(1, chunks + 1):
+        row = {}
+        for n in range(c, layers - (chunks - c) + 1):
+            options = [(max(best[c - 1][i][0], float(total[n] - total[i])), i) for i in range(c - 1, n) if i in best[c - 1]]
+            row[n] = min(options)
+        best.append(row)
+    sizes, end = [], layers
+    for c in range(chunks, 0, -1):
+        start = best[c][end][1]
+        sizes.append(end - start)
+        end = start
+    return tuple(reversed(sizes))
+
+
+def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(into how many units each chunk is cut, the layers of every unit in model order); 0 layers per op: a chunk is one unit.
+
+    A chunk whose layers do not divide has units as equal as can be.
+    """
+    groups = tuple(-(-n // layers_per_op) if layers_per_op else 1 for n in chunks)
+    return groups, tuple(size for n, parts in zip(chunks, groups, strict=True) for size in spread(n, parts))
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Layers over `stages` stages of `chunks` chunks each, in circular order.
+    """Layers over stages.
 
-    Raises ValueError if there are more chunks than layers.
+    chunks: units on a stage, the most of all stages; the circular placement has exactly so many on each
+    place:  the stage of each unit, in model order; left out: circular, unit g on stage g mod stages
+    sizes:  the layers of each unit, in model order; left out: evenly
+
+    Raises ValueError if there are more units than layers.
     """
 
     layers: int
     stages: int = 1
     chunks: int = 1
+    place: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.stages * self.chunks > self.layers:
-            raise ValueError(
-                f"{self.stages} stages of {self.chunks} chunks need at least {self.stages * self.chunks} layers, not {self.layers}"
-            )
+        place = self.place or tuple(g % self.stages for g in range(self.stages * self.chunks))
+        if len(place) > self.layers:
+            raise ValueError(f"{self.stages} stages of {self.chunks} chunks need at least {len(place)} layers, not {self.layers}")
+        sizes = self.sizes or spread(self.layers, len(place))
+        if len(sizes) != len(place) or sum(sizes) != self.layers or min(sizes) < 1:
+            raise ValueError(f"units of {sizes} layers on stages {place} are not {self.layers} layers")
+        object.__setattr__(self, "place", place)
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "chunks", max(place.count(s) for s in range(self.stages)))
+        units = [[g for g, there in enumerate(place) if there == s] for s in range(self.stages)]
+        object.__setattr__(self, "_units", units)
+
+    def unit(self, chunk: int, stage: int) -> int | None:
+        """The unit, in model order, that is a stage's `chunk`-th; None if the stage has fewer."""
+        own = self._units[stage]  # type: ignore[attr-defined]
+        return own[chunk] if chunk < len(own) else None
 
     def first_layer(self, chunk: int, stage: int) -> int:
-        """The first layer of a stage's chunk."""
-        group = chunk * self.stages + stage
-        size, more = divmod(self.layers, self.stages * self.chunks)
-        return group * size + min(group, more)
+        """The first layer of a stage's unit; 0 where there is none."""
+        g = self.unit(chunk, stage)
+        return 0 if g is None else sum(self.sizes[:g])
 
     def count(self, chunk: int, stage: int) -> int:
-        """The number of layers in a stage's chunk."""
-        size, more = divmod(self.layers, self.stages * self.chunks)
-        return size + (chunk * self.stages + stage < more)
+        """The number of layers in a stage's unit."""
+        g = self.unit(chunk, stage)
+        return 0 if g is None else self.sizes[g]
 
     def rows(self, chunk: int) -> int:
-        """Rows of the stacked array of this chunk: the most layers that a stage has in it."""
+        """Rows of the stacked array of these units: the most layers that a stage has in it."""
         return max(self.count(chunk, s) for s in range(self.stages))
 
     def layer_index(self, chunk: int) -> np.ndarray:
@@ -56,8 +108,9 @@ class Placement:
         return index
 
     def describe(self) -> str:
-        """One line for people: the number of layers on each stage, chunk by chunk."""
-        if self.stages == 1:
+        """One line for people: the number of layers on each stage, unit by unit."""
+        if self.stages == 1 and self.chunks == 1:
             return f"{self.layers} layers on one stage"
-        spread = ", ".join("+".join(str(self.count(c, s)) for c in range(self.chunks)) for s in range(self.stages))
-        return f"{self.layers} layers over {self.stages} stages × {self.chunks} chunk{'s'[: self.chunks != 1]}: {spread}"
+        counts = [[self.count(c, s) for c in range(self.chunks)] for s in range(self.stages)]
+        listed = ", ".join("+".join(str(n) for n in row if n) for row in counts)
+        return f"{self.layers} layers over {self.stages} stages × {self.chunks} chunk{'s'[: self.chunks != 1]}: {listed}"

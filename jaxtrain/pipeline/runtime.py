@@ -5,9 +5,12 @@ A row itself is in tick.py. The manual axes are all but `model`, whose collectiv
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -15,11 +18,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.mesh import BATCH_AXES, MANUAL_AXES, STAGE, psum
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.transformer import Parts
-from jaxtrain.parallel.zero import Reduction, reduce
+from jaxtrain.parallel.zero import Reduction, manual, reduce
+from jaxtrain.pipeline.columns import columns, permutes, results
+from jaxtrain.pipeline.ends import Ends
+from jaxtrain.pipeline.layers import LayerStack
+from jaxtrain.pipeline.partition import Split, keep_all, keep_matmuls
 from jaxtrain.pipeline.placement import Placement
-from jaxtrain.pipeline.schedule import Program
-from jaxtrain.pipeline.tick import Tick, columns
-from jaxtrain.sharding import constrain
+from jaxtrain.pipeline.slots import Program
+from jaxtrain.pipeline.tick import Accumulate, Tick
+from jaxtrain.sharding import constrain, spec
 
 BATCH = P(None, BATCH_AXES)  # [microbatch, row, token]
 
@@ -28,16 +35,19 @@ BATCH = P(None, BATCH_AXES)  # [microbatch, row, token]
 class Runtime:
     """What a pipelined evaluation of the model needs to know.
 
-    reductions: pytree like the parameters, of `Reduction`s; None for a forward-only program
+    program: the table with its slots; None on one stage, where a row is a microbatch, forward and backward at once
+    reductions: pytree like the parameters, of `Reduction`s; None for forwards and losses alone
+    remat: what the backward computes again: full (F keeps a unit's input), selective (all but products with weights), none
     loss_chunk: tokens whose logits may exist at a time
     compute, reduce: dtypes of activations, and of the gradient on its way over the data axis
     """
 
     parts: Parts
     placement: Placement
-    program: Program
+    program: Program | None
     mesh: Mesh
     reductions: dict | None
+    remat: str = "full"
     loss_chunk: int = 2048
     compute: jnp.dtype = jnp.dtype("float32")
     reduce: jnp.dtype = jnp.dtype("float32")
@@ -48,14 +58,13 @@ class Runtime:
         batch: tokens, targets int32 and weights float32, [microbatches, rows, T], and segments, positions if documents are
         kept apart. Gradients are float32, in the layout of `reductions`.
         """
-        table = self.program.table
-        layers = jax.tree.map(lambda _: P(STAGE), params["layers"])
-        specs = {k: jax.tree.map(lambda _: P(), v) for k, v in params.items()} | {"layers": layers}
+        specs = {k: jax.tree.map(lambda s: manual(spec(s.axes)), self.parts.specs[k]) for k in ("embed", "head")}
+        specs["layers"] = jax.tree.map(lambda _: P(STAGE), params["layers"])
         out_specs: tuple = (P(), P())
-        if not table.forward_only:
-            manual = lambda r: P(*[_manual_part(part) for part in r.storage])
-            out_specs += (jax.tree.map(manual, self.reductions, is_leaf=_is_reduction),)
-        rows = columns(self.program)
+        if self.reductions is not None:
+            out_specs += (jax.tree.map(lambda r: manual(r.storage), self.reductions, is_leaf=_is_reduction),)
+        microbatches = batch["tokens"].shape[0]
+        rows = columns(self.program) if self.program else {"microbatch": np.arange(microbatches, dtype=np.int32)[:, None]}
         run = jax.shard_map(
             self._body,
             mesh=self.mesh,
@@ -69,52 +78,76 @@ class Runtime:
     # ------------------------------------------------------------------ inside the manual region
 
     def _body(self, params, batch, rows):
-        table = self.program.table
-        constants, state = self._initial(params, batch)
-        tick = Tick(self.parts, self.placement, self.program, self.loss_chunk, constants)
+        constants = self._constants(params, batch)
+        tick, state = self._tick(constants)
         state, _ = lax.scan(lambda s, row: (tick(s, row), None), state, {k: a[:, 0] for k, a in rows.items()})
         loss = psum(state["loss"], (*BATCH_AXES, STAGE))
-        if table.forward_only:
+        if self.reductions is None:
             return loss, constants["count"]
         sums = {
             "embed": state["grad_embed"],
-            "layers": {str(c): jax.tree.map(lambda a: a[None], state[f"grad{c}"]) for c in range(table.chunks)},
+            "layers": {str(c): jax.tree.map(lambda a: a[None], state[f"grad{c}"]) for c in range(self.placement.chunks)},
             "head": state["grad_head"],
         }
         with jax.named_scope("reduce_gradients"):
             gradients = jax.tree.map(lambda r, g: reduce(g, r, self.reduce), self.reductions, sums, is_leaf=_is_reduction)
         return loss, constants["count"], gradients
 
-    def _initial(self, params, batch):
-        """What no op changes, and the state before the first row."""
-        table, specs = self.program.table, self.parts.specs
+    def _constants(self, params, batch) -> dict[str, Any]:
+        """What no op changes: parameters in the compute type, and the batch, its weights divided by their global sum."""
+        specs = self.parts.specs
         cast = lambda s, a: a.astype(self.compute) if s.matrix else a
         constants = {k: jax.tree.map(cast, specs[k], params[k]) for k in ("embed", "head")}
-        for c in range(table.chunks):
+        for c in range(self.placement.chunks):
             constants[f"layers{c}"] = jax.tree.map(lambda s, a: cast(s, a[0]), specs["layer"], params["layers"][str(c)])
         count = psum(batch["weights"].astype(jnp.float32).sum(), BATCH_AXES)
-        constants |= {"batch": batch | {"weights": batch["weights"] / jnp.maximum(count, 1)}, "count": count}
-        payload = (*batch["tokens"].shape[1:], self.parts.cfg.width)
+        return constants | {"batch": batch | {"weights": batch["weights"] / jnp.maximum(count, 1)}, "count": count}
+
+    def _tick(self, constants) -> tuple[Callable, dict[str, Any]]:
+        """The scan's body, and the state before the first row."""
+        place = self.placement.place
+        shared = self.program is not None and self.program.table.vocabulary == "parallel"
+        ends = Ends(self.parts, self.loss_chunk, self.compute, place[0], place[-1], shared)
+        layer = lambda params, x, extra: self.parts.block(params, x, *extra)
+        payload = (*constants["batch"]["tokens"].shape[1:], self.parts.cfg.width)
+        row = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), constants["layers0"])
+        extra = jax.eval_shape(lambda c: ends.extra(c, 0), constants)
+        keep = keep_matmuls if self.remat == "selective" else keep_all
+        split = Split(layer, row, jax.ShapeDtypeStruct(payload, self.compute), extra, keep)
+        stacks = [LayerStack(layer, split, self.placement, u, lax.axis_index(STAGE)) for u in range(self.placement.chunks)]
+        state: dict[str, Any] = {"loss": jnp.zeros(())}
+        if self.reductions is not None:
+            specs = self.parts.specs
+            sums = lambda *lead: (
+                lambda s, p: constrain(jnp.zeros((*lead, *p.shape[len(lead) :]), jnp.float32), (*(None for _ in lead), *s.axes))
+            )
+            state |= {f"grad_{k}": jax.tree.map(sums(), specs[k], constants[k]) for k in ("embed", "head")}
+            for u in range(self.placement.chunks):
+                state[f"grad{u}"] = jax.tree.map(sums(self.placement.rows(u)), specs["layer"], constants[f"layers{u}"])
+        if self.program is None:
+            return Accumulate(ends, stacks[0], self.remat == "full", self.reductions is None, constants), state
+        return Tick(ends, stacks, self.program, constants), state | self._buffers(split, payload)
+
+    def _buffers(self, split: Split, payload: tuple[int, ...]) -> dict[str, Any]:
+        """The slots, and what leaves and arrives."""
+        assert self.program is not None
+        table, counts = self.program.table, self.program.slots
         zeros = lambda *lead: constrain(jnp.zeros((*lead, *payload), self.compute), (*(None for _ in lead), *SPLIT))
-        state = {"loss": jnp.zeros(()), "x": zeros(self.program.x_slots)}
-        if table.stages > 1:
-            state |= {"y": zeros(), "x_in": zeros()}
+        state: dict[str, Any] = {"x": zeros(max(1, counts["x"]))}
+        used = set(results(self.program).values()) | set(permutes(table))
+        state |= {name: zeros() for name in used} | {f"{way}_in": zeros() for way in permutes(table)}
         if table.forward_only:
-            return constants, state
-        state["g"] = zeros()
-        if table.stages > 1:
-            state |= {"g_kept": zeros(self.program.g_slots), "g_in": zeros()}
-        sums = lambda *lead: lambda s: constrain(jnp.zeros((*lead, *s.padded), jnp.float32), (*(None for _ in lead), *s.axes))
-        state |= {f"grad_{k}": jax.tree.map(sums(), specs[k]) for k in ("embed", "head")}
-        state |= {f"grad{c}": jax.tree.map(sums(self.placement.rows(c)), specs["layer"]) for c in range(table.chunks)}
-        return constants, state
+            return state
+        state["g"] = zeros(max(1, counts["g"]))
+        rows = max(self.placement.sizes)
+        stacked = lambda kind, kept: [jnp.zeros((max(1, counts[kind]), rows, *k.shape), k.dtype) for k in kept]
+        for_b, for_w = split.sort(split.residuals)
+        return state | {
+            "residual_b": stacked("residual_b", for_b),
+            "residual_w": stacked("residual_w", for_w),
+            "stash": stacked("stash", split.stash),
+        }
 
 
 def _is_reduction(x) -> bool:
     return isinstance(x, Reduction)
-
-
-def _manual_part(part):
-    """A dimension's mesh axes without the partitioner's."""
-    names = tuple(n for n in ((part,) if isinstance(part, str) else part or ()) if n in MANUAL_AXES)
-    return names[0] if len(names) == 1 else names or None

@@ -1,7 +1,7 @@
 """Tables by name: what `pipeline.schedule` means.
 
     make_table(schedule, stages, repeats, microbatches, …)    gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v, auto, csv:FILE
-    make_forward_table(stages, repeats, microbatches, …)      evaluation
+    make_forward_table(place, stages, microbatches, …)        evaluation
 
 The orders are in orders.py, the laying into rows in lay.py, the search in search.py. No JAX here.
 """
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from jaxtrain.pipeline import orders as orders_
 from jaxtrain.pipeline import search
-from jaxtrain.pipeline.lay import MODES, expand, lay
-from jaxtrain.pipeline.orders import PLACES, SCHEDULES
+from jaxtrain.pipeline.lay import MODES, lay
+from jaxtrain.pipeline.orders import SCHEDULES
 from jaxtrain.pipeline.simulate import Times
 from jaxtrain.pipeline.table import Table
 from jaxtrain.pipeline.table_csv import read_csv
@@ -87,17 +87,8 @@ def _read(path: str, stages: int, microbatches: int) -> Table:
 
 
 def make_forward_table(
-    stages: int,
-    repeats: int,
-    microbatches: int,
-    *,
-    placement: str = "circular",
-    permute: str = "late",
-    groups: Sequence[int] | None = None,
-    vocabulary: str = "parallel",
+    place: tuple[int, ...], stages: int, microbatches: int, *, permute: str = "late", vocabulary: str = "parallel"
 ) -> Table:
-    """Forwards and losses alone, for evaluation, on the placement of the training table."""
-    place = PLACES[placement](stages, repeats)
-    cells, chunk = expand(orders_.forward(place, stages, microbatches), groups or [1] * len(place), False)
-    units = tuple(place[c] for c in chunk)
-    return lay(cells, "forward", units, stages, microbatches, permute, chunk=chunk, forward_only=True, vocabulary=vocabulary)
+    """Forwards and losses alone, for evaluation, of units on these stages: those of the training table."""
+    cells = orders_.forward(place, stages, microbatches)
+    return lay(cells, "forward", place, stages, microbatches, permute, forward_only=True, vocabulary=vocabulary)

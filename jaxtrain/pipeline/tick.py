@@ -1,6 +1,4 @@
-"""One row of the table. An ordered list of ops, each a loop of zero trips or one:
-
-    take in what arrived → embed → F and B of each chunk → L → the embedding's gradient → the two permutes
+"""One row of the table: an ordered list of ops (columns.py), each a loop of zero trips or one.
 
 A stage that does not want an op pays nothing, and what an op writes is updated in place. Three rules keep XLA from
 undoing that (tests read them off the compiled program):
@@ -12,172 +10,195 @@ undoing that (tests read them off the compiled program):
 
 The state, on each stage:
 
-    x       inputs of chunks by slot [x_slots, B, T, D], from arrival (or embedding) to the backward
-    g_kept  gradients that arrived, by slot; g: the gradient made last, which leaves to the previous stage
-    y       the output made last, which leaves to the next stage; x_in, g_in: what the last permute brought
-    grad…   float32 gradient sums: embed, head and one for each chunk; loss: the sum so far
+    x, g         inputs of units, and gradients of their outputs, by slot [slots, B, T, D]
+    residual_b, residual_w, stash    what the forward leaves for B alone, for B and W, and B for W: lists of arrays [slots, rows, ...]
+    up, down     what leaves to the next and to the previous stage; y: a result that does neither; up_in, down_in: what came from them
+    grad…        float32 gradient sums: embed, head and one for each unit; loss: the sum so far
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.mesh import STAGE
-from jaxtrain.models.transformer import Parts, add_embedding_gradient, default_positions
+from jaxtrain.pipeline.columns import STAYS, TAKES, WAY, columns, permutes, results
+from jaxtrain.pipeline.ends import Ends, State, take
 from jaxtrain.pipeline.layers import LayerStack
-from jaxtrain.pipeline.placement import Placement
-from jaxtrain.pipeline.schedule import Op, Permute, Program
-from jaxtrain.training.loss import loss_and_gradients, loss_sum
-
-State = dict[str, Any]
-
-
-def columns(program: Program) -> dict[str, np.ndarray]:
-    """What a tick reads, int32 [ticks, stages]: for each op whether the stage runs it, then microbatch and slots."""
-    t = program.table
-    first = (t.chunk == 0) & (np.arange(t.stages) == 0)
-    wanted = {"take_x": program.arriving_x >= 0, "take_g": program.arriving_g >= 0, "embed": first & np.isin(t.op, (Op.F, Op.L))}
-    for c in range(t.chunks):
-        wanted |= {f"F{c}": (t.op == Op.F) & (t.chunk == c), f"B{c}": (t.op == Op.B) & (t.chunk == c)}
-    wanted |= {"L": t.op == Op.L, "embed_gradient": first & np.isin(t.op, (Op.B, Op.L)) & (not t.forward_only)}
-    for when in (Permute.EARLY, Permute.LATE):
-        wanted[f"permute_{when.name}"] = np.broadcast_to((t.permute == when)[:, None], t.op.shape)
-    slots = {k: np.maximum(getattr(program, k), 0) for k in ("x_slot", "g_slot", "arriving_x", "arriving_g")}
-    return {k: a.astype(np.int32) for k, a in (wanted | slots | {"microbatch": np.maximum(t.microbatch, 0)}).items()}
-
-
-def _take(a, i):
-    return lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
+from jaxtrain.pipeline.slots import Program
+from jaxtrain.pipeline.table import Permute, wraps
 
 
 def _put(a, value, i):
     return lax.dynamic_update_index_in_dim(a, value.astype(a.dtype), i, 0)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Accumulate:
+    """One microbatch on one stage, forward and backward at once: what a table with one stage is. `recompute`: full remat."""
+
+    ends: Ends
+    stack: LayerStack
+    recompute: bool
+    forward_only: bool
+    constants: State
+
+    def __call__(self, state: State, row: Mapping[str, jax.Array]) -> State:
+        s, k = {**self.constants, **state}, row["microbatch"]
+        layers, extra = s["layers0"], self.ends.extra(s, k)
+        with jax.named_scope("embed"):
+            x = self.ends.embed(s, k)
+        if self.forward_only:
+            with jax.named_scope("F0"):
+                y = self.stack.forward(layers, x, extra)
+            with jax.named_scope("head"):
+                return {**state, **self.ends.loss(s, k, y)}
+        with jax.named_scope("F0"):
+            y, kept = self.stack.forward_with(layers, x, extra, self.recompute)
+        with jax.named_scope("head"):
+            new, g = self.ends.loss_and_gradients(s, k, y)
+        s |= new
+        with jax.named_scope("B0"):
+            new["grad0"], g = self.stack.backward_with(layers, s["grad0"], extra, kept, g, self.recompute)
+        with jax.named_scope("embed_gradient"):
+            return {**state, **new, **self.ends.embed_gradient(s, k, g)}
+
+
 class Tick:
     """tick(state, row) → state. `constants` (parameters in the compute type, the batch) are what no op changes."""
 
-    def __init__(self, parts: Parts, placement: Placement, program: Program, loss_chunk: int, constants: State):
-        self.parts, self.table, self.loss_chunk, self.constants = parts, program.table, loss_chunk, constants
-        self.columns = columns(program)
-        stage = lax.axis_index(STAGE)
-        alone = self.table.stages == 1
-        splits: list = []
-        self.stacks = [LayerStack(parts.block, placement, c, stage, alone, splits) for c in range(self.table.chunks)]
+    def __init__(self, ends: Ends, stacks: list[LayerStack], program: Program, constants: State):
+        self.ends, self.stacks, self.table, self.constants = ends, stacks, program.table, constants
+        self.columns, self.results, self.permutes = columns(program), results(program), permutes(program.table)
+        self._stage = lax.axis_index(STAGE)
 
     def __call__(self, state: State, row: Mapping[str, jax.Array]) -> State:
-        s, last = state, self.table.chunks - 1
-        once = lambda name, reads, writes, fn, s: self._once(name, row, reads, writes, fn, s)
-        s = once("take_x", ["x_in"], ["x"], lambda s: {"x": _put(s["x"], s["x_in"], row["arriving_x"])}, s)
-        s = once("take_g", ["g_in"], ["g_kept"], lambda s: {"g_kept": _put(s["g_kept"], s["g_in"], row["arriving_g"])}, s)
+        run, op = functools.partial(self._once, row), functools.partial
+        s = state
+        for name in TAKES:
+            _, way, kind = name.split("_")
+            s = run(name, [f"{way}_in"], [kind], op(self._take_in, way, kind), s)
         s = self._permute(Permute.EARLY, row, s)
-        s = once("embed", ["embed", "batch"], ["x"], lambda s: {"x": _put(s["x"], self._embed(s, row), row["x_slot"])}, s)
-        for c in range(self.table.chunks):
-            s = once(f"F{c}", [f"layers{c}", "x", "batch"], ["y"], lambda s, c=c: self._forward(c, s, row), s)
-            s = once(f"B{c}", [f"layers{c}", "x", "g_kept", "batch"], ["g", f"grad{c}"], lambda s, c=c: self._backward(c, s, row), s)
-        reads = [f"layers{last}", "x", "head", "embed", "batch"]
+        s = run("embed", ["embed", "batch"], ["x"], self._embed, s)
+        residuals = ["residual_b", "residual_w"]
+        for u in range(len(self.stacks)):
+            fixed = [f"layers{u}", "batch"]
+            forward, backward = self.results["F", u], self.results["B", u]
+            s = run(f"F{u}", [*fixed, "x"], [forward], op(self._forward, u), s)
+            s = run(f"K{u}", [*fixed, "x"], [forward, *residuals], op(self._forward_keeping, u), s)
+            s = run(f"R{u}", [*fixed, "x"], residuals, op(self._recompute, u), s)
+            s = run(f"B{u}", [*fixed, "g", *residuals], [backward, "stash"], op(self._input_gradient, u), s)
+            s = run(f"W{u}", [*fixed, "residual_w", "stash"], [f"grad{u}"], op(self._weight_gradient, u), s)
+        for way in WAY:
+            s = run(f"send_{way}", ["y"], [way], op(self._send, way), s)
+        for name in STAYS:
+            _, kind, buffer = name.split("_")
+            s = run(name, [buffer], [kind], op(self._stay, kind, buffer), s)
         if self.table.forward_only:
-            return self._permute(Permute.LATE, row, once("L", reads, ["loss"], lambda s: self._loss(last, s, row), s))
-        writes = ["g", "loss", f"grad{last}", "grad_head"] + ["grad_embed"] * self.parts.cfg.tied_embeddings
-        s = once("L", reads, writes, lambda s: self._last(last, s, row), s)
-        s = once("embed_gradient", ["g", "batch"], ["grad_embed"], lambda s: self._embed_gradient(s, row), s)
+            s = run("head", ["embed", "head", "batch", "x"], ["loss"], self._loss, s)
+        else:
+            made = ["loss", "g", "grad_head", *(["grad_embed"] if self.ends.parts.cfg.tied_embeddings else [])]
+            s = run("head", ["embed", "head", "batch", "x"], made, self._loss_and_gradients, s)
+            s = run("embed_gradient", ["g", "batch"], ["grad_embed"], self._embed_gradient, s)
         return self._permute(Permute.LATE, row, s)
 
     # ------------------------------------------------------------------ how an op is run
 
-    def _once(self, name: str, row, reads: list[str], writes: list[str], fn: Callable[[State], State], state: State) -> State:
+    def _once(self, row, name: str, reads: list[str], writes: list[str], fn: Callable[[State, Any], State], state: State) -> State:
         """Runs `fn` where the row wants it. An op that no stage ever wants, or every stage always, needs no loop."""
         column = self.columns[name]
         if not column.any():
             return state
         if column.all():
             with jax.named_scope(name):
-                return {**state, **fn({**self.constants, **state})}
+                return {**state, **fn({**self.constants, **state}, row)}
         carried = {k: state[k] for k in {*reads, *writes} if k in state}
         fixed = {k: self.constants[k] for k in reads if k not in carried}
 
         def body(i, carried):
             i, carried, here = lax.optimization_barrier((i, carried, fixed))
             with jax.named_scope(name):
-                return {**carried, **fn({**here, **carried})}
+                return {**carried, **fn({**here, **carried}, row)}
 
         return {**state, **lax.fori_loop(0, row[name], body, carried)}
 
     def _permute(self, when: Permute, row, state: State) -> State:
-        """Sends y to the next stage and g to the previous one, if this row does so now."""
+        """Sends `up` to the next stage and `down` to the previous one, if this row does so now."""
         name, p = f"permute_{when.name}", self.table.stages
         column = self.columns[name]
-        if not column.any():
+        if not column.any() or not self.permutes:
             return state
-        ways = {"x_in": ("y", 1)} if self.table.forward_only else {"x_in": ("y", 1), "g_in": ("g", -1)}
+        closed = wraps(self.table.place, p)
 
         def send(sources):
+            pairs = lambda step: [(i, (i + step) % p) for i in range(p) if closed or 0 <= i + step < p]
             with jax.named_scope(name):
-                return {
-                    to: lax.ppermute(sources[made], STAGE, [(i, (i + step) % p) for i in range(p)]) for to, (made, step) in ways.items()
-                }
+                return {f"{way}_in": lax.ppermute(sources[way], STAGE, pairs(step)) for way, step in self.permutes.items()}
 
         if column.all():
             return {**state, **send(state)}
-        carried = {to: state[to] for to in ways}
+        carried = {f"{way}_in": state[f"{way}_in"] for way in self.permutes}
         return {**state, **lax.fori_loop(0, row[name], lambda _, s: send(state), carried)}
 
     # ------------------------------------------------------------------ the ops
 
-    def _batch(self, s: State, row, *names: str):
-        """The microbatch's arrays; None for one that this batch does not have."""
-        return [_take(s["batch"][n], row["microbatch"]) if n in s["batch"] else None for n in names]
+    def _take_in(self, way: str, kind: str, s: State, row) -> State:
+        return {kind: _put(s[kind], s[f"{way}_in"], row[f"{way}_{kind}_slot"])}
 
-    def _tokens(self, s: State, row):
-        tokens, positions = self._batch(s, row, "tokens", "positions")
-        return tokens, default_positions(tokens) if positions is None else positions
+    def _send(self, way: str, s: State, row) -> State:
+        return {way: s["y"]}
 
-    def _extra(self, s: State, row):
-        """What every layer needs beside its input: positions and, where documents are kept apart, segments."""
-        return self._tokens(s, row)[1], self._batch(s, row, "segments")[0]
+    def _stay(self, kind: str, buffer: str, s: State, row) -> State:
+        return {kind: _put(s[kind], s[buffer], row[f"stay_{kind}_slot"])}
 
-    def _embed(self, s: State, row):
-        return self.parts.embed(s["embed"], *self._tokens(s, row), s["x"].dtype)
+    def _own(self, new, old, stage: int):
+        """Of a shared op's result: `new` on the stage that keeps it, `old` on the others."""
+        return jnp.where(self._stage == stage, new.astype(old.dtype), old) if self.ends.shared else new
+
+    def _embed(self, s: State, row) -> State:
+        slot = row["embed_x_slot"]
+        new = self.ends.embed(s, row["embed_microbatch"])
+        return {"x": _put(s["x"], self._own(new, take(s["x"], slot), self.table.place[0]), slot)}
 
     def _embed_gradient(self, s: State, row) -> State:
-        tokens, positions = self._tokens(s, row)
-        return {"grad_embed": add_embedding_gradient(s["grad_embed"], tokens, positions, s["g"])}
+        return self.ends.embed_gradient(s, row["embed_gradient_microbatch"], take(s["g"], row["embed_gradient_g_slot"]))
 
-    def _forward(self, c: int, s: State, row) -> State:
-        return {"y": self.stacks[c].forward(s[f"layers{c}"], _take(s["x"], row["x_slot"]), self._extra(s, row))}
+    def _loss(self, s: State, row) -> State:
+        return self.ends.loss(s, row["head_microbatch"], take(s["x"], row["head_x_slot"]))
 
-    def _backward(self, c: int, s: State, row) -> State:
-        params, extra = s[f"layers{c}"], self._extra(s, row)
-        _, kept = self.stacks[c].forward_keeping(params, _take(s["x"], row["x_slot"]), extra)
-        sums, g = self.stacks[c].backward(params, s[f"grad{c}"], extra, kept, _take(s["g_kept"], row["g_slot"]))
-        return {"g": g, f"grad{c}": sums}
+    def _loss_and_gradients(self, s: State, row) -> State:
+        slot = row["head_g_slot"]
+        new, g = self.ends.loss_and_gradients(s, row["head_microbatch"], take(s["x"], row["head_x_slot"]))
+        return {**new, "g": _put(s["g"], self._own(g, take(s["g"], slot), self.table.place[-1]), slot)}
 
-    def _head(self, params, x):
-        return self.parts.head(params["head"], x, params.get("table"))
+    def _input(self, u: int, s: State, row):
+        return s[f"layers{u}"], take(s["x"], row["x_slot"]), self.ends.extra(s, row["microbatch"])
 
-    def _head_params(self, tree: State, prefix: str = "") -> State:
-        """The head's parameters, or their gradient sums: with the embedding table where the two are tied."""
-        tied = {"table": tree[f"{prefix}embed"]["table"]} if self.parts.cfg.tied_embeddings else {}
-        return {"head": tree[f"{prefix}head"], **tied}
+    def _forward(self, u: int, s: State, row) -> State:
+        return {self.results["F", u]: self.stacks[u].forward(*self._input(u, s, row))}
 
-    def _loss(self, c: int, s: State, row) -> State:
-        y = self.stacks[c].forward(s[f"layers{c}"], _take(s["x"], row["x_slot"]), self._extra(s, row))
-        params = self._head_params(s)
-        targets, weights = self._batch(s, row, "targets", "weights")
-        loss = loss_sum(lambda y: self._head(params, y), y, targets, weights, self.loss_chunk)
-        return {"loss": s["loss"] + loss}
+    def _keeping(self, u: int, s: State, row) -> tuple[jax.Array, State]:
+        kept, slots = (s["residual_b"], s["residual_w"]), (row["residual_b_slot"], row["residual_w_slot"])
+        y, b, w = self.stacks[u].forward_keeping(*self._input(u, s, row), *kept, *slots)
+        return y, {"residual_b": b, "residual_w": w}
 
-    def _last(self, c: int, s: State, row) -> State:
-        params, extra, stack = s[f"layers{c}"], self._extra(s, row), self.stacks[c]
-        y, kept = stack.forward_keeping(params, _take(s["x"], row["x_slot"]), extra)
-        sums = self._head_params(s, "grad_")
-        targets, weights = self._batch(s, row, "targets", "weights")
-        loss, sums, g = loss_and_gradients(self._head, self._head_params(s), sums, y, targets, weights, self.loss_chunk)
-        layers, g = stack.backward(params, s[f"grad{c}"], extra, kept, g)
-        new = {"loss": s["loss"] + loss, "g": g, f"grad{c}": layers, "grad_head": sums["head"]}
-        if "table" in sums:
-            new["grad_embed"] = {**s["grad_embed"], "table": sums["table"]}
-        return new
+    def _forward_keeping(self, u: int, s: State, row) -> State:
+        y, kept = self._keeping(u, s, row)
+        return {self.results["F", u]: y, **kept}
+
+    def _recompute(self, u: int, s: State, row) -> State:
+        return self._keeping(u, s, row)[1]
+
+    def _input_gradient(self, u: int, s: State, row) -> State:
+        kept, slots = (s["residual_b"], s["residual_w"]), (row["residual_b_slot"], row["residual_w_slot"])
+        g, extra = take(s["g"], row["g_slot"]), self.ends.extra(s, row["microbatch"])
+        g, stash = self.stacks[u].input_gradient(s[f"layers{u}"], extra, *kept, *slots, g, s["stash"], row["stash_slot"])
+        return {self.results["B", u]: g, "stash": stash}
+
+    def _weight_gradient(self, u: int, s: State, row) -> State:
+        extra, at = self.ends.extra(s, row["microbatch"]), (row["residual_w_slot"], s["stash"], row["stash_slot"])
+        return {f"grad{u}": self.stacks[u].weight_gradient(s[f"layers{u}"], s[f"grad{u}"], extra, s["residual_w"], *at)}

@@ -12,15 +12,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.mesh import psum
 from jaxtrain.sharding import shards
 
 
-def token_losses(logits, targets) -> jax.Array:
-    """logits float32 [..., V], targets int32 [...] → negative log-likelihoods [...], in nats."""
+def token_losses(logits, targets, first_row=0, over: tuple[str, ...] = ()) -> tuple[jax.Array, jax.Array]:
+    """logits float32 [..., V], targets int32 [...] → (negative log-likelihoods [...] in nats, their gradients by the logits [..., V]).
+
+    Inside a manual region the logits may be those of a part of the vocabulary, from `first_row` on, of which the mesh axes `over` hold
+    the others; the losses are then the same on all of them.
+    """
+    top = logits.max(-1, keepdims=True)
+    top = lax.pmax(top, over) if over else top
+    powers = jnp.exp(logits - top)
     # A comparison in place of an indexed read: it stays local where the vocabulary is split.
-    column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    chosen = jnp.sum(jnp.where(column == targets[..., None], logits, 0.0), -1)
-    return jax.nn.logsumexp(logits, -1) - chosen
+    hit = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == (targets - first_row)[..., None]
+    sums = jnp.stack([powers.sum(-1), jnp.sum(jnp.where(hit, logits, 0.0), -1)])
+    total, chosen = psum(sums, over) if over else sums
+    return jnp.log(total) + top[..., 0] - chosen, powers / total[..., None] - hit
 
 
 def chunk_count(batch: int, tokens: int, limit: int) -> int:
@@ -34,34 +43,36 @@ def _chunks(a, n):
     return jnp.moveaxis(a.reshape(a.shape[0], a.shape[1] // n, n, *a.shape[2:]), 2, 0)
 
 
-def loss_sum(head: Callable, x_BTD, targets_BT, weights_BT, limit: int) -> jax.Array:
-    """Σ weight · loss over all tokens. head: x [B, C, D] → logits [B, C, V]."""
+def loss_sum(head: Callable, x_BTD, targets_BT, weights_BT, limit: int, **part) -> jax.Array:
+    """Σ weight · loss over all tokens. head: x [B, C, D] → logits [B, C, V]; part: of the vocabulary, as for `token_losses`."""
     n = chunk_count(targets_BT.shape[0], targets_BT.shape[1], limit)
-    part = lambda x, t, w: jnp.sum(token_losses(head(x), t) * w)
+    add = lambda x, t, w: jnp.sum(token_losses(head(x), t, **part)[0] * w)
     if n == 1:
-        return part(x_BTD, targets_BT, weights_BT)
+        return add(x_BTD, targets_BT, weights_BT)
     chunks = tuple(_chunks(a, n) for a in (x_BTD, targets_BT, weights_BT))
-    return lax.scan(lambda total, c: (total + part(*c), None), jnp.zeros(()), chunks)[0]
+    return lax.scan(lambda total, c: (total + add(*c), None), jnp.zeros(()), chunks)[0]
 
 
-def loss_and_gradients(head: Callable, params, accumulators, x_BTD, targets_BT, weights_BT, limit: int):
+def loss_and_gradients(head: Callable, params, accumulators, x_BTD, targets_BT, weights_BT, limit: int, **part):
     """→ (Σ weight · loss, accumulators + gradients of params, gradient of x).
 
-    head: (params, x [B, C, D]) → logits; `accumulators` is a pytree like params, float32.
+    head: (params, x [B, C, D]) → logits; `accumulators` is a pytree like params, float32. Of a part of the vocabulary (`part`, as for
+    `token_losses`) the gradient of x is what this part adds to it.
     """
     n = chunk_count(targets_BT.shape[0], targets_BT.shape[1], limit)
 
-    def part(carry, chunk):
+    def add(carry, chunk):
         total, sums = carry
         x, targets, weights = chunk
-        loss, vjp = jax.vjp(lambda p, x: jnp.sum(token_losses(head(p, x), targets) * weights), params, x)
-        gradients, dx = vjp(jnp.ones_like(loss))
-        return (total + loss, jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradients)), dx
+        logits, vjp = jax.vjp(head, params, x)
+        losses, by_logits = token_losses(logits, targets, **part)
+        gradients, dx = vjp(by_logits * weights[..., None])
+        return (total + jnp.sum(losses * weights), jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradients)), dx
 
     carry = (jnp.zeros(()), accumulators)
     if n == 1:
-        (total, accumulators), dx = part(carry, (x_BTD, targets_BT, weights_BT))
+        (total, accumulators), dx = add(carry, (x_BTD, targets_BT, weights_BT))
         return total, accumulators, dx
     chunks = tuple(_chunks(a, n) for a in (x_BTD, targets_BT, weights_BT))
-    (total, accumulators), dx = lax.scan(part, carry, chunks)
+    (total, accumulators), dx = lax.scan(add, carry, chunks)
     return total, accumulators, jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape)

@@ -10,9 +10,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.models.transformer import Parts, build
-from jaxtrain.pipeline.placement import Placement
 from jaxtrain.pipeline.runtime import BATCH, Runtime
-from jaxtrain.pipeline.schedule import Table, assign_slots, check, make_forward_table, make_table
+from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.training.optimizer import learning_rate, make_optimizer
 from jaxtrain.training.state import Layout, abstract_state
 
@@ -28,7 +27,7 @@ class Step:
 
     parts: Parts
     layout: Layout
-    table: Table
+    setup: Setup
     optimizer: optax.GradientTransformation
     train: Any
     evaluate: Any
@@ -48,20 +47,16 @@ class Step:
 
 
 def make_step(config, mesh: Mesh) -> Step:
-    """The step for a resolved config on a mesh; nothing is compiled yet."""
-    pipeline, precision = config.pipeline, config.precision
-    stages = mesh.shape["stage"]
-    parts = build(config.model, mesh.shape["model"])
-    table = make_table(pipeline.schedule, stages, pipeline.repeats, pipeline.microbatches, pipeline.permute)
-    check(table)
-    placement = Placement(config.model.layers, stages, table.chunks)
-    layout = Layout(parts, placement, mesh, config.parallel.zero, jnp.dtype(precision.params))
+    """The step for a resolved config on a mesh; nothing is compiled yet. Raises ConfigError for a schedule that does not fit."""
+    precision, setup = config.precision, make_setup(config)
+    shared = setup.train is not None and setup.table.vocabulary == "parallel"
+    parts = build(config.model, mesh.shape["model"], mesh.shape["stage"] if shared else 1)
+    layout = Layout(parts, setup.placement, mesh, config.parallel.zero, jnp.dtype(precision.params))
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
     rate = learning_rate(config.optimizer, config.train.steps)
     types = {"loss_chunk": config.model.loss_chunk, "compute": jnp.dtype(precision.compute), "reduce": jnp.dtype(precision.reduce)}
-    gradients = Runtime(parts, placement, assign_slots(table), mesh, layout.reductions, **types)
-    forward = make_forward_table(stages, table.chunks, pipeline.microbatches, pipeline.permute)
-    evaluate = Runtime(parts, placement, assign_slots(forward), mesh, None, **types)
+    gradients = Runtime(parts, setup.placement, setup.train, mesh, layout.reductions, config.pipeline.remat, **types)
+    evaluate = Runtime(parts, setup.placement, setup.evaluate, mesh, None, **types)
 
     def train(state, batch):
         loss, tokens, grads = gradients(state["params"], batch)
@@ -75,7 +70,7 @@ def make_step(config, mesh: Mesh) -> Step:
 
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
     jitted = jax.jit(train, donate_argnums=0, out_shardings=(state_shardings, None))
-    return Step(parts, layout, table, optimizer, jitted, jax.jit(evaluate), jax.jit(gradients))
+    return Step(parts, layout, setup, optimizer, jitted, jax.jit(evaluate), jax.jit(gradients))
 
 
 def abstract_batch(config, step: Step) -> dict:

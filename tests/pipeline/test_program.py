@@ -15,12 +15,12 @@ import pytest
 import small
 from jax import lax
 from jax.sharding import NamedSharding
+from jaxtrain.pipeline.schedule import Table, assign_slots, make_forward_table
 
 from jaxtrain.config import Config
 from jaxtrain.mesh import AXES, MODEL, STAGE
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.pipeline import runtime, tick
-from jaxtrain.pipeline.schedule import Table, assign_slots, make_forward_table
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
 WIDTH, LENGTH = 64, 8

@@ -6,6 +6,7 @@ import pytest
 
 from jaxtrain.pipeline import orders
 from jaxtrain.pipeline.lay import lay
+from jaxtrain.pipeline.orders import PLACES
 from jaxtrain.pipeline.schedules import NAMES, check_repeats, make_forward_table, make_table
 from jaxtrain.pipeline.simulate import Times, simulate
 from jaxtrain.pipeline.table import Op, check, peak_stashes
@@ -128,7 +129,7 @@ def test_one_stage_is_accumulation(permute):
 @pytest.mark.parametrize("placement", ["circular", "v"])
 def test_forward_tables(placement):
     for stages, repeats, microbatches, permute in itertools.product((1, 2, 3, 6), (1, 2), (1, 2, 5, 12), ("late", "early")):
-        table = make_forward_table(stages, repeats, microbatches, placement=placement, permute=permute)
+        table = make_forward_table(PLACES[placement](stages, repeats), stages, microbatches, permute=permute)
         check(table)
         assert set(table.op.ravel().tolist()) <= {Op.IDLE, Op.F}
         if permute == "late" and placement == "circular" and microbatches >= stages:

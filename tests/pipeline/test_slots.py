@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from pipeline_tables import expected, grid, random_table, replay
 
+from jaxtrain.pipeline.orders import PLACES
 from jaxtrain.pipeline.schedules import make_forward_table, make_table
 from jaxtrain.pipeline.slots import KINDS, assign_slots, colour
 from jaxtrain.pipeline.table import Op, check
@@ -29,7 +30,7 @@ def test_replay_of_forward_tables():
     for placement in ("circular", "v"):
         for stages, repeats, microbatches in ((1, 1, 3), (2, 2, 5), (4, 2, 9), (5, 1, 2)):
             for permute in ("late", "early"):
-                table = make_forward_table(stages, repeats, microbatches, placement=placement, permute=permute)
+                table = make_forward_table(PLACES[placement](stages, repeats), stages, microbatches, permute=permute)
                 program = assign_slots(table)
                 assert replay(program) == expected(table)
                 assert program.slots["residual_b"] == program.slots["stash"] == 0

@@ -1,0 +1,152 @@
+"""From a run's config to its tables and its placement: what is known of a step before any device is.
+
+The times for which tables are made come from the config, or else from the model's sizes: F, B and W of a stage are taken as equal, R as
+another F, the head by its share of the multiplications, a message as a fiftieth of F. No JAX here.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from jaxtrain.config import CSV, Config, ConfigError, ModelConfig
+from jaxtrain.pipeline import schedules
+from jaxtrain.pipeline.placement import Placement, cut, spread
+from jaxtrain.pipeline.search import ANY_REPEATS, Cost, Problem, cost
+from jaxtrain.pipeline.simulate import Simulation, Times, simulate
+from jaxtrain.pipeline.slots import Program, assign_slots
+from jaxtrain.pipeline.table import VOCABULARIES, Table, check
+
+MESSAGE = 0.02  # of F, where the config names no times
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setup:
+    """A step's tables.
+
+    train, evaluate: with their slots; None on one stage
+    table:           the training table, also on one stage
+    shares:          of each unit, its part of a stage's work
+    """
+
+    placement: Placement
+    table: Table
+    train: Program | None
+    evaluate: Program | None
+    times: Times
+    shares: tuple[float, ...]
+
+    def simulation(self) -> Simulation:
+        """What the table costs in time and memory."""
+        return simulate(self.table, self.times, shares=self.shares)
+
+    def describe(self) -> str:
+        """One line for people: the table, its predicted bubble, and the most activations on a stage."""
+        t = self.table
+        if self.train is None:
+            return f"{t.microbatches} microbatches one after the other"
+        found, slots = self.simulation(), self.train.slots
+        held = ", ".join(f"{n} {kind}" for kind, n in slots.items() if n)
+        bubble = f"predicted bubble {found.bubble_fraction_coupled:.1%} ({found.bubble_fraction:.1%} if stages ran on their own)"
+        where = "shared by all stages" if t.vocabulary == "parallel" else "on the first and last stage"
+        return f"{t.name}, {t.ticks} ticks, {bubble}; slots: {held}; embedding and head {where}"
+
+
+def layer_parameters(m: ModelConfig) -> int:
+    """Parameters of one layer's matrices, of a resolved model."""
+    attention = m.width * m.head_dim * 2 * (m.heads + m.kv_heads)
+    return attention + m.width * m.mlp_width * (3 if m.activation == "swiglu" else 2)
+
+
+def times_of(config: Config, stages: int) -> Times:
+    """The op times of a resolved config: its own, or those of the module's text, with F = 1."""
+    p, m = config.pipeline, config.model
+    again = {"full": 1.0, "selective": 0.0, "none": 0.0}[p.remat] if stages > 1 else 0.0
+    head = 3 * m.vocab_size * m.width / (layer_parameters(m) * m.layers / stages)
+    if not p.times:
+        return Times(1.0, 1.0, 1.0, MESSAGE, again, head)
+    f, b, w, message, r, own_head = (*p.times, *(0.0, again * p.times[0], head * p.times[0])[len(p.times) - 3 :])
+    return Times(f, b, w, message, r, own_head)
+
+
+@functools.lru_cache(16)
+def make_setup(config: Config) -> Setup:
+    """The tables of a resolved config whose mesh is known. Raises ConfigError for a schedule that does not fit."""
+    p, stages = config.pipeline, config.mesh.stage
+    try:
+        if stages == 1:
+            table = schedules.make_table("1f1b", 1, 1, p.microbatches)
+            return Setup(Placement(config.model.layers), table, None, None, times_of(config, 1), (1.0,))
+        made = [_make(config, v, vocabulary) for v in _repeats(config) for vocabulary in _vocabularies(config)]
+    except ValueError as error:
+        raise ConfigError("pipeline.schedule", p.schedule, f"does not work: {error}") from None
+    best = min(made, key=lambda pair: pair[0])[1]
+    check(best.table)
+    return best
+
+
+def _repeats(config: Config) -> Sequence[int]:
+    """The numbers of chunks on a stage to try."""
+    p = config.pipeline
+    if p.repeats or p.schedule != "auto":
+        return (p.repeats,)
+    return [v for v in ANY_REPEATS if v * config.mesh.stage <= config.model.layers]
+
+
+def _vocabularies(config: Config) -> Sequence[str]:
+    wanted = config.pipeline.vocabulary
+    if wanted != "auto" or config.pipeline.schedule.startswith(CSV):
+        return (wanted,)
+    return VOCABULARIES[::-1]  # of two that take as long, the first: end_stages
+
+
+def _make(config: Config, repeats: int, vocabulary: str) -> tuple[Cost, Setup]:
+    """A table for so many chunks on a stage, and what it costs."""
+    p, stages, layers = config.pipeline, config.mesh.stage, config.model.layers
+    times, full = times_of(config, stages), p.remat == "full"
+    own = p.schedule.startswith(CSV)
+    if own:
+        table = schedules.make_table(p.schedule, stages, 1, p.microbatches)
+        _fits(config, table)
+        groups = tuple(table.chunk.count(c) for c in sorted(set(table.chunk)))
+        chunks = p.chunk_layers or spread(layers, len(groups), p.layer_costs)
+        sizes = tuple(n for size, parts in zip(chunks, groups, strict=True) for n in spread(size, parts))
+    else:
+        chunks = p.chunk_layers or spread(layers, stages * repeats, p.layer_costs)
+        groups, sizes = cut(chunks, p.layers_per_op)
+    shares = _shares(config, sizes)
+    problem = Problem(stages, p.microbatches, times, full, groups, shares, vocabulary)
+    if not own:
+        memory = p.memory * repeats if p.memory else None
+        table = schedules.make_table(
+            p.schedule, stages, repeats, p.microbatches, times=times, permute=p.permute, remat_full=full, groups=groups, shares=shares,
+            vocabulary=vocabulary, memory=memory,
+        )  # fmt: skip
+    placement = Placement(layers, stages, place=table.place, sizes=sizes)
+    forward = schedules.make_forward_table(table.place, stages, p.microbatches, vocabulary=table.vocabulary)
+    return cost(table, problem), Setup(placement, table, assign_slots(table), assign_slots(forward), times, shares)
+
+
+def _shares(config: Config, sizes: Sequence[int]) -> tuple[float, ...]:
+    """Of each unit, its part of a stage's work, by its layers' costs."""
+    costs = config.pipeline.layer_costs or (1.0,) * config.model.layers
+    whole, first, shares = sum(costs) / config.mesh.stage, 0, []
+    for n in sizes:
+        shares.append(sum(costs[first : first + n]) / whole)
+        first += n
+    return tuple(shares)
+
+
+def _fits(config: Config, table: Table) -> None:
+    """ValueError unless a file's table does what the config says."""
+    p = config.pipeline
+    if table.recompute != (p.remat == "full"):
+        has = "has R ops, which are for" if table.recompute else "has no R ops, which go with"
+        raise ValueError(f"its table {has} pipeline.remat='full', and pipeline.remat={p.remat!r}")
+    if p.vocabulary not in ("auto", table.vocabulary):
+        raise ValueError(f"its table has vocabulary={table.vocabulary}, and pipeline.vocabulary={p.vocabulary!r}")
+    if p.repeats and p.repeats != len(set(table.chunk)) / table.stages:
+        raise ValueError(f"its table has {len(set(table.chunk))} chunks on {table.stages} stages, and pipeline.repeats={p.repeats}")
+    if p.chunk_layers and len(p.chunk_layers) != len(set(table.chunk)):
+        raise ValueError(f"its table has {len(set(table.chunk))} chunks, and pipeline.chunk_layers={p.chunk_layers}")
+    if table.units > config.model.layers:
+        raise ValueError(f"its table has {table.units} units, and model.layers={config.model.layers}")
