@@ -1,6 +1,6 @@
 """One training step on 8 simulated CPU devices, layout by layout: seconds, CPU-seconds, compile time, memory, time to the first step.
 
-    python benchmarks/cpu_step.py [--layouts=data2.stage4.x2,…] [--steps=5] [--json=FILE]
+    python benchmarks/cpu_step.py [--layouts=data2.stage4.x2,…] [--steps=5] [--json=FILE] [-- --config.pipeline.remat=none …]
 
 The configuration is the one at which MaxText (e591f30, 2026-08) was measured on a machine of two cores: 8 layers, width 256, 8 heads
 of 32, gated MLP of 1024, vocabulary 2048, sequence 256, batch 32, 8 microbatches in a pipeline, float32, AdamW. Its figures stand
@@ -36,8 +36,8 @@ LAYOUTS = {
 }
 
 
-def flags(layout: str) -> list[str]:
-    """jaxtrain.train's flags for a layout."""
+def flags(layout: str, changes: list[str]) -> list[str]:
+    """jaxtrain.train's flags for a layout, and more of them."""
     size = {name: int(n) for name, n in re.findall(r"(data|stage|model)(\d+)", layout)}
     repeats = int((re.findall(r"\.x(\d+)", layout) or [1])[0])
     zero = 0 if layout == "data8" else 1
@@ -47,7 +47,7 @@ def flags(layout: str) -> list[str]:
         "pipeline.schedule": LAYOUTS[layout][0], "pipeline.repeats": repeats, "pipeline.microbatches": 8 if size.get("stage", 1) > 1 else 1,
         "mesh.data": size.get("data", 1), "mesh.stage": size.get("stage", 1), "mesh.model": size.get("model", 1), "parallel.zero": zero,
     }  # fmt: skip
-    return ["--cpu_devices=8", f"--config={REPOSITORY}/configs/tiny.py", *(f"--config.{k}={v}" for k, v in values.items())]
+    return ["--cpu_devices=8", f"--config={REPOSITORY}/configs/tiny.py", *(f"--config.{k}={v}" for k, v in values.items()), *changes]
 
 
 def matmul_cpu_seconds() -> float:
@@ -71,11 +71,11 @@ def matmul_cpu_seconds() -> float:
     return STEP_TFLOP * 1e12 * statistics.median(times) / (2 * n**3 * repeats)
 
 
-def worker(layout: str, steps: int) -> dict:
+def worker(layout: str, steps: int, changes: list[str]) -> dict:
     """Measures a layout in this process; $STARTED is when it was started."""
     from jaxtrain import cli
 
-    config, namespace = cli.parse(flags(layout), "benchmark")
+    config, namespace = cli.parse(flags(layout, changes), "benchmark")
     cli.start_jax(namespace)
     import jax
 
@@ -131,10 +131,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", default="")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train, after --: -- --config.pipeline.remat=none")
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
     if options.worker:
-        print("RESULT " + json.dumps(worker(options.worker, options.steps)), flush=True)
+        print("RESULT " + json.dumps(worker(options.worker, options.steps, options.changes)), flush=True)
         return
     heads = {
         "layout": 24,
@@ -152,7 +153,7 @@ def main() -> None:
     for layout in options.layouts.split(","):
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {"STARTED": str(time.time()), "JAX_COMPILATION_CACHE_DIR": cache, "PYTHONPATH": REPOSITORY}
-            command = [sys.executable, __file__, f"--worker={layout}", f"--steps={options.steps}"]
+            command = [sys.executable, __file__, f"--worker={layout}", f"--steps={options.steps}", "--", *options.changes]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
         line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
         if line is None:

@@ -7,4 +7,4 @@ cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-exec "$python" -m pytest -n "${JAXTRAIN_TEST_WORKERS:-2}" --dist=loadfile "$@"
+exec "$python" -m pytest -n "${JAXTRAIN_TEST_WORKERS:-2}" --dist=loadgroup "$@"

@@ -35,6 +35,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:  # a file's tests share what they have compiled, so they stay in one process
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
     if not config.getoption("--full"):
         for item in items:
             if "full" in item.keywords:

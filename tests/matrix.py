@@ -9,12 +9,21 @@ import sys
 from collections.abc import Iterable, Iterator
 
 import jax
+import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[1]
-MESHES = ((1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2), (2, 4, 1), (1, 4, 2))  # data × stage × model
-SCHEDULES = (("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3))  # with repeats
-MICROBATCHES = (4, 7, 8)
-LAYERS = (16, 18)  # 18 are uneven on 4 and 8 stages
+ALONE = ((1, 1, 1), (8, 1, 1), (1, 1, 4))  # data × stage × model
+STAGED = {2: ((1, 2, 1), (2, 2, 2), (4, 2, 1)), 4: ((1, 4, 1), (2, 4, 1), (1, 4, 2)), 8: ((1, 8, 1),)}
+SCHEDULES = (  # with repeats
+    ("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_h1", 1), ("zb_h2", 1), ("zb_v", 2),
+    ("dualpipe_v", 2), ("auto", 0),
+)  # fmt: skip
+MICROBATCHES = (1, 2, 3, 5, 8, 13, 16)
+LAYERS = (16, 17)  # 17 are uneven on every number of stages
+REMATS = ("full", "selective", "none")
+PERMUTES = ("auto", "late", "aligned", "early", "spaced")
+VOCABULARIES = ("parallel", "end_stages")
+LAYERS_PER_OP = (0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,19 +32,18 @@ class Case:
 
     mesh: tuple[int, int, int]
     schedule: tuple[str, int]
+    remat: str
     microbatches: int
     layers: int
     tied: bool
+    permute: str
+    vocabulary: str
+    layers_per_op: int
 
     def __str__(self) -> str:
         name, repeats = self.schedule
-        return f"{'x'.join(map(str, self.mesh))}-{name}{repeats}-{self.microbatches}mb-{self.layers}L{'-tied' * self.tied}"
-
-    @property
-    def allowed(self) -> bool:
-        """Whether there are enough layers. On one stage every schedule is the same table: one stands for all."""
-        stages, repeats = self.mesh[1], self.schedule[1]
-        return stages * repeats <= self.layers and (stages > 1 or self.schedule == ("1f1b", 1))
+        text = f"{'x'.join(map(str, self.mesh))}-{name}{repeats}-{self.remat}-{self.microbatches}mb-{self.layers}L{'-tied' * self.tied}"
+        return f"{text}-{self.permute}-{self.vocabulary}{'-by_layer' * self.layers_per_op}"
 
     @property
     def pairs(self) -> frozenset:
@@ -43,10 +51,25 @@ class Case:
         return frozenset(itertools.combinations([(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)], 2))
 
 
-def whole() -> list[Case]:
-    """Every allowed case."""
-    cases = itertools.starmap(Case, itertools.product(MESHES, SCHEDULES, MICROBATCHES, LAYERS, (False, True)))
-    return [case for case in cases if case.allowed]
+@functools.cache
+def whole() -> tuple[Case, ...]:
+    """Every schedule × remat × number of stages × microbatches for which there are layers. The other factors are drawn, from a fixed
+    seed, until every two values of any two factors have met; so are the single-stage meshes, for which all schedules are one."""
+    random = np.random.default_rng(1)
+    pick = lambda values: values[random.integers(len(values))]
+
+    def case(mesh, schedule, remat, microbatches):
+        return Case(
+            mesh, schedule, remat, microbatches, pick(LAYERS), bool(pick((0, 1))), pick(PERMUTES), pick(VOCABULARIES), pick(LAYERS_PER_OP)
+        )
+
+    cases = []
+    for stages, schedule, remat, m in itertools.product(STAGED, SCHEDULES, REMATS, MICROBATCHES):
+        if stages * schedule[1] <= min(LAYERS):
+            cases.append(case(pick(STAGED[stages]), schedule, remat, m))
+    for mesh, remat, m in itertools.product(ALONE, REMATS, MICROBATCHES):
+        cases.append(dataclasses.replace(case(mesh, ("1f1b", 1), remat, m), permute="auto", vocabulary="parallel", layers_per_op=0))
+    return tuple(cases)
 
 
 def cover(cases: Iterable[Case]) -> Iterator[Case]:

@@ -107,8 +107,8 @@ def test_profile_evaluation_and_what_is_kept(whole, workdir):
     assert logged == {step: reference[step] for step in (5, 10)}
     assert runs.checkpoints(workdir) == [8, 10]
     (trace,) = (workdir / "profile").rglob("*.xplane.pb")
-    # As the table's columns are named: forward and backward of the chunks, the last one's forward with the loss.
-    for op in ("F0", "B0", "F1", "B1", "L", "optimizer"):
+    # As the table's columns are named: the ops of the chunks, and what comes before and after them.
+    for op in ("embed", "F0", "R0", "B0", "W0", "K1", "head", "optimizer"):
         assert f"/{op}/".encode() in trace.read_bytes(), op
 
 

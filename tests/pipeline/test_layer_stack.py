@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.pipeline.layers import LayerStack
+from jaxtrain.pipeline.partition import Split
 from jaxtrain.pipeline.placement import Placement
 
 WIDTH, SHAPE = 6, (2, 5, 6)
@@ -31,20 +32,35 @@ CASES = {  # placement, chunk, stage, layers there
 }
 
 
-@pytest.mark.parametrize("extra", EXTRA)
-@pytest.mark.parametrize("keep_inputs", [False, True])
-@pytest.mark.parametrize("case", CASES)
-def test_forward_and_backward(case, keep_inputs, extra):
-    placement, chunk, stage, count = CASES[case]
-    rows, extra = placement.rows(chunk), EXTRA[extra]
+def run(case: str, extra, recompute: bool):
+    """What a unit's ops make on its stage; everything is computed twice, by the ops apart and at once."""
+    placement, unit, stage, _ = CASES[case]
+    rows = placement.rows(unit)
     params = {"in": normal(1, rows, WIDTH, 4), "out": normal(2, rows, 4, WIDTH), "bias": normal(3, rows, WIDTH)}
     x, g, sums = normal(4, *SHAPE), normal(5, *SHAPE), jax.tree.map(lambda a: 1 + jnp.zeros_like(a), params)
+    layer = lambda params, x, extra: block(params, x, *extra)
+    split = Split(layer, jax.tree.map(lambda a: a[0], params), x, extra)
+    slots = lambda kept: [jnp.full((3, rows, *k.shape), jnp.nan, k.dtype) for k in kept]
+    for_b, for_w = map(slots, split.sort(split.residuals))
 
     @jax.jit
-    def run(stage, params, x, g):
-        stack = LayerStack(block, placement, chunk, stage, keep_inputs, [])
-        y, kept = stack.forward_keeping(params, x, extra)
-        return stack.forward(params, x, extra), y, *stack.backward(params, sums, extra, kept, g)
+    def ops(stage, params, x, g):
+        stack = LayerStack(layer, split, placement, unit, stage)
+        y, b, w = stack.forward_keeping(params, x, extra, for_b, for_w, 2, 1)
+        dx, stash = stack.input_gradient(params, extra, b, w, 2, 1, g, slots(split.stash), 0)
+        apart = (stack.weight_gradient(params, sums, extra, w, 1, stash, 0), dx)
+        whole, kept = stack.forward_with(params, x, extra, recompute)
+        return (stack.forward(params, x, extra), y, whole), (apart, stack.backward_with(params, sums, extra, kept, g, recompute))
+
+    return params, x, g, ops(stage, params, x, g)
+
+
+@pytest.mark.parametrize("extra", EXTRA)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_backward(case, recompute, extra):
+    count, extra = CASES[case][-1], EXTRA[extra]
+    params, x, g, (outputs, backwards) = run(case, extra, recompute)
 
     def plain(params, x):
         for i in range(count):
@@ -53,29 +69,24 @@ def test_forward_and_backward(case, keep_inputs, extra):
 
     wanted, vjp = jax.vjp(plain, params, x)
     gradients, dx = vjp(g)
-    forward, y, got_sums, got_dx = run(stage, params, x, g)
-    for got, expected in ((forward, wanted), (y, wanted), (got_dx, dx)):
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-    for got, gradient in zip(jax.tree.leaves(got_sums), jax.tree.leaves(gradients), strict=True):
-        np.testing.assert_allclose(got, 1 + gradient, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(got[count:], 1)  # unused rows have no gradient
+    for y in outputs:
+        np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+    for got_sums, got_dx in backwards:
+        np.testing.assert_allclose(got_dx, dx, rtol=1e-5, atol=1e-5)
+        for got, gradient in zip(jax.tree.leaves(got_sums), jax.tree.leaves(gradients), strict=True):
+            np.testing.assert_allclose(got, 1 + gradient, rtol=1e-5, atol=1e-5)
+            np.testing.assert_array_equal(got[count:], 1)  # unused rows have no gradient
 
 
 def test_what_is_kept():
     placement, params = Placement(6, 2), {"in": normal(1, 3, WIDTH, 4), "out": normal(2, 3, 4, WIDTH), "bias": normal(3, 3, WIDTH)}
+    layer = lambda params, x, extra: block(params, x, *extra)
+    x, extra = normal(4, *SHAPE), EXTRA["documents"]
+    stack = LayerStack(layer, Split(layer, jax.tree.map(lambda a: a[0], params), x, extra), placement, 0, 0)
 
-    def kept(keep_inputs):
-        stack = LayerStack(block, placement, 0, 0, keep_inputs, [])
-        return [k.shape for k in jax.eval_shape(lambda x: stack.forward_keeping(params, x, EXTRA["documents"])[1], normal(4, *SHAPE))]
+    def kept(recompute):
+        return [k.shape for k in jax.eval_shape(lambda x: stack.forward_with(params, x, extra, recompute)[1], x)]
 
     assert kept(True) == [(3, *SHAPE)]  # each layer's input
     assert (3, 2, 5, 4) in kept(False), "the hidden layer is kept as well, not computed again"
     assert not {(3, WIDTH, 4), (3, 4, WIDTH)} & set(kept(False)), "weights are not kept"
-
-
-def test_stacks_share_one_partition():
-    splits, extra = [], EXTRA["documents"]
-    params = {"in": normal(1, 1, WIDTH, 4), "out": normal(2, 1, 4, WIDTH), "bias": normal(3, 1, WIDTH)}
-    for chunk in range(2):
-        LayerStack(block, Placement(4, 2, 2), chunk, 0, False, splits).forward_keeping(params, normal(4, *SHAPE), extra)
-    assert len(splits) == 1

@@ -15,35 +15,44 @@ import pytest
 import small
 from jax import lax
 from jax.sharding import NamedSharding
-from jaxtrain.pipeline.schedule import Table, assign_slots, make_forward_table
 
 from jaxtrain.config import Config
 from jaxtrain.mesh import AXES, MODEL, STAGE
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.pipeline import runtime, tick
+from jaxtrain.pipeline.columns import permutes
+from jaxtrain.pipeline.slots import Program
+from jaxtrain.pipeline.table import Permute
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
 WIDTH, LENGTH = 64, 8
 SHAPES = {"model.width": WIDTH, "model.mlp_width": 192, "model.vocab_size": 131, "data.sequence_length": LENGTH}
 
+ENDS = {"pipeline.vocabulary": "end_stages"}
 # data × stage × model, schedule, repeats, microbatches, program, changes
 PROGRAMS = {
     "train 2x2x2": ((2, 2, 2), "interleaved", 2, 4, "train", {"model.layers": 8}),
     "uneven 1x4x2, early": ((1, 4, 2), "1f1b", 1, 4, "gradients", {"model.layers": 9, "pipeline.permute": "early"}),
-    "uneven 2x4x1": ((2, 4, 1), "interleaved", 2, 4, "gradients", {"model.layers": 9, "parallel.zero": 0}),
+    "uneven 2x4x1, ends": ((2, 4, 1), "interleaved", 2, 4, "gradients", {"model.layers": 9, "parallel.zero": 0, **ENDS}),
     "tied 1x8x1": ((1, 8, 1), "gpipe", 1, 4, "gradients", {"model.layers": 8, "model.tied_embeddings": True}),
+    "zb_h1 1x4x1, none": ((1, 4, 1), "zb_h1", 1, 5, "gradients", {"model.layers": 4, "pipeline.remat": "none"}),
+    "zb_v 2x2x2, none": ((2, 2, 2), "zb_v", 2, 5, "gradients", {"model.layers": 8, "pipeline.remat": "none"}),
+    "dualpipe_v 1x4x2, selective, aligned": (
+        (1, 4, 2), "dualpipe_v", 2, 8, "gradients", {"model.layers": 8, "pipeline.remat": "selective", "pipeline.permute": "aligned"}
+    ),
+    "groups 1x2x2, ends": ((1, 2, 2), "1f1b", 1, 4, "gradients", {"model.layers": 5, "pipeline.layers_per_op": 1, **ENDS}),
     "evaluate 1x2x2": ((1, 2, 2), "interleaved", 2, 4, "evaluate", {"model.layers": 5}),
-}
-SMALLEST = ((1, 2, 1), "1f1b", 1, 4, "gradients", {"model.layers": 2})  # what is broken on purpose
+}  # fmt: skip
+SMALLEST = ((1, 2, 1), "1f1b", 1, 4, "gradients", {"model.layers": 2, **ENDS})  # what is broken on purpose
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
-    """A program, and the table that it executes."""
+    """A program, and the table that it executes (None on one stage)."""
 
     cfg: Config
     step: Step
-    table: Table
+    table: Program | None
     program: hlo.Program
     text: str
 
@@ -60,7 +69,8 @@ class Compiled:
     @property
     def tick(self) -> str:
         """The body of the scan over the table's rows."""
-        return self.program.loop(self.table.ticks).calls["body"]
+        rows = self.table.table.ticks if self.table else self.cfg.pipeline.microbatches
+        return self.program.loop(rows).calls["body"]
 
     def outside(self) -> list[hlo.Instruction]:
         """Instructions before and after the scan."""
@@ -75,9 +85,7 @@ def compile_program(mesh, schedule, repeats, microbatches, which, changes) -> Co
         state = step.abstract_state()
         arguments = (state if which == "train" else state["params"], abstract_batch(cfg, step))
         text = getattr(step, which).lower(*arguments).compile().as_text()
-    table = step.table
-    if which == "evaluate":
-        table = make_forward_table(table.stages, table.chunks, microbatches, cfg.pipeline.permute)
+    table = step.setup.evaluate if which == "evaluate" else step.setup.train
     return Compiled(cfg, step, table, hlo.Program(text), text)
 
 
@@ -94,30 +102,39 @@ def large_moves(c: Compiled) -> list:
     one more copy. Early permutes stand beside the ops, so XLA copies both ends of each."""
     moved, payload = c.program.moved(c.tick), math.prod(c.payload)
     total = sum(size * times for (_, size), times in moved.items())
-    limit = 13 if c.cfg.pipeline.permute == "early" else 6
+    limit = 13 if c.table and (c.table.table.permute == Permute.EARLY).any() else 6
     return [key for key in moved if key[1] > payload] + [f"{total} elements in all"] * (total > limit * payload)
 
 
 def misplaced_permutes(c: Compiled) -> list:
-    """Permutes inside an op or outside of the scan, or in the tick another number than one each way."""
-    permutes = lambda instructions: {i.name: i.text for i in instructions if i.collective == "collective-permute"}
-    here, everywhere = permutes(c.program.inline(c.tick)), permutes(c.program.below(c.program.entry))
+    """Permutes inside an op or outside of the scan, or in the tick not one each way, early and late where there are both."""
+    found = lambda instructions: {i.name: i.text for i in instructions if i.collective == "collective-permute"}
+    here, everywhere = found(c.program.inline(c.tick)), found(c.program.below(c.program.entry))
     elsewhere = [text for name, text in everywhere.items() if name not in here]
-    return elsewhere + [f"{len(here)} permutes"] * (len(here) != (1 if c.table.forward_only else 2))
+    table = c.table.table if c.table else None
+    wanted = len(permutes(table)) * len(set(table.permute.tolist()) - {Permute.NONE}) if table else 0
+    return elsewhere + [f"{len(here)} permutes"] * (len(here) != wanted)
 
 
 def wide_collectives(c: Compiled) -> list:
-    """Collectives in the scan that are not over `model` alone (stages run different ops), or as large as a matrix."""
+    """Collectives in the scan that are not over `model` alone (stages run different ops), or as large as a matrix. Only what all stages
+    do together may be over `stage`: embedding and head, where these are shared."""
     shape = tuple(c.step.mesh.shape.values())
-    model = hlo.groups_over(shape, (AXES.index(MODEL),))
+    groups = lambda axis: hlo.groups_over(shape, (AXES.index(axis),))
+    together = ("/embed/", "/head/", "/embed_gradient/") if c.table and c.table.table.vocabulary == "parallel" else ()
+
+    def allowed(i: hlo.Instruction) -> bool:
+        met = i.groups(math.prod(shape))
+        return met <= groups(MODEL) or (met <= groups(STAGE) and any(name in i.text for name in together))
+
     found = [i for i in c.program.below(c.tick) if i.collective and i.collective != "collective-permute"]
-    return [i.text for i in found if not i.groups(math.prod(shape)) <= model or max(i.sizes) >= c.smallest_matrix]
+    return [i.text for i in found if not allowed(i) or max(i.sizes) >= c.smallest_matrix]
 
 
 def large_copies(c: Compiled) -> list:
     """Copies of a stash, or of a matrix's size, anywhere in the scan, also in ops; filling a new buffer with zeros is none."""
-    slots = assign_slots(c.table)
-    stashes = {(n, *c.payload) for n in (slots.x_slots, slots.g_slots) if n > 1}
+    assert c.table is not None
+    stashes = {(n, *c.payload) for n in c.table.slots.values() if n > 1}
     copies = [i for i in c.program.below(c.tick) if i.opcode in ("copy", "copy-start")]
     large = [i for i in copies if max(i.sizes) >= c.smallest_matrix or i.shapes[0] in stashes]
     return [i.text for i in large if not c.program.is_fill(i.operands[0])]
@@ -162,14 +179,8 @@ def test_parameters_are_gathered_once_after_the_update():
 
 def test_ops_have_names_in_a_profile():
     text = compiled("train 2x2x2").text
-    names = [f"{op}{chunk}" for op in "FB" for chunk in range(2)] + [
-        "L",
-        "embed",
-        "embed_gradient",
-        "permute_LATE",
-        "reduce_gradients",
-        "optimizer",
-    ]
+    names = [f"{op}{chunk}" for op in "FRBW" for chunk in range(2)] + ["K1", "embed", "head", "embed_gradient"]
+    names += ["permute_EARLY", "reduce_gradients", "optimizer"]
     assert [name for name in names if f"/{name}/" not in text] == []
 
 
@@ -189,12 +200,12 @@ def test_without_the_barrier_matmuls_are_lifted_into_every_tick(monkeypatch):
 
 
 def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
-    def once(self, name, row, reads, writes, fn, state):
+    def once(self, row, name, reads, writes, fn, state):
         if not self.columns[name].any():
             return state
         carried = {k: state[k] for k in {*reads, *writes} if k in state}
         fixed = {k: self.constants[k] for k in reads if k not in carried}
-        return {**state, **lax.cond(row[name] > 0, lambda c: {**c, **fn({**fixed, **c})}, lambda c: c, carried)}
+        return {**state, **lax.cond(row[name] > 0, lambda c: {**c, **fn({**fixed, **c}, row)}, lambda c: c, carried)}
 
     monkeypatch.setattr(tick.Tick, "_once", once)
     assert large_moves(compile_program(*SMALLEST))
@@ -211,9 +222,9 @@ def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
 
 def test_a_copied_stash_is_found(monkeypatch):
     def forward(self, c, s, row, original=tick.Tick._forward):
-        changed = lax.fori_loop(0, row["microbatch"], lambda i, x: x.at[i].set(s["y"]), s["x"])
+        changed = lax.fori_loop(0, row["microbatch"], lambda i, x: x.at[i].set(s["up"]), s["x"])
         kept = s["x"][changed.sum().astype(int) % 2]  # the old stash is read after the loop has updated the new one
-        return {"y": original(self, c, s, row)["y"] + kept}
+        return {name: y + kept for name, y in original(self, c, s, row).items()}
 
     monkeypatch.setattr(tick.Tick, "_forward", forward)
     assert large_copies(compile_program(*SMALLEST))
@@ -221,18 +232,18 @@ def test_a_copied_stash_is_found(monkeypatch):
 
 def test_a_permute_in_an_op_is_found(monkeypatch):
     def embed(self, s, row, original=tick.Tick._embed):
-        return lax.ppermute(original(self, s, row), STAGE, [(0, 1), (1, 0)])
+        return {name: lax.ppermute(x, STAGE, [(0, 1), (1, 0)]) for name, x in original(self, s, row).items()}
 
     monkeypatch.setattr(tick.Tick, "_embed", embed)
     assert len(misplaced_permutes(compile_program(*SMALLEST))) == 1
 
 
 def test_a_reduction_in_the_scan_is_found(monkeypatch):
-    def backward(self, c, s, row, original=tick.Tick._backward):
+    def backward(self, c, s, row, original=tick.Tick._weight_gradient):
         new = original(self, c, s, row)
         return {**new, f"grad{c}": jax.tree.map(lambda a: lax.psum(a, "data"), new[f"grad{c}"])}
 
-    monkeypatch.setattr(tick.Tick, "_backward", backward)
+    monkeypatch.setattr(tick.Tick, "_weight_gradient", backward)
     assert wide_collectives(compile_program((2, 2, 1), *SMALLEST[1:]))
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.mesh import make_mesh
 from jaxtrain.sharding import constrain
@@ -82,13 +83,30 @@ def test_logits_of_a_chunk_at_a_time(limit, chunks):
 def test_token_losses():
     logits = jnp.asarray(random.normal(size=(5, VOCABULARY)) * 50, jnp.float32)
     targets = jnp.arange(5)
-    np.testing.assert_allclose(token_losses(logits, targets), optax.softmax_cross_entropy_with_integer_labels(logits, targets), rtol=1e-5)
+    losses, gradient = token_losses(logits, targets)
+    wanted = lambda x: optax.softmax_cross_entropy_with_integer_labels(x, targets)
+    np.testing.assert_allclose(losses, wanted(logits), rtol=1e-5)
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: wanted(x).sum())(logits), atol=1e-6)
 
 
 def test_padded_logits_change_nothing():
     logits = jnp.asarray(random.normal(size=(5, VOCABULARY)), jnp.float32)
     padded = jnp.pad(logits, ((0, 0), (0, 8)), constant_values=-jnp.inf)
     targets = jnp.arange(5)
-    np.testing.assert_allclose(token_losses(padded, targets), token_losses(logits, targets), rtol=1e-6)
-    gradient = jax.grad(lambda x: token_losses(x, targets).sum())(padded)
+    (losses, gradient), (wanted, _) = token_losses(padded, targets), token_losses(logits, targets)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
     assert np.isfinite(gradient).all() and not gradient[:, VOCABULARY:].any()
+
+
+def test_parts_of_the_vocabulary():
+    """Each device has some rows of the table, one of them mostly padding; losses agree everywhere and gradients are parts of the whole."""
+    logits = np.asarray(random.normal(size=(5, VOCABULARY)) * 9, np.float32)
+    targets, wanted = jnp.asarray([0, 11, 12, 38, VOCABULARY - 1]), token_losses(jnp.asarray(logits), jnp.asarray([0, 11, 12, 38, 39]))
+    padded = np.pad(logits, ((0, 0), (0, 8)), constant_values=-np.inf)
+    mesh = make_mesh((1, 1, 4, 1, 1, 1), jax.devices()[:4])
+    part = lambda x: token_losses(x, targets, jax.lax.axis_index("stage") * 12, ("stage",))
+    with jax.set_mesh(mesh):
+        both = jax.shard_map(part, in_specs=P(None, "stage"), out_specs=(P(), P(None, "stage")), check_vma=False)
+        losses, gradient = jax.jit(both)(padded)
+    np.testing.assert_allclose(losses, wanted[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient[:, :VOCABULARY], wanted[1], atol=1e-6)
