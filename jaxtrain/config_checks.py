@@ -315,7 +315,7 @@ def _layers_fill_chunks(c: Config) -> Broken | None:
     if not p.chunk_layers:
         return None
     if p.layer_costs:
-        return Broken("pipeline.chunk_layers", "and pipeline.layer_costs both cut the layers: use one", _set("pipeline.layer_costs", [()]))
+        return Broken("pipeline.chunk_layers", "and pipeline.layer_costs both cut the layers", [{"pipeline.layer_costs": ()}])
     if sum(p.chunk_layers) != layers:
         return Broken("pipeline.chunk_layers", f"is not model.layers={layers} in all", _set("pipeline.chunk_layers", [()]))
     chunks = c.mesh.stage * p.repeats

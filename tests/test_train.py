@@ -333,7 +333,7 @@ WRONG = {
     "--config.mesh.stag=4": "mesh.stag='4' is an unknown setting: use --config.mesh.stage",
     "--config.mesh.stage=four": "mesh.stage='four' is not an integer: use 4",
     "--config.model.heads=5": "model.heads=5",
-    "--config.pipeline.repeats=1": "pipeline.repeats=1 is too few for pipeline.schedule='interleaved', which needs at least 2: use 2",
+    "--config.pipeline.repeats=1": "pipeline.repeats=1 does not fit pipeline.schedule='interleaved'",
     "--wrkdir=x": "--wrkdir is an unknown flag: use --workdir",
     "--config.data.source=no.txt": "data.source='no.txt' is neither 'stdlib' nor an existing path",
 }

@@ -182,8 +182,9 @@ class Tick:
         return {self.results["F", u]: self.stacks[u].forward(*self._input(u, s, row))}
 
     def _keeping(self, u: int, s: State, row) -> tuple[jax.Array, State]:
-        kept, slots = (s["residual_b"], s["residual_w"]), (row["residual_b_slot"], row["residual_w_slot"])
-        y, b, w = self.stacks[u].forward_keeping(*self._input(u, s, row), *kept, *slots)
+        layers, x, extra = self._input(u, s, row)
+        slots = row["residual_b_slot"], row["residual_w_slot"]
+        y, b, w = self.stacks[u].forward_keeping(layers, x, extra, s["residual_b"], s["residual_w"], *slots)
         return y, {"residual_b": b, "residual_w": w}
 
     def _forward_keeping(self, u: int, s: State, row) -> State:

@@ -116,15 +116,13 @@ def test_positions_and_documents_reach_every_layer():
 
 
 @pytest.mark.parametrize("rows", [1, 2], ids=["shared positions", "own positions"])
-def test_gradient_of_the_embedding_is_added_in_place(rows):
+def test_gradient_of_positions_is_added_in_place(rows):
     parts, params, tokens = model("gpt2")
     positions = np.random.default_rng(1).integers(0, 16, (rows, 16), np.int32)
     g = np.random.default_rng(2).normal(size=(2, 16, 32)).astype(np.float32)
-    start = jax.tree.map(jnp.ones_like, params["embed"])
-    got = transformer.add_embedding_gradient(start, tokens, positions, g)
-    wanted = jax.vjp(lambda p: parts.embed(p, tokens, positions, jnp.float32), params["embed"])[1](g)[0]
-    for a, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, w + 1, rtol=1e-5, atol=1e-5)
+    start = jnp.ones_like(params["embed"]["positions"])
+    wanted = jax.vjp(lambda p: parts.embed(p, tokens, positions, jnp.float32), params["embed"])[1](g)[0]["positions"]
+    np.testing.assert_allclose(transformer.add_position_gradient(start, positions, g), wanted + 1, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_keep_the_compute_type_in_their_gradient():

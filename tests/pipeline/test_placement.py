@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxtrain.pipeline.placement import Placement
+from jaxtrain.pipeline.placement import Placement, cut, spread
 
 ALL = [Placement(n, s, c) for n, s, c in itertools.product(range(1, 26), range(1, 9), range(1, 4)) if s * c <= n]
 
@@ -43,3 +43,34 @@ def test_the_example():
 def test_more_chunks_than_layers():
     with pytest.raises(ValueError, match="4 stages of 2 chunks need at least 8 layers, not 7"):
         Placement(7, 4, 2)
+
+
+def test_any_place():
+    """In a V, and with more units on one stage than on another: rows that a stage does not have are unused."""
+    placement = Placement(7, 2, place=(0, 1, 1, 0, 0), sizes=(2, 1, 1, 2, 1))
+    assert placement.chunks == 3 and [placement.rows(u) for u in range(3)] == [2, 2, 1]
+    assert placement.layer_index(0).tolist() == [[0, 1], [2, -1]]
+    assert placement.layer_index(1).tolist() == [[4, 5], [3, -1]]
+    assert placement.layer_index(2).tolist() == [[6], [-1]]
+    assert placement.unit(2, 1) is None and placement.count(2, 1) == 0
+    assert placement.describe() == "7 layers over 2 stages × 3 chunks: 2+2+1, 1+1"
+    with pytest.raises(ValueError, match="are not 7 layers"):
+        Placement(7, 2, place=(0, 1), sizes=(2, 1))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])
+def test_spread_by_costs_is_the_best_cut(chunks):
+    random = np.random.default_rng(chunks)
+    for costs in (np.ones(8), random.random(8) + 0.1, np.arange(1.0, 9.0)):
+        sizes = spread(8, chunks, tuple(costs))
+        dearest = lambda sizes, costs=costs: max(part.sum() for part in np.split(costs, np.cumsum(sizes)[:-1]))
+        cuts = itertools.combinations(range(1, 8), chunks - 1)
+        best = min(dearest(np.diff([0, *cut, 8])) for cut in cuts)
+        assert sum(sizes) == 8 and min(sizes) >= 1 and dearest(sizes) == pytest.approx(best)
+
+
+def test_cut():
+    assert cut((4, 3, 1), 0) == ((1, 1, 1), (4, 3, 1))
+    assert cut((4, 3, 1), 2) == ((2, 2, 1), (2, 2, 2, 1, 1))
+    assert cut((4, 3, 1), 1) == ((4, 3, 1), (1,) * 8)
+    assert cut((4, 3), 9) == ((1, 1), (4, 3))
