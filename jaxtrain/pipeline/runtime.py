@@ -52,11 +52,12 @@ class Runtime:
     compute: jnp.dtype = jnp.dtype("float32")
     reduce: jnp.dtype = jnp.dtype("float32")
 
-    def __call__(self, params: dict, batch: dict):
+    def __call__(self, params: dict, batch: dict, rows: dict | None = None):
         """→ (mean loss over the global batch's weighted tokens, their number, gradients), or without gradients.
 
         batch: tokens, targets int32 and weights float32, [microbatches, rows, T], and segments, positions if documents are
-        kept apart. Gradients are float32, in the layout of `reductions`.
+        kept apart. Gradients are float32, in the layout of `reductions`. `rows`: the columns by name, int32 [rows, stages], where it is
+        not the table's own rows that are to be run (benchmarks/pipeline.py).
         """
         specs = {k: jax.tree.map(lambda s: manual(spec(s.axes)), self.parts.specs[k]) for k in ("embed", "head")}
         specs["layers"] = jax.tree.map(lambda _: P(STAGE), params["layers"])
@@ -64,7 +65,8 @@ class Runtime:
         if self.reductions is not None:
             out_specs += (jax.tree.map(lambda r: manual(r.storage), self.reductions, is_leaf=_is_reduction),)
         microbatches = batch["tokens"].shape[0]
-        rows = columns(self.program) if self.program else {"microbatch": np.arange(microbatches, dtype=np.int32)[:, None]}
+        if rows is None:
+            rows = columns(self.program) if self.program else {"microbatch": np.arange(microbatches, dtype=np.int32)[:, None]}
         run = jax.shard_map(
             self._body,
             mesh=self.mesh,
