@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import numpy as np
 
@@ -21,7 +21,7 @@ COLLECTIVES = (
     "ragged-all-to-all",
 )
 # Names for what is there already. A loop's body moves things, its carried values stay where they are.
-FREE = frozenset("parameter get-tuple-element tuple bitcast constant while after-all partition-id replica-id".split())
+FREE = frozenset("parameter get-tuple-element tuple bitcast constant while after-all partition-id replica-id opt-barrier".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,17 @@ class Instruction:
         """Which collective this is; None for another instruction, and for the second half of an asynchronous one."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
+
+    @property
+    def starts(self) -> bool:
+        """Whether this is the first half of something asynchronous; the second has the same name with `-done`."""
+        return self.opcode.endswith("-start")
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from: scopes with slashes between them; empty where XLA made it."""
+        found = re.search(r'op_name="([^"]*)"', self.text)
+        return found[1] if found else ""
 
     @property
     def trip_count(self) -> int | None:
@@ -141,14 +152,23 @@ class Program:
                     yield instruction
                     todo += instruction.calls.values()
 
-    def inline(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a computation; in place of a call or a conditional those of what it names."""
+    def inline(self, name: str, opened: Container[str] = ()) -> Iterator[Instruction]:
+        """The instructions of a computation; in place of a call or a conditional those of what it names, and after a loop whose name
+        is in `opened` those of its body."""
         for instruction in self.computations[name]:
             if instruction.opcode in ("call", "conditional"):
                 for called in instruction.calls.values():
-                    yield from self.inline(called)
+                    yield from self.inline(called, opened)
             else:
                 yield instruction
+                if instruction.opcode == "while" and instruction.name in opened:
+                    yield from self.inline(instruction.calls["body"], opened)
+
+    def scopes(self, loop: Instruction) -> set[str]:
+        """The names of the scopes that stand directly in a loop's body."""
+        before = f"{loop.op_name}/body/"
+        names = (i.op_name for i in self.below(loop.calls["body"]))
+        return {name.removeprefix(before).split("/")[0] for name in names if name.startswith(before)}
 
     def loop(self, trips: int) -> Instruction:
         """The one loop of the entry computation that has this many trips."""
@@ -158,13 +178,14 @@ class Program:
             raise ValueError(f"{len(found)} loops of {trips} trips in the entry computation, whose loops are {loops}")
         return found[0]
 
-    def moved(self, body: str) -> collections.Counter:
-        """What one trip of a loop's body moves outside of the loops in it: {(opcode, elements): times}.
+    def moved(self, body: str, opened: Container[str] = ()) -> collections.Counter:
+        """What one trip of a loop's body moves outside of the loops in it (but for those `opened`): {(opcode, elements): times}.
 
-        An update in place counts what it writes. XLA's own copies are instructions like all others.
+        An update in place counts what it writes, something asynchronous counts when it is done. XLA's own copies are instructions like
+        all others.
         """
         counts: collections.Counter = collections.Counter()
-        for instruction in self.inline(body):
+        for instruction in self.inline(body, opened):
             if instruction.opcode not in FREE:
                 counts.update((instruction.opcode, size) for size in self._written(instruction))
         return counts
@@ -178,6 +199,8 @@ class Program:
 
     def _written(self, instruction: Instruction) -> list[int]:
         """Elements that an instruction writes, for each of its results."""
+        if instruction.starts:
+            return []
         if instruction.opcode == "dynamic-update-slice":
             return [self._update_size(instruction, self._computation_of(instruction))]
         if instruction.opcode != "fusion":
