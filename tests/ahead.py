@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -95,22 +94,14 @@ class Compiled:
             raise ValueError(f"permutes are in {len(found)} of the loops {[i.name for i in loops]}")
         return found[0].calls["body"]
 
-    def is_op(self, loop: hlo.Instruction) -> bool:
-        return any(re.fullmatch(r"[A-Z]\d*|embed|head|embed_gradient", scope) for scope in self.program.scopes(loop))
-
-    def holds_ops(self, loop: hlo.Instruction) -> bool:
-        """Whether a loop is none itself, but has ops in it."""
-        inside = (i for i in self.program.inline(loop.calls["body"]) if i.opcode == "while")
-        return not self.is_op(loop) and any(self.is_op(i) or self.holds_ops(i) for i in inside)
-
     @functools.cached_property
     def holders(self) -> set[str]:
-        """Names of the loops of a tick that are around ops."""
-        return {i.name for i in self.program.below(self.tick) if i.opcode == "while" and self.holds_ops(i)}
+        """The names of the tick's loops that are around ops."""
+        return self.program.holders(self.tick)
 
     @property
     def ops(self) -> list[hlo.Instruction]:
-        return [i for i in self.program.inline(self.tick, self.holders) if i.opcode == "while" and self.is_op(i)]
+        return [i for i in self.program.inline(self.tick, self.holders) if i.opcode == "while" and self.program.is_op(i)]
 
 
 def compile_step(platform: str, changes: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Compiled:
@@ -178,7 +169,7 @@ def blocking_permutes(c: Compiled) -> list[str]:
 def late_permutes(c: Compiled) -> list[str]:
     """Permutes of the tick that do not start before its first op, or are done before its last."""
     here = list(c.program.inline(c.tick))
-    ops = [n for n, i in enumerate(here) if i.opcode == "while" and (i.name in c.holders or c.is_op(i))]
+    ops = [n for n, i in enumerate(here) if i.opcode == "while" and (i.name in c.holders or c.program.is_op(i))]
     if not ops:
         return ["no ops"]
     late = [f"{i.name} after an op" for n, i in enumerate(here) if i.collective == "collective-permute" and n > ops[0]]

@@ -22,6 +22,8 @@ COLLECTIVES = (
 )
 # Names for what is there already. A loop's body moves things, its carried values stay where they are.
 FREE = frozenset("parameter get-tuple-element tuple bitcast constant while after-all partition-id replica-id opt-barrier".split())
+# The scopes of ops: a letter with a chunk, and those that only some stages have.
+OP = re.compile(r"[A-Z]\d*|embed|head|embed_gradient")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +171,19 @@ class Program:
         before = f"{loop.op_name}/body/"
         names = (i.op_name for i in self.below(loop.calls["body"]))
         return {name.removeprefix(before).split("/")[0] for name in names if name.startswith(before)}
+
+    def is_op(self, loop: Instruction) -> bool:
+        """Whether a loop of the tick is an op, by the scope in it."""
+        return any(OP.fullmatch(scope) for scope in self.scopes(loop))
+
+    def holds_ops(self, loop: Instruction) -> bool:
+        """Whether a loop is none itself, but has ops in it."""
+        inside = (i for i in self.inline(loop.calls["body"]) if i.opcode == "while")
+        return not self.is_op(loop) and any(self.is_op(i) or self.holds_ops(i) for i in inside)
+
+    def holders(self, tick: str) -> set[str]:
+        """The names of the loops in a tick that are around ops."""
+        return {i.name for i in self.below(tick) if i.opcode == "while" and self.holds_ops(i)}
 
     def loop(self, trips: int) -> Instruction:
         """The one loop of the entry computation that has this many trips."""
