@@ -106,7 +106,7 @@ def needs(platform: str):
 @pytest.mark.parametrize("platform", [pytest.param(name, marks=needs(name)) for name in ahead.PLATFORMS])
 def test_permutes_run_beside_the_ops(platform, schedule):
     c = ahead.compile_step(platform, {"pipeline.schedule": schedule, "pipeline.repeats": SCHEDULES[schedule]})
-    assert len(c.ops) >= 6  # forward, backward and both ends, at least
+    assert len(c.ops) >= 5  # forward, backward, the last chunk or the head, and both ends of the embedding
     assert ahead.faults(c) == {}
 
 
