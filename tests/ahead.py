@@ -48,7 +48,10 @@ class Platform:
 
     @property
     def missing(self) -> bool:
-        return importlib.util.find_spec(self.module) is None
+        try:
+            return importlib.util.find_spec(self.module) is None
+        except ModuleNotFoundError:  # nor is the package around it
+            return True
 
 
 PLATFORMS = {
