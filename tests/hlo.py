@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import numpy as np
 
@@ -21,7 +21,9 @@ COLLECTIVES = (
     "ragged-all-to-all",
 )
 # Names for what is there already. A loop's body moves things, its carried values stay where they are.
-FREE = frozenset("parameter get-tuple-element tuple bitcast constant while after-all partition-id replica-id".split())
+FREE = frozenset("parameter get-tuple-element tuple bitcast constant while after-all partition-id replica-id opt-barrier".split())
+# The scopes of ops: a letter with a chunk, and those that only some stages have.
+OP = re.compile(r"[A-Z]\d*|embed|head|embed_gradient")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,17 @@ class Instruction:
         """Which collective this is; None for another instruction, and for the second half of an asynchronous one."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
+
+    @property
+    def starts(self) -> bool:
+        """Whether this is the first half of something asynchronous; the second has the same name with `-done`."""
+        return self.opcode.endswith("-start")
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from: scopes with slashes between them; empty where XLA made it."""
+        found = re.search(r'op_name="([^"]*)"', self.text)
+        return found[1] if found else ""
 
     @property
     def trip_count(self) -> int | None:
@@ -141,14 +154,36 @@ class Program:
                     yield instruction
                     todo += instruction.calls.values()
 
-    def inline(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a computation; in place of a call or a conditional those of what it names."""
+    def inline(self, name: str, opened: Container[str] = ()) -> Iterator[Instruction]:
+        """The instructions of a computation; in place of a call or a conditional those of what it names, and after a loop whose name
+        is in `opened` those of its body."""
         for instruction in self.computations[name]:
             if instruction.opcode in ("call", "conditional"):
                 for called in instruction.calls.values():
-                    yield from self.inline(called)
+                    yield from self.inline(called, opened)
             else:
                 yield instruction
+                if instruction.opcode == "while" and instruction.name in opened:
+                    yield from self.inline(instruction.calls["body"], opened)
+
+    def scopes(self, loop: Instruction) -> set[str]:
+        """The names of the scopes that stand directly in a loop's body."""
+        before = f"{loop.op_name}/body/"
+        names = (i.op_name for i in self.below(loop.calls["body"]))
+        return {name.removeprefix(before).split("/")[0] for name in names if name.startswith(before)}
+
+    def is_op(self, loop: Instruction) -> bool:
+        """Whether a loop of the tick is an op, by the scope in it."""
+        return any(OP.fullmatch(scope) for scope in self.scopes(loop))
+
+    def holds_ops(self, loop: Instruction) -> bool:
+        """Whether a loop is none itself, but has ops in it."""
+        inside = (i for i in self.inline(loop.calls["body"]) if i.opcode == "while")
+        return not self.is_op(loop) and any(self.is_op(i) or self.holds_ops(i) for i in inside)
+
+    def holders(self, tick: str) -> set[str]:
+        """The names of the loops in a tick that are around ops."""
+        return {i.name for i in self.below(tick) if i.opcode == "while" and self.holds_ops(i)}
 
     def loop(self, trips: int) -> Instruction:
         """The one loop of the entry computation that has this many trips."""
@@ -158,13 +193,14 @@ class Program:
             raise ValueError(f"{len(found)} loops of {trips} trips in the entry computation, whose loops are {loops}")
         return found[0]
 
-    def moved(self, body: str) -> collections.Counter:
-        """What one trip of a loop's body moves outside of the loops in it: {(opcode, elements): times}.
+    def moved(self, body: str, opened: Container[str] = ()) -> collections.Counter:
+        """What one trip of a loop's body moves outside of the loops in it (but for those `opened`): {(opcode, elements): times}.
 
-        An update in place counts what it writes. XLA's own copies are instructions like all others.
+        An update in place counts what it writes, something asynchronous counts when it is done. XLA's own copies are instructions like
+        all others.
         """
         counts: collections.Counter = collections.Counter()
-        for instruction in self.inline(body):
+        for instruction in self.inline(body, opened):
             if instruction.opcode not in FREE:
                 counts.update((instruction.opcode, size) for size in self._written(instruction))
         return counts
@@ -178,6 +214,8 @@ class Program:
 
     def _written(self, instruction: Instruction) -> list[int]:
         """Elements that an instruction writes, for each of its results."""
+        if instruction.starts:
+            return []
         if instruction.opcode == "dynamic-update-slice":
             return [self._update_size(instruction, self._computation_of(instruction))]
         if instruction.opcode != "fusion":
