@@ -143,7 +143,7 @@ class PipelineConfig:
     layer_costs: tuple[float, ...] = setting((), "relative cost of each layer, by which chunks are cut; empty: all alike")
     vocabulary: str = setting(
         "auto",
-        "embedding and head: parallel, on all stages; end_stages; auto: the faster by the table",
+        "embedding and head: parallel, over all stages; end_stages; auto: parallel, unless that is 5 % slower",
         choices=("auto", "parallel", "end_stages"),
     )
     permute: str = setting(

@@ -27,6 +27,7 @@ from jaxtrain.config import Config, from_dict, to_dict
 from jaxtrain.config_checks import refuse_to_continue
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.training.sampling import sample_text
 from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import Step, make_step
@@ -49,6 +50,7 @@ def run(config: Config, workdir: str) -> None:
     say = print if cluster.is_main() else lambda *_, **__: None
 
     # ---------------------------------------------------------------- what to train on, and from where
+    make_setup(config)  # a schedule that does not fit is known before the corpus is read
     start = latest_step(folder / "checkpoints") or 0
     meta = read_meta(folder / "checkpoints", start) if start else {}
     if meta:

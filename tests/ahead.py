@@ -19,6 +19,8 @@ from typing import Any
 
 import hlo
 
+from jaxtrain.training.step import COMPILER_OPTIONS
+
 HERE = pathlib.Path(__file__).parent
 
 # A payload is smaller than an op's other activations, those than a device's part of any matrix; what a tick carries does not fit into a
@@ -59,11 +61,7 @@ PLATFORMS = {
     "h100": Platform(
         "jax_plugins.xla_cuda13",
         {"platform": "cuda", "topology": "1x2x8", "target_config": (HERE / "h100.txtpb").read_text()},  # slices × hosts × GPUs
-        {
-            "xla_gpu_enable_latency_hiding_scheduler": True,
-            # An op with collectives in it is put beside another collective only if all together stay below this.
-            "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
-        },
+        COMPILER_OPTIONS["gpu"],
     ),
 }
 
@@ -110,7 +108,9 @@ class Compiled:
 def compile_step(platform: str, changes: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Compiled:
     """The program of loss and gradients for a platform. `options`: XLA's, if not the platform's own."""
     chosen = PLATFORMS[platform].options if options is None else options
-    environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
+    paths = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "TPU_LOG_DIR": "disabled"}
+    environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "program.txt")
         command = [sys.executable, __file__, platform, json.dumps(MODEL | changes), json.dumps(dict(chosen)), str(file)]
@@ -123,8 +123,6 @@ def compile_step(platform: str, changes: Mapping[str, Any], options: Mapping[str
 
 def main(platform: str, changes: str, options: str, file: str) -> None:
     """Compiles, writes the program's text, and prints how long it took and then the sizes of `Compiled` as JSON."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    sys.path.insert(0, str(HERE.parent))
     import jax
     from jax.experimental import topologies
 

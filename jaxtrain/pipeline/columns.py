@@ -4,6 +4,7 @@ The ops of a tick, in order:
 
     take_up_x, take_down_x, take_up_g, take_down_g    what the last permute brought goes into its slot
     permute_EARLY
+    busy                                              whether the row has any of what follows
     embed                                             the first unit's input
     F, K, R, B, W of each unit                        forward; forward that keeps what the backward reads; recompute; gradients
     send_up, send_down                                a result that goes by another buffer than its op writes, into that buffer
@@ -92,6 +93,8 @@ def columns(program: Program) -> dict[str, np.ndarray]:
         wanted |= {f"stay_{kind}_{b}": (getattr(program, f"stay_{kind}") >= 0) & through[b] for b in BUFFERS}
     wanted["head"] = whole(t.head >= 0) & at(t.place[-1])
     wanted["embed_gradient"] = whole(t.embed_gradient >= 0) & at(t.place[0])
+    takes = {name: wanted.pop(name) for name in TAKES}
+    wanted = takes | {"busy": np.any(list(wanted.values()), axis=0)} | wanted
     wanted |= {f"permute_{when.name}": whole(t.permute == when) for when in (Permute.EARLY, Permute.LATE)}
     numbers = {f"{name}_slot": getattr(program, name) for name in SLOTS}
     numbers |= {f"{name}_slot": whole(getattr(program, name)) for name in ("embed_x", "head_x", "head_g", "embed_gradient_g")}

@@ -77,12 +77,25 @@ class Tick:
         self._stage = lax.axis_index(STAGE)
 
     def __call__(self, state: State, row: Mapping[str, jax.Array]) -> State:
-        run, op = functools.partial(self._once, row), functools.partial
         s = state
         for name in TAKES:
             _, way, kind = name.split("_")
-            s = run(name, [f"{way}_in"], [kind], op(self._take_in, way, kind), s)
+            s = self._once(row, name, [f"{way}_in"], [kind], functools.partial(self._take_in, way, kind), s)
+        early = self.columns["permute_EARLY"]
+        if not early.all():
+            return self._permute(Permute.LATE, row, self._ops(self._permute(Permute.EARLY, row, s), row))
+        # What arrived last is in its slot before anything is sent: then what arrives next lands where that was. A copy instead would let
+        # XLA's GPU scheduler finish the permutes before the ops.
+        s = s | lax.optimization_barrier({k: s[k] for k in ("x", "g", *self.permutes) if k in s})
         s = self._permute(Permute.EARLY, row, s)
+        # One loop around all ops: XLA's TPU scheduler starts a permute as late as the loops behind it take, were they to run, and the
+        # last ones mostly do not. Only as a whole do they stand beside it.
+        carried = {k: a for k, a in s.items() if not k.endswith("_in")}
+        return {**s, **lax.fori_loop(0, row["busy"], lambda _, s: self._ops(s, row), carried)}
+
+    def _ops(self, s: State, row: Mapping[str, jax.Array]) -> State:
+        """All that a row may compute, in order."""
+        run, op = functools.partial(self._once, row), functools.partial
         s = run("embed", ["embed", "batch"], ["x"], self._embed, s)
         residuals = ["residual_b", "residual_w"]
         for u in range(len(self.stacks)):
@@ -104,7 +117,7 @@ class Tick:
             made = ["loss", "g", "grad_head", *(["grad_embed"] if self.ends.parts.cfg.tied_embeddings else [])]
             s = run("head", ["embed", "head", "batch", "x"], made, self._loss_and_gradients, s)
             s = run("embed_gradient", ["g", "batch"], ["grad_embed"], self._embed_gradient, s)
-        return self._permute(Permute.LATE, row, s)
+        return s
 
     # ------------------------------------------------------------------ how an op is run
 

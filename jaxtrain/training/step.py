@@ -1,6 +1,7 @@
 """One training step and one evaluation, compiled ahead of time for a mesh."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,12 @@ from jaxtrain.pipeline.runtime import BATCH, Runtime
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.training.optimizer import learning_rate, make_optimizer
 from jaxtrain.training.state import Layout, abstract_state
+
+# XLA's options by platform, without which the program is not what it should be. Early permutes run beside a row's ops; an op with
+# collectives in it is put beside another collective only if all together stay below this limit.
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,8 +76,9 @@ def make_step(config, mesh: Mesh) -> Step:
         return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, metrics
 
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
-    jitted = jax.jit(train, donate_argnums=0, out_shardings=(state_shardings, None))
-    return Step(parts, layout, setup, optimizer, jitted, jax.jit(evaluate), jax.jit(gradients))
+    jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
+    jitted = jit(train, donate_argnums=0, out_shardings=(state_shardings, None))
+    return Step(parts, layout, setup, optimizer, jitted, jit(evaluate), jit(gradients))
 
 
 def abstract_batch(config, step: Step) -> dict:

@@ -100,7 +100,7 @@ def compiled(name: str) -> Compiled:
 def large_moves(c: Compiled) -> list:
     """What is larger than a payload in the tick outside the ops' loops; or too many payloads: what arrives and what leaves each way, and
     one more copy. Early permutes stand beside the ops, so XLA copies both ends of each."""
-    moved, payload = c.program.moved(c.tick), math.prod(c.payload)
+    moved, payload = c.program.moved(c.tick, c.program.holders(c.tick)), math.prod(c.payload)
     total = sum(size * times for (_, size), times in moved.items())
     limit = 13 if c.table and (c.table.table.permute == Permute.EARLY).any() else 6
     return [key for key in moved if key[1] > payload] + [f"{total} elements in all"] * (total > limit * payload)

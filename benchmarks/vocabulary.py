@@ -1,0 +1,84 @@
+"""Embedding and head shared by all stages against head on the last stage: predicted step time and memory, for a large vocabulary.
+
+    python benchmarks/vocabulary.py [--vocabulary=128256]
+
+First the shapes of configs/llama3_8b.py on 4, 8 and 16 stages: step times by the coupled clock, with op times by the model's sizes, and
+the bytes of tables, of their gradients and of Adam's moments on the fullest device. Then what XLA makes of it: the memory per device of
+compiled steps of a narrow model on 8 simulated devices, 4 stages × 2.
+"""
+
+import argparse
+import os
+import sys
+
+REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def predicted(vocabulary: int) -> None:
+    from jaxtrain import cli
+    from jaxtrain import config as configs
+    from jaxtrain.pipeline.setup import make_setup
+
+    recipe = cli.load_recipe(cli.find_recipe(f"{REPOSITORY}/configs/llama3_8b.py"))
+    print(f"Llama 3 8B's shapes, vocabulary {vocabulary:,}, 4 microbatches a stage; time in F of a stage\n")
+    print(
+        f"{'stages':>6} {'schedule':12} {'vocabulary':11} {'step':>8} {'bubble':>8} {'tables, gradients, moments: GB on the fullest device':>54}"
+    )
+    for stages in (4, 8, 16):
+        for schedule in ("1f1b", "interleaved", "zb_h1", "zb_v"):
+            for where in ("end_stages", "parallel"):
+                changes = {
+                    "model.vocab_size": vocabulary, "mesh.data": 1, "mesh.stage": stages, "mesh.model": 1, "pipeline.schedule": schedule,
+                    "pipeline.repeats": 0, "pipeline.microbatches": 4 * stages, "data.batch_size": 4 * stages, "pipeline.vocabulary": where,
+                }  # fmt: skip
+                config = configs.replace(recipe, changes).resolve()
+                found = make_setup(config).simulation()
+                numbers = vocabulary * config.model.width * (1 if config.model.tied_embeddings else 2)
+                held = numbers / (stages if where == "parallel" else 1)  # at the ends every stage holds both: one program for all
+                moments = 2 * numbers / stages  # shared out over the stages either way
+                print(
+                    f"{stages:6} {schedule:12} {where:11} {found.step_time_coupled:8.1f} {found.bubble_fraction_coupled:8.1%} "
+                    f"{4 * (2 * held + moments) / 1e9:50.2f}"
+                )
+
+
+def compiled(vocabulary: int) -> None:
+    import jax
+
+    from jaxtrain import config as configs
+    from jaxtrain.mesh import make_mesh
+    from jaxtrain.training.step import abstract_batch, make_step
+
+    print("\ncompiled: 8 layers of width 256, sequence 256, 4 stages × 2 data shards, 1f1b, 8 microbatches, with AdamW; MB per device\n")
+    print(f"{'vocabulary':11} {'state':>9} {'temporary':>10}")
+    for where in ("end_stages", "parallel"):
+        changes = {
+            "model.layers": 8, "model.width": 256, "model.vocab_size": vocabulary, "data.sequence_length": 256, "data.batch_size": 16,
+            "mesh.data": 2, "mesh.stage": 4, "pipeline.microbatches": 8, "pipeline.vocabulary": where, "precision.compute": "float32",
+        }  # fmt: skip
+        config = configs.replace(configs.Config(), changes).resolve()
+        mesh = make_mesh((1, 2, 4, 1, 1, 1), jax.devices())
+        step = make_step(config, mesh)
+        with jax.set_mesh(mesh):
+            memory = step.train.lower(step.abstract_state(), abstract_batch(config, step)).compile().memory_analysis()
+        print(f"{where:11} {memory.argument_size_in_bytes / 1e6:9.1f} {memory.temp_size_in_bytes / 1e6:10.1f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    vocabulary = parser.parse_args().vocabulary
+    sys.path.insert(0, REPOSITORY)
+    from jaxtrain import cli
+
+    predicted(vocabulary)
+    cli.set_xla_flags(os.environ)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    compiled(vocabulary)
+
+
+if __name__ == "__main__":
+    main()
