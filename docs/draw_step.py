@@ -28,10 +28,10 @@ PICTURE = ROOT / "docs" / "step.svg"
 SCHEDULE, STAGES, REPEATS, MICROBATCHES = "zb_v", 3, 2, 5
 TICK = 11  # the row that is blown up: here every stage does something else, and there is a head
 COLORS = {
-    "F": ("#b9d6f2", "#7fb2e5"),
-    "R": ("#cdb7e6", "#a98fd0"),
-    "B": ("#f9d4a6", "#f2ab5c"),
-    "W": ("#bfe3c0", "#86c98a"),
+    "F": ("#7fb2e5", "#b9d6f2"),
+    "R": ("#a98fd0", "#cdb7e6"),
+    "B": ("#f2ab5c", "#f9d4a6"),
+    "W": ("#86c98a", "#bfe3c0"),
     "other": ("#d9dde2", "#d9dde2"),
 }
 INK, FAINT = "#20262d", "#9aa4ae"
@@ -240,14 +240,14 @@ def draw() -> Canvas:
     canvas.text(
         LEFT,
         531,
-        f"a cell: the op with the stage's own chunk, 0 or 1, and the microbatch below. Chunks of the model: {chunks}",
+        f"a cell: the op with the stage's own chunk, 0 or 1 (lighter), and the microbatch below. Chunks of the model: {chunks}",
         7.5,
         "left",
     )
     legend = (("F", "forward"), ("B", "gradient of the input"), ("W", "gradient of the weights"))
     x = LEFT
     for kind, text in legend:
-        canvas.box(x, 514, 9, 9, color(kind, 1))
+        canvas.box(x, 514, 9, 9, color(kind))
         canvas.text(x + 13, 518.5, f"{kind}  {text}", 7.5, "left")
         x += 46 + 4.4 * len(text)
     left, right, bottom = draw_table(canvas, p, top=494, row=32, strip=12)
