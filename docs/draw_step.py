@@ -34,6 +34,8 @@ COLORS = {
     "W": ("#86c98a", "#bfe3c0"),
     "other": ("#d9dde2", "#d9dde2"),
 }
+NAMES = ("take_", "embed", "F", "K", "R", "B", "W", "send_", "stay_", "head")  # how the names of ops begin
+NUMBERS = ("_slot", "microbatch")  # and how those of slots and microbatches end
 INK, FAINT = "#20262d", "#9aa4ae"
 LEFT, WIDTH = 66.0, 900.0  # of both panels, in points
 HEIGHT = 560.0
@@ -49,8 +51,9 @@ def program() -> Program:
 
 def fingerprint() -> str:
     """Of everything that the picture depends on."""
-    digest = hashlib.sha256(pathlib.Path(__file__).read_bytes())
-    for name, array in sorted(columns(program()).items()):
+    digest, p = hashlib.sha256(pathlib.Path(__file__).read_bytes()), program()
+    shown = {name: a for name, a in columns(p).items() if name in ops(p) or name.startswith("permute") or name.endswith(NUMBERS)}
+    for name, array in sorted(shown.items()):
         digest.update(name.encode() + np.ascontiguousarray(array, np.int32).tobytes())
     return digest.hexdigest()[:16]
 
@@ -62,8 +65,7 @@ def color(kind: str, unit: int = 0) -> str:
 def ops(p: Program) -> list[str]:
     """The names of the ops of a tick that some stage runs in some row, in order."""
     wanted = columns(p)
-    named = [name for name in list(wanted)[: list(wanted).index("x_slot")] if not name.startswith("permute")]
-    return [name for name in named if wanted[name].any()]
+    return [name for name in wanted if name.startswith(NAMES) and not name.endswith(NUMBERS) and wanted[name].any()]
 
 
 class Canvas:
