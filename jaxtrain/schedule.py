@@ -4,7 +4,7 @@
 
     --compare    all schedules side by side, best first
 
-The coupled clock is that of a runtime which executes rows; training runs pipeline/schedule.py's tables so far. No jax.
+The coupled clock is that of the runtime, which executes rows. No jax.
 """
 
 import dataclasses

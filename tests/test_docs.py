@@ -9,10 +9,13 @@ import subprocess
 import sys
 
 import pytest
-from jaxtrain.pipeline.schedule import SCHEDULES, assign_slots, make_table
 
 from jaxtrain import cli, config_checks, generate, launch
 from jaxtrain import schedule as schedule_command
+from jaxtrain.config import CSV, SCHEDULES
+from jaxtrain.pipeline.schedules import make_table
+from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.pipeline.slots import assign_slots
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -73,9 +76,13 @@ def check_train(arguments: list[str], devices: int | None = None) -> None:
         name, _, value = argument.partition("=")
         if name in ("--config.data.source", "--config.data.tokenizer") and value not in ("bytes", "none", "stdlib"):
             pathlib.Path(value).mkdir() if value.endswith("/") else pathlib.Path(value).touch()
+        if name == "--config.pipeline.schedule" and value.startswith(CSV):
+            pathlib.Path(value.removeprefix(CSV)).touch()
     config, flags = cli.parse(arguments, "")
     if devices:
-        config_checks.check_devices(config, flags.cpu_devices or devices)
+        config = config_checks.check_devices(config, flags.cpu_devices or devices)
+        if not config.pipeline.schedule.startswith(CSV):
+            make_setup(config.resolve())
 
 
 def check(command: str) -> None:
@@ -177,10 +184,13 @@ def test_the_table_of_layers_is_the_tested_one():
 
 
 def test_the_slots_are_those_of_the_tables():
-    rows = re.findall(r"^\| `(\w+)`(?:, (\d) repeats)? \| (\d+) \| (\d+) \| (\d+) \|$", ARCHITECTURE, re.MULTILINE)
-    assert len(rows) == len(SCHEDULES)
+    rows = re.findall(r"^\| `(\w+)`(?:, (\d) chunks)? \| (\d+, \d+) \| (\d+, \d+) \| (\d+, \d+) \|$", ARCHITECTURE, re.MULTILINE)
+    assert {name for name, *_ in rows} == set(SCHEDULES) and len(rows) == len(SCHEDULES)
     for name, repeats, *shown in rows:
-        assert [assign_slots(make_table(name, 4, int(repeats or 1), m)).x_slots for m in (8, 16, 64)] == [int(n) for n in shown]
+        assert int(repeats or 1) == SCHEDULES[name][0]
+        for (kind, full), numbers in zip((("x", True), ("residual_w", False), ("stash", False)), shown, strict=True):
+            tables = [make_table(name, 4, int(repeats or 1), m, permute="late", remat_full=full) for m in (8, 64)]
+            assert [assign_slots(table).slots[kind] for table in tables] == [int(n) for n in numbers.split(", ")], (name, kind)
 
 
 def test_the_picture_is_of_the_present_table():
