@@ -21,9 +21,7 @@ def predicted(vocabulary: int) -> None:
 
     recipe = cli.load_recipe(cli.find_recipe(f"{REPOSITORY}/configs/llama3_8b.py"))
     print(f"Llama 3 8B's shapes, vocabulary {vocabulary:,}, 4 microbatches a stage; time in F of a stage\n")
-    print(
-        f"{'stages':>6} {'schedule':12} {'vocabulary':11} {'step':>8} {'bubble':>8} {'tables, gradients, moments: GB on the fullest device':>54}"
-    )
+    print(f"{'stages':>6} {'schedule':12} {'vocabulary':11} {'step':>8} {'bubble':>8} {'tables, gradients, moments: GB a device':>40}")
     for stages in (4, 8, 16):
         for schedule in ("1f1b", "interleaved", "zb_h1", "zb_v"):
             for where in ("end_stages", "parallel"):
@@ -38,7 +36,7 @@ def predicted(vocabulary: int) -> None:
                 moments = 2 * numbers / stages  # shared out over the stages either way
                 print(
                     f"{stages:6} {schedule:12} {where:11} {found.step_time_coupled:8.1f} {found.bubble_fraction_coupled:8.1%} "
-                    f"{4 * (2 * held + moments) / 1e9:50.2f}"
+                    f"{4 * (2 * held + moments) / 1e9:40.2f}"
                 )
 
 

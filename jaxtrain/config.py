@@ -152,7 +152,7 @@ class PipelineConfig:
         choices=("auto", "late", "aligned", "early", "spaced"),
     )
     times: tuple[float, ...] = setting((), "times of F,B,W,message (and R, head) of a stage's microbatch; empty: from the model's sizes")
-    memory: float = setting(0.0, "for schedule=auto: most microbatches whose activations a stage holds at once; 0: any number", at_least=0)
+    memory: float = setting(0.0, "for schedule=auto: most microbatches whose activations a stage holds at once; 0: as in 1f1b", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -289,7 +289,7 @@ def compare(flags: types.SimpleNamespace, problem: search.Problem) -> str:
     for name, table in {**tables, "auto": auto}.items():
         result = simulate(table, problem.times, fused_backward=flags.fused_backward and name in FUSED)
         report = figures(table, result)
-        report["memory"] = max(result.peak_activations_with_stash) / report["repeats"] * (flags.repeats or 1)
+        report["memory"] = search.memory_of(table) / report["repeats"] * (flags.repeats or 1)
         report["fits"] = not flags.memory or report["memory"] <= flags.memory + search.ROOM
         rows.append(report)
     rows.sort(key=lambda r: (not r["fits"], float(f"{r['step_time_coupled']:.9g}"), r["memory"]))

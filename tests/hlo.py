@@ -258,3 +258,11 @@ def groups_over(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> set[froze
 def _groups(ids: np.ndarray, axes: tuple[int, ...]) -> set[frozenset[int]]:
     size = math.prod(ids.shape[i] for i in axes)
     return {frozenset(map(int, group)) for group in np.moveaxis(ids, axes, range(-len(axes), 0)).reshape(-1, size)}
+
+
+def goes_round(text: str, shape: tuple[int, ...], axis: int) -> bool:
+    """Whether a permute along an axis of a mesh goes between its last and its first device too."""
+    listed = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text)
+    assert listed is not None, text
+    pairs = [tuple(int(np.unravel_index(int(d), shape)[axis]) for d in pair.split(",")) for pair in re.findall(r"\{([\d,]+)\}", listed[1])]
+    return any(abs(a - b) > 1 for a, b in pairs)

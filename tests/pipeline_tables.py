@@ -42,7 +42,8 @@ def random_table(source: random.Random) -> Table:
     chunks = PLACES[source.choice(["circular", "v"])](stages, repeats)
     place = tuple(s for s in chunks for _ in range(source.randint(1, 2)))
     ways, last = directions(place, stages), len(place) - 1
-    shape = from_rows([], "random", place, stages, microbatches, recompute=recompute, forward_only=forward_only)
+    kinds = {"recompute": recompute, "recompute_last": recompute and source.random() < 0.3, "forward_only": forward_only}
+    shape = from_rows([], "random", place, stages, microbatches, **kinds)
     todo = set(tasks(shape))
     there, done, rows, permutes = {}, set(), [], []
     columns = {name: [] for name in ("head", "embed", "embed_gradient")}
@@ -56,7 +57,7 @@ def random_table(source: random.Random) -> Table:
 
     def fits(cell, t):
         op, g, k = cell
-        before = {Op.R: Op.F, Op.B: Op.R if recompute and g < last else Op.F, Op.W: Op.B}.get(op)
+        before = {Op.R: Op.F, Op.B: Op.R if shape.recomputes(g) else Op.F, Op.W: Op.B}.get(op)
         message = needs(cell)
         made = makes(cell, place, ways)
         return (
@@ -101,9 +102,7 @@ def random_table(source: random.Random) -> Table:
             send(t)
         rows.append(row)
         permutes.append(int(when))
-    return from_rows(
-        rows, "random", place, stages, microbatches, permute=permutes, columns=columns, recompute=recompute, forward_only=forward_only
-    )
+    return from_rows(rows, "random", place, stages, microbatches, permute=permutes, columns=columns, **kinds)
 
 
 def replay(program: Program) -> set[tuple]:
@@ -146,7 +145,7 @@ def replay(program: Program) -> set[tuple]:
             if op in (Op.F, Op.R):
                 read("x", s, slot["x"], ("x", g, k))
                 message = ("x", g + 1, k) if op == Op.F else None
-                assert (slot["residual_b"] >= 0) == (not t.forward_only and (op == Op.R or not t.recompute or g == last))
+                assert (slot["residual_b"] >= 0) == (not t.forward_only and (op == Op.R or not t.recomputes(g)))
                 if slot["residual_b"] >= 0:
                     pools["residual_b"][s][slot["residual_b"]] = pools["residual_w"][s][slot["residual_w"]] = ("residual", g, k)
             elif op == Op.B:
@@ -182,7 +181,7 @@ def replay(program: Program) -> set[tuple]:
 def expected(table) -> set[tuple]:
     tasks = {("H", k) for k in range(table.microbatches)}
     for g in range(table.units):
-        ops = "F" if table.forward_only else "FBW" if not table.recompute or g == table.units - 1 else "FRBW"
+        ops = "F" if table.forward_only else "FBW" if not table.recomputes(g) else "FRBW"
         tasks |= {(op, g, k) for op in ops for k in range(table.microbatches)}
     return tasks if table.forward_only else tasks | {("E", k) for k in range(table.microbatches)}
 
@@ -215,7 +214,7 @@ def execute(table: Table) -> bool:
             if cell is None:
                 continue
             op, g, k = cell
-            before = {Op.R: Op.F, Op.W: Op.B, Op.B: Op.R if table.recompute and g < last else Op.F}.get(op)
+            before = {Op.R: Op.F, Op.W: Op.B, Op.B: Op.R if table.recomputes(g) else Op.F}.get(op)
             if (before is not None and (before, g, k) not in done) or (needs(cell) is not None and needs(cell) not in there[s]):
                 return False
             done.append(cell)

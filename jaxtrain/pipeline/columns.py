@@ -66,11 +66,11 @@ def results(program: Program) -> dict[tuple[str, int], str]:
 
 def _keeps(table: Table) -> np.ndarray:
     """bool [ticks, stages]: whether a cell is an F that keeps what the backward reads."""
-    keeps = np.full(table.op.shape, not table.forward_only) & (table.op == Op.F)
-    if table.recompute and not table.forward_only:
-        last = units_of(table.place, table.stages)[table.place[-1]]
-        keeps &= (np.arange(table.stages) == table.place[-1]) & (table.unit == len(last) - 1)
-    return keeps
+    own = units_of(table.place, table.stages)
+    keeping = [[not table.forward_only and not table.recomputes(g) for g in own[s]] for s in range(table.stages)]
+    return np.array(
+        [[o == Op.F and keeping[s][u] for s, (o, u) in enumerate(zip(*row, strict=True))] for row in zip(table.op, table.unit, strict=True)]
+    )
 
 
 def columns(program: Program) -> dict[str, np.ndarray]:

@@ -3,7 +3,7 @@
 Four ways to lay an order into rows, for the coupled clock of simulate.py:
 
     late      every row that makes messages ends with a permute. The fewest rows; a row lasts as long as the longest op near it
-    early     messages leave at the start of the next row, under its ops, and are read a row later. A stage waits for its neighbours'
+    early     every row begins with a permute, under its ops; what it brings is read a row later. A stage waits for its neighbours'
               starts alone, so ops of different lengths run side by side
     spaced    as early, with an idle row after every F. The row costs no time; F takes two rows, then, and B with its W takes two, so that
               neighbours keep step, one at its F and the other at its B and W: their rows begin at nearly the same time
@@ -26,10 +26,11 @@ MODES = ("late", "aligned", "early", "spaced")
 PAIR = 2  # rows of F and B between two rows of W in `aligned`
 
 
-def expand(orders: Orders, groups: Sequence[int], recompute: bool) -> tuple[Orders, tuple[int, ...]]:
+def expand(orders: Orders, groups: Sequence[int], recompute: bool, last_too: bool = False) -> tuple[Orders, tuple[int, ...]]:
     """(orders of units, the chunk of each unit) from orders of chunks and the number of ops that each chunk is cut into.
 
-    A chunk's W follows its B at once or later; at once, and with R, group by group: R, B, W, so that one group is rebuilt at a time.
+    With `recompute` units have R ops, the last one only if `last_too`. A chunk's W follows its B at once or later; at once, and with R,
+    group by group: R, B, W, so that one group is rebuilt at a time.
     """
     first = [sum(groups[:c]) for c in range(len(groups) + 1)]
     last = first[-1] - 1
@@ -46,7 +47,7 @@ def expand(orders: Orders, groups: Sequence[int], recompute: bool) -> tuple[Orde
             elif op == Op.B:
                 at_once = recompute and after == (Op.W, c, k)
                 for g in reversed(units):
-                    cells += [(Op.R, g, k)] * (recompute and g != last) + [(Op.B, g, k)] + [(Op.W, g, k)] * at_once
+                    cells += [(Op.R, g, k)] * (recompute and (g != last or last_too)) + [(Op.B, g, k)] + [(Op.W, g, k)] * at_once
                 if at_once:
                     skip = (Op.W, c, k)
         expanded.append(cells)
@@ -130,6 +131,7 @@ def lay(
     *,
     chunk: tuple[int, ...] | None = None,
     recompute: bool = False,
+    recompute_last: bool = False,
     forward_only: bool = False,
     vocabulary: str = "parallel",
 ) -> Table:
@@ -148,6 +150,7 @@ def lay(
         chunk=chunk,
         permute=rows.permutes,
         recompute=recompute,
+        recompute_last=recompute_last,
         forward_only=forward_only,
         vocabulary=vocabulary,
     )
@@ -158,10 +161,9 @@ def _lay_in_order(orders: Orders, rows: Rows, name: str, early: bool, rows_of_f:
     at, free = [0] * len(orders), [0] * len(orders)
     while any(i < len(order) for i, order in zip(at, orders, strict=True)):
         t = len(rows.rows)
-        when = Permute.NONE if early else Permute.LATE
-        if early and any(rows.buffers):
+        when = Permute.EARLY if early else Permute.LATE
+        if early:
             rows.send(t)
-            when = Permute.EARLY
         row: list[Cell | None] = [None] * len(orders)
         for s, order in enumerate(orders):
             if at[s] < len(order) and t >= free[s] and rows.fits(s, order[at[s]]):

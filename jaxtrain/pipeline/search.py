@@ -4,7 +4,7 @@
     - every named schedule that fits, laid in every way: so it never does worse than one of them with the same memory;
     - the orders between 1F1B, ZB-H1 and ZB-H2 that use just the memory there is;
     - orders made for the op times by list scheduling (list_schedule), under several rules.
-No randomness. Memory is counted with what B leaves for W: simulate.Simulation.peak_activations_with_stash. No JAX here.
+No randomness. Memory is counted with what B leaves for W: table.peak_stashes with `count_stash`. No JAX here.
 """
 
 import dataclasses
@@ -16,11 +16,20 @@ from jaxtrain.pipeline.lay import MODES, expand, lay
 from jaxtrain.pipeline.list_schedule import list_schedule
 from jaxtrain.pipeline.orders import PLACES, SCHEDULES, Orders
 from jaxtrain.pipeline.simulate import Times, walk
-from jaxtrain.pipeline.table import Table, peak_stashes
+from jaxtrain.pipeline.table import Op, Table, peak_stashes
 
 ANY_REPEATS = (1, 2)  # what `auto` tries where the number of chunks a stage is left to it
 ROOM = 1e-9
+MOST_KEPT = 2  # microbatches whose residuals the last chunk's F may keep for their Bs under full recomputation: more have an R there too
 Cost = tuple[float, float, int]
+
+
+class MemoryTooSmall(ValueError):
+    """No table fits into `memory`; one fits into `least`."""
+
+    def __init__(self, memory: float, least: float):
+        super().__init__(f"memory={memory:g} is too little for any table found: use {least:g}")
+        self.least = least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +54,8 @@ def lay_chunks(problem: Problem, name: str, placement: str, repeats: int, orders
     chunks = PLACES[placement](problem.stages, repeats)
     if problem.groups is not None and len(problem.groups) != len(chunks):
         raise ValueError(f"groups has {len(problem.groups)} numbers, and {name} has {len(chunks)} chunks: give one number for each")
-    cells, chunk = expand(orders, problem.groups or [1] * len(chunks), problem.remat_full)
+    last_too = problem.remat_full and _most_kept(orders, len(chunks) - 1) > MOST_KEPT
+    cells, chunk = expand(orders, problem.groups or [1] * len(chunks), problem.remat_full, last_too)
     return lay(
         cells,
         name,
@@ -55,8 +65,19 @@ def lay_chunks(problem: Problem, name: str, placement: str, repeats: int, orders
         mode,
         chunk=chunk,
         recompute=problem.remat_full and len(chunk) > 1,
+        recompute_last=last_too,
         vocabulary=problem.vocabulary,
     )
+
+
+def _most_kept(orders: Orders, chunk: int) -> int:
+    """The most microbatches of a chunk that are between their F and their B at once."""
+    held = most = 0
+    for op, c, _ in (cell for order in orders for cell in order):
+        if c == chunk:
+            held += (op == Op.F) - (op == Op.B)
+            most = max(most, held)
+    return most
 
 
 def cost(table: Table, problem: Problem) -> Cost:
@@ -112,7 +133,7 @@ def search(
             if best is None or price < best[0]:
                 best = price, table
     if best is None:
-        raise ValueError(f"memory={memory:g} is too little for any table found: use {least:g}")
+        raise MemoryTooSmall(memory or 0.0, least)
     return dataclasses.replace(best[1], name=f"auto-{best[1].name}")
 
 

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Sequence
 
 from jaxtrain.config import CSV, Config, ConfigError, ModelConfig
-from jaxtrain.pipeline import schedules
+from jaxtrain.pipeline import schedules, search
 from jaxtrain.pipeline.placement import Placement, cut, spread
 from jaxtrain.pipeline.search import ANY_REPEATS, Cost, Problem, cost
 from jaxtrain.pipeline.simulate import Simulation, Times, simulate
@@ -78,6 +78,10 @@ def make_setup(config: Config) -> Setup:
             table = schedules.make_table("1f1b", 1, 1, p.microbatches)
             return Setup(Placement(config.model.layers), table, None, None, times_of(config, 1), (1.0,))
         made = [_make(config, v, vocabulary) for v in _repeats(config) for vocabulary in _vocabularies(config)]
+    except ConfigError:
+        raise
+    except search.MemoryTooSmall as error:
+        raise ConfigError("pipeline.memory", p.memory, "is too little for any table found", f"{error.least:g}") from None
     except ValueError as error:
         raise ConfigError("pipeline.schedule", p.schedule, f"does not work: {error}") from None
     # Between the two places for the vocabulary time is weighed against memory: each stage's share against both tables on every stage.
@@ -119,7 +123,10 @@ def _make(config: Config, repeats: int, vocabulary: str) -> tuple[Cost, Setup]:
     shares = _shares(config, sizes)
     problem = Problem(stages, p.microbatches, times, full, groups, shares, vocabulary)
     if not own:
-        memory = p.memory * repeats if p.memory else None
+        memory = None
+        if p.schedule == "auto":
+            usual = lambda: schedules.make_table("1f1b", stages, 1, p.microbatches, permute="late", remat_full=full)
+            memory = repeats * (p.memory or search.memory_of(usual()))
         table = schedules.make_table(
             p.schedule, stages, repeats, p.microbatches, times=times, permute=p.permute, remat_full=full, groups=groups, shares=shares,
             vocabulary=vocabulary, memory=memory,
@@ -140,16 +147,18 @@ def _shares(config: Config, sizes: Sequence[int]) -> tuple[float, ...]:
 
 
 def _fits(config: Config, table: Table) -> None:
-    """ValueError unless a file's table does what the config says."""
+    """ConfigError unless a file's table does what the config says."""
     p = config.pipeline
-    if table.recompute != (p.remat == "full"):
-        has = "has R ops, which are for" if table.recompute else "has no R ops, which go with"
-        raise ValueError(f"its table {has} pipeline.remat='full', and pipeline.remat={p.remat!r}")
+    if table.recompute and p.remat != "full":
+        raise ConfigError("pipeline.remat", p.remat, f"does not go with the R ops of {p.schedule}", "'full'")
+    if p.remat == "full" and not table.recompute:
+        raise ConfigError("pipeline.remat", p.remat, f"needs R ops, and {p.schedule} has none", "'selective' or 'none'")
+    chunks = len(set(table.chunk))
     if p.vocabulary not in ("auto", table.vocabulary):
-        raise ValueError(f"its table has vocabulary={table.vocabulary}, and pipeline.vocabulary={p.vocabulary!r}")
-    if p.repeats and p.repeats != len(set(table.chunk)) / table.stages:
-        raise ValueError(f"its table has {len(set(table.chunk))} chunks on {table.stages} stages, and pipeline.repeats={p.repeats}")
-    if p.chunk_layers and len(p.chunk_layers) != len(set(table.chunk)):
-        raise ValueError(f"its table has {len(set(table.chunk))} chunks, and pipeline.chunk_layers={p.chunk_layers}")
+        raise ConfigError("pipeline.vocabulary", p.vocabulary, f"is not that of {p.schedule}", f"'auto' or {table.vocabulary!r}")
+    if p.repeats and p.repeats != chunks / table.stages:
+        raise ConfigError("pipeline.repeats", p.repeats, f"is not that of {p.schedule}, {chunks} chunks on {table.stages} stages", "0")
+    if p.chunk_layers and len(p.chunk_layers) != chunks:
+        raise ConfigError("pipeline.chunk_layers", p.chunk_layers, f"has another number than the {chunks} chunks of {p.schedule}", "()")
     if table.units > config.model.layers:
-        raise ValueError(f"its table has {table.units} units, and model.layers={config.model.layers}")
+        raise ConfigError("model.layers", config.model.layers, f"are fewer than the units of {p.schedule}", str(table.units))

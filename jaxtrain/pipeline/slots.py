@@ -135,7 +135,7 @@ def _cell_uses(table: Table, cell: Cell, ways: tuple[int, ...]) -> list[tuple[st
     residuals = [("residual_b", g, k, ""), ("residual_w", g, k, "")]
     if op == Op.F:
         found = [("x", g, k, "")]
-        if not table.forward_only and not (table.recompute and g < table.units - 1):
+        if not table.forward_only and not table.recomputes(g):
             found += residuals
         return [*found, ("x", g + 1, k, "stay_x")] if ways[g] == 0 else found
     if op == Op.R:

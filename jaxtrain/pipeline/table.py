@@ -4,7 +4,8 @@ The model is a sequence of *units* 0 … G − 1: chunks, or groups of a chunk's
 it has a local index, the number of earlier units there. A cell is one op on one unit and one microbatch:
 
     F  forward                   needs the input of the unit: from the embedding, or the message of F of the unit before
-    R  recompute                 needs nothing but its own F; rebuilds what B needs where F kept the input alone (not on the last unit)
+    R  recompute                 needs nothing but its own F, which kept the input alone; rebuilds what B needs. The last unit has none,
+                                 unless other Fs stand between its F and B
     B  gradient of the input     needs R or F, and the gradient of its output: from the head, or the message of B of the unit after
     W  gradient of the weights   needs its own B
 
@@ -72,7 +73,7 @@ class Table:
     permute       int32 [ticks], a Permute
     head, embed, embed_gradient   int32 [ticks]: the microbatch whose head and loss, embedding, or embedding's gradient is computed
                   in this row, −1 none: by all stages (`vocabulary` "parallel") or by the last or first unit's stage alone ("end_stages")
-    recompute     whether every unit but the last has R ops
+    recompute     whether every unit but the last has R ops; `recompute_last`: the last too, where other Fs come between its F and B
     forward_only  evaluation: F, embed and head alone
     """
 
@@ -89,8 +90,13 @@ class Table:
     embed: np.ndarray
     embed_gradient: np.ndarray
     recompute: bool = False
+    recompute_last: bool = False
     forward_only: bool = False
     vocabulary: str = "parallel"
+
+    def recomputes(self, unit: int) -> bool:
+        """Whether a unit has R ops: then its F keeps its input alone."""
+        return self.recompute and not self.forward_only and (unit < self.units - 1 or self.recompute_last)
 
     @property
     def ticks(self) -> int:
@@ -179,7 +185,7 @@ def tasks(table: Table) -> Iterable[Cell]:
     """Every cell that a table of this shape must hold."""
     for g in range(table.units):
         ops = [Op.F] if table.forward_only else [Op.F, Op.B, Op.W]
-        if table.recompute and g < table.units - 1 and not table.forward_only:
+        if table.recomputes(g):
             ops.append(Op.R)
         for k in range(table.microbatches):
             for op in ops:
@@ -314,7 +320,7 @@ def _check_cell(table: Table, t: int, s: int, cell: Cell, there: dict[Message, i
     """TableError unless what a cell of row t reads is there."""
     op, g, k = cell
     last = table.units - 1
-    before = {Op.R: Op.F, Op.B: Op.R if table.recompute and g < last else Op.F, Op.W: Op.B}.get(Op(op))
+    before = {Op.R: Op.F, Op.B: Op.R if table.recomputes(g) else Op.F, Op.W: Op.B}.get(Op(op))
     if before is not None and (int(before), g, k) not in done:
         raise TableError(
             f"{task(cell, table.place)} waits for its {task((before, g, k), table.place)}, which does not stand before it", t, s
@@ -330,24 +336,29 @@ def _check_cell(table: Table, t: int, s: int, cell: Cell, there: dict[Message, i
     raise TableError(f"{task(cell, table.place)} waits for {source}{arrives}", t, s)
 
 
+INPUT = 1 / 20  # of a chunk's stash: its input, which F keeps where R rebuilds the rest. A Llama layer's stash is some 24 times its input
+
+
 def peak_stashes(table: Table, count_stash: bool = False) -> list[float]:
     """The most stashes that each stage holds in one row. The unit is one chunk's stash for one microbatch.
 
-    A stash begins in the row of F and ends with the row of B; `count_stash`: with the row of W, so that what B leaves for W counts as
-    much as what F left for B. A unit counts as the part that it is of its chunk. Forward-only tables hold none.
+    A stash begins in the row of F and ends with the row of B. With `count_stash` it ends with the row of W, so that what B leaves for W
+    counts as much as what F left for B; and of a unit that is computed again, F keeps the input alone, a twentieth, and R the rest.
+    A unit counts as the part that it is of its chunk. Forward-only tables hold none.
     """
     part = [1 / table.chunk.count(c) for c in table.chunk]
     ends = Op.W if count_stash else Op.B
+    fills = [{Op.F: INPUT, Op.R: 1 - INPUT} if count_stash and table.recomputes(g) else {Op.F: 1.0} for g in range(table.units)]
     held, peak = [0.0] * table.stages, [0.0] * table.stages
     if table.forward_only:
         return peak
     for row in table.rows():
         for s, cell in enumerate(row):
-            if cell is not None and cell[0] == Op.F:
-                held[s] += part[cell[1]]
+            if cell is not None:
+                op, g = Op(cell[0]), cell[1]
+                held[s] += part[g] * fills[g].get(op, 0.0)
                 peak[s] = max(peak[s], held[s])
-            elif cell is not None and cell[0] == ends:
-                held[s] -= part[cell[1]]
+                held[s] -= part[g] * (op == ends)
     return [round(x, 9) for x in peak]
 
 
@@ -365,6 +376,7 @@ def from_rows(
     permute: Sequence[int] | None = None,
     columns: dict[str, Sequence[int]] | None = None,
     recompute: bool = False,
+    recompute_last: bool = False,
     forward_only: bool = False,
     vocabulary: str = "parallel",
 ) -> Table:
@@ -408,6 +420,7 @@ def from_rows(
         embed=auto["embed"],
         embed_gradient=auto["embed_gradient"],
         recompute=recompute,
+        recompute_last=recompute_last,
         forward_only=forward_only,
         vocabulary=vocabulary,
     )

@@ -114,6 +114,7 @@ def _parse(text: str, stem: str, lines: list[int]) -> Table:
         permute=named.pop("permute", None),
         columns=dict(named),
         recompute=any(op == Op.R for op, _, _ in cells),
+        recompute_last=any(cell and cell[:2] == (Op.R, len(place) - 1) for row in in_order for cell in row),
         forward_only=all(op == Op.F for op, _, _ in cells),
         vocabulary=vocabulary,
     )

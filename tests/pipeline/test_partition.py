@@ -1,6 +1,7 @@
 """A layer's backward split from its forward: the same results as jax.vjp, and what crosses between the two."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 import small
 
 from jaxtrain.models import transformer
-from jaxtrain.pipeline.partition import Split
+from jaxtrain.pipeline.partition import Split, keep_all, keep_matmuls
 
 BATCH, LENGTH, WIDTH = 2, 12, 32
 
@@ -57,7 +58,7 @@ def jitted(params, x, extra):
 LAYERS = {f.__name__: f for f in (mlp, scanned, checkpointed, custom, ignoring, jitted)}
 
 
-def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6):
+def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6, keep=keep_all):
     g = normal(9, *x.shape).astype(x.dtype)
 
     @jax.jit
@@ -65,26 +66,32 @@ def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6):
         y, vjp = jax.vjp(lambda p, x: fn(p, x, extra), params, x)
         return y, *vjp(g)
 
-    split = Split(fn, params, x, extra)
+    split = Split(fn, params, x, extra, keep)
     got_y, residuals = jax.jit(split.forward)(params, x, extra)
     gradients, dx = jax.jit(split.backward)(params, extra, residuals, g)
+    apart_dx, stash = jax.jit(split.input_gradient)(params, extra, residuals, g)
+    apart = jax.jit(split.weight_gradient)(params, extra, split.sort(residuals)[1], stash)
+    assert [(r.shape, r.dtype) for r in stash] == [(r.shape, r.dtype) for r in split.stash]
+    assert all(a is b for a, b in zip(split.merge(*split.sort(residuals)), residuals, strict=True))
     assert [(r.shape, r.dtype) for r in residuals] == [(r.shape, r.dtype) for r in split.residuals]
     assert jax.tree.structure(gradients) == jax.tree.structure(params)
     wanted = jax.tree.leaves(whole(params, x, extra, g))
     largest = max(np.abs(w).max() for w in wanted)
-    for a, w in zip(jax.tree.leaves((got_y, gradients, dx)), wanted, strict=True):
+    got = jax.tree.leaves((got_y, gradients, dx)), jax.tree.leaves((got_y, apart, apart_dx))
+    for a, w in zip(itertools.chain(*got), [*wanted, *wanted], strict=True):
         assert (a.shape, a.dtype) == (w.shape, w.dtype)
         # The floor is for gradients that cancel to nothing, as that of a key's bias.
         assert np.abs(a - w).max() <= tolerance * max(np.abs(w).max(), 1e-2 * largest)
     return split
 
 
+@pytest.mark.parametrize("keep", [keep_all, keep_matmuls])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_same_as_vjp(layer):
+def test_same_as_vjp(layer, keep):
     params = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH), "stack": normal(3, 2, WIDTH, WIDTH)}
     if layer != "scanned":
         del params["stack"]
-    assert_same_as_vjp(LAYERS[layer], params, normal(4, BATCH, LENGTH, WIDTH), (jnp.float32(0.5),))
+    assert_same_as_vjp(LAYERS[layer], params, normal(4, BATCH, LENGTH, WIDTH), (jnp.float32(0.5),), keep=keep)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -105,10 +112,11 @@ POSITIONS = jnp.arange(LENGTH, dtype=jnp.int32)[None]
 SEGMENTS = jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 0, 1, 1]], LENGTH // 4, axis=1), jnp.int32)
 
 
+@pytest.mark.parametrize("keep", [keep_all, keep_matmuls])
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "documents"])
-def test_a_block_keeps_no_weight_and_no_mask(block, segments):
+def test_a_block_keeps_no_weight_and_no_mask(block, segments, keep):
     fn, params = block
-    split = assert_same_as_vjp(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, segments), 3e-6)
+    split = assert_same_as_vjp(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, segments), 3e-6, keep)
     weights = {a.shape for a in jax.tree.leaves(params)} | {a.shape[::-1] for a in jax.tree.leaves(params)}
     for kept in split.residuals:
         assert kept.dtype == jnp.float32, f"{kept} is a mask, or positions"
@@ -144,3 +152,38 @@ def test_no_equation_of_the_forward_runs_again(block):
     _, residuals = jax.eval_shape(split.forward, params, x, extra)
     matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
     assert matmuls(split.backward, params, extra, residuals, x) == 2 * matmuls(split.forward, params, x, extra)
+
+
+def test_selective_keeps_matmuls_alone(block):
+    """The layer's input and the results of products with weights; no scores of attention."""
+    fn, params = block
+    split = Split(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS), keep_matmuls)
+    assert not [r for r in split.residuals if r.shape.count(LENGTH) > 1], "scores are kept"
+    everything = Split(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS))
+    assert split.residual_bytes() < 0.7 * everything.residual_bytes()
+    matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
+    x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS)
+    _, stash = jax.eval_shape(split.input_gradient, params, extra, split.residuals, x)
+    apart = matmuls(split.input_gradient, params, extra, split.residuals, x)
+    apart += matmuls(split.weight_gradient, params, extra, split.sort(split.residuals)[1], stash)
+    # Two for each of the forward's, and attention's two again.
+    assert apart == 2 * matmuls(split.forward, params, x, extra) + 2
+
+
+def test_b_and_w_share_no_matmul(block):
+    fn, params = block
+    x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, None)
+    split = Split(fn, params, x, extra)
+    matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
+    _, stash = jax.eval_shape(split.input_gradient, params, extra, split.residuals, x)
+    forward, b = matmuls(split.forward, params, x, extra), matmuls(split.input_gradient, params, extra, split.residuals, x)
+    w = matmuls(split.weight_gradient, params, extra, split.sort(split.residuals)[1], stash)
+    weights = sum(len(a.shape) > 1 for a in jax.tree.leaves(params))
+    assert (w, b) == (weights, 2 * forward - weights)
+
+
+def test_what_checkpoint_computes_again_stays_in_the_backward():
+    params = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH)}
+    x, extra = normal(4, BATCH, LENGTH, WIDTH), (jnp.float32(0.5),)
+    plain, again = Split(mlp, params, x, extra), Split(checkpointed, params, x, extra)
+    assert len(again.residuals) == 1 < len(plain.residuals)

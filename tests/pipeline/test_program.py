@@ -22,7 +22,7 @@ from jaxtrain.parallel.zero import Reduction
 from jaxtrain.pipeline import runtime, tick
 from jaxtrain.pipeline.columns import permutes
 from jaxtrain.pipeline.slots import Program
-from jaxtrain.pipeline.table import Permute
+from jaxtrain.pipeline.table import Permute, wraps
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
 WIDTH, LENGTH = 64, 8
@@ -31,7 +31,7 @@ SHAPES = {"model.width": WIDTH, "model.mlp_width": 192, "model.vocab_size": 131,
 ENDS = {"pipeline.vocabulary": "end_stages"}
 # data × stage × model, schedule, repeats, microbatches, program, changes
 PROGRAMS = {
-    "train 2x2x2": ((2, 2, 2), "interleaved", 2, 4, "train", {"model.layers": 8}),
+    "train 2x2x2": ((2, 2, 2), "interleaved", 2, 4, "train", {"model.layers": 8, "pipeline.permute": "early"}),
     "uneven 1x4x2, early": ((1, 4, 2), "1f1b", 1, 4, "gradients", {"model.layers": 9, "pipeline.permute": "early"}),
     "uneven 2x4x1, ends": ((2, 4, 1), "interleaved", 2, 4, "gradients", {"model.layers": 9, "parallel.zero": 0, **ENDS}),
     "tied 1x8x1": ((1, 8, 1), "gpipe", 1, 4, "gradients", {"model.layers": 8, "model.tied_embeddings": True}),
@@ -43,7 +43,7 @@ PROGRAMS = {
     "groups 1x2x2, ends": ((1, 2, 2), "1f1b", 1, 4, "gradients", {"model.layers": 5, "pipeline.layers_per_op": 1, **ENDS}),
     "evaluate 1x2x2": ((1, 2, 2), "interleaved", 2, 4, "evaluate", {"model.layers": 5}),
 }  # fmt: skip
-SMALLEST = ((1, 2, 1), "1f1b", 1, 4, "gradients", {"model.layers": 2, **ENDS})  # what is broken on purpose
+SMALLEST = ((1, 2, 1), "1f1b", 1, 4, "gradients", {"model.layers": 2, "pipeline.permute": "late", **ENDS})  # what is broken on purpose
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,7 +113,10 @@ def misplaced_permutes(c: Compiled) -> list:
     elsewhere = [text for name, text in everywhere.items() if name not in here]
     table = c.table.table if c.table else None
     wanted = len(permutes(table)) * len(set(table.permute.tolist()) - {Permute.NONE}) if table else 0
-    return elsewhere + [f"{len(here)} permutes"] * (len(here) != wanted)
+    shape = tuple(c.step.mesh.shape.values())
+    closed = not table or table.stages == 2 or wraps(table.place, table.stages)
+    around = [text for text in everywhere.values() if not closed and hlo.goes_round(text, shape, AXES.index(STAGE))]
+    return elsewhere + around + [f"{len(here)} permutes"] * (len(here) != wanted)
 
 
 def wide_collectives(c: Compiled) -> list:

@@ -39,7 +39,7 @@ def accepted(table) -> bool:
 
 
 def same(one, two) -> bool:
-    fields = ("name", "place", "chunk", "stages", "microbatches", "recompute", "forward_only", "vocabulary")
+    fields = ("name", "place", "chunk", "stages", "microbatches", "recompute", "recompute_last", "forward_only", "vocabulary")
     return all(getattr(one, f) == getattr(two, f) for f in fields) and all(
         np.array_equal(getattr(one, c), getattr(two, c)) for c in COLUMNS
     )
