@@ -131,7 +131,7 @@ def test_tests(repository, script):
     run(repository, "scripts/train.sh")
     status, err, log = run(repository, script, "--full", "-k", "a b")
     assert status == 0, err
-    steps = ["<ruff><check><.>", "<ruff><format><--check><.>", "<mypy>", "<pytest><-n><2><--dist=loadfile><--full><-k><a b>"]
+    steps = ["<ruff><check><.>", "<ruff><format><--check><.>", "<mypy>", "<pytest><-n><2><--dist=loadgroup><--full><-k><a b>"]
     assert log == [f"{INSTALL} -r requirements-dev.txt", *(f"{step}<{repository}>" for step in steps)]
 
 

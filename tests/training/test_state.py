@@ -67,7 +67,7 @@ def test_weights_depend_on_the_seed():
 
 def test_padding_of_the_vocabulary_and_unused_rows_are_zero():
     step, state = initial("1x4x2")
-    assert state["params"]["head"]["table"].shape == (62, 32)
+    assert state["params"]["head"]["table"].shape == (64, 32)  # 61 rows over 4 stages × 2
     assert state["params"]["layers"]["0"]["mlp"]["up"]["weight"].shape == (4, 2, 32, 64)  # 2 + 1 + 1 + 1 layers
     np.testing.assert_array_equal(state["params"]["layers"]["0"]["mlp_norm"]["scale"][1:, 1], 0)
     assert step.layout.parts.parameter_count == sum(a.size for a in jax.tree.leaves(plain_initial()))
@@ -94,10 +94,12 @@ def test_optimizer_state_is_shared_out_over_data():
 
 
 def test_embedding_and_head_are_shared_out_over_stages_as_well():
-    state = step_of((2, 4, 1)).abstract_state()
-    mu = optax.tree_utils.tree_get(state["optimizer"], "mu")
-    assert bytes_per_device(mu["embed"]) == 61 * 32 * 4 / 8
-    assert bytes_per_device(state["params"]["embed"]) == 61 * 32 * 4
+    """Their optimizer state always, the tables where the stages share the vocabulary, whose 61 rows are padded for 4 of them."""
+    for where, rows, shards in (("parallel", 64, 4), ("end_stages", 61, 1)):
+        state = step_of((2, 4, 1), pipeline__vocabulary=where).abstract_state()
+        mu = optax.tree_utils.tree_get(state["optimizer"], "mu")
+        assert bytes_per_device(mu["embed"]) == rows * 32 * 4 / 8
+        assert bytes_per_device(state["params"]["embed"]) == rows * 32 * 4 / shards
 
 
 def test_stored_shapes_have_no_padding_and_no_layout():
