@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.models.attention import Attention
-from jaxtrain.models.layers import MLP, SPLIT, Norm, gather_sequence
+from jaxtrain.models.layers import MLP, SPLIT, Norm, contract_rows, gather_sequence
 from jaxtrain.models.spec import functional, parameter, specs
 from jaxtrain.parallel.vocabulary import lookup
 from jaxtrain.sharding import constrain
@@ -93,7 +93,7 @@ def vocabulary_logits(x_CD, table_VD) -> jax.Array:
 def _vocabulary_logits_backward(residuals, g_CV):
     x_CD, table_VD = residuals
     g_CV = g_CV.astype(x_CD.dtype)
-    return jnp.einsum("cv,vd->cd", g_CV, table_VD), jnp.einsum("cv,cd->vd", g_CV, x_CD)
+    return jnp.einsum("cv,vd->cd", g_CV, table_VD), contract_rows(g_CV, x_CD)
 
 
 vocabulary_logits.defvjp(lambda x, table: (vocabulary_logits(x, table), (x, table)), _vocabulary_logits_backward)

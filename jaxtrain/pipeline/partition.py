@@ -22,7 +22,7 @@ from jax.extend.core import Literal
 # Values that cost no arithmetic: a stash keeps what they were made from.
 VIEWS = frozenset(
     "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice concatenate sharding_constraint "
-    "eq ne ge gt le lt and or not".split()
+    "eq ne ge gt le lt and or not optimization_barrier".split()
 )
 # Values that cost one pass over their operands, which fuses with what reads them: not kept beside all of those.
 CHEAP = VIEWS | frozenset("add sub mul div max min select_n integer_pow square convert_element_type add_any".split())
