@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.models.layers import Dense, gather_sequence, rotary
-from jaxtrain.parallel.heads import over_heads
+from jaxtrain.parallel.heads import over_heads, row_major
 from jaxtrain.sharding import constrain
 
 HEADS = ("batch", "token", "heads", None)
@@ -99,6 +99,7 @@ class Attention(nnx.Module):
         q_BTNH = constrain(split(self.query(x_BTD), self.heads), HEADS)
         k_BTKH = constrain(split(self.key(x_BTD), self.kv_heads), KV_HEADS)
         v_BTKH = constrain(split(self.value(x_BTD), self.kv_heads), KV_HEADS)
+        q_BTNH, k_BTKH, v_BTKH = map(row_major, (q_BTNH, k_BTKH, v_BTKH))
         if self.rotary_base is not None:
             q_BTNH, k_BTKH = (rotary(a, positions_BT, self.rotary_base) for a in (q_BTNH, k_BTKH))
         return q_BTNH, k_BTKH, v_BTKH

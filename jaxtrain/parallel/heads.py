@@ -1,12 +1,19 @@
-"""A kernel that the partitioner cannot split, run on each device's own heads."""
+"""What the partitioner cannot split, run on each device's own heads: kernels, and a fixed layout in memory."""
 
 from collections.abc import Callable
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.mesh import MODEL
+
+
+def _splits() -> bool:
+    """Whether the partitioner decides about `model` here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[MODEL] == AxisType.Auto
 
 
 def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -16,8 +23,7 @@ def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask:
     Also where `model` has one device: inside the runtime all axes are manual then, and a kernel with a partitioning rule
     of its own (cuDNN's attention) is lowered as it is instead of through the partitioner.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[MODEL] != AxisType.Auto:
+    if not _splits():
         return kernel(q, k, v, mask)
     heads = P(None, None, MODEL)
     masks = () if mask is None else (mask,)
@@ -29,3 +35,26 @@ def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask:
         check_vma=False,
     )
     return run(q, k, v, *masks)
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    if not isinstance(x, jax.core.Tracer):
+        return x  # outside of a compiled program there is nothing to decide
+    fixed = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    if not _splits():
+        return fixed(x)
+    heads = P(None, None, MODEL)
+    return jax.shard_map(fixed, in_specs=(heads,), out_specs=heads, axis_names={MODEL}, check_vma=False)(x)
+
+
+@jax.custom_vjp
+def row_major(x: jax.Array) -> jax.Array:
+    """x [batch, token, heads, head dimension] as it is; it and its gradient lie in memory in the order of their dimensions.
+
+    Left to itself XLA lays what attention makes out by heads, and an array that outlives its op, such as a gradient that waits for the
+    weight's, gets another layout where it is read: it is then transposed whole in every tick (seen ahead of time for GPU and TPU).
+    """
+    return _row_major(x)
+
+
+row_major.defvjp(lambda x: (_row_major(x), None), lambda _, g: (_row_major(g),))

@@ -4,7 +4,7 @@ The number of layers may differ between stages; the loop's bound is then this st
 does less work. A single layer needs no loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,29 +20,44 @@ def _row(tree, i):
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
 
 
-def read(slots: Arrays, slot, i) -> Arrays:
-    """Row i of a slot, of arrays [slots, rows, ...]."""
-    return [lax.dynamic_slice(a, (slot, i, *[0] * (a.ndim - 2)), (1, 1, *a.shape[2:])).reshape(a.shape[2:]) for a in slots]
+def slot_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """How an array lies in a slot: one of four dimensions (tokens, heads, size of a head) with the last two as one.
+
+    XLA's GPU compiler would give an array of heads one layout where it is written and another where it is read, and transpose it whole in
+    every tick. The last dimension is never split over devices, so merging it moves nothing.
+    """
+    return shape if len(shape) < 4 else (*shape[:-2], shape[-2] * shape[-1])
 
 
-def write(slots: Arrays, values: Arrays, slot, i) -> Arrays:
-    """The same arrays with a row replaced."""
-    return [
-        lax.dynamic_update_slice(a, v.astype(a.dtype)[None, None], (slot, i, *[0] * (a.ndim - 2)))
-        for a, v in zip(slots, values, strict=True)
-    ]
+def slots(number: int, rows: int, like: Sequence[jax.ShapeDtypeStruct]) -> Arrays:
+    """Empty slots for arrays like these, of each of `rows` layers: [slots, rows, ...]."""
+    return [jnp.zeros((number, rows, *slot_shape(a.shape)), a.dtype) for a in like]
+
+
+def read(arrays: Arrays, like: Sequence[jax.ShapeDtypeStruct], slot, i) -> Arrays:
+    """Row i of a slot, in the shapes of `like`."""
+    start = lambda a: (slot, i, *[0] * (a.ndim - 2))
+    return [lax.dynamic_slice(a, start(a), (1, 1, *a.shape[2:])).reshape(own.shape) for a, own in zip(arrays, like, strict=True)]
+
+
+def write(arrays: Arrays, values: Arrays, slot, i) -> Arrays:
+    """The slots with a row replaced."""
+    start = lambda a: (slot, i, *[0] * (a.ndim - 2))
+    row = lambda a, v: v.astype(a.dtype).reshape(1, 1, *a.shape[2:])
+    return [lax.dynamic_update_slice(a, row(a, v), start(a)) for a, v in zip(arrays, values, strict=True)]
 
 
 class LayerStack:
     """The blocks of unit `unit` (a local index) on this `stage` (a traced index).
 
     layer: (params of one layer, x, extra) → x; `split` its partition. Stacked parameters have leaves [rows, ...]. What ops leave for
-    each other lies in slots, arrays [slots, rows, ...], in the order of the split's residuals and stash.
+    each other lies in `slots`, in the order of the split's residuals and stash.
     """
 
     def __init__(self, layer: Callable, split: Split, placement: Placement, unit: int, stage):
         counts = [placement.count(unit, s) for s in range(placement.stages)]
         self._layer, self._split, self._rows = layer, split, placement.rows(unit)
+        self._for_b, self._for_w = split.sort(split.residuals)
         self._count = counts[0] if len(set(counts)) == 1 else jnp.asarray(counts)[stage]
         self._single = self._rows == 1  # then every stage that has the unit has that one
 
@@ -75,7 +90,7 @@ class LayerStack:
 
         def layer(i, carry):
             g, stash = carry
-            kept = self._split.merge(read(residual_b, slot_b, i), read(residual_w, slot_w, i))
+            kept = self._split.merge(read(residual_b, self._for_b, slot_b, i), read(residual_w, self._for_w, slot_w, i))
             g, left = self._split.input_gradient(_row(params, i), extra, kept, g)
             return g, write(stash, left, slot, i)
 
@@ -85,7 +100,8 @@ class LayerStack:
         """→ float32 sums + gradients of the parameters."""
 
         def layer(i, sums):
-            gradients = self._split.weight_gradient(_row(params, i), extra, read(residual_w, slot_w, i), read(stash, slot, i))
+            kept, left = read(residual_w, self._for_w, slot_w, i), read(stash, self._split.stash, slot, i)
+            gradients = self._split.weight_gradient(_row(params, i), extra, kept, left)
             return self._add(sums, gradients, i)
 
         return self._each(layer, sums)

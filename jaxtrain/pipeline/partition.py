@@ -220,7 +220,7 @@ class Split:
             else:
                 todo += _variables(self._maker[value].invars)
         for value in sorted(made, key=lambda v: (-_bytes([v]), self._position(v))):
-            if _bytes(made[value] - residuals) > _bytes([value]):
+            if _bytes(made[value] - residuals) > 1.1 * _bytes([value]):
                 stash.add(value)
             else:
                 residuals |= made[value]

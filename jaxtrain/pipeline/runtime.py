@@ -21,7 +21,7 @@ from jaxtrain.models.transformer import Parts
 from jaxtrain.parallel.zero import Reduction, manual, reduce
 from jaxtrain.pipeline.columns import columns, permutes, results
 from jaxtrain.pipeline.ends import Ends
-from jaxtrain.pipeline.layers import LayerStack
+from jaxtrain.pipeline.layers import LayerStack, slots
 from jaxtrain.pipeline.partition import Split, keep_all, keep_matmuls
 from jaxtrain.pipeline.placement import Placement
 from jaxtrain.pipeline.slots import Program
@@ -110,13 +110,9 @@ class Runtime:
         place = self.placement.place
         shared = self.program is not None and self.program.table.vocabulary == "parallel"
         ends = Ends(self.parts, self.loss_chunk, self.compute, place[0], place[-1], shared)
-        layer = lambda params, x, extra: self.parts.block(params, x, *extra)
         payload = (*constants["batch"]["tokens"].shape[1:], self.parts.cfg.width)
-        row = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), constants["layers0"])
-        extra = jax.eval_shape(lambda c: ends.extra(c, 0), constants)
-        keep = keep_matmuls if self.remat == "selective" else keep_all
-        split = Split(layer, row, jax.ShapeDtypeStruct(payload, self.compute), extra, keep)
-        stacks = [LayerStack(layer, split, self.placement, u, lax.axis_index(STAGE)) for u in range(self.placement.chunks)]
+        split = self._split(payload, jax.eval_shape(lambda c: ends.extra(c, 0), constants))
+        stacks = [LayerStack(self._layer, split, self.placement, u, lax.axis_index(STAGE)) for u in range(self.placement.chunks)]
         state: dict[str, Any] = {"loss": jnp.zeros(())}
         if self.reductions is not None:
             specs = self.parts.specs
@@ -130,6 +126,32 @@ class Runtime:
             return Accumulate(ends, stacks[0], self.remat == "full", self.reductions is None, constants), state
         return Tick(ends, stacks, self.program, constants), state | self._buffers(split, payload)
 
+    def _layer(self, params, x, extra):
+        return self.parts.block(params, x, *extra)
+
+    def _split(self, payload: tuple[int, ...], extra) -> Split:
+        """One layer's ops, on payloads of this shape."""
+        row = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.padded, self.compute if s.matrix else jnp.dtype("float32")), self.parts.specs["layer"]
+        )
+        keep = keep_matmuls if self.remat == "selective" else keep_all
+        return Split(self._layer, row, jax.ShapeDtypeStruct(payload, self.compute), extra, keep)
+
+    def slot_bytes(self, rows: int, tokens: int, documents: bool) -> dict[str, int]:
+        """Pool → bytes of one of its slots on a device, for microbatches of `rows` sequences there, `documents` kept apart or not.
+
+        Everything in a slot counts as split over `model`.
+        """
+        numbers = lambda n: jax.ShapeDtypeStruct((n, tokens), jnp.int32)
+        extra = (numbers(rows), numbers(rows)) if documents else (numbers(1), None)
+        split = self._split((rows, tokens, self.parts.cfg.width), extra)
+        for_b, for_w = split.sort(split.residuals)
+        size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // self.mesh.shape["model"]
+        message = rows * tokens * self.parts.cfg.width * jnp.dtype(self.compute).itemsize // self.mesh.shape["model"]
+        layers = max(self.placement.sizes)
+        of_layers = {kind: layers * size(kept) for kind, kept in (("residual_b", for_b), ("residual_w", for_w), ("stash", split.stash))}
+        return {"x": message, "g": message, **of_layers}
+
     def _buffers(self, split: Split, payload: tuple[int, ...]) -> dict[str, Any]:
         """The slots, and what leaves and arrives."""
         assert self.program is not None
@@ -142,12 +164,12 @@ class Runtime:
             return state
         state["g"] = zeros(max(1, counts["g"]))
         rows = max(self.placement.sizes)
-        stacked = lambda kind, kept: [jnp.zeros((max(1, counts[kind]), rows, *k.shape), k.dtype) for k in kept]
+        pool = lambda kind, kept: slots(max(1, counts[kind]), rows, kept)
         for_b, for_w = split.sort(split.residuals)
         return state | {
-            "residual_b": stacked("residual_b", for_b),
-            "residual_w": stacked("residual_w", for_w),
-            "stash": stacked("stash", split.stash),
+            "residual_b": pool("residual_b", for_b),
+            "residual_w": pool("residual_w", for_w),
+            "stash": pool("stash", split.stash),
         }
 
 

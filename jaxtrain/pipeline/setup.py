@@ -45,11 +45,10 @@ class Setup:
         t = self.table
         if self.train is None:
             return f"{t.microbatches} microbatches one after the other"
-        found, slots = self.simulation(), self.train.slots
-        held = ", ".join(f"{n} {kind}" for kind, n in slots.items() if n)
+        found = self.simulation()
         bubble = f"predicted bubble {found.bubble_fraction_coupled:.1%} ({found.bubble_fraction:.1%} if stages ran on their own)"
         where = "shared by all stages" if t.vocabulary == "parallel" else "on the first and last stage"
-        return f"{t.name}, {t.ticks} ticks, {bubble}; slots: {held}; embedding and head {where}"
+        return f"{t.name}, {t.ticks} ticks, {bubble}; embedding and head {where}"
 
 
 def layer_parameters(m: ModelConfig) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxtrain.mesh import BATCH_AXES
 from jaxtrain.models.transformer import Parts, build
 from jaxtrain.pipeline.runtime import BATCH, Runtime
 from jaxtrain.pipeline.setup import Setup, make_setup
@@ -30,6 +32,7 @@ class Step:
     train:    (state, batch) → (state, {"loss", "grad_norm", "learning_rate", "tokens"}); donates the state
     evaluate: (params, batch) → (loss, tokens)
     gradients: (params, batch) → (loss, tokens, gradients), without an optimizer
+    slot_bytes: pool of slots → bytes of one on a device (Runtime.slot_bytes); empty on one stage
     """
 
     parts: Parts
@@ -39,6 +42,7 @@ class Step:
     train: Any
     evaluate: Any
     gradients: Any
+    slot_bytes: dict[str, int]
 
     @property
     def mesh(self) -> Mesh:
@@ -78,7 +82,9 @@ def make_step(config, mesh: Mesh) -> Step:
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
     jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
     jitted = jit(train, donate_argnums=0, out_shardings=(state_shardings, None))
-    return Step(parts, layout, setup, optimizer, jitted, jit(evaluate), jit(gradients))
+    rows = config.data.batch_size // config.pipeline.microbatches // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    slots = gradients.slot_bytes(rows, config.data.sequence_length, not config.data.attend_across_documents) if setup.train else {}
+    return Step(parts, layout, setup, optimizer, jitted, jit(evaluate), jit(gradients), slots)
 
 
 def abstract_batch(config, step: Step) -> dict:

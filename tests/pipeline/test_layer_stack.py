@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.pipeline.layers import LayerStack
+from jaxtrain.pipeline.layers import LayerStack, slots
 from jaxtrain.pipeline.partition import Split
 from jaxtrain.pipeline.placement import Placement
 
@@ -40,14 +40,14 @@ def run(case: str, extra, recompute: bool):
     x, g, sums = normal(4, *SHAPE), normal(5, *SHAPE), jax.tree.map(lambda a: 1 + jnp.zeros_like(a), params)
     layer = lambda params, x, extra: block(params, x, *extra)
     split = Split(layer, jax.tree.map(lambda a: a[0], params), x, extra)
-    slots = lambda kept: [jnp.full((3, rows, *k.shape), jnp.nan, k.dtype) for k in kept]
-    for_b, for_w = map(slots, split.sort(split.residuals))
+    pool = lambda kept: [jnp.full_like(a, jnp.nan) for a in slots(3, rows, kept)]
+    for_b, for_w = map(pool, split.sort(split.residuals))
 
     @jax.jit
     def ops(stage, params, x, g):
         stack = LayerStack(layer, split, placement, unit, stage)
         y, b, w = stack.forward_keeping(params, x, extra, for_b, for_w, 2, 1)
-        dx, stash = stack.input_gradient(params, extra, b, w, 2, 1, g, slots(split.stash), 0)
+        dx, stash = stack.input_gradient(params, extra, b, w, 2, 1, g, pool(split.stash), 0)
         apart = (stack.weight_gradient(params, sums, extra, w, 1, stash, 0), dx)
         whole, kept = stack.forward_with(params, x, extra, recompute)
         return (stack.forward(params, x, extra), y, whole), (apart, stack.backward_with(params, sums, extra, kept, g, recompute))
