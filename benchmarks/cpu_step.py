@@ -153,6 +153,7 @@ def main() -> None:
     for layout in options.layouts.split(","):
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {"STARTED": str(time.time()), "JAX_COMPILATION_CACHE_DIR": cache, "PYTHONPATH": REPOSITORY}
+            environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # as scripts/train.sh does
             command = [sys.executable, __file__, f"--worker={layout}", f"--steps={options.steps}", "--", *options.changes]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
         line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)

@@ -172,7 +172,7 @@ def commands(module: str, arguments: Sequence[str], processes: int, devices: int
 
 def environments(processes: int, gpus: int) -> list[dict[str, str]]:
     """One environment per process: its share of the GPUs, if there is one for each; output that is not held back."""
-    common = dict(os.environ, PYTHONUNBUFFERED="1")
+    common = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ, "PYTHONUNBUFFERED": "1"}  # huge pages, as scripts/train.sh has
     if gpus < processes:
         return [dict(common) for _ in range(processes)]
     share = gpus // processes
