@@ -170,6 +170,17 @@ def test_gradients_are_reduced_once(name):
     assert not odd_reductions(compiled(name))
 
 
+@pytest.mark.parametrize("name", ["zb_v 2x2x2, none", "tied 1x8x1", "evaluate 1x2x2"])
+def test_a_shared_vocabulary_is_nowhere_whole(name):
+    """Neither logits nor tables: a device has its stage's and its model shard's rows alone, in the whole program."""
+    c = compiled(name)
+    whole, mesh = c.step.layout.shapes["embed"]["table"].shape[0], c.cfg.mesh
+    part = whole // (mesh.stage * mesh.model)
+    larger = {whole, SHAPES["model.vocab_size"], whole // mesh.stage, whole // mesh.model} - {part}
+    found = {d for i in c.program.below(c.program.entry) for shape in i.shapes for d in shape}
+    assert part in found and not found & larger
+
+
 def test_parameters_are_gathered_once_after_the_update():
     c = compiled("train 2x2x2")
     shape = tuple(c.step.mesh.shape.values())
