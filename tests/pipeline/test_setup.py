@@ -1,0 +1,95 @@
+"""From a config to tables and placement: what is chosen, and one line for what does not fit."""
+
+import dataclasses
+
+import pytest
+import small
+
+from jaxtrain import config as configs
+from jaxtrain.config import ConfigError
+from jaxtrain.pipeline.schedules import make_table
+from jaxtrain.pipeline.setup import layer_parameters, make_setup, times_of
+from jaxtrain.pipeline.table import Op
+from jaxtrain.pipeline.table_csv import to_csv
+
+
+def setup(schedule="1f1b", repeats=0, stages=4, microbatches=8, **changes):
+    return make_setup(small.config((1, stages, 1), schedule, repeats, microbatches, {"model.layers": 12} | changes))
+
+
+def test_repeats_are_the_schedules_fewest():
+    for schedule, (least, _) in configs.SCHEDULES.items():
+        assert len(setup(schedule).table.place) == 4 * least, schedule
+
+
+def test_remat_decides_about_recompute_ops():
+    has = {remat: bool((setup(**{"pipeline.remat": remat}).table.op == Op.R).any()) for remat in ("full", "selective", "none")}
+    assert has == {"full": True, "selective": False, "none": False}
+
+
+def test_gpipe_computes_its_last_unit_again_too():
+    """Its Bs do not follow their Fs: residuals of one microbatch at a time, where there would be all."""
+    slots = setup("gpipe").train.slots
+    assert (slots["residual_b"], slots["residual_w"]) == (1, 1)
+    assert setup("gpipe", **{"pipeline.remat": "none"}).train.slots["residual_b"] == 8
+
+
+def test_units_of_uneven_chunks():
+    made = setup(**{"pipeline.chunk_layers": (2, 5, 3, 2), "pipeline.layers_per_op": 2})
+    assert made.placement.sizes == (2, 2, 2, 1, 2, 1, 2) and made.table.place == (0, 1, 1, 1, 2, 2, 3)
+    assert made.shares == tuple(n / 3 for n in made.placement.sizes)  # of a stage's work, 12 layers over 4 stages
+
+
+def test_chunks_by_costs():
+    costs = (1.0,) * 8 + (4.0,) * 4  # six a stage: no cut does better than eight
+    made = setup(**{"pipeline.layer_costs": costs})
+    shares = [made.shares[made.table.place.index(s)] for s in range(4)]
+    assert max(shares) == pytest.approx(8 / 6) and sum(shares) == pytest.approx(4)
+
+
+def test_times():
+    cfg = small.config((1, 4, 1), changes={"model.layers": 12})
+    m = cfg.model
+    assert layer_parameters(m) == 4 * 32 * 32 + 3 * 32 * 64
+    head = 3 * m.vocab_size * m.width / (3 * layer_parameters(m))
+    times = times_of(cfg, 4)
+    assert (times.F, times.B, times.W, times.R) == (1, 1, 1, 1) and times.head == pytest.approx(head)
+    given = lambda *numbers: dataclasses.astuple(times_of(configs.replace(cfg, {"pipeline.times": numbers}), 4))[:6]
+    assert given(2.0, 3.0, 4.0) == (2, 3, 4, 0, 2, pytest.approx(2 * head))
+    assert given(2.0, 3.0, 4.0, 5.0, 6.0, 7.0) == (2, 3, 4, 5, 6, 7)
+
+
+def test_a_large_vocabulary_is_shared():
+    assert setup(stages=8, **{"model.vocab_size": 4096}).table.vocabulary == "parallel"
+    for where in ("parallel", "end_stages"):
+        assert setup(**{"pipeline.vocabulary": where}).table.vocabulary == where
+
+
+def test_a_file_is_followed(tmp_path):
+    path = tmp_path / "mine.csv"
+    table = make_table("zb_v", 4, 2, 8, vocabulary="end_stages")
+    path.write_text(to_csv(table))
+    made = setup(f"csv:{path}", **{"pipeline.remat": "none"})
+    assert made.table.place == table.place and (made.table.op == table.op).all() and made.table.vocabulary == "end_stages"
+    wrong = {
+        "pipeline.remat='full' needs R ops": {},
+        "pipeline.vocabulary='parallel' is not that of csv:": {"pipeline.remat": "none", "pipeline.vocabulary": "parallel"},
+        "pipeline.chunk_layers=(6, 6) has another number": {"pipeline.remat": "none", "pipeline.chunk_layers": (6, 6)},
+        "model.layers=7 are fewer than the units": {"pipeline.remat": "none", "model.layers": 7},
+        "microbatches=8, not 4": {"pipeline.remat": "none", "pipeline.microbatches": 4},
+    }
+    for message, changes in wrong.items():
+        with pytest.raises(ConfigError) as found:
+            setup(f"csv:{path}", **changes)
+        assert message in str(found.value) and "\n" not in str(found.value)
+
+
+def test_too_little_memory_names_what_is_enough():
+    with pytest.raises(ConfigError, match=r"pipeline.memory=0.1 is too little for any table found: use ") as found:
+        setup("auto", **{"pipeline.memory": 0.1})
+    enough = float(str(found.value).split("use ")[1])
+    assert setup("auto", **{"pipeline.memory": enough}).table.name.startswith("auto-")
+
+
+def test_the_line_for_people():
+    assert "predicted bubble" in setup().describe() and setup(stages=1).describe() == "8 microbatches one after the other"
