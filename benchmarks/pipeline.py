@@ -38,7 +38,7 @@ def measure(run, repeats: int = 5) -> tuple[float, float]:
     return statistics.median(wall), statistics.median(cpu)
 
 
-def op_seconds(program, run_rows, shared: bool) -> tuple[dict[str, float], float]:
+def op_seconds(program, run_rows) -> tuple[dict[str, float], float]:
     """(op → seconds on a device, seconds of everything but rows). run_rows: columns → seconds on a device."""
     import numpy as np
 
@@ -106,17 +106,14 @@ def main(argv: list[str]) -> None:
         print(f"table: {setup.describe()}", flush=True)
         params = initial_state(step.layout, step.optimizer, 0)["params"]
         random = np.random.default_rng(0)
-        values = {"tokens": random.integers, "targets": random.integers}
-        batch = {
-            k: jax.device_put(
-                values[k](0, config.model.vocab_size, a.shape, np.int32) if k in values else np.ones(a.shape, a.dtype), a.sharding
-            )
-            for k, a in abstract_batch(config, step).items()
-        }
+        fill = lambda name, a: (
+            random.integers(0, config.model.vocab_size, a.shape, np.int32) if name in ("tokens", "targets") else np.ones(a.shape, a.dtype)
+        )
+        batch = {name: jax.device_put(fill(name, a), a.sharding) for name, a in abstract_batch(config, step).items()}
         rows_of = lambda columns: step.gradients.lower(params, batch, columns).compile()
         short = rows_of({name: a[:1].repeat(ROWS, 0) for name, a in columns(program).items()})
         per_device = lambda seconds: seconds[1] / mesh.size if simulated else seconds[0]
-        found, base = op_seconds(program, lambda rows: per_device(measure(lambda: short(params, batch, rows))), setup)
+        found, base = op_seconds(program, lambda rows: per_device(measure(lambda: short(params, batch, rows))))
         whole = rows_of(columns(program))
         wall, cpu = measure(lambda: whole(params, batch, columns(program)))
 

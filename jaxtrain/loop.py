@@ -183,9 +183,10 @@ def _introduce(config: Config, step: Step, compiled, abstract: dict, corpus: Cor
     say(f"step: {d.batch_size * d.sequence_length:,} tokens in {m} microbatches of {rows} sequences of {d.sequence_length}")
     say(f"table: {step.setup.describe()}")
     if step.setup.train:
-        pools = {kind: (n, step.slot_bytes[kind] / 2**20) for kind, n in step.setup.train.slots.items() if n}
-        total = sum(n * size for n, size in pools.values())
-        say(f"slots: {', '.join(f'{kind} {n} × {size:,.2f}' for kind, (n, size) in pools.items())} MiB, {total:,.1f} in all")
+        size = step.slot_bytes()
+        pools = {kind: (n, size[kind] / 2**20) for kind, n in step.setup.train.slots.items() if n}
+        total = sum(n * each for n, each in pools.values())
+        say(f"slots: {', '.join(f'{kind} {n} × {each:,.2f}' for kind, (n, each) in pools.items())} MiB, {total:,.1f} in all")
     if memory is not None:
         total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         mib = lambda n: f"{n / 2**20:,.1f}"

@@ -154,20 +154,27 @@ class Split:
     def _position(self, value) -> int:
         return self._order[id(self._maker[value])] if value in self._maker else -1
 
+    def _back(self, values: Iterable, on: Callable) -> None:
+        """Goes back from values to what they are made from, past each that `on(value)` is true of; never to what every op can make."""
+        todo, seen = list(values), set()
+        while todo:
+            value = todo.pop()
+            if value not in seen and value not in self._free:
+                seen.add(value)
+                todo += _variables(self._maker[value].invars) if on(value) else ()
+
     def _kept_values(self, keep: Keep) -> set:
         """What the forward leaves, so that the backward can make all that it reads."""
         backward = [eq for eq in self._needed([self._dx, *self._dp], ()) if any(o in self._late for o in eq.outvars)]
-        todo = [a for eq in backward for a in _variables(eq.invars) if a not in self._late]
-        kept, seen = set(), set()
-        while todo:
-            value = todo.pop()
-            if value in seen or value in self._free:
-                continue
-            seen.add(value)
-            if value is self._x or (keep(self._maker[value]) and not self._is_view(self._maker[value])):
+        kept = set()
+
+        def on(value) -> bool:
+            crosses = value is self._x or (keep(self._maker[value]) and not self._is_view(self._maker[value]))
+            if crosses:
                 kept.add(value)
-            else:
-                todo += _variables(self._maker[value].invars)
+            return not crosses
+
+        self._back([a for eq in backward for a in _variables(eq.invars) if a not in self._late], on)
         return kept
 
     def _without_cheap(self, kept: set) -> list:
@@ -180,45 +187,44 @@ class Split:
 
     def _derived(self, value, given: set) -> set | None:
         """Those of `given` from which cheap equations alone make the value; None if they do not."""
-        found, todo, seen = set(), [value], set()
-        while todo:
-            v = todo.pop()
-            if v in seen or v in self._free:
-                continue
-            seen.add(v)
+        found, other = set(), set()
+
+        def on(v) -> bool:
+            cheap = not (v in self._late or v is self._x) and self._maker[v].primitive.name in CHEAP
             if v in given:
                 found.add(v)
-            elif v in self._late or v is self._x or self._maker[v].primitive.name not in CHEAP:
-                return None
-            else:
-                todo += _variables(self._maker[v].invars)
-        return found
+            elif not cheap:
+                other.add(v)
+            return cheap and v not in given
+
+        self._back([value], on)
+        return None if other else found
 
     def _crossing_to_weights(self) -> tuple[list, set]:
         """(what B leaves for W, the residuals that W reads).
 
-        Where a residual or a few make a value that W reads, the fewer bytes are held on from B to W: the value, or they.
+        Where a residual or a few make a value that W reads, the fewer bytes are held on from B to W: the value, or they. A tenth more
+        is given for not stashing: B need not make the value then.
         """
         kept, in_b = set(self._kept), {o for eq in self._needed([self._dx], self._kept) for o in eq.outvars}
         stash, residuals, made = set(), set(), {}
-        todo, seen = _variables(self._dp), set()
-        while todo:
-            value = todo.pop()
-            if value in seen or value in self._free:
-                continue
-            seen.add(value)
+
+        def on(value) -> bool:
             if value in kept:
                 residuals.add(value)
             elif value is self._g:
                 stash.add(value)
             elif self._is_view(self._maker[value]):
-                todo += _variables(self._maker[value].invars)
+                return True
             elif (sources := self._derived(value, kept)) is not None:
                 made[value] = sources
             elif value in in_b:
                 stash.add(value)
             else:
-                todo += _variables(self._maker[value].invars)
+                return True
+            return False
+
+        self._back(_variables(self._dp), on)
         for value in sorted(made, key=lambda v: (-_bytes([v]), self._position(v))):
             if _bytes(made[value] - residuals) > 1.1 * _bytes([value]):
                 stash.add(value)

@@ -84,10 +84,12 @@ def make_setup(config: Config) -> Setup:
     except ValueError as error:
         raise ConfigError("pipeline.schedule", p.schedule, f"does not work: {error}") from None
     # Between the two places for the vocabulary time is weighed against memory: each stage's share against both tables on every stage.
-    weighed = lambda price, setup: (price[0] * (SAVED_MEMORY if setup.table.vocabulary == "parallel" else 1.0), *price[1:])
-    best = min(made, key=lambda pair: weighed(*pair))[1]
-    check(best.table)
-    return best
+    weighed = lambda price, table: (price[0] * (SAVED_MEMORY if table.vocabulary == "parallel" else 1.0), *price[1:])
+    _, table, sizes, shares = min(made, key=lambda candidate: weighed(*candidate[:2]))
+    check(table)
+    placement = Placement(config.model.layers, stages, place=table.place, sizes=sizes)
+    forward = schedules.make_forward_table(table.place, stages, p.microbatches, vocabulary=table.vocabulary)
+    return Setup(placement, table, assign_slots(table), assign_slots(forward), times_of(config, stages), shares)
 
 
 def _repeats(config: Config) -> Sequence[int]:
@@ -105,8 +107,8 @@ def _vocabularies(config: Config) -> Sequence[str]:
     return VOCABULARIES
 
 
-def _make(config: Config, repeats: int, vocabulary: str) -> tuple[Cost, Setup]:
-    """A table for so many chunks on a stage, and what it costs."""
+def _make(config: Config, repeats: int, vocabulary: str) -> tuple[Cost, Table, tuple[int, ...], tuple[float, ...]]:
+    """(what it costs, a table for so many chunks on a stage, the layers and the share of each of its units)."""
     p, stages, layers = config.pipeline, config.mesh.stage, config.model.layers
     times, full = times_of(config, stages), p.remat == "full"
     own = p.schedule.startswith(CSV)
@@ -124,15 +126,13 @@ def _make(config: Config, repeats: int, vocabulary: str) -> tuple[Cost, Setup]:
     if not own:
         memory = None
         if p.schedule == "auto":
-            usual = lambda: schedules.make_table("1f1b", stages, 1, p.microbatches, permute="late", remat_full=full)
-            memory = repeats * (p.memory or search.memory_of(usual()))
+            usual = schedules.make_table("1f1b", stages, 1, p.microbatches, permute="late", remat_full=full)
+            memory = repeats * (p.memory or search.memory_of(usual))
         table = schedules.make_table(
             p.schedule, stages, repeats, p.microbatches, times=times, permute=p.permute, remat_full=full, groups=groups, shares=shares,
             vocabulary=vocabulary, memory=memory,
         )  # fmt: skip
-    placement = Placement(layers, stages, place=table.place, sizes=sizes)
-    forward = schedules.make_forward_table(table.place, stages, p.microbatches, vocabulary=table.vocabulary)
-    return cost(table, problem), Setup(placement, table, assign_slots(table), assign_slots(forward), times, shares)
+    return cost(table, problem), table, sizes, shares
 
 
 def _shares(config: Config, sizes: Sequence[int]) -> tuple[float, ...]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ class Step:
     train:    (state, batch) → (state, {"loss", "grad_norm", "learning_rate", "tokens"}); donates the state
     evaluate: (params, batch) → (loss, tokens)
     gradients: (params, batch) → (loss, tokens, gradients), without an optimizer
-    slot_bytes: pool of slots → bytes of one on a device (Runtime.slot_bytes); empty on one stage
+    slot_bytes: () → of a pipeline, pool of slots → bytes of one on a device (Runtime.slot_bytes); traces a layer
     """
 
     parts: Parts
@@ -42,7 +43,7 @@ class Step:
     train: Any
     evaluate: Any
     gradients: Any
-    slot_bytes: dict[str, int]
+    slot_bytes: Callable[[], dict[str, int]]
 
     @property
     def mesh(self) -> Mesh:
@@ -83,8 +84,8 @@ def make_step(config, mesh: Mesh) -> Step:
     jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
     jitted = jit(train, donate_argnums=0, out_shardings=(state_shardings, None))
     rows = config.data.batch_size // config.pipeline.microbatches // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    slots = gradients.slot_bytes(rows, config.data.sequence_length, not config.data.attend_across_documents) if setup.train else {}
-    return Step(parts, layout, setup, optimizer, jitted, jit(evaluate), jit(gradients), slots)
+    slot_bytes = functools.partial(gradients.slot_bytes, rows, config.data.sequence_length, not config.data.attend_across_documents)
+    return Step(parts, layout, setup, optimizer, jitted, jit(evaluate), jit(gradients), slot_bytes)
 
 
 def abstract_batch(config, step: Step) -> dict:
