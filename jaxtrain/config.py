@@ -48,6 +48,12 @@ SCHEDULES: dict[str, tuple[int, int]] = {
 CSV = "csv:"  # before the path of a file with a schedule
 
 
+def fits_repeats(schedule: str, repeats: int) -> bool:
+    """Whether a schedule is made for this number of chunks on a stage; `auto` and a file are for any."""
+    least, most = SCHEDULES.get(schedule, (0, 0))
+    return least <= repeats <= (most or repeats)
+
+
 def setting(
     default: Any,
     doc: str,

@@ -286,12 +286,11 @@ def _model_axis_divides(c: Config) -> Broken | None:
 def _schedule_has_its_repeats(c: Config) -> Broken | None:
     p = c.pipeline
     least, most = cfg.SCHEDULES.get(p.schedule, (0, 0))
-    if c.mesh.stage == 1 or (p.repeats >= least and (not most or p.repeats <= most)):
+    if c.mesh.stage == 1 or cfg.fits_repeats(p.schedule, p.repeats):
         return None
     number = f"exactly {least} chunk{'s'[: least != 1]}" if least == most else f"at least {least} chunks"
     fixes: list[dict[str, Any]] = [{"pipeline.repeats": least}]
-    others = [name for name, (low, high) in cfg.SCHEDULES.items() if low <= p.repeats and (not high or p.repeats <= high)]
-    fixes += _set("pipeline.schedule", others)
+    fixes += _set("pipeline.schedule", (name for name in cfg.SCHEDULES if cfg.fits_repeats(name, p.repeats)))
     return Broken("pipeline.repeats", f"does not fit pipeline.schedule={p.schedule!r}, which has {number} on a stage", fixes)
 
 

@@ -17,6 +17,7 @@ import sys
 import types
 
 from jaxtrain import cli
+from jaxtrain.config import fits_repeats
 from jaxtrain.pipeline import schedules, search, show
 from jaxtrain.pipeline.orders import SCHEDULES
 from jaxtrain.pipeline.simulate import Simulation, Times, simulate
@@ -310,7 +311,7 @@ def compare(flags: types.SimpleNamespace, problem: search.Problem) -> str:
 
 def _repeats_to_compare(name: str, repeats: int) -> int:
     """The number of chunks asked for if the schedule is made for it, else the fewest that it is made for."""
-    return repeats if repeats and search.fits_repeats(name, repeats) else schedules.default_repeats(name)
+    return repeats if repeats and fits_repeats(name, repeats) else schedules.default_repeats(name)
 
 
 if __name__ == "__main__":

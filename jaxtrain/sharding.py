@@ -7,6 +7,7 @@ code runs on one device, under jit on a mesh, and inside the pipeline.
 
 import functools
 import math
+from collections.abc import Container
 
 import jax
 from jax import lax
@@ -52,17 +53,24 @@ def named(mesh: jax.sharding.Mesh, axes: Axes) -> NamedSharding:
     return NamedSharding(mesh, spec(axes))
 
 
+def mesh_axes(part) -> tuple[str, ...]:
+    """The mesh axes of one dimension of a PartitionSpec."""
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
+def restricted(whole: PartitionSpec, names: Container[str]) -> PartitionSpec:
+    """A PartitionSpec with these mesh axes alone."""
+    left = [tuple(n for n in mesh_axes(part) if n in names) for part in whole]
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in left))
+
+
 def _here(axes: Axes) -> PartitionSpec | None:
     """The spec restricted to what the partitioner may split at this point of the trace; None if that is nothing."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
     free = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto and mesh.shape[n] > 1}
-    kept = []
-    for part in spec(axes):
-        names = tuple(n for n in ((part,) if isinstance(part, str) else part or ()) if n in free)
-        kept.append(names[0] if len(names) == 1 else names or None)
-    return PartitionSpec(*kept) if free else None
+    return restricted(spec(axes), free) if free else None
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
@@ -76,8 +84,7 @@ def shards(axis: str) -> int:
     here = _here((axis,))
     if here is None or here[0] is None:
         return 1
-    names = (here[0],) if isinstance(here[0], str) else here[0]
-    return math.prod(jax.sharding.get_abstract_mesh().shape[n] for n in names)
+    return math.prod(jax.sharding.get_abstract_mesh().shape[n] for n in mesh_axes(here[0]))
 
 
 def is_split(axis: str) -> bool:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.mesh import BATCH_AXES, DATA, MANUAL_AXES, MODEL, STAGE, psum, psum_scatter
-from jaxtrain.sharding import spec
+from jaxtrain.mesh import BATCH_AXES, DATA, MODEL, STAGE, psum, psum_scatter
+from jaxtrain.sharding import mesh_axes, spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,22 +31,11 @@ class Reduction:
     unscattered: PartitionSpec
 
 
-def _names(part) -> tuple[str, ...]:
-    """The mesh axes of one dimension of a PartitionSpec."""
-    return (part,) if isinstance(part, str) else tuple(part or ())
-
-
-def manual(whole: PartitionSpec) -> PartitionSpec:
-    """A PartitionSpec without the partitioner's axes: what a manual region over the others is told."""
-    left = [tuple(n for n in _names(part) if n in MANUAL_AXES) for part in whole]
-    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in left))
-
-
 def plan(axes: tuple[str | None, ...], shape: tuple[int, ...], own: int, mesh: Mesh, zero: int) -> Reduction:
     """The reduction of a gradient with logical `axes` and `shape`, whose first `own` dimensions are not the parameter's own
     (stage, layer). Where no dimension divides, it is summed and stays whole."""
     parameter = spec(axes)
-    copies = BATCH_AXES if any(STAGE in _names(part) for part in parameter) else (*BATCH_AXES, STAGE)
+    copies = BATCH_AXES if any(STAGE in mesh_axes(part) for part in parameter) else (*BATCH_AXES, STAGE)
     candidates = [(STAGE, DATA), (DATA,)] if STAGE in copies else [(DATA,)]
     for names in candidates if zero else []:
         size = math.prod(mesh.shape[n] for n in names)
@@ -70,5 +59,5 @@ def reduce(gradient: jax.Array, how: Reduction, dtype) -> jax.Array:
 
     # Each device of `model` reduces its own part: the partitioner would gather the whole gradient over `model` first, whatever the
     # constraints around the reduce-scatter.
-    split = PartitionSpec(*(MODEL if MODEL in _names(part) else None for part in how.unscattered))
+    split = PartitionSpec(*(MODEL if MODEL in mesh_axes(part) else None for part in how.unscattered))
     return jax.shard_map(move, in_specs=(split,), out_specs=split, axis_names={MODEL}, check_vma=False)(gradient)

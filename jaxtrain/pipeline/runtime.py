@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.mesh import BATCH_AXES, MANUAL_AXES, STAGE, psum
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.transformer import Parts
-from jaxtrain.parallel.zero import Reduction, manual, reduce
+from jaxtrain.parallel.zero import Reduction, reduce
 from jaxtrain.pipeline.columns import columns, permutes, results
 from jaxtrain.pipeline.ends import Ends
 from jaxtrain.pipeline.layers import LayerStack, slots
@@ -26,7 +26,7 @@ from jaxtrain.pipeline.partition import Split, keep_all, keep_matmuls
 from jaxtrain.pipeline.placement import Placement
 from jaxtrain.pipeline.slots import Program
 from jaxtrain.pipeline.tick import Accumulate, Tick
-from jaxtrain.sharding import constrain, spec
+from jaxtrain.sharding import constrain, restricted, spec
 
 BATCH = P(None, BATCH_AXES)  # [microbatch, row, token]
 
@@ -59,11 +59,11 @@ class Runtime:
         kept apart. Gradients are float32, in the layout of `reductions`. `rows`: the columns by name, int32 [rows, stages], where it is
         not the table's own rows that are to be run (benchmarks/pipeline.py).
         """
-        specs = {k: jax.tree.map(lambda s: manual(spec(s.axes)), self.parts.specs[k]) for k in ("embed", "head")}
+        specs = {k: jax.tree.map(lambda s: restricted(spec(s.axes), MANUAL_AXES), self.parts.specs[k]) for k in ("embed", "head")}
         specs["layers"] = jax.tree.map(lambda _: P(STAGE), params["layers"])
         out_specs: tuple = (P(), P())
         if self.reductions is not None:
-            out_specs += (jax.tree.map(lambda r: manual(r.storage), self.reductions, is_leaf=_is_reduction),)
+            out_specs += (jax.tree.map(lambda r: restricted(r.storage, MANUAL_AXES), self.reductions, is_leaf=_is_reduction),)
         microbatches = batch["tokens"].shape[0]
         if rows is None:
             rows = columns(self.program) if self.program else {"microbatch": np.arange(microbatches, dtype=np.int32)[:, None]}

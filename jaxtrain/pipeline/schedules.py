@@ -8,6 +8,7 @@ The orders are in orders.py, the laying into rows in lay.py, the search in searc
 
 from collections.abc import Sequence
 
+from jaxtrain.config import fits_repeats
 from jaxtrain.pipeline import orders as orders_
 from jaxtrain.pipeline import search
 from jaxtrain.pipeline.lay import MODES, lay
@@ -30,7 +31,7 @@ def check_repeats(schedule: str, stages: int, repeats: int) -> None:
     if schedule not in SCHEDULES or stages == 1:
         return
     least, most = SCHEDULES[schedule].least, SCHEDULES[schedule].most
-    if repeats < least or (most and repeats > most):
+    if not fits_repeats(schedule, repeats):
         rule = f"{'exactly' if least == most else 'at least'} {least} chunk{'s'[: least != 1]}"
         raise ValueError(f"repeats={repeats} does not fit schedule={schedule!r}, which has {rule} on a stage: use {least}")
 

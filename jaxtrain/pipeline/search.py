@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from jaxtrain.config import fits_repeats
 from jaxtrain.pipeline import orders as orders_
 from jaxtrain.pipeline.lay import MODES, expand, lay
 from jaxtrain.pipeline.list_schedule import list_schedule
@@ -99,11 +100,6 @@ def named(schedule: str, repeats: int, problem: Problem, modes: Sequence[str] = 
         return tables[0]
     priced = [(cost(table, problem), i) for i, table in enumerate(tables)]
     return tables[min(price for price in priced if price[0][1] <= priced[0][0][1] + ROOM)[1]]
-
-
-def fits_repeats(schedule: str, repeats: int) -> bool:
-    """Whether a named schedule is made for this number of chunks on a stage."""
-    return SCHEDULES[schedule].least <= repeats <= (SCHEDULES[schedule].most or repeats)
 
 
 def search(

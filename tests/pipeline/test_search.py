@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxtrain.config import fits_repeats
 from jaxtrain.pipeline import search
 from jaxtrain.pipeline.list_schedule import list_schedule
 from jaxtrain.pipeline.orders import PLACES, SCHEDULES
@@ -57,7 +58,7 @@ PROBLEMS = [
 @pytest.mark.parametrize(("problem", "repeats"), PROBLEMS)
 def test_auto_is_never_worse_than_a_named_schedule_at_equal_memory(problem, repeats):
     for schedule in SCHEDULES:
-        if not search.fits_repeats(schedule, repeats):
+        if not fits_repeats(schedule, repeats):
             continue
         table = named(schedule, repeats, problem)
         auto = search.search(problem, (repeats,), memory_of(table) / repeats)
