@@ -23,13 +23,13 @@ from jaxtrain.training.step import COMPILER_OPTIONS
 
 HERE = pathlib.Path(__file__).parent
 
-# A payload is smaller than an op's other activations, those than a device's part of any matrix; what a tick carries does not fit into a
-# TPU's vector memory, where XLA would keep small arrays and copy them in and out.
+# A payload is smaller than an op's other activations, those than a device's part of any matrix; what a tick carries, and a device's part
+# of the vocabulary, do not fit into a TPU's vector memory, where XLA would keep smaller arrays and copy them in and out.
 MODEL = {
     "model.layers": 16,
     "model.width": 4096,
     "model.heads": 32,
-    "model.vocab_size": 32768,
+    "model.vocab_size": 131072,
     "data.sequence_length": 1024,
     "data.batch_size": 16,
     "mesh.data": 2,

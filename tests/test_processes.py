@@ -57,11 +57,11 @@ def train(workdir: pathlib.Path, processes: int, *flags: str, status: int | None
         return command.end(status)
 
 
-def assert_same_trajectory(found: dict, expected: dict, norms: float = 1e-5) -> None:
-    """Losses of all of `found`'s steps to 1e-5 relative, gradient norms to `norms`."""
+def assert_same_trajectory(found: dict, expected: dict) -> None:
+    """Losses of all of `found`'s steps to 1e-5 relative, gradient norms, which Adam's steps drive apart sooner, to 1e-4."""
     for step, (loss, norm) in found.items():
         assert loss == pytest.approx(expected[step][0], rel=1e-5, abs=0), f"step {step}"
-        assert norm == pytest.approx(expected[step][1], rel=norms, abs=0), f"step {step}"
+        assert norm == pytest.approx(expected[step][1], rel=1e-4, abs=0), f"step {step}"
 
 
 def children(pid: int) -> list[int]:
@@ -127,7 +127,7 @@ def test_processes_on_other_meshes(single, workdir, processes, mesh):
     train(workdir, processes, *settings(train__steps=6), *runs.mesh(mesh))
     runs.train(workdir, *settings(train__steps=9))
     # The gradient's norm in step 7 is so steep that one process on these meshes is 1.6e-5 off, too.
-    assert_same_trajectory(runs.losses(workdir), runs.losses(single), norms=1e-4)
+    assert_same_trajectory(runs.losses(workdir), runs.losses(single))
 
 
 def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
@@ -157,7 +157,7 @@ def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
     assert f"continuing from step {step}" in done.out
     found = runs.losses(workdir)
     assert list(found) == list(range(1, step + 3))
-    assert_same_trajectory({s: values for s, values in found.items() if s <= STEPS}, runs.losses(single), norms=1e-4)
+    assert_same_trajectory({s: values for s, values in found.items() if s <= STEPS}, runs.losses(single))
 
 
 def test_what_every_process_finds_wrong(folder, workdir):

@@ -99,10 +99,9 @@ class Attention(nnx.Module):
         q_BTNH = constrain(split(self.query(x_BTD), self.heads), HEADS)
         k_BTKH = constrain(split(self.key(x_BTD), self.kv_heads), KV_HEADS)
         v_BTKH = constrain(split(self.value(x_BTD), self.kv_heads), KV_HEADS)
-        q_BTNH, k_BTKH, v_BTKH = map(row_major, (q_BTNH, k_BTKH, v_BTKH))
         if self.rotary_base is not None:
             q_BTNH, k_BTKH = (rotary(a, positions_BT, self.rotary_base) for a in (q_BTNH, k_BTKH))
-        return q_BTNH, k_BTKH, v_BTKH
+        return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """Over whole sequences; with segments (int32 [B, T]) a token sees its own segment alone."""

@@ -21,11 +21,11 @@ from jax.extend.core import Literal
 
 # Values that cost no arithmetic: a stash keeps what they were made from.
 VIEWS = frozenset(
-    "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice concatenate sharding_constraint "
+    "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice concatenate sharding_constraint layout_constraint "
     "eq ne ge gt le lt and or not optimization_barrier".split()
 )
 # Values that cost one pass over their operands, which fuses with what reads them: not kept beside all of those.
-CHEAP = VIEWS | frozenset("add sub mul div max min select_n integer_pow square convert_element_type add_any".split())
+CHEAP = VIEWS | frozenset("add sub mul div max min select_n integer_pow square one_minus_square convert_element_type add_any".split())
 CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat2 checkpoint".split())
 AGAIN = "computed_again"  # the name scope of what jax.checkpoint computes again in the backward
 
@@ -76,7 +76,10 @@ def _inline(jaxpr, consts, args):
 
 def _unrolled(params, values) -> list:
     """The results of a scan, its iterations one after the other."""
-    fixed, carried = params["num_consts"], params["num_carry"]
+    if "ft_in" in params:  # jax 0.12
+        fixed, carried, _ = map(len, params["ft_in"].unpack())
+    else:
+        fixed, carried = params["num_consts"], params["num_carry"]
     consts, carry, xs = values[:fixed], list(values[fixed : fixed + carried]), values[fixed + carried :]
     body, rows = params["jaxpr"], []
     order = range(params["length"])
@@ -87,6 +90,12 @@ def _unrolled(params, values) -> list:
     if params["reverse"]:
         rows.reverse()
     return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+
+
+def _is(equation, names: frozenset) -> bool:
+    """Whether it is one of these, or is nothing but these on each device (a layout in memory, for one)."""
+    name = equation.primitive.name
+    return name in names or (name == "shard_map" and all(_is(e, names) for e in equation.params["jaxpr"].eqns))
 
 
 def _variables(atoms: Iterable) -> list:
@@ -190,7 +199,7 @@ class Split:
         found, other = set(), set()
 
         def on(v) -> bool:
-            cheap = not (v in self._late or v is self._x) and self._maker[v].primitive.name in CHEAP
+            cheap = not (v in self._late or v is self._x) and _is(self._maker[v], CHEAP)
             if v in given:
                 found.add(v)
             elif not cheap:
@@ -236,7 +245,7 @@ class Split:
     def _is_view(equation) -> bool:
         if equation.primitive.name == "convert_element_type":  # keep the narrower of the two
             return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
-        return equation.primitive.name in VIEWS
+        return _is(equation, VIEWS)
 
     def _needed(self, outputs, given) -> list:
         """The equations that make `outputs` from the inputs and `given`, in order."""

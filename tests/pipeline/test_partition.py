@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.models import transformer
 from jaxtrain.pipeline.partition import Split, keep_all, keep_matmuls
@@ -187,3 +189,20 @@ def test_what_checkpoint_computes_again_stays_in_the_backward():
     x, extra = normal(4, BATCH, LENGTH, WIDTH), (jnp.float32(0.5),)
     plain, again = Split(mlp, params, x, extra), Split(checkpointed, params, x, extra)
     assert len(again.residuals) == 1 < len(plain.residuals)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_each_op_fixes_a_layout_itself(manual):
+    """What crosses is the array before its layout was fixed, or the reader could give it another."""
+    fixed = lambda x: with_layout_constraint(x, Layout((0, 1, 2)))
+
+    def layer(params, x, extra):
+        spread = jax.shard_map(fixed, mesh=jax.make_mesh((1,), ("model",)), in_specs=P(), out_specs=P(), check_vma=False)
+        return (spread if manual else fixed)(jnp.sin(x @ params["up"])) @ params["down"]
+
+    params, x = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH)}, normal(4, BATCH, LENGTH, WIDTH)
+    split = assert_same_as_vjp(layer, params, x, ())
+    assert len(split.residuals) == 3  # x; sine and cosine
+    _, stash = jax.eval_shape(split.input_gradient, params, (), split.residuals, x)
+    for_w = split.sort(split.residuals)[1]
+    assert "layout_constraint" in str(jax.make_jaxpr(split.weight_gradient)(params, (), for_w, stash))
