@@ -6,6 +6,7 @@ another F, the head by its share of the multiplications, a message as a fiftieth
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 from jaxtrain.config import CSV, Config, ConfigError, ModelConfig
@@ -18,6 +19,8 @@ from jaxtrain.pipeline.table import VOCABULARIES, Table, check
 
 MESSAGE = 0.02  # of F, where the config names no times
 SAVED_MEMORY = 0.95  # the vocabulary is on the end stages alone where that saves more than a twentieth of the step
+# What it costs, a table, the layers and the share of each of its units.
+Candidate = tuple[Cost, Table, tuple[int, ...], tuple[float, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,11 +79,13 @@ def make_setup(config: Config) -> Setup:
         if stages == 1:
             table = schedules.make_table("1f1b", 1, 1, p.microbatches)
             return Setup(Placement(config.model.layers), table, None, None, times_of(config, 1), (1.0,))
-        made = [_make(config, v, vocabulary) for v in _repeats(config) for vocabulary in _vocabularies(config)]
+        made = _candidates(config, _memory(config))
     except ConfigError:
         raise
     except search.MemoryTooSmall as error:
-        raise ConfigError("pipeline.memory", p.memory, "is too little for any table found", f"{error.least:g}") from None
+        if p.memory:
+            raise ConfigError("pipeline.memory", p.memory, "is too little for any table found", f"{error.least:g}") from None
+        made = _candidates(config, error.least)
     except ValueError as error:
         raise ConfigError("pipeline.schedule", p.schedule, f"does not work: {error}") from None
     # Between the two places for the vocabulary time is weighed against memory: each stage's share against both tables on every stage.
@@ -90,6 +95,28 @@ def make_setup(config: Config) -> Setup:
     placement = Placement(config.model.layers, stages, place=table.place, sizes=sizes)
     forward = schedules.make_forward_table(table.place, stages, p.microbatches, vocabulary=table.vocabulary)
     return Setup(placement, table, assign_slots(table), assign_slots(forward), times_of(config, stages), shares)
+
+
+def _memory(config: Config) -> float | None:
+    """For `auto`, the most stashes that a stage may hold: by default those of 1F1B, sent in the same way."""
+    p = config.pipeline
+    if p.schedule != "auto" or p.memory:
+        return p.memory or None
+    mode = "late" if p.permute == "auto" else p.permute
+    return search.memory_of(schedules.make_table("1f1b", config.mesh.stage, 1, p.microbatches, permute=mode, remat_full=p.remat == "full"))
+
+
+def _candidates(config: Config, memory: float | None) -> list[Candidate]:
+    """The tables for each number of chunks on a stage and place of the vocabulary. Raises MemoryTooSmall, with the least, if none fits."""
+    made, too_small = [], []
+    for v, vocabulary in itertools.product(_repeats(config), _vocabularies(config)):
+        try:
+            made.append(_make(config, v, vocabulary, memory))
+        except search.MemoryTooSmall as error:
+            too_small.append(error.least)
+    if not made:
+        raise search.MemoryTooSmall(memory or 0.0, min(too_small))
+    return made
 
 
 def _repeats(config: Config) -> Sequence[int]:
@@ -107,8 +134,8 @@ def _vocabularies(config: Config) -> Sequence[str]:
     return VOCABULARIES
 
 
-def _make(config: Config, repeats: int, vocabulary: str) -> tuple[Cost, Table, tuple[int, ...], tuple[float, ...]]:
-    """(what it costs, a table for so many chunks on a stage, the layers and the share of each of its units)."""
+def _make(config: Config, repeats: int, vocabulary: str, memory: float | None) -> Candidate:
+    """A table for so many chunks on a stage; of `auto`, within so many stashes of a stage."""
     p, stages, layers = config.pipeline, config.mesh.stage, config.model.layers
     times, full = times_of(config, stages), p.remat == "full"
     own = p.schedule.startswith(CSV)
@@ -124,13 +151,9 @@ def _make(config: Config, repeats: int, vocabulary: str) -> tuple[Cost, Table, t
     shares = _shares(config, sizes)
     problem = Problem(stages, p.microbatches, times, full, groups, shares, vocabulary)
     if not own:
-        memory = None
-        if p.schedule == "auto":
-            usual = schedules.make_table("1f1b", stages, 1, p.microbatches, permute="late", remat_full=full)
-            memory = repeats * (p.memory or search.memory_of(usual))
         table = schedules.make_table(
             p.schedule, stages, repeats, p.microbatches, times=times, permute=p.permute, remat_full=full, groups=groups, shares=shares,
-            vocabulary=vocabulary, memory=memory,
+            vocabulary=vocabulary, memory=memory and repeats * memory,
         )  # fmt: skip
     return cost(table, problem), table, sizes, shares
 

@@ -1,6 +1,7 @@
 """From a config to tables and placement: what is chosen, and one line for what does not fit."""
 
 import dataclasses
+import itertools
 
 import pytest
 import small
@@ -82,6 +83,16 @@ def test_a_file_is_followed(tmp_path):
         with pytest.raises(ConfigError) as found:
             setup(f"csv:{path}", **changes)
         assert message in str(found.value) and "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("permute", ["auto", "late", "aligned", "early", "spaced"])
+@pytest.mark.parametrize("repeats", [0, 1, 2, 3])
+def test_without_a_bound_of_its_own_auto_always_finds_a_table(permute, repeats):
+    """Aligned rows hold more than late ones, more chunks a stage more than one."""
+    for stages, remat in itertools.product((2, 4), ("full", "none")):
+        changes = {"pipeline.permute": permute, "pipeline.remat": remat}
+        table = setup("auto", repeats, stages, **changes).table
+        assert table.name.startswith("auto-") and (not repeats or len(table.place) == repeats * stages)
 
 
 def test_too_little_memory_names_what_is_enough():
