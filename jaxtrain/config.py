@@ -129,7 +129,15 @@ class MeshConfig:
 class ParallelConfig:
     """How a mesh axis is used."""
 
-    zero: int = setting(1, "what is sharded over mesh.data: 0 nothing, 1 the optimizer's state", choices=(0, 1))
+    zero: int = setting(
+        1, "ZeRO, sharded over mesh.data: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too", choices=(0, 1, 2, 3)
+    )
+    gather: str = setting("layer", "parameters of zero=3: gathered layer by layer, or all once a step", choices=("layer", "step"))
+    reduce: str = setting(
+        "auto",
+        "gradients cross the data axis once a step or each microbatch; auto: step for zero 0 and 1",
+        choices=("auto", "step", "microbatch"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +240,7 @@ class Config:
     metrics: MetricsConfig = MetricsConfig()
 
     def resolve(self) -> "Config":
-        """This config with dependent defaults (kv_heads, head_dim, mlp_width, max_positions; repeats) filled in."""
+        """This config with dependent defaults (kv_heads, head_dim, mlp_width, max_positions; reduce; repeats) filled in."""
         m = self.model
         model = dataclasses.replace(
             m,
@@ -242,7 +250,10 @@ class Config:
             max_positions=m.max_positions or self.data.sequence_length,
         )
         pipeline = dataclasses.replace(self.pipeline, repeats=self.pipeline.repeats or SCHEDULES.get(self.pipeline.schedule, (0, 0))[0])
-        return dataclasses.replace(self, model=model, pipeline=pipeline)
+        parallel = self.parallel
+        if parallel.reduce == "auto":
+            parallel = dataclasses.replace(parallel, reduce="step" if parallel.zero < 2 else "microbatch")
+        return dataclasses.replace(self, model=model, parallel=parallel, pipeline=pipeline)
 
 
 @functools.cache

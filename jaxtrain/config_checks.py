@@ -283,6 +283,17 @@ def _model_axis_divides(c: Config) -> Broken | None:
     return None
 
 
+def _zero_settings_have_a_use(c: Config) -> Broken | None:
+    p = c.parallel
+    if p.reduce == "microbatch" and p.zero == 0:
+        fixes: list[dict[str, Any]] = [{"parallel.reduce": "step"}, {"parallel.zero": 2}]
+        return Broken("parallel.reduce", "leaves gradients sharded, and parallel.zero=0 shards nothing", fixes)
+    if p.gather == "step" and p.zero != 3:
+        fixes = [{"parallel.gather": "layer"}, {"parallel.zero": 3}]
+        return Broken("parallel.gather", f"is for parallel.zero=3 alone, not {p.zero}", fixes)
+    return None
+
+
 def _schedule_has_its_repeats(c: Config) -> Broken | None:
     p = c.pipeline
     least, most = cfg.SCHEDULES.get(p.schedule, (0, 0))
@@ -387,6 +398,7 @@ RULES: tuple[Callable[[Config], Broken | None], ...] = (
     _sample_fits_positions,
     _bytes_fit_vocabulary,
     _masked_fields_are_read,
+    _zero_settings_have_a_use,
     _schedule_has_its_repeats,
     _table_settings_have_a_use,
     _layers_fill_chunks,

@@ -40,5 +40,5 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
     if not config.getoption("--full"):
         for item in items:
-            if "full" in item.keywords:
+            if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="takes long: run with --full"))

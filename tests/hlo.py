@@ -28,11 +28,12 @@ OP = re.compile(r"[A-Z]\d*|embed|head|embed_gradient")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: `sizes` are the elements of each array that it makes, `calls` the computations that it names, by role."""
+    """One line: `shapes`, `types` and `sizes` (elements) are of each array that it makes, `calls` what it names, by role."""
 
     name: str
     opcode: str
     shapes: tuple[tuple[int, ...], ...]
+    types: tuple[str, ...]
     operands: tuple[str, ...]
     calls: dict[str, str]
     root: bool
@@ -98,7 +99,7 @@ def _iota(shape: str, order: str | None) -> np.ndarray:
 
 
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"\b[a-z]+\d*(?:e\d+m\d+\w*)?\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _CALL = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 
 
@@ -110,11 +111,12 @@ def _instruction(line: str) -> Instruction | None:
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     opcode, _, tail = rest[end:].strip().partition("(")
     inside = tail[: _closing("(" + tail, 0) - 1]
-    shapes = tuple(tuple(int(n) for n in dims.split(",")) if dims else () for dims in _ARRAY.findall(rest[:end]))
+    arrays = _ARRAY.findall(rest[:end])
+    types, shapes = tuple(t for t, _ in arrays), tuple(tuple(int(n) for n in dims.split(",")) if dims else () for _, dims in arrays)
     calls = dict(_CALL.findall(tail))
     if branches := re.search(r"branch_computations=\{([^}]*)\}", tail):
         calls |= {f"branch{i}": part.strip().lstrip("%") for i, part in enumerate(branches[1].split(","))}
-    return Instruction(name, opcode, shapes, tuple(re.findall(r"%([\w.\-]+)", inside)), calls, bool(root), line.strip())
+    return Instruction(name, opcode, shapes, types, tuple(re.findall(r"%([\w.\-]+)", inside)), calls, bool(root), line.strip())
 
 
 def _closing(text: str, start: int) -> int:
@@ -165,6 +167,15 @@ class Program:
                 yield instruction
                 if instruction.opcode == "while" and instruction.name in opened:
                     yield from self.inline(instruction.calls["body"], opened)
+
+    def executed(self, name: str, times: int = 1) -> Iterator[tuple[Instruction, int]]:
+        """The instructions that run with a computation, each with how often; ValueError for a loop whose trips XLA does not know."""
+        for instruction in self.inline(name):
+            yield instruction, times
+            if instruction.opcode == "while":
+                if instruction.trip_count is None:
+                    raise ValueError(f"a loop without a known number of trips: {instruction.text[:200]}")
+                yield from self.executed(instruction.calls["body"], times * instruction.trip_count)
 
     def scopes(self, loop: Instruction) -> set[str]:
         """The names of the scopes that stand directly in a loop's body."""

@@ -62,7 +62,12 @@ RULES = [
     ({"model.norm": "batch"}, "model.norm='batch' is unknown: use 'rmsnorm' or 'layernorm'"),
     ({"pipeline.schedule": "intreleaved"}, "pipeline.schedule='intreleaved' is unknown: use 'interleaved'"),
     ({"pipeline.remat": "some"}, "pipeline.remat='some' is unknown: use 'none'"),
-    ({"parallel.zero": 3}, "parallel.zero=3 is not built: the choices are 0 or 1: use 1"),
+    ({"parallel.zero": 4}, "parallel.zero=4 is not built: the choices are 0, 1, 2 or 3: use 3"),
+    (
+        {"parallel.zero": 0, "parallel.reduce": "microbatch"},
+        "parallel.reduce='microbatch' leaves gradients sharded, and parallel.zero=0 shards nothing: use 'step'",
+    ),
+    ({"parallel.gather": "step"}, "parallel.gather='step' is for parallel.zero=3 alone, not 1: use 'layer'"),
     (
         {"pipeline.schedule": "1f1b"},
         "pipeline.repeats=2 does not fit pipeline.schedule='1f1b', which has exactly 1 chunk on a stage: use 1",

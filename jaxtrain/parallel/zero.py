@@ -1,63 +1,166 @@
-"""ZeRO: which dimension of a parameter's gradient and optimizer state is shared out over the data axis, and the reduction
-that leaves it so (Rajbhandari et al. 2020; stage 1: optimizer state).
+"""ZeRO (Rajbhandari et al. 2020): what the data axis shares out, and the collectives that this takes.
 
-Where embedding and head are the same on every stage, their optimizer state is shared out over `stage` as well.
+    stage 0   nothing
+    stage 1   the optimizer's state
+    stage 2   the gradients' sums too: every microbatch's gradients are reduced as they are made
+    stage 3   the parameters too: gathered layer by layer inside an op, or all of them once a step
+
+A parameter is shared out along one of its own dimensions. Where embedding and head are the same on every stage, their optimizer state is
+shared out over `stage` as well. The functions below run inside the runtime's manual region, on a device's part of one parameter (with
+or without the leading dimensions of a stack of layers).
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.mesh import BATCH_AXES, DATA, MODEL, STAGE, psum, psum_scatter
-from jaxtrain.sharding import mesh_axes, spec
+from jaxtrain.sharding import is_split, mesh_axes, spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Zero:
+    """What is done when. stage: 0 to 3; gather: parameters of stage 3, by "layer" inside ops or all once a "step"; reduce: gradients once
+    a "step", or each "microbatch"; dtype: of gradients on their way."""
+
+    stage: int = 1
+    gather: str = "layer"
+    reduce: str = "step"
+    dtype: jnp.dtype = jnp.dtype("float32")
+
+    @property
+    def gathers_in_ops(self) -> bool:
+        return self.stage == 3 and self.gather == "layer"
+
+    @property
+    def reduces_in_ops(self) -> bool:
+        return self.reduce == "microbatch"
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How one gradient leaves the devices that made parts of it.
+    """Where a parameter's gradient and optimizer state lie, and how the gradient gets there.
 
-    sum_axes:     mesh axes over which it is only summed
-    scatter_axes: mesh axes over which the sum is left scattered, along `dim` of the array
-    storage:      its sharding with those axes (the optimizer state's); `unscattered` is the parameter's own
+    sum_axes:     mesh axes over which the gradient is only summed
+    scatter_axes: mesh axes over which the sum is left scattered, along dimension `dim` of the parameter's own; data comes first
+    lead:         dimensions before the parameter's own (stage, layer)
+    whole:        the parameter's sharding if nothing is shared out
+    sharded:      its sharding if it is shared out over data
+    storage:      shared out over all of `scatter_axes`, as the optimizer's state is
     """
 
     sum_axes: tuple[str, ...]
     scatter_axes: tuple[str, ...]
     dim: int
+    lead: int
+    whole: PartitionSpec
+    sharded: PartitionSpec
     storage: PartitionSpec
-    unscattered: PartitionSpec
+
+    @property
+    def over_data(self) -> bool:
+        return DATA in self.scatter_axes
+
+    def axis(self, x: jax.Array) -> int:
+        """The dimension of an array, a stack's or a layer's, that is shared out."""
+        return self.dim + x.ndim - (len(self.whole) - self.lead)
 
 
 def plan(axes: tuple[str | None, ...], shape: tuple[int, ...], own: int, mesh: Mesh, zero: int) -> Reduction:
     """The reduction of a gradient with logical `axes` and `shape`, whose first `own` dimensions are not the parameter's own
     (stage, layer). Where no dimension divides, it is summed and stays whole."""
-    parameter = spec(axes)
-    copies = BATCH_AXES if any(STAGE in mesh_axes(part) for part in parameter) else (*BATCH_AXES, STAGE)
-    candidates = [(STAGE, DATA), (DATA,)] if STAGE in copies else [(DATA,)]
+    whole = spec(axes)
+    copies = BATCH_AXES if any(STAGE in mesh_axes(part) for part in whole) else (*BATCH_AXES, STAGE)
+    candidates = [(DATA, STAGE), (DATA,)] if STAGE in copies else [(DATA,)]
+
+    def shared(dim: int, names: tuple[str, ...]) -> PartitionSpec:
+        parts = list(whole)
+        parts[dim] = names[0] if len(names) == 1 else names or None
+        return PartitionSpec(*parts)
+
     for names in candidates if zero else []:
+        names = tuple(n for n in names if mesh.shape[n] > 1)
         size = math.prod(mesh.shape[n] for n in names)
         for dim in range(own, len(shape)):
-            if size > 1 and parameter[dim] is None and shape[dim] % size == 0:
-                parts = list(parameter)
-                parts[dim] = names if len(names) > 1 else names[0]
+            if size > 1 and whole[dim] is None and shape[dim] % size == 0:
                 rest = tuple(a for a in copies if a not in names)
-                return Reduction(rest, names, dim, PartitionSpec(*parts), parameter)
-    return Reduction(copies, (), 0, parameter, parameter)
+                sharded = shared(dim, tuple(n for n in names if n == DATA))
+                return Reduction(rest, names, dim - own, own, whole, sharded, shared(dim, names))
+    return Reduction(copies, (), 0, own, whole, whole, whole)
 
 
-def reduce(gradient: jax.Array, how: Reduction, dtype) -> jax.Array:
-    """Inside the manual region: this device's sum → the sum over all, its own part of it where it is scattered."""
+def _over_model(fn: Callable, split: PartitionSpec, x: jax.Array, out: PartitionSpec | None = None) -> jax.Array:
+    """fn on each device's part over `model`. Left to the partitioner, a collective over another axis gathers the whole array over `model`
+    first, whatever the constraints around it."""
+    return jax.shard_map(fn, in_specs=(split,), out_specs=split if out is None else out, axis_names={MODEL}, check_vma=False)(x)
+
+
+def _own_split(how: Reduction, x: jax.Array) -> PartitionSpec:
+    return PartitionSpec(*(MODEL if MODEL in mesh_axes(part) else None for part in how.whole[len(how.whole) - x.ndim :]))
+
+
+def gather(part: jax.Array, how: Reduction) -> jax.Array:
+    """A parameter of stage 3, whole on each data shard."""
+    if not how.over_data:
+        return part
+    dim = how.axis(part)
+    return _over_model(lambda a: lax.all_gather(a, DATA, axis=dim, tiled=True), _own_split(how, part), part)
+
+
+def reduce(gradient: jax.Array, how: Reduction, dtype, axes: tuple[str, ...] | None = None) -> jax.Array:
+    """This device's sum → float32, the sum over all devices, its own part where that is scattered; over these mesh `axes` alone."""
+    scatter = tuple(a for a in how.scatter_axes if axes is None or a in axes)
+    sums = tuple(a for a in how.sum_axes if axes is None or a in axes)
 
     def move(part):
         part = part.astype(dtype)
-        if how.scatter_axes:
-            part = psum_scatter(part, how.scatter_axes, how.dim)
-        return psum(part, how.sum_axes).astype(jnp.float32)
+        if scatter:
+            part = psum_scatter(part, scatter, how.axis(part))
+        return psum(part, sums).astype(jnp.float32)
 
-    # Each device of `model` reduces its own part: the partitioner would gather the whole gradient over `model` first, whatever the
-    # constraints around the reduce-scatter.
-    split = PartitionSpec(*(MODEL if MODEL in mesh_axes(part) else None for part in how.unscattered))
-    return jax.shard_map(move, in_specs=(split,), out_specs=split, axis_names={MODEL}, check_vma=False)(gradient)
+    return _over_model(move, _own_split(how, gradient), gradient)
+
+
+def reduce_in_op(gradient: jax.Array, how: Reduction, dtype) -> jax.Array:
+    """A microbatch's gradient, summed over data, this device's part of it; whole and its own where it is not shared out over data."""
+    return reduce(gradient, how, dtype, (DATA,)) if how.over_data else gradient
+
+
+def reduce_rest(gradient: jax.Array, how: Reduction, dtype) -> jax.Array:
+    """After the step, what `reduce_in_op` left to do."""
+    rest = tuple(a for a in (*how.scatter_axes, *how.sum_axes) if not (how.over_data and a == DATA))
+    return reduce(gradient, how, dtype, rest)
+
+
+def resized(shape: tuple[int, ...], how: Reduction, shards: int, up: bool) -> tuple[int, ...]:
+    """A device's shape of a parameter that is whole over data, from the one with `shards` parts of it (`up`), or the other way."""
+    dim = how.dim + len(shape) - (len(how.whole) - how.lead)
+    size = shape[dim] * shards if up else shape[dim] // shards
+    return (*shape[:dim], size, *shape[dim + 1 :]) if how.over_data else shape
+
+
+# --- a table shared out by columns: the tokens' rows travel, not the table --------------------------------------------------------------
+
+
+def all_rows(x: jax.Array) -> jax.Array:
+    """[batch, …] of each data shard → [shards · batch, …]."""
+    return lax.all_gather(x, DATA, axis=0, tiled=True)
+
+
+def _activation(x: jax.Array) -> PartitionSpec:
+    return PartitionSpec(None, MODEL if is_split("sequence") else None)
+
+
+def to_own_rows(x: jax.Array) -> jax.Array:
+    """This device's columns of all shards' rows → all columns of its own rows: [shards · batch, T, D/shards] → [batch, T, D]."""
+    return _over_model(lambda a: lax.all_to_all(a, DATA, 0, 2, tiled=True), _activation(x), x)
+
+
+def to_own_columns(x: jax.Array) -> jax.Array:
+    """The opposite: [batch, T, D] → [shards · batch, T, D/shards]."""
+    return _over_model(lambda a: lax.all_to_all(a, DATA, 2, 0, tiled=True), _activation(x), x)

@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.mesh import STAGE, psum
+from jaxtrain.mesh import DATA, STAGE, psum
 from jaxtrain.models.transformer import Parts, add_position_gradient, default_positions
 from jaxtrain.parallel.vocabulary import add_lookup_gradient
+from jaxtrain.parallel.zero import Zero, all_rows, gather, reduce_in_op, resized, to_own_columns, to_own_rows
+from jaxtrain.sharding import constrain
 from jaxtrain.training.loss import loss_and_gradients, loss_sum
 
 State = dict[str, Any]
@@ -28,12 +30,15 @@ def take(a, i):
 class Ends:
     """first, last: the stages of the model's first and last unit. `shared`: vocabulary parallel.
 
+    `zero` and `how` (Reductions of embed and head) say what of the parameters is here, and what of their gradients stays.
+
     The methods read `embed`, `head` (parameters) and `batch` of a state, and take the microbatch `k`. In a shared op the arrays that
     only the first or the last stage has may hold anything elsewhere, and results are right on all stages.
     """
 
-    def __init__(self, parts: Parts, loss_chunk: int, dtype, first: int, last: int, shared: bool):
-        self.parts, self.loss_chunk, self.dtype, self.shared = parts, loss_chunk, dtype, shared
+    def __init__(self, parts: Parts, loss_chunk: int, dtype, first: int, last: int, shared: bool, zero: Zero, how: dict):
+        self.parts, self.loss_chunk, self.dtype, self.shared, self.zero = parts, loss_chunk, dtype, shared, zero
+        self._how = {k: how[k] for k in ("embed", "head")}
         self._first, self._last = first, last
         self._over = (STAGE,) if shared else ()
 
@@ -64,27 +69,59 @@ class Ends:
         """Of this stage's part of a table."""
         return lax.axis_index(STAGE) * table.shape[0] if self.shared else 0
 
+    # ------------------------------------------------------------------ between data shards
+
+    def _whole(self, params, how):
+        return jax.tree.map(gather, params, how) if self.zero.gathers_in_ops else params
+
+    def _open(self, sums, how, specs):
+        """What a microbatch's gradients are added to: the sums, or whole zeros where these are this device's part of them."""
+        if not self.zero.reduces_in_ops:
+            return sums
+        zeros = lambda a, h, s: constrain(jnp.zeros(resized(a.shape, h, lax.axis_size(DATA), up=True), a.dtype), s.axes)
+        return jax.tree.map(lambda a, h, s: zeros(a, h, s) if h.over_data else a, sums, how, specs)
+
+    def _close(self, sums, added, how):
+        """The sums, after gradients were added to what `_open` gave."""
+        if not self.zero.reduces_in_ops:
+            return added
+        return jax.tree.map(lambda a, new, h: a + reduce_in_op(new, h, self.zero.dtype) if h.over_data else new, sums, added, how)
+
     # ------------------------------------------------------------------ the ops
 
     def embed(self, s: State, k):
         """→ the first unit's input [B, T, D]."""
         tokens, positions = self._tokens(s, k)
-        x = self.parts.embed(s["embed"], tokens - self._first_row(s["embed"]["table"]), self.dtype, method="lookup")
-        return self.parts.embed(s["embed"], psum(x, self._over) if self.shared else x, positions, method="place")
+        params, how = dict(s["embed"]), self._how["embed"]
+        by_columns = self.zero.gathers_in_ops and how["table"].over_data
+        rows = (all_rows(tokens) if by_columns else tokens) - self._first_row(params["table"])
+        x = self.parts.embed(params, rows, self.dtype, method="lookup")
+        x = to_own_rows(x) if by_columns else x
+        if "positions" in params:
+            params["positions"] = self._whole(params["positions"], how["positions"])
+        return self.parts.embed(params, psum(x, self._over) if self.shared else x, positions, method="place")
 
     def embed_gradient(self, s: State, k, g) -> State:
         """→ the embedding's gradient sums with the gradient of `embed`'s result."""
         tokens, positions = self._tokens(s, k)
-        sums = s["grad_embed"]
-        new = {**sums, "table": add_lookup_gradient(sums["table"], tokens - self._first_row(sums["table"]), self._of(g, self._first))}
+        sums, how = s["grad_embed"], self._how["embed"]
+        whole, first = self._of(g, self._first), self._first_row(sums["table"])
+        if self.zero.reduces_in_ops and how["table"].over_data:
+            whole, tokens = to_own_columns(whole), all_rows(tokens)
+        new = {**sums, "table": add_lookup_gradient(sums["table"], tokens - first, whole)}
         if "positions" in sums:
-            new["positions"] = add_position_gradient(sums["positions"], positions, self._only(g, self._first))
+            own = sums["positions"], how["positions"]
+            added = add_position_gradient(self._open(*own, self.parts.specs["embed"]["positions"]), positions, self._only(g, self._first))
+            new["positions"] = self._close(own[0], added, own[1])
         return {"grad_embed": new}
 
-    def _head_params(self, tree: State, prefix: str = "") -> State:
-        """The head's parameters, or their gradient sums: with the embedding table where the two are tied."""
+    def _head_tree(self, tree: State, prefix: str = "") -> State:
+        """The head's parameters, their gradient sums, or what is known of them: with the embedding table where the two are tied."""
         tied = {"table": tree[f"{prefix}embed"]["table"]} if self.parts.cfg.tied_embeddings else {}
         return {"head": tree[f"{prefix}head"], **tied}
+
+    def _head_params(self, s: State) -> State:
+        return self._whole(self._head_tree(s), self._head_tree(self._how))
 
     def _logits(self, params):
         """(head, what is known of its part of the vocabulary)."""
@@ -101,11 +138,14 @@ class Ends:
 
     def loss_and_gradients(self, s: State, k, y) -> tuple[State, jax.Array]:
         """→ (loss and gradient sums with this microbatch's, gradient of the last unit's output)."""
-        params, sums = self._head_params(s), self._head_params(s, "grad_")
+        params, sums = self._head_params(s), self._head_tree(s, "grad_")
         head, part = self._logits(params)
         targets, weights = self.batch(s, k, "targets", "weights")
         y = self._of(y, self._last)
-        loss, sums, g = loss_and_gradients(head, params, sums, y, targets, weights, self.loss_chunk, **part)
+        how = self._head_tree(self._how)
+        opened = self._open(sums, how, self._head_tree(self.parts.specs))
+        loss, added, g = loss_and_gradients(head, params, opened, y, targets, weights, self.loss_chunk, **part)
+        sums = self._close(sums, added, how)
         new: State = {"loss": s["loss"] + self._only(loss, self._last), "grad_head": sums["head"]}
         if "table" in sums:
             new["grad_embed"] = {**s["grad_embed"], "table": sums["table"]}

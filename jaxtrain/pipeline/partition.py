@@ -269,6 +269,11 @@ class Split:
             env.update(zip(eq.outvars, _bind(eq, [read(a) for a in eq.invars]), strict=True))
         return [read(a) for a in outputs]
 
+    def reads(self, op: str) -> list[bool]:
+        """Which of the parameters' leaves an op reads: "forward", "input", "weight", "both"; the "whole" layer reads all."""
+        used = {a for eq in self._equations.get(op, ()) for a in _variables(eq.invars)}
+        return [op == "whole" or p in used for p in self._params]
+
     def _with_residuals(self, residuals: Sequence) -> dict:
         return dict(zip(self._kept, residuals, strict=True))
 

@@ -15,10 +15,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import BATCH_AXES, MANUAL_AXES, STAGE, psum
+from jaxtrain.mesh import BATCH_AXES, DATA, MANUAL_AXES, STAGE, psum
 from jaxtrain.models.layers import SPLIT
+from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
-from jaxtrain.parallel.zero import Reduction, reduce
+from jaxtrain.parallel.zero import Reduction, Zero, gather, reduce, reduce_rest, resized
 from jaxtrain.pipeline.columns import columns, permutes, results
 from jaxtrain.pipeline.ends import Ends
 from jaxtrain.pipeline.layers import LayerStack, slots
@@ -26,7 +27,7 @@ from jaxtrain.pipeline.partition import Split, keep_all, keep_matmuls
 from jaxtrain.pipeline.placement import Placement
 from jaxtrain.pipeline.slots import Program
 from jaxtrain.pipeline.tick import Accumulate, Tick
-from jaxtrain.sharding import constrain, restricted, spec
+from jaxtrain.sharding import constrain, restricted
 
 BATCH = P(None, BATCH_AXES)  # [microbatch, row, token]
 
@@ -36,21 +37,23 @@ class Runtime:
     """What a pipelined evaluation of the model needs to know.
 
     program: the table with its slots; None on one stage, where a row is a microbatch, forward and backward at once
-    reductions: pytree like the parameters, of `Reduction`s; None for forwards and losses alone
+    reductions: pytree like the parameters, of `Reduction`s; `zero`: what they mean when
+    forward_only: losses alone
     remat: what the backward computes again: full (F keeps a unit's input), selective (all but products with weights), none
     loss_chunk: tokens whose logits may exist at a time
-    compute, reduce: dtypes of activations, and of the gradient on its way over the data axis
+    compute: dtype of activations
     """
 
     parts: Parts
     placement: Placement
     program: Program | None
     mesh: Mesh
-    reductions: dict | None
+    reductions: dict
+    zero: Zero = Zero()
+    forward_only: bool = False
     remat: str = "full"
     loss_chunk: int = 2048
     compute: jnp.dtype = jnp.dtype("float32")
-    reduce: jnp.dtype = jnp.dtype("float32")
 
     def __call__(self, params: dict, batch: dict, rows: dict | None = None):
         """→ (mean loss over the global batch's weighted tokens, their number, gradients), or without gradients.
@@ -59,11 +62,10 @@ class Runtime:
         kept apart. Gradients are float32, in the layout of `reductions`. `rows`: the columns by name, int32 [rows, stages], where it is
         not the table's own rows that are to be run (benchmarks/pipeline.py).
         """
-        specs = {k: jax.tree.map(lambda s: restricted(spec(s.axes), MANUAL_AXES), self.parts.specs[k]) for k in ("embed", "head")}
-        specs["layers"] = jax.tree.map(lambda _: P(STAGE), params["layers"])
+        specs = jax.tree.map(lambda r: restricted(r.sharded if self.zero.stage == 3 else r.whole, MANUAL_AXES), self.reductions)
         out_specs: tuple = (P(), P())
-        if self.reductions is not None:
-            out_specs += (jax.tree.map(lambda r: restricted(r.storage, MANUAL_AXES), self.reductions, is_leaf=_is_reduction),)
+        if not self.forward_only:
+            out_specs += (jax.tree.map(lambda r: restricted(r.storage, MANUAL_AXES), self.reductions),)
         microbatches = batch["tokens"].shape[0]
         if rows is None:
             rows = columns(self.program) if self.program else {"microbatch": np.arange(microbatches, dtype=np.int32)[:, None]}
@@ -84,7 +86,7 @@ class Runtime:
         tick, state = self._tick(constants)
         state, _ = lax.scan(lambda s, row: (tick(s, row), None), state, {k: a[:, 0] for k, a in rows.items()})
         loss = psum(state["loss"], (*BATCH_AXES, STAGE))
-        if self.reductions is None:
+        if self.forward_only:
             return loss, constants["count"]
         sums = {
             "embed": state["grad_embed"],
@@ -92,16 +94,22 @@ class Runtime:
             "head": state["grad_head"],
         }
         with jax.named_scope("reduce_gradients"):
-            gradients = jax.tree.map(lambda r, g: reduce(g, r, self.reduce), self.reductions, sums, is_leaf=_is_reduction)
+            left = reduce_rest if self.zero.reduces_in_ops else reduce
+            gradients = jax.tree.map(lambda r, g: left(g, r, self.zero.dtype), self.reductions, sums)
         return loss, constants["count"], gradients
 
     def _constants(self, params, batch) -> dict[str, Any]:
         """What no op changes: parameters in the compute type, and the batch, its weights divided by their global sum."""
         specs = self.parts.specs
         cast = lambda s, a: a.astype(self.compute) if s.matrix else a
-        constants = {k: jax.tree.map(cast, specs[k], params[k]) for k in ("embed", "head")}
-        for c in range(self.placement.chunks):
-            constants[f"layers{c}"] = jax.tree.map(lambda s, a: cast(s, a[0]), specs["layer"], params["layers"][str(c)])
+        params = {k: jax.tree.map(cast, specs[k], params[k]) for k in ("embed", "head")} | {
+            "layers": {c: jax.tree.map(lambda s, a: cast(s, a[0]), specs["layer"], p) for c, p in params["layers"].items()}
+        }
+        if self.zero.stage == 3 and not self.zero.gathers_in_ops:
+            with jax.named_scope("gather"):
+                params = jax.tree.map(lambda r, a: gather(a, r), self.reductions, params)
+        constants = {"embed": params["embed"], "head": params["head"]}
+        constants |= {f"layers{c}": p for c, p in params["layers"].items()}
         count = psum(batch["weights"].astype(jnp.float32).sum(), BATCH_AXES)
         return constants | {"batch": batch | {"weights": batch["weights"] / jnp.maximum(count, 1)}, "count": count}
 
@@ -109,22 +117,31 @@ class Runtime:
         """The scan's body, and the state before the first row."""
         place = self.placement.place
         shared = self.program is not None and self.program.table.vocabulary == "parallel"
-        ends = Ends(self.parts, self.loss_chunk, self.compute, place[0], place[-1], shared)
+        ends = Ends(self.parts, self.loss_chunk, self.compute, place[0], place[-1], shared, self.zero, self.reductions)
         payload = (*constants["batch"]["tokens"].shape[1:], self.parts.cfg.width)
         split = self._split(payload, jax.eval_shape(lambda c: ends.extra(c, 0), constants))
-        stacks = [LayerStack(self._layer, split, self.placement, u, lax.axis_index(STAGE)) for u in range(self.placement.chunks)]
+        stacks = [
+            LayerStack(self._layer, split, self.placement, u, lax.axis_index(STAGE), self.zero, self.reductions["layers"][str(u)])
+            for u in range(self.placement.chunks)
+        ]
         state: dict[str, Any] = {"loss": jnp.zeros(())}
-        if self.reductions is not None:
-            specs = self.parts.specs
-            sums = lambda *lead: (
-                lambda s, p: constrain(jnp.zeros((*lead, *p.shape[len(lead) :]), jnp.float32), (*(None for _ in lead), *s.axes))
-            )
-            state |= {f"grad_{k}": jax.tree.map(sums(), specs[k], constants[k]) for k in ("embed", "head")}
+        if not self.forward_only:
+            specs, how = self.parts.specs, self.reductions
+            state |= {f"grad_{k}": jax.tree.map(self._sums, specs[k], how[k], constants[k]) for k in ("embed", "head")}
             for u in range(self.placement.chunks):
-                state[f"grad{u}"] = jax.tree.map(sums(self.placement.rows(u)), specs["layer"], constants[f"layers{u}"])
+                state[f"grad{u}"] = jax.tree.map(self._sums, specs["layer"], how["layers"][str(u)], constants[f"layers{u}"])
         if self.program is None:
-            return Accumulate(ends, stacks[0], self.remat == "full", self.reductions is None, constants), state
+            return Accumulate(ends, stacks[0], self.remat == "full", self.forward_only, constants), state
         return Tick(ends, stacks, self.program, constants), state | self._buffers(split, payload)
+
+    def _sums(self, s: Spec, how: Reduction, parameter) -> jax.Array:
+        """Zeros for a parameter's gradient sums, given the parameter as the ops get it."""
+        shards, shape = self.mesh.shape[DATA], parameter.shape
+        if self.zero.gathers_in_ops:
+            shape = resized(shape, how, shards, up=True)
+        if self.zero.reduces_in_ops:
+            shape = resized(shape, how, shards, up=False)
+        return constrain(jnp.zeros(shape, jnp.float32), (*(None for _ in shape[len(s.axes) :]), *s.axes))
 
     def _layer(self, params, x, extra):
         return self.parts.block(params, x, *extra)
@@ -171,7 +188,3 @@ class Runtime:
             "residual_w": pool("residual_w", for_w),
             "stash": pool("stash", split.stash),
         }
-
-
-def _is_reduction(x) -> bool:
-    return isinstance(x, Reduction)

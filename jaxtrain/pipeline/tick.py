@@ -48,7 +48,10 @@ class Accumulate:
     constants: State
 
     def __call__(self, state: State, row: Mapping[str, jax.Array]) -> State:
-        s, k = {**self.constants, **state}, row["microbatch"]
+        constants, k = self.constants, row["microbatch"]
+        if self.ends.zero.gathers_in_ops:  # or XLA gathers once, before the scan, what does not depend on the microbatch
+            constants, k = lax.optimization_barrier((constants, k))
+        s = {**constants, **state}
         layers, extra = s["layers0"], self.ends.extra(s, k)
         with jax.named_scope("embed"):
             x = self.ends.embed(s, k)

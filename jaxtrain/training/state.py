@@ -2,8 +2,8 @@
 
     state = {"params": {"embed": …, "layers": {"0": …, "1": …}, "head": …}, "optimizer": optax state, "step": int32}
 
-"layers"[c] holds chunk c of all stages, leaves [stages, rows, …] (pipeline/placement.py). Parameters are whole on every
-data shard; optimizer state is scattered over it (parallel/zero.py).
+"layers"[c] holds chunk c of all stages, leaves [stages, rows, …] (pipeline/placement.py). What is whole on every data shard, and what
+is scattered over it, is ZeRO's stage (parallel/zero.py).
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ class Layout:
     @property
     def shardings(self) -> dict:
         """Of the parameters."""
-        return self._shardings("unscattered")
+        return self._shardings("sharded" if self.zero == 3 else "whole")
 
     @property
     def scattered(self) -> dict:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.mesh import BATCH_AXES
 from jaxtrain.models.transformer import Parts, build
+from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.runtime import BATCH, Runtime
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.training.optimizer import learning_rate, make_optimizer
@@ -22,7 +23,7 @@ from jaxtrain.training.state import Layout, abstract_state
 # XLA's options by platform, without which the program is not what it should be. Early permutes run beside a row's ops; an op with
 # collectives in it is put beside another collective only if all together stay below this limit.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
-    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_experimental_parallel_collective_overlap_limit": 1024}
 }
 
 
@@ -66,9 +67,12 @@ def make_step(config, mesh: Mesh) -> Step:
     layout = Layout(parts, setup.placement, mesh, config.parallel.zero, jnp.dtype(precision.params))
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
     rate = learning_rate(config.optimizer, config.train.steps)
-    types = {"loss_chunk": config.model.loss_chunk, "compute": jnp.dtype(precision.compute), "reduce": jnp.dtype(precision.reduce)}
-    gradients = Runtime(parts, setup.placement, setup.train, mesh, layout.reductions, config.pipeline.remat, **types)
-    evaluate = Runtime(parts, setup.placement, setup.evaluate, mesh, None, **types)
+    zero = Zero(config.parallel.zero, config.parallel.gather, config.parallel.reduce, jnp.dtype(precision.reduce))
+    runtime = functools.partial(
+        Runtime, parts, setup.placement, mesh=mesh, reductions=layout.reductions, zero=zero, loss_chunk=config.model.loss_chunk
+    )
+    gradients = runtime(setup.train, remat=config.pipeline.remat, compute=jnp.dtype(precision.compute))
+    evaluate = runtime(setup.evaluate, forward_only=True, compute=jnp.dtype(precision.compute))
 
     def train(state, batch):
         loss, tokens, grads = gradients(state["params"], batch)

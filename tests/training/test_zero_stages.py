@@ -1,0 +1,104 @@
+"""ZeRO's stages: the same training as on one device, the memory of the paper's formulas, and no more communication than they need."""
+
+import collections
+
+import hlo
+import jax
+import pytest
+import small
+from plain_loop import CLIP, assert_same, reference, train
+
+from jaxtrain import config as configs
+from jaxtrain.training.step import abstract_batch, make_step
+
+ENDS, SHARED = {"pipeline.vocabulary": "end_stages"}, {"pipeline.vocabulary": "parallel"}
+TIED = {"model.tied_embeddings": True}
+GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+# data × stage × model, schedule, repeats, microbatches, zero, changes
+CASES = {
+    "2, data 8": ((8, 1, 1), "1f1b", 1, 2, 2, {}),
+    "3, data 8, none": ((8, 1, 1), "1f1b", 1, 2, 3, {"pipeline.remat": "none"}),
+    "3, data 4, model 2": ((4, 1, 2), "1f1b", 1, 2, 3, GPT2),
+    "3, reduced once": ((4, 1, 1), "1f1b", 1, 2, 3, {"parallel.reduce": "step", **TIED}),
+    "1, reduced each microbatch": ((2, 2, 1), "1f1b", 1, 3, 1, {"parallel.reduce": "microbatch", **ENDS}),
+    "3, gathered once": ((2, 2, 1), "1f1b", 1, 3, 3, {"parallel.gather": "step", "mesh.replica": 2}),
+    "2, interleaved, ends": ((2, 2, 2), "interleaved", 2, 4, 2, {**ENDS, **GPT2}),
+    "3, zb_v, ends, tied": ((2, 2, 2), "zb_v", 2, 4, 3, {"pipeline.remat": "none", **ENDS, **TIED}),
+    "3, uneven stages": ((2, 4, 1), "zb_h1", 1, 5, 3, {"model.layers": 7, "pipeline.remat": "selective", **SHARED}),
+    "3, nothing divides": ((3, 2, 1), "1f1b", 1, 2, 3, {"data.batch_size": 12, **SHARED}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_training(case):
+    mesh, schedule, repeats, microbatches, zero, changes = CASES[case]
+    changes = {"parallel.zero": zero, "model.layers": 5, "data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP} | changes
+    cfg = small.config(mesh, schedule, repeats, microbatches, changes)
+    assert_same(train(cfg), reference(cfg))
+
+
+# --- the compiled program --------------------------------------------------------------------------------------------------------
+
+DATA, LAYERS, MICROBATCHES, ROWS, LENGTH = 8, 3, 5, 1, 16
+
+
+def compiled(which: str, **changes):
+    """(the step, its program, XLA's account of its memory) on 8 data shards; by field, with "__" in place of the dot."""
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    shapes = {"model.layers": LAYERS, "model.vocab_size": 64, "data.batch_size": DATA * MICROBATCHES * ROWS, "data.sequence_length": LENGTH}
+    cfg = small.config((DATA, 1, 1), "1f1b", 1, MICROBATCHES, shapes | changes)
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        state = step.abstract_state()
+        argument = state if which == "train" else state["params"]
+        made = getattr(step, which).lower(argument, abstract_batch(cfg, step)).compile()
+    return step, hlo.Program(made.as_text()), made.memory_analysis()
+
+
+@pytest.mark.parametrize("zero, whole, shared", [(0, 16, 0), (1, 8, 8), (2, 4, 12), (3, 0, 16)])
+def test_memory(zero, whole, shared):
+    """Rajbhandari et al. 2020, with float32 gradients: bytes per parameter that a device has, and that the data shards share."""
+    step, program, memory = compiled("train", parallel__zero=zero)
+    parameters, targets = step.parts.parameter_count, MICROBATCHES * ROWS * LENGTH
+    # The scan carries the parameters, the weights of the loss, and the sums.
+    scan = program.loop(MICROBATCHES)
+    floats = sum(size for kind, size in zip(scan.types, scan.sizes, strict=True) if kind == "f32")
+    sums = floats - targets - (parameters // DATA if zero == 3 else parameters)
+    wanted = (whole + shared / DATA) * parameters
+    has = memory.argument_size_in_bytes - 3 * 4 * targets + 4 * sums
+    assert abs(has - wanted) < 0.03 * wanted, (has, wanted)
+
+
+def elements(program: hlo.Program) -> collections.Counter:
+    """Elements that a device gets from each kind of collective in a step."""
+    found: collections.Counter = collections.Counter()
+    for i, times in program.executed(program.entry):
+        if i.collective:
+            found[i.collective] += times * sum(i.sizes)
+    return found
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_each_layer_is_gathered_for_its_op_and_reduced_after_it(remat):
+    step, program, _ = compiled("gradients", parallel__zero=3, pipeline__remat=remat)
+    size = lambda tree: sum(s.size for s in jax.tree.leaves(tree))
+    layer, head, width = size(step.parts.specs["layer"]), size(step.parts.specs["head"]), step.parts.cfg.width
+    tokens = ROWS * LENGTH
+    found = elements(program)
+    assert found["all-gather"] == MICROBATCHES * (2 * LAYERS * layer + head + DATA * tokens)
+    assert found["reduce-scatter"] == MICROBATCHES * (LAYERS * layer + head) // DATA
+    assert found["all-to-all"] == MICROBATCHES * 2 * tokens * width  # rows of the embedding, and their gradients; not the table
+    assert found["all-reduce"] <= 8  # the loss and the number of tokens
+
+
+def test_gathered_once_a_step():
+    step, program, _ = compiled("gradients", parallel__zero=3, parallel__gather="step", parallel__reduce="step")
+    found = elements(program)
+    assert found["all-gather"] == step.parts.parameter_count and found["reduce-scatter"] == step.parts.parameter_count // DATA
+    assert not found["all-to-all"]
+
+
+def test_settings_without_a_use_are_refused():
+    base = configs.replace(small.SMALL, {"mesh.data": 8})
+    assert base.resolve().parallel.reduce == "step"
+    assert configs.replace(base, {"parallel.zero": 2}).resolve().parallel.reduce == "microbatch"
