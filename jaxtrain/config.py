@@ -120,7 +120,7 @@ class MeshConfig:
     replica: int = setting(1, "data parallel over slices or clusters")
     data: int = setting(-1, "data parallel; ZeRO shards over it")
     stage: int = setting(1, "pipeline stages")
-    context: int = setting(1, "context parallel; only 1 for now")
+    context: int = setting(1, "context parallel: the sequence")
     expert: int = setting(1, "expert parallel; only 1 for now")
     model: int = setting(1, "tensor and sequence parallel, inside a node")
 
@@ -137,6 +137,11 @@ class ParallelConfig:
         "auto",
         "gradients cross the data axis once a step or each microbatch; auto: step for zero 0 and 1",
         choices=("auto", "step", "microbatch"),
+    )
+    context: str = setting(
+        "all_gather",
+        "attention over mesh.context: all_gather, of keys and values; ulysses, exchange of heads",
+        choices=("all_gather", "ulysses"),
     )
 
 

@@ -283,6 +283,31 @@ def _model_axis_divides(c: Config) -> Broken | None:
     return None
 
 
+def _context_axis_divides(c: Config) -> Broken | None:
+    """The sequence is cut into two chunks for each device of `context`, and those over `model`; ulysses cuts heads over both."""
+    size, model, m = c.mesh.context, max(c.mesh.model, 1), c.model
+    if size <= 1:
+        return None
+    tokens = c.data.sequence_length
+    parts = 2 * size * model
+    if tokens % parts:
+        over = f", each cut by mesh.model={model}" if model > 1 else ""
+        longer = [parts * n for n in (tokens // parts, tokens // parts + 1) if n]
+        fits = (n for n in _near(size, _divisors(tokens)) if tokens % (2 * n * model) == 0 or n == 1)
+        fixes = itertools.chain(_set("mesh.context", fits), _set("data.sequence_length", longer))
+        return Broken(
+            "mesh.context", f"makes two chunks a device{over}: {parts} parts, which do not divide data.sequence_length={tokens}", fixes
+        )
+    heads = math.gcd(m.heads, m.kv_heads)
+    if c.parallel.context == "ulysses" and heads % (size * model):
+        path, number = ("model.kv_heads", m.kv_heads) if m.heads % (size * model) == 0 else ("model.heads", m.heads)
+        over = f"mesh.context={size}" + (f" · mesh.model={model}" if model > 1 else "")
+        fits = (n for n in _near(size, _divisors(heads)) if heads % (n * model) == 0 and tokens % (2 * n * model) == 0)
+        fixes = itertools.chain([{"parallel.context": "all_gather"}], _set("mesh.context", fits))
+        return Broken("parallel.context", f"cuts heads, and {over} does not divide {path}={number}", fixes)
+    return None
+
+
 def _zero_settings_have_a_use(c: Config) -> Broken | None:
     p = c.parallel
     if p.reduce == "microbatch" and p.zero == 0:
@@ -398,6 +423,7 @@ RULES: tuple[Callable[[Config], Broken | None], ...] = (
     _sample_fits_positions,
     _bytes_fit_vocabulary,
     _masked_fields_are_read,
+    _context_axis_divides,
     _zero_settings_have_a_use,
     _schedule_has_its_repeats,
     _table_settings_have_a_use,
@@ -435,7 +461,7 @@ def _axes_are_sizes(c: Config, devices: int | None) -> Broken | None:
 
 
 def _axes_are_built(c: Config, devices: int | None) -> Broken | None:
-    for axis in ("context", "expert"):
+    for axis in ("expert",):
         if getattr(c.mesh, axis) != 1:
             return Broken(f"mesh.{axis}", f"asks for {axis} parallelism, which is not built yet", _set(f"mesh.{axis}", [1]))
     return None

@@ -5,7 +5,7 @@ Six axes, slowest network first; all always exist, with size 1 where they are no
     replica   copies of the model across slices or clusters (plain data parallelism for now)
     data      the batch; ZeRO shards the optimizer's state over it
     stage     pipeline stages
-    context   the sequence (not used yet)
+    context   the sequence, in zigzag order
     expert    experts (not used yet)
     model     tensor and sequence parallelism, inside a node
 """
@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh
 
 REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES = ("replica", "data", "stage", "context", "expert", "model")
 BATCH_AXES = (REPLICA, DATA, EXPERT)
+SUM_AXES = (*BATCH_AXES, CONTEXT)  # devices with tokens of their own: losses and gradients are summed over them
 MANUAL_AXES = (REPLICA, DATA, STAGE, CONTEXT, EXPERT)  # the runtime's own; `model` is left to the partitioner
 
 

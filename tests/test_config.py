@@ -56,7 +56,15 @@ RULES = [
     ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1, or -1 for what is left: use 1"),
     ({"mesh.stage": -2}, "mesh.stage=-2 must be at least 1, or -1 for what is left: use 1"),
     ({"mesh.stage": -1}, "mesh.stage=-1 is the second -1 beside mesh.data: one axis may be: use 1"),
-    ({"mesh.context": 2}, "mesh.context=2 asks for context parallelism, which is not built yet: use 1"),
+    (
+        {"mesh.context": 3, "mesh.data": 1},
+        "mesh.context=3 makes two chunks a device, each cut by mesh.model=2: 12 parts, which do not divide data.sequence_length=128: use 2",
+    ),
+    (
+        {"mesh.context": 4, "parallel.context": "ulysses"},
+        "parallel.context='ulysses' cuts heads, and mesh.context=4 · mesh.model=2 does not divide model.kv_heads=4: use 'all_gather'",
+    ),
+    ({"parallel.context": "ring"}, "parallel.context='ring' is unknown: use 'all_gather' or 'ulysses'"),
     ({"mesh.expert": 2}, "mesh.expert=2 asks for expert parallelism, which is not built yet: use 1"),
     ({"optimizer.name": "adamv"}, "optimizer.name='adamv' is unknown: use 'adamw'"),
     ({"model.norm": "batch"}, "model.norm='batch' is unknown: use 'rmsnorm' or 'layernorm'"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.models.layers import Dense, gather_sequence, rotary
+from jaxtrain.parallel import context
 from jaxtrain.parallel.heads import over_heads, row_major
 from jaxtrain.sharding import constrain
 
@@ -80,12 +81,12 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with N query heads in K groups."""
+    """Causal self-attention with N query heads in K groups. over: how it goes over a split sequence (parallel/context.py)."""
 
-    def __init__(self, cfg, residual_std):
+    def __init__(self, cfg, residual_std, over="all_gather"):
         self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, cfg.head_dim
         self.rotary_base = cfg.rotary_base if cfg.positions == "rotary" else None
-        self.implementation = cfg.attention
+        self.implementation, self.over = cfg.attention, over
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, cfg.biases)
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, cfg.biases)
@@ -106,13 +107,21 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """Over whole sequences; with segments (int32 [B, T]) a token sees its own segment alone."""
         q, k, v = self.project(x_BTD, positions_BT)
+        if context.size() == 1:
+            y = self._causal(q, k, v, segments_BT)
+        elif self.over == "ulysses":
+            y = context.attend_by_heads(self._causal, q, k, v, segments_BT)
+        else:
+            y = context.attend_by_gather(lambda q, k, v, mask: attend(q, k, v, mask, self.implementation), q, k, v, segments_BT)
+        return self.out(y.reshape(*y.shape[:2], -1))
+
+    def _causal(self, q, k, v, segments_BT):
         mask = None
         if segments_BT is not None:
-            t = x_BTD.shape[1]
+            t = q.shape[1]
             causal = jnp.tril(jnp.ones((t, t), bool))
             mask = (segments_BT[:, None, :, None] == segments_BT[:, None, None, :]) & causal
-        y = attend(q, k, v, mask, self.implementation, causal=True)
-        return self.out(y.reshape(*y.shape[:2], -1))
+        return attend(q, k, v, mask, self.implementation, causal=True)
 
     def cached(self, x_BTD, positions_BT, cache, start):
         """T more tokens at `start` after those in the cache (keys and values, each [B, S, K, H]) → output, new cache."""

@@ -64,10 +64,10 @@ def add_position_gradient(positions_PD, positions_BT, g_BTD) -> jax.Array:
 class Block(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, cfg):
+    def __init__(self, cfg, over="all_gather"):
         residual_std = cfg.init_std / math.sqrt(2 * cfg.layers)  # GPT-2: the residual stream's variance stays put with depth
         self.attention_norm, self.mlp_norm = Norm(cfg), Norm(cfg)
-        self.attention = Attention(cfg, residual_std)
+        self.attention = Attention(cfg, residual_std, over)
         self.mlp = MLP(cfg, residual_std)
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
@@ -144,14 +144,15 @@ class Parts:
         return self.cfg.layers * layer + self.cfg.vocab_size * self.cfg.width
 
 
-def build(cfg, model_shards: int = 1, stage_shards: int = 1) -> Parts:
+def build(cfg, model_shards: int = 1, stage_shards: int = 1, over: str = "all_gather") -> Parts:
     """The parts of the model that a (resolved) model config describes.
 
-    Its vocabulary is padded for `model_shards`, times `stage_shards` where the stages share it.
+    Its vocabulary is padded for `model_shards`, times `stage_shards` where the stages share it. `over`: how attention goes over a
+    sequence that several devices share (parallel/context.py).
     """
     rows = padded_vocabulary(cfg.vocab_size, model_shards * stage_shards)
     vocab = "staged_vocab" if stage_shards > 1 else "vocab"
-    embed, block, head = Embedder(cfg, rows, vocab), Block(cfg), Head(cfg, rows, vocab)
+    embed, block, head = Embedder(cfg, rows, vocab), Block(cfg, over), Head(cfg, rows, vocab)
     tree = {"embed": specs(embed), "layer": specs(block), "head": specs(head)}
     return Parts(cfg, tree, functional(embed), functional(block), functional(head))
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.mesh import BATCH_AXES, DATA, MODEL, STAGE, psum, psum_scatter
+from jaxtrain.mesh import DATA, MODEL, STAGE, SUM_AXES, psum, psum_scatter
 from jaxtrain.sharding import is_split, mesh_axes, spec
 
 
@@ -75,7 +75,7 @@ def plan(axes: tuple[str | None, ...], shape: tuple[int, ...], own: int, mesh: M
     """The reduction of a gradient with logical `axes` and `shape`, whose first `own` dimensions are not the parameter's own
     (stage, layer). Where no dimension divides, it is summed and stays whole."""
     whole = spec(axes)
-    copies = BATCH_AXES if any(STAGE in mesh_axes(part) for part in whole) else (*BATCH_AXES, STAGE)
+    copies = SUM_AXES if any(STAGE in mesh_axes(part) for part in whole) else (*SUM_AXES, STAGE)
     candidates = [(DATA, STAGE), (DATA,)] if STAGE in copies else [(DATA,)]
 
     def shared(dim: int, names: tuple[str, ...]) -> PartitionSpec:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.mesh import DATA, STAGE, psum
-from jaxtrain.models.transformer import Parts, add_position_gradient, default_positions
+from jaxtrain.models.transformer import Parts, add_position_gradient
+from jaxtrain.parallel import context
 from jaxtrain.parallel.vocabulary import add_lookup_gradient
 from jaxtrain.parallel.zero import Zero, all_rows, gather, reduce_in_op, resized, to_own_columns, to_own_rows
 from jaxtrain.sharding import constrain
@@ -54,7 +55,7 @@ class Ends:
 
     def _tokens(self, s: State, k):
         tokens, positions = self.batch(s, k, "tokens", "positions")
-        return tokens, default_positions(tokens) if positions is None else positions
+        return tokens, context.positions(tokens.shape[1]) if positions is None else positions
 
     # ------------------------------------------------------------------ between stages
 

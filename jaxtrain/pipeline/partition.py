@@ -22,6 +22,7 @@ from jax.extend.core import Literal
 # Values that cost no arithmetic: a stash keeps what they were made from.
 VIEWS = frozenset(
     "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice concatenate sharding_constraint layout_constraint "
+    "all_gather "  # costs no arithmetic either: a device keeps its own part
     "eq ne ge gt le lt and or not optimization_barrier".split()
 )
 # Values that cost one pass over their operands, which fuses with what reads them: not kept beside all of those.

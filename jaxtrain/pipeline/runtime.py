@@ -15,10 +15,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import BATCH_AXES, DATA, MANUAL_AXES, STAGE, psum
+from jaxtrain.mesh import BATCH_AXES, CONTEXT, DATA, MANUAL_AXES, STAGE, SUM_AXES, psum
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
+from jaxtrain.parallel import context
 from jaxtrain.parallel.zero import Reduction, Zero, gather, reduce, reduce_rest, resized
 from jaxtrain.pipeline.columns import columns, permutes, results
 from jaxtrain.pipeline.ends import Ends
@@ -29,7 +30,7 @@ from jaxtrain.pipeline.slots import Program
 from jaxtrain.pipeline.tick import Accumulate, Tick
 from jaxtrain.sharding import constrain, restricted
 
-BATCH = P(None, BATCH_AXES)  # [microbatch, row, token]
+BATCH = P(None, BATCH_AXES, CONTEXT)  # [microbatch, row, token]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,6 +78,8 @@ class Runtime:
             axis_names=set(MANUAL_AXES),
             check_vma=False,
         )
+        if (parts := self.mesh.shape[CONTEXT]) > 1:
+            batch = {k: context.zigzag(a, parts) for k, a in batch.items()}
         return run(params, batch, {k: jnp.asarray(a) for k, a in rows.items()})
 
     # ------------------------------------------------------------------ inside the manual region
@@ -85,7 +88,7 @@ class Runtime:
         constants = self._constants(params, batch)
         tick, state = self._tick(constants)
         state, _ = lax.scan(lambda s, row: (tick(s, row), None), state, {k: a[:, 0] for k, a in rows.items()})
-        loss = psum(state["loss"], (*BATCH_AXES, STAGE))
+        loss = psum(state["loss"], (*SUM_AXES, STAGE))
         if self.forward_only:
             return loss, constants["count"]
         sums = {
@@ -110,7 +113,7 @@ class Runtime:
                 params = jax.tree.map(lambda r, a: gather(a, r), self.reductions, params)
         constants = {"embed": params["embed"], "head": params["head"]}
         constants |= {f"layers{c}": p for c, p in params["layers"].items()}
-        count = psum(batch["weights"].astype(jnp.float32).sum(), BATCH_AXES)
+        count = psum(batch["weights"].astype(jnp.float32).sum(), SUM_AXES)
         return constants | {"batch": batch | {"weights": batch["weights"] / jnp.maximum(count, 1)}, "count": count}
 
     def _tick(self, constants) -> tuple[Callable, dict[str, Any]]:
@@ -155,7 +158,7 @@ class Runtime:
         return Split(self._layer, row, jax.ShapeDtypeStruct(payload, self.compute), extra, keep)
 
     def slot_bytes(self, rows: int, tokens: int, documents: bool) -> dict[str, int]:
-        """Pool → bytes of one of its slots on a device, for microbatches of `rows` sequences there, `documents` kept apart or not.
+        """Pool → bytes of one of its slots on a device, for microbatches of `rows` × `tokens` there, `documents` kept apart or not.
 
         Everything in a slot counts as split over `model`.
         """

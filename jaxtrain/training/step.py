@@ -12,7 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtrain.mesh import BATCH_AXES
+from jaxtrain.mesh import BATCH_AXES, CONTEXT
 from jaxtrain.models.transformer import Parts, build
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.runtime import BATCH, Runtime
@@ -63,7 +63,7 @@ def make_step(config, mesh: Mesh) -> Step:
     """The step for a resolved config on a mesh; nothing is compiled yet. Raises ConfigError for a schedule that does not fit."""
     precision, setup = config.precision, make_setup(config)
     shared = setup.train is not None and setup.table.vocabulary == "parallel"
-    parts = build(config.model, mesh.shape["model"], mesh.shape["stage"] if shared else 1)
+    parts = build(config.model, mesh.shape["model"], mesh.shape["stage"] if shared else 1, config.parallel.context)
     layout = Layout(parts, setup.placement, mesh, config.parallel.zero, jnp.dtype(precision.params))
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
     rate = learning_rate(config.optimizer, config.train.steps)
@@ -88,7 +88,9 @@ def make_step(config, mesh: Mesh) -> Step:
     jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
     jitted = jit(train, donate_argnums=0, out_shardings=(state_shardings, None))
     rows = config.data.batch_size // config.pipeline.microbatches // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    slot_bytes = functools.partial(gradients.slot_bytes, rows, config.data.sequence_length, not config.data.attend_across_documents)
+    slot_bytes = functools.partial(
+        gradients.slot_bytes, rows, config.data.sequence_length // mesh.shape[CONTEXT], not config.data.attend_across_documents
+    )
     return Step(parts, layout, setup, optimizer, jitted, jit(evaluate), jit(gradients), slot_bytes)
 
 

@@ -1,0 +1,96 @@
+"""Context parallelism: the sequence split over the `context` axis, and attention over all of it.
+
+Device i of c holds chunks i and 2c − 1 − i of the 2c that a sequence is cut into (zigzag, as for Llama 3, Dubey et al. 2024, section
+3.3.2), so that under a causal mask all have the same work. Everything but attention is local to a token. Two ways to attend:
+
+    all_gather  keys and values of the whole sequence come to every device, whose queries stay; again in the backward, so that no device
+                keeps them. The first chunk's queries see the first half of the sequence at most: three quarters of the scores are computed
+    ulysses     queries, keys and values are exchanged for all tokens of a part of the heads, and the results back (Jacobs et al. 2023)
+
+Inside the runtime's manual region these functions speak of the device's own part; where the context has one device, and outside of
+the region, sequences are whole and they do nothing.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.mesh import CONTEXT, MODEL
+
+HEADS = P(None, None, MODEL)
+
+
+def size() -> int:
+    """Into how many parts sequences are split here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[CONTEXT] != AxisType.Manual:
+        return 1
+    return mesh.shape[CONTEXT]
+
+
+def zigzag(x: jax.Array, parts: int) -> jax.Array:
+    """[…, T] in the order of the text → in the order of the devices."""
+    order = np.stack([np.arange(parts), 2 * parts - 1 - np.arange(parts)], 1).reshape(-1)
+    return x.reshape(*x.shape[:-1], 2 * parts, -1)[..., order, :].reshape(x.shape)
+
+
+def positions(tokens: int) -> jax.Array:
+    """int32 [1, T] of this device's tokens."""
+    parts = size()
+    if parts == 1:
+        return jnp.arange(tokens, dtype=jnp.int32)[None]
+    chunk, i = tokens // 2, lax.axis_index(CONTEXT)
+    first = jnp.stack([i, 2 * parts - 1 - i]).astype(jnp.int32) * chunk
+    return (first[:, None] + jnp.arange(chunk, dtype=jnp.int32)).reshape(1, -1)
+
+
+def _in_text_order(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
+    """Whole sequences in the order of the devices → of the text."""
+    chunks = jnp.split(x, 2 * parts, dim)
+    return jnp.concatenate([*chunks[0::2], *reversed(chunks[1::2])], dim)
+
+
+def _in_device_order(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
+    chunks = jnp.split(x, 2 * parts, dim)
+    return jnp.concatenate([chunks[n] for i in range(parts) for n in (i, 2 * parts - 1 - i)], dim)
+
+
+def _over_heads(fn: Callable, x: jax.Array) -> jax.Array:
+    """fn on each device's own heads, [batch, token, heads, head dimension]; left to the partitioner it would gather them first."""
+    return jax.shard_map(fn, in_specs=(HEADS,), out_specs=HEADS, axis_names={MODEL}, check_vma=False)(x)
+
+
+def _gathered(x: jax.Array, dim: int = 1) -> jax.Array:
+    return lax.all_gather(x, CONTEXT, axis=dim, tiled=True)
+
+
+def attend_by_gather(attend: Callable, q, k, v, segments) -> jax.Array:
+    """attend(q, k, v, mask) over whole sequences; q, k, v are this device's [B, T, heads, head dimension]."""
+    parts, t = size(), q.shape[1]
+    k, v = (_over_heads(lambda a: _in_text_order(_gathered(a), parts), a) for a in (k, v))
+    own = positions(t)
+    documents = None if segments is None else (segments, _in_text_order(_gathered(segments), parts))
+    out = []
+    for first, keys in ((0, k.shape[1] // 2), (t // 2, k.shape[1])):
+        rows = slice(first, first + t // 2)
+        at = jnp.arange(keys, dtype=jnp.int32)[None]
+        mask = own[:, None, rows, None] >= at[:, None, None, :]
+        if documents is not None:
+            mask &= documents[0][:, None, rows, None] == documents[1][:, None, None, :keys]
+        out.append(attend(q[:, rows], k[:, :keys], v[:, :keys], mask))
+    return jnp.concatenate(out, 1)
+
+
+def attend_by_heads(attend: Callable, q, k, v, segments) -> jax.Array:
+    """attend(q, k, v, segments) over whole sequences of a part of the heads."""
+    parts = size()
+    to_heads = lambda a: _in_text_order(lax.all_to_all(a, CONTEXT, 2, 1, tiled=True), parts)
+    to_tokens = lambda a: lax.all_to_all(_in_device_order(a, parts), CONTEXT, 1, 2, tiled=True)
+    q, k, v = (_over_heads(to_heads, a) for a in (q, k, v))
+    whole = None if segments is None else _in_text_order(_gathered(segments), parts)
+    return _over_heads(to_tokens, attend(q, k, v, whole))
