@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import AXES, BATCH_AXES, MANUAL_AXES, MODEL, make_mesh
+from jaxtrain.mesh import AXES, MANUAL_AXES, MODEL, SUM_AXES, make_mesh
 from jaxtrain.parallel.zero import plan, reduce
 
 LAYER = ("stage", "layer", "width", "heads")
@@ -17,18 +17,18 @@ TABLE = ("vocab", "width")
 def test_a_layer_is_shared_out_over_data():
     mesh = make_mesh((1, 2, 2, 1, 1, 2))
     how = plan(LAYER, (2, 3, 8, 16), 2, mesh, zero=1)
-    assert (how.scatter_axes, how.dim, how.sum_axes) == (("data",), 0, ("replica", "expert"))
+    assert (how.scatter_axes, how.dim, how.sum_axes) == (("data",), 0, ("replica", "expert", "context"))
     assert how.storage == P("stage", None, "data", "model") and how.whole == P("stage", None, None, "model")
 
 
 def test_embedding_and_head_are_shared_out_over_stages_too():
     mesh = make_mesh((1, 2, 2, 1, 1, 2))
     how = plan(TABLE, (62, 8), 0, mesh, zero=1)
-    assert (how.scatter_axes, how.dim, how.sum_axes) == (("data", "stage"), 1, ("replica", "expert"))
+    assert (how.scatter_axes, how.dim, how.sum_axes) == (("data", "stage"), 1, ("replica", "expert", "context"))
     assert how.storage == P("model", ("data", "stage"))
     # 4 does not divide the width: over data alone, and summed over stages.
     how = plan(TABLE, (62, 6), 0, mesh, zero=1)
-    assert (how.scatter_axes, how.dim, how.sum_axes) == (("data",), 1, ("replica", "expert", "stage"))
+    assert (how.scatter_axes, how.dim, how.sum_axes) == (("data",), 1, ("replica", "expert", "context", "stage"))
 
 
 def test_what_stays_whole():
@@ -39,7 +39,7 @@ def test_what_stays_whole():
     ):
         how = plan(axes, shape, own, mesh, zero)
         assert how.scatter_axes == () and how.storage == how.whole
-        assert how.sum_axes == BATCH_AXES
+        assert how.sum_axes == SUM_AXES
     assert plan(LAYER, (1, 3, 8, 16), 2, make_mesh((8, 1, 1, 1, 1, 1)), 1).scatter_axes == ()  # replicas keep all
 
 
