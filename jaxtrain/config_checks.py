@@ -461,10 +461,9 @@ def _axes_are_sizes(c: Config, devices: int | None) -> Broken | None:
 
 
 def _axes_are_built(c: Config, devices: int | None) -> Broken | None:
-    for axis in ("expert",):
-        if getattr(c.mesh, axis) != 1:
-            return Broken(f"mesh.{axis}", f"asks for {axis} parallelism, which is not built yet", _set(f"mesh.{axis}", [1]))
-    return None
+    if c.mesh.expert == 1:
+        return None
+    return Broken("mesh.expert", "asks for expert parallelism, which is not built yet", _set("mesh.expert", [1]))
 
 
 def _head_size_is_whole(c: Config, devices: int | None) -> Broken | None:

@@ -11,7 +11,7 @@ Six axes, slowest network first; all always exist, with size 1 where they are no
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -68,6 +68,12 @@ def describe(mesh: Mesh) -> list[str]:
             where = "inside a process" if len(per_process) == 1 else f"across {len(per_process)} processes"
             lines.append(f"  {name}: {where}, devices {', '.join(str(d.id) for d in along[:8])}{' …' if len(along) > 8 else ''}")
     return lines
+
+
+def over_model(fn: Callable, in_specs, out_specs) -> Callable:
+    """fn on each device's part over `model`; the other axes stay as they are. Left to the partitioner, a collective over another axis
+    gathers the whole array over `model` first, whatever the constraints around it."""
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False)
 
 
 def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:

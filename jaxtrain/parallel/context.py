@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import CONTEXT, MODEL
+from jaxtrain.mesh import CONTEXT, MODEL, over_model
 
 HEADS = P(None, None, MODEL)
 
@@ -61,8 +61,8 @@ def _in_device_order(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
 
 
 def _over_heads(fn: Callable, x: jax.Array) -> jax.Array:
-    """fn on each device's own heads, [batch, token, heads, head dimension]; left to the partitioner it would gather them first."""
-    return jax.shard_map(fn, in_specs=(HEADS,), out_specs=HEADS, axis_names={MODEL}, check_vma=False)(x)
+    """fn on each device's own heads, [batch, token, heads, head dimension]."""
+    return over_model(fn, (HEADS,), HEADS)(x)
 
 
 def _gathered(x: jax.Array, dim: int = 1) -> jax.Array:

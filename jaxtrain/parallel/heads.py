@@ -7,7 +7,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import MODEL
+from jaxtrain.mesh import MODEL, over_model
 
 
 def _splits() -> bool:
@@ -27,13 +27,7 @@ def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask:
         return kernel(q, k, v, mask)
     heads = P(None, None, MODEL)
     masks = () if mask is None else (mask,)
-    run = jax.shard_map(
-        lambda q, k, v, *m: kernel(q, k, v, m[0] if m else None),
-        in_specs=(heads, heads, heads, *(P() for _ in masks)),
-        out_specs=heads,
-        axis_names={MODEL},
-        check_vma=False,
-    )
+    run = over_model(lambda q, k, v, *m: kernel(q, k, v, m[0] if m else None), (heads, heads, heads, *(P() for _ in masks)), heads)
     return run(q, k, v, *masks)
 
 
@@ -44,7 +38,7 @@ def _row_major(x: jax.Array) -> jax.Array:
     if not _splits():
         return fixed(x)
     heads = P(None, None, MODEL)
-    return jax.shard_map(fixed, in_specs=(heads,), out_specs=heads, axis_names={MODEL}, check_vma=False)(x)
+    return over_model(fixed, (heads,), heads)(x)
 
 
 @jax.custom_vjp

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import MODEL, psum_scatter
+from jaxtrain.mesh import MODEL, over_model, psum_scatter
 from jaxtrain.sharding import is_split
 
 
@@ -18,11 +18,6 @@ def _rows(tokens: jax.Array, rows: int, first=0) -> jax.Array:
     """Token ids as rows of the part of a table that begins at row `first`; `rows` (out of range) where they are elsewhere."""
     local = tokens - first
     return jnp.where((local >= 0) & (local < rows), local, rows)
-
-
-def _over_model(fn, in_specs, out_specs):
-    """fn on each device's part over `model`; the mesh's other axes stay as they are."""
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False)
 
 
 def _take(table: jax.Array, rows: jax.Array) -> jax.Array:
@@ -39,7 +34,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
         rows = part.shape[0]
         return psum_scatter(_take(part, _rows(tokens, rows, lax.axis_index(MODEL) * rows)), MODEL, dim=1)
 
-    return _over_model(local, (P(MODEL), P()), P(None, MODEL))(table, tokens)
+    return over_model(local, (P(MODEL), P()), P(None, MODEL))(table, tokens)
 
 
 def add_lookup_gradient(accumulator: jax.Array, tokens: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -52,4 +47,4 @@ def add_lookup_gradient(accumulator: jax.Array, tokens: jax.Array, gradient: jax
         rows, whole = part.shape[0], lax.all_gather(gradient, MODEL, axis=1, tiled=True)
         return add(part, _rows(tokens, rows, lax.axis_index(MODEL) * rows), whole)
 
-    return _over_model(local, (P(MODEL), P(), P(None, MODEL)), P(MODEL))(accumulator, tokens, gradient)
+    return over_model(local, (P(MODEL), P(), P(None, MODEL)), P(MODEL))(accumulator, tokens, gradient)

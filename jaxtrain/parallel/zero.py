@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.mesh import DATA, MODEL, STAGE, SUM_AXES, psum, psum_scatter
+from jaxtrain.mesh import DATA, MODEL, STAGE, SUM_AXES, over_model, psum, psum_scatter
 from jaxtrain.sharding import is_split, mesh_axes, spec
 
 
@@ -66,9 +66,9 @@ class Reduction:
     def over_data(self) -> bool:
         return DATA in self.scatter_axes
 
-    def axis(self, x: jax.Array) -> int:
-        """The dimension of an array, a stack's or a layer's, that is shared out."""
-        return self.dim + x.ndim - (len(self.whole) - self.lead)
+    def axis(self, ndim: int) -> int:
+        """The dimension that is shared out of an array with so many, a stack's or a layer's."""
+        return self.dim + ndim - (len(self.whole) - self.lead)
 
 
 def plan(axes: tuple[str | None, ...], shape: tuple[int, ...], own: int, mesh: Mesh, zero: int) -> Reduction:
@@ -94,10 +94,8 @@ def plan(axes: tuple[str | None, ...], shape: tuple[int, ...], own: int, mesh: M
     return Reduction(copies, (), 0, own, whole, whole, whole)
 
 
-def _over_model(fn: Callable, split: PartitionSpec, x: jax.Array, out: PartitionSpec | None = None) -> jax.Array:
-    """fn on each device's part over `model`. Left to the partitioner, a collective over another axis gathers the whole array over `model`
-    first, whatever the constraints around it."""
-    return jax.shard_map(fn, in_specs=(split,), out_specs=split if out is None else out, axis_names={MODEL}, check_vma=False)(x)
+def _on_parts(fn: Callable, split: PartitionSpec, x: jax.Array) -> jax.Array:
+    return over_model(fn, (split,), split)(x)
 
 
 def _own_split(how: Reduction, x: jax.Array) -> PartitionSpec:
@@ -108,8 +106,8 @@ def gather(part: jax.Array, how: Reduction) -> jax.Array:
     """A parameter of stage 3, whole on each data shard."""
     if not how.over_data:
         return part
-    dim = how.axis(part)
-    return _over_model(lambda a: lax.all_gather(a, DATA, axis=dim, tiled=True), _own_split(how, part), part)
+    dim = how.axis(part.ndim)
+    return _on_parts(lambda a: lax.all_gather(a, DATA, axis=dim, tiled=True), _own_split(how, part), part)
 
 
 def reduce(gradient: jax.Array, how: Reduction, dtype, axes: tuple[str, ...] | None = None) -> jax.Array:
@@ -120,10 +118,10 @@ def reduce(gradient: jax.Array, how: Reduction, dtype, axes: tuple[str, ...] | N
     def move(part):
         part = part.astype(dtype)
         if scatter:
-            part = psum_scatter(part, scatter, how.axis(part))
+            part = psum_scatter(part, scatter, how.axis(part.ndim))
         return psum(part, sums).astype(jnp.float32)
 
-    return _over_model(move, _own_split(how, gradient), gradient)
+    return _on_parts(move, _own_split(how, gradient), gradient)
 
 
 def reduce_in_op(gradient: jax.Array, how: Reduction, dtype) -> jax.Array:
@@ -139,7 +137,7 @@ def reduce_rest(gradient: jax.Array, how: Reduction, dtype) -> jax.Array:
 
 def resized(shape: tuple[int, ...], how: Reduction, shards: int, up: bool) -> tuple[int, ...]:
     """A device's shape of a parameter that is whole over data, from the one with `shards` parts of it (`up`), or the other way."""
-    dim = how.dim + len(shape) - (len(how.whole) - how.lead)
+    dim = how.axis(len(shape))
     size = shape[dim] * shards if up else shape[dim] // shards
     return (*shape[:dim], size, *shape[dim + 1 :]) if how.over_data else shape
 
@@ -158,9 +156,9 @@ def _activation(x: jax.Array) -> PartitionSpec:
 
 def to_own_rows(x: jax.Array) -> jax.Array:
     """This device's columns of all shards' rows → all columns of its own rows: [shards · batch, T, D/shards] → [batch, T, D]."""
-    return _over_model(lambda a: lax.all_to_all(a, DATA, 0, 2, tiled=True), _activation(x), x)
+    return _on_parts(lambda a: lax.all_to_all(a, DATA, 0, 2, tiled=True), _activation(x), x)
 
 
 def to_own_columns(x: jax.Array) -> jax.Array:
     """The opposite: [batch, T, D] → [shards · batch, T, D/shards]."""
-    return _over_model(lambda a: lax.all_to_all(a, DATA, 2, 0, tiled=True), _activation(x), x)
+    return _on_parts(lambda a: lax.all_to_all(a, DATA, 2, 0, tiled=True), _activation(x), x)

@@ -265,7 +265,7 @@ def test_a_gradient_gathered_over_model_is_found(monkeypatch):
     """What the partitioner makes of a reduce-scatter that leaves `model` to it."""
 
     def reduce(gradient, how, dtype):
-        return lax.psum_scatter(gradient, how.scatter_axes, scatter_dimension=how.axis(gradient), tiled=True)
+        return lax.psum_scatter(gradient, how.scatter_axes, scatter_dimension=how.axis(gradient.ndim), tiled=True)
 
     monkeypatch.setattr(runtime, "reduce", reduce)
     found = odd_reductions(compile_program((2, 2, 2), *SMALLEST[1:]))
