@@ -332,13 +332,13 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
 # --- jax -------------------------------------------------------------------------------------------------------------------------
 
 
-def start_jax(namespace: types.SimpleNamespace) -> None:
+def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) -> None:
     """Sets up jax's devices, compilation cache and, in a run of several processes, jax.distributed. Call it before jax is used.
 
     `--cpu_devices=N` simulates N CPU devices. Where nothing asks for a number of devices, jax finds no accelerator and the run is a
-    single process, 8 are simulated, and a line on stdout says so.
+    single process, 8 are simulated, and a line on stdout says so. `config`: of what will run, if known.
     """
-    set_xla_flags(os.environ)
+    set_xla_flags(os.environ, config is not None and (config.model.experts or config.model.mtp_depth) > 0)
     import jax  # not before the config is known to be right: this takes a second, and a mistake should not
 
     from jaxtrain import cluster
@@ -357,9 +357,13 @@ def start_jax(namespace: types.SimpleNamespace) -> None:
         print(f"no accelerator found: simulating {jax.device_count()} CPU devices (--cpu_devices=N for another number)", flush=True)
 
 
-def set_xla_flags(environment: Any) -> None:
-    """Gives XLA's CPU collectives time, where the user does not say how much: simulated devices share a few cores, and XLA ends the
-    process when a collective waits too long (40 s) for its slowest device."""
+def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
+    """Gives XLA's CPU collectives time and threads, where the user does not say how much: simulated devices share a few cores, and XLA ends
+    the process when a collective waits too long (40 s) for its slowest device.
+
+    side_by_side: an op may have several collectives that do not depend on each other. One that waits holds a thread, and XLA makes as many
+    threads as there are devices: where all wait, none is left for those waited for. More threads cost a tenth of a step's CPU time.
+    """
     words = environment.get("XLA_FLAGS", "").split()
     names = {word.partition("=")[0] for word in words}
     for kind in ("call_warn_stuck", "call_terminate", ""):
@@ -367,6 +371,8 @@ def set_xla_flags(environment: Any) -> None:
         if name not in names:
             words.append(f"{name}=3000")
     environment["XLA_FLAGS"] = " ".join(words)
+    if side_by_side:
+        environment.setdefault("NPROC", "32")  # what XLA takes for the number of cores
 
 
 def use_compilation_cache() -> None:

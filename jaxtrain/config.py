@@ -79,8 +79,28 @@ class ModelConfig:
     width: int = setting(128, "size of the residual stream", at_least=1)
     heads: int = setting(4, "query heads", at_least=1)
     kv_heads: int = setting(0, "key/value heads, shared by heads/kv_heads query heads each; 0: as many as heads", at_least=0)
-    head_dim: int = setting(0, "size of one head; 0: width/heads", at_least=0)
+    head_dim: int = setting(0, "size of one head (mla: of its part without rotation); 0: width/heads", at_least=0)
+    attention: str = setting("gqa", "grouped-query attention, or multi-head latent attention", choices=("gqa", "mla"))
+    query_rank: int = setting(0, "mla: size of the queries' latent; 0: queries straight from the residual stream", at_least=0)
+    kv_rank: int = setting(0, "mla: size of the latent of keys and values", at_least=0)
+    rope_head_dim: int = setting(0, "mla: size of the rotated part of a head, whose key all heads share", at_least=0)
+    value_head_dim: int = setting(0, "mla: size of one head of the values; 0: head_dim", at_least=0)
     mlp_width: int = setting(0, "size of the MLP's hidden layer; 0: 4·width", at_least=0)
+    experts: int = setting(0, "experts of a layer, of which a token takes some, in the place of its MLP; 0: one MLP for all", at_least=0)
+    dense_layers: int = setting(0, "layers with one MLP for all, beside and before the `layers` with experts", at_least=0)
+    experts_per_token: int = setting(2, "experts that a token takes", at_least=1)
+    shared_experts: int = setting(0, "experts beside these that all tokens take", at_least=0)
+    expert_width: int = setting(0, "size of an expert's hidden layer; 0: mlp_width", at_least=0)
+    router: str = setting("softmax", "an expert's weight: softmax over all, or sigmoid of its own", choices=("softmax", "sigmoid"))
+    router_scale: float = setting(1.0, "factor of the weights of a token's experts, which add up to 1", above=0)
+    router_groups: int = setting(1, "groups of experts (nodes), of which a token takes experts from router_group_limit", at_least=1)
+    router_group_limit: int = setting(1, "groups from which a token takes experts", at_least=1)
+    capacity_factor: float = setting(
+        0.0, "most tokens of a sequence for an expert, over an even share: what is beyond is dropped; 0: nothing is", at_least=0
+    )
+    balance_rate: float = setting(0.001, "step of the biases that even out the experts' load, without a loss", at_least=0)
+    balance_loss: float = setting(0.0001, "weight of the loss of uneven load in each sequence", at_least=0)
+    z_loss: float = setting(0.0, "weight of the router's z-loss, of large logits", at_least=0)
     vocab_size: int = setting(257, "token ids that the model knows (257: bytes and the document separator)", at_least=2)
     norm: str = setting("rmsnorm", "normalisation", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = setting(1e-5, "added to the variance in a normalisation", above=0)
@@ -89,9 +109,11 @@ class ModelConfig:
     rotary_base: float = setting(10000.0, "base of the rotary wavelengths (theta)", above=1)
     max_positions: int = setting(0, "rows of the learned position table, in tokens; 0: data.sequence_length", at_least=0)
     tied_embeddings: bool = setting(False, "the output matrix is the embedding table")
+    mtp_depth: int = setting(0, "tokens beyond the next that training predicts, each by a module of one layer; 0: none", at_least=0)
+    mtp_weight: float = setting(0.3, "weight of these predictions' mean loss", above=0)
     biases: bool = setting(False, "biases in the dense layers (and in layernorm)")
     init_std: float = setting(0.02, "standard deviation of the initial weights", above=0)
-    attention: str = setting("auto", "implementation of attention; auto: by platform", choices=("auto", "xla", "cudnn"))
+    attention_kernel: str = setting("auto", "implementation of attention; auto: by platform", choices=("auto", "xla", "cudnn"))
     loss_chunk: int = setting(2048, "tokens per device whose logits exist at a time", at_least=1)
 
 
@@ -117,11 +139,11 @@ class DataConfig:
 class MeshConfig:
     """Sizes of the mesh axes, slowest network first; their product is the number of devices, and one may be -1: what is left."""
 
-    replica: int = setting(1, "data parallel over slices or clusters")
+    replica: int = setting(1, "data parallel over slices or clusters: every step, or with train.diloco_inner_steps now and then")
     data: int = setting(-1, "data parallel; ZeRO shards over it")
     stage: int = setting(1, "pipeline stages")
     context: int = setting(1, "context parallel: the sequence")
-    expert: int = setting(1, "expert parallel; only 1 for now")
+    expert: int = setting(1, "expert parallel: the experts; outside of them the batch")
     model: int = setting(1, "tensor and sequence parallel, inside a node")
 
 
@@ -140,8 +162,13 @@ class ParallelConfig:
     )
     context: str = setting(
         "all_gather",
-        "attention over mesh.context: all_gather, of keys and values; ulysses, exchange of heads",
-        choices=("all_gather", "ulysses"),
+        "attention over mesh.context: all_gather, of keys and values; ulysses, exchange of heads; ring, keys go round (one stage)",
+        choices=("all_gather", "ulysses", "ring"),
+    )
+    offload: str = setting(
+        "none",
+        "in the host's memory: optimizer, its state; activations, what the forward leaves for the backward; both",
+        choices=("none", "optimizer", "activations", "both"),
     )
 
 
@@ -162,7 +189,7 @@ class PipelineConfig:
     layer_costs: tuple[float, ...] = setting((), "relative cost of each layer, by which chunks are cut; empty: all alike")
     vocabulary: str = setting(
         "auto",
-        "embedding and head: parallel, over all stages; end_stages; auto: parallel, unless that is 5 % slower",
+        "embedding and head: parallel, over all stages; end_stages; auto: parallel, unless 5 % slower, or with dense_layers or mtp_depth",
         choices=("auto", "parallel", "end_stages"),
     )
     permute: str = setting(
@@ -189,6 +216,8 @@ class OptimizerConfig:
     b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
     b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)
     epsilon: float = setting(1e-8, "added to the root of the second moment", above=0)
+    outer_learning_rate: float = setting(0.7, "DiLoCo: learning rate of the exchange between replicas", above=0)
+    outer_momentum: float = setting(0.9, "DiLoCo: Nesterov momentum of the exchange", at_least=0, below=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +227,7 @@ class PrecisionConfig:
     params: str = setting("float32", "parameters and optimizer state", choices=("float32",))
     compute: str = setting("bfloat16", "activations and matmuls", choices=("bfloat16", "float32"))
     reduce: str = setting("float32", "gradients crossing the data axis", choices=("float32", "bfloat16"))
+    outer: str = setting("float32", "DiLoCo: what replicas exchange; int8: with a scale for each block", choices=("float32", "int8"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +235,7 @@ class TrainConfig:
     """The run."""
 
     steps: int = setting(100, "optimizer steps", at_least=1)
+    diloco_inner_steps: int = setting(0, "DiLoCo: steps between exchanges of mesh.replica; 0: replicas add up every gradient", at_least=0)
     seed: int = setting(0, "seed of the initial weights", at_least=0)
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
     eval_batches: int = setting(8, "batches in an evaluation", at_least=1)
@@ -245,13 +276,17 @@ class Config:
     metrics: MetricsConfig = MetricsConfig()
 
     def resolve(self) -> "Config":
-        """This config with dependent defaults (kv_heads, head_dim, mlp_width, max_positions; reduce; repeats) filled in."""
+        """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width, expert_width, max_positions; reduce;
+        repeats) filled in."""
         m = self.model
+        head_dim = m.head_dim or m.width // m.heads
         model = dataclasses.replace(
             m,
             kv_heads=m.kv_heads or m.heads,
-            head_dim=m.head_dim or m.width // m.heads,
+            head_dim=head_dim,
+            value_head_dim=m.value_head_dim or (head_dim if m.attention == "mla" else 0),
             mlp_width=m.mlp_width or 4 * m.width,
+            expert_width=m.expert_width or (m.mlp_width or 4 * m.width) * (m.experts > 0),
             max_positions=m.max_positions or self.data.sequence_length,
         )
         pipeline = dataclasses.replace(self.pipeline, repeats=self.pipeline.repeats or SCHEDULES.get(self.pipeline.schedule, (0, 0))[0])
@@ -259,6 +294,11 @@ class Config:
         if parallel.reduce == "auto":
             parallel = dataclasses.replace(parallel, reduce="step" if parallel.zero < 2 else "microbatch")
         return dataclasses.replace(self, model=model, parallel=parallel, pipeline=pipeline)
+
+
+def ends_with_layers(m: ModelConfig) -> str:
+    """The setting that puts layers beside the embedding or the head, which is then not shared by all stages; "" if none does."""
+    return next((f"model.{name}" for name in ("mtp_depth", "dense_layers") if getattr(m, name)), "")
 
 
 @functools.cache

@@ -28,8 +28,9 @@ from jaxtrain.config_checks import refuse_to_continue
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.plan.report import introduction
 from jaxtrain.training.sampling import sample_text
-from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
+from jaxtrain.training.state import initial_state, stored_shapes
 from jaxtrain.training.step import Step, make_step
 
 SAMPLE_TEMPERATURE = 0.8
@@ -66,8 +67,9 @@ def run(config: Config, workdir: str) -> None:
     with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
         # ------------------------------------------------------------ the step, compiled
         step = make_step(config, mesh)
+        apart = m.replica if config.train.diloco_inner_steps else 1
         load = lambda split, batches=None: closing.enter_context(
-            Loader(corpus, config.data, split, step.batch_sharding, config.pipeline.microbatches, batches)
+            Loader(corpus, config.data, split, step.batch_sharding, config.pipeline.microbatches, batches, apart)
         )
         data, held_out = load("train"), load("validation", config.train.eval_batches)
         abstract = step.abstract_state()
@@ -76,7 +78,8 @@ def run(config: Config, workdir: str) -> None:
         beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(1))
         first = None if start else beside.submit(initial_state, step.layout, step.optimizer, config.train.seed)
         train = _compile("step", step.train, abstract, data.specification())
-        _introduce(config, step, train, abstract, corpus, time.perf_counter() - began, say)
+        exchange = _compile("exchange", step.exchange, abstract) if step.exchange else None
+        _introduce(config, step, train, corpus, time.perf_counter() - began, say)
 
         # ------------------------------------------------------------ the state: restored or new
         saves = Checkpointer(
@@ -94,10 +97,10 @@ def run(config: Config, workdir: str) -> None:
                 at, state, {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()}
             )
 
-        evaluation = functools.cache(lambda: _compile("evaluation", step.evaluate, abstract["params"], held_out.specification()))
+        evaluation = functools.cache(lambda: _compile("evaluation", step.evaluate, abstract[step.trained], held_out.specification()))
 
         def evaluate(at: int, state: dict) -> float | None:
-            loss = _evaluate(evaluation(), held_out, state["params"]) if held_out.batches else None
+            loss = _evaluate(evaluation(), held_out, state[step.trained]) if held_out.batches else None
             if loss is not None:
                 log.write(at, validation_loss=loss)
                 progress.say(f"step {at}: validation loss {loss:.4f} nats a token")
@@ -116,20 +119,24 @@ def run(config: Config, workdir: str) -> None:
         stop = closing.enter_context(_stop_signals(mesh))
         at, waiting = start, None
         ahead: tuple | None = None
+        due = lambda every: at == config.train.steps or bool(every and at % every == 0)
         for batch in data.iterate(start, config.train.steps):
             profile.before(at)
             with jax.profiler.StepTraceAnnotation("train", step_num=at):
                 state, out = train(state, batch)
-            ahead, waiting = waiting, (at + 1, out, stop.ask())
-            # Results are read one step behind, so that the device never waits for the host.
-            stopping = ahead is not None and _report(ahead, config, data, rate, log, progress)
             at += 1
+            # Replicas that train apart ask each other nothing in between.
+            meet = exchange is None or due(config.train.diloco_inner_steps) or due(config.metrics.log_every)
+            ahead, waiting = waiting, (at, out, meet and stop.ask())
+            # Results are read one step behind, so that the device never waits for the host.
+            stopping = ahead is not None and _report(ahead, config, step, data, rate, log, progress)
+            if exchange and due(config.train.diloco_inner_steps):
+                state = exchange(state)
             profile.after(at, out)
             last = at == config.train.steps or stopping
-            saving = last or (config.checkpoint.every and at % config.checkpoint.every == 0)
-            evaluating = last or (config.train.eval_every and at % config.train.eval_every == 0)
+            saving, evaluating = (stopping or due(every) for every in (config.checkpoint.every, config.train.eval_every))
             if saving or evaluating:
-                stopping, waiting = _report(waiting, config, data, rate, log, progress, final=last) or stopping, None
+                stopping, waiting = _report(waiting, config, step, data, rate, log, progress, True, last) or stopping, None
                 with rate.pause():
                     if saving or stopping:
                         save(at, state)
@@ -173,25 +180,10 @@ def _compile(name: str, function, *arguments):
     return program
 
 
-def _introduce(config: Config, step: Step, compiled, abstract: dict, corpus: Corpus, seconds: float, say) -> None:
+def _introduce(config: Config, step: Step, compiled, corpus: Corpus, seconds: float, say) -> None:
     """What somebody wants to see before the first step."""
-    memory, d = compiled.memory_analysis(), config.data
-    for line in meshes.describe(step.mesh):
+    for line in introduction(config, step, compiled):
         say(line)
-    say(f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}")
-    m, rows = config.pipeline.microbatches, d.batch_size // config.pipeline.microbatches
-    say(f"step: {d.batch_size * d.sequence_length:,} tokens in {m} microbatches of {rows} sequences of {d.sequence_length}")
-    say(f"table: {step.setup.describe()}")
-    if step.setup.train:
-        size = step.slot_bytes()
-        pools = {kind: (n, size[kind] / 2**20) for kind, n in step.setup.train.slots.items() if n}
-        total = sum(n * each for n, each in pools.values())
-        say(f"slots: {', '.join(f'{kind} {n} × {each:,.2f}' for kind, (n, each) in pools.items())} MiB, {total:,.1f} in all")
-    if memory is not None:
-        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        mib = lambda n: f"{n / 2**20:,.1f}"
-        split = f"{mib(bytes_per_device(abstract))} of state, {mib(memory.temp_size_in_bytes)} temporary"
-        say(f"memory per device as compiled: {mib(total)} MiB ({split})")
     held_out = f"{len(corpus.validation):,} tokens held out"
     say(f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {held_out}")
     say(f"compiled in {seconds:.1f} s", flush=True)
@@ -203,7 +195,9 @@ class _Rate:
     def __init__(self, config: Config, step: Step, start: int):
         self.tokens_per_step = config.data.batch_size * config.data.sequence_length
         m, device = config.model, step.mesh.devices.flat[0].device_kind
-        flops = metrics.model_flops_per_token(step.parts.matmul_parameters, m.layers, m.heads * m.head_dim, config.data.sequence_length)
+        flops = metrics.model_flops_per_token(
+            step.parts.matmul_parameters, m.dense_layers + m.layers + m.mtp_depth, step.parts.attention_width, config.data.sequence_length
+        )
         self._mfu = lambda per_second: metrics.mfu(per_second, flops, step.mesh.size, device, config.precision.compute)
         self._timer = metrics.StepTimer(start)
         self._times: list[float] = []
@@ -222,21 +216,34 @@ class _Rate:
         return {"step_time_s": seconds, "tokens_per_s": per_second, "mfu": self._mfu(per_second)}
 
 
-def _report(waiting: tuple, config: Config, data: Loader, rate: _Rate, log, progress, final: bool = False) -> bool:
+def _report(
+    waiting: tuple, config: Config, step: Step, data: Loader, rate: _Rate, log, progress, saving: bool = False, final: bool = False
+) -> bool:
     """Waits for a step's results and logs them; whether some process has been asked to stop. LossError for a loss that is not finite."""
     at, out, asked = waiting
-    values = {k: float(out[k]) for k in ("loss", "grad_norm", "learning_rate")} | {"tokens": at * rate.tokens_per_step}
+    logged = final or at % config.metrics.log_every == 0
+    together = logged or saving or step.mean is None
+    values = _read(out, step, together) | {"tokens": at * rate.tokens_per_step}
     rate.step(at)
-    finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+    # One replica's loss does not end the run: all see it when they meet.
+    finite = not together or (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
     now = rate.figures(since_log=False)
     progress.update(at, loss=values["loss"], tokens_per_s=now["tokens_per_s"], mfu=now["mfu"])
-    if final or not finite or at % config.metrics.log_every == 0:
+    if logged or not finite:
         log.write(at, **values, **rate.figures(since_log=True))
     if not finite:
         raise LossError(
             f"the loss is {values['loss']} (gradient norm {values['grad_norm']}) at {data.position(at - 1)}; the last checkpoint is kept"
         )
     return bool(asked)
+
+
+def _read(out: dict, step: Step, together: bool) -> dict[str, float]:
+    """A step's metrics as numbers. Where replicas train apart: of all `together`, or of those that this process has a part of."""
+    if step.mean is not None and together:
+        out = step.mean(out)
+    number = lambda a: float(a) if a.is_fully_replicated else float(np.mean([shard.data for shard in a.addressable_shards]))
+    return {k: number(a) for k, a in out.items()}
 
 
 def _evaluate(evaluation: Callable, held_out: Loader, params: dict) -> float | None:

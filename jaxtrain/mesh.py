@@ -2,16 +2,17 @@
 
 Six axes, slowest network first; all always exist, with size 1 where they are not used.
 
-    replica   copies of the model across slices or clusters (plain data parallelism for now)
+    replica   copies of the model across slices or clusters: plain data parallelism, or DiLoCo
     data      the batch; ZeRO shards the optimizer's state over it
     stage     pipeline stages
     context   the sequence, in zigzag order
-    expert    experts (not used yet)
+    expert    experts; the batch outside of them
     model     tensor and sequence parallelism, inside a node
 """
 
 import collections
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -70,9 +71,25 @@ def describe(mesh: Mesh) -> list[str]:
     return lines
 
 
+def manual_size(axis: str) -> int:
+    """The devices along an axis that is manual here; 1 where it is not, or where there is no mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] != AxisType.Manual:
+        return 1
+    return mesh.shape[axis]
+
+
+def partitioned() -> bool:
+    """Whether the partitioner decides about `model` here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[MODEL] == AxisType.Auto
+
+
 def over_model(fn: Callable, in_specs, out_specs) -> Callable:
     """fn on each device's part over `model`; the other axes stay as they are. Left to the partitioner, a collective over another axis
-    gathers the whole array over `model` first, whatever the constraints around it."""
+    gathers the whole array over `model` first, whatever the constraints around it. Where it does not decide, fn as it is."""
+    if not partitioned():
+        return fn
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False)
 
 
@@ -83,13 +100,24 @@ def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return _summed(x, lambda x: jax.lax.psum(x, wide)) if wide else x
 
 
-def psum_scatter(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
-    """Inside a manual region: the sum over the mesh axes, of which each device keeps its part along `dim`."""
-    return _summed(x, lambda x: jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
+def psum_scatter(x: jax.Array, axes: str | Sequence[str], dim: int, groups: Sequence[Sequence[int]] | None = None) -> jax.Array:
+    """Inside a manual region: the sum over the mesh axes, of which each device keeps its part along `dim`; in `groups` of their devices
+    where given."""
+    # Of [1, T, D] along T XLA's TPU compiler makes an all-reduce and a slice, of [T, D] a reduce-scatter.
+    kept = [d for d, size in enumerate(x.shape) if size > 1 or d == dim]
+    scatter = lambda x: jax.lax.psum_scatter(x, axes, scatter_dimension=kept.index(dim), tiled=True, axis_index_groups=groups)
+    part = _summed(x.reshape([x.shape[d] for d in kept]), scatter)
+    return part.reshape(*x.shape[:dim], part.shape[kept.index(dim)], *x.shape[dim + 1 :])
+
+
+def on_cpu() -> bool:
+    """Whether a program is traced for CPU devices: for jax.default_device, which compiling ahead of time sets, or else jax's own."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return (device.platform if device is not None else jax.default_backend()) == "cpu"
 
 
 def _summed(x: jax.Array, collective) -> jax.Array:
     """XLA's CPU backend aborts on an explicit 16-bit sum over devices: there it goes in float32."""
-    if jax.default_backend() == "cpu" and x.dtype in (jax.numpy.bfloat16, jax.numpy.float16):
+    if on_cpu() and x.dtype in (jax.numpy.bfloat16, jax.numpy.float16):
         return collective(x.astype(jax.numpy.float32)).astype(x.dtype)
     return collective(x)

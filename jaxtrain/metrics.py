@@ -67,7 +67,9 @@ def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     return None
 
 
-def model_flops_per_token(matmul_parameters: int, layers: int, attention_width: int, sequence_length: int, *, causal: bool = True) -> float:
+def model_flops_per_token(
+    matmul_parameters: int, layers: int, attention_width: float, sequence_length: int, *, causal: bool = True
+) -> float:
     """Operations of the model's forward and backward pass for one token, recomputation not counted (PaLM, arXiv:2204.02311, appendix B).
 
     6·N + 12·L·W·S, of which causal attention needs half the second term: 6·L·W·S. Counting the half makes MFU lower, not higher,
@@ -77,7 +79,7 @@ def model_flops_per_token(matmul_parameters: int, layers: int, attention_width: 
       matmul_parameters: N, the parameters that each token is multiplied with: not the embedding that is looked up, but the head,
         also when it is that same table.
       layers: L.
-      attention_width: W, heads · head_dim.
+      attention_width: W, heads · head_dim; where keys and values differ in size, their mean.
       sequence_length: S.
       causal: whether a token attends to half the sequence on average.
     """

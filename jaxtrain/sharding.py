@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain.mesh import BATCH_AXES, MODEL, STAGE
+from jaxtrain.mesh import BATCH_AXES, EXPERT, MODEL, STAGE, manual_size
 
 RULES: dict[str, tuple[str, ...]] = {
     # parameters
@@ -25,7 +25,10 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": (MODEL,),
     "kv_heads": (MODEL,),
     "mlp": (MODEL,),
+    "latent": (),
     "position": (),
+    "experts": (EXPERT,),
+    "expert": (),  # of what each device has for all experts: the router
     # activations
     "batch": BATCH_AXES,
     "microbatch": (),
@@ -51,6 +54,12 @@ def spec(axes: Axes) -> PartitionSpec:
 def named(mesh: jax.sharding.Mesh, axes: Axes) -> NamedSharding:
     """The sharding in which an array with these logical axes is stored."""
     return NamedSharding(mesh, spec(axes))
+
+
+def local_shape(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A device's shape of an array, as far as axes that are manual here cut it."""
+    cut = lambda part: math.prod(manual_size(name) for name in mesh_axes(part))
+    return tuple(size // cut(part) for size, part in zip(shape, spec(axes), strict=True))
 
 
 def mesh_axes(part) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """python -m jaxtrain.train: trains what a recipe describes. Flags are parsed in cli.py, the training itself is in loop.py."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -12,7 +13,12 @@ DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
 
 usage: python -m jaxtrain.train [--config=configs/NAME.py] [--config.GROUP.FIELD=VALUE …] [--workdir=DIR] [--cpu_devices=N]
+       … --dry_run [--json]
 """
+FLAGS = (
+    cli.Flag("dry_run", False, "compile the step, print mesh, memory and collectives, and stop: nothing is run, read or written"),
+    cli.Flag("json", False, "with --dry_run: as one JSON object"),
+)
 
 
 def main(argv: list[str]) -> int:
@@ -21,18 +27,28 @@ def main(argv: list[str]) -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until there is something to save, Ctrl-C ends the process: compilation does not listen, and Python drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    config, flags = cli.parse(argv, DESCRIPTION)
-    cli.check_workdir(flags.workdir)
-    cli.start_jax(flags)
+    config, flags = cli.parse(argv, DESCRIPTION, FLAGS)
+    if flags.json and not flags.dry_run:
+        cli.fail("--json=true is for --dry_run alone: use --dry_run --json")
+    if not flags.dry_run:
+        cli.check_workdir(flags.workdir)
+    with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
+        cli.start_jax(flags, config)
     import jax  # after the flags are known to be right
 
-    from jaxtrain import loop
+    from jaxtrain import cluster, loop
     from jaxtrain.checkpoint.layout import CheckpointError
     from jaxtrain.data.tokens import DataError
+    from jaxtrain.plan.report import dry_run
 
     try:
         config = check_devices(config, jax.device_count())
-        loop.run(config.resolve(), flags.workdir)
+        if flags.dry_run:
+            made = dry_run(config.resolve())
+            if cluster.is_main():
+                print(made.json() if flags.json else "\n".join(made.lines()), flush=True)
+        else:
+            loop.run(config.resolve(), flags.workdir)
     except (ConfigError, DataError, CheckpointError, loop.LossError) as error:
         print(" ".join(f"error: {error}".split()), file=sys.stderr, flush=True)
         status = 1 if isinstance(error, loop.LossError) else 2

@@ -1,7 +1,7 @@
 """Compiles the step for hardware that is not there, and reads what XLA made of a tick.
 
-The compilers for TPU and GPU come with jax's own packages and need neither a device nor a driver. They are loaded by a process of
-their own, `python tests/ahead.py PLATFORM CHANGES OPTIONS FILE`, so that the simulated devices of the tests' process stay what they are.
+The compilers for TPU and GPU come with jax's own packages and need neither a device nor a driver. They are loaded by a process of their
+own, `python tests/ahead.py PLATFORM CHANGES OPTIONS PROGRAM FILE`, so that the simulated devices of the tests' process stay what they are.
 """
 
 import dataclasses
@@ -76,11 +76,14 @@ def install_command(version: str) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
-    """A compiled step. `payload` and `smallest_matrix` are elements on a device: what goes to another stage, and a layer's matrix."""
+    """A compiled step. `payload` and `smallest_matrix` are elements on a device: what goes to another stage, and a layer's matrix.
+    `memory` is XLA's account, bytes on a device; `on_host` those of slots that are to lie in the host's memory."""
 
     text: str
     payload: int
     smallest_matrix: int
+    memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    on_host: int = 0
 
     @functools.cached_property
     def program(self) -> hlo.Program:
@@ -105,15 +108,17 @@ class Compiled:
         return [i for i in self.program.inline(self.tick, self.holders) if i.opcode == "while" and self.program.is_op(i)]
 
 
-def compile_step(platform: str, changes: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Compiled:
-    """The program of loss and gradients for a platform. `options`: XLA's, if not the platform's own."""
+def compile_step(
+    platform: str, changes: Mapping[str, Any], options: Mapping[str, Any] | None = None, program: str = "gradients"
+) -> Compiled:
+    """A program of the step for a platform: loss and `gradients`, or all of `train`. `options`: XLA's, if not the platform's own."""
     chosen = PLATFORMS[platform].options if options is None else options
     paths = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "TPU_LOG_DIR": "disabled"}
     environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "program.txt")
-        command = [sys.executable, __file__, platform, json.dumps(MODEL | changes), json.dumps(dict(chosen)), str(file)]
+        command = [sys.executable, __file__, platform, json.dumps(MODEL | changes), json.dumps(dict(chosen)), program, str(file)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-3000:]}")
@@ -121,7 +126,7 @@ def compile_step(platform: str, changes: Mapping[str, Any], options: Mapping[str
         return Compiled(file.read_text(), **json.loads(done.stdout.splitlines()[-1]))
 
 
-def main(platform: str, changes: str, options: str, file: str) -> None:
+def main(platform: str, changes: str, options: str, program: str, file: str) -> None:
     """Compiles, writes the program's text, and prints how long it took and then the sizes of `Compiled` as JSON."""
     import jax
     from jax.experimental import topologies
@@ -136,19 +141,23 @@ def main(platform: str, changes: str, options: str, file: str) -> None:
     devices = topologies.get_topology_desc(**PLATFORMS[platform].topology).devices
     mesh = make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model), devices)
     step = make_step(config, mesh)
-    params = step.abstract_state()["params"]
+    state = step.abstract_state()
     with jax.set_mesh(mesh), jax.default_device(devices[0]):
         begin = time.time()
-        lowered = step.gradients.lower(params, abstract_batch(config, step))
+        lowered = getattr(step, program).lower(state if program == "train" else state["params"], abstract_batch(config, step))
         traced = time.time()
         compiled = lowered.compile(compiler_options=json.loads(options))
     pathlib.Path(file).write_text(compiled.as_text())
-    temporary = compiled.memory_analysis().temp_size_in_bytes / 1e9
-    print(f"{platform}: traced in {traced - begin:.0f} s, compiled in {time.time() - traced:.0f} s; {temporary:.2f} GB temporary")
+    account = compiled.memory_analysis()
+    memory = {name: getattr(account, f"{name}_size_in_bytes") for name in ("argument", "temp", "host_argument", "host_temp")}
+    shown = ", ".join(f"{size / 1e9:.2f} GB {name}" for name, size in memory.items())
+    print(f"{platform}: traced in {traced - begin:.0f} s, compiled in {time.time() - traced:.0f} s; {shown}")
     rows = config.data.batch_size // config.pipeline.microbatches // m.data
     narrowest = min(model.heads * model.head_dim, model.kv_heads * model.head_dim, model.mlp_width)
     sizes = {"payload": rows * config.data.sequence_length * model.width, "smallest_matrix": narrowest * model.width}
-    print(json.dumps({name: size // m.model for name, size in sizes.items()}))
+    size = step.slot_bytes()
+    on_host = sum(step.setup.train.slots[pool] * size[pool] for pool in step.host_pools)
+    print(json.dumps({name: size // m.model for name, size in sizes.items()} | {"memory": memory, "on_host": on_host}))
 
 
 # --- the checks: each returns what it finds wrong ---------------------------------------------------------------------------------

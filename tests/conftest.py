@@ -22,7 +22,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     # Compilation is what the suite costs. This is LLVM's level: XLA's passes, and so the programs that tests read, stay as they are.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-set_xla_flags(os.environ)
+set_xla_flags(os.environ, side_by_side=True)
 
 import jax  # noqa: E402 (after its environment)
 

@@ -7,7 +7,8 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,9 @@ FREE = frozenset("parameter get-tuple-element tuple bitcast constant while after
 OP = re.compile(r"[A-Z]\d*|embed|head|embed_gradient")
 
 
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+
+
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     """One line: `shapes`, `types` and `sizes` (elements) are of each array that it makes, `calls` what it names, by role."""
@@ -42,6 +46,10 @@ class Instruction:
     @property
     def sizes(self) -> list[int]:
         return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def bytes(self) -> int:
+        return sum(size * BYTES[kind] for size, kind in zip(self.sizes, self.types, strict=True))
 
     @property
     def collective(self) -> str | None:
@@ -168,14 +176,23 @@ class Program:
                 if instruction.opcode == "while" and instruction.name in opened:
                     yield from self.inline(instruction.calls["body"], opened)
 
-    def executed(self, name: str, times: int = 1) -> Iterator[tuple[Instruction, int]]:
-        """The instructions that run with a computation, each with how often; ValueError for a loop whose trips XLA does not know."""
+    def executed(
+        self, name: str, times: Any = 1, trips: Callable[[Instruction], Any] = lambda loop: None
+    ) -> Iterator[tuple[Instruction, Any]]:
+        """The instructions that run with a computation, each with how often; `trips` says it of loops where XLA does not know, and
+        ValueError if it does not either."""
         for instruction in self.inline(name):
             yield instruction, times
             if instruction.opcode == "while":
-                if instruction.trip_count is None:
+                number = trips(instruction) if instruction.trip_count is None else instruction.trip_count
+                if number is None:
                     raise ValueError(f"a loop without a known number of trips: {instruction.text[:200]}")
-                yield from self.executed(instruction.calls["body"], times * instruction.trip_count)
+                yield from self.executed(instruction.calls["body"], times * number, trips)
+
+    def operand_bytes(self, instruction: Instruction) -> list[int]:
+        """Of each array that an instruction reads."""
+        named = {i.name: i for i in self._computation_of(instruction)}
+        return [named[operand].bytes for operand in instruction.operands]
 
     def scopes(self, loop: Instruction) -> set[str]:
         """The names of the scopes that stand directly in a loop's body."""
@@ -271,9 +288,26 @@ def _groups(ids: np.ndarray, axes: tuple[int, ...]) -> set[frozenset[int]]:
     return {frozenset(map(int, group)) for group in np.moveaxis(ids, axes, range(-len(axes), 0)).reshape(-1, size)}
 
 
-def goes_round(text: str, shape: tuple[int, ...], axis: int) -> bool:
-    """Whether a permute along an axis of a mesh goes between its last and its first device too."""
+def pairs(text: str) -> list[tuple[int, int]]:
+    """The partitions between which a permute sends."""
     listed = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text)
     assert listed is not None, text
-    pairs = [tuple(int(np.unravel_index(int(d), shape)[axis]) for d in pair.split(",")) for pair in re.findall(r"\{([\d,]+)\}", listed[1])]
-    return any(abs(a - b) > 1 for a, b in pairs)
+    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", listed[1])]
+
+
+def along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
+    """(the axes of a mesh along which the partitions of a collective differ, how many of them meet)."""
+    shape = tuple(mesh.values())
+    place = lambda device: np.array(np.unravel_index(device, shape))
+    if instruction.collective == "collective-permute":
+        met = [frozenset(pair) for pair in pairs(instruction.text)]
+    else:
+        met = list(instruction.groups(math.prod(shape)))
+    differ = np.any([place(a) != place(b) for group in met for a in group for b in group], axis=0)
+    return tuple(name for name, different in zip(mesh, differ, strict=True) if different), len(met[0])
+
+
+def goes_round(text: str, shape: tuple[int, ...], axis: int) -> bool:
+    """Whether a permute along an axis of a mesh goes between its last and its first device too."""
+    place = lambda device: int(np.unravel_index(device, shape)[axis])
+    return any(abs(place(a) - place(b)) > 1 for a, b in pairs(text))

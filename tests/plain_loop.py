@@ -1,7 +1,7 @@
 """Ten steps of training twice: by the runtime, and by one plain loop that knows nothing of tables, stages or accumulators.
 
 The plain loop is `jax.value_and_grad` of the mean loss over the whole batch's valid tokens on one device, through
-`transformer.forward`, and optax. Compiling is what costs here, so the runtime's side compiles one program, the train step: its gradients
+`transformer.trunk`, and optax. Compiling is what costs here, so the runtime's side compiles one program, the train step: its gradients
 are read from Adam's first moment after the first step, (1 − b1) · clipped gradient.
 
 Tolerances: float32 sums in another order change the first loss and the norm by under 1e-6; ten times that is allowed, and 1e-4
@@ -43,7 +43,30 @@ def weights(cfg: Config) -> dict:
     parts, random = transformer.build(cfg.model), np.random.default_rng(7)
     make = lambda *lead: lambda s: np.float32(s.constant + (s.std or 0.1) * random.standard_normal((*lead, *s.shape)))
     specs = parts.specs
-    return {k: jax.tree.map(make(), specs[k]) for k in ("embed", "head")} | {"layers": jax.tree.map(make(cfg.model.layers), specs["layer"])}
+    return {k: jax.tree.map(make(), tree) for k, tree in parts.ends.items()} | {
+        "layers": jax.tree.map(make(cfg.model.layers), specs["layer"])
+    }
+
+
+def mean(logits, targets, weights):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return (losses * weights).sum() / weights.sum()
+
+
+def further_losses(parts, params, batch, x):
+    """Equations 21 to 25 of arXiv:2412.19437. The last tokens, which have no target, are followed by 0s, which nothing before them sees;
+    experts count them."""
+    m, tokens, segments = parts.cfg, batch["tokens"], batch.get("segments")
+    positions = batch.get("positions", transformer.default_positions(tokens))
+    total, table = 0.0, params["embed"]["table"]
+    for k in range(1, m.mtp_depth + 1):
+        module = params["predictors"][str(k - 1)]
+        inner, following = {n: p for n, p in module.items() if n != "norm"}, np.roll(np.arange(tokens.shape[1]), -k)
+        x = parts.predictor(inner, x, table[(tokens[:, following]).at[:, -k:].set(0)], positions, segments)
+        logits = parts.head({**params["head"], "norm": module["norm"]}, x, table if m.tied_embeddings else None)[:, :-k]
+        same = 1 if segments is None else segments[:, :-k] == segments[:, k:]
+        total += m.mtp_weight / m.mtp_depth * mean(logits, batch["targets"][:, k:], batch["weights"][:, k:] * same)
+    return total
 
 
 def reference(cfg: Config) -> Run:
@@ -51,29 +74,48 @@ def reference(cfg: Config) -> Run:
     return _reference(dataclasses.replace(cfg, mesh=MeshConfig(), pipeline=PipelineConfig()))
 
 
+COUNTS = ("bias", "dropped")  # of a router: their gradients are counts
+
+
+def _of_router(path: tuple, names) -> bool:
+    return len(path) > 1 and path[-2].key == "router" and path[-1].key in names
+
+
+def without_counts(gradients: dict) -> dict:
+    return jax.tree_util.tree_map_with_path(lambda path, g: 0 * g if _of_router(path, COUNTS) else g, gradients)
+
+
+def moved(params: dict, gradients: dict, rate: float) -> dict:
+    """An expert that has less than the mean becomes more attractive, one that has more less."""
+    towards_mean = lambda load: rate * jax.numpy.sign(load.mean(-1, keepdims=True) - load)
+    move = lambda path, p, g: p + towards_mean(g) if _of_router(path, ("bias",)) else p
+    return jax.tree_util.tree_map_with_path(move, params, gradients)
+
+
 @functools.cache
 def _reference(cfg: Config) -> Run:
-    parts = transformer.build(cfg.model)
-    specs = {"embed": parts.specs["embed"], "layers": parts.specs["layer"], "head": parts.specs["head"]}
+    parts = transformer.build(cfg.model, batch_size=cfg.data.batch_size)
+    specs = {**parts.ends, "layers": parts.specs["layer"]}
     optimizer = make_optimizer(cfg.optimizer, cfg.train.steps, specs)
 
     def mean_loss(params, batch):
-        logits = transformer.forward(parts, params, batch["tokens"], batch.get("positions"), batch.get("segments"))
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return (losses * batch["weights"]).sum() / batch["weights"].sum()
+        x = transformer.trunk(parts, params, batch["tokens"], batch.get("positions"), batch.get("segments"))
+        logits = parts.head(params["head"], x, params["embed"]["table"] if cfg.model.tied_embeddings else None)
+        loss = mean(logits, batch["targets"], batch["weights"])
+        return loss + further_losses(parts, params, batch, x), loss
 
     @jax.jit
     def train(params, state, batch):
-        loss, gradients = jax.value_and_grad(mean_loss)(params, batch)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss, gradients
+        (_, loss), gradients = jax.value_and_grad(mean_loss, has_aux=True)(params, batch)
+        updates, state = optimizer.update(without_counts(gradients), state, params)
+        return moved(optax.apply_updates(params, updates), gradients, cfg.model.balance_rate), state, loss, gradients
 
     params = weights(cfg)
     state, losses, first = optimizer.init(params), [], None
     for i in range(STEPS):
         params, state, loss, gradients = train(params, state, small.batch(cfg, i))
         losses.append(float(loss))
-        first = first or jax.tree.map(np.asarray, gradients)
+        first = first or jax.tree.map(np.asarray, without_counts(gradients))
     norm = float(np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in jax.tree.leaves(first))))
     return Run(losses, norm, first, jax.tree.map(np.asarray, params))
 

@@ -11,7 +11,7 @@ from jaxtrain.sharding import named
 
 
 def plain_model(cfg: Config) -> tuple[Parts, dict]:
-    """(parts, {"embed", "layers" (leaves [L, ...]), "head"}) on the config's mesh, split over `model`; the weights do not depend on it."""
+    """(parts, {"embed", "layers" (leaves [L, ...]), "head", …}) on the config's mesh, over `model`; weights do not depend on it."""
     mesh, random = small.mesh_of(cfg), np.random.default_rng(0)
     parts = build(cfg.model, cfg.mesh.model)
 
@@ -23,4 +23,4 @@ def plain_model(cfg: Config) -> tuple[Parts, dict]:
     def tree(name: str, lead: tuple[int, ...] = (), axes: tuple[str, ...] = ()) -> dict:
         return jax.tree.map(lambda s: leaf(s, lead, axes), parts.specs[name], is_leaf=lambda x: isinstance(x, Spec))
 
-    return parts, {"embed": tree("embed"), "layers": tree("layer", (cfg.model.layers,), ("layer",)), "head": tree("head")}
+    return parts, {name: tree(name) for name in parts.ends} | {"layers": tree("layer", (cfg.model.layers,), ("layer",))}

@@ -1,6 +1,7 @@
 """Small models for tests: configs, batches whose masks differ between rows, and parameters moved between layouts.
 
-"Plain" parameters are {"embed", "layers", "head"} of numpy arrays, unpadded, with the layers in order: leaves [L, ...].
+"Plain" parameters are {"embed", "layers", "head", "predictors" if any} of numpy arrays, unpadded, with the layers in order: leaves
+[L, ...].
 """
 
 import jax
@@ -97,7 +98,7 @@ def to_plain(layout: Layout, tree: dict) -> dict:
         assert not a[spec.shape[0] :].any(), f"rows of padding of {spec} are not zero"
         return a[: spec.shape[0]]
 
-    plain = {k: jax.tree.map(cut, layout.parts.specs[k], tree[k]) for k in ("embed", "head")}
+    plain = {k: jax.tree.map(cut, specs, tree[k]) for k, specs in layout.parts.ends.items()}
     plain["layers"] = jax.tree.map(lambda *a: np.stack(a), *(rows[i] for i in range(placement.layers)))
     return plain
 
@@ -113,7 +114,7 @@ def from_plain(layout: Layout, plain: dict) -> dict:
     def pad(spec, a):
         return np.pad(a, [(0, full - n) for full, n in zip(spec.padded, a.shape, strict=True)])
 
-    arrays = {k: jax.tree.map(pad, layout.parts.specs[k], plain[k]) for k in ("embed", "head")}
+    arrays = {k: jax.tree.map(pad, specs, plain[k]) for k, specs in layout.parts.ends.items()}
     arrays["layers"] = {str(c): jax.tree.map(lambda a, c=c: stack(c, a), plain["layers"]) for c in range(placement.chunks)}
     return jax.device_put(arrays, layout.shardings)
 

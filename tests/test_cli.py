@@ -243,6 +243,10 @@ def test_xla_flags_are_added_where_the_user_says_nothing():
     once = dict(environment)
     cli.set_xla_flags(environment)
     assert environment == once
+    cli.set_xla_flags(environment, side_by_side=True)
+    assert environment == once | {"NPROC": "32"}
+    cli.set_xla_flags(own := {"NPROC": "5"}, side_by_side=True)
+    assert own["NPROC"] == "5"
 
 
 def test_compilation_cache_folder():

@@ -3,11 +3,11 @@
 import dataclasses
 import importlib.util
 import json
-import math
 import pathlib
 import random
 
 import pytest
+from broken_settings import ALLOWED, RULES
 
 from jaxtrain import config as cfg
 from jaxtrain import config_checks
@@ -46,145 +46,10 @@ def test_defaults_and_base_work():
 
 # --- rules -----------------------------------------------------------------------------------------------------------------------
 
-RULES = [
-    ({"mesh.model": 3}, "mesh.model=3 does not divide model.heads=8: use 1, 2 or 4"),
-    ({"mesh.model": 4, "data.sequence_length": 130}, "mesh.model=4 does not divide data.sequence_length=130: use 1 or 2"),
-    ({"mesh.model": 4, "model.mlp_width": 6}, "mesh.model=4 does not divide model.mlp_width=6: use 1 or 2"),
-    ({"mesh.model": 8}, "mesh.model=8 does not divide model.kv_heads=4: use 1, 2 or 4"),
-    ({"mesh.stage": 5}, "mesh.stage=5 makes more chunks (mesh.stage=5 · pipeline.repeats=2) than model.layers=8: use 4"),
-    ({"pipeline.repeats": 5}, "pipeline.repeats=5 makes more chunks (mesh.stage=2 · pipeline.repeats=5) than model.layers=8: use 4"),
-    ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1, or -1 for what is left: use 1"),
-    ({"mesh.stage": -2}, "mesh.stage=-2 must be at least 1, or -1 for what is left: use 1"),
-    ({"mesh.stage": -1}, "mesh.stage=-1 is the second -1 beside mesh.data: one axis may be: use 1"),
-    (
-        {"mesh.context": 3, "mesh.data": 1},
-        "mesh.context=3 makes two chunks a device, each cut by mesh.model=2: 12 parts, which do not divide data.sequence_length=128: use 2",
-    ),
-    (
-        {"mesh.context": 4, "parallel.context": "ulysses"},
-        "parallel.context='ulysses' cuts heads, and mesh.context=4 · mesh.model=2 does not divide model.kv_heads=4: use 'all_gather'",
-    ),
-    ({"parallel.context": "ring"}, "parallel.context='ring' is unknown: use 'all_gather' or 'ulysses'"),
-    ({"mesh.expert": 2}, "mesh.expert=2 asks for expert parallelism, which is not built yet: use 1"),
-    ({"optimizer.name": "adamv"}, "optimizer.name='adamv' is unknown: use 'adamw'"),
-    ({"model.norm": "batch"}, "model.norm='batch' is unknown: use 'rmsnorm' or 'layernorm'"),
-    ({"pipeline.schedule": "intreleaved"}, "pipeline.schedule='intreleaved' is unknown: use 'interleaved'"),
-    ({"pipeline.remat": "some"}, "pipeline.remat='some' is unknown: use 'none'"),
-    ({"parallel.zero": 4}, "parallel.zero=4 is not built: the choices are 0, 1, 2 or 3: use 3"),
-    (
-        {"parallel.zero": 0, "parallel.reduce": "microbatch"},
-        "parallel.reduce='microbatch' leaves gradients sharded, and parallel.zero=0 shards nothing: use 'step'",
-    ),
-    ({"parallel.gather": "step"}, "parallel.gather='step' is for parallel.zero=3 alone, not 1: use 'layer'"),
-    (
-        {"pipeline.schedule": "1f1b"},
-        "pipeline.repeats=2 does not fit pipeline.schedule='1f1b', which has exactly 1 chunk on a stage: use 1",
-    ),
-    (
-        {"pipeline.repeats": 1},
-        "pipeline.repeats=1 does not fit pipeline.schedule='interleaved', which has at least 2 chunks on a stage: use 2",
-    ),
-    (
-        {"pipeline.schedule": "zb_v", "pipeline.repeats": 3},
-        "pipeline.repeats=3 does not fit pipeline.schedule='zb_v', which has exactly 2 chunks on a stage: use 2",
-    ),
-    ({"pipeline.memory": 2.0}, "pipeline.memory=2.0 is for pipeline.schedule='auto' alone, not 'interleaved': use 0.0"),
-    (
-        {"pipeline.times": (1.0, 2.0)},
-        "pipeline.times=(1.0, 2.0) has to be the times of F, B, W, then message, R, head: use (1.0, 2.0, 1.0)",
-    ),
-    ({"pipeline.times": (1.0, 0.0, 1.0)}, "pipeline.times=(1.0, 0.0, 1.0) has no time for F, B or W: use ()"),
-    ({"pipeline.layer_costs": (1.0, 2.0)}, "pipeline.layer_costs=(1.0, 2.0) has to have a number for each of model.layers=8: use ()"),
-    ({"pipeline.layer_costs": (-1.0,) * 8}, f"pipeline.layer_costs={(-1.0,) * 8} has a number that is not above 0: use ()"),
-    ({"pipeline.chunk_layers": (2, 2, 3)}, "pipeline.chunk_layers=(2, 2, 3) is not model.layers=8 in all: use ()"),
-    (
-        {"pipeline.chunk_layers": (4, 4)},
-        "pipeline.chunk_layers=(4, 4) has to have mesh.stage=2 · pipeline.repeats=2 = 4 numbers: use ()",
-    ),
-    (
-        {"pipeline.chunk_layers": (1, 3, 2, 2), "pipeline.layer_costs": (1.0,) * 8},
-        "pipeline.chunk_layers=(1, 3, 2, 2) and pipeline.layer_costs both cut the layers: use pipeline.layer_costs=()",
-    ),
-    ({"pipeline.microbatches": 5}, "pipeline.microbatches=5 does not divide data.batch_size=16: use 1, 2, 4 or 8"),
-    (
-        {"mesh.replica": 3},
-        "data.batch_size=16 is no multiple of mesh.replica=3 × pipeline.microbatches=4, that is 12: use 12 or 24",
-    ),
-    (
-        {"model.heads": 6, "model.kv_heads": 0},
-        "model.heads=6 does not divide model.width=128, and model.head_dim=0 means width/heads: use 2, 4, 8 or 16",
-    ),
-    ({"model.kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=8: use 2, 4 or 8"),
-    ({"model.head_dim": 5}, "model.head_dim=5 gives heads of 5, and rotary positions turn pairs: it must be even: use 6"),
-    (
-        {"model.positions": "learned", "model.max_positions": 64},
-        "model.max_positions=64 is a shorter table than data.sequence_length=128: use 128",
-    ),
-    (
-        {"model.positions": "learned", "train.sample_tokens": 128},
-        "train.sample_tokens=128 and a prompt are longer than the learned positions, model.max_positions=128: use 127",
-    ),
-    ({"model.vocab_size": 256}, "model.vocab_size=256 is too small for data.tokenizer='bytes', which has 257 tokens: use 257"),
-    ({"optimizer.learning_rate": 0.0}, "optimizer.learning_rate=0.0 must be above 0: use 0.0003"),
-    ({"optimizer.learning_rate": math.nan}, "optimizer.learning_rate=nan is not a finite number: use 0.0003"),
-    ({"optimizer.clip_norm": math.inf}, "optimizer.clip_norm=inf is not a finite number: use 1.0"),
-    ({"optimizer.b1": 1.0}, "optimizer.b1=1.0 must be at least 0 and below 1: use 0.9"),
-    ({"optimizer.b2": -0.5}, "optimizer.b2=-0.5 must be at least 0 and below 1: use 0.0"),
-    (
-        {"optimizer.decay_steps": 3},
-        "optimizer.decay_steps=3 is for optimizer.schedule='constant' alone, not 'cosine': use 0",
-    ),
-    (
-        {"optimizer.decay_steps": 60, "optimizer.warmup_steps": 50, "optimizer.schedule": "constant"},
-        "optimizer.decay_steps=60 and optimizer.warmup_steps=50 are more than train.steps=100: use 50",
-    ),
-    ({"train.steps": 0}, "train.steps=0 must be at least 1: use 1"),
-    ({"train.steps": 2**31}, "train.steps=2147483648 is larger than 2147483647: use 2147483647"),
-    ({"train.steps": 2.5}, "train.steps=2.5 is not an integer: use 2"),
-    ({"train.steps": True}, "train.steps=True is not an integer: use 100"),
-    ({"model.biases": 1}, "model.biases=1 is not a boolean (true or false): use False"),
-    ({"train.profile_steps": 99}, "train.profile_steps=99 from the third step on are more than train.steps=100: use 98"),
-    (
-        {"data.loss_mask": ("prompt",)},
-        "data.loss_mask=('prompt',) names 'prompt', which is not in data.text_fields=('text',): use data.text_fields=('prompt', 'text')",
-    ),
-    ({"data.loss_mask": ("text",)}, "data.loss_mask=('text',) names all of data.text_fields: no token would have a loss: use ()"),
-    ({"data.text_fields": ("a", "b", "a")}, "data.text_fields=('a', 'b', 'a') has an empty or repeated name: use ('a', 'b')"),
-    ({"data.text_fields": ()}, "data.text_fields=() names no field to read: use ('text',)"),
-    ({"data.sequence_length": 0}, "data.sequence_length=0 must be at least 1: use 128"),
-    (
-        {"train.eval_every": 5, "data.validation_fraction": 0.0},
-        "train.eval_every=5 needs held-out data, and data.validation_fraction=0: use 0",
-    ),
-]
-
 
 @pytest.mark.parametrize("changes, message", RULES, ids=[" ".join(f"{k}={v!r}" for k, v in changes.items()) for changes, _ in RULES])
 def test_broken_rule(changes, message):
     assert str(error_of(changes)) == message
-
-
-ALLOWED = [
-    {"mesh.stage": 1},
-    {"mesh.stage": 1, "pipeline.schedule": "1f1b", "pipeline.repeats": 1},
-    {"pipeline.schedule": "gpipe", "pipeline.repeats": 1},
-    {"pipeline.schedule": "gpipe", "pipeline.repeats": 4},
-    {"pipeline.schedule": "zb_v", "pipeline.repeats": 0},
-    {"pipeline.schedule": "auto", "pipeline.repeats": 0, "pipeline.memory": 1.5},
-    {"pipeline.schedule": "csv:mine.csv", "pipeline.repeats": 0},
-    {"pipeline.chunk_layers": (1, 3, 2, 2)},
-    {"pipeline.layer_costs": (1.0, 2.0, 0.5, 3.0, 1.0, 1.0, 1.0, 1.0), "pipeline.times": (2.0, 2.0, 1.0, 0.1)},
-    {"mesh.data": 4, "mesh.replica": 1},
-    {"mesh.replica": 2},
-    {"model.layers": 7, "mesh.stage": 3},
-    {"model.heads": 6, "model.kv_heads": 2, "model.head_dim": 22},
-    {"model.head_dim": 5, "model.positions": "learned"},
-    {"model.vocab_size": 256, "data.source": "tokens.bin"},
-    {"optimizer.warmup_steps": 200},
-    {"data.loss_mask": ("prompt",), "data.text_fields": ("prompt", "answer")},
-    {"mesh.data": 1, "mesh.model": -1},
-    {"pipeline.microbatches": 16},
-]
 
 
 @pytest.mark.parametrize("changes", ALLOWED, ids=str)
@@ -340,6 +205,7 @@ def test_from_dict_is_strict(values, message):
         {"data.validation_fraction": 0.1},
         {"data.token_dtype": "uint32"},
         {"train.seed": 1},
+        {"train.diloco_inner_steps": 20, "mesh.replica": 2},
     ],
     ids=str,
 )
@@ -352,8 +218,9 @@ def test_what_cannot_continue(changes):
 
 def test_what_can_continue():
     changes = {
-        "model.attention": "xla",
+        "model.attention_kernel": "xla",
         "model.loss_chunk": 64,
+        "model.mtp_weight": 0.1,
         "model.kv_heads": 4,
         "model.mlp_width": 4 * 128,  # its default, written out
         "data.cache": "elsewhere",
@@ -371,6 +238,16 @@ def test_what_can_continue():
         "metrics.log_every": 3,
     }
     config_checks.refuse_to_continue(BASE, cfg.replace(BASE, changes))
+
+
+def test_replicas_that_train_apart_stay_as_many():
+    apart = cfg.replace(BASE, {"mesh.replica": 2, "train.diloco_inner_steps": 20})
+    outer = {"train.diloco_inner_steps": 30, "precision.outer": "int8", "optimizer.outer_learning_rate": 1.0, "mesh.data": 4}
+    config_checks.refuse_to_continue(apart, cfg.replace(apart, outer))
+    with pytest.raises(ConfigError, match="mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: use 2 or another --workdir"):
+        config_checks.refuse_to_continue(apart, cfg.replace(apart, {"mesh.replica": 4}))
+    with pytest.raises(ConfigError, match="train.diloco_inner_steps=0 cannot continue"):
+        config_checks.refuse_to_continue(apart, cfg.replace(apart, {"train.diloco_inner_steps": 0}))
 
 
 # --- recipes ---------------------------------------------------------------------------------------------------------------------

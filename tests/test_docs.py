@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from jaxtrain import cli, config_checks, generate, launch
+from jaxtrain import cli, config_checks, generate, launch, train
 from jaxtrain import schedule as schedule_command
 from jaxtrain.config import CSV, SCHEDULES
 from jaxtrain.pipeline.schedules import make_table
@@ -78,7 +78,7 @@ def check_train(arguments: list[str], devices: int | None = None) -> None:
             pathlib.Path(value).mkdir() if value.endswith("/") else pathlib.Path(value).touch()
         if name == "--config.pipeline.schedule" and value.startswith(CSV):
             pathlib.Path(value.removeprefix(CSV)).touch()
-    config, flags = cli.parse(arguments, "")
+    config, flags = cli.parse(arguments, "", train.FLAGS)
     if devices:
         config = config_checks.check_devices(config, flags.cpu_devices or devices)
         if not config.pipeline.schedule.startswith(CSV):

@@ -10,6 +10,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 LAYERS = {
     "jaxtrain.config": 0,
     "jaxtrain.config_checks": 0,
+    "jaxtrain.config_rules": 0,
+    "jaxtrain.config_mesh_rules": 0,
     "jaxtrain.cluster_environment": 0,
     "jaxtrain.metrics": 0,
     "jaxtrain.data": 0,
@@ -35,6 +37,7 @@ LAYERS = {
     "jaxtrain.training": 4,
     "jaxtrain.data.loader": 5,
     "jaxtrain.checkpoint": 5,
+    "jaxtrain.plan": 5,
     "jaxtrain.loop": 6,
     "jaxtrain.cli": 7,
     "jaxtrain.train": 7,

@@ -99,6 +99,18 @@ def test_two_processes_have_the_losses_of_one(single, workdir):
     assert runs.checkpoints(workdir) == [3, 6, 9, 10] and not runs.unfinished(workdir)
 
 
+@pytest.mark.full
+def test_a_replica_in_each_process(workdir):
+    """Replicas that train apart: rows of the log are of both, also where the processes have not met since the last one."""
+    flags = settings(mesh__replica=2, mesh__stage=2, train__diloco_inner_steps=4, metrics__log_every=3, train__steps=10)
+    train(workdir, 2, *flags)
+    one = workdir.with_name("one")
+    train(one, 1, *flags)
+    assert list(runs.losses(workdir)) == [3, 6, 9, 10]
+    assert_same_trajectory(runs.losses(workdir), runs.losses(one))
+    assert runs.checkpoints(workdir) == [3, 6, 9, 10]
+
+
 def assert_continue_each_other(single, workdir, numbers: list[int], *flags: str) -> None:
     """A run of one process, continued by other numbers of processes: the trajectory of the run that was never stopped."""
     runs.copy_up_to(3, single, workdir)

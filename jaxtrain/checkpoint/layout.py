@@ -39,13 +39,15 @@ class CheckpointError(Exception):
 class Part:
     """One leaf in memory: the whole of a stored array, or the layers of one chunk.
 
-    `leaf` counts the leaves of the flattened state, `chunk` is None for a leaf outside the layers.
+    `leaf` counts the leaves of the flattened state, `chunk` is None for a leaf outside the layers, `lead` is the number of dimensions
+    before the layers, which are stored as they are: replicas that train apart.
     """
 
     leaf: int
     chunk: int | None
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
+    lead: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ def stored_arrays(state: Any, stored_shapes: Any, placement: Placement) -> list[
       state: a pytree of jax.Array or of jax.ShapeDtypeStruct with shardings. Under a key "layers" the next key is the chunk, and
         leaves are [stages, rows(chunk), *layer shape].
       stored_shapes: the same tree with the true shape of each leaf, as a tuple or as anything with a `shape`: of one layer under
-        "layers", without padding elsewhere.
+        "layers", without padding elsewhere. What has a `lead` too has dimensions of these sizes in front.
       placement: which layer is in which row.
 
     Raises:
@@ -76,14 +78,16 @@ def stored_arrays(state: Any, stored_shapes: Any, placement: Placement) -> list[
     found: dict[str, StoredArray] = {}
     for i, ((path, leaf), shape) in enumerate(zip(leaves, tree.flatten_up_to(stored_shapes), strict=True)):
         name, chunk = _stored_name(path)
-        shape = tuple(getattr(shape, "shape", shape))
+        lead, shape = tuple(getattr(shape, "lead", ())), tuple(getattr(shape, "shape", shape))
         if getattr(leaf, "sharding", None) is None:
             raise ValueError(f"{name}: only arrays with a sharding can be saved or restored, not {leaf!r:.80}")
-        _check(name, leaf.shape, shape, placement, chunk)
-        part = Part(i, chunk, tuple(leaf.shape), leaf.sharding)
+        if leaf.shape[: len(lead)] != lead:
+            raise ValueError(f"{name}: {list(leaf.shape)} does not begin with {list(lead)}")
+        _check(name, leaf.shape[len(lead) :], shape, placement, chunk)
+        part = Part(i, chunk, tuple(leaf.shape), leaf.sharding, len(lead))
         if chunk is not None:
             shape = (placement.layers, *shape)
-        new = StoredArray(name, shape, np.dtype(leaf.dtype), (part,))
+        new = StoredArray(name, (*lead, *shape), np.dtype(leaf.dtype), (part,))
         old = found.setdefault(name, new)
         if old is not new:
             if (old.shape, old.dtype) != (new.shape, new.dtype):
@@ -125,6 +129,7 @@ def regions(part: Part, bounds: Bounds, stored: tuple[int, ...], placement: Plac
       stored: the stored array's shape.
     """
     runs: list[tuple[tuple, tuple]] = [((), ())]
+    first, bounds, stored = bounds[: part.lead], bounds[part.lead :], stored[part.lead :]
     if part.chunk is not None:
         runs = list(_layer_runs(part.chunk, bounds[0], bounds[1], placement))
         bounds, stored = bounds[2:], stored[1:]
@@ -133,9 +138,10 @@ def regions(part: Part, bounds: Bounds, stored: tuple[int, ...], placement: Plac
         return
     local = [slice(0, stop - start) for (start, _), stop in zip(bounds, stops)]
     region = [slice(start, stop) for (start, _), stop in zip(bounds, stops)]
+    mine, theirs = [slice(0, stop - start) for start, stop in first], [slice(*each) for each in first]
     for rows, layers in runs:
         # The Ellipsis makes the result a view, for scalars too.
-        yield (*rows, *local, ...), (*layers, *region, ...)
+        yield (*mine, *rows, *local, ...), (*theirs, *layers, *region, ...)
 
 
 def _layer_runs(chunk: int, stages: tuple[int, int], rows: tuple[int, int], placement: Placement) -> Iterator[tuple[tuple, tuple]]:
@@ -165,12 +171,14 @@ def writers(part: Part) -> dict[jax.Device, Bounds]:
 def chunk_shape(array: StoredArray, limit: int = CHUNK_BYTES) -> tuple[int, ...]:
     """The shape of the pieces in which the array is stored; the same on every process.
 
-    A piece must be written by one device, so it never crosses the border of a shard: a layer is a piece of its own, and where a
-    dimension is sharded the piece divides the shard. Pieces over `limit` bytes are halved, along whole dimensions first.
+    A piece must be written by one device, so it never crosses the border of a shard: a layer is a piece of its own (a replica's, where each
+    has its own), and where a dimension is sharded the piece divides the shard. Pieces over `limit` bytes are halved, along whole dimensions
+    first.
     """
-    skip = 0 if array.parts[0].chunk is None else 2
+    lead, layer = array.parts[0].lead, array.parts[0].chunk is not None
+    skip = lead + 2 * layer
     full = array.parts[0].shape[skip:]
-    stored = array.shape[bool(skip) :]
+    stored = array.shape[lead + layer :]
     shards = [p.sharding.shard_shape(p.shape)[skip:] for p in array.parts]
     whole = [all(s[d] == n for s in shards) for d, n in enumerate(full)]
     piece = [n if whole[d] else math.gcd(*(s[d] for s in shards)) for d, n in enumerate(stored)]
@@ -180,4 +188,4 @@ def chunk_shape(array: StoredArray, limit: int = CHUNK_BYTES) -> tuple[int, ...]
             break
         d = max(splittable, key=lambda d: (whole[d], piece[d]))
         piece[d] = -(-piece[d] // 2)
-    return (1, *piece) if skip else tuple(piece)
+    return (*[1] * (lead + layer), *piece)

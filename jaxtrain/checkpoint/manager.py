@@ -56,7 +56,7 @@ class Checkpointer:
       directory: where the steps lie; made by the first save.
       placement: which layer lies in which row of the state's arrays.
       stored_shapes: a pytree like the state with each leaf's true shape, a tuple or an object with a `shape`: of one layer for
-        leaves under "layers", without padding elsewhere.
+        leaves under "layers", without padding elsewhere. Of an object with a `lead`, too, that is added in front.
       keep: how many of the newest checkpoints are kept.
     """
 

@@ -22,6 +22,7 @@ import tensorstore as ts
 from etils import epath
 
 from jaxtrain.checkpoint.layout import Bounds, CheckpointError, Part, StoredArray, chunk_shape, holders, regions, writers
+from jaxtrain.parallel import host_memory
 from jaxtrain.pipeline.placement import Placement
 
 # How much is written at a time.
@@ -126,9 +127,9 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
 
 
 def _to_host(data: jax.Array) -> np.ndarray:
-    # On CPU the device's memory is the host's, and asarray would be a view of what the next step overwrites.
+    # Of what lies in the host's memory, as all does on CPU, asarray may be a view, and the next step overwrites it.
     on_cpu = {device.platform for device in data.devices()} == {"cpu"}
-    return np.array(data) if on_cpu else np.asarray(data)
+    return np.array(data) if on_cpu or host_memory.is_host(data.sharding) else np.asarray(data)
 
 
 def read_tree(directory: epath.Path, arrays: list[StoredArray], placement: Placement) -> list[jax.Array]:

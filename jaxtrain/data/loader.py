@@ -2,6 +2,7 @@
 
     row i of step t   = row order[t·B + i] of the split; order = a permutation of all rows for each epoch, from the seed
     place of row i    = [i // (B / microbatches), i % (B / microbatches)] of arrays [microbatches, B / microbatches, T]
+                        where replicas train apart, so in each replica's part of the batch, its B / replicas consecutive rows
 
 Packing and shuffling know nothing of meshes, processes or threads; a process then reads those rows that its own devices hold, each
 once. There is no other state: to resume at step t is to ask for step t of the same corpus.
@@ -43,12 +44,20 @@ class Loader:
       sharding: of [microbatches, rows, T], over any axes of any mesh.
       microbatches: into which the batch is cut; divides B.
       batches: the most that are made of the validation split (None: all of it).
+      apart: replicas that train apart, along the slowest axis of the rows.
 
     Raises DataError if the train split has less than one row.
     """
 
     def __init__(
-        self, corpus: Corpus, data: Any, split: str, sharding: jax.sharding.NamedSharding, microbatches: int = 1, batches: int | None = None
+        self,
+        corpus: Corpus,
+        data: Any,
+        split: str,
+        sharding: jax.sharding.NamedSharding,
+        microbatches: int = 1,
+        batches: int | None = None,
+        apart: int = 1,
     ):
         if split not in ("train", "validation"):
             raise ValueError(f"split {split!r}: use train or validation")
@@ -69,7 +78,7 @@ class Loader:
             self.batches = available if batches is None else min(batches, available)
         self._order = order
         self.shape = (microbatches, self._batch_size // microbatches, data.sequence_length)
-        self._local, self._place = _local_rows(sharding, self.shape)
+        self._local, self._place = _local_rows(sharding, self.shape, apart)
         self._ahead = data.prefetch
         self._threads = concurrent.futures.ThreadPoolExecutor(max(1, data.prefetch), thread_name_prefix=f"jaxtrain-{split}")
 
@@ -147,14 +156,16 @@ class Loader:
             return jax.make_array_from_callback(self.shape, self._sharding, block)
 
 
-def _local_rows(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...]) -> tuple[list[int], np.ndarray]:
+def _local_rows(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], apart: int) -> tuple[list[int], np.ndarray]:
     """The rows of a batch that this process's devices hold, ascending; and [microbatches, rows] the place of each in that list, or −1."""
+    microbatches, rows, _ = shape
+    row = np.arange(microbatches * rows).reshape(apart, microbatches, -1).swapaxes(0, 1).reshape(microbatches, rows)
     needed = np.zeros(shape[:2], bool)
     indices: Any = sharding.addressable_devices_indices_map(shape)
     for index in indices.values():
         needed[index[:2]] = True
-    place = np.where(needed, np.cumsum(needed).reshape(shape[:2]) - 1, -1)
-    return np.flatnonzero(needed).tolist(), place
+    local = np.sort(row[needed])
+    return local.tolist(), np.where(needed, np.searchsorted(local, row), -1)
 
 
 def _grain_seed(seed: int) -> int:

@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.layers import Dense, gather_sequence, rotary
-from jaxtrain.parallel import context
+from jaxtrain.models import blockwise
+from jaxtrain.models.layers import Dense, columns, rotary
+from jaxtrain.parallel import context, ring
 from jaxtrain.parallel.heads import over_heads, row_major
+from jaxtrain.parallel.tensor import heads_here, shared_columns
 from jaxtrain.sharding import constrain
 
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
+LARGEST_MASK = 1 << 28  # elements of a mask that a kernel may be given; longer sequences go block by block
+KERNEL = ring.Kernel(blockwise.forward, blockwise.backward, blockwise.delta)
 CUDNN_TYPES = (jnp.bfloat16, jnp.float16)
 
 
@@ -27,7 +31,7 @@ def choose_implementation(wanted: str, dtype, head_dim: int, platform: str) -> A
 
 
 def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, implementation: str = "auto", causal: bool = False) -> jax.Array:
-    """Scaled dot-product attention → [B, T, N, H]. Causal (then T = S), or by `mask` (bool [B or 1, 1, T, S], True: may look) if given.
+    """Scaled dot-product attention → [B, T, N, a value's H]. Causal (then T = S), or by `mask` (bool [B or 1, 1, T, S]: may look) if given.
 
     `causal` says of a mask that it is that as well (T = S): most of the scores above the diagonal are then not even computed.
     """
@@ -77,7 +81,39 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
     out_BKRH = jnp.einsum("bkrs,bskh->bkrh", weights.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32)
     out_BKRH = (out_BKRH / weights.sum(-1, keepdims=True)).astype(v_BSKH.dtype)
-    return out_BKRH.reshape(b, k, n // k, t, h).transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
+    return out_BKRH.reshape(b, k, n // k, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
+
+
+def attend_whole(q, k, v, segments_BT, over: str, implementation: str) -> jax.Array:
+    """Causal self-attention over whole sequences, also where `context` splits them (over: parallel/context.py); with segments a token
+    sees its own segment alone. All arrays [B, T, heads, size of a head], of this device's tokens."""
+    chosen = choose_implementation(implementation, q.dtype, q.shape[-1], jax.default_backend())
+
+    def by_blocks(q, chunk: int, keys: int, mask: int) -> bool:
+        """Whether to go block by block. mask: elements of that which the kernel would need otherwise."""
+        able = chosen == "xla" or (implementation == "auto" and mask > LARGEST_MASK)
+        return able and blockwise.is_long(q.shape[0] * q.shape[2], chunk, keys)
+
+    def whole(q, k, v, segments):
+        t = q.shape[1]
+        if by_blocks(q, t, t, 0 if segments is None else t * t):
+            return constrain(blockwise.attend(q, k, v, context.CAUSAL, None if segments is None else (segments, segments)), HEADS)
+        mask = None
+        if segments is not None:
+            mask = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(jnp.ones((t, t), bool))
+        return attend(q, k, v, mask, chosen, causal=True)
+
+    parts, own = context.size(), q.shape[1]
+    if parts == 1:
+        return whole(q, k, v, segments_BT)
+    if over == "ring":
+        return constrain(ring.attend(KERNEL, q, k, v, segments_BT), HEADS)
+    if over == "ulysses":
+        return context.attend_by_heads(whole, q, k, v, segments_BT)
+    if by_blocks(q, own // 2, own * parts, own // 2 * own * parts):
+        out = context.attend_by_gather(blockwise.attend, q, k, v, segments_BT)
+        return constrain(out, HEADS)
+    return context.attend_by_halves(lambda q, k, v, mask: attend(q, k, v, mask, chosen), q, k, v, segments_BT)
 
 
 class Attention(nnx.Module):
@@ -86,20 +122,21 @@ class Attention(nnx.Module):
     def __init__(self, cfg, residual_std, over="all_gather"):
         self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, cfg.head_dim
         self.rotary_base = cfg.rotary_base if cfg.positions == "rotary" else None
-        self.implementation, self.over = cfg.attention, over
+        self.implementation, self.over = cfg.attention_kernel, over
         d, n, k = cfg.width, cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
         self.query = Dense(d, n, ("width", "heads"), cfg.init_std, cfg.biases)
         self.key = Dense(d, k, ("width", "kv_heads"), cfg.init_std, cfg.biases)
         self.value = Dense(d, k, ("width", "kv_heads"), cfg.init_std, cfg.biases)
-        self.out = Dense(n, d, ("heads", "width"), residual_std, cfg.biases, scatter=True)
+        self.out = Dense(n, d, ("heads", "width"), residual_std, cfg.biases)
 
     def project(self, x_BTD, positions_BT):
-        """Queries, keys and values by head, rotated where positions are rotary."""
-        x_BTD = gather_sequence(x_BTD)
+        """Queries, keys and values by head, rotated where positions are rotary; of the latter at least one head for each device that
+        heads are split over."""
         split = lambda y, n: y.reshape(*y.shape[:2], n, self.head_dim)
-        q_BTNH = constrain(split(self.query(x_BTD), self.heads), HEADS)
-        k_BTKH = constrain(split(self.key(x_BTD), self.kv_heads), KV_HEADS)
-        v_BTKH = constrain(split(self.value(x_BTD), self.kv_heads), KV_HEADS)
+        change = lambda layer, a: a if layer is self.query else shared_columns(a, self.kv_heads)
+        q, k, v = columns(x_BTD, self.query, self.key, self.value, change=change)
+        q_BTNH = constrain(split(q, self.heads), HEADS)
+        k_BTKH, v_BTKH = (constrain(split(a, heads_here(self.kv_heads)), KV_HEADS) for a in (k, v))
         if self.rotary_base is not None:
             q_BTNH, k_BTKH = (rotary(a, positions_BT, self.rotary_base) for a in (q_BTNH, k_BTKH))
         return row_major(q_BTNH), row_major(k_BTKH), row_major(v_BTKH)
@@ -107,21 +144,8 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """Over whole sequences; with segments (int32 [B, T]) a token sees its own segment alone."""
         q, k, v = self.project(x_BTD, positions_BT)
-        if context.size() == 1:
-            y = self._causal(q, k, v, segments_BT)
-        elif self.over == "ulysses":
-            y = context.attend_by_heads(self._causal, q, k, v, segments_BT)
-        else:
-            y = context.attend_by_gather(lambda q, k, v, mask: attend(q, k, v, mask, self.implementation), q, k, v, segments_BT)
-        return self.out(y.reshape(*y.shape[:2], -1))
-
-    def _causal(self, q, k, v, segments_BT):
-        mask = None
-        if segments_BT is not None:
-            t = q.shape[1]
-            causal = jnp.tril(jnp.ones((t, t), bool))
-            mask = (segments_BT[:, None, :, None] == segments_BT[:, None, None, :]) & causal
-        return attend(q, k, v, mask, self.implementation, causal=True)
+        y = attend_whole(q, k, v, segments_BT, self.over, self.implementation)
+        return self.out.rows(y.reshape(*y.shape[:2], -1))
 
     def cached(self, x_BTD, positions_BT, cache, start):
         """T more tokens at `start` after those in the cache (keys and values, each [B, S, K, H]) → output, new cache."""
@@ -130,4 +154,4 @@ class Attention(nnx.Module):
         t, s = x_BTD.shape[1], cache[0].shape[1]
         mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
         y = attend(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), mask, "xla")
-        return self.out(y.reshape(*y.shape[:2], -1)), cache
+        return self.out.rows(y.reshape(*y.shape[:2], -1)), cache

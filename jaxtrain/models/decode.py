@@ -1,6 +1,6 @@
-"""The model over a key/value cache: a few tokens at a time, after those that are in the cache already.
+"""The model over a cache: a few tokens at a time, after those that are in the cache already.
 
-      cache      keys and values, [L, B, S, K, H] each; slot s holds the token at position s
+      cache      keys and values, [L, B, S, K, H] each, or latents [L, B, S, C]; slot s holds the token at position s
                  ┌────────────────┬───────────┬──────────────┐
                  │ 0 … start − 1  │ T tokens  │ unused       │
                  └────────────────┴───────────┴──────────────┘
@@ -9,7 +9,8 @@ written over when its turn comes.
 
 Which token follows is chosen in training/sampling.py; whole sequences without a cache go through transformer.forward.
 
-Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/value heads, H head dimension, D width, V vocabulary.
+Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/value heads, H head dimension, C latent and rotated key,
+D width, V vocabulary.
 """
 
 import jax
@@ -17,23 +18,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.models.transformer import Parts
-from jaxtrain.sharding import constrain
+from jaxtrain.parallel.tensor import heads_here
+from jaxtrain.sharding import Axes, constrain
 
-CACHE = ("layer", "batch", "token", "kv_heads", None)
+Cache = tuple[jax.Array, ...]
 
-Cache = tuple[jax.Array, jax.Array]
+
+def _kept(cfg) -> tuple[tuple[tuple[int, ...], Axes], ...]:
+    """Of each array of a cache, what it has of one token in one layer: shape and axes."""
+    if cfg.attention == "mla":
+        return (((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
+    return (((heads_here(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
+
+
+def cache_axes(cfg) -> tuple[Axes, ...]:
+    """The logical axes of the arrays of a cache."""
+    return tuple(("layer", "batch", "token", *axes) for _, axes in _kept(cfg))
 
 
 def empty_cache(cfg, batch: int, slots: int, dtype) -> Cache:
-    """Keys and values of no token, [L, B, S, K, H] of `dtype`, for a resolved model config."""
-    shape = (cfg.layers, batch, slots, cfg.kv_heads, cfg.head_dim)
-    return constrain(jnp.zeros(shape, dtype), CACHE), constrain(jnp.zeros(shape, dtype), CACHE)
+    """The cache of no token, of `dtype`, for a resolved model config."""
+    arrays = (jnp.zeros((cfg.dense_layers + cfg.layers, batch, slots, *shape), dtype) for shape, _ in _kept(cfg))
+    return tuple(map(constrain, arrays, cache_axes(cfg)))
 
 
 def extend(parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start: jax.Array, dtype) -> tuple[jax.Array, Cache]:
     """The blocks over T tokens at positions start, start + 1, … → (their residual stream [B, T, D], the cache with them).
 
-    params: {"embed", "layers" (leaves [L, ...]), "head"}. start + T must not be beyond S: XLA would move the tokens back.
+    params: {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}. start + T must not be beyond S: XLA would move the tokens back.
     Where the sequence is split over devices, T must divide by their number.
     """
     t = tokens_BT.shape[1]
@@ -43,17 +55,23 @@ def extend(parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start
         positions_1T = jnp.minimum(positions_1T, parts.cfg.max_positions - 1)
     x_BTD = parts.embed(params["embed"], tokens_BT, positions_1T, dtype)
 
-    def layer(carry, row):
+    def layer(carry, row, block=parts.block):
         x_BTD, cache = carry
         index, weights = row
         mine = [lax.dynamic_index_in_dim(c, index, 0, keepdims=False) for c in cache]
-        x_BTD, mine = parts.block(weights, x_BTD, positions_1T, mine, start, method="cached")
+        x_BTD, mine = block(weights, x_BTD, positions_1T, mine, start, method="cached")
         # Only the T new slots go back into the cache: the carried arrays are updated in place, not copied layer by layer.
         new = [lax.dynamic_slice_in_dim(m, start, t, 1) for m in mine]
-        return (x_BTD, tuple(lax.dynamic_update_slice(c, n[None], (index, 0, start, 0, 0)) for c, n in zip(cache, new, strict=True))), None
+        return (
+            x_BTD,
+            tuple(lax.dynamic_update_slice(c, n[None], (index, 0, start, *(0,) * (c.ndim - 3))) for c, n in zip(cache, new, strict=True)),
+        ), None
 
-    (x_BTD, (keys, values)), _ = lax.scan(layer, (x_BTD, cache), (jnp.arange(parts.cfg.layers), params["layers"]))
-    return x_BTD, (constrain(keys, CACHE), constrain(values, CACHE))
+    for index in range(parts.cfg.dense_layers):
+        (x_BTD, cache), _ = layer((x_BTD, cache), (index, params["first"][str(index)]), parts.first)
+    indices = parts.cfg.dense_layers + jnp.arange(parts.cfg.layers)
+    (x_BTD, cache), _ = lax.scan(layer, (x_BTD, cache), (indices, params["layers"]))
+    return x_BTD, tuple(map(constrain, cache, cache_axes(parts.cfg)))
 
 
 def tied_table(parts: Parts, params: dict, dtype) -> jax.Array | None:

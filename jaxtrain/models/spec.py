@@ -17,6 +17,8 @@ class Spec:
     axes:   a logical axis name for each dimension (sharding.RULES)
     std:    standard deviation of its normal initial values; None with `constant`
     constant: initial value where it is not random
+    exact:  a matrix that is used in float32, whatever the compute type
+    counts: what is taken for its gradient is a count, by which the step moves it (training/balance.py)
     """
 
     shape: tuple[int, ...]
@@ -24,6 +26,8 @@ class Spec:
     std: float | None = None
     constant: float = 0.0
     padded: tuple[int, ...] = ()
+    exact: bool = False
+    counts: bool = False
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):
@@ -41,6 +45,11 @@ class Spec:
         """Matrices decay and are cast to the compute type; vectors (norm scales, biases) do neither."""
         return len(self.shape) > 1
 
+    @property
+    def cast(self) -> bool:
+        """Whether it is used in the compute type."""
+        return self.matrix and not self.exact
+
     def draw(self, key: jax.Array) -> jax.Array:
         """Float32 standard normal noise, [*padded]; padding is zero, and what the rest is does not depend on it."""
         # A random value depends on its row-major index alone, so more rows leave the others as they are, and every
@@ -55,9 +64,9 @@ class Parameter(nnx.Param):
     """A parameter that knows its specification; its value is abstract until real arrays are merged in."""
 
 
-def parameter(shape, axes, std=None, constant=0.0, padded=()) -> Parameter:
+def parameter(shape, axes, std=None, constant=0.0, padded=(), exact=False, counts=False) -> Parameter:
     """A module's parameter, not yet materialised."""
-    s = Spec(tuple(shape), tuple(axes), std, constant, tuple(padded))
+    s = Spec(tuple(shape), tuple(axes), std, constant, tuple(padded), exact, counts)
     return Parameter(jax.ShapeDtypeStruct(s.padded, jnp.float32), spec=s)
 
 

@@ -16,11 +16,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.models.attention import Attention
-from jaxtrain.models.layers import MLP, SPLIT, Norm, contract_rows, gather_sequence
+from jaxtrain.models.latent import LatentAttention
+from jaxtrain.models.layers import MLP, SPLIT, Dense, Norm, contract_rows, gather_sequence
+from jaxtrain.models.moe import MoE
 from jaxtrain.models.spec import functional, parameter, specs
+from jaxtrain.parallel.tensor import own_tokens
 from jaxtrain.parallel.vocabulary import lookup
 from jaxtrain.sharding import constrain
 
+ATTENTION = {"gqa": Attention, "mla": LatentAttention}
 TILE = 128  # matrix units want the vocabulary in multiples of this
 
 
@@ -64,11 +68,11 @@ def add_position_gradient(positions_PD, positions_BT, g_BTD) -> jax.Array:
 class Block(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, cfg, over="all_gather"):
+    def __init__(self, cfg, over="all_gather", rows=1, dense=False):
         residual_std = cfg.init_std / math.sqrt(2 * cfg.layers)  # GPT-2: the residual stream's variance stays put with depth
         self.attention_norm, self.mlp_norm = Norm(cfg), Norm(cfg)
-        self.attention = Attention(cfg, residual_std, over)
-        self.mlp = MLP(cfg, residual_std)
+        self.attention = ATTENTION[cfg.attention](cfg, residual_std, over)
+        self.mlp = MoE(cfg, residual_std, rows) if cfg.experts and not dense else MLP(cfg, residual_std)
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """[B, T, D] → [B, T, D]."""
@@ -77,26 +81,50 @@ class Block(nnx.Module):
         return constrain(x_BTD, SPLIT)
 
     def cached(self, x_BTD, positions_BT, cache, start):
-        """As a call, with keys and values of earlier tokens from a cache → output, new cache."""
+        """As a call, with what earlier tokens left in a cache → output, new cache."""
         y, cache = self.attention.cached(self.attention_norm(x_BTD), positions_BT, cache, start)
         x_BTD = x_BTD + y
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), cache
+        x = self.mlp_norm(x_BTD)
+        return x_BTD + (self.mlp(x, drops=False) if isinstance(self.mlp, MoE) else self.mlp(x)), cache
+
+
+class Predictor(nnx.Module):
+    """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): it looks one token further than the one before.
+
+    Embedding and output matrix are the model's own; `norm`, the last before that matrix, stands beside it in `Parts.specs`.
+    """
+
+    def __init__(self, cfg, over="all_gather", batch_size=1):
+        self.hidden_norm, self.token_norm = Norm(cfg), Norm(cfg)
+        self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, cfg.biases)
+        self.block = Block(cfg, over, batch_size)
+
+    def __call__(self, x_BTD, ahead_BTD, positions_BT, segments_BT=None) -> jax.Array:
+        """The residual stream of the module before, and embeddings of the tokens that it predicts → residual stream [B, T, D]."""
+        both = jnp.concatenate([self.hidden_norm(x_BTD), self.token_norm(ahead_BTD)], -1)
+        return self.block(constrain(self.project(both), SPLIT), positions_BT, segments_BT)
 
 
 @jax.custom_vjp
-def vocabulary_logits(x_CD, table_VD) -> jax.Array:
-    """x @ tableᵀ in float32 [C, V] from operands of the compute type; the backward's two matmuls keep that type as well,
-    where the automatic transpose would run them in float32."""
-    return jnp.einsum("cd,vd->cv", x_CD, table_VD, preferred_element_type=jnp.float32)
+def vocabulary_logits(x_BCD, table_VD) -> jax.Array:
+    """x @ tableᵀ in float32 [B, C, V] from operands of the compute type, x split along the sequence; the backward's two matmuls keep that
+    type as well, where the automatic transpose would run them in float32."""
+    return _vocabulary_logits(x_BCD, table_VD)[0]
 
 
-def _vocabulary_logits_backward(residuals, g_CV):
-    x_CD, table_VD = residuals
-    g_CV = g_CV.astype(x_CD.dtype)
-    return jnp.einsum("cv,vd->cd", g_CV, table_VD), contract_rows(g_CV, x_CD)
+def _vocabulary_logits(x_BCD, table_VD):
+    whole_BCD = gather_sequence(x_BCD)
+    return jnp.einsum("bcd,vd->bcv", whole_BCD, table_VD, preferred_element_type=jnp.float32), (whole_BCD, table_VD)
 
 
-vocabulary_logits.defvjp(lambda x, table: (vocabulary_logits(x, table), (x, table)), _vocabulary_logits_backward)
+def _vocabulary_logits_backward(kept, g_BCV):
+    whole_BCD, table_VD = kept
+    g_BCV = g_BCV.astype(whole_BCD.dtype)
+    flat = lambda a: a.reshape(-1, a.shape[-1])
+    return own_tokens([g_BCV], [table_VD], 0), contract_rows(flat(g_BCV), flat(whole_BCD))
+
+
+vocabulary_logits.defvjp(_vocabulary_logits, _vocabulary_logits_backward)
 
 
 class Head(nnx.Module):
@@ -111,10 +139,7 @@ class Head(nnx.Module):
     def __call__(self, x_BCD, tied_table=None, first_row=0) -> jax.Array:
         """[B, C, D] → float32 logits [B, C, V]; those of padding rows are −inf. The table may be a part of one, from `first_row` on."""
         table_VD = self.table[...] if tied_table is None else tied_table
-        x_BCD = gather_sequence(self.norm(x_BCD))
-        flat = x_BCD.reshape(-1, x_BCD.shape[-1])
-        logits = vocabulary_logits(flat, table_VD.astype(flat.dtype))
-        logits = constrain(logits.reshape(*x_BCD.shape[:-1], -1), ("batch", "token", "vocab"))
+        logits = constrain(vocabulary_logits(self.norm(x_BCD), table_VD.astype(x_BCD.dtype)), ("batch", "token", "vocab"))
         if table_VD.shape[0] != self.vocab_size:
             row = first_row + jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
             logits = jnp.where(row < self.vocab_size, logits, -jnp.inf)
@@ -126,35 +151,59 @@ class Parts:
     """The model's parts as functions of their parameters (nested dicts of arrays), and their parameters' specifications."""
 
     cfg: Any
-    specs: dict  # {"embed": ..., "layer": ... of one layer, "head": ...}
+    specs: (
+        dict  # {"embed": ..., "layer": ... of one layer, "head": ...}, and where the model has them "first", "predictors": {"0": ..., ...}
+    )
     embed: Callable  # (params, tokens, positions, dtype) → x
+    first: Callable  # (params of one dense layer before the others, x, positions, segments) → x
     block: Callable  # (params of one layer, x, positions, segments) → x
     head: Callable  # (params, x, tied table or None) → logits
+    predictor: Callable  # (params of one without "norm", x, embeddings, positions, segments) → x
+
+    @property
+    def ends(self) -> dict:
+        """The specifications of what is no layer of the stack."""
+        return {name: tree for name, tree in self.specs.items() if name != "layer"}
 
     @property
     def parameter_count(self) -> int:
         """Parameters of the whole model, padding not counted."""
-        sizes = {k: sum(s.size for s in jax.tree.leaves(v)) for k, v in self.specs.items()}
-        return sizes["embed"] + self.cfg.layers * sizes["layer"] + sizes["head"]
+        count = lambda name: sum(s.size for s in jax.tree.leaves(self.specs[name]))
+        return sum(count(name) * (self.cfg.layers if name == "layer" else 1) for name in self.specs)
+
+    @property
+    def attention_width(self) -> float:
+        """Multiplications of a token with one key and one value, over all heads, halved."""
+        key = self.cfg.head_dim + self.cfg.rope_head_dim
+        return self.cfg.heads * (key + (self.cfg.value_head_dim or key)) / 2
 
     @property
     def matmul_parameters(self) -> int:
-        """Parameters that every token is multiplied with: the matrices of all layers, and the head's, tied or not."""
-        layer = sum(s.size for s in jax.tree.leaves(self.specs["layer"]) if s.matrix)
-        return self.cfg.layers * layer + self.cfg.vocab_size * self.cfg.width
+        """Parameters that a token is multiplied with: the matrices of all layers, of experts those of its choice, and the head's, tied or
+        not, once for each token that is predicted."""
+        part = lambda s: self.cfg.experts_per_token / self.cfg.experts if "experts" in s.axes else 1
+        matrices = lambda tree: sum(round(s.size * part(s)) for s in jax.tree.leaves(tree) if s.matrix)
+        layers = self.cfg.layers * matrices(self.specs["layer"])
+        layers += sum(matrices(self.specs.get(name, {})) for name in ("first", "predictors"))
+        return layers + (1 + self.cfg.mtp_depth) * self.cfg.vocab_size * self.cfg.width
 
 
-def build(cfg, model_shards: int = 1, stage_shards: int = 1, over: str = "all_gather") -> Parts:
+def build(cfg, model_shards: int = 1, stage_shards: int = 1, over: str = "all_gather", batch_size: int = 1) -> Parts:
     """The parts of the model that a (resolved) model config describes.
 
     Its vocabulary is padded for `model_shards`, times `stage_shards` where the stages share it. `over`: how attention goes over a
-    sequence that several devices share (parallel/context.py).
+    sequence that several devices share (parallel/context.py). batch_size: sequences in a step, for losses of the layers' own.
     """
     rows = padded_vocabulary(cfg.vocab_size, model_shards * stage_shards)
     vocab = "staged_vocab" if stage_shards > 1 else "vocab"
-    embed, block, head = Embedder(cfg, rows, vocab), Block(cfg, over), Head(cfg, rows, vocab)
+    embed, block, head = Embedder(cfg, rows, vocab), Block(cfg, over, batch_size), Head(cfg, rows, vocab)
+    first, predictor = Block(cfg, over, dense=True), Predictor(cfg, over, batch_size)
     tree = {"embed": specs(embed), "layer": specs(block), "head": specs(head)}
-    return Parts(cfg, tree, functional(embed), functional(block), functional(head))
+    if cfg.dense_layers:
+        tree["first"] = {str(i): specs(first) for i in range(cfg.dense_layers)}
+    if cfg.mtp_depth:
+        tree["predictors"] = {str(d): {**specs(predictor), "norm": specs(Norm(cfg))} for d in range(cfg.mtp_depth)}
+    return Parts(cfg, tree, *map(functional, (embed, first, block, head, predictor)))
 
 
 def default_positions(tokens_BT: jax.Array) -> jax.Array:
@@ -162,9 +211,16 @@ def default_positions(tokens_BT: jax.Array) -> jax.Array:
     return jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
 
 
-def forward(parts: Parts, params: dict, tokens_BT, positions_BT=None, segments_BT=None, dtype=jnp.float32) -> jax.Array:
-    """The whole model → float32 logits [B, T, V]. params: {"embed", "layers" (leaves [L, ...]), "head"}."""
+def trunk(parts: Parts, params: dict, tokens_BT, positions_BT=None, segments_BT=None, dtype=jnp.float32) -> jax.Array:
+    """The model without its head → residual stream [B, T, D]. params: {"embed", "first" if any, "layers" (leaves [L, ...]), …}."""
     positions_BT = default_positions(tokens_BT) if positions_BT is None else positions_BT
     x_BTD = parts.embed(params["embed"], tokens_BT, positions_BT, dtype)
-    x_BTD, _ = jax.lax.scan(lambda x, layer: (parts.block(layer, x, positions_BT, segments_BT), None), x_BTD, params["layers"])
+    for i in range(parts.cfg.dense_layers):
+        x_BTD = parts.first(params["first"][str(i)], x_BTD, positions_BT, segments_BT)
+    return jax.lax.scan(lambda x, layer: (parts.block(layer, x, positions_BT, segments_BT), None), x_BTD, params["layers"])[0]
+
+
+def forward(parts: Parts, params: dict, tokens_BT, positions_BT=None, segments_BT=None, dtype=jnp.float32) -> jax.Array:
+    """The whole model → float32 logits [B, T, V]. params: those of `trunk` and "head"."""
+    x_BTD = trunk(parts, params, tokens_BT, positions_BT, segments_BT, dtype)
     return parts.head(params["head"], x_BTD, params["embed"]["table"] if parts.cfg.tied_embeddings else None)

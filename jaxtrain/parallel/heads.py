@@ -4,16 +4,9 @@ from collections.abc import Callable
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.mesh import MODEL, over_model
-
-
-def _splits() -> bool:
-    """Whether the partitioner decides about `model` here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[MODEL] == AxisType.Auto
 
 
 def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -23,22 +16,24 @@ def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask:
     Also where `model` has one device: inside the runtime all axes are manual then, and a kernel with a partitioning rule
     of its own (cuDNN's attention) is lowered as it is instead of through the partitioner.
     """
-    if not _splits():
-        return kernel(q, k, v, mask)
     heads = P(None, None, MODEL)
     masks = () if mask is None else (mask,)
     run = over_model(lambda q, k, v, *m: kernel(q, k, v, m[0] if m else None), (heads, heads, heads, *(P() for _ in masks)), heads)
     return run(q, k, v, *masks)
 
 
+def by_heads(fn: Callable, arrays: tuple, same: tuple = ()):
+    """fn(*arrays, *same) → arrays, on each device's own heads: they are the third dimension of all `arrays` and results; `same` are pytrees
+    without heads."""
+    heads = P(None, None, MODEL)
+    return over_model(fn, ((heads,) * len(arrays) + (P(),) * len(same)), heads)(*arrays, *same)
+
+
 def _row_major(x: jax.Array) -> jax.Array:
     if not isinstance(x, jax.core.Tracer):
         return x  # outside of a compiled program there is nothing to decide
-    fixed = lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim))))
-    if not _splits():
-        return fixed(x)
     heads = P(None, None, MODEL)
-    return over_model(fixed, (heads,), heads)(x)
+    return over_model(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), (heads,), heads)(x)
 
 
 @jax.custom_vjp

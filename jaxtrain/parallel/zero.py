@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.mesh import DATA, MODEL, STAGE, SUM_AXES, over_model, psum, psum_scatter
+from jaxtrain.mesh import DATA, MODEL, STAGE, SUM_AXES, over_model, psum_scatter
+from jaxtrain.parallel.replicas import sum_inside_first
 from jaxtrain.sharding import is_split, mesh_axes, spec
 
 
@@ -71,11 +72,14 @@ class Reduction:
         return self.dim + ndim - (len(self.whole) - self.lead)
 
 
-def plan(axes: tuple[str | None, ...], shape: tuple[int, ...], own: int, mesh: Mesh, zero: int) -> Reduction:
+def plan(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], own: int, mesh: Mesh, zero: int, sum_axes: tuple[str, ...] = SUM_AXES
+) -> Reduction:
     """The reduction of a gradient with logical `axes` and `shape`, whose first `own` dimensions are not the parameter's own
-    (stage, layer). Where no dimension divides, it is summed and stays whole."""
+    (stage, layer), over `sum_axes`, and `stage` where all stages hold it. Where no dimension divides, it is summed and stays whole."""
     whole = spec(axes)
-    copies = SUM_AXES if any(STAGE in mesh_axes(part) for part in whole) else (*SUM_AXES, STAGE)
+    own_axes = {name for part in whole for name in mesh_axes(part)}
+    copies = tuple(name for name in (*sum_axes, STAGE) if name not in own_axes)
     candidates = [(DATA, STAGE), (DATA,)] if STAGE in copies else [(DATA,)]
 
     def shared(dim: int, names: tuple[str, ...]) -> PartitionSpec:
@@ -111,7 +115,9 @@ def gather(part: jax.Array, how: Reduction) -> jax.Array:
 
 
 def reduce(gradient: jax.Array, how: Reduction, dtype, axes: tuple[str, ...] | None = None) -> jax.Array:
-    """This device's sum → float32, the sum over all devices, its own part where that is scattered; over these mesh `axes` alone."""
+    """This device's sum → float32, the sum over all devices, its own part where that is scattered; over these mesh `axes` alone.
+
+    Inside a replica first, so that only the scattered part crosses to others."""
     scatter = tuple(a for a in how.scatter_axes if axes is None or a in axes)
     sums = tuple(a for a in how.sum_axes if axes is None or a in axes)
 
@@ -119,7 +125,7 @@ def reduce(gradient: jax.Array, how: Reduction, dtype, axes: tuple[str, ...] | N
         part = part.astype(dtype)
         if scatter:
             part = psum_scatter(part, scatter, how.axis(part.ndim))
-        return psum(part, sums).astype(jnp.float32)
+        return sum_inside_first(part, sums).astype(jnp.float32)
 
     return _on_parts(move, _own_split(how, gradient), gradient)
 

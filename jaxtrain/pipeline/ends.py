@@ -4,6 +4,10 @@ end stages    the embedding is the first unit's stage's work, the head the last 
 parallel      the tables' rows are split over stage × model, and all stages do an op together, each with its own rows: the embedding's
               rows are summed over `stage`, the head's input comes to all stages, and only the softmax's statistics and the gradient of
               that input are summed (vocabulary parallelism, Yeung et al. 2024). The logits of a microbatch are nowhere whole
+
+Dense layers before the first unit run in the embedding's op, and once more in its gradient's. Where the model predicts tokens beyond the
+next (DeepSeek-V3, arXiv:2412.19437, section 2.2), their modules run in the head's op, forward and backward, with the model's embedding and
+output matrix. In both cases the vocabulary is on the end stages.
 """
 
 from typing import Any
@@ -28,18 +32,31 @@ def take(a, i):
     return lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
 
 
+def look_ahead(batch: dict[str, jax.Array], depth: int) -> dict[str, jax.Array]:
+    """A batch of whole sequences, with what module d = 0, 1, … needs: "ahead_tokens{d}", each token's d + 1 places on, and the targets and
+    weights of those places. The weights are 0 where a document or the sequence ends before."""
+    made = dict(batch)
+    for d in range(depth):
+        on = lambda name, by=d + 1: jnp.pad(batch[name][..., by:], (*[(0, 0)] * (batch[name].ndim - 1), (0, by)))
+        weights = on("weights")
+        if "segments" in batch:
+            weights = jnp.where(batch["segments"] == on("segments"), weights, 0)
+        made |= {f"ahead_tokens{d}": on("tokens"), f"ahead_targets{d}": on("targets"), f"ahead_weights{d}": weights}
+    return made
+
+
 class Ends:
     """first, last: the stages of the model's first and last unit. `shared`: vocabulary parallel.
 
-    `zero` and `how` (Reductions of embed and head) say what of the parameters is here, and what of their gradients stays.
+    `zero` and `how` (Reductions of all that is no layer) say what of the parameters is here, and what of their gradients stays.
 
-    The methods read `embed`, `head` (parameters) and `batch` of a state, and take the microbatch `k`. In a shared op the arrays that
-    only the first or the last stage has may hold anything elsewhere, and results are right on all stages.
+    The methods read `embed`, `first`, `head`, `predictors` (parameters) and `batch` of a state, and take the microbatch `k`. In a shared op
+    the arrays that only the first or the last stage has may hold anything elsewhere, and results are right on all stages.
     """
 
     def __init__(self, parts: Parts, loss_chunk: int, dtype, first: int, last: int, shared: bool, zero: Zero, how: dict):
         self.parts, self.loss_chunk, self.dtype, self.shared, self.zero = parts, loss_chunk, dtype, shared, zero
-        self._how = {k: how[k] for k in ("embed", "head")}
+        self._how = how
         self._first, self._last = first, last
         self._over = (STAGE,) if shared else ()
 
@@ -88,33 +105,77 @@ class Ends:
             return added
         return jax.tree.map(lambda a, new, h: a + reduce_in_op(new, h, self.zero.dtype) if h.over_data else new, sums, added, how)
 
+    def _add(self, sums, gradients, how):
+        """The sums with a microbatch's gradients."""
+        if self.zero.reduces_in_ops:
+            gradients = jax.tree.map(lambda g, h: reduce_in_op(g, h, self.zero.dtype), gradients, how)
+        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, gradients)
+
+    def _lookup(self, embed, tokens):
+        """The tokens' rows of this stage's part of the table."""
+        by_columns = self.zero.gathers_in_ops and self._how["embed"]["table"].over_data
+        rows = (all_rows(tokens) if by_columns else tokens) - self._first_row(embed["table"])
+        x = self.parts.embed(embed, rows, self.dtype, method="lookup")
+        return to_own_rows(x) if by_columns else x
+
+    def _add_lookup(self, table, tokens, g):
+        """The table's sums with the gradient of `_lookup`."""
+        first = self._first_row(table)
+        if self.zero.reduces_in_ops and self._how["embed"]["table"].over_data:
+            g, tokens = to_own_columns(g), all_rows(tokens)
+        return add_lookup_gradient(table, tokens - first, g)
+
     # ------------------------------------------------------------------ the ops
 
     def embed(self, s: State, k):
         """→ the first unit's input [B, T, D]."""
+        return self._first_layers(s, k, self._embed(s, k), lambda layer, params, x: layer(params, x))
+
+    def _first_layers(self, s: State, k, x, run):
+        """x = run(layer, its parameters, x) for each dense layer before the first unit."""
+        extra = self.extra(s, k)
+        for i in map(str, range(self.parts.cfg.dense_layers)):
+            x = run(lambda p, x: self.parts.first(p, x, *extra), self._whole(s["first"][i], self._how["first"][i]), x)
+        return x
+
+    def _embed(self, s: State, k):
+        """→ the first layer's input."""
         tokens, positions = self._tokens(s, k)
         params, how = dict(s["embed"]), self._how["embed"]
-        by_columns = self.zero.gathers_in_ops and how["table"].over_data
-        rows = (all_rows(tokens) if by_columns else tokens) - self._first_row(params["table"])
-        x = self.parts.embed(params, rows, self.dtype, method="lookup")
-        x = to_own_rows(x) if by_columns else x
+        x = self._lookup(params, tokens)
         if "positions" in params:
             params["positions"] = self._whole(params["positions"], how["positions"])
         return self.parts.embed(params, psum(x, self._over) if self.shared else x, positions, method="place")
 
     def embed_gradient(self, s: State, k, g) -> State:
-        """→ the embedding's gradient sums with the gradient of `embed`'s result."""
+        """→ the gradient sums of the embedding, and of the dense layers behind it, with the gradient of `embed`'s result."""
         tokens, positions = self._tokens(s, k)
+        more: State = {}
+        if "first" in s:
+            more["grad_first"], g = self._first_gradients(s, k, g)
         sums, how = s["grad_embed"], self._how["embed"]
-        whole, first = self._of(g, self._first), self._first_row(sums["table"])
-        if self.zero.reduces_in_ops and how["table"].over_data:
-            whole, tokens = to_own_columns(whole), all_rows(tokens)
-        new = {**sums, "table": add_lookup_gradient(sums["table"], tokens - first, whole)}
+        new = {**sums, "table": self._add_lookup(sums["table"], tokens, self._of(g, self._first))}
         if "positions" in sums:
             own = sums["positions"], how["positions"]
             added = add_position_gradient(self._open(*own, self.parts.specs["embed"]["positions"]), positions, self._only(g, self._first))
             new["positions"] = self._close(own[0], added, own[1])
-        return {"grad_embed": new}
+        return {"grad_embed": new, **more}
+
+    def _first_gradients(self, s: State, k, g) -> tuple[State, jax.Array]:
+        """→ (gradient sums of the dense layers, which are run once more, gradient of the first one's input)."""
+        backward = []
+
+        def keep(layer, params, x):
+            y, vjp = jax.vjp(layer, params, x)
+            backward.append(vjp)
+            return y
+
+        self._first_layers(s, k, self._embed(s, k), keep)
+        sums = dict(s["grad_first"])
+        for i, vjp in reversed(list(enumerate(backward))):
+            gradients, g = vjp(g)
+            sums[str(i)] = self._add(sums[str(i)], gradients, self._how["first"][str(i)])
+        return sums, g
 
     def _head_tree(self, tree: State, prefix: str = "") -> State:
         """The head's parameters, their gradient sums, or what is known of them: with the embedding table where the two are tied."""
@@ -138,7 +199,7 @@ class Ends:
         return {"loss": s["loss"] + self._only(loss, self._last)}
 
     def loss_and_gradients(self, s: State, k, y) -> tuple[State, jax.Array]:
-        """→ (loss and gradient sums with this microbatch's, gradient of the last unit's output)."""
+        """→ (losses and gradient sums with this microbatch's, gradient of the last unit's output)."""
         params, sums = self._head_params(s), self._head_tree(s, "grad_")
         head, part = self._logits(params)
         targets, weights = self.batch(s, k, "targets", "weights")
@@ -146,8 +207,38 @@ class Ends:
         how = self._head_tree(self._how)
         opened = self._open(sums, how, self._head_tree(self.parts.specs))
         loss, added, g = loss_and_gradients(head, params, opened, y, targets, weights, self.loss_chunk, **part)
+        new: State = {"loss": s["loss"] + self._only(loss, self._last)}
+        lookups: list[tuple] = []
+        if "predictors" in s:
+            more, added, lookups, ahead_g = self._predict(s, k, y, params, added)
+            new, g = new | more, g + ahead_g
         sums = self._close(sums, added, how)
-        new: State = {"loss": s["loss"] + self._only(loss, self._last), "grad_head": sums["head"]}
-        if "table" in sums:
-            new["grad_embed"] = {**s["grad_embed"], "table": sums["table"]}
+        new["grad_head"] = sums["head"]
+        if "table" in sums or lookups:
+            table = sums.get("table", s["grad_embed"]["table"])
+            for tokens, by_rows in lookups:
+                table = self._add_lookup(table, tokens, by_rows)
+            new["grad_embed"] = {**s["grad_embed"], "table": table}
         return new, psum(g, self._over) if self.shared else g
+
+    def _predict(self, s: State, k, y, params: State, opened: State):
+        """Of the tokens beyond the next → (loss and gradient sums of their modules, `opened` with the head's gradients, tokens looked up
+        with the gradients of their rows, gradient of the last unit's output)."""
+        (head, part), extra = self._logits(params), self.extra(s, k)
+        total, backward = s["ahead_loss"], []
+        for d in map(str, range(self.parts.cfg.mtp_depth)):
+            module = dict(self._whole(s["predictors"][d], self._how["predictors"][d]))
+            own, norm = params["head"], module.pop("norm")
+            tokens, targets, weights = self.batch(s, k, f"ahead_tokens{d}", f"ahead_targets{d}", f"ahead_weights{d}")
+            y, vjp = jax.vjp(lambda m, y, e: self.parts.predictor(m, y, e, *extra), module, y, self._lookup(s["embed"], tokens))
+            sums = {**opened, "head": {**opened["head"], "norm": jax.tree.map(jnp.zeros_like, norm)}}
+            whole = {**params, "head": {**own, "norm": norm}}
+            loss, sums, g = loss_and_gradients(head, whole, sums, y, targets, weights, self.loss_chunk, **part)
+            total, opened = total + loss, {**sums, "head": {**sums["head"], "norm": opened["head"]["norm"]}}
+            backward.append((d, tokens, vjp, g, sums["head"]["norm"]))
+        new, lookups, before = dict(s["grad_predictors"]), [], jnp.zeros_like(y)
+        for d, tokens, vjp, g, by_norm in reversed(backward):
+            by_module, before, by_rows = vjp(g + before)
+            new[d] = self._add(new[d], {**by_module, "norm": by_norm}, self._how["predictors"][d])
+            lookups.append((tokens, by_rows))
+        return {"ahead_loss": total, "grad_predictors": new}, opened, lookups, before

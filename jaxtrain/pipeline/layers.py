@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.parallel import host_memory
 from jaxtrain.parallel.zero import Zero, gather, reduce_in_op
 from jaxtrain.pipeline.partition import Split
 from jaxtrain.pipeline.placement import Placement
@@ -32,22 +33,22 @@ def slot_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) < 4 else (*shape[:-2], shape[-2] * shape[-1])
 
 
-def slots(number: int, rows: int, like: Sequence[jax.ShapeDtypeStruct]) -> Arrays:
-    """Empty slots for arrays like these, of each of `rows` layers: [slots, rows, ...]."""
-    return [jnp.zeros((number, rows, *slot_shape(a.shape)), a.dtype) for a in like]
+def slots(number: int, rows: int, like: Sequence[jax.ShapeDtypeStruct], host: bool = False) -> Arrays:
+    """Empty slots for arrays like these, of each of `rows` layers: [slots · rows, ...]; in the memory of the device or the host.
+
+    One dimension for both: copies between a TPU and its host cut one dimension alone.
+    """
+    return [host_memory.slots((number * rows, *slot_shape(a.shape)), a.dtype, host) for a in like]
 
 
-def read(arrays: Arrays, like: Sequence[jax.ShapeDtypeStruct], slot, i) -> Arrays:
-    """Row i of a slot, in the shapes of `like`."""
-    start = lambda a: (slot, i, *[0] * (a.ndim - 2))
-    return [lax.dynamic_slice(a, start(a), (1, 1, *a.shape[2:])).reshape(own.shape) for a, own in zip(arrays, like, strict=True)]
+def read(arrays: Arrays, like: Sequence[jax.ShapeDtypeStruct], at) -> Arrays:
+    """What lies at an index of slots, in the shapes of `like`."""
+    return [host_memory.row(a, at).reshape(own.shape) for a, own in zip(arrays, like, strict=True)]
 
 
-def write(arrays: Arrays, values: Arrays, slot, i) -> Arrays:
-    """The slots with a row replaced."""
-    start = lambda a: (slot, i, *[0] * (a.ndim - 2))
-    row = lambda a, v: v.astype(a.dtype).reshape(1, 1, *a.shape[2:])
-    return [lax.dynamic_update_slice(a, row(a, v), start(a)) for a, v in zip(arrays, values, strict=True)]
+def write(arrays: Arrays, values: Arrays, at) -> Arrays:
+    """The slots with what lies at an index replaced."""
+    return [host_memory.with_row(a, v.reshape(a.shape[1:]), at) for a, v in zip(arrays, values, strict=True)]
 
 
 class LayerStack:
@@ -63,7 +64,12 @@ class LayerStack:
         self._layer, self._split, self._rows, self._zero, self._how = layer, split, placement.rows(unit), zero, how
         self._for_b, self._for_w = split.sort(split.residuals)
         self._count = counts[0] if len(set(counts)) == 1 else jnp.asarray(counts)[stage]
+        self._room = max(placement.sizes)  # layers that a slot has room for
         self._single = self._rows == 1  # then every stage that has the unit has that one
+
+    def _at(self, slot, i):
+        """The index of layer i of a slot."""
+        return slot * self._room + i
 
     def _weights(self, params, i, op: str):
         """Row i of the parameters: whole, where the op reads them."""
@@ -105,7 +111,7 @@ class LayerStack:
             x, for_b, for_w = carry
             y, kept = self._split.forward(p, x, extra)
             b, w = self._split.sort(kept)
-            return y, write(for_b, b, slot_b, i), write(for_w, w, slot_w, i)
+            return y, write(for_b, b, self._at(slot_b, i)), write(for_w, w, self._at(slot_w, i))
 
         return self._each("forward", layer, params, (x, residual_b, residual_w))
 
@@ -114,9 +120,10 @@ class LayerStack:
 
         def layer(i, p, carry):
             g, stash = carry
-            kept = self._split.merge(read(residual_b, self._for_b, slot_b, i), read(residual_w, self._for_w, slot_w, i))
+            for_b = read(residual_b, self._for_b, self._at(slot_b, i))
+            kept = self._split.merge(for_b, read(residual_w, self._for_w, self._at(slot_w, i)))
             g, left = self._split.input_gradient(p, extra, kept, g)
-            return g, write(stash, left, slot, i)
+            return g, write(stash, left, self._at(slot, i))
 
         return self._each("input", layer, params, (g, stash), reverse=True)
 
@@ -124,7 +131,8 @@ class LayerStack:
         """→ float32 sums + gradients of the parameters."""
 
         def layer(i, p, sums):
-            kept, left = read(residual_w, self._for_w, slot_w, i), read(stash, self._split.stash, slot, i)
+            kept = read(residual_w, self._for_w, self._at(slot_w, i))
+            left = read(stash, self._split.stash, self._at(slot, i))
             return self._add(sums, self._split.weight_gradient(p, extra, kept, left), i)
 
         return self._each("weight", layer, params, sums)
@@ -139,28 +147,29 @@ class LayerStack:
 
     # ------------------------------------------------------------------ forward and backward at once: one stage
 
-    def forward_with(self, params, x, extra, recompute: bool):
-        """→ output, and for each layer its input (`recompute`) or its residuals: a list of arrays [rows, ...]."""
+    def forward_with(self, params, x, extra, recompute: bool, host: bool = False):
+        """→ output, and for each layer its input (`recompute`) or its residuals: slots of one microbatch, in the device's or the `host`'s
+        memory."""
         keep = (lambda p, x: (self._layer(p, x, extra), [x])) if recompute else lambda p, x: self._split.forward(p, x, extra)
         like = [jax.ShapeDtypeStruct(x.shape, x.dtype)] if recompute else self._split.residuals
         op = "whole" if recompute else "forward"
-        if self._single:
+        if self._single and not host:
             y, kept = keep(self._weights(params, 0, op), x)
             return y, [k[None] for k in kept]
 
         def layer(i, p, carry):
             x, kept = carry
             y, new = keep(p, x)
-            return y, [lax.dynamic_update_index_in_dim(a, k, i, 0) for a, k in zip(kept, new, strict=True)]
+            return y, [host_memory.with_row(a, k, i) for a, k in zip(kept, new, strict=True)]
 
-        return self._each(op, layer, params, (x, [jnp.zeros((self._rows, *k.shape), k.dtype) for k in like]))
+        return self._each(op, layer, params, (x, [host_memory.slots((self._rows, *k.shape), k.dtype, host) for k in like]))
 
     def backward_with(self, params, sums, extra, kept: Arrays, g, recompute: bool):
         """→ (float32 sums + gradients of the parameters, gradient of the input)."""
 
         def layer(i, p, carry):
             g, sums = carry
-            own = _row(kept, i)
+            own = [host_memory.row(a, i) for a in kept]
             if recompute:
                 gradients, g = jax.vjp(lambda p, x: self._layer(p, x, extra), p, own[0])[1](g)
             else:

@@ -9,7 +9,8 @@ Residuals cross from the forward to the backward: no weights, nor anything made 
 reshapes, broadcasts or transposes, no sums and products of other residuals; `keep` decides about the rest, and what it does not let
 cross is computed again. The stash crosses from B to W: the gradients that W multiplies with, and what B had to compute again for itself.
 
-Calls are inlined and inner scans unrolled. What `jax.checkpoint` inside the layer computes again stays in the backward.
+Calls are inlined and inner scans unrolled; an inner `while` is one equation and stays whole (models/blockwise.py). What `jax.checkpoint`
+inside the layer computes again stays in the backward.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +22,14 @@ from jax.extend.core import Literal
 
 # Values that cost no arithmetic: a stash keeps what they were made from.
 VIEWS = frozenset(
-    "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice concatenate sharding_constraint layout_constraint "
+    "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice split concatenate sharding_constraint layout_constraint "
     "all_gather "  # costs no arithmetic either: a device keeps its own part
     "eq ne ge gt le lt and or not optimization_barrier".split()
 )
 # Values that cost one pass over their operands, which fuses with what reads them: not kept beside all of those.
 CHEAP = VIEWS | frozenset("add sub mul div max min select_n integer_pow square one_minus_square convert_element_type add_any".split())
+PRODUCTS = frozenset("dot_general ragged_dot_general".split())
+SUMS = frozenset("reduce_scatter add convert_element_type".split())
 CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat2 checkpoint".split())
 AGAIN = "computed_again"  # the name scope of what jax.checkpoint computes again in the backward
 
@@ -39,9 +42,14 @@ def keep_all(equation) -> bool:
 
 
 def keep_matmuls(equation) -> bool:
-    """`remat` selective: results of products with weights cross; attention's inside and elementwise work are computed again
-    (Korthikanti et al. 2022, section 5)."""
-    return equation.primitive.name == "dot_general" and not equation.params["dimension_numbers"][1][0]
+    """`remat` selective: results of products with weights cross, and those of a loop, which is attention block by block: its output and
+    log-sum-exp. Attention's inside and elementwise work are computed again (Korthikanti et al. 2022, section 5)."""
+    name = equation.primitive.name
+    if any(e.primitive.name == "while" for e in (equation.params["jaxpr"].eqns if name == "shard_map" else [equation])):
+        return True
+    if name == "shard_map":  # a product on each device's part, perhaps with its sum over devices
+        return _is(equation, VIEWS | PRODUCTS | SUMS) and not _is(equation, VIEWS | SUMS)
+    return name in PRODUCTS and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
 
 
 # --- flattening ------------------------------------------------------------------------------------------------------------------
@@ -99,6 +107,11 @@ def _is(equation, names: frozenset) -> bool:
     return name in names or (name == "shard_map" and all(_is(e, names) for e in equation.params["jaxpr"].eqns))
 
 
+def _gathers(equation) -> bool:
+    name = equation.primitive.name
+    return name == "all_gather" or (name == "shard_map" and any(_gathers(e) for e in equation.params["jaxpr"].eqns))
+
+
 def _variables(atoms: Iterable) -> list:
     return [a for a in atoms if not isinstance(a, Literal)]
 
@@ -115,7 +128,7 @@ class Split:
 
     x and y have the same shape and dtype; `params` and `extra` are pytrees of arrays. Only shapes and dtypes of the example
     arguments matter. `residuals` and `stash` list the shapes and dtypes that cross, `for_weights` says of each residual whether W
-    reads it: the others end with B.
+    reads it: the others end with B. `gathered` says of each of the stash whether B has gathered it, so that devices hold the same.
     """
 
     def __init__(self, fn: Callable, params, x, extra, keep: Keep = keep_all):
@@ -152,6 +165,7 @@ class Split:
         shapes = lambda values: [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in values]
         self.residuals, self.stash = shapes(self._kept), shapes(self._stashed)
         self.for_weights = [a in for_weights for a in self._kept]
+        self.gathered = [a in self._maker and _gathers(self._maker[a]) for a in self._stashed]
         self._equations = {
             "forward": self._needed([self._y, *self._kept], ()),
             "input": self._needed([self._dx, *self._stashed], self._kept),
@@ -184,7 +198,8 @@ class Split:
                 kept.add(value)
             return not crosses
 
-        self._back([a for eq in backward for a in _variables(eq.invars) if a not in self._late], on)
+        read = [a for eq in backward for a in _variables(eq.invars)]
+        self._back([a for a in (*read, *_variables(self._dp)) if a not in self._late], on)
         return kept
 
     def _without_cheap(self, kept: set) -> list:
@@ -222,8 +237,8 @@ class Split:
         def on(value) -> bool:
             if value in kept:
                 residuals.add(value)
-            elif value is self._g:
-                stash.add(value)
+            elif value is self._g or (value in in_b and value in self._late and _gathers(self._maker[value])):
+                stash.add(value)  # a gradient that B gathers is not gathered twice, as it is made late and ends soon
             elif self._is_view(self._maker[value]):
                 return True
             elif (sources := self._derived(value, kept)) is not None:

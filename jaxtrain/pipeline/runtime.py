@@ -15,20 +15,20 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import BATCH_AXES, CONTEXT, DATA, MANUAL_AXES, STAGE, SUM_AXES, psum
+from jaxtrain.mesh import BATCH_AXES, CONTEXT, DATA, MANUAL_AXES, MODEL, STAGE, psum
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
-from jaxtrain.parallel import context
+from jaxtrain.parallel import context, host_memory, replicas
 from jaxtrain.parallel.zero import Reduction, Zero, gather, reduce, reduce_rest, resized
 from jaxtrain.pipeline.columns import columns, permutes, results
-from jaxtrain.pipeline.ends import Ends
+from jaxtrain.pipeline.ends import Ends, look_ahead
 from jaxtrain.pipeline.layers import LayerStack, slots
 from jaxtrain.pipeline.partition import Split, keep_all, keep_matmuls
 from jaxtrain.pipeline.placement import Placement
 from jaxtrain.pipeline.slots import Program
 from jaxtrain.pipeline.tick import Accumulate, Tick
-from jaxtrain.sharding import constrain, restricted
+from jaxtrain.sharding import constrain, local_shape, restricted
 
 BATCH = P(None, BATCH_AXES, CONTEXT)  # [microbatch, row, token]
 
@@ -43,6 +43,8 @@ class Runtime:
     remat: what the backward computes again: full (F keeps a unit's input), selective (all but products with weights), none
     loss_chunk: tokens whose logits may exist at a time
     compute: dtype of activations
+    apart: each replica has parameters of its own; they, losses, counts and gradients have a leading dimension [replicas]
+    host: what the forward leaves for the backward lies in the host's memory
     """
 
     parts: Parts
@@ -55,9 +57,13 @@ class Runtime:
     remat: str = "full"
     loss_chunk: int = 2048
     compute: jnp.dtype = jnp.dtype("float32")
+    apart: bool = False
+    host: bool = False
 
     def __call__(self, params: dict, batch: dict, rows: dict | None = None):
-        """→ (mean loss over the global batch's weighted tokens, their number, gradients), or without gradients.
+        """→ (mean loss over the global batch's weighted tokens, their number, gradients, more), or the first two.
+
+        more: "mtp_loss" where the model predicts tokens beyond the next, the mean of these predictions' losses.
 
         batch: tokens, targets int32 and weights float32, [microbatches, rows, T], and segments, positions if documents are
         kept apart. Gradients are float32, in the layout of `reductions`. `rows`: the columns by name, int32 [rows, stages], where it is
@@ -66,12 +72,17 @@ class Runtime:
         specs = jax.tree.map(lambda r: restricted(r.sharded if self.zero.stage == 3 else r.whole, MANUAL_AXES), self.reductions)
         out_specs: tuple = (P(), P())
         if not self.forward_only:
-            out_specs += (jax.tree.map(lambda r: restricted(r.storage, MANUAL_AXES), self.reductions),)
+            out_specs += (jax.tree.map(lambda r: restricted(r.storage, MANUAL_AXES), self.reductions), P())
+            batch = look_ahead(batch, self.parts.cfg.mtp_depth)
+        body = self._body
+        if self.apart:
+            specs, out_specs = jax.tree.map(replicas.leading, (specs, out_specs))
+            body = self._one_replica
         microbatches = batch["tokens"].shape[0]
         if rows is None:
             rows = columns(self.program) if self.program else {"microbatch": np.arange(microbatches, dtype=np.int32)[:, None]}
         run = jax.shard_map(
-            self._body,
+            body,
             mesh=self.mesh,
             in_specs=(specs, dict.fromkeys(batch, BATCH), {k: P(None, STAGE) for k in rows}),
             out_specs=out_specs,
@@ -82,39 +93,56 @@ class Runtime:
             batch = {k: context.zigzag(a, parts) for k, a in batch.items()}
         return run(params, batch, {k: jnp.asarray(a) for k, a in rows.items()})
 
+    @property
+    def host_pools(self) -> tuple[str, ...]:
+        """The pools of slots in the host's memory: of what F leaves for B, the units' inputs with full remat, else the residuals."""
+        kept = ("x",) if self.remat == "full" else ("residual_b", "residual_w")
+        return kept if self.host and self.program is not None else ()
+
     # ------------------------------------------------------------------ inside the manual region
+
+    def _one_replica(self, params, batch, rows):
+        made = self._body(jax.tree.map(lambda a: a[0], params), batch, rows)
+        return jax.tree.map(lambda a: a[None], made)
 
     def _body(self, params, batch, rows):
         constants = self._constants(params, batch)
         tick, state = self._tick(constants)
         state, _ = lax.scan(lambda s, row: (tick(s, row), None), state, {k: a[:, 0] for k, a in rows.items()})
-        loss = psum(state["loss"], (*SUM_AXES, STAGE))
+        loss = psum(state["loss"], (*replicas.sum_axes(self.apart), STAGE))
         if self.forward_only:
             return loss, constants["count"]
         sums = {
-            "embed": state["grad_embed"],
+            **{name: state[f"grad_{name}"] for name in self.parts.ends},
             "layers": {str(c): jax.tree.map(lambda a: a[None], state[f"grad{c}"]) for c in range(self.placement.chunks)},
-            "head": state["grad_head"],
         }
         with jax.named_scope("reduce_gradients"):
             left = reduce_rest if self.zero.reduces_in_ops else reduce
             gradients = jax.tree.map(lambda r, g: left(g, r, self.zero.dtype), self.reductions, sums)
-        return loss, constants["count"], gradients
+        more = (
+            {"mtp_loss": psum(state["ahead_loss"], (*replicas.sum_axes(self.apart), STAGE)) / self.parts.cfg.mtp_weight}
+            if "ahead_loss" in state
+            else {}
+        )
+        return loss, constants["count"], gradients, more
 
     def _constants(self, params, batch) -> dict[str, Any]:
         """What no op changes: parameters in the compute type, and the batch, its weights divided by their global sum."""
         specs = self.parts.specs
-        cast = lambda s, a: a.astype(self.compute) if s.matrix else a
-        params = {k: jax.tree.map(cast, specs[k], params[k]) for k in ("embed", "head")} | {
+        cast = lambda s, a: a.astype(self.compute) if s.cast else a
+        params = {k: jax.tree.map(cast, specs[k], params[k]) for k in self.parts.ends} | {
             "layers": {c: jax.tree.map(lambda s, a: cast(s, a[0]), specs["layer"], p) for c, p in params["layers"].items()}
         }
         if self.zero.stage == 3 and not self.zero.gathers_in_ops:
             with jax.named_scope("gather"):
                 params = jax.tree.map(lambda r, a: gather(a, r), self.reductions, params)
-        constants = {"embed": params["embed"], "head": params["head"]}
+        constants = {name: params[name] for name in self.parts.ends}
         constants |= {f"layers{c}": p for c, p in params["layers"].items()}
-        count = psum(batch["weights"].astype(jnp.float32).sum(), SUM_AXES)
-        return constants | {"batch": batch | {"weights": batch["weights"] / jnp.maximum(count, 1)}, "count": count}
+        counts = {k: psum(a.astype(jnp.float32).sum(), replicas.sum_axes(self.apart)) for k, a in batch.items() if "weights" in k}
+        cfg = self.parts.cfg
+        share = {k: cfg.mtp_weight / cfg.mtp_depth if k != "weights" else 1.0 for k in counts}
+        weights = {k: batch[k] * (share[k] / jnp.maximum(count, 1)) for k, count in counts.items()}
+        return constants | {"batch": batch | weights, "count": counts["weights"]}
 
     def _tick(self, constants) -> tuple[Callable, dict[str, Any]]:
         """The scan's body, and the state before the first row."""
@@ -130,11 +158,12 @@ class Runtime:
         state: dict[str, Any] = {"loss": jnp.zeros(())}
         if not self.forward_only:
             specs, how = self.parts.specs, self.reductions
-            state |= {f"grad_{k}": jax.tree.map(self._sums, specs[k], how[k], constants[k]) for k in ("embed", "head")}
+            state |= {f"grad_{k}": jax.tree.map(self._sums, specs[k], how[k], constants[k]) for k in self.parts.ends}
+            state |= {"ahead_loss": jnp.zeros(())} if self.parts.cfg.mtp_depth else {}
             for u in range(self.placement.chunks):
                 state[f"grad{u}"] = jax.tree.map(self._sums, specs["layer"], how["layers"][str(u)], constants[f"layers{u}"])
         if self.program is None:
-            return Accumulate(ends, stacks[0], self.remat == "full", self.forward_only, constants), state
+            return Accumulate(ends, stacks[0], self.remat == "full", self.forward_only, self.host, constants), state
         return Tick(ends, stacks, self.program, constants), state | self._buffers(split, payload)
 
     def _sums(self, s: Spec, how: Reduction, parameter) -> jax.Array:
@@ -151,43 +180,47 @@ class Runtime:
 
     def _split(self, payload: tuple[int, ...], extra) -> Split:
         """One layer's ops, on payloads of this shape."""
-        row = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.padded, self.compute if s.matrix else jnp.dtype("float32")), self.parts.specs["layer"]
-        )
+        dtype = lambda s: self.compute if s.cast else jnp.dtype("float32")
+        row = jax.tree.map(lambda s: jax.ShapeDtypeStruct(local_shape(s.axes, s.padded), dtype(s)), self.parts.specs["layer"])
         keep = keep_matmuls if self.remat == "selective" else keep_all
         return Split(self._layer, row, jax.ShapeDtypeStruct(payload, self.compute), extra, keep)
 
     def slot_bytes(self, rows: int, tokens: int, documents: bool) -> dict[str, int]:
         """Pool → bytes of one of its slots on a device, for microbatches of `rows` × `tokens` there, `documents` kept apart or not.
 
-        Everything in a slot counts as split over `model`.
+        Everything in a slot counts as split over `model` but what an op has gathered.
         """
         numbers = lambda n: jax.ShapeDtypeStruct((n, tokens), jnp.int32)
         extra = (numbers(rows), numbers(rows)) if documents else (numbers(1), None)
         split = self._split((rows, tokens, self.parts.cfg.width), extra)
         for_b, for_w = split.sort(split.residuals)
-        size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // self.mesh.shape["model"]
-        message = rows * tokens * self.parts.cfg.width * jnp.dtype(self.compute).itemsize // self.mesh.shape["model"]
+        model = self.mesh.shape[MODEL]
+        size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // model
+        whole = size(a for a, gathered in zip(split.stash, split.gathered, strict=True) if gathered) * (model - 1)
+        message = rows * tokens * self.parts.cfg.width * jnp.dtype(self.compute).itemsize // model
         layers = max(self.placement.sizes)
         of_layers = {kind: layers * size(kept) for kind, kept in (("residual_b", for_b), ("residual_w", for_w), ("stash", split.stash))}
-        return {"x": message, "g": message, **of_layers}
+        return {"x": message, "g": message, **of_layers, "stash": of_layers["stash"] + layers * whole}
 
     def _buffers(self, split: Split, payload: tuple[int, ...]) -> dict[str, Any]:
         """The slots, and what leaves and arrives."""
         assert self.program is not None
         table, counts = self.program.table, self.program.slots
         zeros = lambda *lead: constrain(jnp.zeros((*lead, *payload), self.compute), (*(None for _ in lead), *SPLIT))
+        host = self.host_pools
         state: dict[str, Any] = {"x": zeros(max(1, counts["x"]))}
+        if "x" in host:
+            state["x"] = host_memory.slots(state["x"].shape, self.compute, True)
         used = set(results(self.program).values()) | set(permutes(table))
         state |= {name: zeros() for name in used} | {f"{way}_in": zeros() for way in permutes(table)}
         if table.forward_only:
             return state
         state["g"] = zeros(max(1, counts["g"]))
         rows = max(self.placement.sizes)
-        pool = lambda kind, kept: slots(max(1, counts[kind]), rows, kept)
+        pool = lambda kind, kept: slots(max(1, counts[kind]), rows, kept, kind in host)
         for_b, for_w = split.sort(split.residuals)
-        return state | {
-            "residual_b": pool("residual_b", for_b),
-            "residual_w": pool("residual_w", for_w),
-            "stash": pool("stash", split.stash),
-        }
+        stash = pool("stash", split.stash)
+        if "stash" not in host:  # what B has gathered for W stays whole: the partitioner may split it, and W would gather it again
+            whole = lambda a, gathered: constrain(a, (None,) * a.ndim) if gathered else a
+            stash = [whole(*each) for each in zip(stash, split.gathered, strict=True)]
+        return state | {"residual_b": pool("residual_b", for_b), "residual_w": pool("residual_w", for_w), "stash": stash}

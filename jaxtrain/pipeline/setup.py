@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from jaxtrain.config import CSV, Config, ConfigError, ModelConfig
+from jaxtrain.config import CSV, Config, ConfigError, ModelConfig, ends_with_layers, get
 from jaxtrain.pipeline import schedules, search
 from jaxtrain.pipeline.placement import Placement, cut, spread
 from jaxtrain.pipeline.search import ANY_REPEATS, Cost, Problem, cost
@@ -55,16 +55,24 @@ class Setup:
 
 
 def layer_parameters(m: ModelConfig) -> int:
-    """Parameters of one layer's matrices, of a resolved model."""
-    attention = m.width * m.head_dim * 2 * (m.heads + m.kv_heads)
-    return attention + m.width * m.mlp_width * (3 if m.activation == "swiglu" else 2)
+    """Parameters of one layer's matrices that a token is multiplied with, of a resolved model."""
+    if m.attention == "mla":
+        attention = m.width * (m.query_rank + m.kv_rank + m.rope_head_dim) + m.heads * m.value_head_dim * m.width
+        attention += m.heads * (m.head_dim + m.rope_head_dim) * (m.query_rank or m.width)
+        attention += m.heads * (m.head_dim + m.value_head_dim) * m.kv_rank
+    else:
+        attention = m.width * m.head_dim * 2 * (m.heads + m.kv_heads)
+    columns = (m.experts_per_token + m.shared_experts) * m.expert_width if m.experts else m.mlp_width
+    return attention + m.width * (columns * (3 if m.activation == "swiglu" else 2) + m.experts)
 
 
 def times_of(config: Config, stages: int) -> Times:
     """The op times of a resolved config: its own, or those of the module's text, with F = 1."""
     p, m = config.pipeline, config.model
     again = {"full": 1.0, "selective": 0.0, "none": 0.0}[p.remat] if stages > 1 else 0.0
-    head = 3 * m.vocab_size * m.width / (layer_parameters(m) * m.layers / stages)
+    # A module that predicts a further token is another head, a layer and its projection, forward and backward.
+    products = (1 + m.mtp_depth) * m.vocab_size * m.width + m.mtp_depth * (layer_parameters(m) + 2 * m.width**2)
+    head = 3 * products / (layer_parameters(m) * m.layers / stages)
     if not p.times:
         return Times(1.0, 1.0, 1.0, MESSAGE, again, head)
     f, b, w, message, r, own_head = (*p.times, *(0.0, again * p.times[0], head * p.times[0])[len(p.times) - 3 :])
@@ -131,7 +139,7 @@ def _vocabularies(config: Config) -> Sequence[str]:
     wanted = config.pipeline.vocabulary
     if wanted != "auto" or config.pipeline.schedule.startswith(CSV):
         return (wanted,)
-    return VOCABULARIES
+    return ("end_stages",) if ends_with_layers(config.model) else VOCABULARIES
 
 
 def _make(config: Config, repeats: int, vocabulary: str, memory: float | None) -> Candidate:
@@ -178,6 +186,8 @@ def _fits(config: Config, table: Table) -> None:
     chunks = len(set(table.chunk))
     if p.vocabulary not in ("auto", table.vocabulary):
         raise ConfigError("pipeline.vocabulary", p.vocabulary, f"is not that of {p.schedule}", f"'auto' or {table.vocabulary!r}")
+    if table.vocabulary == "parallel" and (path := ends_with_layers(config.model)):
+        raise ConfigError(path, get(config, path), f"needs embedding and head on one stage, and {p.schedule} shares them", "0")
     if p.repeats and p.repeats != chunks / table.stages:
         raise ConfigError("pipeline.repeats", p.repeats, f"is not that of {p.schedule}, {chunks} chunks on {table.stages} stages", "0")
     if p.chunk_layers and len(p.chunk_layers) != chunks:

@@ -11,9 +11,9 @@ undoing that (tests read them off the compiled program):
 The state, on each stage:
 
     x, g         inputs of units, and gradients of their outputs, by slot [slots, B, T, D]
-    residual_b, residual_w, stash    what the forward leaves for B alone, for B and W, and B for W: lists of arrays [slots, rows, ...]
+    residual_b, residual_w, stash    what the forward leaves for B alone, for B and W, and B for W: lists of arrays [slots · rows, ...]
     up, down     what leaves to the next and to the previous stage; y: a result that does neither; up_in, down_in: what came from them
-    grad…        float32 gradient sums: embed, head and one for each unit; loss: the sum so far
+    grad…        float32 gradient sums: embed, first, head, predictors and one for each unit; loss, ahead_loss: the sums so far
 """
 
 import dataclasses
@@ -26,25 +26,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.mesh import STAGE
+from jaxtrain.parallel.host_memory import row as row_of
+from jaxtrain.parallel.host_memory import with_row
 from jaxtrain.pipeline.columns import STAYS, TAKES, WAY, columns, permutes, results
-from jaxtrain.pipeline.ends import Ends, State, take
+from jaxtrain.pipeline.ends import Ends, State
 from jaxtrain.pipeline.layers import LayerStack
 from jaxtrain.pipeline.slots import Program
 from jaxtrain.pipeline.table import Permute, wraps
 
 
-def _put(a, value, i):
-    return lax.dynamic_update_index_in_dim(a, value.astype(a.dtype), i, 0)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulate:
-    """One microbatch on one stage, forward and backward at once: what a table with one stage is. `recompute`: full remat."""
+    """One microbatch on one stage, forward and backward at once: what a table with one stage is. `recompute`: full remat; `host`: what is
+    kept for the backward lies in the host's memory."""
 
     ends: Ends
     stack: LayerStack
     recompute: bool
     forward_only: bool
+    host: bool
     constants: State
 
     def __call__(self, state: State, row: Mapping[str, jax.Array]) -> State:
@@ -61,7 +61,7 @@ class Accumulate:
             with jax.named_scope("head"):
                 return {**state, **self.ends.loss(s, k, y)}
         with jax.named_scope("F0"):
-            y, kept = self.stack.forward_with(layers, x, extra, self.recompute)
+            y, kept = self.stack.forward_with(layers, x, extra, self.recompute, self.host)
         with jax.named_scope("head"):
             new, g = self.ends.loss_and_gradients(s, k, y)
         s |= new
@@ -99,7 +99,9 @@ class Tick:
     def _ops(self, s: State, row: Mapping[str, jax.Array]) -> State:
         """All that a row may compute, in order."""
         run, op = functools.partial(self._once, row), functools.partial
-        s = run("embed", ["embed", "batch"], ["x"], self._embed, s)
+        cfg = self.ends.parts.cfg
+        first = ["first"] if cfg.dense_layers else []
+        s = run("embed", ["embed", *first, "batch"], ["x"], self._embed, s)
         residuals = ["residual_b", "residual_w"]
         for u in range(len(self.stacks)):
             fixed = [f"layers{u}", "batch"]
@@ -117,9 +119,12 @@ class Tick:
         if self.table.forward_only:
             s = run("head", ["embed", "head", "batch", "x"], ["loss"], self._loss, s)
         else:
-            made = ["loss", "g", "grad_head", *(["grad_embed"] if self.ends.parts.cfg.tied_embeddings else [])]
-            s = run("head", ["embed", "head", "batch", "x"], made, self._loss_and_gradients, s)
-            s = run("embed_gradient", ["g", "batch"], ["grad_embed"], self._embed_gradient, s)
+            made = ["loss", "g", "grad_head", *(["grad_embed"] if cfg.tied_embeddings or cfg.mtp_depth else [])]
+            made += ["ahead_loss", "grad_predictors"] if cfg.mtp_depth else []
+            reads = ["embed", "head", *(["predictors"] if cfg.mtp_depth else []), "batch", "x"]
+            s = run("head", reads, made, self._loss_and_gradients, s)
+            reads = ["g", "embed", "first", "batch"] if first else ["g", "batch"]
+            s = run("embed_gradient", reads, ["grad_embed", *(f"grad_{name}" for name in first)], self._embed_gradient, s)
         return s
 
     # ------------------------------------------------------------------ how an op is run
@@ -157,19 +162,25 @@ class Tick:
 
         if column.all():
             return {**state, **send(state)}
+
+        def body(i, carried):
+            # No trip changes what is sent: without the barrier it would be sent before the loop, in every row.
+            _, sources = lax.optimization_barrier((i, {way: state[way] for way in self.permutes}))
+            return send(sources)
+
         carried = {f"{way}_in": state[f"{way}_in"] for way in self.permutes}
-        return {**state, **lax.fori_loop(0, row[name], lambda _, s: send(state), carried)}
+        return {**state, **lax.fori_loop(0, row[name], body, carried)}
 
     # ------------------------------------------------------------------ the ops
 
     def _take_in(self, way: str, kind: str, s: State, row) -> State:
-        return {kind: _put(s[kind], s[f"{way}_in"], row[f"{way}_{kind}_slot"])}
+        return {kind: with_row(s[kind], s[f"{way}_in"], row[f"{way}_{kind}_slot"])}
 
     def _send(self, way: str, s: State, row) -> State:
         return {way: s["y"]}
 
     def _stay(self, kind: str, buffer: str, s: State, row) -> State:
-        return {kind: _put(s[kind], s[buffer], row[f"stay_{kind}_slot"])}
+        return {kind: with_row(s[kind], s[buffer], row[f"stay_{kind}_slot"])}
 
     def _own(self, new, old, stage: int):
         """Of a shared op's result: `new` on the stage that keeps it, `old` on the others."""
@@ -178,21 +189,21 @@ class Tick:
     def _embed(self, s: State, row) -> State:
         slot = row["embed_x_slot"]
         new = self.ends.embed(s, row["embed_microbatch"])
-        return {"x": _put(s["x"], self._own(new, take(s["x"], slot), self.table.place[0]), slot)}
+        return {"x": with_row(s["x"], self._own(new, row_of(s["x"], slot), self.table.place[0]), slot)}
 
     def _embed_gradient(self, s: State, row) -> State:
-        return self.ends.embed_gradient(s, row["embed_gradient_microbatch"], take(s["g"], row["embed_gradient_g_slot"]))
+        return self.ends.embed_gradient(s, row["embed_gradient_microbatch"], row_of(s["g"], row["embed_gradient_g_slot"]))
 
     def _loss(self, s: State, row) -> State:
-        return self.ends.loss(s, row["head_microbatch"], take(s["x"], row["head_x_slot"]))
+        return self.ends.loss(s, row["head_microbatch"], row_of(s["x"], row["head_x_slot"]))
 
     def _loss_and_gradients(self, s: State, row) -> State:
         slot = row["head_g_slot"]
-        new, g = self.ends.loss_and_gradients(s, row["head_microbatch"], take(s["x"], row["head_x_slot"]))
-        return {**new, "g": _put(s["g"], self._own(g, take(s["g"], slot), self.table.place[-1]), slot)}
+        new, g = self.ends.loss_and_gradients(s, row["head_microbatch"], row_of(s["x"], row["head_x_slot"]))
+        return {**new, "g": with_row(s["g"], self._own(g, row_of(s["g"], slot), self.table.place[-1]), slot)}
 
     def _input(self, u: int, s: State, row):
-        return s[f"layers{u}"], take(s["x"], row["x_slot"]), self.ends.extra(s, row["microbatch"])
+        return s[f"layers{u}"], row_of(s["x"], row["x_slot"]), self.ends.extra(s, row["microbatch"])
 
     def _forward(self, u: int, s: State, row) -> State:
         return {self.results["F", u]: self.stacks[u].forward(*self._input(u, s, row))}
@@ -212,7 +223,7 @@ class Tick:
 
     def _input_gradient(self, u: int, s: State, row) -> State:
         kept, slots = (s["residual_b"], s["residual_w"]), (row["residual_b_slot"], row["residual_w_slot"])
-        g, extra = take(s["g"], row["g_slot"]), self.ends.extra(s, row["microbatch"])
+        g, extra = row_of(s["g"], row["g_slot"]), self.ends.extra(s, row["microbatch"])
         g, stash = self.stacks[u].input_gradient(s[f"layers{u}"], extra, *kept, *slots, g, s["stash"], row["stash_slot"])
         return {self.results["B", u]: g, "stash": stash}
 

@@ -34,7 +34,12 @@ def token_losses(logits, targets, first_row=0, over: tuple[str, ...] = ()) -> tu
 
 def chunk_count(batch: int, tokens: int, limit: int) -> int:
     """The fewest chunks of at most `limit` tokens that cut [batch, tokens] evenly along the sequence."""
-    whole = tokens // shards("sequence")
+    return chunk_number(batch, tokens, shards("sequence"), limit)
+
+
+def chunk_number(batch: int, tokens: int, parts: int, limit: int) -> int:
+    """The same for a sequence in so many parts."""
+    whole = tokens // parts
     return next(n for n in range(1, whole + 1) if whole % n == 0 and (batch * tokens // n <= limit or n == whole))
 
 

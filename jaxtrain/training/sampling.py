@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxtrain.data.tokenizer import DataError, Tokenizer
 from jaxtrain.mesh import AXES, make_mesh
-from jaxtrain.models.decode import CACHE, empty_cache, extend, next_logits, tied_table
+from jaxtrain.models.decode import cache_axes, empty_cache, extend, next_logits, tied_table
 from jaxtrain.models.transformer import Parts
 from jaxtrain.sharding import named, shards
 
@@ -98,8 +98,9 @@ class Sampler:
         with jax.set_mesh(self.mesh):
             # A call must divide over the devices that split the batch and the sequence: spare rows and tokens fill it up.
             self._rows_unit, self._width = shards("batch"), shards("sequence")
-        cache, row, whole = named(self.mesh, CACHE), named(self.mesh, ("batch",)), named(self.mesh, ())
-        self._state = {"cache": (cache, cache), "last": row, "done": row, "position": whole}
+        cache = tuple(named(self.mesh, axes) for axes in cache_axes(parts.cfg))
+        row, whole = named(self.mesh, ("batch",)), named(self.mesh, ())
+        self._state = {"cache": cache, "last": row, "done": row, "position": whole}
         compiled = functools.partial(jax.jit, out_shardings=self._state)
         self._begin = compiled(self._begin_program, static_argnames=("slots",))
         self._prefill = compiled(self._prefill_program, donate_argnames=("state",))

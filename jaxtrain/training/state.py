@@ -2,8 +2,13 @@
 
     state = {"params": {"embed": …, "layers": {"0": …, "1": …}, "head": …}, "optimizer": optax state, "step": int32}
 
+and "predictors" beside "head" where the model predicts further tokens.
+
 "layers"[c] holds chunk c of all stages, leaves [stages, rows, …] (pipeline/placement.py). What is whole on every data shard, and what
 is scattered over it, is ZeRO's stage (parallel/zero.py).
+
+Where replicas train apart (training/diloco.py), parameters and optimizer state have a leading dimension [replicas], split over them, and
+`Layout.outer` is there once more for each name in OUTER: "anchor", the parameters of the last exchange, and "outer_momentum".
 """
 
 import dataclasses
@@ -19,9 +24,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
+from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Reduction, plan
 from jaxtrain.pipeline.placement import Placement
 from jaxtrain.sharding import constrain, named
+
+OUTER = ("anchor", "outer_momentum")
 
 
 def _is_spec(x) -> bool:
@@ -37,12 +45,14 @@ class Layout:
     mesh: Mesh
     zero: int = 1
     dtype: jnp.dtype = jnp.dtype("float32")
+    apart: bool = False  # each replica has parameters of its own
+    offload: bool = False  # the optimizer's state lies in the host's memory
 
     @property
     def specs(self) -> dict:
         """A Spec for each parameter; one layer's for each chunk's stack."""
-        s = self.parts.specs
-        return {"embed": s["embed"], "layers": {str(c): s["layer"] for c in range(self.placement.chunks)}, "head": s["head"]}
+        ends, layer = self.parts.ends, self.parts.specs["layer"]
+        return {**ends, "layers": {str(c): layer for c in range(self.placement.chunks)}}
 
     def _map(self, fn) -> dict:
         """fn(spec, leading shape, leading axes) over all parameters."""
@@ -66,7 +76,9 @@ class Layout:
 
     @property
     def reductions(self) -> dict:
-        return self._map(lambda s, shape, axes: plan((*axes, *s.axes), (*shape, *s.padded), len(shape), self.mesh, self.zero))
+        """Of gradients, inside a replica where these are apart."""
+        over = replicas.sum_axes(self.apart)
+        return self._map(lambda s, shape, axes: plan((*axes, *s.axes), (*shape, *s.padded), len(shape), self.mesh, self.zero, over))
 
     def _shardings(self, which: str) -> dict:
         return jax.tree.map(
@@ -75,13 +87,24 @@ class Layout:
 
     @property
     def shardings(self) -> dict:
-        """Of the parameters."""
+        """Of the parameters, or one replica's."""
         return self._shardings("sharded" if self.zero == 3 else "whole")
 
     @property
     def scattered(self) -> dict:
-        """Of the reduced gradients and the optimizer state."""
+        """Of the reduced gradients, and of the parameters while they are updated."""
         return self._shardings("storage")
+
+    @property
+    def moments(self) -> dict:
+        """Of what the optimizer keeps for each parameter."""
+        return jax.tree.map(host_memory.on_host, self.scattered) if self.offload else self.scattered
+
+    @property
+    def outer(self) -> dict:
+        """What replicas exchange, float32: abstract arrays shaped like the parameters, each device's part as small as ZeRO makes it."""
+        small = dataclasses.replace(self, zero=max(self.zero, 1)).scattered
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s), self.shapes, small)
 
     def keys(self, seed: int) -> list[np.ndarray]:
         """The random keys of the parameters, in the order of their leaves: [*leading, 2] uint32, from seed, name and layer alone.
@@ -150,37 +173,56 @@ def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> d
     """The state as ShapeDtypeStructs with shardings."""
     whole = NamedSharding(layout.mesh, P())
     shapes = layout.shapes
-    state = {"params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes), "step": jax.ShapeDtypeStruct((), jnp.int32)}
-    shardings = {"params": layout.shardings, "optimizer": _optimizer_tree(optimizer, shapes, layout.scattered, whole), "step": whole}
-    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
+    state = {"params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes)}
+    shardings = {"params": layout.shardings, "optimizer": _optimizer_tree(optimizer, shapes, layout.moments, whole)}
+    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
+    if layout.apart:
+        state = jax.tree.map(replicas.each, state) | dict.fromkeys(OUTER, layout.outer)
+    return state | {"step": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)}
 
 
 def stored_shapes(layout: Layout, optimizer: optax.GradientTransformation) -> dict:
     """The state's shapes in a checkpoint, as a pytree of its structure whose leaves are `Stored`."""
-    stored = jax.tree.map(Stored, layout.stored_shapes, is_leaf=lambda x: isinstance(x, tuple))
-    return {"params": stored, "optimizer": _optimizer_tree(optimizer, layout.shapes, stored, Stored(())), "step": Stored(())}
+    parameters = jax.tree.map(Stored, layout.stored_shapes, is_leaf=lambda x: isinstance(x, tuple))
+    state = {"params": parameters, "optimizer": _optimizer_tree(optimizer, layout.shapes, parameters, Stored(()))}
+    if layout.apart:
+        lead = (replicas.count(layout.mesh),)
+        state = jax.tree.map(lambda stored: Stored(stored.shape, lead), state) | dict.fromkeys(OUTER, parameters)
+    return state | {"step": Stored(())}
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The shape of a leaf as it is stored; a leaf itself, where a tuple would be taken for a pytree."""
+    """The shape of a leaf as it is stored; a leaf itself, where a tuple would be taken for a pytree.
+
+    lead: dimensions before the layers, in memory and in the checkpoint alike: replicas with parameters of their own.
+    """
 
     shape: tuple[int, ...]
+    lead: tuple[int, ...] = ()
 
 
 def initial_state(layout: Layout, optimizer: optax.GradientTransformation, seed: int) -> dict:
     """The state before the first step; each device makes its own shards."""
-    abstract = abstract_state(layout, optimizer)
-    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    leaves, tree = jax.tree.flatten(abstract_state(layout, optimizer))
+    hosts = [host_memory.is_host(a.sharding) for a in leaves]
 
     def make(keys):
         params = layout.initial(keys)
-        return {"params": params, "optimizer": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
+        state = {"params": params, "optimizer": optimizer.init(params)}
+        if layout.apart:
+            state = replicas.copies(state, layout.mesh) | {"anchor": params, "outer_momentum": jax.tree.map(jnp.zeros_like, params)}
+        state |= {"step": jnp.zeros((), jnp.int32)}
+        return [a for a, host in zip(jax.tree.leaves(state), hosts, strict=True) if not host]
 
     with jax.set_mesh(layout.mesh):
-        return jax.jit(make, out_shardings=shardings)(layout.keys(seed))
+        shardings = [a.sharding for a, host in zip(leaves, hosts, strict=True) if not host]
+        made = iter(jax.jit(make, out_shardings=shardings)(layout.keys(seed)))
+    # Moments begin at zero. Those on the host are made there: a program would have them in the device's memory first.
+    return jax.tree.unflatten(tree, [host_memory.zeros(a) if host else next(made) for a, host in zip(leaves, hosts, strict=True)])
 
 
-def bytes_per_device(abstract) -> int:
-    """Bytes of a pytree of abstract arrays on one device."""
-    return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in jax.tree.leaves(abstract))
+def bytes_per_device(abstract, host: bool = False) -> int:
+    """Bytes of a pytree of abstract arrays on one device: in its own memory, or in the host's."""
+    here = [a for a in jax.tree.leaves(abstract) if host_memory.is_host(a.sharding) == host]
+    return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in here)

@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.config import ConfigError
 from jaxtrain.mesh import BATCH_AXES, CONTEXT
 from jaxtrain.models.transformer import Parts, build
+from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.pipeline.runtime import BATCH, Runtime
 from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.training import balance, diloco
 from jaxtrain.training.optimizer import learning_rate, make_optimizer
 from jaxtrain.training.state import Layout, abstract_state
 
@@ -29,12 +32,16 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """The two programs of a run, as functions of arrays, and what they were made from.
+    """The programs of a run, as functions of arrays, and what they were made from.
 
-    train:    (state, batch) → (state, {"loss", "grad_norm", "learning_rate", "tokens"}); donates the state
-    evaluate: (params, batch) → (loss, tokens)
-    gradients: (params, batch) → (loss, tokens, gradients), without an optimizer
+    train:    (state, batch) → (state, {"loss", "grad_norm", "learning_rate", "tokens", with model.mtp_depth "mtp_loss", of experts those of
+              balance.metrics}); donates the state
+    evaluate: (params, batch) → (loss, tokens), of state[trained]
+    exchange: state → state, where replicas train apart (training/diloco.py), or None; donates the state
+    mean:     a step's metrics, one of each replica then → those of the step
+    gradients: (params, batch) → (loss, tokens, gradients, further losses by name), without an optimizer
     slot_bytes: () → of a pipeline, pool of slots → bytes of one on a device (Runtime.slot_bytes); traces a layer
+    host_pools: those in the host's memory
     """
 
     parts: Parts
@@ -43,12 +50,20 @@ class Step:
     optimizer: optax.GradientTransformation
     train: Any
     evaluate: Any
+    exchange: Any
+    mean: Any
     gradients: Any
     slot_bytes: Callable[[], dict[str, int]]
+    host_pools: tuple[str, ...]
 
     @property
     def mesh(self) -> Mesh:
         return self.layout.mesh
+
+    @property
+    def trained(self) -> str:
+        """The name in the state of what is evaluated and used."""
+        return "anchor" if self.layout.apart else "params"
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -59,39 +74,81 @@ class Step:
         return abstract_state(self.layout, self.optimizer)
 
 
+def make_layout(config, setup: Setup, mesh: Mesh) -> Layout:
+    """Where the parameters of a resolved config lie."""
+    apart, shared = config.train.diloco_inner_steps > 0, setup.train is not None and setup.table.vocabulary == "parallel"
+    together = config.data.batch_size // (replicas.count(mesh) if apart else 1)  # sequences whose losses are added up
+    parts = build(config.model, mesh.shape["model"], mesh.shape["stage"] if shared else 1, config.parallel.context, together)
+    return Layout(
+        parts, setup.placement, mesh, config.parallel.zero, jnp.dtype(config.precision.params), apart, "optimizer" in _offloaded(config)
+    )
+
+
+def zero_of(config) -> Zero:
+    return Zero(config.parallel.zero, config.parallel.gather, config.parallel.reduce, jnp.dtype(config.precision.reduce))
+
+
 def make_step(config, mesh: Mesh) -> Step:
-    """The step for a resolved config on a mesh; nothing is compiled yet. Raises ConfigError for a schedule that does not fit."""
-    precision, setup = config.precision, make_setup(config)
-    shared = setup.train is not None and setup.table.vocabulary == "parallel"
-    parts = build(config.model, mesh.shape["model"], mesh.shape["stage"] if shared else 1, config.parallel.context)
-    layout = Layout(parts, setup.placement, mesh, config.parallel.zero, jnp.dtype(precision.params))
-    optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
+    """The step for a resolved config on a mesh; nothing is compiled yet. Raises ConfigError for a schedule that does not fit, and for
+    devices that cannot use the host's memory."""
+    precision, setup, apart = config.precision, make_setup(config), config.train.diloco_inner_steps > 0
+    _check_memories(config, mesh)
+    layout = make_layout(config, setup, mesh)
+    parts = layout.parts
+    optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs, layout.offload)
     rate = learning_rate(config.optimizer, config.train.steps)
-    zero = Zero(config.parallel.zero, config.parallel.gather, config.parallel.reduce, jnp.dtype(precision.reduce))
+    zero = zero_of(config)
     runtime = functools.partial(
         Runtime, parts, setup.placement, mesh=mesh, reductions=layout.reductions, zero=zero, loss_chunk=config.model.loss_chunk
     )
-    gradients = runtime(setup.train, remat=config.pipeline.remat, compute=jnp.dtype(precision.compute))
-    evaluate = runtime(setup.evaluate, forward_only=True, compute=jnp.dtype(precision.compute))
+    compute, host = jnp.dtype(precision.compute), "activations" in _offloaded(config)
+    gradients = runtime(setup.train, remat=config.pipeline.remat, compute=compute, apart=apart, host=host)
+    evaluate = runtime(setup.evaluate, forward_only=True, compute=compute)
 
     def train(state, batch):
-        loss, tokens, grads = gradients(state["params"], batch)
-        with jax.named_scope("optimizer"):
+        def update(params, optimizer_state, loss, tokens, found, more):
+            grads = balance.gradients(layout.specs, found)
             # Each data shard updates its own part of the parameters, which are then gathered.
-            mine = jax.tree.map(lax.with_sharding_constraint, state["params"], layout.scattered)
-            updates, optimizer_state = optimizer.update(grads, state["optimizer"], mine)
-            params = jax.tree.map(lax.with_sharding_constraint, optax.apply_updates(mine, updates), layout.shardings)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": rate(state["step"]), "tokens": tokens}
-        return {"params": params, "optimizer": optimizer_state, "step": state["step"] + 1}, metrics
+            mine = jax.tree.map(lax.with_sharding_constraint, params, layout.scattered)
+            updates, optimizer_state = optimizer.update(grads, optimizer_state, mine)
+            new = balance.move(layout.specs, optax.apply_updates(mine, updates), found, config.model.balance_rate)
+            params = jax.tree.map(lax.with_sharding_constraint, new, layout.shardings)
+            metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": rate(state["step"]), "tokens": tokens}
+            return {"params": params, "optimizer": optimizer_state}, metrics | more | balance.metrics(layout.specs, found)
+
+        made = gradients(state["params"], batch)
+        with jax.named_scope("optimizer"):
+            new, metrics = (replicas.in_each(update) if apart else update)(state["params"], state["optimizer"], *made)
+        return state | new | {"step": state["step"] + 1}, metrics
 
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
     jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
-    jitted = jit(train, donate_argnums=0, out_shardings=(state_shardings, None))
+    exchange = mean = own = None
+    if apart:
+        own, whole = (NamedSharding(mesh, spec) for spec in (replicas.leading(PartitionSpec()), PartitionSpec()))
+        outer = config.optimizer.outer_learning_rate, config.optimizer.outer_momentum, precision.outer
+        exchange = jit(lambda state: diloco.exchange(state, layout, *outer), donate_argnums=0, out_shardings=state_shardings)
+        mean = jit(diloco.mean_metrics, out_shardings=whole)
+    jitted = jit(train, donate_argnums=0, out_shardings=(state_shardings, own))
     rows = config.data.batch_size // config.pipeline.microbatches // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     slot_bytes = functools.partial(
         gradients.slot_bytes, rows, config.data.sequence_length // mesh.shape[CONTEXT], not config.data.attend_across_documents
     )
-    return Step(parts, layout, setup, optimizer, jitted, jit(evaluate), jit(gradients), slot_bytes)
+    return Step(parts, layout, setup, optimizer, jitted, jit(evaluate), exchange, mean, jit(gradients), slot_bytes, gradients.host_pools)
+
+
+def _offloaded(config) -> tuple[str, ...]:
+    """What lies in the host's memory."""
+    choice = config.parallel.offload
+    return {"none": (), "both": ("optimizer", "activations")}.get(choice, (choice,))
+
+
+def _check_memories(config, mesh: Mesh) -> None:
+    """ConfigError where something is to lie in the host's memory, of which the devices have no part."""
+    if _offloaded(config) and (has := host_memory.missing(mesh)):
+        device = mesh.devices.flat[0].device_kind
+        rule = f"needs memory of kind {host_memory.KIND}, and {device} has {has} alone"
+        raise ConfigError("parallel.offload", config.parallel.offload, rule, "'none'")
 
 
 def abstract_batch(config, step: Step) -> dict:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import zlib
 
 import jax
@@ -11,7 +12,9 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel import replicas
 from jaxtrain.pipeline.placement import Placement
+from jaxtrain.training.state import Stored
 
 AXES = ("replica", "data", "stage", "context", "expert", "model")
 VOCABULARY, WIDTH, HIDDEN = 13, 8, 16
@@ -23,7 +26,7 @@ EMBED, HEAD = {"table": (VOCABULARY, WIDTH)}, {"w": (WIDTH, VOCABULARY)}
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh of data × stages × model devices, and how the layers are placed on it."""
+    """A mesh of replicas × data × stages × model devices, and how the layers are placed on it; several replicas train apart."""
 
     layers: int = 7
     stages: int = 1
@@ -31,6 +34,7 @@ class Layout:
     data: int = 1
     model: int = 1
     padded: int = 16
+    replicas: int = 1
 
     @property
     def placement(self) -> Placement:
@@ -38,8 +42,8 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        shape = (1, self.data, self.stages, 1, 1, self.model)
-        devices = np.array(jax.devices()[: self.data * self.stages * self.model]).reshape(shape)
+        shape = (self.replicas, self.data, self.stages, 1, 1, self.model)
+        devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
         return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -50,7 +54,12 @@ def stored_shapes(layout: Layout) -> dict:
         return copy.deepcopy({"embed": EMBED, "head": HEAD}) | {"layers": {str(c): copy.deepcopy(LAYER) for c in range(layout.chunks)}}
 
     adam = optax.ScaleByAdamState((), parameters(), parameters())
-    return {"params": parameters(), "optimizer": (adam, optax.EmptyState()), "step": ()}
+    shapes = {"params": parameters(), "optimizer": (adam, optax.EmptyState())}
+    if layout.replicas > 1:
+        lead = lambda shape: Stored(shape, (layout.replicas,))
+        shapes = jax.tree.map(lead, shapes, is_leaf=lambda x: type(x) is tuple and all(isinstance(n, int) for n in x))
+        shapes["anchor"] = parameters()
+    return shapes | {"step": ()}
 
 
 def abstract_state(layout: Layout) -> dict:
@@ -73,7 +82,10 @@ def abstract_state(layout: Layout) -> dict:
         return {"embed": embed, "layers": layers, "head": head}
 
     adam = optax.ScaleByAdamState(leaf((), np.int32), tree(np.float32, True), tree(ml_dtypes.bfloat16, True))
-    return {"params": tree(np.float32, False), "optimizer": (adam, optax.EmptyState()), "step": leaf((), np.int32)}
+    made = {"params": tree(np.float32, False), "optimizer": (adam, optax.EmptyState())}
+    if layout.replicas > 1:
+        made = jax.tree.map(replicas.each, made) | {"anchor": tree(np.float32, True)}
+    return made | {"step": leaf((), np.int32)}
 
 
 def stored_numbers(name: str, shape: tuple[int, ...], dtype) -> np.ndarray:
@@ -90,14 +102,16 @@ def state(layout: Layout) -> dict:
     def make(path, leaf, stored):
         keys = [jax.tree_util.keystr((k,), simple=True) for k in path]
         numbers = np.zeros(leaf.shape, leaf.dtype)
+        lead, stored = getattr(stored, "lead", ()), getattr(stored, "shape", stored)
+        each = (slice(None),) * len(lead)
         if "layers" in keys:
             at = keys.index("layers") + 1
-            full = stored_numbers("/".join(keys[:at] + keys[at + 1 :]), (layout.layers, *stored), leaf.dtype)
+            full = stored_numbers("/".join(keys[:at] + keys[at + 1 :]), (*lead, layout.layers, *stored), leaf.dtype)
             for place, layer in np.ndenumerate(placement.layer_index(int(keys[at]))):
                 if layer >= 0:
-                    numbers[place] = full[layer]
+                    numbers[(*each, *place)] = full[(*each, layer)]
         else:
-            numbers[tuple(slice(n) for n in stored)] = stored_numbers("/".join(keys), stored, leaf.dtype)
+            numbers[(*each, *(slice(n) for n in stored))] = stored_numbers("/".join(keys), (*lead, *stored), leaf.dtype)
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: numbers[index])
 
     abstract = abstract_state(layout)

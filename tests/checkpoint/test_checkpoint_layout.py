@@ -15,6 +15,7 @@ LAYOUTS = [
     Layout(18, stages=4, chunks=3, data=2, padded=24),
     Layout(18, stages=2, data=4, padded=32),
     Layout(18, stages=1, chunks=2, data=2, model=4),
+    Layout(7, stages=2, chunks=2, data=2, padded=24, replicas=2),
 ]
 
 

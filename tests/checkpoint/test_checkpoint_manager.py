@@ -30,6 +30,10 @@ LAYOUTS = {
         Layout(18, stages=4, chunks=2, model=2),
         Layout(18, stages=4, chunks=3, data=2),
     ],
+    "5, replicas apart": [
+        Layout(5, stages=2, chunks=2, data=2, padded=24, replicas=2),
+        Layout(5, model=4, replicas=2),
+    ],
 }
 
 

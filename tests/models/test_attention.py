@@ -84,7 +84,7 @@ def test_bfloat16_sums_in_float32():
 
 def attention(**fields):
     defaults = {"width": WIDTH, "heads": 6, "kv_heads": 2, "head_dim": HEAD, "positions": "learned", "rotary_base": 100.0}
-    cfg = types.SimpleNamespace(**defaults | {"attention": "auto", "biases": True, "init_std": 0.1} | fields)
+    cfg = types.SimpleNamespace(**defaults | {"attention_kernel": "auto", "biases": True, "init_std": 0.1} | fields)
     module = Attention(cfg, 0.1)
     random = np.random.default_rng(0)
     return functional(module), jax.tree.map(lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module))

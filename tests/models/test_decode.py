@@ -20,6 +20,15 @@ KINDS = {
         "model.tied_embeddings": True,
         "model.init_std": 0.3,
     },
+    "experts": {
+        "model.experts": 4,
+        "model.dense_layers": 1,
+        "model.shared_experts": 1,
+        "model.capacity_factor": 2.0,
+        "model.expert_width": 32,
+        "model.init_std": 0.3,
+    },
+    "latent": {"model.attention": "mla", "model.kv_rank": 20, "model.rope_head_dim": 6, "model.value_head_dim": 10, "model.init_std": 0.3},
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 import small
 
 from jaxtrain.models import transformer
+from jaxtrain.pipeline.setup import layer_parameters
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -50,6 +51,18 @@ def test_matmul_parameters():
     cfg = small.config(changes={"model.tied_embeddings": True}).model
     layer = 4 * 32 * 32 + 3 * 32 * 64
     assert transformer.build(cfg).matmul_parameters == 4 * layer + 61 * 32
+
+
+def test_counts_of_latent_attention():
+    """DeepSeek-V2's appendix has none of a layer; these are the sizes of section 3.1.2's matrices: width 5120, 128 heads."""
+    latent = {"query_rank": 1536, "kv_rank": 512, "rope_head_dim": 64, "value_head_dim": 128, "head_dim": 128}
+    sizes = {"model.attention": "mla", "model.width": 5120, "model.heads": 128, "model.layers": 1, "model.mlp_width": 1}
+    m = small.config(changes=sizes | {f"model.{k}": v for k, v in latent.items()}).model
+    attention = 5120 * (1536 + 512 + 64) + 1536 * 128 * (128 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 5120
+    parts = transformer.build(m)
+    assert parts.matmul_parameters == attention + 3 * 5120 + 61 * 5120
+    assert layer_parameters(m) == attention + 3 * 5120
+    assert parts.attention_width == 128 * (192 + 128) / 2
 
 
 def test_padded_vocabulary():
@@ -126,10 +139,10 @@ def test_gradient_of_positions_is_added_in_place(rows):
 
 
 def test_logits_keep_the_compute_type_in_their_gradient():
-    x, table = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((16, 8), jnp.bfloat16)
+    x, table = jnp.ones((1, 4, 8), jnp.bfloat16), jnp.ones((16, 8), jnp.bfloat16)
     logits, vjp = jax.vjp(transformer.vocabulary_logits, x, table)
     assert logits.dtype == jnp.float32
-    dx, dtable = vjp(jnp.full((4, 16), 0.5))
+    dx, dtable = vjp(jnp.full((1, 4, 16), 0.5))
     assert dx.dtype == dtable.dtype == jnp.bfloat16
     assert (dx == 8).all() and (dtable == 2).all()
 

@@ -1,7 +1,11 @@
 """The step as XLA compiles it for a TPU v5p slice and for H100s, without either: the permutes run beside the ops, and nothing else
 is in their way. Skipped where the compilers are not installed."""
 
+import json
+import pathlib
 import re
+import subprocess
+import sys
 
 import ahead
 import jax
@@ -115,3 +119,39 @@ def test_without_its_options_xla_permutes_after_the_ops():
     usual = {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}
     c = ahead.compile_step("h100", {"pipeline.schedule": "interleaved", "pipeline.repeats": 2, "model.layers": 8}, options=usual)
     assert "late_permutes" in ahead.faults(c)
+
+
+FEW = {"model.layers": 8, "model.vocab_size": 4096, "pipeline.permute": "late"}
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("platform", [pytest.param(name, marks=needs(name)) for name in ahead.PLATFORMS])
+def test_slots_on_the_host_leave_the_device(platform, remat):
+    """The host has the slots; the device as much less, but for what is on its way: of 8 layers in 4 slots, one or two."""
+    here, there = (ahead.compile_step(platform, {**FEW, "pipeline.remat": remat, "parallel.offload": o}) for o in ("none", "activations"))
+    assert here.memory["host_temp"] == 0 == here.on_host
+    assert there.on_host <= there.memory["host_temp"] < 1.1 * there.on_host
+    assert here.memory["temp"] - there.memory["temp"] > 0.7 * there.on_host
+
+
+@needs("tpu_v5p")  # of GPUs that are not there jax knows no memory, so arguments cannot be said to lie in the host's
+def test_moments_on_the_host_leave_the_device_and_do_not_come_back_at_once():
+    """Of 4-byte parameters, two moments of 4 bytes each, shared out over data 2; temporary memory stays what it was."""
+    small = {**FEW, "model.layers": 4, "data.sequence_length": 128}
+    here, there = (ahead.compile_step("tpu_v5p", {**small, "parallel.offload": o}, program="train") for o in ("none", "optimizer"))
+    moments = there.memory["host_argument"]
+    assert here.memory["argument"] - there.memory["argument"] == moments
+    assert abs(moments - here.memory["argument"] / 2) < 0.03 * moments
+    assert there.memory["temp"] < here.memory["temp"] + 0.1 * moments
+
+
+@pytest.mark.full
+@needs("h100")
+def test_a_long_sequence_fits(tmp_path):
+    """131,072 tokens of Llama 3 8B over a context of 8 on 64 H100s, by every way to attend."""
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "long_context.py"
+    subprocess.run([sys.executable, script, "--lengths=131072", f"--json={tmp_path / 'memory.json'}"], check=True, timeout=1200)
+    found = json.loads((tmp_path / "memory.json").read_text())
+    assert [row["mode"] for row in found] == ["all_gather", "ulysses", "ring"]
+    assert max(row["total"] for row in found) < 80e9
+    assert min(row["arguments"] for row in found) > 12 * 8.03e9 / 8  # parameters and both moments are counted

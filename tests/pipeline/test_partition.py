@@ -11,7 +11,7 @@ import small
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.models import transformer
+from jaxtrain.models import blockwise, transformer
 from jaxtrain.pipeline.partition import Split, keep_all, keep_matmuls
 
 BATCH, LENGTH, WIDTH = 2, 12, 32
@@ -96,12 +96,19 @@ def test_same_as_vjp(layer, keep):
     assert_same_as_vjp(LAYERS[layer], params, normal(4, BATCH, LENGTH, WIDTH), (jnp.float32(0.5),), keep=keep)
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gpt2", "latent"])
 def block(request):
     """(function, parameters of one layer) of a transformer block; no size is another's."""
     kinds = {
         "llama": {"model.kv_heads": 2},
         "gpt2": {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True},
+        "latent": {
+            "model.attention": "mla",
+            "model.query_rank": 12,
+            "model.kv_rank": 20,
+            "model.rope_head_dim": 10,
+            "model.value_head_dim": 14,
+        },
     }
     cfg = small.config(changes={"model.mlp_width": 80, "model.head_dim": 6, "model.init_std": 0.2} | kinds[request.param])
     parts = transformer.build(cfg.model)
@@ -124,6 +131,25 @@ def test_a_block_keeps_no_weight_and_no_mask(block, segments, keep):
         assert kept.dtype == jnp.float32, f"{kept} is a mask, or positions"
         assert kept.shape not in weights, f"{kept} is a weight"
         assert BATCH in kept.shape or BATCH * LENGTH in kept.shape, f"{kept} is no activation"
+
+
+@pytest.mark.parametrize("keep", [keep_all, keep_matmuls])
+def test_attention_by_blocks_stays_whole(block, keep, monkeypatch):
+    """One loop in F and one in B, none in W; output and log-sum-exp cross, so that B need not attend again."""
+    for name, value in (("LEAST_KEYS", 1), ("LEAST_BLOCK", 1), ("SCORES", 2 * 8 * 4 * 4)):
+        monkeypatch.setattr(blockwise, name, value)
+    fn, params = block
+    x = normal(4, BATCH, LENGTH, WIDTH)
+    split = assert_same_as_vjp(fn, params, x, (POSITIONS, SEGMENTS), 3e-6, keep)
+    extra, kept = (POSITIONS, SEGMENTS), split.residuals
+    ops = {
+        "forward": (split.forward, params, x, extra),
+        "input": (split.input_gradient, params, extra, kept, x),
+        "weight": (split.weight_gradient, params, extra, split.sort(kept)[1], split.stash),
+        "both": (split.backward, params, extra, kept, x),
+    }
+    loops = {op: [e.primitive.name for e in jax.make_jaxpr(run)(*args).eqns].count("while") for op, (run, *args) in ops.items()}
+    assert loops == {"forward": 1, "input": 1, "weight": 0, "both": 1}
 
 
 def test_a_block_keeps_less_than_vjp(block):

@@ -107,16 +107,21 @@ def large_moves(c: Compiled) -> list:
 
 
 def misplaced_permutes(c: Compiled) -> list:
-    """Permutes inside an op or outside of the scan, or in the tick not one each way, early and late where there are both."""
+    """Permutes inside an op or outside of the scan, or in the tick not one each way, early and late where there are both; where only some
+    rows send, in a loop that the others do not enter."""
     found = lambda instructions: {i.name: i.text for i in instructions if i.collective == "collective-permute"}
-    here, everywhere = found(c.program.inline(c.tick)), found(c.program.below(c.program.entry))
+    loops = [i for i in c.program.inline(c.tick) if i.opcode == "while" and not c.program.is_op(i) and not c.program.holds_ops(i)]
+    inside, everywhere = found(j for i in loops for j in c.program.inline(i.calls["body"])), found(c.program.below(c.program.entry))
+    here = found(c.program.inline(c.tick)) | inside
+    some = [p for p in (Permute.EARLY, Permute.LATE) if c.table and 0 < (c.table.table.permute == p).mean() < 1]
     elsewhere = [text for name, text in everywhere.items() if name not in here]
     table = c.table.table if c.table else None
     wanted = len(permutes(table)) * len(set(table.permute.tolist()) - {Permute.NONE}) if table else 0
     shape = tuple(c.step.mesh.shape.values())
     closed = not table or table.stages == 2 or wraps(table.place, table.stages)
     around = [text for text in everywhere.values() if not closed and hlo.goes_round(text, shape, AXES.index(STAGE))]
-    return elsewhere + around + [f"{len(here)} permutes"] * (len(here) != wanted)
+    lifted = len(inside) != len(some) * len(permutes(table)) if table else False
+    return elsewhere + around + [f"{len(here)} permutes"] * (len(here) != wanted) + ["in every row"] * lifted
 
 
 def wide_collectives(c: Compiled) -> list:
@@ -210,7 +215,9 @@ def test_one_stage_is_a_plain_scan():
 
 def test_without_the_barrier_matmuls_are_lifted_into_every_tick(monkeypatch):
     monkeypatch.setattr(tick.lax, "optimization_barrier", lambda values: values)
-    assert [key for key in large_moves(compile_program(*SMALLEST)) if key[0] == "dot"]
+    made = compile_program(*SMALLEST)
+    assert [key for key in large_moves(made) if key[0] == "dot"]
+    assert "in every row" in misplaced_permutes(made)
 
 
 def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):

@@ -52,6 +52,8 @@ def test_times():
     cfg = small.config((1, 4, 1), changes={"model.layers": 12})
     m = cfg.model
     assert layer_parameters(m) == 4 * 32 * 32 + 3 * 32 * 64
+    experts = {"model.experts": 8, "model.experts_per_token": 2, "model.shared_experts": 1, "model.expert_width": 16}
+    assert layer_parameters(small.config(changes=experts).model) == 4 * 32 * 32 + 3 * 32 * 3 * 16 + 32 * 8  # what a token takes; the router
     head = 3 * m.vocab_size * m.width / (3 * layer_parameters(m))
     times = times_of(cfg, 4)
     assert (times.F, times.B, times.W, times.R) == (1, 1, 1, 1) and times.head == pytest.approx(head)

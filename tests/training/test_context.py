@@ -5,11 +5,15 @@ import collections
 import hlo
 import jax
 import numpy as np
+import plain_loop
 import pytest
 import small
 from plain_loop import CLIP, assert_same, reference, train
 
+from jaxtrain.config import replace
+from jaxtrain.models import blockwise
 from jaxtrain.parallel import context
+from jaxtrain.pipeline.runtime import Runtime
 from jaxtrain.training.step import abstract_batch, make_step
 
 APART = {"data.attend_across_documents": False}
@@ -18,23 +22,50 @@ NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 # (data × stage × model, context), how, schedule, repeats, microbatches, changes
 CASES = {
     "gather 2": ((1, 1, 1), 2, "all_gather", "1f1b", 1, 2, {}),
-    "gather 8, selective": ((1, 1, 1), 8, "all_gather", "1f1b", 1, 1, SELECTIVE),
+    "gather 8, selective, blocks": ((1, 1, 1), 8, "all_gather", "1f1b", 1, 1, {**SELECTIVE, "data.sequence_length": 64}),
     "ulysses 4": ((1, 1, 1), 4, "ulysses", "1f1b", 1, 2, {}),
     "gather 4, documents, zero 3": ((2, 1, 1), 4, "all_gather", "1f1b", 1, 2, {**APART, **NONE, "parallel.zero": 3}),
     "gather 4, learned positions": ((1, 2, 1), 4, "all_gather", "interleaved", 2, 4, GPT2),
-    "gather 2, grouped heads": ((1, 2, 2), 2, "all_gather", "zb_v", 2, 4, {**APART, **NONE, "model.kv_heads": 2}),
-    "ulysses 2, documents": ((2, 1, 2), 2, "ulysses", "1f1b", 1, 2, APART),
+    "gather 2, grouped heads, blocks": ((1, 2, 2), 2, "all_gather", "zb_v", 2, 4, {**APART, **NONE, "model.kv_heads": 2}),
+    "gather 2, two devices to a head": ((1, 1, 4), 2, "all_gather", "1f1b", 1, 2, {"model.kv_heads": 2, "parallel.zero": 3}),
+    "ulysses 2, documents, blocks": ((2, 1, 2), 2, "ulysses", "1f1b", 1, 2, APART),
     "ulysses 2, zb_h1, zero 2": ((2, 2, 1), 2, "ulysses", "zb_h1", 1, 3, {**SELECTIVE, "parallel.zero": 2}),
+    "ring 2, zero 3, blocks": ((4, 1, 1), 2, "ring", "1f1b", 1, 2, {**NONE, "parallel.zero": 3}),
+    "ring 4, grouped heads, documents, blocks": ((1, 1, 2), 4, "ring", "1f1b", 1, 2, {**APART, "model.kv_heads": 2}),
+    "ring 8, selective, blocks": ((1, 1, 1), 8, "ring", "1f1b", 1, 1, {**SELECTIVE, "data.sequence_length": 64}),
 }
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """A function after which attention goes in blocks of 2 tokens, for 8 sequences of 8 heads."""
+
+    def begin():
+        for name, value in (("LEAST_KEYS", 1), ("LEAST_BLOCK", 1), ("SCORES", 8 * 8 * 2 * 2)):
+            monkeypatch.setattr(blockwise, name, value)
+
+    return begin
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_same_training(case):
+def test_same_training(case, small_blocks):
     mesh, size, how, schedule, repeats, microbatches, changes = CASES[case]
     axes = {"mesh.context": size, "parallel.context": how}
     shared = {"data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP}
     cfg = small.config(mesh, schedule, repeats, microbatches, axes | shared | changes)
-    assert_same(train(cfg), reference(cfg))
+    expected = reference(cfg)
+    if "blocks" in case:
+        small_blocks()
+    assert_same(train(cfg), expected)
+
+
+def test_the_ring_evaluates():
+    cfg = small.config((1, 1, 2), "1f1b", 1, 2, {"mesh.context": 4, "parallel.context": "ring", "data.batch_size": 16} | APART)
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        params = small.from_plain(step.layout, plain_loop.weights(cfg))
+        loss, _ = step.evaluate(params, small.place_batch(step, cfg, small.batch(cfg, 0)))
+    np.testing.assert_allclose(loss, reference(replace(cfg, {"optimizer.clip_norm": CLIP})).losses[0], rtol=1e-5)
 
 
 def test_zigzag():
@@ -56,19 +87,22 @@ def compiled(size: int, **changes):
     return step, hlo.Program(made.as_text())
 
 
-@pytest.mark.parametrize("how", ["all_gather", "ulysses"])
-def test_residuals_shrink_with_the_context(how):
-    """Also attention's, whose keys and values are whole while it runs."""
-    size = lambda n: sum(make(n, how).values())
-    whole = size(1)
-    assert [size(n) * n <= 1.1 * whole for n in (2, 4)] == [True, True]
-
-
-def make(size: int, how: str) -> dict[str, int]:
-    cfg = small.config(
-        (1, 2, 1), "1f1b", 1, 2, {"mesh.context": size, "parallel.context": how, "data.batch_size": 2, "data.sequence_length": 64}
-    )
-    return make_step(cfg, small.mesh_of(cfg)).slot_bytes()
+@pytest.mark.parametrize("how", ["all_gather", "ulysses", "all_gather, blocks", "ring, blocks"])
+def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
+    """Also attention's, whose keys and values are whole while it runs, or come from every device."""
+    how, *blocks = how.split(", ")
+    splits, make = [], Runtime._split
+    monkeypatch.setattr(Runtime, "_split", lambda self, *shapes: splits.append(make(self, *shapes)) or splits[-1])
+    if blocks:
+        small_blocks()
+    for size in (1, 2, 4):
+        changes = {"mesh.context": size, "parallel.context": how, "data.batch_size": 2, "data.sequence_length": 64}
+        cfg = small.config((1, 1, 1), "1f1b", 1, 2, changes)
+        step = make_step(cfg, small.mesh_of(cfg))
+        with jax.set_mesh(step.mesh):
+            step.gradients.trace(step.abstract_state()["params"], abstract_batch(cfg, step))
+    whole, *parts = [split.residual_bytes() for split in splits]
+    assert [n * part <= 1.1 * whole for n, part in zip((2, 4), parts, strict=True)] == [True, True]
 
 
 def test_what_crosses_the_context():
@@ -83,6 +117,19 @@ def test_what_crosses_the_context():
     assert found["all-gather"] == m * layers * 2 * keys + m * 64  # the weights of the loss
     assert found["reduce-scatter"] == m * layers * keys // 4
     assert found["all-reduce"] == step.parts.parameter_count + 2  # gradients, the loss, the number of tokens
+
+
+def test_what_goes_round():
+    """Of a layer: keys and values for F, again where it is computed again, and for B, whose first step is the same; their gradients one
+    step further, until they are home."""
+    _, program = compiled(4, parallel__context="ring", model__kv_heads=2)
+    found: collections.Counter = collections.Counter()
+    for i, times in program.executed(program.entry):
+        if i.collective:
+            found[i.collective] += times * sum(i.sizes) * ("f32" in i.types)
+    m, layers, own = 2, 3, 2 * 16 * 2 * 4  # microbatches; layers; elements of a device's keys and values [1, 16, 2, 4]
+    assert found["collective-permute"] == m * layers * (3 + 3 + 2 + 4) * own
+    assert not found["all-to-all"] and found["all-gather"] == m * 64 and not found["reduce-scatter"]
 
 
 def test_exchange_of_heads():

@@ -151,6 +151,18 @@ def test_the_mesh_changes_nothing(mesh):
     assert made.tolist() == [by_whole_forwards([5, 6, 7], 20)]
 
 
+def test_latents_in_the_cache():
+    latent = {"attention": "mla", "query_rank": 12, "kv_rank": 20, "rope_head_dim": 6, "value_head_dim": 10}
+    made = ids(sampler((2, 1, 2), **latent), [5, 6, 7], 12, Sampling(temperature=0))
+    assert made.tolist() == [by_whole_forwards([5, 6, 7], 12, **latent)]
+
+
+def test_fewer_key_value_heads_than_devices():
+    """Each device keeps one, in its cache too."""
+    made = ids(sampler((1, 1, 4), kv_heads=2), [5, 6, 7], 20, Sampling(temperature=0))
+    assert made.tolist() == [by_whole_forwards([5, 6, 7], 20, kv_heads=2)]
+
+
 def test_inside_another_mesh():
     """As at the end of a training run."""
     expected = by_whole_forwards([5, 6, 7], 8)

@@ -27,6 +27,8 @@ VARIANTS = {
     "one key/value head a device, chunks of the loss, tied": (
         (1, 2, 4), "gpipe", 2, 2, 8, TIED | EARLY | {"model.kv_heads": 4, "model.loss_chunk": 2, "model.head_dim": 6},
     ),
+    "two devices to a key/value head, in B and W": ((1, 2, 4), "zb_h1", 1, 3, 6, {"model.kv_heads": 2, "pipeline.remat": "none"}),
+    "four devices to a key/value head, gpt2 form": ((1, 1, 8), "1f1b", 1, 2, 4, GPT2 | {"model.kv_heads": 2, "model.layers": 2}),
     "nothing sharded over data": (
         (2, 2, 2), "1f1b", 1, 4, 16, {"parallel.zero": 0, "model.layers": 3, "optimizer.schedule": "constant", "optimizer.decay_steps": 4},
     ),
@@ -55,7 +57,7 @@ def test_evaluation_is_the_loss_of_training(name):
 
 def test_gradients_without_an_optimizer():
     cfg = variant("nothing sharded over data")
-    loss, _, gradients = jax.device_get(run(cfg, "gradients"))
+    loss, _, gradients, _ = jax.device_get(run(cfg, "gradients"))
     expected = plain_loop.reference(cfg)
     layout = make_step(cfg, small.mesh_of(cfg)).layout
     got = plain_loop.Run([float(loss)], expected.norm, small.to_plain(layout, gradients), {})

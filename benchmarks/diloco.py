@@ -1,0 +1,76 @@
+"""DiLoCo against synchronous replicas: the validation loss of the tiny recipe, and the bytes that cross between replicas, counted.
+
+    python benchmarks/diloco.py [--steps=200] [--inner_steps=20] [-- --config.optimizer.outer_learning_rate=0.7 ...]
+
+Two replicas of data 2 · stage 2 on 8 simulated devices, the same batches for all: synchronous; exchanges in float32; in int8. Each is a
+run of the training command. Bytes are those that a device sends to other replicas by the compiled programs, as a ring does its collectives:
+of a step, and of an exchange divided by the steps between two.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+RECIPE = [f"--config={REPOSITORY}/configs/tiny.py", "--config.mesh.replica=2", "--config.mesh.data=2", "--config.mesh.model=1"]
+
+
+def validation_loss(flags: list[str]) -> float:
+    """The last of a run in a process and a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jaxtrain.train", *RECIPE, *flags, "--config.train.sample_tokens=0", f"--workdir={folder}/run"]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=True, stdout=subprocess.DEVNULL)
+        records = [json.loads(line) for line in pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    return [record["validation_loss"] for record in records if "validation_loss" in record][-1]
+
+
+def bytes_a_step(flags: list[str]) -> float:
+    """That a device sends to other replicas."""
+    import hlo
+    import jax
+    from crossing import bytes_sent
+
+    from jaxtrain import cli, config_checks
+    from jaxtrain.mesh import make_mesh
+    from jaxtrain.training.step import abstract_batch, make_step
+
+    config = config_checks.check_devices(cli.parse([*RECIPE, *flags], "")[0], 8).resolve()
+    m = config.mesh
+    step = make_step(config, make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model)))
+    with jax.set_mesh(step.mesh):
+        state = step.abstract_state()
+        sent = bytes_sent(hlo.Program(step.train.lower(state, abstract_batch(config, step)).compile().as_text()), step.mesh)
+        if step.exchange:
+            exchanged = bytes_sent(hlo.Program(step.exchange.lower(state).compile().as_text()), step.mesh)
+            sent += exchanged / config.train.diloco_inner_steps
+    return sent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--inner_steps", type=int, default=20)
+    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train for the DiLoCo runs, after --")
+    options = parser.parse_args()
+    sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    steps = [f"--config.train.steps={options.steps}"]
+    apart = [*steps, f"--config.train.diloco_inner_steps={options.inner_steps}", *options.changes]
+    runs = {"synchronous": steps, "float32": apart, "int8": [*apart, "--config.precision.outer=int8"]}
+    print(f"{'replicas':12} {'validation loss':>16} {'over synchronous':>17} {'bytes a step':>13} {'fewer':>7}", flush=True)
+    first: tuple[float, float] | None = None
+    for name, flags in runs.items():
+        sent, loss = bytes_a_step(flags), validation_loss(flags)
+        first = first or (loss, sent)
+        print(f"{name:12} {loss:16.4f} {loss / first[0] - 1:17.2%} {sent:13,.0f} {first[1] / sent:7.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

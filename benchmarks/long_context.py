@@ -1,0 +1,96 @@
+"""Memory of a device for long sequences: the training step of llama3_8b on 64 H100s, compiled ahead of time, by context mode.
+
+    python benchmarks/long_context.py [--lengths=131072,524288] [--modes=all_gather,ulysses,ring] [--json=FILE] [-- --config.mesh.model=8 …]
+
+Needs jax's compilers for GPUs (tests/ahead.py, `install_command`), and neither a GPU nor a driver. Each data shard has one sequence and a
+step one microbatch, with full recomputation and ZeRO-3, documents kept apart, and attention in plain XLA (cuDNN is not there to compile
+for). XLA's GPU compiler refuses no program for its memory: what counts is its account of arguments and temporary memory.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+DEVICES = 64
+H100 = 80e9  # bytes
+SETTINGS = {
+    "mesh.data": "-1",
+    "mesh.context": "8",
+    "mesh.model": "1",
+    "parallel.zero": "3",
+    "pipeline.microbatches": "1",
+    "model.attention_kernel": "xla",
+}
+
+
+def compiled(devices, recipe, settings: dict[str, str], length: int, mode: str) -> dict:
+    """Lengths of time in seconds and bytes on a device for one length and mode."""
+    import jax
+
+    from jaxtrain import cli, config_checks
+    from jaxtrain import config as configs
+    from jaxtrain.mesh import make_mesh
+    from jaxtrain.training.step import COMPILER_OPTIONS, abstract_batch, make_step
+
+    own = {"data.sequence_length": str(length), "parallel.context": mode}
+    config = config_checks.check_devices(cli.apply(recipe, list((settings | own).items())), DEVICES).resolve()
+    config = configs.replace(config, {"data.batch_size": config.mesh.data * config.mesh.replica})
+    m = config.mesh
+    mesh = make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model), devices)
+    step = make_step(config, mesh)
+    state, begin = step.abstract_state(), time.time()
+    with jax.set_mesh(mesh), jax.default_device(devices[0]):
+        program = step.train.lower(state, abstract_batch(config, step)).compile(compiler_options=COMPILER_OPTIONS["gpu"])
+    memory = program.memory_analysis()
+    arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    total = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "length": length,
+        "mode": mode,
+        "seconds": round(time.time() - begin),
+        "arguments": arguments,
+        "temporary": temporary,
+        "total": total,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="131072,262144,524288")
+    parser.add_argument("--modes", default="all_gather,ulysses,ring")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("changes", nargs="*", help="settings, as --config.PATH=VALUE")
+    args = parser.parse_args()
+    sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+    import ahead
+    import jax
+    from jax.experimental import topologies
+
+    from jaxtrain import cli
+
+    if ahead.PLATFORMS["h100"].missing:
+        parser.error(f"no compiler for H100s here: {ahead.install_command(jax.__version__)}")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    topology = {**ahead.PLATFORMS["h100"].topology, "topology": f"1x{DEVICES // 8}x8"}
+    devices = topologies.get_topology_desc(**topology).devices
+    recipe = cli.load_recipe(REPOSITORY / "configs" / "llama3_8b.py")
+    settings = SETTINGS | dict(change.removeprefix("--config.").split("=", 1) for change in args.changes)
+    print(f"{'tokens':>9}  {'context':10} {'arguments GB':>12} {'temporary GB':>12} {'total GB':>8} {'compiled s':>10}")
+    rows = []
+    for length in map(int, args.lengths.split(",")):
+        for mode in args.modes.split(","):
+            row = compiled(devices, recipe, settings, length, mode)
+            gigabytes = (row[name] / 1e9 for name in ("arguments", "temporary", "total"))
+            print(f"{length:9}  {mode:10}", *(f"{n:{width}.1f}" for n, width in zip(gigabytes, (12, 12, 8), strict=True)), end="")
+            print(f" {row['seconds']:10}{'' if row['total'] < H100 else '  more than 80 GB'}", flush=True)
+            rows.append(row)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

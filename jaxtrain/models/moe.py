@@ -1,0 +1,141 @@
+"""Mixture of experts: a router that chooses some of many MLPs for each token, and what keeps their load even.
+
+Shape suffixes: B batch, T tokens, K choices of a token, D width, E experts, F columns of an expert.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.models.layers import WHOLE, matmul
+from jaxtrain.models.spec import parameter
+from jaxtrain.parallel import context, experts
+from jaxtrain.sharding import constrain
+
+
+@jax.custom_vjp
+def with_loss(y: jax.Array, loss: jax.Array) -> jax.Array:
+    """y; in the backward `loss` (a scalar) counts as a part of the loss."""
+    return y
+
+
+with_loss.defvjp(lambda y, loss: (y, None), lambda _, g: (g, jnp.ones((), jnp.float32)))
+
+
+@jax.custom_vjp
+def with_counts(y: jax.Array, parameters: list, counts: list) -> jax.Array:
+    """y; in the backward the gradients of `parameters`, on which nothing depends, are `counts`."""
+    return y
+
+
+with_counts.defvjp(lambda y, parameters, counts: (y, counts), lambda counts, g: (g, counts, None))
+
+
+class Router(nnx.Module):
+    """Chooses `choices` of the experts for a token.
+
+    Weights are a softmax over all experts or sigmoids, divided by the sum of those chosen where there are several. `bias` is added to the
+    scores for the choice alone; it is moved by the load of the experts (Wang et al. 2024), not by a gradient. With `groups`, a token's
+    experts are in `group_limit` of them: those whose best choices/group_limit experts have the highest sum (DeepSeek-V3, section 2.1.2).
+    """
+
+    def __init__(self, cfg, rows: int):
+        self.kind, self.experts, self.choices, self.scale = cfg.router, cfg.experts, cfg.experts_per_token, cfg.router_scale
+        self.groups, self.group_limit = cfg.router_groups, cfg.router_group_limit
+        self.balance_loss, self.z_loss, self.rows = cfg.balance_loss, cfg.z_loss, rows
+        self.capacity = cfg.capacity_factor
+        self.weight = parameter((cfg.width, cfg.experts), ("width", "expert"), std=cfg.init_std, exact=True)
+        self.bias = parameter((cfg.experts,), ("expert",), counts=True)
+        self.dropped = parameter((cfg.experts,), ("expert",), counts=True) if self.capacity else None
+
+    def __call__(self, x_BTD, drops: bool):
+        """x, whole along the sequence → (weights of the choices float32 [B, T, K], where their rows go).
+
+        The losses and counts of the router hang on the weights. Without `drops` there is no capacity.
+        """
+        x = x_BTD.astype(jnp.float32)
+        logits_BTE = constrain(matmul(x.reshape(-1, x.shape[-1]), self.weight[...]).reshape(*x.shape[:-1], -1), WHOLE)
+        scores_BTE = jax.nn.softmax(logits_BTE) if self.kind == "softmax" else jax.nn.sigmoid(logits_BTE)
+        chosen_BTK = self._choose(jax.lax.stop_gradient(scores_BTE) + jax.lax.stop_gradient(self.bias[...]))
+        gates_BTK = jnp.take_along_axis(scores_BTE, chosen_BTK, -1)
+        if self.choices > 1:
+            gates_BTK = gates_BTK / gates_BTK.sum(-1, keepdims=True)
+        counted, parameters = [experts.counts(chosen_BTK, self.experts).sum(0)], [self.bias[...]]
+        if self.capacity and drops:
+            plan, dropped = experts.by_capacity(chosen_BTK, self.experts, self.capacity)
+            assert self.dropped is not None
+            counted, parameters = [*counted, dropped], [*parameters, self.dropped[...]]
+        else:
+            plan = experts.dropless(chosen_BTK, self.experts)
+        gates_BTK = with_counts(gates_BTK * self.scale, parameters, counted)
+        return with_loss(gates_BTK, self._losses(logits_BTE, scores_BTE)), plan
+
+    def _choose(self, scores_BTE) -> jax.Array:
+        """int32 [B, T, K]."""
+        if self.groups > 1:
+            by_group = scores_BTE.reshape(*scores_BTE.shape[:-1], self.groups, -1)
+            best = jax.lax.top_k(by_group, -(-self.choices // self.group_limit))[0].sum(-1)
+            taken = jax.lax.top_k(best, self.group_limit)[1]
+            inside = (taken[..., None] == jnp.arange(self.groups)).any(-2)
+            scores_BTE = jnp.where(inside[..., None], by_group, -jnp.inf).reshape(scores_BTE.shape)
+        return jax.lax.top_k(scores_BTE, self.choices)[1].astype(jnp.int32)
+
+    def _losses(self, logits_BTE, scores_BTE) -> jax.Array:
+        """This device's part of the losses' mean over the step's sequences: of how uneven each one's load is (DeepSeek-V3, eq. 17–20),
+        and of the logits' size (Zoph et al. 2022, eq. 5)."""
+        tokens = scores_BTE.shape[1] * context.size()
+        loss = jnp.zeros(())
+        if self.balance_loss:
+            best = jax.lax.top_k(jax.lax.stop_gradient(scores_BTE), self.choices)[1]
+            load_BE = context.sum_over(experts.counts(best, self.experts)) * (self.experts / self.choices / tokens)
+            shares_BE = (scores_BTE / scores_BTE.sum(-1, keepdims=True)).sum(1) / tokens
+            loss += self.balance_loss * (load_BE * shares_BE).sum()
+        if self.z_loss:
+            loss += self.z_loss * (jax.nn.logsumexp(logits_BTE, -1) ** 2).sum() / tokens
+        return loss / self.rows
+
+
+class MoE(nnx.Module):
+    """Experts, each an MLP of `expert_width` columns, of which a token takes some; and `shared_experts` that all tokens take.
+
+    rows: sequences in a step, over which the router's losses are a mean.
+    """
+
+    def __init__(self, cfg, residual_std, rows: int):
+        d, f, shared = cfg.width, cfg.expert_width, cfg.shared_experts * cfg.expert_width
+        self.experts = cfg.experts
+        self.router = Router(cfg, rows)
+        gated = cfg.activation == "swiglu"
+        into = lambda *shape: parameter(shape, ("experts", "width", "mlp")[-len(shape) :], std=cfg.init_std)
+        back = lambda *shape: parameter(shape, ("experts", "mlp", "width")[-len(shape) :], std=residual_std)
+        self.up, self.gate, self.down = into(cfg.experts, d, f), into(cfg.experts, d, f) if gated else None, back(cfg.experts, f, d)
+        self.shared_up = into(d, shared) if shared else None
+        self.shared_gate = into(d, shared) if shared and gated else None
+        self.shared_down = back(shared, d) if shared else None
+
+    def __call__(self, x_BTD, drops: bool = True) -> jax.Array:
+        """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` every token is served, whatever the capacity."""
+        b, t, d = x_BTD.shape
+        whole_BTD, x_MBTD = experts.spread(x_BTD)
+        gates_BTK, plan = self.router(whole_BTD, drops)
+        size = experts.Size(self.experts, b, t)
+        rows, gates = experts.send(x_MBTD, gates_BTK, plan, size)
+        weigh = functools.partial(experts.weigh, gates=gates)
+        y_MBTD = experts.receive(_mlp(rows, self.up, self.gate, self.down, plan.sizes, weigh), plan, size)
+        if self.shared_up is not None:
+            one_MERD = x_MBTD.reshape(x_MBTD.shape[0], 1, b * t, d)
+            y_MBTD += _mlp(one_MERD, self.shared_up, self.shared_gate, self.shared_down).reshape(y_MBTD.shape)
+        return experts.collect(y_MBTD)
+
+
+def _mlp(rows, up, gate, down, sizes=None, weigh=lambda h: h):
+    """The experts' MLPs on their rows; matrices [E, …], or one expert's."""
+    matrix = lambda p: (p[...] if p.ndim == 3 else p[...][None]).astype(rows.dtype)
+    h = experts.product(rows, matrix(up), sizes, experts.COLUMNS)
+    if gate is None:
+        h = jax.nn.gelu(h, approximate=True)
+    else:
+        h = jax.nn.silu(experts.product(rows, matrix(gate), sizes, experts.COLUMNS)) * h
+    return experts.product(weigh(h), matrix(down), sizes, experts.ROWS)

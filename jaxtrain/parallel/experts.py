@@ -1,0 +1,324 @@
+"""Experts: tokens go to the devices that hold the experts they chose, and come back.
+
+The experts lie over the `expert` axis, over which the batch is split outside of them, and each is cut by columns over `model`. A token's
+choice of an expert is a row. There are two ways for rows to travel:
+
+    dropless    in a ragged all-to-all, as many rows as there are. What arrives is sorted by expert, and groups of rows are multiplied
+                with their experts (ragged_dot). There is room for all choices that can fall on a device: those of all devices' tokens, of
+                each the fewer of its choices and the experts of a device. XLA's CPU backend has no ragged all-to-all: a plain one, in
+                which each device sends to each as many rows as that can be
+    capacity    in a plain all-to-all, for each expert and sequence a number of slots; who comes late in the sequence finds them taken and
+                is dropped
+
+Everything that is split over `model` has a leading dimension for it, [M, …], with one part on each device: what experts make there is
+a part of a sum, which `collect` makes of tokens again. Sending and receiving are each other's transposes, so the backward of one is the
+other. Inside the runtime's manual region `expert` counts; elsewhere all experts are here.
+
+Shape suffixes: M parts over model, B batch, T tokens, K choices of a token, D width, E experts here, S slots, R rows of experts.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.mesh import CONTEXT, EXPERT, MODEL, manual_size, over_model, psum, psum_scatter
+from jaxtrain.parallel.context import in_text_order, own_chunks
+from jaxtrain.sharding import constrain, is_split
+
+PART, WHOLE = P(MODEL), P()
+COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)  # of experts' matrices [E, in, out]: who is cut over model
+
+
+class Plan(NamedTuple):
+    """Where rows lie, as int32.
+
+    choice: [S] which of the choices (token by token) is in a slot on its way; their number where it is empty
+    slot:   [choices] the slot of a choice; S where it was dropped
+    sizes:  [E] rows of each expert; None where all have as many
+    travel: [devices, devices] rows from each to each; None where they are fixed, or where there is one device
+    source: [R] as which row a row of the experts has arrived; None where they arrive in order
+    row:    [R] the opposite
+    """
+
+    choice: jax.Array
+    slot: jax.Array
+    sizes: jax.Array | None = None
+    travel: jax.Array | None = None
+    source: jax.Array | None = None
+    row: jax.Array | None = None
+
+    @property
+    def most(self) -> int:
+        """The rows from a device to another at most."""
+        assert self.source is not None and self.travel is not None
+        return self.source.size // self.travel.shape[0]
+
+
+def counts(chosen: jax.Array, experts: int) -> jax.Array:
+    """chosen int32 [B, T, K] → how often a sequence has chosen each expert, float32 [B, experts]; of its part on this device."""
+    return (chosen[..., None] == jnp.arange(experts)).sum((1, 2), dtype=jnp.float32)
+
+
+# --- where rows lie ---------------------------------------------------------------------------------------------------------------
+
+
+def _inverse(order: jax.Array) -> jax.Array:
+    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+
+
+def _sorted(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """keys int32 [n] below `number` → (their order, the keys in it, where each key begins [number + 1])."""
+    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    ordered = keys[order]
+    return order, ordered, jnp.searchsorted(ordered, jnp.arange(number + 1)).astype(jnp.int32)
+
+
+def dropless(chosen: jax.Array, experts: int) -> Plan:
+    """chosen int32 [B, T, K], of all experts."""
+    b, t, k = chosen.shape
+    devices = manual_size(EXPERT)
+    here = experts // devices
+    order, ordered, begin = _sorted(chosen.reshape(-1), experts)
+    sizes = jnp.diff(begin)
+    if devices == 1:
+        return Plan(order, _inverse(order), sizes)
+    every = lax.all_gather(sizes.reshape(devices, here), EXPERT)  # [from, to, expert]
+    travel, mine = every.sum(-1), every[:, lax.axis_index(EXPERT)]
+    # What arrives lies device by device, each device's rows by expert; empty rows come last.
+    expert = jnp.tile(jnp.arange(here, dtype=jnp.int32), devices)
+    filled = jnp.repeat(expert, mine.reshape(-1), total_repeat_length=devices * b * t * min(k, here))
+    expert = jnp.where(jnp.arange(filled.size) < mine.sum(), filled, here)
+    source = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    return Plan(order, _inverse(order), mine.sum(0), travel, source, _inverse(source))
+
+
+def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
+    """Slots of an expert for a sequence of so many tokens: `factor` times its share of the choices, at most one for each token."""
+    return min(tokens, math.ceil(factor * tokens * choices / experts))
+
+
+def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Plan, jax.Array]:
+    """→ (plan, float32 [experts]: how many choices of each were dropped). A sequence that is split over devices is still one."""
+    b, t, k = chosen.shape
+    parts = manual_size(CONTEXT)
+    limit = capacity_of(t * parts, k, experts, factor)
+    here, halves = min(limit, t), 2 if parts > 1 else 1
+    half = jnp.arange(t, dtype=jnp.int32) // (t // halves)
+    run = (jnp.arange(b, dtype=jnp.int32)[:, None] * halves + half)[..., None]  # of tokens that follow each other
+    keys = (run * experts + chosen).reshape(-1)
+    order, ordered, begin = _sorted(keys, b * halves * experts)
+    rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32) - begin[ordered], unique_indices=True)
+    number = jnp.diff(begin).reshape(b, halves, experts)
+    before = jnp.zeros_like(number)
+    if parts > 1:
+        every = in_text_order(lax.all_gather(number, CONTEXT, axis=1, tiled=True), parts)
+        before = own_chunks(jnp.cumsum(every, 1) - every, parts)
+    kept = jnp.clip(limit - before, 0, number)
+    first = jnp.concatenate([jnp.zeros_like(kept[:, :1]), kept[:, :-1]], 1)  # slots of the half before, on this device
+    place = chosen * b + jnp.arange(b, dtype=jnp.int32)[:, None, None]
+    slots = experts * b * here
+    slot = place.reshape(-1) * here + first.reshape(-1)[keys] + rank
+    slot = jnp.where(rank < kept.reshape(-1)[keys], slot, slots)
+    choice = jnp.full((slots,), slot.size, jnp.int32).at[slot].set(jnp.arange(slot.size, dtype=jnp.int32), mode="drop")
+    return Plan(choice, slot), (number - kept).sum((0, 1)).astype(jnp.float32)
+
+
+# --- the way there and back, on one device's part ----------------------------------------------------------------------------------
+
+
+def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    return x.at[rows].get(mode="fill", fill_value=0)
+
+
+def _ragged(rows: jax.Array, travel: jax.Array, room: int, most: int) -> jax.Array:
+    """Rows [n, …] for each device one after the other, of which `travel` [from, to] says the numbers, none over `most` → those that came,
+    [room, …]."""
+    me, devices = lax.axis_index(EXPERT), travel.shape[0]
+    before = lambda a, axis: jnp.cumsum(a, axis) - a
+    starts, lands = before(travel, 1), before(travel, 0)  # where they lie at their device, and at the one they go to
+    to, from_ = travel[me], travel[:, me]
+
+    def exactly(rows):
+        out = jnp.zeros((room, *rows.shape[1:]), rows.dtype)
+        return lax.ragged_all_to_all(rows, out, starts[me], to, lands[me], from_, axis_name=EXPERT)
+
+    def padded(rows):
+        slots = _take(rows, jnp.where(jnp.arange(most) < to[:, None], starts[me][:, None] + jnp.arange(most), rows.shape[0]).reshape(-1))
+        slots = lax.all_to_all(slots, EXPERT, 0, 0, tiled=True)
+        row = jnp.arange(room)
+        device = jnp.searchsorted(jnp.cumsum(from_), row, side="right")
+        return _take(slots, jnp.where(device < devices, device * most + row - _take(lands[:, me], device), slots.shape[0]))
+
+    return lax.platform_dependent(rows, cpu=padded, default=exactly)
+
+
+def _exchange(slots: jax.Array) -> jax.Array:
+    """[S, …], as many slots for each device → those that all devices have for this one."""
+    return lax.all_to_all(slots, EXPERT, 0, 0, tiled=True) if manual_size(EXPERT) > 1 else slots
+
+
+def _arrive(slots: jax.Array, plan: Plan, experts: int) -> jax.Array:
+    """Slots [S, …] → rows of the experts here: [R, …] sorted by expert, or [E, R, …]."""
+    if plan.travel is not None:
+        assert plan.source is not None
+        return _take(_ragged(slots, plan.travel, plan.source.size, plan.most), plan.source)
+    if plan.sizes is not None:
+        return slots
+    devices = manual_size(EXPERT)
+    by_expert = _exchange(slots).reshape(devices, experts // devices, -1, *slots.shape[1:]).swapaxes(0, 1)
+    return by_expert.reshape(experts // devices, -1, *slots.shape[1:])
+
+
+def _leave(rows: jax.Array, plan: Plan, experts: int) -> jax.Array:
+    """The opposite."""
+    if plan.travel is not None:
+        assert plan.row is not None
+        return _ragged(_take(rows, plan.row), plan.travel.T, plan.slot.size, plan.most)
+    if plan.sizes is not None:
+        return rows
+    devices = manual_size(EXPERT)
+    by_device = rows.reshape(experts // devices, devices, -1, *rows.shape[2:]).swapaxes(0, 1)
+    return _exchange(by_device.reshape(-1, *rows.shape[2:]))
+
+
+def _out(x_BTD: jax.Array, plan: Plan, experts: int) -> jax.Array:
+    """Tokens → rows."""
+    tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
+    return _arrive(_take(tokens, plan.choice // (plan.slot.size // tokens.shape[0])), plan, experts)
+
+
+def _back(rows: jax.Array, plan: Plan, experts: int, b: int, t: int) -> jax.Array:
+    """Rows → the sum of each token's [B, T, D]."""
+    choices = _take(_leave(rows, plan, experts), plan.slot)
+    return choices.reshape(b, t, -1, rows.shape[-1]).sum(2)
+
+
+# --- the same on all parts, with gradients -----------------------------------------------------------------------------------------
+
+
+def _run(fn, in_specs, out_specs, plan: Plan, *args):
+    return over_model(lambda plan, *a: fn(plan, *a), (jax.tree.map(lambda _: WHOLE, plan), *in_specs), out_specs)(plan, *args)
+
+
+class Size(NamedTuple):
+    """Of all experts, and of a microbatch on a device."""
+
+    experts: int
+    batch: int
+    tokens: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def send(x_MBTD: jax.Array, gates_BTK: jax.Array, plan: Plan, size: Size) -> tuple[jax.Array, jax.Array]:
+    """→ rows of the experts here [M, R, D] (or [M, E, R, D] by capacity), and the weight of each."""
+    rows = _run(lambda p, x: _out(x[0], p, size.experts)[None], (PART,), PART, plan, x_MBTD)
+    return rows, _run(lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size.experts), (WHOLE,), WHOLE, plan, gates_BTK)
+
+
+def _send_backward(size, plan, gradients):
+    rows, gates = gradients
+    to_gates = lambda p, g: _take(_leave(g, p, size.experts), p.slot).reshape(size.batch, size.tokens, -1)
+    return receive(rows, plan, size), _run(to_gates, (WHOLE,), WHOLE, plan, gates), None
+
+
+send.defvjp(lambda x, gates, plan, size: (send(x, gates, plan, size), plan), _send_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def receive(rows: jax.Array, plan: Plan, size: Size) -> jax.Array:
+    """Rows → the sum of each token's, [M, B, T, D]: a part of the sum over M."""
+    return _run(lambda p, y: _back(y[0], p, *size)[None], (PART,), PART, plan, rows)
+
+
+def _receive_backward(size, plan, g):
+    return _run(lambda p, g: _out(g[0], p, size.experts)[None], (PART,), PART, plan, g), None
+
+
+receive.defvjp(lambda rows, plan, size: (receive(rows, plan, size), plan), _receive_backward)
+
+
+@jax.custom_vjp
+def weigh(rows: jax.Array, gates: jax.Array) -> jax.Array:
+    """rows [M, …, F] by the weight of each, […]; the gradient of the weights is summed over the parts."""
+    return rows * gates[None, ..., None].astype(rows.dtype)
+
+
+def _weigh_backward(kept, g):
+    rows, gates = kept
+
+    def by_gates(r, g):
+        part = (r[0].astype(jnp.float32) * g[0].astype(jnp.float32)).sum(-1)
+        return psum(part, (MODEL,)) if rows.shape[0] > 1 else part
+
+    return weigh(g, gates), over_model(by_gates, (PART, PART), WHOLE)(rows, g)
+
+
+weigh.defvjp(lambda rows, gates: (weigh(rows, gates), (rows, gates)), _weigh_backward)
+
+
+# --- products ------------------------------------------------------------------------------------------------------------------------
+
+BY_GROUP = lax.RaggedDotDimensionNumbers(dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+
+
+def _product(rows, weights, sizes):
+    """rows [R, I] or [E, R, I], weights [E, I, O] → rows of O."""
+    return jnp.einsum("eri,eio->ero", rows, weights) if sizes is None else lax.ragged_dot(rows, weights, sizes)
+
+
+def _weights_gradient(rows, g, sizes):
+    return jnp.einsum("eri,ero->eio", rows, g) if sizes is None else lax.ragged_dot_general(rows, g, sizes, BY_GROUP)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array | None, cut: P) -> jax.Array:
+    """Rows [M, R, I] sorted by expert, of which each has `sizes`, or [M, E, R, I], times their experts' weights [E, I, O] → rows of O.
+
+    The weights are cut over model: COLUMNS (outputs are cut), or ROWS (inputs are cut, outputs are parts of a sum).
+    """
+    return _by_part(lambda r, w, s: _product(r[0], w, s)[None], (PART, cut), PART, sizes, rows, weights)
+
+
+def _by_part(fn, in_specs, out_specs, sizes, *args):
+    if sizes is None:
+        return over_model(lambda a, b: fn(a, b, None), in_specs, out_specs)(*args)
+    return over_model(fn, (*in_specs, WHOLE), out_specs)(*args, sizes)
+
+
+def _product_backward(cut, kept, g):
+    rows, weights, sizes = kept
+    dx = _by_part(lambda g, w, s: _product(g[0], w.swapaxes(1, 2), s)[None], (PART, cut), PART, sizes, g, weights)
+    dw = _by_part(lambda r, g, s: _weights_gradient(r[0], g[0], s), (PART, PART), cut, sizes, rows, g)
+    return dx, dw, None
+
+
+product.defvjp(lambda r, w, s, cut: (product(r, w, s, cut), (r, w, s)), _product_backward)
+
+
+# --- tokens over model ---------------------------------------------------------------------------------------------------------------
+
+SPLIT, TOGETHER = ("batch", "sequence", None), ("batch", "token", None)
+
+
+@jax.custom_vjp
+def spread(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x, split along the sequence → it whole, and the same as [M, B, T, D]: what is made of the latter on each part adds up."""
+    whole = constrain(x_BTD, TOGETHER)
+    return whole, over_model(lambda x: x[None], (WHOLE,), PART)(whole)
+
+
+@jax.custom_vjp
+def collect(x_MBTD: jax.Array) -> jax.Array:
+    """The sum of the parts, split along the sequence."""
+    if not is_split("sequence"):
+        return x_MBTD[0]
+    return over_model(lambda x: psum_scatter(x[0], MODEL, 1), (PART,), P(None, MODEL))(x_MBTD)
+
+
+spread.defvjp(lambda x: (spread(x), None), lambda _, g: (constrain(g[0], SPLIT) + collect(g[1]),))
+collect.defvjp(lambda x: (collect(x), None), lambda _, g: (spread(g)[1],))

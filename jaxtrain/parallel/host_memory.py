@@ -1,0 +1,77 @@
+"""Arrays in the memory of the host, of the kind that devices copy from and to by themselves (`pinned_host`).
+
+Inside jit an array's type says in which memory it lies. Computation is the device's alone: what lies on the host is only moved, whole or
+(`jax.lax.dynamic_slice` and its update) in parts.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+KIND = "pinned_host"
+
+
+def missing(mesh: Mesh) -> str:
+    """The memories of this mesh's devices, as text, where the host's is not among them; else "". Devices that are only described, for
+    compiling ahead of time, may name none: there XLA decides."""
+    kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
+    return ", ".join(kinds) if kinds and KIND not in kinds else ""
+
+
+def on_host(sharding: NamedSharding) -> NamedSharding:
+    """The same layout, in the host's memory."""
+    return sharding.with_memory_kind(KIND)
+
+
+def is_host(sharding: jax.sharding.Sharding) -> bool:
+    return sharding.memory_kind == KIND
+
+
+def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Outside jit: zeros of this shape and sharding, made by the host; each device's process makes its own parts."""
+    shape = like.sharding.shard_shape(like.shape)
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda _: np.zeros(shape, like.dtype))
+
+
+def to_host(tree):
+    """Inside jit: moved to the host's memory."""
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+def to_device(tree):
+    """Inside jit: moved to the device's memory."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def slots(shape: tuple[int, ...], dtype, host: bool) -> jax.Array:
+    """Inside jit: an array of which nothing is read before it is written; zeros, but XLA fills none in on the host."""
+    # Of a scalar there, not zeros that are moved there: those would be in the device's memory first.
+    return lax.broadcast(to_host(jnp.zeros((), dtype)), shape) if host else jnp.zeros(shape, dtype)
+
+
+def is_on_host(a: jax.Array) -> bool:
+    """Inside jit."""
+    return jax.typeof(a).memory_space == jax.memory.Space.Host
+
+
+def read(a: jax.Array, start, sizes: tuple[int, ...]) -> jax.Array:
+    """Inside jit: a part of `a` on the device, wherever that lies."""
+    part = lax.dynamic_slice(a, start, sizes)
+    return to_device(part) if is_on_host(a) else part
+
+
+def write(a: jax.Array, part: jax.Array, start) -> jax.Array:
+    """Inside jit: `a`, wherever it lies, with a part replaced by one on the device."""
+    return lax.dynamic_update_slice(a, to_host(part) if is_on_host(a) else part, start)
+
+
+def row(a: jax.Array, i) -> jax.Array:
+    """Inside jit: a[i] on the device."""
+    return read(a, (i, *[0] * (a.ndim - 1)), (1, *a.shape[1:])).reshape(a.shape[1:])
+
+
+def with_row(a: jax.Array, value: jax.Array, i) -> jax.Array:
+    """Inside jit: `a` with a[i] replaced."""
+    return write(a, value[None].astype(a.dtype), (i, *[0] * (a.ndim - 1)))

@@ -1,0 +1,116 @@
+"""Ring attention (Liu et al. 2023): keys and values go round the `context` axis, and each device attends to those that it holds.
+
+Device i of c has chunks i and 2c − 1 − i of the sequence (parallel/context.py). Of another device's keys, r's, its queries see
+
+    r < i    all queries the first chunk
+    r > i    the second chunk's queries both chunks
+
+so every device computes two of the four pairs in every step, and nothing that is masked. What a step finds is merged by log-sum-exp. The
+next keys are on their way while the present ones are at work; in the backward the gradients of keys and values go round with them, a step
+behind, in float32. A device keeps its own keys alone. The permutes stand where attention does, so all devices must run it together: with
+several stages they do not.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.mesh import CONTEXT
+from jaxtrain.parallel.context import Sight
+from jaxtrain.parallel.heads import by_heads
+
+OWN = Sight((0, 1), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Attention to some of the keys, on a device's own heads (models/blockwise.py).
+
+    forward: (q, k, v, sight, segments) → output, log-sum-exp;
+    backward: (q, k, v, gradient of the output, log-sum-exp, delta, sight, segments) → gradients of q, k, v; all float32.
+    """
+
+    forward: Callable
+    backward: Callable
+    delta: Callable
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(kernel: Kernel, q, k, v, segments=None) -> jax.Array:
+    """Causal attention over whole sequences, of which q, k, v [B, T, heads, head dimension] and segments [B, T] are this device's."""
+    return _attend(kernel, q, k, v, segments)[0]
+
+
+def _attend(kernel, q, k, v, segments):
+    i = lax.axis_index(CONTEXT)
+    out, lse = by_heads(functools.partial(_forward, kernel), (q, k, v), (i, segments))
+    out = out.astype(v.dtype)
+    return out, (q, k, v, out, lse, segments)
+
+
+def _attend_backward(kernel, kept, g):
+    *arrays, segments = kept
+    gradients = by_heads(functools.partial(_backward, kernel), (*arrays, g), (lax.axis_index(CONTEXT), segments))
+    return *(d.astype(a.dtype) for d, a in zip(gradients, arrays[:3], strict=True)), None
+
+
+attend.defvjp(_attend, _attend_backward)
+
+
+def _next(held):
+    """What the device before holds."""
+    c = lax.axis_size(CONTEXT)
+    return jax.tree.map(lambda a: lax.ppermute(a, CONTEXT, [(n, (n + 1) % c) for n in range(c)]), held)
+
+
+def _sight(i, step) -> Sight:
+    """Of the keys that device i holds after so many steps, more than none."""
+    return Sight(jnp.where(step <= i, jnp.array([1, 1]), jnp.array([0, 2])), 2, diagonal=False)
+
+
+def _round(held, first: Callable, following: Callable):
+    """result = first(held), then following(step, result, held) with each of the other devices', the next on its way meanwhile."""
+    c = lax.axis_size(CONTEXT)
+    coming, result = _next(held), first(held)
+
+    def step(n, carry):
+        result, held = carry
+        coming = _next(held)
+        return following(n, result, held), coming
+
+    result, held = lax.fori_loop(1, c - 1, step, (result, coming))
+    return following(c - 1, result, held)
+
+
+def _forward(kernel: Kernel, q, k, v, i, segments):
+    """→ output, log-sum-exp, float32."""
+
+    def some(sight, k, v, of_keys):
+        return kernel.forward(q, k, v, sight, None if segments is None else (segments, of_keys))
+
+    def merge(n, found, held):
+        (out, lse), (more, more_lse) = found, some(_sight(i, n), *held)
+        total = jnp.logaddexp(lse, more_lse)
+        return out * jnp.exp(lse - total)[..., None] + more * jnp.exp(more_lse - total)[..., None], total
+
+    return _round((k, v, segments), lambda held: some(OWN, *held), merge)
+
+
+def _backward(kernel: Kernel, q, k, v, out, lse, g, i, segments):
+    """→ gradients of queries, keys and values, float32."""
+    delta = kernel.delta(g, out)
+
+    def some(sight, k, v, of_keys):
+        dq, dk, dv = kernel.backward(q, k, v, g, lse, delta, sight, None if segments is None else (segments, of_keys))
+        return dq, (dk, dv)
+
+    def add(n, sums, held):
+        arrived = sums[0], _next(sums[1])  # of the keys that are here now
+        return jax.tree.map(jnp.add, arrived, some(_sight(i, n), *held))
+
+    dq, of_keys = _round((k, v, segments), lambda held: some(OWN, *held), add)
+    return dq, *_next(of_keys)

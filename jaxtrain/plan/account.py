@@ -1,0 +1,137 @@
+"""The account of a step: which collectives a device takes part in, how often, and how many bytes it sends, from the config alone.
+
+Nothing is traced or compiled: the table says how often a stage runs an op, ops.py which collectives stand in one. Numbers of a few bytes
+(the loss, the norm of the gradients, counts) are left out.
+
+    size    bytes of the whole array: an all-gather's result, the operand of the others
+    bytes   what a device sends in a step, by the ring algorithms: (n − 1)/n of the size, twice that for an all-reduce, all of it in a
+            permute
+
+With stages the account is of one of them: those of a table differ.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from jaxtrain.config import Config
+from jaxtrain.mesh import AXES, MODEL, STAGE
+from jaxtrain.pipeline.columns import WAY, columns, permutes
+from jaxtrain.pipeline.table import Permute, wraps
+from jaxtrain.plan import ops
+from jaxtrain.plan.ops import PERMUTE, SUM, Cost, Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Collectives of an op, alike: over mesh axes, among `devices` of them, `count` times a step."""
+
+    op: str
+    kind: str
+    axes: tuple[str, ...]
+    devices: int
+    count: int
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        """What a device sends in a step."""
+        return round(self.count * sent(self.kind, self.size, self.devices))
+
+
+def sent(kind: str, size: float, devices: int) -> float:
+    """Bytes that a device sends of an array of `size` bytes."""
+    if kind == PERMUTE:
+        return size
+    return size * (devices - 1) / devices * (2 if kind == SUM else 1)
+
+
+def account(config: Config, stage: int = 0, cpu: bool = False) -> list[Row]:
+    """The rows of a resolved config whose mesh is known, for the devices of a stage; `cpu`: as XLA's CPU backend lowers them, 16-bit
+    numbers summed in 32 bits."""
+    sizes = Sizes(config, cpu)
+    return _rows(sizes, _step(sizes, stage))
+
+
+def exchange_account(config: Config, cpu: bool = False) -> list[Row]:
+    """The same of an exchange between replicas that train apart, which comes every `train.diloco_inner_steps`; [] where there is none."""
+    sizes = Sizes(config, cpu)
+    return _rows(sizes, [("exchange", 1, ops.exchange(sizes))] if sizes.layout.apart else [])
+
+
+def busiest(config: Config, cpu: bool = False) -> int:
+    """The stage whose devices send most."""
+    sizes = Sizes(config, cpu)
+    return max(range(config.mesh.stage), key=lambda stage: sum(row.bytes for row in _rows(sizes, _step(sizes, stage))))
+
+
+def _rows(s: Sizes, parts: Iterable[tuple[str, int, Iterable[Cost]]]) -> list[Row]:
+    counts: collections.Counter = collections.Counter()
+    for op, times, costs in parts:
+        for cost in costs:
+            axes = tuple(a for a in AXES if a in cost.axes and s.of[a] > 1)
+            if axes and cost.size and times:
+                counts[op, cost.kind, axes, cost.devices or math.prod(s.of[a] for a in axes), round(cost.size)] += times
+    return [Row(op, kind, axes, devices, count, size) for (op, kind, axes, devices, size), count in counts.items()]
+
+
+def _step(s: Sizes, stage: int) -> Iterator[tuple[str, int, Iterable[Cost]]]:
+    """(op, how often a step, what stands in it)."""
+    if s.zero.stage == 3 and not s.zero.gathers_in_ops:
+        yield "gather", 1, [ops.whole(s, leaf) for leaf in s.all_leaves() if leaf.how.over_data]
+    yield from (_table(s, stage) if s.setup.train else _accumulation(s))
+    yield "reduce", 1, [cost for leaf in s.all_leaves() for cost in ops.reductions(s, leaf)]
+    yield "optimizer", 1, [cost for leaf in s.all_leaves() for cost in ops.after_the_update(s, leaf)]
+
+
+def _table(s: Sizes, stage: int) -> Iterator[tuple[str, int, Iterable[Cost]]]:
+    program, place = s.setup.train, s.setup.placement
+    assert program is not None
+    table, wanted = program.table, {name: int(a[:, stage].sum()) for name, a in columns(program).items()}
+    yield "embed", wanted["embed"], ops.embed(s)
+    for u in range(place.chunks):
+        layers = place.count(u, stage)
+        # A layer that stands outside of the loop over layers makes no output that nobody reads.
+        outside = int(place.rows(u) == 1 or s.zero.gathers_in_ops)
+        for name in "FKRBW":
+            op, times = "F" if name == "K" else name, wanted[f"{name}{u}"]
+            yield op, times, ops.once(s, op)
+            yield op, times * layers, _weights(s, op, str(u))
+            yield op, times * (layers - outside), ops.layer(s, op)
+            yield op, times * outside, ops.layer(s, op, last=name == "R")
+    yield "head", wanted["head"], ops.head(s)
+    yield "embed_gradient", wanted["embed_gradient"], ops.embed_gradient(s)
+    rows = sum(wanted[f"permute_{when.name}"] for when in (Permute.EARLY, Permute.LATE))
+    round_ = wraps(table.place, table.stages)
+    sends = [way for way in permutes(table) if round_ or 0 <= stage + WAY[way] < table.stages]
+    yield "permute", rows, [Cost(PERMUTE, (STAGE,), s.activation / s.of[MODEL] * s.item) for _ in sends]
+
+
+def _accumulation(s: Sizes) -> Iterator[tuple[str, int, Iterable[Cost]]]:
+    """One stage: forward and backward of a microbatch at once (tick.Accumulate)."""
+    m, layers = s.config.pipeline.microbatches, s.model.layers
+    again = s.config.pipeline.remat == "full"
+    yield "embed", m, ops.embed(s)
+    yield "F", m, ops.once(s, "F")
+    yield "F", m * layers, [*ops.layer(s, "F"), *_weights(s, "F", "0")]
+    yield "head", m, ops.head(s)
+    yield "B", m, ops.once(s, "B")
+    if again:
+        yield "B", m * layers, ops.layer(s, "R", last=True)
+    yield "B", m * layers, [*ops.layer(s, "B", again=again), *_weights(s, "R" if again else "B", "0")]
+    yield "B", m * layers, [*ops.layer(s, "W", again=again), *_weights(s, "W", "0", reads=False)]
+    yield "embed_gradient", m, ops.embed_gradient(s)
+
+
+def _weights(s: Sizes, op: str, chunk: str, reads: bool = True) -> Iterator[Cost]:
+    """What an op does with one layer's parameters: gathers what it reads, reduces their gradients."""
+    leaves = {
+        name: dataclasses.replace(leaf, size=leaf.size // s.setup.placement.rows(int(chunk)))
+        for name, leaf in s.leaves("layers", chunk).items()
+    }
+    vectors = {name: leaf for name, leaf in leaves.items() if not leaf.spec.matrix}
+    if reads:
+        yield from ops.gathers(s, vectors if op == "W" else leaves)
+    if op == "W":
+        yield from ops.reductions_in_op(s, leaves)

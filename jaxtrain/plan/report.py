@@ -1,0 +1,141 @@
+"""What somebody wants to know of a step before it runs: mesh, table, memory as compiled, and the account; as lines or as one object.
+
+`--dry_run` compiles the step for the devices that are there and stops: no array is made, no corpus read and nothing written.
+"""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import jax
+
+from jaxtrain import mesh as meshes
+from jaxtrain.config import Config
+from jaxtrain.mesh import DATA
+from jaxtrain.plan.account import Row, account, busiest, exchange_account
+from jaxtrain.plan.ops import NUMBER, Sizes
+from jaxtrain.training.state import OUTER, bytes_per_device
+from jaxtrain.training.step import Step, abstract_batch, make_step
+
+
+def mebibytes(n: float) -> str:
+    return f"{n / 2**20:,.1f}"
+
+
+def introduction(config: Config, step: Step, compiled) -> list[str]:
+    """Of a step and its compiled program: mesh, model, table, memory."""
+    d, m = config.data, config.pipeline.microbatches
+    lines = meshes.describe(step.mesh)
+    lines.append(f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}")
+    rows = d.batch_size // m
+    lines.append(f"step: {d.batch_size * d.sequence_length:,} tokens in {m} microbatches of {rows} sequences of {d.sequence_length}")
+    if every := config.train.diloco_inner_steps:
+        lines.append(
+            f"replicas: {config.mesh.replica} train apart and exchange {config.precision.outer} every {every} steps and after the last"
+        )
+    lines.append(f"table: {step.setup.describe()}")
+    if step.setup.train:
+        size = step.slot_bytes()
+        pools = {kind: (n, size[kind]) for kind, n in step.setup.train.slots.items() if n}
+        total = sum(n * each for n, each in pools.values())
+        listed = ", ".join(f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in pools.items())
+        lines.append(f"slots: {listed} MiB, {mebibytes(total)} in all")
+    if made := compiled_memory(compiled):
+        split = f"{mebibytes(bytes_per_device(step.abstract_state()))} of state, {mebibytes(made['temporary'])} temporary"
+        lines.append(f"memory per device as compiled: {mebibytes(made['total'])} MiB ({split})")
+    lies = [f"{mebibytes(bytes_per_device(step.abstract_state(), host=True))} MiB of the optimizer's state"] if step.layout.offload else []
+    if config.parallel.offload in ("activations", "both"):
+        lies.append(f"slots {', '.join(step.host_pools)}" if step.setup.train else "what layers keep for the backward")
+    if lies:
+        lines.append(f"in the host's memory, for each device: {'; '.join(lies)}")
+    return lines
+
+
+def compiled_memory(compiled) -> dict[str, int] | None:
+    """Bytes on a device, None where the platform does not say: arguments, temporary, results that take no argument's place, all of it."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    parts = {"arguments": memory.argument_size_in_bytes, "temporary": memory.temp_size_in_bytes, "results": results}
+    return parts | {"total": sum(parts.values())}
+
+
+def state_memory(config: Config, step: Step) -> dict[str, int]:
+    """Bytes on a device by kind: parameters, the optimizer's moments, gradient sums; what replicas that train apart keep; slots. Those in
+    the host's memory come after, as "moments on the host"."""
+    state, sizes = step.abstract_state(), Sizes(config, cpu=False)
+    kinds = {"parameters": bytes_per_device(state["params"]), "moments": bytes_per_device(state["optimizer"])}
+    kinds |= {name: bytes_per_device(state[name]) for name in OUTER if name in state}
+    shards = lambda leaf: sizes.of[DATA] if sizes.zero.reduces_in_ops and leaf.how.over_data else 1
+    kinds["accumulators"] = sum(leaf.size // shards(leaf) * NUMBER for leaf in sizes.all_leaves())
+    host = {"moments": bytes_per_device(state["optimizer"], host=True)}
+    if step.setup.train:
+        size = step.slot_bytes()
+        slots = lambda on_host: sum(
+            n * size[kind] for kind, n in step.setup.train.slots.items() if n and (kind in step.host_pools) == on_host
+        )
+        kinds["slots"], host["slots"] = slots(False), slots(True)
+    return kinds | {f"{kind} on the host": n for kind, n in host.items() if n}
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """A step that was compiled and not run. `stage`: of which the account is, the busiest; `exchange`: of replicas that train apart;
+    memory in bytes on a device."""
+
+    introduction: list[str]
+    mesh: dict[str, int]
+    device: str
+    stage: int
+    rows: list[Row]
+    exchange: list[Row]
+    compiled: dict[str, int] | None
+    state: dict[str, int]
+
+    def lines(self) -> list[str]:
+        kinds = ", ".join(f"{kind} {mebibytes(n)}" for kind, n in self.state.items())
+        whose = f" of stage {self.stage}, which sends most" if self.mesh["stage"] > 1 else ""
+        return [
+            *self.introduction,
+            f"memory per device by kind, MiB: {kinds}",
+            "",
+            f"collectives of a device in a step{whose}:",
+            *_table(self.rows),
+        ]
+
+    def json(self) -> str:
+        as_dicts = lambda rows: [dataclasses.asdict(row) | {"bytes": row.bytes} for row in rows]
+        memory: dict[str, Any] = {"compiled": self.compiled, "state": self.state}
+        mesh = self.mesh | {"devices": math.prod(self.mesh.values()), "device": self.device}
+        return json.dumps(
+            {"mesh": mesh, "stage": self.stage, "account": as_dicts(self.rows), "exchange": as_dicts(self.exchange), "memory": memory}
+        )
+
+
+def dry_run(config: Config) -> DryRun:
+    """Compiles the step of a resolved config for this process's devices. Raises ConfigError for what cannot be made."""
+    m = config.mesh
+    mesh = meshes.make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model))
+    cpu = jax.default_backend() == "cpu"
+    with jax.set_mesh(mesh):
+        step = make_step(config, mesh)
+        compiled = step.train.lower(step.abstract_state(), abstract_batch(config, step)).compile()
+    stage = busiest(config, cpu)
+    device = mesh.devices.flat[0].device_kind
+    shape = {name: int(size) for name, size in mesh.shape.items()}
+    accounts = account(config, stage, cpu), exchange_account(config, cpu)
+    return DryRun(
+        introduction(config, step, compiled), shape, device, stage, *accounts, compiled_memory(compiled), state_memory(config, step)
+    )
+
+
+def _table(rows: list[Row]) -> list[str]:
+    cells = [("op", "collective", "over", "devices", "times", "KiB each", "MiB sent")]
+    for r in rows:
+        cells.append((r.op, r.kind, "·".join(r.axes), str(r.devices), f"{r.count:,}", f"{r.size / 1024:,.1f}", mebibytes(r.bytes)))
+    cells.append(("in all", "", "", "", "", "", mebibytes(sum(r.bytes for r in rows))))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = lambda i, text: text.ljust(widths[i]) if i < 3 else text.rjust(widths[i])
+    return ["  " + "  ".join(left(i, text) for i, text in enumerate(row)) for row in cells]

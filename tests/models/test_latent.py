@@ -1,0 +1,75 @@
+"""Latent attention against plain numpy, written down from the paper's equations, and through its cache."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.models.latent import LatentAttention
+from jaxtrain.models.spec import functional, specs
+
+BATCH, LENGTH, WIDTH, HEADS, HEAD, ROTATED, VALUE, QUERIES, RANK = 2, 9, 12, 3, 4, 2, 5, 7, 6
+CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
+
+
+def latent(query_rank=QUERIES, **fields):
+    cfg = types.SimpleNamespace(
+        **{"width": WIDTH, "heads": HEADS, "head_dim": HEAD, "rope_head_dim": ROTATED, "value_head_dim": VALUE, "kv_rank": RANK},
+        **{"query_rank": query_rank, "rotary_base": 100.0, "attention_kernel": "auto", "init_std": 0.1, "biases": True},
+        **{"norm": "rmsnorm", "norm_epsilon": 1e-5},
+    )
+    module, random = LatentAttention(cfg, 0.1), np.random.default_rng(0)
+    return functional(module), jax.tree.map(lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module))
+
+
+def turned(x, positions):
+    """Pairs (i, i + half) of the last dimension of [T, …, R] turned by their angles."""
+    half = x.shape[-1] // 2
+    angle = positions.reshape(-1, *[1] * (x.ndim - 1)) * 100.0 ** (-np.arange(half) / half)
+    pair = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+    return np.concatenate([pair.real, pair.imag], -1)
+
+
+def plain(params, x_TD, positions, allowed):
+    """One sequence, equations 9 to 13 and 14 to 19 of arXiv:2405.04434, with norms on the latents."""
+    dense = lambda name, x: x @ params[name]["weight"] + params[name]["bias"]
+    norm = lambda name, x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * params[name]["scale"]
+    down = dense("compress", x_TD)
+    ahead, latent, shared = down[:, : -RANK - ROTATED], down[:, -RANK - ROTATED : -ROTATED], down[:, -ROTATED:]
+    q = dense("query", norm("query_norm", ahead) if "query_norm" in params else x_TD).reshape(LENGTH, HEADS, -1)
+    kv = dense("expand", norm("norm", latent)).reshape(LENGTH, HEADS, -1)
+    rotated = turned(q[..., HEAD:], positions)
+    shared, out = turned(shared, positions), np.zeros((LENGTH, HEADS, VALUE))
+    for t, n in np.ndindex(LENGTH, HEADS):
+        seen = np.flatnonzero(allowed[t])
+        scores = (kv[seen, n, :HEAD] @ q[t, n, :HEAD] + shared[seen] @ rotated[t, n]) / np.sqrt(HEAD + ROTATED)
+        weights = np.exp(scores - scores.max())
+        out[t, n] = weights / weights.sum() @ kv[seen, n, HEAD:]
+    return dense("out", out.reshape(LENGTH, -1))
+
+
+def inputs():
+    return np.random.default_rng(1).normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32), np.arange(LENGTH)
+
+
+@pytest.mark.parametrize("query_rank", [QUERIES, 0])
+def test_the_papers_equations(query_rank):
+    apply, params = latent(query_rank)
+    (x, positions), segments = inputs(), np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * LENGTH])
+    got = apply(params, x, positions[None], segments)
+    for b in range(BATCH):
+        allowed = CAUSAL & (segments[b][:, None] == segments[b])
+        np.testing.assert_allclose(got[b], plain(params, x[b], positions, allowed), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("query_rank", [QUERIES, 0])
+def test_through_a_cache(query_rank):
+    apply, params = latent(query_rank)
+    x, positions = inputs()
+    cache, parts = [jnp.full((BATCH, LENGTH + 3, RANK + ROTATED), 7.0)], []  # what is in unused slots is never looked at
+    for first, end in ((0, 4), (4, 5), (5, 9)):
+        y, cache = apply(params, x[:, first:end], positions[None, first:end], cache, first, method="cached")
+        parts.append(y)
+    np.testing.assert_allclose(np.concatenate(parts, 1), apply(params, x, positions[None]), rtol=1e-5, atol=1e-5)

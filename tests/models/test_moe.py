@@ -1,0 +1,185 @@
+"""Experts against a loop over tokens in plain numpy, and the router's losses against their formulas."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.models.moe import MoE, with_counts, with_loss
+from jaxtrain.models.spec import functional, specs
+from jaxtrain.parallel.experts import capacity_of
+from jaxtrain.pipeline.partition import Split
+
+B, T, D, ROWS = 3, 8, 6, 12
+BASE = ModelConfig(width=D, experts=6, experts_per_token=2, expert_width=5, balance_loss=0.0, init_std=0.5)
+
+
+def made(**fields):
+    """(the layer's config, the layer as a function, its parameters)."""
+    cfg = dataclasses.replace(BASE, **fields)
+    module, random = MoE(cfg, 0.5, ROWS), np.random.default_rng(0)
+    draw = lambda s: np.zeros(s.shape, np.float32) if s.counts else np.float32(random.normal(size=s.shape) * 0.5)
+    return cfg, jax.jit(functional(module), static_argnames="drops"), jax.tree.map(draw, specs(module))
+
+
+def normal(*shape, seed=1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def scores_of(cfg, params, x):
+    logits = x @ params["router"]["weight"]
+    return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) if cfg.router == "softmax" else 1 / (1 + np.exp(-logits))
+
+
+def chosen_of(cfg, biased):
+    """The choices of one token, best first."""
+    groups = biased.reshape(cfg.router_groups, -1)
+    of_each = math.ceil(cfg.experts_per_token / cfg.router_group_limit)
+    best = np.sort(groups, 1)[:, ::-1][:, :of_each].sum(1)
+    for g in np.argsort(best)[: cfg.router_groups - cfg.router_group_limit]:
+        groups[g] = -np.inf
+    return np.argsort(-groups.reshape(-1), kind="stable")[: cfg.experts_per_token]
+
+
+def plainly(cfg, params, x):
+    """→ (output, how often each expert was chosen, how often that was dropped)."""
+    y, load, dropped = np.zeros_like(x), np.zeros(cfg.experts), np.zeros(cfg.experts)
+    limit = capacity_of(T, cfg.experts_per_token, cfg.experts, cfg.capacity_factor) if cfg.capacity_factor else T
+
+    def expert(v, up, gate, down):
+        return (silu(v @ gate) * (v @ up)) @ down
+
+    for b in range(B):
+        taken = np.zeros(cfg.experts)
+        for t in range(T):
+            scores = scores_of(cfg, params, x[b, t])
+            chosen = chosen_of(cfg, scores + params["router"]["bias"])
+            gates = scores[chosen] / (scores[chosen].sum() if len(chosen) > 1 else 1) * cfg.router_scale
+            for e, gate in zip(chosen, gates, strict=True):
+                load[e] += 1
+                taken[e] += 1
+                if taken[e] > limit:
+                    dropped[e] += 1
+                else:
+                    y[b, t] += gate * expert(x[b, t], *(params[k][e] for k in ("up", "gate", "down")))
+            if cfg.shared_experts:
+                y[b, t] += expert(x[b, t], *(params[f"shared_{k}"] for k in ("up", "gate", "down")))
+    return y, load, dropped
+
+
+CASES = {
+    "two of six": {},
+    "one": {"experts_per_token": 1},
+    "sigmoids": {"router": "sigmoid", "router_scale": 2.5, "shared_experts": 2},
+    "groups": {"experts": 12, "router_groups": 4, "router_group_limit": 2, "experts_per_token": 3},
+    "capacity": {"capacity_factor": 0.75},
+    "capacity of all": {"capacity_factor": 6.0},
+}
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
+def test_against_a_loop_over_tokens(fields):
+    cfg, layer, params = made(**fields)
+    params["router"]["bias"] = normal(cfg.experts, seed=3) * 0.3
+    x = normal(B, T, D)
+    y, load, dropped = plainly(cfg, params, x)
+    got, vjp = jax.vjp(layer, params, x)
+    np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
+    gradients = vjp(jnp.ones_like(got))[0]["router"]
+    np.testing.assert_array_equal(gradients["bias"], load)
+    if cfg.capacity_factor:
+        np.testing.assert_array_equal(gradients["dropped"], dropped)
+        assert dropped.any() == (cfg.capacity_factor < 1)
+        np.testing.assert_allclose(
+            layer(params, x, drops=False), plainly(dataclasses.replace(cfg, capacity_factor=0), params, x)[0], rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    "fields", [{"z_loss": 0.1}, {"capacity_factor": 0.75, "shared_experts": 1, "router": "sigmoid"}], ids=["dropless", "capacity"]
+)
+def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
+    cfg, layer, params = made(**fields)
+    x, g = normal(B, T, D), normal(B, T, D, seed=5)
+    served, limit = np.zeros((B, T, cfg.experts)), capacity_of(T, 2, cfg.experts, cfg.capacity_factor or 9)
+    for b, t in itertools.product(range(B), range(T)):
+        chosen = chosen_of(cfg, scores_of(cfg, params, np.asarray(x[b, t])))
+        served[b, t, chosen] = 1
+    chosen, served = served, served * (served.cumsum(1) <= limit)
+
+    def expert(v, up, gate, down):
+        return (jax.nn.silu(v @ gate) * (v @ up)) @ down
+
+    def dense(params, x):
+        logits = x @ params["router"]["weight"]
+        scores = jax.nn.softmax(logits) if cfg.router == "softmax" else jax.nn.sigmoid(logits)
+        gates = scores * served / (scores * chosen).sum(-1, keepdims=True)
+        every = jnp.stack([expert(x, *(params[k][e] for k in ("up", "gate", "down"))) for e in range(cfg.experts)], 2)
+        y = (every * gates[..., None]).sum(2)
+        if cfg.shared_experts:
+            y += expert(x, *(params[f"shared_{k}"] for k in ("up", "gate", "down")))
+        return (y * g).sum() + cfg.z_loss * (jax.nn.logsumexp(logits, -1) ** 2).sum() / T / ROWS
+
+    expected = jax.jit(jax.grad(dense, (0, 1)))(params, x)
+    got = jax.grad(lambda p, x: (layer(p, x) * g).sum(), (0, 1))(params, x)
+    for tree in (got[0], expected[0]):
+        tree["router"] = tree["router"]["weight"]
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
+
+
+@pytest.mark.parametrize("router, groups", [("softmax", 1), ("sigmoid", 1), ("sigmoid", 3)])
+def test_the_losses_of_the_router(router, groups):
+    """The gradient is that of the layer's output and of the losses as they are written in the papers."""
+    fields = {"router": router, "router_groups": groups, "router_group_limit": min(groups, 2)}
+    cfg, without, params = made(**fields)
+    _, layer, _ = made(**fields, balance_loss=0.7, z_loss=0.3)
+    x = normal(B, T, D)
+    params_as_given, x_as_given = params, x
+
+    def losses(params, x):
+        logits = x @ params["router"]["weight"]
+        scores = jax.nn.softmax(logits) if router == "softmax" else jax.nn.sigmoid(logits)
+        f = np.zeros((B, cfg.experts))
+        for b, t in itertools.product(range(B), range(T)):
+            f[b, np.argsort(-scores_of(cfg, params_as_given, x_as_given[b, t]))[: cfg.experts_per_token]] += 1
+        p = (scores / scores.sum(-1, keepdims=True)).mean(1)
+        balance = (f * cfg.experts / cfg.experts_per_token / T * p).sum()
+        return (0.7 * balance + 0.3 * (jnp.log(jnp.exp(logits).sum(-1)) ** 2).sum() / T) / ROWS
+
+    total = lambda p, x: without(p, x).sum() + losses(p, x)
+    expected = jax.jit(jax.grad(total, (0, 1)))(params, x)
+    got = jax.grad(lambda p, x: layer(p, x).sum(), (0, 1))(params, x)
+    np.testing.assert_array_equal(layer(params, x), without(params, x))
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-3, atol=1e-5), got, expected)
+
+
+def test_hung_on_losses_and_counts():
+    def f(x, p):
+        return 3 * with_counts(with_loss(x, (x**2).sum()), [p], [jnp.arange(2.0)]).sum()
+
+    gradient, counts = jax.grad(f, (0, 1))(jnp.array([1.0, 2.0]), jnp.zeros(2))
+    np.testing.assert_array_equal(gradient, [3 + 2, 3 + 4])
+    np.testing.assert_array_equal(counts, [0, 1])
+
+
+def test_b_makes_no_weight_gradients_and_w_little_else():
+    """FLOPs of the products with experts' weights: F 3 of them, B 3, W 3."""
+    _, layer, params = made(shared_experts=1)
+    split = Split(lambda p, x, extra: layer(p, x), params, normal(B, T, D), ())
+    products = lambda op: sum(eq.primitive.name == "ragged_dot_general" for eq in split._equations[op])
+    assert [products(op) for op in ("forward", "input", "weight", "both")] == [3, 3, 3, 6]
+    y, kept = split.forward(params, normal(B, T, D), ())
+    dx, stash = split.input_gradient(params, (), kept, jnp.ones_like(y))
+    dp = split.weight_gradient(params, (), split.sort(kept)[1], stash)
+    expected, expected_x = jax.vjp(layer, params, normal(B, T, D))[1](jnp.ones_like(y))
+    np.testing.assert_allclose(dx, expected_x, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6), dp, expected)

@@ -1,0 +1,50 @@
+"""Rows between devices: both ways in which they travel bring what they should, where they should."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.mesh import AXES, EXPERT, make_mesh
+from jaxtrain.parallel import experts
+
+DEVICES, MOST, ROOM = 4, 5, 18
+
+
+def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """`lax.ragged_all_to_all` by gathering everything: row j of those from device s to this one lands at its output offset + j."""
+    rows, starts, sizes, lands = (lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets))
+    me = lax.axis_index(axis_name)
+    for s in range(rows.shape[0]):
+        at = lands[s, me] + jnp.arange(MOST)
+        at = jnp.where(jnp.arange(MOST) < sizes[s, me], at, output.shape[0])
+        output = output.at[at].set(rows[s].at[starts[s, me] + jnp.arange(MOST)].get(mode="fill", fill_value=0), mode="drop")
+    return output
+
+
+@pytest.mark.parametrize("way", ["cpu", "default"])
+def test_ragged_rows(monkeypatch, way):
+    monkeypatch.setattr(lax, "platform_dependent", lambda x, **ways: ways[way](x))
+    monkeypatch.setattr(lax, "ragged_all_to_all", emulated)
+    random = np.random.default_rng(0)
+    travel = random.integers(0, MOST + 1, (DEVICES, DEVICES))
+    travel[1, 2], travel[:, 3] = 0, [0, MOST, 0, 1]
+    rows = np.zeros((DEVICES, ROOM + 2, 2), np.float32)
+    for s in range(DEVICES):
+        number = travel[s].sum()
+        rows[s, :number] = np.stack([np.full(number, s), np.arange(number)], 1) + 1
+    mesh = make_mesh([DEVICES if axis == EXPERT else 1 for axis in AXES], jax.devices()[:DEVICES])
+    local = lambda rows: experts._ragged(rows[0], jnp.asarray(travel), ROOM, MOST)[None]
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.shard_map(local, in_specs=P(EXPERT), out_specs=P(EXPERT), axis_names=set(AXES), check_vma=False))(rows)
+    for d in range(DEVICES):
+        expected = np.concatenate([rows[s, travel[s, :d].sum() : travel[s, : d + 1].sum()] for s in range(DEVICES)])
+        np.testing.assert_array_equal(got[d], np.pad(expected, ((0, ROOM - len(expected)), (0, 0))))
+
+
+def test_slots_of_an_expert():
+    assert experts.capacity_of(128, 2, 8, 1.0) == 32 and experts.capacity_of(128, 2, 8, 1.25) == 40
+    assert experts.capacity_of(100, 2, 8, 1.01) == 26  # upwards
+    assert experts.capacity_of(128, 2, 8, 100.0) == 128  # a token chooses an expert once

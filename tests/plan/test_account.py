@@ -1,0 +1,174 @@
+"""The account of a step against what XLA compiled, loops multiplied out: the same bytes by kind of collective and mesh axes."""
+
+import collections
+
+import ahead
+import compiled_account
+import hlo
+import jax
+import pytest
+import small
+from compiled_account import FEW
+
+from jaxtrain import config as configs
+from jaxtrain.config import Config
+from jaxtrain.mesh import AXES
+from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.plan.account import Row, account, busiest, exchange_account, sent
+from jaxtrain.training.step import make_step
+
+SHAPES = {"model.width": 64, "model.mlp_width": 192, "model.vocab_size": 256, "data.sequence_length": 32, "model.layers": 8}
+SHAPES |= {"data.batch_size": 32}
+NONE, GPT2 = (
+    {"pipeline.remat": "none"},
+    {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True},
+)
+MOE = {"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}
+MLA = {"model.attention": "mla", "model.kv_rank": 20, "model.query_rank": 24, "model.rope_head_dim": 4}
+ENDS = {"pipeline.vocabulary": "end_stages"}
+LATENT = {"model.attention": "mla", "model.query_rank": 24, "model.kv_rank": 40, "model.rope_head_dim": 6}
+APART = {"data.attend_across_documents": False}
+full = lambda *values: pytest.param(*values, marks=pytest.mark.full)
+# data × stage × model, schedule, repeats, microbatches, changes
+CASES = {
+    "data, zero 1": ((8, 1, 1), "1f1b", 1, 2, {}),
+    "data, zero 3, gathered by layer": ((8, 1, 1), "1f1b", 1, 2, {"parallel.zero": 3}),
+    "stage": ((1, 4, 1), "1f1b", 1, 4, {}),
+    "context": ((1, 1, 1), "1f1b", 1, 2, {"mesh.context": 4, **NONE}),
+    "replica": ((2, 1, 1), "1f1b", 1, 2, {"mesh.replica": 4, "parallel.zero": 2}),
+    "model, heads shared": ((1, 1, 8), "1f1b", 1, 2, {"model.kv_heads": 2}),
+    "data · stage · model": ((2, 2, 2), "1f1b", 1, 4, {"parallel.zero": 3}),
+    "data · expert · stage": ((2, 2, 1), "1f1b", 1, 4, {**MOE, "parallel.zero": 3}),
+    "data · context · model": ((2, 1, 2), "1f1b", 1, 2, {"mesh.context": 2}),
+}  # fmt: skip
+MORE = {
+    "data, zero 0": ((8, 1, 1), "1f1b", 1, 2, {"parallel.zero": 0}),
+    "data, zero 2": ((8, 1, 1), "1f1b", 1, 2, {"parallel.zero": 2, **NONE}),
+    "data, zero 3, gathered once, in a V": (
+        (2, 2, 2),
+        "zb_v",
+        2,
+        4,
+        {"parallel.zero": 3, "parallel.gather": "step", "model.tied_embeddings": True, **ENDS},
+    ),
+    "stage and expert, selective, latent attention": ((2, 2, 1), "zb_v", 2, 4, {**MOE, **MLA, "pipeline.remat": "selective"}),
+    "expert, context and model": ((1, 1, 2), "1f1b", 1, 2, {**MOE, "mesh.context": 2, "model.shared_experts": 1}),
+    "expert by capacity, stage and model": ((1, 2, 2), "1f1b", 1, 4, {**MOE, **NONE, "model.capacity_factor": 1.5}),
+    "model, latent attention": ((2, 1, 2), "1f1b", 1, 2, {**MLA, "model.value_head_dim": 8}),
+    "stage and context by heads, selective": (
+        (1, 2, 1),
+        "1f1b",
+        1,
+        4,
+        {"mesh.context": 2, "parallel.context": "ulysses", "pipeline.remat": "selective", **APART},
+    ),
+    "dense layers first": (
+        (2, 2, 2),
+        "1f1b",
+        1,
+        4,
+        {**MOE, "mesh.expert": 1, "parallel.zero": 3, "model.dense_layers": 2, "model.layers": 6},
+    ),
+    "dense layers first, one stage": ((2, 1, 2), "1f1b", 1, 2, {**MOE, "model.dense_layers": 2, "model.layers": 2}),
+    "ring": ((1, 1, 2), "1f1b", 1, 2, {"mesh.context": 4, "parallel.context": "ring"}),
+    "ring, documents, none": ((1, 1, 1), "1f1b", 1, 2, {"mesh.context": 4, "parallel.context": "ring", **APART, **NONE}),
+    "stage and context by heads": ((2, 2, 1), "1f1b", 1, 4, {"mesh.context": 2, "parallel.context": "ulysses"}),
+    "stage, context and model, selective": ((1, 2, 2), "1f1b", 1, 4, {"mesh.context": 2, "pipeline.remat": "selective", **APART}),
+    "further tokens": ((1, 2, 2), "1f1b", 1, 4, {"mesh.context": 2, "model.mtp_depth": 2, **NONE}),
+    "further tokens, zero 3, latent": ((2, 1, 2), "1f1b", 1, 2, {"model.mtp_depth": 1, "parallel.zero": 3, **LATENT}),
+    "hybrid": ((4, 1, 1), "1f1b", 1, 2, {"mesh.replica": 2, "parallel.zero": 3}),
+    "replica, zero 0, gpt2 form": ((2, 2, 1), "interleaved", 2, 4, {"mesh.replica": 2, "parallel.zero": 0, **GPT2}),
+    "data, stage and model, gpt2 form, zero 2": ((2, 2, 2), "1f1b", 1, 4, {"parallel.zero": 2, **NONE, **GPT2}),
+}
+
+
+def by_axes(found: dict, others: bool = False) -> collections.Counter:
+    """(kind, axes) → bytes; of what stands in the manual region and the optimizer, and `others`: what has lost its name."""
+    total: collections.Counter = collections.Counter()
+    for (op, kind, axes, _), size in found.items():
+        total[kind, axes] += size if others or op != "other" else 0
+    return +total
+
+
+@pytest.mark.parametrize("case", [*CASES, *(full(name) for name in MORE)])
+def test_as_compiled(case):
+    mesh, schedule, repeats, microbatches, changes = (CASES | MORE)[case]
+    cfg = small.config(mesh, schedule, repeats, microbatches, SHAPES | changes)
+    step, program = compiled_account.compile_train(cfg, small.mesh_of(cfg))
+    for stage in {0, cfg.mesh.stage - 1}:
+        compiled = compiled_account.read(step.mesh.shape, step.setup, program, stage)
+        predicted: collections.Counter = collections.Counter()
+        for row in account(cfg, stage, cpu=True):
+            if row.size > FEW:
+                predicted[row.op, row.kind, row.axes, row.devices] += row.bytes
+        got, expected = by_axes(compiled), by_axes(predicted)
+        assert got.keys() == expected.keys()
+        assert {key: got[key] / expected[key] for key in got} == pytest.approx(dict.fromkeys(got, 1), abs=0.05)
+        # What is left to the partitioner is the batch, four bytes a token.
+        assert sum(n for (op, *_), n in compiled.items() if op == "other") < 0.02 * sum(compiled.values())
+
+
+AHEAD = {
+    "zb_h1, none": {"pipeline.schedule": "zb_h1", **NONE},
+    "zero 3, heads shared": {"parallel.zero": 3, "model.kv_heads": 1},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", AHEAD)
+@pytest.mark.parametrize("platform", ahead.PLATFORMS)
+def test_as_compiled_ahead_of_time(platform, case):
+    """Also over `model`, and no sum of a weight or an activation is an all-reduce where a reduce-scatter was meant."""
+    if ahead.PLATFORMS[platform].missing:
+        pytest.skip(f"no compiler for {platform} here: {ahead.install_command(jax.__version__)}")
+    changes = {"model.layers": 8, "pipeline.repeats": 1} | AHEAD[case]
+    cfg = configs.replace(Config(), ahead.MODEL | changes).resolve()
+    program, mesh = ahead.compile_step(platform, changes).program, {axis: getattr(cfg.mesh, axis) for axis in AXES}
+    for stage in (0, cfg.mesh.stage - 1):
+        rows = [row for row in account(cfg, stage) if row.op != "optimizer"]  # the program is that of the gradients
+        total = sum(row.bytes for row in rows)
+        expected = by_axes({(row.op, row.kind, row.axes, n): row.bytes for n, row in enumerate(rows)})
+        got = by_axes(compiled_account.read(mesh, make_setup(cfg), program, stage), others=True)
+        # Of what is small a compiler may make what it likes.
+        got, expected = ({key: n for key, n in found.items() if n > total / 200} for found in (got, expected))
+        assert got == pytest.approx(expected, rel=0.05)
+
+
+def test_the_busiest_stage():
+    cfg = small.config((1, 4, 1), "1f1b", 1, 4, SHAPES)
+    totals = [sum(row.bytes for row in account(cfg, stage)) for stage in range(4)]
+    assert totals[busiest(cfg)] == max(totals) > min(totals)
+
+
+def test_bytes_of_the_ring_algorithms():
+    """Of 8 devices: a gather brings 7 parts by every link, a permute sends all that there is."""
+    assert [sent(kind, 800, 8) for kind in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")] == [700, 700, 700, 1400]
+    assert sent("collective-permute", 800, 8) == 800
+    assert Row("F", "all-gather", ("data",), 8, 3, 800).bytes == 2100
+
+
+@pytest.mark.parametrize("outer", ["float32", "int8"])
+def test_an_exchange_as_compiled(outer):
+    changes = {"mesh.replica": 2, "train.diloco_inner_steps": 5, "precision.outer": outer}
+    cfg = small.config((2, 1, 2), "1f1b", 1, 2, SHAPES | changes)
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        program = hlo.Program(step.exchange.lower(step.abstract_state()).compile().as_text())
+    compiled = by_axes({("exchange", *key): n for (_, *key), n in compiled_account.read(step.mesh.shape, step.setup, program, 0).items()})
+    predicted = by_axes(
+        {(row.op, row.kind, row.axes, i): row.bytes for i, row in enumerate(exchange_account(cfg, cpu=True)) if row.size > FEW}
+    )
+    assert compiled.keys() == predicted.keys()
+    assert ("all-reduce" if outer == "float32" else "all-to-all", ("replica",)) in predicted
+    assert {key: compiled[key] / predicted[key] for key in compiled} == pytest.approx(dict.fromkeys(compiled, 1), abs=0.05)
+    assert not [row for row in account(cfg) if "replica" in row.axes] and not exchange_account(small.config())
+
+
+def test_sums_of_16_bit_numbers_on_cpu():
+    cfg = small.config((1, 1, 2), changes={**SHAPES, "precision.compute": "bfloat16"})
+    total = lambda cpu, kind: sum(row.bytes for row in account(cfg, cpu=cpu) if row.kind == kind)
+    assert total(True, "all-gather") == total(False, "all-gather") and total(True, "reduce-scatter") == 2 * total(False, "reduce-scatter")
+
+
+def test_nothing_is_sent_on_one_device():
+    assert account(small.config()) == []

@@ -1,0 +1,61 @@
+"""`train --dry_run` through the real command: what it prints, that it leaves nothing, and that a step larger than the machine will do."""
+
+import json
+import re
+
+import pytest
+import train_runs as runs
+
+from jaxtrain import cli
+from jaxtrain.config_checks import check_devices
+from jaxtrain.plan.account import account, busiest
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A recipe beside its corpus, and nothing else."""
+    runs.write_inputs(tmp_path)
+    return tmp_path
+
+
+def test_lines(folder):
+    before = runs.contents(folder)
+    lines = runs.train(folder / "never", "--dry_run").out.splitlines()
+    assert runs.contents(folder) == before and not (folder / "never").exists()
+    assert lines[0] == "mesh: stage 4 × model 2 (8 × cpu, 1 process)"
+    memory = next(
+        re.fullmatch(r"memory per device as compiled: ([\d.]+) MiB \(([\d.]+) of state, .*\)", x) for x in lines if "compiled" in x
+    )
+    kinds = next(x for x in lines if x.startswith("memory per device by kind, MiB: "))
+    parameters, moments = (float(re.search(rf"{kind} ([\d.]+)", kinds)[1]) for kind in ("parameters", "moments"))
+    assert 0 < float(memory[2]) < float(memory[1]) and parameters + moments == pytest.approx(float(memory[2]), abs=0.11)
+    table = [line.split() for line in lines[lines.index(next(x for x in lines if x.startswith("collectives of a device"))) + 1 :]]
+    assert table[0][:3] == ["op", "collective", "over"] and table[-1][:2] == ["in", "all"]
+    assert ["permute", "collective-permute", "stage", "4"] in [row[:4] for row in table]
+
+
+def test_json_alone_on_standard_output(folder):
+    done = runs.train(folder / "never", "--dry_run", "--json", "--config.parallel.zero=3")
+    found = json.loads(done.out)
+    config = cli.apply(cli.load_recipe(folder / "recipe.py"), [("parallel.zero", "3")])
+    config = check_devices(config, 8).resolve()
+    assert found["mesh"] == {"replica": 1, "data": 1, "stage": 4, "context": 1, "expert": 1, "model": 2, "devices": 8, "device": "cpu"}
+    assert found["stage"] == busiest(config, cpu=True)
+    rows = account(config, found["stage"], cpu=True)
+    assert [(row["op"], row["kind"], tuple(row["axes"]), row["bytes"]) for row in found["account"]] == [
+        (r.op, r.kind, r.axes, r.bytes) for r in rows
+    ]
+    assert found["memory"]["state"]["moments"] > 0 and found["memory"]["compiled"]["total"] > sum(found["memory"]["state"].values()) / 2
+
+
+def test_json_is_for_a_dry_run(folder):
+    done = runs.train(folder / "never", "--json", status=2)
+    assert done.err == "error: --json=true is for --dry_run alone: use --dry_run --json\n" and not done.out
+
+
+@pytest.mark.full
+def test_a_step_larger_than_the_machine(folder):
+    words = ["jaxtrain.train", f"--config={runs.ROOT / 'configs' / 'llama3_8b.py'}", "--cpu_devices=8", "--dry_run", "--json"]
+    with runs.running(folder, *words) as command:
+        memory = json.loads(command.end().out)["memory"]
+    assert memory["state"]["parameters"] == pytest.approx(8.03e9 * 4 / 8, rel=0.01) and memory["compiled"]["total"] > 2**36

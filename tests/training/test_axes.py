@@ -1,0 +1,137 @@
+"""Every axis of the mesh, alone and together: the same training as on one device, for dense models and for experts."""
+
+import dataclasses
+import itertools
+import pathlib
+
+import matrix
+import numpy as np
+import plain_loop
+import pytest
+import small
+from plain_loop import assert_same, reference, train
+
+from jaxtrain.config import Config
+
+AXES = ("replica", "data", "stage", "context", "expert", "model")
+KINDS = {
+    "dense": {},
+    "dropless": {"model.experts": 8, "model.expert_width": 16, "model.shared_experts": 1},
+    "capacity": {"model.experts": 8, "model.expert_width": 16, "model.router": "sigmoid", "model.capacity_factor": 4.0},  # drops nothing
+}
+SCHEDULES = (("1f1b", 1), ("zb_v", 2))
+CONTEXTS = ("all_gather", "ulysses", "ring")
+MICROBATCHES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A mesh in AXES' order, and how it is used."""
+
+    mesh: tuple[int, ...]
+    kind: str
+    zero: int
+    schedule: tuple[str, int]
+    remat: str
+    context: str
+    documents: bool
+
+    def __str__(self) -> str:
+        sizes = ".".join(f"{axis}{size}" for axis, size in zip(AXES, self.mesh, strict=True) if size > 1)
+        used = [f"-{self.schedule[0]}"] * (self.mesh[2] > 1) + [f"-{self.context}"] * (self.mesh[3] > 1)
+        return f"{sizes}-{self.kind}-zero{self.zero}-{self.remat}{''.join(used)}{'-documents' * self.documents}"
+
+    @property
+    def pairs(self) -> frozenset:
+        """Every two axes that are used together, each axis with each of the other factors, these with each other, and 8 of an axis."""
+        axes = [(axis, True) for axis, size in zip(AXES, self.mesh, strict=True) if size > 1]
+        factors = [("kind", self.kind), ("zero", self.zero)]
+        factors += [("schedule", self.schedule)] * (self.mesh[2] > 1) + [("context", self.context)] * (self.mesh[3] > 1)
+        sizes = [("size", axis, size) for axis, size in zip(AXES, self.mesh, strict=True) if size == 8]
+        return frozenset([*sizes, *itertools.combinations([*axes, *factors], 2)])
+
+    def config(self) -> Config:
+        changes = {f"mesh.{axis}": size for axis, size in zip(AXES, self.mesh, strict=True)} | KINDS[self.kind]
+        changes |= {
+            "parallel.zero": self.zero,
+            "parallel.context": self.context,
+            "pipeline.remat": self.remat,
+            "data.attend_across_documents": not self.documents,
+            "model.layers": 8,
+            "data.batch_size": 8 * MICROBATCHES,
+            "optimizer.clip_norm": plain_loop.CLIP,
+        }
+        return small.config((1, 1, 1), *self.schedule, MICROBATCHES, changes)
+
+
+def meshes() -> list[tuple[int, ...]]:
+    """Each axis at 2, 4 and 8; every two at 2 × 2, 2 × 4 and 4 × 2; the triples of all but replica."""
+    found = []
+    for axis, size in itertools.product(AXES, (2, 4, 8)):
+        found.append({axis: size})
+    for pair, sizes in itertools.product(itertools.combinations(AXES, 2), ((2, 2), (2, 4), (4, 2))):
+        found.append(dict(zip(pair, sizes, strict=True)))
+    found += [dict.fromkeys(triple, 2) for triple in itertools.combinations(AXES[1:], 3)]
+    return [tuple(sizes.get(axis, 1) for axis in AXES) for sizes in found]
+
+
+def draw(mesh: tuple[int, ...], kind: str, random: np.random.Generator) -> Case:
+    """How a mesh is used by a kind of model, by chance."""
+    pick = lambda values: values[random.integers(len(values))]
+    _, _, stage, context, *_ = mesh
+    return Case(
+        mesh,
+        kind,
+        zero=int(random.integers(4)),
+        schedule=pick(SCHEDULES) if 1 < stage < 8 else SCHEDULES[0],
+        remat=pick(matrix.REMATS),
+        context=pick(CONTEXTS[: 3 if stage == 1 else 2]) if context > 1 else CONTEXTS[0],
+        documents=bool(random.integers(2)),
+    )
+
+
+def random_mesh(random: np.random.Generator) -> tuple[int, ...]:
+    """A mesh of 8 devices."""
+    sizes = [1] * len(AXES)
+    for axis in random.integers(len(AXES), size=3):
+        sizes[axis] *= 2
+    return tuple(sizes)
+
+
+def whole() -> tuple[Case, ...]:
+    """Every mesh with every kind of model that it is for, and 20 more of 8 devices by chance."""
+    random = np.random.default_rng(3)
+    more = [random_mesh(random) for _ in range(20)]
+    return tuple(dict.fromkeys(draw(mesh, kind, random) for mesh in (*meshes(), *more) for kind in list(KINDS)[mesh[4] > 1 :]))
+
+
+WHOLE = whole()
+SAMPLE = list(matrix.cover(WHOLE))
+PASSED = matrix.Passed("axes", pathlib.Path(__file__), *(pathlib.Path(m.__file__) for m in (plain_loop, small)))
+
+
+def grouped(cases) -> list:
+    """As parameters. Those of one model go to one process, which makes its reference once."""
+    return [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"axes-{case.kind}-{case.documents}")) for case in cases]
+
+
+def test_the_matrix_has_what_it_should():
+    assert len({case.mesh for case in WHOLE}) >= 73 and set(SAMPLE) < set(WHOLE)
+    assert {(case.kind, case.zero) for case in WHOLE} == set(itertools.product(KINDS, range(4)))
+    pairs = lambda cases: set().union(*(case.pairs for case in cases))
+    assert pairs(SAMPLE) == pairs(WHOLE)
+    assert pairs(WHOLE) >= {((a, True), (b, True)) for a, b in itertools.combinations(AXES, 2)}
+
+
+@pytest.mark.parametrize("case", grouped(SAMPLE))
+def test_same_training(case):
+    assert_same(train(case.config()), reference(case.config()))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", grouped(WHOLE))
+def test_same_training_in_the_whole_matrix(case):
+    if case in PASSED:
+        pytest.skip(f"passed before with the same sources: {PASSED.path}")
+    assert_same(train(case.config()), reference(case.config()))
+    PASSED.add(case)

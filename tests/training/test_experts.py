@@ -1,0 +1,57 @@
+"""Experts over the `expert` axis, alone and with the others: the same training as on one device, the same choices, the same drops."""
+
+import jax
+import numpy as np
+import plain_loop
+import pytest
+import small
+
+from jaxtrain.training.step import make_step
+
+MOE = {
+    "model.experts": 4,
+    "model.expert_width": 32,
+    "model.balance_loss": 0.01,
+    "model.balance_rate": 0.003,
+    "optimizer.clip_norm": plain_loop.CLIP,
+    "data.batch_size": 32,
+}
+SEVERAL = {"model.dense_layers": 2, "model.shared_experts": 2, "model.router": "sigmoid", "model.router_scale": 2.0, "model.z_loss": 0.01}
+GROUPS = {"model.experts": 8, "model.router_groups": 4, "model.router_group_limit": 2}
+CASES = [  # data × stage × model, schedule, repeats, and the rest
+    ((1, 1, 1), "1f1b", 1, {"mesh.expert": 2}),
+    ((1, 1, 2), "1f1b", 1, {"mesh.expert": 4, "model.shared_experts": 1}),
+    ((1, 1, 1), "1f1b", 1, {"mesh.expert": 4, "mesh.context": 2, **GROUPS}),
+    ((2, 1, 2), "1f1b", 1, {"mesh.expert": 2, "model.capacity_factor": 4.0, "parallel.zero": 3, "model.activation": "gelu"}),
+    ((1, 2, 1), "zb_h1", 1, {"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "none", "model.capacity_factor": 0.7}),
+    ((2, 2, 1), "zb_v", 2, {"mesh.expert": 2, "pipeline.remat": "selective", "parallel.zero": 2, **SEVERAL}),
+    ((1, 2, 2), "interleaved", 2, {"mesh.expert": 2, "pipeline.remat": "selective"}),
+]
+
+
+@pytest.mark.parametrize("mesh, schedule, repeats, changes", CASES, ids=[str(case) for case in CASES])
+def test_same_training(mesh, schedule, repeats, changes):
+    cfg = small.config(mesh, schedule, repeats, 4, MOE | changes)
+    got, expected = plain_loop.train(cfg), plain_loop.reference(cfg)
+    plain_loop.assert_same(got, expected)
+    # Every step's counts moved the biases the same way.
+    bias = [run.params["layers"]["mlp"]["router"]["bias"] for run in (got, expected)]
+    np.testing.assert_allclose(*bias, atol=1e-6)
+    assert np.abs(bias[0]).max() > 2 * cfg.model.balance_rate
+
+
+def test_what_is_logged_of_the_load():
+    cfg = small.config((1, 1, 1), microbatches=4, changes=MOE | {"mesh.expert": 2, "model.capacity_factor": 0.5})
+    step = make_step(cfg, small.mesh_of(cfg))
+    state = small.first_state(step, plain_loop.weights(cfg))
+    with jax.set_mesh(step.mesh):
+        batch = small.place_batch(step, cfg, small.batch(cfg, 0))
+        found = step.gradients(state["params"], batch)[2]
+        metrics = step.train(state, batch)[1]
+    router = small.to_plain(step.layout, found)["layers"]["mlp"]["router"]
+    load, dropped = router["bias"], router["dropped"]
+    tokens = cfg.data.batch_size * cfg.data.sequence_length
+    np.testing.assert_array_equal(load.sum(-1), [tokens * cfg.model.experts_per_token] * cfg.model.layers)
+    assert (dropped.sum(-1) >= load.sum(-1) / 2 - 1).all() and (dropped <= load).all()  # half of the choices have a slot
+    np.testing.assert_allclose(metrics["expert_load"], (load.max(-1) / load.mean(-1)).max(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["dropped"], dropped.sum() / load.sum(), rtol=1e-6)

@@ -1,0 +1,60 @@
+"""Latent attention on meshes: the same training as on one device, and no more communication over `model` than it needs."""
+
+import collections
+
+import hlo
+import jax
+import pytest
+import small
+from plain_loop import CLIP, assert_same, reference, train
+
+from jaxtrain.training.step import abstract_batch, make_step
+
+LATENT = {  # no size is another's
+    "model.attention": "mla",
+    "model.query_rank": 12,
+    "model.kv_rank": 20,
+    "model.rope_head_dim": 6,
+    "model.head_dim": 4,
+    "model.value_head_dim": 10,
+}
+APART = {"data.attend_across_documents": False}
+NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
+LONG = pytest.mark.full
+# (data × stage × model, context), schedule, repeats, microbatches, changes
+CASES = {
+    "zero 3, documents": ((2, 2, 2), 1, "interleaved", 2, 2, {**APART, **SELECTIVE, "parallel.zero": 3}),
+    "context, zb_h1": ((1, 2, 2), 2, "zb_h1", 1, 3, {**NONE, "model.query_rank": 0}),
+    "model 4": ((1, 1, 4), 1, "1f1b", 1, 2, {}),
+    "stages": ((1, 4, 2), 1, "zb_v", 2, 4, {**NONE, "model.layers": 9}),
+    "ulysses": ((2, 1, 2), 2, "1f1b", 1, 2, {**APART, "parallel.context": "ulysses", "parallel.zero": 2}),
+    "gpt2": ((2, 2, 1), 2, "1f1b", 1, 2, {"model.norm": "layernorm", "model.biases": True, "parallel.zero": 0}),
+}
+
+
+@pytest.mark.parametrize("case", [c if i < 2 else pytest.param(c, marks=LONG) for i, c in enumerate(CASES)])
+def test_same_training(case):
+    mesh, size, schedule, repeats, microbatches, changes = CASES[case]
+    shared = {"mesh.context": size, "data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP}
+    cfg = small.config(mesh, schedule, repeats, microbatches, LATENT | shared | changes)
+    assert_same(train(cfg), reference(cfg))
+
+
+def test_what_crosses_model():
+    """Latents are gathered in place of the residual stream: once in F and once more for the gradients of what reads them."""
+    rows, length, width, ranks = 4, 16, 32, (12, 20, 6)
+    shapes = {"model.layers": 1, "data.batch_size": rows, "data.sequence_length": length, "pipeline.remat": "none"}
+    cfg = small.config((1, 1, 2), "1f1b", 1, 1, LATENT | shapes)
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        made = step.gradients.lower(step.abstract_state()["params"], abstract_batch(cfg, step)).compile()
+    program, found = hlo.Program(made.as_text()), collections.Counter()
+    for i, times in program.executed(program.entry):
+        if i.collective == "all-gather":
+            scope = next(s for s in i.op_name.split("/") if s in ("F0", "B0", "head", "embed_gradient"))
+            found.update({(scope, size): times for size in i.sizes})
+    tokens = rows * length
+    latents = {(op, tokens * rank): 1 for op in ("F0", "B0") for rank in ranks}
+    # The MLP gathers its input in F, and again in B with the gradients of its output and of attention's.
+    streams = {("F0", tokens * width): 1, ("B0", tokens * width): 3, ("head", tokens * width): 1, ("embed_gradient", tokens * width): 1}
+    assert found == latents | streams
