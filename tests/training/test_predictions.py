@@ -98,7 +98,7 @@ def test_a_table_of_ones_own_that_shares_the_head(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(table_csv.to_csv(schedules.make_table("1f1b", 2, 1, 4, remat_full=True, vocabulary="parallel")))
     cfg = small.config((1, 2, 1), f"csv:{file}", changes={"model.mtp_depth": 1})
-    with pytest.raises(ConfigError, match=re.escape("model.mtp_depth=1 needs the head on one stage, and csv:")):
+    with pytest.raises(ConfigError, match=re.escape("model.mtp_depth=1 needs embedding and head on one stage, and csv:")):
         make_setup(cfg)
 
 
