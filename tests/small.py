@@ -6,6 +6,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
@@ -42,6 +43,11 @@ def config(mesh=(1, 1, 1), schedule="1f1b", repeats=1, microbatches=4, changes=N
         "pipeline.microbatches": microbatches,
     } | (changes or {})
     return configs.replace(SMALL, changes).resolve()
+
+
+def named(always, more) -> list:
+    """The names of cases as a test's parameters; those of `more` are for --full."""
+    return [*always, *(pytest.param(name, marks=pytest.mark.full) for name in more)]
 
 
 def mesh_of(cfg: Config) -> jax.sharding.Mesh:

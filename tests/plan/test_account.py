@@ -28,7 +28,6 @@ MLA = {"model.attention": "mla", "model.kv_rank": 20, "model.query_rank": 24, "m
 ENDS = {"pipeline.vocabulary": "end_stages"}
 LATENT = {"model.attention": "mla", "model.query_rank": 24, "model.kv_rank": 40, "model.rope_head_dim": 6}
 APART = {"data.attend_across_documents": False}
-full = lambda *values: pytest.param(*values, marks=pytest.mark.full)
 # data × stage × model, schedule, repeats, microbatches, changes
 CASES = {
     "data, zero 1": ((8, 1, 1), "1f1b", 1, 2, {}),
@@ -90,7 +89,7 @@ def by_axes(found: dict, others: bool = False) -> collections.Counter:
     return +total
 
 
-@pytest.mark.parametrize("case", [*CASES, *(full(name) for name in MORE)])
+@pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_as_compiled(case):
     mesh, schedule, repeats, microbatches, changes = (CASES | MORE)[case]
     cfg = small.config(mesh, schedule, repeats, microbatches, SHAPES | changes)

@@ -163,7 +163,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+@pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_as_plain_loops_that_meet(case):
     cfg = config(*(CASES | MORE)[case])
     got, step, programs = train(cfg)

@@ -18,19 +18,28 @@ MOE = {
 }
 SEVERAL = {"model.dense_layers": 2, "model.shared_experts": 2, "model.router": "sigmoid", "model.router_scale": 2.0, "model.z_loss": 0.01}
 GROUPS = {"model.experts": 8, "model.router_groups": 4, "model.router_group_limit": 2}
-CASES = [  # data × stage × model, schedule, repeats, and the rest
-    ((1, 1, 1), "1f1b", 1, {"mesh.expert": 2}),
-    ((1, 1, 2), "1f1b", 1, {"mesh.expert": 4, "model.shared_experts": 1}),
-    ((1, 1, 1), "1f1b", 1, {"mesh.expert": 4, "mesh.context": 2, **GROUPS}),
-    ((2, 1, 2), "1f1b", 1, {"mesh.expert": 2, "model.capacity_factor": 4.0, "parallel.zero": 3, "model.activation": "gelu"}),
-    ((1, 2, 1), "zb_h1", 1, {"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "none", "model.capacity_factor": 0.7}),
-    ((2, 2, 1), "zb_v", 2, {"mesh.expert": 2, "pipeline.remat": "selective", "parallel.zero": 2, **SEVERAL}),
-    ((1, 2, 2), "interleaved", 2, {"mesh.expert": 2, "pipeline.remat": "selective"}),
-]
+# data × stage × model, schedule, repeats, changes
+CASES = {
+    "context, groups": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 4, "mesh.context": 2, **GROUPS}),
+    "drops, zb_h1": ((1, 2, 1), "zb_h1", 1, {"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "none", "model.capacity_factor": 0.7}),
+    "zb_v, zero 2, all at once": ((2, 2, 1), "zb_v", 2, {"mesh.expert": 2, "pipeline.remat": "selective", "parallel.zero": 2, **SEVERAL}),
+}
+MORE = {
+    "alone": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 2}),
+    "model 2": ((1, 1, 2), "1f1b", 1, {"mesh.expert": 4, "model.shared_experts": 1}),
+    "zero 3, gelu": (
+        (2, 1, 2),
+        "1f1b",
+        1,
+        {"mesh.expert": 2, "model.capacity_factor": 4.0, "parallel.zero": 3, "model.activation": "gelu"},
+    ),
+    "stage 2, model 2": ((1, 2, 2), "interleaved", 2, {"mesh.expert": 2, "pipeline.remat": "selective"}),
+}
 
 
-@pytest.mark.parametrize("mesh, schedule, repeats, changes", CASES, ids=[str(case) for case in CASES])
-def test_same_training(mesh, schedule, repeats, changes):
+@pytest.mark.parametrize("case", small.named(CASES, MORE))
+def test_same_training(case):
+    mesh, schedule, repeats, changes = (CASES | MORE)[case]
     cfg = small.config(mesh, schedule, repeats, 4, MOE | changes)
     got, expected = plain_loop.train(cfg), plain_loop.reference(cfg)
     plain_loop.assert_same(got, expected)

@@ -20,11 +20,12 @@ LATENT = {  # no size is another's
 }
 APART = {"data.attend_across_documents": False}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
-LONG = pytest.mark.full
 # (data × stage × model, context), schedule, repeats, microbatches, changes
 CASES = {
     "zero 3, documents": ((2, 2, 2), 1, "interleaved", 2, 2, {**APART, **SELECTIVE, "parallel.zero": 3}),
     "context, zb_h1": ((1, 2, 2), 2, "zb_h1", 1, 3, {**NONE, "model.query_rank": 0}),
+}
+MORE = {
     "model 4": ((1, 1, 4), 1, "1f1b", 1, 2, {}),
     "stages": ((1, 4, 2), 1, "zb_v", 2, 4, {**NONE, "model.layers": 9}),
     "ulysses": ((2, 1, 2), 2, "1f1b", 1, 2, {**APART, "parallel.context": "ulysses", "parallel.zero": 2}),
@@ -32,9 +33,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [c if i < 2 else pytest.param(c, marks=LONG) for i, c in enumerate(CASES)])
+@pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_training(case):
-    mesh, size, schedule, repeats, microbatches, changes = CASES[case]
+    mesh, size, schedule, repeats, microbatches, changes = (CASES | MORE)[case]
     shared = {"mesh.context": size, "data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP}
     cfg = small.config(mesh, schedule, repeats, microbatches, LATENT | shared | changes)
     assert_same(train(cfg), reference(cfg))

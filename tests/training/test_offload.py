@@ -20,19 +20,20 @@ from jaxtrain.plan.report import introduction
 from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import abstract_batch, make_step
 
-ENDS, FULL = {"pipeline.vocabulary": "end_stages"}, pytest.mark.full
+ENDS = {"pipeline.vocabulary": "end_stages"}
 # offload, data × stage × model, schedule, repeats, microbatches, zero, changes
 CASES = {
     "both, zb_h1, uneven": ("both", (2, 2, 1), "zb_h1", 1, 4, 1, {"pipeline.remat": "none"}),
     "both, full, zero 3": ("both", (2, 2, 2), "1f1b", 1, 3, 3, {"model.layers": 4, **ENDS}),
     "both, one stage": ("both", (2, 1, 1), "1f1b", 1, 2, 2, {"pipeline.remat": "selective"}),
+}
+MORE = {
     "optimizer, interleaved, zero 0": ("optimizer", (2, 2, 1), "interleaved", 2, 4, 0, {}),
     "optimizer, zero 2": ("optimizer", (4, 1, 2), "1f1b", 1, 2, 2, {}),
     "activations, one layer, full": ("activations", (1, 1, 2), "1f1b", 1, 2, 1, {"model.layers": 1}),
     "activations, zb_v": ("activations", (1, 2, 2), "zb_v", 2, 4, 1, {"pipeline.remat": "selective", "pipeline.permute": "early"}),
     "activations, context": ("activations", (1, 2, 1), "1f1b", 1, 4, 1, {"pipeline.remat": "none", "mesh.context": 2}),
 }
-LONG = ("optimizer, interleaved, zero 0", "optimizer, zero 2", "activations, one layer, full", "activations, zb_v", "activations, context")
 
 
 def config(offload="none", mesh=(1, 1, 1), schedule="1f1b", repeats=1, microbatches=4, zero=1, changes=None):
@@ -40,9 +41,9 @@ def config(offload="none", mesh=(1, 1, 1), schedule="1f1b", repeats=1, microbatc
     return small.config(mesh, schedule, repeats, microbatches, named | {"optimizer.clip_norm": CLIP} | (changes or {}))
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=FULL) if case in LONG else case for case in CASES])
+@pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_training(case):
-    cfg = config(*CASES[case])
+    cfg = config(*(CASES | MORE)[case])
     assert_same(train(cfg), reference(cfg))
 
 

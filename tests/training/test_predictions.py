@@ -23,11 +23,12 @@ from jaxtrain.training.step import make_step
 APART, TIED = {"data.attend_across_documents": False}, {"model.tied_embeddings": True}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 LATENT = {"model.attention": "mla", "model.kv_rank": 20, "model.rope_head_dim": 6}
-LONG = pytest.mark.full
 # (data × stage × model, context), schedule, repeats, microbatches, depth, changes
 CASES = {
     "zero 3, documents": ((2, 2, 2), 1, "interleaved", 2, 2, 2, {**APART, **SELECTIVE, "parallel.zero": 3}),
     "context, tied": ((1, 2, 1), 2, "zb_h1", 1, 3, 1, {**NONE, **TIED, **APART}),
+}
+MORE = {
     "one stage, zero 3, tied": ((4, 1, 1), 2, "1f1b", 1, 2, 1, {**TIED, "parallel.zero": 3}),
     "zb_v, zero 2": ((2, 2, 1), 1, "zb_v", 2, 4, 1, {"parallel.zero": 2, "model.positions": "learned"}),
     "experts": ((1, 2, 1), 2, "1f1b", 1, 2, 1, {"mesh.expert": 2, "model.experts": 4, "model.balance_loss": 0.01, "parallel.zero": 2}),
@@ -35,9 +36,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [c if i < 2 else pytest.param(c, marks=LONG) for i, c in enumerate(CASES)])
+@pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_training(case):
-    mesh, size, schedule, repeats, microbatches, depth, changes = CASES[case]
+    mesh, size, schedule, repeats, microbatches, depth, changes = (CASES | MORE)[case]
     shared = {"mesh.context": size, "data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP, "model.mtp_depth": depth}
     cfg = small.config(mesh, schedule, repeats, microbatches, shared | changes)
     assert_same(train(cfg), reference(cfg))
