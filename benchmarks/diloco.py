@@ -2,9 +2,10 @@
 
     python benchmarks/diloco.py [--steps=200] [--inner_steps=20] [-- --config.optimizer.outer_learning_rate=0.7 ...]
 
-Two replicas of data 2 · stage 2 on 8 simulated devices, the same batches for all: synchronous; exchanges in float32; in int8. Each is a
-run of the training command. Bytes are those that a device sends to other replicas by the compiled programs, as a ring does its collectives:
-of a step, and of an exchange divided by the steps between two.
+Two replicas of data 2 · stage 2 on 8 simulated devices, the same batches for all: synchronous by configs/tiny.py; synchronous by
+configs/tiny_diloco.py, whose optimizer is set for half the batch; and by that recipe apart, exchanging float32, and int8. Each is a run of
+the training command. Bytes are those that a device sends to other replicas by the compiled programs, as a ring does its collectives: of a
+step, and of an exchange divided by the steps between two.
 """
 
 import argparse
@@ -16,13 +17,16 @@ import sys
 import tempfile
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
-RECIPE = [f"--config={REPOSITORY}/configs/tiny.py", "--config.mesh.replica=2", "--config.mesh.data=2", "--config.mesh.model=1"]
+MESH = ["--config.mesh.replica=2", "--config.mesh.data=2", "--config.mesh.model=1"]
+TINY, DILOCO = ([f"--config={REPOSITORY}/configs/{name}.py", *MESH] for name in ("tiny", "tiny_diloco"))
+NO_EXCHANGE = {"train.diloco_inner_steps": 0, "optimizer.outer_learning_rate": 0.7, "optimizer.outer_momentum": 0.9}
+SYNCHRONOUS = [f"--config.{path}={value}" for path, value in NO_EXCHANGE.items()]  # the outer settings as if never set
 
 
 def validation_loss(flags: list[str]) -> float:
     """The last of a run in a process and a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jaxtrain.train", *RECIPE, *flags, "--config.train.sample_tokens=0", f"--workdir={folder}/run"]
+        command = [sys.executable, "-m", "jaxtrain.train", *flags, "--config.train.sample_tokens=0", f"--workdir={folder}/run"]
         subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=True, stdout=subprocess.DEVNULL)
         records = [json.loads(line) for line in pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     return [record["validation_loss"] for record in records if "validation_loss" in record][-1]
@@ -38,7 +42,7 @@ def bytes_a_step(flags: list[str]) -> float:
     from jaxtrain.mesh import make_mesh
     from jaxtrain.training.step import abstract_batch, make_step
 
-    config = config_checks.check_devices(cli.parse([*RECIPE, *flags], "")[0], 8).resolve()
+    config = config_checks.check_devices(cli.parse(flags, "")[0], 8).resolve()
     m = config.mesh
     step = make_step(config, make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model)))
     with jax.set_mesh(step.mesh):
@@ -54,22 +58,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--inner_steps", type=int, default=20)
-    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train for the DiLoCo runs, after --")
+    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train for all but the first, after --")
     options = parser.parse_args()
     sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
-    steps = [f"--config.train.steps={options.steps}"]
-    apart = [*steps, f"--config.train.diloco_inner_steps={options.inner_steps}", *options.changes]
-    runs = {"synchronous": steps, "float32": apart, "int8": [*apart, "--config.precision.outer=int8"]}
-    print(f"{'replicas':12} {'validation loss':>16} {'over synchronous':>17} {'bytes a step':>13} {'fewer':>7}", flush=True)
+    shared = [f"--config.train.steps={options.steps}", *options.changes]
+    apart = [*DILOCO, *shared, f"--config.train.diloco_inner_steps={options.inner_steps}"]
+    runs = {
+        "synchronous": [*TINY, *shared[:1]],
+        "synchronous, as apart": [*DILOCO, *shared, *SYNCHRONOUS],
+        "apart, float32": apart,
+        "apart, int8": [*apart, "--config.precision.outer=int8"],
+    }
+    print(f"{'replicas':22} {'validation loss':>16} {'over synchronous':>17} {'bytes a step':>13} {'fewer':>7}", flush=True)
     first: tuple[float, float] | None = None
     for name, flags in runs.items():
         sent, loss = bytes_a_step(flags), validation_loss(flags)
         first = first or (loss, sent)
-        print(f"{name:12} {loss:16.4f} {loss / first[0] - 1:17.2%} {sent:13,.0f} {first[1] / sent:7.2f}", flush=True)
+        print(f"{name:22} {loss:16.4f} {loss / first[0] - 1:17.2%} {sent:13,.0f} {first[1] / sent:7.2f}", flush=True)
 
 
 if __name__ == "__main__":
