@@ -20,11 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import CONTEXT, MODEL, manual_size, over_model
-
-HEADS = P(None, None, MODEL)
+from jaxtrain.mesh import CONTEXT, manual_size
+from jaxtrain.parallel.heads import by_heads
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["whole"], meta_fields=["pairs", "diagonal"])
@@ -87,11 +85,6 @@ def _in_device_order(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
     return jnp.concatenate([chunks[n] for i in range(parts) for n in (i, 2 * parts - 1 - i)], dim)
 
 
-def _over_heads(fn: Callable, x: jax.Array) -> jax.Array:
-    """fn on each device's own heads, [batch, token, heads, head dimension]."""
-    return over_model(fn, (HEADS,), HEADS)(x)
-
-
 def _gathered(x: jax.Array, dim: int = 1) -> jax.Array:
     return lax.all_gather(x, CONTEXT, axis=dim, tiled=True)
 
@@ -99,7 +92,7 @@ def _gathered(x: jax.Array, dim: int = 1) -> jax.Array:
 def _whole(k, v, segments):
     """Keys, values and segments of the whole sequence, in the order of the text."""
     parts = size()
-    k, v = (_over_heads(lambda a: in_text_order(_gathered(a), parts), a) for a in (k, v))
+    k, v = (by_heads(lambda a: in_text_order(_gathered(a), parts), (a,)) for a in (k, v))
     return k, v, None if segments is None else (segments, in_text_order(_gathered(segments), parts))
 
 
@@ -131,6 +124,6 @@ def attend_by_heads(attend: Callable, q, k, v, segments) -> jax.Array:
     parts = size()
     to_heads = lambda a: in_text_order(lax.all_to_all(a, CONTEXT, 2, 1, tiled=True), parts)
     to_tokens = lambda a: lax.all_to_all(_in_device_order(a, parts), CONTEXT, 1, 2, tiled=True)
-    q, k, v = (_over_heads(to_heads, a) for a in (q, k, v))
+    q, k, v = (by_heads(to_heads, (a,)) for a in (q, k, v))
     whole = None if segments is None else in_text_order(_gathered(segments), parts)
-    return _over_heads(to_tokens, attend(q, k, v, whole))
+    return by_heads(to_tokens, (attend(q, k, v, whole),))

@@ -8,6 +8,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.mesh import MODEL, over_model
 
+HEADS = P(None, None, MODEL)
+
+
+def by_heads(fn: Callable, arrays: tuple, same: tuple = ()):
+    """fn(*arrays, *same) → arrays, on each device's own heads: they are the third dimension of all `arrays` and results; `same` are pytrees
+    without heads."""
+    return over_model(fn, ((HEADS,) * len(arrays) + (P(),) * len(same)), HEADS)(*arrays, *same)
+
 
 def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
     """kernel(q, k, v, mask) → like q, on arrays [batch, token, heads, head dimension] whose heads are split over `model`;
@@ -16,24 +24,13 @@ def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask:
     Also where `model` has one device: inside the runtime all axes are manual then, and a kernel with a partitioning rule
     of its own (cuDNN's attention) is lowered as it is instead of through the partitioner.
     """
-    heads = P(None, None, MODEL)
-    masks = () if mask is None else (mask,)
-    run = over_model(lambda q, k, v, *m: kernel(q, k, v, m[0] if m else None), (heads, heads, heads, *(P() for _ in masks)), heads)
-    return run(q, k, v, *masks)
-
-
-def by_heads(fn: Callable, arrays: tuple, same: tuple = ()):
-    """fn(*arrays, *same) → arrays, on each device's own heads: they are the third dimension of all `arrays` and results; `same` are pytrees
-    without heads."""
-    heads = P(None, None, MODEL)
-    return over_model(fn, ((heads,) * len(arrays) + (P(),) * len(same)), heads)(*arrays, *same)
+    return by_heads(kernel, (q, k, v), (mask,))
 
 
 def _row_major(x: jax.Array) -> jax.Array:
     if not isinstance(x, jax.core.Tracer):
         return x  # outside of a compiled program there is nothing to decide
-    heads = P(None, None, MODEL)
-    return over_model(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), (heads,), heads)(x)
+    return by_heads(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), (x,))
 
 
 @jax.custom_vjp
