@@ -46,7 +46,7 @@ def get_config() -> Config:
             norm_epsilon=1e-6,
             init_std=0.006,
         ),
-        data=DataConfig(sequence_length=4096, batch_size=15360, attend_across_documents=False),
+        data=DataConfig(sequence_length=4096, batch_size=15360),
         mesh=MeshConfig(data=-1, stage=16, expert=64),
         pipeline=PipelineConfig(schedule="dualpipe_v", microbatches=120, remat="selective"),
         optimizer=OptimizerConfig(learning_rate=2.2e-4, warmup_steps=2000),

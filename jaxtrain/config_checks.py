@@ -26,12 +26,17 @@ def check(config: Config) -> None:
     _raise_first(config, None)
 
 
-def check_devices(config: Config, device_count: int) -> Config:
+def check_devices(config: Config, device_count: int, platform: str = "gpu") -> Config:
     """The config with the mesh's -1 filled in for this number of devices, and every rule checked with it.
 
-    Raises ConfigError where the mesh does not use all the devices, or the batch does not divide over them.
+    platform: of the devices, as jax names it. Raises ConfigError where the mesh does not use all the devices, the batch does not divide
+    over them, or they have no such kernel.
     """
     _raise_first(config, device_count)
+    if config.model.attention_kernel == "cudnn" and platform != "gpu":
+        raise ConfigError(
+            "model.attention_kernel", "cudnn", f"is for NVIDIA GPUs, and the devices here are of platform {platform!r}", "'auto'"
+        )
     return filled(config, device_count)
 
 
@@ -52,7 +57,10 @@ def check_files(config: Config) -> None:
 
 # What must stay as it is for a checkpoint to be continued: the model's shape and function, the data's position, the optimizer's state.
 _KEPT = ("optimizer.name", "precision.params", "train.seed")  # and all of model and data, but for:
-_FREE = ("model.attention_kernel", "model.loss_chunk", "model.init_std", "model.mtp_weight", "data.cache", "data.prefetch")
+_FREE = (
+    *("model.attention_kernel", "model.loss_chunk", "model.init_std", "model.mtp_weight", "data.cache", "data.prefetch"),
+    *("model.balance_rate", "model.balance_loss", "model.z_loss"),  # DeepSeek-V3 sets the first to 0 towards the end
+)
 
 
 def refuse_to_continue(old: Config, new: Config) -> None:

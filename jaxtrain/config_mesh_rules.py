@@ -91,6 +91,12 @@ def kv_heads_fit(m: ModelConfig, size: int) -> bool:
     return m.kv_heads % size == 0 or (size % m.kv_heads == 0 and m.head_dim % (size // m.kv_heads) == 0)
 
 
+def mlp_widths(m: cfg.ModelConfig) -> dict[str, int]:
+    """Field of a model → the columns of its MLPs that the model axis cuts."""
+    names = ["expert_width"] * bool(m.experts) + ["mlp_width"] * (not m.experts or m.dense_layers > 0)
+    return {name: getattr(m, name) for name in names}
+
+
 def _ring_is_all_there(c: Config) -> Broken | None:
     """Keys go round by permutes, which all devices have to run together, and through a kernel of its own."""
     if c.parallel.context != "ring" or c.mesh.context == 1:
@@ -107,8 +113,8 @@ def _ring_is_all_there(c: Config) -> Broken | None:
 def _model_axis_divides(c: Config) -> Broken | None:
     """Heads and the MLP are cut over `model`, and so is the sequence between the blocks."""
     size, m = c.mesh.model, c.model
-    wide = "model.expert_width" if m.experts else "model.mlp_width"
-    cut = {"model.heads": m.heads, wide: cfg.get(c, wide), "data.sequence_length": c.data.sequence_length}
+    cut = {"model.heads": m.heads, **{f"model.{name}": n for name, n in mlp_widths(m).items()}}
+    cut["data.sequence_length"] = c.data.sequence_length
     fixes = values_for("mesh.model", (n for n in near(size, divisors(math.gcd(*cut.values()))) if kv_heads_fit(m, n)))
     for path, whole in cut.items():
         if size > 0 and whole % size:

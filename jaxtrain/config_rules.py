@@ -82,6 +82,24 @@ def _latent_attention_is_whole(c: Config) -> Broken | None:
     return None
 
 
+CUDNN_HEAD = 128  # the widest head that cuDNN's attention has, in steps of 8
+
+
+def _kernel_fits(c: Config) -> Broken | None:
+    """What cuDNN's attention does not take is refused, where it was asked for by name."""
+    if c.model.attention_kernel != "cudnn":
+        return None
+    auto = {"model.attention_kernel": "auto"}
+    if c.precision.compute == "float32":
+        return Broken(
+            "model.attention_kernel", "is for 16 bits, not precision.compute='float32'", [auto, {"precision.compute": "bfloat16"}]
+        )
+    if c.model.head_dim > CUDNN_HEAD or c.model.head_dim % 8:
+        rule = f"is for heads of up to {CUDNN_HEAD} numbers in steps of 8, not model.head_dim={c.model.head_dim}"
+        return Broken("model.attention_kernel", rule, [auto])
+    return None
+
+
 # Of experts alone.
 _OF_EXPERTS = (
     "dense_layers experts_per_token shared_experts expert_width router router_scale router_groups router_group_limit capacity_factor "
@@ -227,6 +245,9 @@ def _layers_fill_chunks(c: Config) -> Broken | None:
     if p.repeats and c.mesh.stage > 1 and len(p.chunk_layers) != chunks:
         rule = f"has to have mesh.stage={c.mesh.stage} · pipeline.repeats={p.repeats} = {chunks} numbers"
         return Broken("pipeline.chunk_layers", rule, values_for("pipeline.chunk_layers", [()]))
+    if p.schedule == "auto" and len(p.chunk_layers) % c.mesh.stage:
+        rule = f"has {len(p.chunk_layers)} numbers, no multiple of mesh.stage={c.mesh.stage}"
+        return Broken("pipeline.chunk_layers", rule, values_for("pipeline.chunk_layers", [()]))
     return None
 
 
@@ -280,6 +301,7 @@ def _head_size_is_whole(c: Config, devices: int | None) -> Broken | None:
 EARLY_RULES: tuple[EarlyRule, ...] = (_head_size_is_whole,)
 RULES: tuple[Rule, ...] = (
     _latent_attention_is_whole,
+    _kernel_fits,
     _predictions_have_a_place,
     _ends_with_layers_are_stages,
     _kv_heads_divide_heads,

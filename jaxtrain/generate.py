@@ -21,7 +21,7 @@ from etils import epath
 
 from jaxtrain import cli
 from jaxtrain.config import Config, from_dict
-from jaxtrain.config_mesh_rules import kv_heads_fit
+from jaxtrain.config_mesh_rules import kv_heads_fit, mlp_widths
 
 DESCRIPTION = """
 Continues a prompt with the model of a checkpoint.
@@ -174,7 +174,7 @@ def check_model(config: Config, prompt: int, flags: types.SimpleNamespace) -> No
         cli.fail(
             f"--tokens={flags.tokens} after a prompt of {prompt} goes beyond the learned model.max_positions={m.max_positions}: use {use}"
         )
-    split = {"heads": m.heads} | ({"expert_width": m.expert_width} if m.experts else {"mlp_width": m.mlp_width})
+    split = {"heads": m.heads} | mlp_widths(m)
     works = [n for n in range(1, m.heads + 1) if math.gcd(*split.values()) % n == 0 and kv_heads_fit(m, n)]
     use = " or ".join(filter(None, (", ".join(map(str, works[:-1])), str(works[-1]))))
     for field, size in split.items():

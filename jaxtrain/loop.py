@@ -29,7 +29,7 @@ from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.plan.report import introduction
-from jaxtrain.training.sampling import sample_text
+from jaxtrain.training.sampling import prompt_ids, sample_text
 from jaxtrain.training.state import initial_state, stored_shapes
 from jaxtrain.training.step import Step, make_step
 
@@ -60,6 +60,8 @@ def run(config: Config, workdir: str) -> None:
     _check_corpus(corpus, meta)
     m = config.mesh
     mesh = meshes.make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model))
+    if config.train.sample_tokens:
+        prompt_ids(corpus.tokenizer, config.train.sample_prompt, config.model.vocab_size)
     if start >= config.train.steps:
         say(f"{folder} already has its {start} steps: raise train.steps to go on", flush=True)
         return
@@ -140,7 +142,7 @@ def run(config: Config, workdir: str) -> None:
                 with rate.pause():
                     if saving or stopping:
                         save(at, state)
-                    if evaluating and not stopping:
+                    if evaluating and (not stopping or at == config.train.steps):
                         validation = evaluate(at, state)
             if stopping:
                 break

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     from jaxtrain.plan.report import dry_run
 
     try:
-        config = check_devices(config, jax.device_count())
+        config = check_devices(config, jax.device_count(), jax.default_backend())
         if flags.dry_run:
             made = dry_run(config.resolve())
             if cluster.is_main():

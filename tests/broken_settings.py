@@ -42,6 +42,10 @@ RULES = [
     ({"mesh.expert": 2, "model.experts": 5, "mesh.data": 1}, "mesh.expert=2 does not divide model.experts=5: use 1"),
     ({"mesh.expert": 8, "model.experts": 4, "mesh.data": 1}, "mesh.expert=8 does not divide model.experts=4: use 1, 2 or 4"),
     ({"mesh.model": 4, "model.experts": 4, "model.expert_width": 6}, "mesh.model=4 does not divide model.expert_width=6: use 1 or 2"),
+    (
+        {"mesh.model": 4, "model.experts": 4, "model.dense_layers": 1, "model.expert_width": 8, "model.mlp_width": 6},
+        "mesh.model=4 does not divide model.mlp_width=6: use 1 or 2",
+    ),
     ({"model.shared_experts": 1}, "model.shared_experts=1 is for a model with experts, and model.experts=0: use 0"),
     ({"model.capacity_factor": 1.5}, "model.capacity_factor=1.5 is for a model with experts, and model.experts=0: use 0.0"),
     ({"model.router": "sigmoid"}, "model.router='sigmoid' is for a model with experts, and model.experts=0: use 'softmax'"),
@@ -126,6 +130,10 @@ RULES = [
         "pipeline.chunk_layers=(4, 4) has to have mesh.stage=2 · pipeline.repeats=2 = 4 numbers: use ()",
     ),
     (
+        {"pipeline.chunk_layers": (3, 3, 2), "pipeline.schedule": "auto", "pipeline.repeats": 0},
+        "pipeline.chunk_layers=(3, 3, 2) has 3 numbers, no multiple of mesh.stage=2: use ()",
+    ),
+    (
         {"pipeline.chunk_layers": (1, 3, 2, 2), "pipeline.layer_costs": (1.0,) * 8},
         "pipeline.chunk_layers=(1, 3, 2, 2) and pipeline.layer_costs both cut the layers: use pipeline.layer_costs=()",
     ),
@@ -168,6 +176,14 @@ RULES = [
     (
         {**LATENT, "model.attention_kernel": "cudnn"},
         "model.attention_kernel='cudnn' is for heads of one size, and those of model.attention='mla' have two: use 'auto'",
+    ),
+    (
+        {"model.attention_kernel": "cudnn", "precision.compute": "float32"},
+        "model.attention_kernel='cudnn' is for 16 bits, not precision.compute='float32': use 'auto'",
+    ),
+    (
+        {"model.attention_kernel": "cudnn", "model.head_dim": 132},
+        "model.attention_kernel='cudnn' is for heads of up to 128 numbers in steps of 8, not model.head_dim=132: use 'auto'",
     ),
     ({"model.kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=8: use 1, 2, 4 or 8"),
     ({"model.head_dim": 5}, "model.head_dim=5 gives heads of 5, and rotary positions turn pairs: it must be even: use 6"),

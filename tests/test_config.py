@@ -284,6 +284,14 @@ def test_recipe_has_its_published_size(name, published, devices):
     config_checks.check_devices(config, devices)
 
 
+def test_a_kernel_of_other_devices():
+    config = cfg.replace(BASE, {"model.attention_kernel": "cudnn"})
+    assert config_checks.check_devices(config, 8, "gpu").mesh.data == 2
+    with pytest.raises(ConfigError) as raised:
+        config_checks.check_devices(config, 8, "cpu")
+    assert str(raised.value).endswith("is for NVIDIA GPUs, and the devices here are of platform 'cpu': use 'auto'")
+
+
 def test_tiny_runs_on_eight_devices():
     config = recipe("tiny")
     config_checks.check(config)

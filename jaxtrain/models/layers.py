@@ -3,6 +3,8 @@
 Shape suffixes: B batch, T tokens of a sequence, D width, F MLP columns, N heads, K key/value heads, H head dimension.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -34,14 +36,14 @@ class Norm(nnx.Module):
         return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
-def contract_rows(a_TM: jax.Array, b_TN: jax.Array) -> jax.Array:
+def contract_rows(a_TM: jax.Array, b_TN: jax.Array, precision=None) -> jax.Array:
     """aᵀ b, [M, N]: the form of every weight's gradient.
 
     On CPU the transpose is written out, behind a barrier that keeps XLA from folding it into the product again: its backend
     multiplies a transposed left side 1.1 to 1.5 times more slowly than it transposes and multiplies (docs/log.md).
     """
     if not on_cpu():
-        return jax.lax.dot_general(a_TM, b_TN, (((0,), (0,)), ((), ())))
+        return jax.lax.dot_general(a_TM, b_TN, (((0,), (0,)), ((), ())), precision=precision)
     return jax.lax.optimization_barrier(a_TM.T) @ b_TN
 
 
@@ -51,13 +53,18 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
-@jax.custom_vjp
-def matmul(x_TI: jax.Array, weight_IO: jax.Array) -> jax.Array:
-    """x @ weight, whose backward takes the weight's gradient by `contract_rows`."""
-    return x_TI @ weight_IO
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(x_TI: jax.Array, weight_IO: jax.Array, precision: jax.lax.Precision | None = None) -> jax.Array:
+    """x @ weight, whose backward takes the weight's gradient by `contract_rows`; of all three products the precision."""
+    return jnp.matmul(x_TI, weight_IO, precision=precision)
 
 
-matmul.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, contract_rows(kept[0], g)))
+def _matmul_backward(precision, kept, g):
+    x, w = kept
+    return jnp.matmul(g, w.T, precision=precision), contract_rows(x, g, precision)
+
+
+matmul.defvjp(lambda x, w, precision: (matmul(x, w, precision), (x, w)), _matmul_backward)
 
 
 @jax.custom_vjp

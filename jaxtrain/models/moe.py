@@ -14,6 +14,8 @@ from jaxtrain.models.spec import parameter
 from jaxtrain.parallel import context, experts
 from jaxtrain.sharding import constrain
 
+TINY = 1e-18  # beside a sum of scores, all of which may underflow; its square is a number, too
+
 
 @jax.custom_vjp
 def with_loss(y: jax.Array, loss: jax.Array) -> jax.Array:
@@ -56,12 +58,14 @@ class Router(nnx.Module):
         The losses and counts of the router hang on the weights. Without `drops` there is no capacity.
         """
         x = x_BTD.astype(jnp.float32)
-        logits_BTE = constrain(matmul(x.reshape(-1, x.shape[-1]), self.weight[...]).reshape(*x.shape[:-1], -1), WHOLE)
+        # On TPUs and GPUs float32 products have fewer bits unless asked: a choice would hang on the rounding.
+        logits = matmul(x.reshape(-1, x.shape[-1]), self.weight[...], jax.lax.Precision.HIGHEST)
+        logits_BTE = constrain(logits.reshape(*x.shape[:-1], -1), WHOLE)
         scores_BTE = jax.nn.softmax(logits_BTE) if self.kind == "softmax" else jax.nn.sigmoid(logits_BTE)
         chosen_BTK = self._choose(jax.lax.stop_gradient(scores_BTE) + jax.lax.stop_gradient(self.bias[...]))
         gates_BTK = jnp.take_along_axis(scores_BTE, chosen_BTK, -1)
         if self.choices > 1:
-            gates_BTK = gates_BTK / gates_BTK.sum(-1, keepdims=True)
+            gates_BTK = gates_BTK / (gates_BTK.sum(-1, keepdims=True) + TINY)
         counted, parameters = [experts.counts(chosen_BTK, self.experts).sum(0)], [self.bias[...]]
         if self.capacity and drops:
             plan, dropped = experts.by_capacity(chosen_BTK, self.experts, self.capacity)
@@ -90,7 +94,7 @@ class Router(nnx.Module):
         if self.balance_loss:
             best = jax.lax.top_k(jax.lax.stop_gradient(scores_BTE), self.choices)[1]
             load_BE = context.sum_over(experts.counts(best, self.experts)) * (self.experts / self.choices / tokens)
-            shares_BE = (scores_BTE / scores_BTE.sum(-1, keepdims=True)).sum(1) / tokens
+            shares_BE = (scores_BTE / (scores_BTE.sum(-1, keepdims=True) + TINY)).sum(1) / tokens
             loss += self.balance_loss * (load_BE * shares_BE).sum()
         if self.z_loss:
             loss += self.z_loss * (jax.nn.logsumexp(logits_BTE, -1) ** 2).sum() / tokens

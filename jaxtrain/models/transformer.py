@@ -132,7 +132,7 @@ class Head(nnx.Module):
 
     def __init__(self, cfg, vocab_rows, vocab="vocab"):
         v, d = cfg.vocab_size, cfg.width
-        self.vocab_size = v
+        self.vocab_size, self.padded = v, vocab_rows != v
         self.norm = Norm(cfg)
         self.table = None if cfg.tied_embeddings else parameter((v, d), (vocab, "width"), std=cfg.init_std, padded=(vocab_rows, d))
 
@@ -140,7 +140,7 @@ class Head(nnx.Module):
         """[B, C, D] → float32 logits [B, C, V]; those of padding rows are −inf. The table may be a part of one, from `first_row` on."""
         table_VD = self.table[...] if tied_table is None else tied_table
         logits = constrain(vocabulary_logits(self.norm(x_BCD), table_VD.astype(x_BCD.dtype)), ("batch", "token", "vocab"))
-        if table_VD.shape[0] != self.vocab_size:
+        if self.padded:
             row = first_row + jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
             logits = jnp.where(row < self.vocab_size, logits, -jnp.inf)
         return logits

@@ -53,6 +53,7 @@ class Reduction:
     whole:        the parameter's sharding if nothing is shared out
     sharded:      its sharding if it is shared out over data
     storage:      shared out over all of `scatter_axes`, as the optimizer's state is
+    counts:       the gradient is a number of tokens, which no other type than float32 may round
     """
 
     sum_axes: tuple[str, ...]
@@ -62,6 +63,7 @@ class Reduction:
     whole: PartitionSpec
     sharded: PartitionSpec
     storage: PartitionSpec
+    counts: bool = False
 
     @property
     def over_data(self) -> bool:
@@ -73,10 +75,16 @@ class Reduction:
 
 
 def plan(
-    axes: tuple[str | None, ...], shape: tuple[int, ...], own: int, mesh: Mesh, zero: int, sum_axes: tuple[str, ...] = SUM_AXES
+    axes: tuple[str | None, ...],
+    shape: tuple[int, ...],
+    own: int,
+    mesh: Mesh,
+    zero: int,
+    sum_axes: tuple[str, ...] = SUM_AXES,
+    counts: bool = False,
 ) -> Reduction:
-    """The reduction of a gradient with logical `axes` and `shape`, whose first `own` dimensions are not the parameter's own
-    (stage, layer), over `sum_axes`, and `stage` where all stages hold it. Where no dimension divides, it is summed and stays whole."""
+    """The reduction of a gradient, or of `counts`, with logical `axes` and `shape`, whose first `own` dimensions are not the parameter's
+    own (stage, layer), over `sum_axes`, and `stage` where all stages hold it. Where no dimension divides, it is summed and stays whole."""
     whole = spec(axes)
     own_axes = {name for part in whole for name in mesh_axes(part)}
     copies = tuple(name for name in (*sum_axes, STAGE) if name not in own_axes)
@@ -94,8 +102,8 @@ def plan(
             if size > 1 and whole[dim] is None and shape[dim] % size == 0:
                 rest = tuple(a for a in copies if a not in names)
                 sharded = shared(dim, tuple(n for n in names if n == DATA))
-                return Reduction(rest, names, dim - own, own, whole, sharded, shared(dim, names))
-    return Reduction(copies, (), 0, own, whole, whole, whole)
+                return Reduction(rest, names, dim - own, own, whole, sharded, shared(dim, names), counts)
+    return Reduction(copies, (), 0, own, whole, whole, whole, counts)
 
 
 def _on_parts(fn: Callable, split: PartitionSpec, x: jax.Array) -> jax.Array:
@@ -122,7 +130,7 @@ def reduce(gradient: jax.Array, how: Reduction, dtype, axes: tuple[str, ...] | N
     sums = tuple(a for a in how.sum_axes if axes is None or a in axes)
 
     def move(part):
-        part = part.astype(dtype)
+        part = part.astype(jnp.float32 if how.counts else dtype)
         if scatter:
             part = psum_scatter(part, scatter, how.axis(part.ndim))
         return sum_inside_first(part, sums).astype(jnp.float32)

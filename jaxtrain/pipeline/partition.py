@@ -43,13 +43,14 @@ def keep_all(equation) -> bool:
 
 def keep_matmuls(equation) -> bool:
     """`remat` selective: results of products with weights cross, and those of a loop, which is attention block by block: its output and
-    log-sum-exp. Attention's inside and elementwise work are computed again (Korthikanti et al. 2022, section 5)."""
+    log-sum-exp. Attention's inside and elementwise work are computed again (Korthikanti et al. 2022, section 5). A router's choices cross,
+    too: rows that cross lie in their order, and choices made again could differ by a rounding."""
     name = equation.primitive.name
     if any(e.primitive.name == "while" for e in (equation.params["jaxpr"].eqns if name == "shard_map" else [equation])):
         return True
     if name == "shard_map":  # a product on each device's part, perhaps with its sum over devices
         return _is(equation, VIEWS | PRODUCTS | SUMS) and not _is(equation, VIEWS | SUMS)
-    return name in PRODUCTS and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
+    return name == "top_k" or name in PRODUCTS and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
 
 
 # --- flattening ------------------------------------------------------------------------------------------------------------------

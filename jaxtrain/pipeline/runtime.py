@@ -185,6 +185,17 @@ class Runtime:
         keep = keep_matmuls if self.remat == "selective" else keep_all
         return Split(self._layer, row, jax.ShapeDtypeStruct(payload, self.compute), extra, keep)
 
+    def _split_inside(self, payload: tuple[int, ...], extra) -> Split:
+        """The same from outside of the manual region, where experts and the context are those of all devices."""
+        made = []
+
+        def body():
+            made.append(self._split(payload, extra))
+            return jnp.zeros(())
+
+        jax.eval_shape(jax.shard_map(body, mesh=self.mesh, in_specs=(), out_specs=P(), axis_names=set(MANUAL_AXES), check_vma=False))
+        return made[0]
+
     def slot_bytes(self, rows: int, tokens: int, documents: bool) -> dict[str, int]:
         """Pool → bytes of one of its slots on a device, for microbatches of `rows` × `tokens` there, `documents` kept apart or not.
 
@@ -192,7 +203,7 @@ class Runtime:
         """
         numbers = lambda n: jax.ShapeDtypeStruct((n, tokens), jnp.int32)
         extra = (numbers(rows), numbers(rows)) if documents else (numbers(1), None)
-        split = self._split((rows, tokens, self.parts.cfg.width), extra)
+        split = self._split_inside((rows, tokens, self.parts.cfg.width), extra)
         for_b, for_w = split.sort(split.residuals)
         model = self.mesh.shape[MODEL]
         size = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays) // model

@@ -54,16 +54,17 @@ class Setup:
         return f"{t.name}, {t.ticks} ticks, {bubble}; embedding and head {where}"
 
 
-def layer_parameters(m: ModelConfig) -> int:
-    """Parameters of one layer's matrices that a token is multiplied with, of a resolved model."""
+def layer_parameters(m: ModelConfig, dense: bool = False) -> int:
+    """Parameters of one layer's matrices that a token is multiplied with, of a resolved model; of a `dense` one before the others."""
     if m.attention == "mla":
         attention = m.width * (m.query_rank + m.kv_rank + m.rope_head_dim) + m.heads * m.value_head_dim * m.width
         attention += m.heads * (m.head_dim + m.rope_head_dim) * (m.query_rank or m.width)
         attention += m.heads * (m.head_dim + m.value_head_dim) * m.kv_rank
     else:
         attention = m.width * m.head_dim * 2 * (m.heads + m.kv_heads)
-    columns = (m.experts_per_token + m.shared_experts) * m.expert_width if m.experts else m.mlp_width
-    return attention + m.width * (columns * (3 if m.activation == "swiglu" else 2) + m.experts)
+    experts = 0 if dense else m.experts
+    columns = (m.experts_per_token + m.shared_experts) * m.expert_width if experts else m.mlp_width
+    return attention + m.width * (columns * (3 if m.activation == "swiglu" else 2) + experts)
 
 
 def times_of(config: Config, stages: int) -> Times:
@@ -72,11 +73,14 @@ def times_of(config: Config, stages: int) -> Times:
     again = {"full": 1.0, "selective": 0.0, "none": 0.0}[p.remat] if stages > 1 else 0.0
     # A module that predicts a further token is another head, a layer and its projection, forward and backward.
     products = (1 + m.mtp_depth) * m.vocab_size * m.width + m.mtp_depth * (layer_parameters(m) + 2 * m.width**2)
-    head = 3 * products / (layer_parameters(m) * m.layers / stages)
+    whole = layer_parameters(m) * m.layers / stages
+    head = 3 * products / whole
+    # The dense layers before the others run forward with the embedding, and forward and backward with its gradient: four times, in two.
+    embed = 2 * m.dense_layers * layer_parameters(m, dense=True) / whole if m.experts else 0.0
     if not p.times:
-        return Times(1.0, 1.0, 1.0, MESSAGE, again, head)
+        return Times(1.0, 1.0, 1.0, MESSAGE, again, head, embed=embed)
     f, b, w, message, r, own_head = (*p.times, *(0.0, again * p.times[0], head * p.times[0])[len(p.times) - 3 :])
-    return Times(f, b, w, message, r, own_head)
+    return Times(f, b, w, message, r, own_head, embed=embed * f)
 
 
 @functools.lru_cache(16)
@@ -132,6 +136,8 @@ def _repeats(config: Config) -> Sequence[int]:
     p = config.pipeline
     if p.repeats or p.schedule != "auto":
         return (p.repeats,)
+    if p.chunk_layers:
+        return (len(p.chunk_layers) // config.mesh.stage,)
     return [v for v in ANY_REPEATS if v * config.mesh.stage <= config.model.layers]
 
 
@@ -179,6 +185,8 @@ def _shares(config: Config, sizes: Sequence[int]) -> tuple[float, ...]:
 def _fits(config: Config, table: Table) -> None:
     """ConfigError unless a file's table does what the config says."""
     p = config.pipeline
+    if table.forward_only:
+        raise ConfigError("pipeline.schedule", p.schedule, "has F ops alone, and training needs their B and W", "a table with all three")
     if table.recompute and p.remat != "full":
         raise ConfigError("pipeline.remat", p.remat, f"does not go with the R ops of {p.schedule}", "'full'")
     if p.remat == "full" and not table.recompute:

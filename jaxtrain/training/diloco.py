@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.models.spec import Spec
@@ -35,4 +36,4 @@ def mean_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     """Of a step's metrics, one of each replica [replicas], those of the step: the loss by tokens, the others' mean."""
     tokens = metrics["tokens"]
     means = {k: a.mean() for k, a in metrics.items()}
-    return means | {"loss": (metrics["loss"] * tokens).sum() / tokens.sum(), "tokens": tokens.sum()}
+    return means | {"loss": (metrics["loss"] * tokens).sum() / jnp.maximum(tokens.sum(), 1), "tokens": tokens.sum()}

@@ -78,7 +78,8 @@ class Layout:
     def reductions(self) -> dict:
         """Of gradients, inside a replica where these are apart."""
         over = replicas.sum_axes(self.apart)
-        return self._map(lambda s, shape, axes: plan((*axes, *s.axes), (*shape, *s.padded), len(shape), self.mesh, self.zero, over))
+        how = lambda s, shape, axes: plan((*axes, *s.axes), (*shape, *s.padded), len(shape), self.mesh, self.zero, over, s.counts)
+        return self._map(how)
 
     def _shardings(self, which: str) -> dict:
         return jax.tree.map(

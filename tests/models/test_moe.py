@@ -13,7 +13,7 @@ from jaxtrain.config import ModelConfig
 from jaxtrain.models.moe import MoE, with_counts, with_loss
 from jaxtrain.models.spec import functional, specs
 from jaxtrain.parallel.experts import capacity_of
-from jaxtrain.pipeline.partition import Split
+from jaxtrain.pipeline.partition import Split, keep_matmuls
 
 B, T, D, ROWS = 3, 8, 6, 12
 BASE = ModelConfig(width=D, experts=6, experts_per_token=2, expert_width=5, balance_loss=0.0, init_std=0.5)
@@ -169,6 +169,20 @@ def test_hung_on_losses_and_counts():
     gradient, counts = jax.grad(f, (0, 1))(jnp.array([1.0, 2.0]), jnp.zeros(2))
     np.testing.assert_array_equal(gradient, [3 + 2, 3 + 4])
     np.testing.assert_array_equal(counts, [0, 1])
+
+
+def test_choices_are_made_once():
+    """Rows that cross from F to B lie in the order of the choices, so these cross as well."""
+    _, layer, params = made(router_groups=3, router_group_limit=2)
+    split = Split(lambda p, x, extra: layer(p, x), params, normal(B, T, D), (), keep_matmuls)
+    assert not [eq for op in ("input", "weight") for eq in split._equations[op] if eq.primitive.name == "top_k"]
+    assert [a.shape for a in split.residuals if a.dtype == jnp.int32] == [(B, T, 2)]
+
+
+def test_scores_that_underflow():
+    _, layer, params = made(router="sigmoid")
+    params["router"]["weight"] = np.full_like(params["router"]["weight"], -1.0)
+    assert np.isfinite(jax.grad(lambda x: layer(params, x).sum())(np.full((B, T, D), 40.0, np.float32))).all()
 
 
 def test_b_makes_no_weight_gradients_and_w_little_else():

@@ -119,6 +119,16 @@ def test_padding_of_the_vocabulary_gets_no_probability_and_changes_nothing(form)
     assert all(not t[61:].any() and np.isfinite(t).all() for t in tables)
 
 
+def test_a_part_of_the_padded_table_may_have_as_many_rows_as_the_vocabulary():
+    """4 tokens, 8 rows, of which a stage has 4: the second stage's are all padding."""
+    parts = transformer.build(small.config(changes={"model.vocab_size": 4, "data.source": "x.bin"}).model, 4, 2)
+    assert parts.specs["head"]["table"].padded == (8, 32)
+    params = {"norm": {"scale": jnp.ones(32)}, "table": jnp.zeros((4, 32))}
+    x = jnp.ones((1, 2, 32))
+    logits = [parts.head(params, x, None, first) for first in (0, 4)]
+    assert np.isfinite(logits[0]).all() and np.isneginf(logits[1]).all()
+
+
 def test_positions_and_documents_reach_every_layer():
     parts, params, tokens = model("gpt2")
     segments = np.repeat([[0, 1]], 8, axis=1).repeat(2, axis=0)

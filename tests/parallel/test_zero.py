@@ -78,3 +78,13 @@ def test_reduction(case, dtype):
     wanted = gradients.sum(over)
     np.testing.assert_array_equal(got, wanted.reshape(shape) if staged else wanted)
     assert got.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("counts, expected", [(False, 4096), (True, 4104)])
+def test_counts_are_not_rounded(counts, expected):
+    mesh = make_mesh((1, 8, 1, 1, 1, 1))
+    how = plan((None,), (16,), 0, mesh, 1, counts=counts)
+    with jax.set_mesh(mesh):
+        body = lambda g: reduce(g, how, jnp.dtype("bfloat16"))
+        run = jax.shard_map(body, in_specs=P(), out_specs=how.storage, axis_names=set(MANUAL_AXES), check_vma=False)
+        np.testing.assert_array_equal(jax.jit(run)(jnp.full(16, 513.0)), expected)

@@ -277,3 +277,17 @@ def test_a_gradient_gathered_over_model_is_found(monkeypatch):
     monkeypatch.setattr(runtime, "reduce", reduce)
     found = odd_reductions(compile_program((2, 2, 2), *SMALLEST[1:]))
     assert [text for text in found if "all-gather" in text]
+
+
+@pytest.mark.parametrize("changes", [{"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}, {"mesh.context": 2}, {}], ids=str)
+def test_slots_are_as_large_as_is_said(changes, monkeypatch):
+    """Also where what an op keeps depends on the devices of other axes."""
+    found, make = {}, runtime.Runtime._buffers
+    monkeypatch.setattr(runtime.Runtime, "_buffers", lambda *given: found.update(made := make(*given)) or made)
+    cfg = small.config((1, 2, 1), "zb_h1", 1, 4, {"pipeline.remat": "none", "data.batch_size": 16, **changes})
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        step.gradients.trace(step.abstract_state()["params"], abstract_batch(cfg, step))
+    size = lambda kind: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(found[kind]))
+    said, kinds = step.slot_bytes(), ("x", "g", "residual_b", "residual_w", "stash")
+    assert {kind: max(1, step.setup.train.slots[kind]) * said[kind] for kind in kinds} == {kind: size(kind) for kind in kinds}

@@ -97,6 +97,27 @@ def test_without_a_bound_of_its_own_auto_always_finds_a_table(permute, repeats):
         assert table.name.startswith("auto-") and (not repeats or len(table.place) == repeats * stages)
 
 
+@pytest.mark.parametrize("chunks", [(5, 7), (2, 4, 3, 3)])
+def test_auto_takes_chunks_as_they_are(chunks):
+    made = setup("auto", 0, 2, **{"pipeline.chunk_layers": chunks})
+    assert made.placement.sizes == chunks
+
+
+def test_a_file_without_backward_is_refused(tmp_path):
+    file = tmp_path / "forward.csv"
+    file.write_text("stage 0,stage 1\nF0.0,\nF0.1,F0.0\n,F0.1\n")
+    with pytest.raises(ConfigError, match="has F ops alone, and training needs their B and W: use a table with all three"):
+        setup(f"csv:{file}", 0, 2, 2, **{"pipeline.remat": "none"})
+
+
+def test_dense_layers_first_take_time_with_the_embedding():
+    moe = {"model.experts": 4, "model.expert_width": 32, "model.mlp_width": 128}
+    cfg = small.config((1, 2, 1), changes=moe | {"model.dense_layers": 2})
+    dense, layer = 4 * 32 * 32 + 3 * 32 * 128, 4 * 32 * 32 + 2 * 3 * 32 * 32 + 32 * 4
+    assert times_of(cfg, 2).embed == pytest.approx(2 * 2 * dense / (layer * 4 / 2))
+    assert times_of(small.config((1, 2, 1), changes=moe), 2).embed == 0
+
+
 def test_too_little_memory_names_what_is_enough():
     with pytest.raises(ConfigError, match=r"pipeline.memory=0.1 is too little for any table found: use ") as found:
         setup("auto", **{"pipeline.memory": 0.1})

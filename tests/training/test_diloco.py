@@ -24,6 +24,7 @@ from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
 from jaxtrain.mesh import REPLICA, make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
+from jaxtrain.training.diloco import mean_metrics
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
@@ -235,6 +236,11 @@ def test_mean_across_replicas(layout):
         for shard in got.addressable_shards:
             by_place.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
         assert all(len(values) == 1 for values in by_place.values()), "replicas differ"
+
+
+def test_a_batch_without_a_valid_token_has_no_loss():
+    metrics = {"loss": jnp.zeros(2), "tokens": jnp.zeros(2, jnp.int32), "grad_norm": jnp.zeros(2)}
+    assert all(float(a) == 0 for a in mean_metrics(metrics).values())
 
 
 def test_rounding_to_int8():
