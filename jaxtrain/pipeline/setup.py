@@ -50,6 +50,8 @@ class Setup:
             return f"{t.microbatches} microbatches one after the other"
         found = self.simulation()
         bubble = f"predicted bubble {found.bubble_fraction_coupled:.1%} ({found.bubble_fraction:.1%} if stages ran on their own)"
+        if found.imbalance > 1.1:
+            bubble += f" of the busiest stage, which works {found.imbalance:.1f} times the mean"
         where = "shared by all stages" if t.vocabulary == "parallel" else "on the first and last stage"
         return f"{t.name}, {t.ticks} ticks, {bubble}; embedding and head {where}"
 

@@ -60,6 +60,7 @@ class Simulation:
     bubble_fraction_span               1 − busiest stage's work / longest time from a stage's first op to the end of its last one
                                        (Qi et al. 2023: the optimizer's step follows on each stage without a barrier)
     bubble_fraction_coupled            1 − busiest stage's work / step_time_coupled
+    imbalance                          busiest stage's work / mean work of a stage
     peak_activations                   `peak_stashes`: in chunk stashes, from F to the end of B
     peak_activations_with_stash        the same, to the end of W
     timeline, timeline_coupled         by each clock
@@ -70,6 +71,7 @@ class Simulation:
     bubble_fraction: float
     bubble_fraction_span: float
     bubble_fraction_coupled: float
+    imbalance: float
     peak_activations: list[float]
     peak_activations_with_stash: list[float]
     timeline: list[Event]
@@ -98,6 +100,7 @@ def simulate(table: Table, times: Times, *, shares: Sequence[float] | None = Non
         _bubble(most, step),
         _bubble(most, span),
         _bubble(most, step_coupled),
+        most * table.stages / sum(busy) if most else 1.0,
         peak_stashes(table),
         peak_stashes(table, count_stash=True),
         timeline,

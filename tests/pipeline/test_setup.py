@@ -126,4 +126,7 @@ def test_too_little_memory_names_what_is_enough():
 
 
 def test_the_line_for_people():
+    heavy = setup(**{"pipeline.times": (1.0, 1.0, 1.0, 0.0, 0.0, 3.0), "pipeline.vocabulary": "end_stages", "pipeline.remat": "none"})
+    assert "of the busiest stage, which works 1.6 times the mean;" in heavy.describe()
+    assert "busiest" not in setup(**{"pipeline.times": (1.0, 1.0, 1.0)}).describe()
     assert "predicted bubble" in setup().describe() and setup(stages=1).describe() == "8 microbatches one after the other"
