@@ -16,14 +16,14 @@ TIED = {"model.tied_embeddings": True}
 GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
 # data × stage × model, schedule, repeats, microbatches, zero, changes
 CASES = {
-    "3, data 4, model 2": ((4, 1, 2), "1f1b", 1, 2, 3, GPT2),
     "3, reduced once": ((4, 1, 1), "1f1b", 1, 2, 3, {"parallel.reduce": "step", **TIED}),
     "1, reduced each microbatch": ((2, 2, 1), "1f1b", 1, 3, 1, {"parallel.reduce": "microbatch", **ENDS}),
     "3, gathered once": ((2, 2, 1), "1f1b", 1, 3, 3, {"parallel.gather": "step", "mesh.replica": 2}),
-    "3, zb_v, ends, tied": ((2, 2, 2), "zb_v", 2, 4, 3, {"pipeline.remat": "none", **ENDS, **TIED}),
     "3, nothing divides": ((3, 2, 1), "1f1b", 1, 2, 3, {"data.batch_size": 12, **SHARED}),
 }
 MORE = {
+    "3, data 4, model 2": ((4, 1, 2), "1f1b", 1, 2, 3, GPT2),
+    "3, zb_v, ends, tied": ((2, 2, 2), "zb_v", 2, 4, 3, {"pipeline.remat": "none", **ENDS, **TIED}),
     "2, data 8": ((8, 1, 1), "1f1b", 1, 2, 2, {}),
     "3, data 8, none": ((8, 1, 1), "1f1b", 1, 2, 3, {"pipeline.remat": "none"}),
     "2, interleaved, ends": ((2, 2, 2), "interleaved", 2, 4, 2, {**ENDS, **GPT2}),
