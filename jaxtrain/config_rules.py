@@ -71,7 +71,8 @@ def _latent_attention_is_whole(c: Config) -> Broken | None:
         rule = f"is for model.attention='gqa': latents make keys and values for each of model.heads={m.heads}"
         return Broken("model.kv_heads", rule, values_for("model.kv_heads", [0]))
     if not m.kv_rank:
-        return Broken("model.kv_rank", "leaves model.attention='mla' no latent", values_for("model.kv_rank", [4 * m.head_dim]))
+        fixes: list[dict[str, Any]] = [{"model.kv_rank": 4 * m.head_dim}, {"model.attention": "gqa"}]
+        return Broken("model.kv_rank", "leaves model.attention='mla' no latent", fixes)
     if not m.rope_head_dim or m.rope_head_dim % 2:
         rule = "is the rotated part of model.attention='mla', and rotary positions turn pairs: it must be even, and not 0"
         sizes = [m.rope_head_dim + 1] if m.rope_head_dim else [-(-m.head_dim // 4) * 2]

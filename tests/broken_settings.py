@@ -162,6 +162,10 @@ RULES = [
         {**LATENT, "model.kv_heads": 4},
         "model.kv_heads=4 is for model.attention='gqa': latents make keys and values for each of model.heads=8: use 0",
     ),
+    (
+        {"model.attention": "mla", "model.kv_heads": 0},
+        "model.kv_rank=0 leaves model.attention='mla' no latent: use model.attention='gqa'",
+    ),
     ({**LATENT, "model.kv_rank": 0}, "model.kv_rank=0 leaves model.attention='mla' no latent: use 64"),
     (
         {**LATENT, "model.rope_head_dim": 5},

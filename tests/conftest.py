@@ -35,9 +35,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(
-        key=lambda item: item.path.parent != ROOT / "tests"
-    )  # whole runs are the longest files: one at the end has no other beside it
+    items.sort(key=lambda item: item.path.parent != ROOT / "tests")  # whole runs take longest: at the end they would run alone
     for item in items:  # a file's tests share what they have compiled, so they stay in one process
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
