@@ -39,12 +39,11 @@ def bytes_a_step(flags: list[str]) -> float:
     from crossing import bytes_sent
 
     from jaxtrain import cli, config_checks
-    from jaxtrain.mesh import make_mesh
+    from jaxtrain.mesh import make_mesh, sizes_of
     from jaxtrain.training.step import abstract_batch, make_step
 
     config = config_checks.check_devices(cli.parse(flags, "")[0], 8).resolve()
-    m = config.mesh
-    step = make_step(config, make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model)))
+    step = make_step(config, make_mesh(sizes_of(config.mesh)))
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()
         sent = bytes_sent(hlo.Program(step.train.lower(state, abstract_batch(config, step)).compile().as_text()), step.mesh)

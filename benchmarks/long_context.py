@@ -32,14 +32,13 @@ def compiled(devices, recipe, settings: dict[str, str], length: int, mode: str) 
 
     from jaxtrain import cli, config_checks
     from jaxtrain import config as configs
-    from jaxtrain.mesh import make_mesh
+    from jaxtrain.mesh import make_mesh, sizes_of
     from jaxtrain.training.step import COMPILER_OPTIONS, abstract_batch, make_step
 
     own = {"data.sequence_length": str(length), "parallel.context": mode}
     config = config_checks.check_devices(cli.apply(recipe, list((settings | own).items())), DEVICES).resolve()
     config = configs.replace(config, {"data.batch_size": config.mesh.data * config.mesh.replica})
-    m = config.mesh
-    mesh = make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model), devices)
+    mesh = make_mesh(sizes_of(config.mesh), devices)
     step = make_step(config, mesh)
     state, begin = step.abstract_state(), time.time()
     with jax.set_mesh(mesh), jax.default_device(devices[0]):

@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
     import numpy as np
 
     from jaxtrain.config_checks import check_devices
-    from jaxtrain.mesh import make_mesh
+    from jaxtrain.mesh import make_mesh, sizes_of
     from jaxtrain.pipeline.columns import columns
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import abstract_batch, make_step
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
     m = config.mesh
     if m.stage == 1:
         sys.exit("error: mesh.stage=1 has no pipeline: use 2 or more")
-    mesh = make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model))
+    mesh = make_mesh(sizes_of(m))
     simulated, cores = jax.default_backend() == "cpu", len(os.sched_getaffinity(0))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)

@@ -86,6 +86,11 @@ def _latent_attention_is_whole(c: Config) -> Broken | None:
 CUDNN_HEAD = 128  # the widest head that cuDNN's attention has, in steps of 8
 
 
+def cudnn_has(head_dim: int) -> bool:
+    """Whether cuDNN's attention is there for heads of this size."""
+    return head_dim <= CUDNN_HEAD and head_dim % 8 == 0
+
+
 def _kernel_fits(c: Config) -> Broken | None:
     """What cuDNN's attention does not take is refused, where it was asked for by name."""
     if c.model.attention_kernel != "cudnn":
@@ -95,7 +100,7 @@ def _kernel_fits(c: Config) -> Broken | None:
         return Broken(
             "model.attention_kernel", "is for 16 bits, not precision.compute='float32'", [auto, {"precision.compute": "bfloat16"}]
         )
-    if c.model.head_dim > CUDNN_HEAD or c.model.head_dim % 8:
+    if not cudnn_has(c.model.head_dim):
         rule = f"is for heads of up to {CUDNN_HEAD} numbers in steps of 8, not model.head_dim={c.model.head_dim}"
         return Broken("model.attention_kernel", rule, [auto])
     return None

@@ -59,7 +59,7 @@ def run(config: Config, workdir: str) -> None:
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
     _check_corpus(corpus, meta)
     m = config.mesh
-    mesh = meshes.make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model))
+    mesh = meshes.make_mesh(meshes.sizes_of(m))
     if config.train.sample_tokens:
         prompt_ids(corpus.tokenizer, config.train.sample_prompt, config.model.vocab_size)
     if start >= config.train.steps:

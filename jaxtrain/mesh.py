@@ -25,6 +25,11 @@ SUM_AXES = (*BATCH_AXES, CONTEXT)  # devices with tokens of their own: losses an
 MANUAL_AXES = (REPLICA, DATA, STAGE, CONTEXT, EXPERT)  # the runtime's own; `model` is left to the partitioner
 
 
+def sizes_of(mesh: Any) -> tuple[int, ...]:
+    """The sizes that a config's `mesh` group has, in AXES' order."""
+    return tuple(getattr(mesh, axis) for axis in AXES)
+
+
 def make_mesh(sizes: Sequence[int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of the six axes in AXES' order over `devices` (default: all), `model` innermost.
 

@@ -132,14 +132,14 @@ def main(platform: str, changes: str, options: str, program: str, file: str) -> 
     from jax.experimental import topologies
 
     from jaxtrain import config as configs
-    from jaxtrain.mesh import make_mesh
+    from jaxtrain.mesh import make_mesh, sizes_of
     from jaxtrain.training.step import abstract_batch, make_step
 
     jax.config.update("jax_enable_compilation_cache", False)
     config = configs.replace(configs.Config(), json.loads(changes)).resolve()
     m, model = config.mesh, config.model
     devices = topologies.get_topology_desc(**PLATFORMS[platform].topology).devices
-    mesh = make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model), devices)
+    mesh = make_mesh(sizes_of(m), devices)
     step = make_step(config, mesh)
     state = step.abstract_state()
     with jax.set_mesh(mesh), jax.default_device(devices[0]):

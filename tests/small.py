@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
-from jaxtrain.mesh import make_mesh
+from jaxtrain.mesh import make_mesh, sizes_of
 from jaxtrain.training.state import Layout, abstract_state
 
 SMALL = configs.replace(
@@ -52,8 +52,7 @@ def named(always, more) -> list:
 
 def mesh_of(cfg: Config) -> jax.sharding.Mesh:
     """Its mesh, on the first of this process's devices."""
-    m = cfg.mesh
-    sizes = (m.replica, m.data, m.stage, m.context, m.expert, m.model)
+    sizes = sizes_of(cfg.mesh)
     return make_mesh(sizes, jax.devices()[: int(np.prod(sizes))])
 
 

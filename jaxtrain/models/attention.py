@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.config_rules import cudnn_has
 from jaxtrain.models import blockwise
 from jaxtrain.models.layers import Dense, columns, rotary
 from jaxtrain.parallel import context, ring
@@ -27,7 +28,7 @@ def choose_implementation(wanted: str, dtype, head_dim: int, platform: str) -> A
     """ "auto" → cuDNN's flash attention where it exists (NVIDIA GPU, 16-bit, heads up to 128 wide), XLA's elsewhere."""
     if wanted != "auto":
         return wanted
-    return "cudnn" if platform == "gpu" and dtype in CUDNN_TYPES and head_dim <= 128 and head_dim % 8 == 0 else "xla"
+    return "cudnn" if platform == "gpu" and dtype in CUDNN_TYPES and cudnn_has(head_dim) else "xla"
 
 
 def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, implementation: str = "auto", causal: bool = False) -> jax.Array:

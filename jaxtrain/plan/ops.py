@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxtrain.config import Config
-from jaxtrain.mesh import AXES, BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE
+from jaxtrain.mesh import AXES, BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE, sizes_of
 from jaxtrain.models.spec import Spec
 from jaxtrain.parallel.experts import capacity_of
 from jaxtrain.parallel.replicas import BLOCK
@@ -59,7 +59,7 @@ class Sizes:
     def __init__(self, config: Config, cpu: bool):
         self.config, self.model = config, config.model
         # No device is needed: layouts ask a mesh for its sizes alone.
-        self.mesh = cast(Mesh, AbstractMesh(tuple(getattr(config.mesh, a) for a in AXES), AXES))
+        self.mesh = cast(Mesh, AbstractMesh(sizes_of(config.mesh), AXES))
         self.of: dict[str, int] = dict(self.mesh.shape)
         self.setup: Setup = make_setup(config)
         self.layout: Layout = make_layout(config, self.setup, self.mesh)

@@ -116,8 +116,7 @@ class DryRun:
 
 def dry_run(config: Config) -> DryRun:
     """Compiles the step of a resolved config for this process's devices. Raises ConfigError for what cannot be made."""
-    m = config.mesh
-    mesh = meshes.make_mesh((m.replica, m.data, m.stage, m.context, m.expert, m.model))
+    mesh = meshes.make_mesh(meshes.sizes_of(config.mesh))
     cpu = jax.default_backend() == "cpu"
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)
