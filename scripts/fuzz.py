@@ -11,6 +11,8 @@ goes on. The exit status is 1 if a case failed.
 
 import argparse
 import concurrent.futures
+import functools
+import hashlib
 import json
 import math
 import os
@@ -95,6 +97,15 @@ def difference(figures: dict[str, float], wanted: dict[str, float]) -> str:
     return "; ".join(f"{name}: {figures[name]:.9g}, on one device {wanted[name]:.9g}" for name, gap in far.items() if not gap <= TOLERANCE)
 
 
+@functools.cache
+def sources() -> str:
+    """A hash of the package's sources."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "jaxtrain").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 class Results:
     """What has been run, in a file that grows by a line a case."""
 
@@ -105,7 +116,7 @@ class Results:
 
     def add(self, case: str, **values: Any) -> None:
         with self._lock:
-            self.lines[case] = {"case": case, **values}
+            self.lines[case] = {"case": case, "sources": sources(), **values}
             with self._path.open("a") as file:
                 file.write(json.dumps(self.lines[case]) + "\n")
 
@@ -145,6 +156,8 @@ def run_valid(folder: pathlib.Path, seed: int, count: int, jobs: int) -> int:
     failed = [line["case"] for line in cases if line["error"]]
     staged, odd = (sum(bool(test(line)) for line in cases) for test in (lambda c: c["stages"] > 1, lambda c: c["odd"]))
     text = f"{staged} with several stages, {odd} with sizes that are no powers of two"
+    if older := sum(line["sources"] != sources() for line in cases):
+        print(f"{older} of these cases were run with other sources of jaxtrain: another --folder runs all of them anew")
     print(f"valid: {len(cases) - len(failed)} of {len(cases)} as on one device ({text}){': failed ' * bool(failed)}{' '.join(failed)}")
     return len(failed)
 

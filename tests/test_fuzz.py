@@ -1,0 +1,54 @@
+"""scripts/fuzz.py: some of its cases, and that it sees what is wrong."""
+
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+import fuzz  # noqa: E402 (the path comes first)
+import fuzz_valid  # noqa: E402
+
+SEED = 11
+
+
+def test_random_layouts_train_as_one_device(tmp_path):
+    fuzz.write_corpora(tmp_path)
+    assert fuzz.run_valid(tmp_path, SEED, 3, jobs=1) == 0
+    cases = fuzz.Results(tmp_path / "results.jsonl").lines
+    assert sorted(cases) == ["0.0", "0.1", "0.2", "0.one"]
+    assert all(len(line["figures"]) >= 4 for line in cases.values())
+
+
+def test_cases_are_drawn_from_the_seed_and_cover_what_they_should():
+    groups = [fuzz_valid.draw_group(SEED, group, fuzz.LAYOUTS) for group in range(12)]
+    assert groups[3] == fuzz_valid.draw_group(SEED, 3, fuzz.LAYOUTS)
+    layouts = [layout for _, layouts in groups for layout in layouts]
+    assert sum(layout.stages > 1 for layout in layouts) >= len(layouts) / 2
+    assert sum(layout.odd for layout in layouts) >= len(layouts) / 3
+    assert all(fuzz_valid.works(fuzz_valid.RUN | model | layout.settings, layout.devices) for model, own in groups for layout in own)
+
+
+def test_a_difference_is_seen():
+    figures = {"loss, step 1": 5.0, "grad_norm, step 1": 2.0}
+    assert fuzz.difference(figures, dict(figures)) == ""
+    assert fuzz.difference(figures | {"loss, step 1": 5.00004}, figures) == ""
+    assert "loss, step 1" in fuzz.difference(figures | {"loss, step 1": 5.0001}, figures)
+    assert "grad_norm" in fuzz.difference(figures | {"grad_norm, step 1": float("nan")}, figures)
+    assert fuzz.difference({"loss, step 1": 5.0}, figures)
+
+
+def test_a_failed_command_is_a_failed_case_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    def train(folder, name, settings, devices):
+        if name == "0.1":
+            return {"command": "python -m jaxtrain.train", "seconds": 1.0, "error": "status 1: Traceback"}
+        return {"command": "python -m jaxtrain.train", "seconds": 1.0, "figures": {"loss, step 1": 1.0}}
+
+    monkeypatch.setattr(fuzz, "train", train)
+    assert fuzz.run_valid(tmp_path, SEED, 4, jobs=1) == 1
+    assert "0.1: status 1: Traceback" in capsys.readouterr().out
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6
+    monkeypatch.setattr(fuzz, "train", lambda *_: pytest.fail("all have been run"))
+    assert fuzz.run_valid(tmp_path, SEED, 4, jobs=1) == 1
