@@ -172,8 +172,8 @@ def chunk_shape(array: StoredArray, limit: int = CHUNK_BYTES) -> tuple[int, ...]
     """The shape of the pieces in which the array is stored; the same on every process.
 
     A piece must be written by one device, so it never crosses the border of a shard: a layer is a piece of its own (a replica's, where each
-    has its own), and where a dimension is sharded the piece divides the shard. Pieces over `limit` bytes are halved, along whole dimensions
-    first.
+    has its own), and where a dimension is sharded the piece divides the shard. Pieces over `limit` bytes are cut in two, along whole
+    dimensions first, or into as few as divide a shard.
     """
     lead, layer = array.parts[0].lead, array.parts[0].chunk is not None
     skip = lead + 2 * layer
@@ -182,10 +182,8 @@ def chunk_shape(array: StoredArray, limit: int = CHUNK_BYTES) -> tuple[int, ...]
     shards = [p.sharding.shard_shape(p.shape)[skip:] for p in array.parts]
     whole = [all(s[d] == n for s in shards) for d, n in enumerate(full)]
     piece = [n if whole[d] else math.gcd(*(s[d] for s in shards)) for d, n in enumerate(stored)]
-    while math.prod(piece) * array.dtype.itemsize > limit:
-        splittable = [d for d, n in enumerate(piece) if n > 1 and (whole[d] or n % 2 == 0)]
-        if not splittable:
-            break
-        d = max(splittable, key=lambda d: (whole[d], piece[d]))
-        piece[d] = -(-piece[d] // 2)
+    while math.prod(piece) * array.dtype.itemsize > limit and max(piece, default=1) > 1:
+        d = max((d for d, n in enumerate(piece) if n > 1), key=lambda d: (whole[d], piece[d]))
+        parts = 2 if whole[d] else next(n for n in range(2, piece[d] + 1) if piece[d] % n == 0)
+        piece[d] = -(-piece[d] // parts)
     return (*[1] * (lead + layer), *piece)

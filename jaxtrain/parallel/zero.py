@@ -88,7 +88,7 @@ def plan(
     whole = spec(axes)
     own_axes = {name for part in whole for name in mesh_axes(part)}
     copies = tuple(name for name in (*sum_axes, STAGE) if name not in own_axes)
-    candidates = [(DATA, STAGE), (DATA,)] if STAGE in copies else [(DATA,)]
+    candidates: list[tuple[str, ...]] = [(DATA, STAGE), (DATA,), (STAGE,)] if STAGE in copies else [(DATA,)]
 
     def shared(dim: int, names: tuple[str, ...]) -> PartitionSpec:
         parts = list(whole)

@@ -13,6 +13,7 @@ import jax
 from jaxtrain import mesh as meshes
 from jaxtrain.config import Config
 from jaxtrain.mesh import DATA
+from jaxtrain.parallel.zero import Reduction
 from jaxtrain.plan.account import Row, account, busiest, exchange_account
 from jaxtrain.plan.ops import NUMBER, Sizes
 from jaxtrain.training.state import OUTER, bytes_per_device
@@ -34,6 +35,10 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
         lines.append(
             f"replicas: {config.mesh.replica} train apart and exchange {config.precision.outer} every {every} steps and after the last"
         )
+    if (whole := whole_over_data(step)) >= 0.01:
+        data = config.mesh.data
+        why = f"mesh.data={data} divides no free dimension of theirs (model.width={config.model.width})"
+        lines.append(f"ZeRO: {whole:.0%} of the parameters stay whole on all {data} data shards: {why}")
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
         size = step.slot_bytes()
@@ -50,6 +55,16 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
     if lies:
         lines.append(f"in the host's memory, for each device: {'; '.join(lies)}")
     return lines
+
+
+def whole_over_data(step: Step) -> float:
+    """The part of the parameters, from 0 to 1, that ZeRO would share out over `data` and cannot."""
+    layout = step.layout
+    if not layout.zero or step.mesh.shape[DATA] == 1:
+        return 0.0
+    hows = jax.tree.leaves(layout.reductions, is_leaf=lambda x: isinstance(x, Reduction))
+    sizes = [math.prod(array.shape) for array in jax.tree.leaves(layout.shapes)]
+    return sum(size for how, size in zip(hows, sizes, strict=True) if not how.over_data) / sum(sizes)
 
 
 def compiled_memory(compiled) -> dict[str, int] | None:

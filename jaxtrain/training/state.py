@@ -27,7 +27,7 @@ from jaxtrain.models.transformer import Parts
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Reduction, plan
 from jaxtrain.pipeline.placement import Placement
-from jaxtrain.sharding import constrain, named
+from jaxtrain.sharding import constrain, restricted, spec
 
 OUTER = ("anchor", "outer_momentum")
 
@@ -127,14 +127,14 @@ class Layout:
         Parameters of one shape and one sharding are drawn together: random generators are most of what this program costs to compile.
         """
         leaves, tree = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
-        groups: dict[tuple, list[int]] = {}
+        groups: dict[tuple, list[int]] = {}  # by shape, leading dimensions and the mesh axes that cut it
         values = {}
         for i, (path, s) in enumerate(leaves):
             if s.std is None:
                 values[i] = self._used(path, s, jnp.full(s.padded, s.constant, self.dtype))
             else:
                 lead = keys[i].shape[:-1]
-                split = tuple(named(self.mesh, (a,)).shard_shape((2**30,)) for a in s.axes)
+                split = restricted(spec(s.axes), {name for name, size in self.mesh.shape.items() if size > 1})
                 groups.setdefault((s.shape, s.padded, lead, split), []).append(i)
         for (_, _, lead, _), members in groups.items():
             first = leaves[members[0]][1]

@@ -72,7 +72,8 @@ def abstract_state(layout: Layout) -> dict:
     def tree(dtype, scattered):
         data = "data" if scattered else None
         vocabulary = ("stage", "data", "model") if scattered else "model"
-        embed = {"table": leaf((layout.padded, WIDTH), dtype, "model", ("stage", "data") if scattered else None)}
+        columns = ("stage", "data") if scattered and WIDTH % (layout.stages * layout.data) == 0 else None
+        embed = {"table": leaf((layout.padded, WIDTH), dtype, "model", columns)}
         head = {"w": leaf((WIDTH, layout.padded), dtype, None, vocabulary)}
         layers = {}
         for c in range(layout.chunks):

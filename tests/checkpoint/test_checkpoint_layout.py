@@ -14,6 +14,8 @@ LAYOUTS = [
     Layout(7, stages=2, chunks=3, data=2, model=2),
     Layout(18, stages=4, chunks=3, data=2, padded=24),
     Layout(18, stages=2, data=4, padded=32),
+    Layout(18, stages=3, chunks=2, data=2, padded=18),
+    Layout(7, stages=7, padded=21),
     Layout(18, stages=1, chunks=2, data=2, model=4),
     Layout(7, stages=2, chunks=2, data=2, padded=24, replicas=2),
 ]
@@ -57,6 +59,14 @@ def test_pieces_stay_under_the_limit():
     # The dimension that is not sharded goes first; the other is halved within the shard.
     assert chunk_shape(array, limit=64) == (1, 2, 8)
     assert chunk_shape(array, limit=16) == (1, 1, 4)
+
+
+def test_pieces_of_odd_shards_stay_under_the_limit_too():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
+    state = {"w": jax.ShapeDtypeStruct((30, 14), np.float32, sharding=sharding)}
+    (array,) = stored_arrays(state, {"w": (29, 14)}, LAYOUTS[0].placement)  # shards of 15 × 7
+    assert [chunk_shape(array, limit) for limit in (4 * 105, 4 * 104, 4 * 34, 4 * 5, 4)] == [(15, 7), (5, 7), (5, 1), (5, 1), (1, 1)]
 
 
 def test_replicas_take_turns():

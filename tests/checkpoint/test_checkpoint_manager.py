@@ -21,13 +21,13 @@ LAYOUTS = {
         Layout(7, stages=1, chunks=3, data=8),
         Layout(7, stages=1, data=1, model=8),
         Layout(7, stages=2, chunks=3, data=2, model=2),
-        Layout(7, stages=4, data=2, padded=24),
+        Layout(7, stages=3, data=2, padded=18),
     ],
     18: [
         Layout(18, stages=1, chunks=2, data=2, model=4),
         Layout(18, stages=2, chunks=1, data=4),
         Layout(18, stages=2, chunks=3, data=2, model=2, padded=32),
-        Layout(18, stages=4, chunks=2, model=2),
+        Layout(18, stages=7, chunks=2, padded=21),
         Layout(18, stages=4, chunks=3, data=2),
     ],
     "5, replicas apart": [

@@ -1,5 +1,7 @@
 """ZeRO: which dimension is shared out, and that a reduction leaves every device its part of the sum over all."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +31,10 @@ def test_embedding_and_head_are_shared_out_over_stages_too():
     # 4 does not divide the width: over data alone, and summed over stages.
     how = plan(TABLE, (62, 6), 0, mesh, zero=1)
     assert (how.scatter_axes, how.dim, how.sum_axes) == (("data",), 1, ("replica", "expert", "context", "stage"))
+    # Neither does data: over stages alone, and summed over data.
+    how = plan(TABLE, (62, 8), 0, make_mesh((1, 3, 2, 1, 1, 1), jax.devices()[:6]), zero=3)
+    assert (how.scatter_axes, how.dim, how.sum_axes) == (("stage",), 1, ("replica", "data", "expert", "context"))
+    assert how.storage == P("model", "stage") and how.sharded == how.whole == P("model", None)
 
 
 def test_what_stays_whole():
@@ -48,6 +54,8 @@ CASES = {
     "behind a split dimension": ((1, 2, 2, 1, 1, 2), ("stage", "layer", "heads", "width"), (2, 1, 6, 4), 2, 1),
     "scattered over stages and data": ((1, 2, 2, 1, 1, 2), TABLE, (62, 8), 0, 1),
     "over data, summed over stages": ((1, 2, 2, 1, 1, 2), TABLE, (62, 6), 0, 1),
+    "over stages, summed over data": ((1, 3, 2, 1, 1, 1), TABLE, (62, 8), 0, 1),
+    "over 3 of data": ((1, 3, 2, 1, 1, 1), LAYER, (2, 1, 9, 4), 2, 1),
     "replicas": ((2, 2, 2, 1, 1, 1), LAYER, (2, 1, 4, 4), 2, 1),
     "not divisible": ((1, 4, 2, 1, 1, 1), ("stage", "layer", "width"), (2, 4, 6), 2, 1),
     "nothing shared out": ((1, 2, 2, 1, 1, 2), LAYER, (2, 3, 8, 16), 2, 0),
@@ -58,7 +66,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_reduction(case, dtype):
     sizes, axes, shape, own, zero = CASES[case]
-    mesh = make_mesh(sizes)
+    mesh = make_mesh(sizes, jax.devices()[: math.prod(sizes)])
     how = plan(axes, shape, own, mesh, zero)
     # Each device has a gradient of its own: small integers, which bfloat16 adds exactly.
     own_axes = [a for a in AXES if a != MODEL]
