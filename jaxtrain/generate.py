@@ -26,7 +26,7 @@ from jaxtrain.config_mesh_rules import kv_heads_fit, mlp_widths
 DESCRIPTION = """
 Continues a prompt with the model of a checkpoint.
 
-usage: python -m jaxtrain.generate --workdir=DIR --prompt=TEXT [flags]
+usage: jaxtrain generate --workdir=DIR --prompt=TEXT [flags]      (or python -m jaxtrain.generate …)
 """
 
 FLAGS = (

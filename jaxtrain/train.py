@@ -12,8 +12,8 @@ from jaxtrain.config_checks import check_devices
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
 
-usage: python -m jaxtrain.train [--config=configs/NAME.py] [--config.GROUP.FIELD=VALUE …] [--workdir=DIR] [--cpu_devices=N]
-       … --dry_run [--json]
+usage: jaxtrain train [--config=NAME|FILE] [--config.GROUP.FIELD=VALUE …] [--workdir=DIR] [--cpu_devices=N]
+       jaxtrain train … --dry_run [--json]      (or python -m jaxtrain.train …)
 """
 FLAGS = (
     cli.Flag("dry_run", False, "compile the step, print mesh, memory and collectives, and stop: nothing is run, read or written"),
