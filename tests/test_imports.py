@@ -15,6 +15,7 @@ LAYERS = {
     "jaxtrain.recipes": 0,
     "jaxtrain.cluster_environment": 0,
     "jaxtrain.metrics": 0,
+    "jaxtrain.progress": 0,
     "jaxtrain.data": 0,
     "jaxtrain.pipeline.placement": 0,
     "jaxtrain.pipeline.show": 0,
