@@ -68,7 +68,7 @@ def main() -> None:
     import jax
     from jax.experimental import topologies
 
-    from jaxtrain import cli
+    from jaxtrain.recipes import find_recipe, load_recipe
 
     if ahead.PLATFORMS["h100"].missing:
         parser.error(f"no compiler for H100s here: {ahead.install_command(jax.__version__)}")
@@ -76,7 +76,7 @@ def main() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     topology = {**ahead.PLATFORMS["h100"].topology, "topology": f"1x{DEVICES // 8}x8"}
     devices = topologies.get_topology_desc(**topology).devices
-    recipe = cli.load_recipe(REPOSITORY / "configs" / "llama3_8b.py")
+    recipe = load_recipe(find_recipe("llama3_8b"))
     settings = SETTINGS | dict(change.removeprefix("--config.").split("=", 1) for change in args.changes)
     print(f"{'tokens':>9}  {'context':10} {'arguments GB':>12} {'temporary GB':>12} {'total GB':>8} {'compiled s':>10}")
     rows = []

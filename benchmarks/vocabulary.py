@@ -15,11 +15,11 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def predicted(vocabulary: int) -> None:
-    from jaxtrain import cli
     from jaxtrain import config as configs
     from jaxtrain.pipeline.setup import make_setup
+    from jaxtrain.recipes import find_recipe, load_recipe
 
-    recipe = cli.load_recipe(cli.find_recipe(f"{REPOSITORY}/configs/llama3_8b.py"))
+    recipe = load_recipe(find_recipe("llama3_8b"))
     print(f"Llama 3 8B's shapes, vocabulary {vocabulary:,}, 4 microbatches a stage; time in F of a stage\n")
     print(f"{'stages':>6} {'schedule':12} {'vocabulary':11} {'step':>8} {'bubble':>8} {'tables, gradients, moments: GB a device':>40}")
     for stages in (4, 8, 16):

@@ -11,11 +11,9 @@ recipe's values, from which the dataclass is built again.
 import ast
 import dataclasses
 import difflib
-import importlib.util
 import os
 import pathlib
 import sys
-import traceback
 import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -23,11 +21,11 @@ from typing import Any, NoReturn
 from absl import flags as absl_flags
 from ml_collections import ConfigDict, config_flags
 
-from jaxtrain import cluster_environment, config_checks
+from jaxtrain import __version__, cluster_environment, config_checks
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError
+from jaxtrain.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 SIMULATED_DEVICES = 8
 
@@ -49,7 +47,7 @@ CLUSTER_FLAGS = (
     Flag("process_id", 0, "number of this process, with --coordinator", at_least=0),
 )
 SHARED_FLAGS = (
-    Flag("config", "configs/tiny.py", "recipe: a Python file whose get_config() returns a jaxtrain.config.Config"),
+    Flag("config", DEFAULT_RECIPE, "recipe: a Python file whose get_config() returns a jaxtrain.config.Config, or a shipped one's name"),
     Flag("workdir", "", "folder of checkpoints and metrics; a checkpoint in it is continued; empty: runs/NAME of the recipe"),
     *CLUSTER_FLAGS,
 )
@@ -74,7 +72,7 @@ def parse(argv: Sequence[str], description: str, extra_flags: Sequence[Flag] = (
         config = apply(load_recipe(path), overrides)
         config_checks.check(config)
         config_checks.check_files(config)
-    except (UsageError, ConfigError) as error:
+    except (UsageError, RecipeError, ConfigError) as error:
         fail(str(error))
     namespace.config = str(path)
     namespace.workdir = namespace.workdir or os.path.join("runs", path.stem)
@@ -107,6 +105,9 @@ def read_flags(
     """(flag name → value, [(setting's path, text), …]) of a command line. UsageError or ConfigError for what is not known."""
     if "--help" in argv or "-h" in argv:
         print(help_text(description, flags, with_config))
+        sys.exit(0)
+    if "--version" in argv:
+        print(f"jaxtrain {__version__}")
         sys.exit(0)
     known = {flag.name: flag for flag in flags}
     values: dict[str, Any] = {flag.name: flag.default for flag in flags}
@@ -197,48 +198,7 @@ def check_workdir(workdir: str) -> None:
         fail(f"--workdir={workdir!r}: {str(there)!r} may not be written: use --workdir={os.path.join('runs', path.name)!r}")
 
 
-# --- recipes ---------------------------------------------------------------------------------------------------------------------
-
-
-def find_recipe(name: str) -> pathlib.Path:
-    """The file of `--config`: as given, or as given from the repository's folder. UsageError, with the nearest recipe, if there is none."""
-    for path in (pathlib.Path(name).expanduser(), REPOSITORY / name):
-        if path.is_file():
-            return path.resolve()
-    recipes = {p.stem: p for p in sorted([*pathlib.Path("configs").glob("*.py"), *(REPOSITORY / "configs").glob("*.py")], reverse=True)}
-    near = difflib.get_close_matches(pathlib.Path(name).stem, recipes, n=1, cutoff=0.3) or ["tiny"]
-    raise UsageError(f"--config={name!r} is not a file: use configs/{near[0]}.py")
-
-
-def load_recipe(path: pathlib.Path) -> Config:
-    """What the file's get_config() returns. UsageError for whatever goes wrong in it, with the line."""
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a config that is refused leaves nothing behind
-    try:
-        spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
-        if spec is None or spec.loader is None:
-            raise UsageError(f"--config={str(path)!r} is not a Python file: use a recipe such as configs/tiny.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        if not callable(getattr(module, "get_config", None)):
-            raise UsageError(f"--config={str(path)!r} defines no function get_config(): use one that returns a jaxtrain.config.Config")
-        config = module.get_config()
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
-        where = f", line {line}," if line else ""
-        raise UsageError(
-            f"--config={str(path)!r}{where} raises {type(error).__name__}: {error}: use a recipe such as configs/tiny.py"
-        ) from None
-    finally:
-        sys.dont_write_bytecode = writes
-    if not isinstance(config, Config):
-        raise UsageError(f"--config={str(path)!r}: get_config() returns {type(config).__name__}: use a jaxtrain.config.Config")
-    for group in dataclasses.fields(Config):
-        if not isinstance(getattr(config, group.name), group.type):  # type: ignore[arg-type]
-            raise ConfigError(group.name, getattr(config, group.name), "is not a group of settings", f"a {group.type.__name__}")  # type: ignore[union-attr]
-    return config
+# --- overrides -------------------------------------------------------------------------------------------------------------------
 
 
 def apply(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
@@ -290,7 +250,7 @@ def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str
     """`--help`: usage, every flag, every setting with its type, default and doc."""
     lines = [*description.strip().splitlines(), "", "Flags (--flag=value or --flag value):"]
     rows = [(f"--{flag.name}={_default(flag.default)}", flag.doc) for flag in flags]
-    lines += _table([*rows, ("--help", "this text")])
+    lines += _table([*rows, ("--help", "this text"), ("--version", "jaxtrain's version")])
     if not with_config:
         return "\n".join(lines)
     lines += ["", "Settings: each is a flag, over the recipe's value. Types and defaults (a recipe has its own values):"]
@@ -306,7 +266,7 @@ def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str
     lines += [
         "",
         "Examples:",
-        "  --config=configs/gpt2_124m.py --workdir=runs/gpt2 --config.data.source=corpus.jsonl",
+        "  --config=gpt2_124m --workdir=runs/gpt2 --config.data.source=corpus.jsonl",
         "  --config.mesh.data=2 --config.mesh.stage=4 --config.pipeline.microbatches=8",
         "  --config.data.text_fields=prompt,answer --config.data.loss_mask=prompt",
         "A second run with the same --workdir continues from its newest checkpoint, also on another mesh.",

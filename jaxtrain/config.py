@@ -256,7 +256,7 @@ class CheckpointConfig:
 class MetricsConfig:
     """What is written while training."""
 
-    log_every: int = setting(10, "steps between rows of metrics.jsonl", at_least=1)
+    log_every: int = setting(10, "steps between rows of metrics.jsonl, which begins with the first", at_least=1)
     tensorboard: bool = setting(True, "write TensorBoard files too")
 
 

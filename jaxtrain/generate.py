@@ -1,11 +1,14 @@
 """`python -m jaxtrain.generate --workdir=DIR --prompt=TEXT`: text from a checkpoint.
 
     flags → checkpoint's folder → its meta (config, tokenizer) → prompt's ids      what is wrong here: one line, status 2, no device touched
-          → parameters on 1 device, or `--model` of them → text on stdout, as it comes; figures on stderr
+          → parameters on 1 device, or `--model` of them → text on stdout, as it comes
+          → on stderr: figures, why it stopped, and how much of the text is beyond the length that the model was trained on
 
 A checkpoint of any mesh, stages and schedule will do. Sampling itself is in training/sampling.py. A single process: no jax.distributed.
 """
 
+import contextlib
+import dataclasses
 import difflib
 import io
 import math
@@ -26,8 +29,11 @@ from jaxtrain.config_mesh_rules import kv_heads_fit, mlp_widths
 DESCRIPTION = """
 Continues a prompt with the model of a checkpoint.
 
-usage: python -m jaxtrain.generate --workdir=DIR --prompt=TEXT [flags]
+usage: jaxtrain generate --workdir=DIR --prompt=TEXT [flags]      (or python -m jaxtrain.generate …)
 """
+
+INTERRUPTED = 130  # exit status after Ctrl-C
+ASKED, DOCUMENT, CTRL_C = "at --tokens", "at the end of the document", "by Ctrl-C"  # why a sample ends
 
 FLAGS = (
     cli.Flag("workdir", "", "folder of a training run, with its checkpoints"),
@@ -70,22 +76,30 @@ def main(argv: Sequence[str]) -> int:
     except CheckpointError as error:
         cli.fail(str(error))
 
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    trained = config.data.sequence_length
+    if len(ids) + flags.tokens > trained:
+        text = f"a prompt of {len(ids)} tokens and up to {flags.tokens} more"
+        say(f"{text} go beyond the {trained} tokens that the model was trained on (data.sequence_length)")
     began = time.perf_counter()
     try:
         sampling = Sampling(0.0 if flags.greedy else flags.temperature, flags.top_k, flags.top_p, flags.seed)
         sampler = Sampler(parts, params, config.precision.compute)
         made = sampler.start(ids, flags.tokens, sampling, flags.samples, tokenizer.end_of_document, tokenizer.vocab_size)
         read = time.perf_counter()
-        count = show(made, tokenizer, ids, flags)
+        ended = show(made, tokenizer, ids, flags)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         cached = f"{flags.samples} × {len(ids) + flags.tokens} cached tokens"
         cli.fail(f"no memory for {cached} beside the model: use fewer --tokens or --samples, or a larger --model")
     seconds = time.perf_counter() - read
-    prompt = f"step {step}: prompt of {len(ids)} tokens and compilation {read - began:.1f} s"
-    print(f"{prompt}; {count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr, flush=True)
-    return 0
+    say(
+        f"step {step}: prompt of {len(ids)} tokens and compilation {read - began:.1f} s; "
+        f"{sum(ended.tokens)} tokens in {seconds:.1f} s, {sum(ended.tokens) / seconds:.1f} tokens/s"
+    )
+    say(how_it_ended(ended, len(ids), config))
+    return INTERRUPTED if ended.interrupted() else 0
 
 
 # --- before jax ------------------------------------------------------------------------------------------------------------------
@@ -194,31 +208,70 @@ def check_devices(count: int, flags: types.SimpleNamespace) -> None:
 # --- output ----------------------------------------------------------------------------------------------------------------------
 
 
-def show(made, tokenizer, ids: list[int], flags: types.SimpleNamespace) -> int:
-    """Prints the prompt and its continuations: a single one as it comes, several when they are done. The number of tokens."""
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How the samples of a prompt ended: each one's number of new tokens, and why there are not more."""
+
+    tokens: list[int]
+    reasons: list[str]
+
+    def interrupted(self) -> bool:
+        return CTRL_C in self.reasons
+
+
+def show(made, tokenizer, ids: list[int], flags: types.SimpleNamespace) -> Ended:
+    """Prints the prompt and its continuations: a single one as it comes, several when they are done. Ctrl-C ends them where they are."""
     from jaxtrain.training.sampling import TextStream
 
     streams = [TextStream(tokenizer, ids) for _ in range(flags.samples)]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
-    texts, count = [""] * flags.samples, 0
+    texts, counts = [""] * flags.samples, [0] * flags.samples
+    reasons = [CTRL_C] * flags.samples  # until another one is known
     live = flags.samples == 1
     say = lambda text: print(text, end="", flush=True)
     if live:
         say(flags.prompt)
-    for new in made:
-        count += int((new >= 0).sum())
-        for i, stream in enumerate(streams):
-            piece = stream.push(new[i][new[i] >= 0])
-            texts[i] += piece
-            if live:
-                say(piece)
+    with contextlib.suppress(KeyboardInterrupt):
+        for new in made:
+            for i, stream in enumerate(streams):
+                kept = new[i][new[i] >= 0]
+                counts[i] += len(kept)
+                if len(kept) < len(new[i]):
+                    reasons[i] = DOCUMENT
+                piece = stream.push(kept)
+                texts[i] += piece
+                if live:
+                    say(piece)
+        reasons = [ASKED if count == flags.tokens else DOCUMENT for count in counts]
     if live:
         say(streams[0].finish() + "\n")
-        return count
+        return Ended(counts, reasons)
     for i, stream in enumerate(streams):
         say(f"--- sample {i + 1} of {flags.samples}\n{flags.prompt}{texts[i]}{stream.finish()}\n")
-    return count
+    return Ended(counts, reasons)
+
+
+def how_it_ended(ended: Ended, prompt: int, config: Config) -> str:
+    """One line: why the samples stopped, and whether they went beyond the length that the model was trained on.
+
+    prompt: the prompt's tokens.
+    """
+    parts = []
+    for reason in (ASKED, DOCUMENT, CTRL_C):
+        tokens = [n for n, why in zip(ended.tokens, ended.reasons, strict=True) if why == reason]
+        if tokens:
+            number = str(tokens[0]) if min(tokens) == max(tokens) else f"{min(tokens)} to {max(tokens)}"
+            samples = f"{len(tokens)} of {len(ended.tokens)} samples " if len(ended.tokens) > 1 else ""
+            parts.append(f"{samples}{reason}" + (f"={number}" if reason == ASKED else f", after {number} token{'s'[: number != '1']}"))
+    positions = config.model.max_positions
+    if config.model.positions == "learned" and prompt + max(ended.tokens) == positions:
+        parts.append(f"no position is left (model.max_positions={positions})")
+    trained = config.data.sequence_length
+    beyond = min(prompt + max(ended.tokens) - trained, max(ended.tokens))
+    if beyond > 0:
+        parts.append(f"the last {beyond} lie beyond the {trained} tokens that the model was trained on (data.sequence_length)")
+    return f"stopped: {'; '.join(parts)}"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -227,7 +280,7 @@ def run(argv: Sequence[str]) -> int:
         return main(argv)
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to write to at exit
         return 0

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 
 from jaxtrain import cli, cluster_environment
 
-DESCRIPTION = """usage: python -m jaxtrain.launch [flags] -- [flags of the command]
+DESCRIPTION = """usage: jaxtrain launch [flags] -- [flags of the command]      (or python -m jaxtrain.launch …)
 
 Runs a command as several processes of one run on this machine, such as
-  python -m jaxtrain.launch --processes=2 --devices_per_process=4 -- --config=configs/tiny.py --workdir=runs/two"""
+  jaxtrain launch --processes=2 --devices_per_process=4 -- --config=tiny --workdir=runs/two"""
 FLAGS = (
     cli.Flag("processes", 2, "number of processes", at_least=1),
     cli.Flag(
@@ -163,8 +163,14 @@ def free_port() -> int:
 
 
 def commands(module: str, arguments: Sequence[str], processes: int, devices: int, port: int) -> list[list[str]]:
-    """One command line per process; devices: simulated CPU devices of each, 0 for the platform's own."""
-    common = [sys.executable, "-m", module, *arguments, f"--coordinator=localhost:{port}", f"--processes={processes}"]
+    """One command line per process; devices: simulated CPU devices of each, 0 for the platform's own.
+
+    Without this folder on its path (as the installed `jaxtrain launch` is), the launcher starts its own package without it too: a folder
+    that is called jaxtrain would hide the package.
+    """
+    here = any(os.path.abspath(path) == os.getcwd() for path in sys.path)
+    safe = ["-P"] if module.startswith("jaxtrain.") and not here else []
+    common = [sys.executable, *safe, "-m", module, *arguments, f"--coordinator=localhost:{port}", f"--processes={processes}"]
     if devices:
         common.append(f"--cpu_devices={devices}")
     return [[*common, f"--process_id={number}"] for number in range(processes)]

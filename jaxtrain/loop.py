@@ -29,6 +29,7 @@ from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.plan.report import introduction
+from jaxtrain.progress import Progress, StepTimer
 from jaxtrain.training.sampling import prompt_ids, sample_text
 from jaxtrain.training.state import initial_state, stored_shapes
 from jaxtrain.training.step import Step, make_step
@@ -41,13 +42,15 @@ class LossError(RuntimeError):
     """A loss that is not finite; the message names the step's batch."""
 
 
-def run(config: Config, workdir: str) -> None:
+def run(config: Config, workdir: str, began: float | None = None) -> None:
     """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint.
 
     Continues from the newest checkpoint of `workdir`. Raises ConfigError or DataError, before anything is compiled or
     written, for a config that does not fit the checkpoint or the corpus; LossError for a loss that is not finite.
+
+    began: when the command began, by time.monotonic, for `wall_s` of metrics.jsonl; now if not given.
     """
-    folder = pathlib.Path(workdir)
+    folder, run_began = pathlib.Path(workdir), time.monotonic() if began is None else began
     say = print if cluster.is_main() else lambda *_, **__: None
 
     # ---------------------------------------------------------------- what to train on, and from where
@@ -95,9 +98,9 @@ def run(config: Config, workdir: str) -> None:
             (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
 
         def save(at: int, state: dict) -> None:
-            saves.save(
-                at, state, {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()}
-            )
+            tokenizer = corpus.tokenizer.describe()
+            meta = {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": tokenizer, "wall_s": log.wall_s()}
+            saves.save(at, state, meta)
 
         evaluation = functools.cache(lambda: _compile("evaluation", step.evaluate, abstract[step.trained], held_out.specification()))
 
@@ -109,8 +112,9 @@ def run(config: Config, workdir: str) -> None:
             return loss
 
         # ------------------------------------------------------------ the loop
-        log = metrics.MetricsWriter(folder if cluster.is_main() else None, config.metrics.tensorboard, start)
-        progress = metrics.Progress(config.train.steps, start, shown=cluster.is_main())
+        ran_before = meta.get("wall_s", 0.0)
+        log = metrics.MetricsWriter(folder if cluster.is_main() else None, config.metrics.tensorboard, start, run_began, ran_before)
+        progress = Progress(config.train.steps, start, shown=cluster.is_main())
         closing.callback(log.close)
         closing.callback(progress.close)
         rate, validation = _Rate(config, step, start), None
@@ -201,19 +205,18 @@ class _Rate:
             step.parts.matmul_parameters, m.dense_layers + m.layers + m.mtp_depth, step.parts.attention_width, config.data.sequence_length
         )
         self._mfu = lambda per_second: metrics.mfu(per_second, flops, step.mesh.size, device, config.precision.compute)
-        self._timer = metrics.StepTimer(start)
-        self._times: list[float] = []
-        self.pause = self._timer.pause
+        self._timer = StepTimer(start)
+        self.lap, self.pause = self._timer.lap, self._timer.pause
 
-    def step(self, at: int) -> None:
-        """Step `at` has ended now."""
-        self._times.append(self._timer.lap(at) or 0.0)
+    def recent(self) -> dict:
+        """`figures` of the last seconds."""
+        return self._figures(self._timer.recent())
 
-    def figures(self, since_log: bool) -> dict:
-        """Of the last step, or the mean over those since the last time this was asked `since_log`."""
-        seconds = sum(self._times) / len(self._times) if since_log else self._times[-1]
-        if since_log:
-            self._times.clear()
+    def since_log(self) -> dict:
+        """`figures` of the steps since this was asked before."""
+        return self._figures(self._timer.since_asked())
+
+    def _figures(self, seconds: float) -> dict:
         per_second = self.tokens_per_step / seconds
         return {"step_time_s": seconds, "tokens_per_s": per_second, "mfu": self._mfu(per_second)}
 
@@ -223,16 +226,16 @@ def _report(
 ) -> bool:
     """Waits for a step's results and logs them; whether some process has been asked to stop. LossError for a loss that is not finite."""
     at, out, asked = waiting
-    logged = final or at % config.metrics.log_every == 0
+    logged = final or at == 1 or at % config.metrics.log_every == 0
     together = logged or saving or step.mean is None
     values = _read(out, step, together) | {"tokens": at * rate.tokens_per_step}
-    rate.step(at)
+    rate.lap(at)
     # One replica's loss does not end the run: all see it when they meet.
     finite = not together or (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
-    now = rate.figures(since_log=False)
+    now = rate.recent()
     progress.update(at, loss=values["loss"], tokens_per_s=now["tokens_per_s"], mfu=now["mfu"])
     if logged or not finite:
-        log.write(at, **values, **rate.figures(since_log=True))
+        log.write(at, **values, **rate.since_log())
     if not finite:
         raise LossError(
             f"the loss is {values['loss']} (gradient norm {values['grad_norm']}) at {data.position(at - 1)}; the last checkpoint is kept"
@@ -336,7 +339,7 @@ def _stop_signals(mesh: jax.sharding.Mesh) -> Iterator[_Stop]:
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             if cluster.is_main():
-                os.write(2, b"stopping after this step; Ctrl-C again ends at once, without saving\n")
+                os.write(2, b"\r\x1b[K" * os.isatty(2) + b"stopping after this step; Ctrl-C again ends at once, without saving\n")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

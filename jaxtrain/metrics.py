@@ -1,24 +1,27 @@
-"""What a run says about itself: metrics.jsonl, TensorBoard, loss.png, the progress bar, and how fast it is.
+"""What a run leaves about itself: metrics.jsonl, TensorBoard, loss.png; and MFU.
 
     metrics.jsonl    one JSON object a line, the record of everything; a number that is not finite is null
-      {"step": 10, "loss": 3.21, "grad_norm": 0.8, "learning_rate": 3e-4, "tokens": 20480, "step_time_s": 0.1, "tokens_per_s": …, "mfu": …}
-      {"step": 100, "validation_loss": 3.4, …}
+      {"step": 10, "time": 1763786000.123, "wall_s": 12.5, "loss": 3.21, "grad_norm": 0.8, "learning_rate": 3e-4, "tokens": 20480,
+       "step_time_s": 0.1, "tokens_per_s": …, "mfu": …}
+      {"step": 100, "time": …, "wall_s": …, "validation_loss": 3.4, …}
+
+    time            Unix seconds at which the record was written
+    wall_s          seconds that the run has run: all its starts, what was compiled and what a kill has cost, without the time between starts
+    step_time_s …   means over the steps since the training record before, without evaluations and saves
 
 Values are made elsewhere; nothing here touches a device. Libraries that are slow to import are imported where they are used.
 """
 
-import contextlib
 import json
 import math
 import os
 import pathlib
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
+LONGEST_TITLE = 70  # characters that fit above loss.png
 
 # Floating-point operations a second of one device as jax counts them, without sparsity: bfloat16, and what float32 matmuls run at
 # by default (TF32 on NVIDIA, bfloat16 passes on TPU). From the vendors' data sheets. The first pattern found in the device kind counts.
@@ -92,33 +95,6 @@ def mfu(tokens_per_s: float, flops_per_token: float, devices: int, device_kind: 
     return None if peak is None else tokens_per_s * flops_per_token / (devices * peak)
 
 
-class StepTimer:
-    """Seconds a step, between laps, without what is paused for (evaluation, checkpoints).
-
-    Call `lap` when the devices have finished a step: dispatch alone takes no time.
-    """
-
-    def __init__(self, step: int, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
-        self._step, self._since = step, clock()
-
-    def lap(self, step: int) -> float | None:
-        """Seconds a step since the last lap, and begins the next; None if there was no step."""
-        now, steps = self._clock(), step - self._step
-        seconds = (now - self._since) / steps if steps > 0 else None
-        self._step, self._since = step, now
-        return seconds
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leaves out what happens inside."""
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._since += self._clock() - start
-
-
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:
     """The records of a run in the order of their lines, none if there is no file. A line that a kill has cut off is left out."""
     path = pathlib.Path(workdir) / METRICS_FILE
@@ -142,18 +118,32 @@ class MetricsWriter:
       workdir: made if need be. None: nothing is written (for the processes that keep no log).
       tensorboard: whether event files are written too.
       resume_step: the step that the run goes on from: records of later steps are dropped, for they will come again. 0 begins anew.
+      began: when this start of the run began, by time.monotonic; now if not given.
+      ran_before: seconds that the run had run when the checkpoint was saved that it goes on from. Records may know of more.
     """
 
-    def __init__(self, workdir: str | os.PathLike | None, tensorboard: bool = True, resume_step: int = 0):
+    def __init__(
+        self,
+        workdir: str | os.PathLike | None,
+        tensorboard: bool = True,
+        resume_step: int = 0,
+        began: float | None = None,
+        ran_before: float = 0.0,
+    ):
         self._file: TextIO | None = None
         self._events: Any = None
+        self._began = time.monotonic() if began is None else began
+        self._ran_before = ran_before
         if workdir is None:
             return
         workdir = pathlib.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / METRICS_FILE
         if path.exists():
-            kept = [r for r in read_metrics(workdir) if r["step"] <= resume_step] if resume_step > 0 else []
+            records = read_metrics(workdir) if resume_step > 0 else []
+            kept = [r for r in records if r["step"] <= resume_step]
+            # What is dropped has taken its time too.
+            self._ran_before = max([ran_before, *(r["wall_s"] for r in records if isinstance(r.get("wall_s"), (int, float)))])
             # Beside and renamed: a kill in between must not lose the run's history.
             new = path.with_suffix(".new")
             new.write_text("".join(json.dumps(r) + "\n" for r in kept))
@@ -164,16 +154,22 @@ class MetricsWriter:
 
             self._events = SummaryWriter(str(workdir / TENSORBOARD_FOLDER), purge_step=resume_step + 1, flush_secs=10)
 
+    def wall_s(self) -> float:
+        """Seconds that the run has run by now, all its starts together."""
+        return round(self._ran_before + time.monotonic() - self._began, 3)
+
     def write(self, step: int, **values: float | int | str | None):
-        """One record. Numbers that are not finite become null: JSON has no others."""
+        """One record, with `time` and `wall_s` in front. Numbers that are not finite become null: JSON has no others."""
         if self._file is None:
             return
-        self._file.write(json.dumps({"step": step} | {k: _finite(v) for k, v in values.items()}, allow_nan=False) + "\n")
+        now, wall_s = round(time.time(), 3), self.wall_s()
+        record = {"step": step, "time": now, "wall_s": wall_s} | {k: _finite(v) for k, v in values.items()}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         if self._events is not None:
             group = "validation" if any(k.startswith("validation") for k in values) else "train"
-            for name, value in values.items():
+            for name, value in {"wall_s": wall_s, **values}.items():
                 if isinstance(value, (int, float)):
-                    self._events.add_scalar(f"{group}/{name}", value, step)
+                    self._events.add_scalar(f"{group}/{name}", value, step, walltime=now)
 
     def close(self):
         """Ends the files."""
@@ -190,7 +186,10 @@ def _finite(value: Any) -> Any:
 
 
 def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
-    """Draws loss.png, training and validation loss over steps, from metrics.jsonl. None if there is nothing to draw."""
+    """Draws loss.png, training and validation loss over steps, from metrics.jsonl. None if there is nothing to draw.
+
+    Its title is the run's name, that of its folder.
+    """
     records = read_metrics(workdir)
     curves = {
         label: [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
@@ -199,6 +198,7 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
     if not any(curves.values()):
         return None
     from matplotlib.figure import Figure  # not pyplot: no display, no state
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
@@ -207,107 +207,11 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
             marker = "o" if label == "validation" or len(points) == 1 else None
             axes.plot(*zip(*points), marker=marker, markersize=4, linewidth=1.5, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
+    name = pathlib.Path(workdir).resolve().name
+    axes.set_title(name if len(name) <= LONGEST_TITLE else f"{name[: LONGEST_TITLE - 1]}…", parse_math=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()
     path = pathlib.Path(workdir) / LOSS_PLOT
     figure.savefig(path)
     return path
-
-
-class Progress:
-    """A progress bar on a terminal; elsewhere a line every few seconds, so that logs can be read.
-
-    Args:
-      total: the run's last step.
-      step: the step it begins with.
-      stream: where it goes, standard error if not given.
-      every: seconds between lines where there is no terminal.
-      shown: False for the processes that say nothing.
-    """
-
-    def __init__(
-        self,
-        total: int,
-        step: int = 0,
-        stream: TextIO | None = None,
-        every: float = 5.0,
-        shown: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._total, self._step = total, step
-        self._stream, self._shown = stream or sys.stderr, shown
-        self._every, self._clock = every, clock
-        self._status: dict[str, float] = {}
-        # The time left is reckoned from the second step: the first one compiles.
-        self._first: tuple[int, float] | None = None
-        self._last_line: float | None = None
-        self._bar: Any = None
-        if shown and self._stream.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, initial=step, file=self._stream, unit="step", dynamic_ncols=True)
-
-    def update(self, step: int, *, loss: float | None = None, tokens_per_s: float | None = None, mfu: float | None = None):
-        """`step` is done. What is not given stays as it was."""
-        new = {"loss": loss, "tokens_per_s": tokens_per_s, "mfu": mfu}
-        self._status |= {k: v for k, v in new.items() if v is not None}
-        done, self._step = step - self._step, step
-        if self._first is None:
-            self._first = step, self._clock()
-        if not self._shown:
-            return
-        if self._bar is not None:
-            self._bar.set_postfix_str(_status_text(self._status), refresh=False)
-            self._bar.update(done)
-        elif self._last_line is None or self._clock() - self._last_line >= self._every or step == self._total:
-            self._last_line = self._clock()
-            text = " · ".join(filter(None, [f"step {step}/{self._total}", _status_text(self._status), self._left()]))
-            print(text, file=self._stream, flush=True)
-
-    def _left(self) -> str:
-        first, since = self._first or (self._step, 0.0)
-        if first == self._step or self._step >= self._total:
-            return ""
-        seconds = (self._clock() - since) / (self._step - first) * (self._total - self._step)
-        return f"{_duration(seconds)} left"
-
-    def say(self, text: str):
-        """Prints a line without breaking the bar."""
-        if not self._shown:
-            return
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
-            print(text, file=self._stream, flush=True)
-
-    def close(self):
-        """Leaves the bar as it is and ends its line."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-def _status_text(status: dict[str, float]) -> str:
-    parts = []
-    if "loss" in status:
-        parts.append(f"loss {status['loss']:.4f}")
-    if "tokens_per_s" in status:
-        parts.append(f"{_short(status['tokens_per_s'])} tokens/s")
-    if "mfu" in status:
-        parts.append(f"MFU {100 * status['mfu']:.1f} %")
-    return " · ".join(parts)
-
-
-def _short(number: float) -> str:
-    """Three digits and a unit: 950, 12.3k, 4.56M."""
-    for unit in ("", "k", "M", "G"):
-        if abs(number) < 999.5 or unit == "G":
-            break
-        number /= 1000
-    return f"{number:.3g}{unit}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

@@ -25,12 +25,12 @@ from jaxtrain.pipeline.slots import assign_slots
 from jaxtrain.pipeline.table import VOCABULARIES, Permute, Table, check
 from jaxtrain.pipeline.table_csv import read_csv, to_csv
 
-DESCRIPTION = """usage: python -m jaxtrain.schedule [flags]
+DESCRIPTION = """usage: jaxtrain schedule [flags]      (or python -m jaxtrain.schedule …)
 
 Shows a pipeline schedule and says what it costs, such as
-  python -m jaxtrain.schedule --schedule=zb_v --stages=4 --microbatches=8
-  python -m jaxtrain.schedule --schedule=1f1b --stages=8 --microbatches=64 --times=18.5,18.1,9.3,0.6 --svg=1f1b.svg
-  python -m jaxtrain.schedule --compare --stages=8 --microbatches=32 --times=18.5,18.1,9.3,0.6 --memory=8
+  jaxtrain schedule --schedule=zb_v --stages=4 --microbatches=8
+  jaxtrain schedule --schedule=1f1b --stages=8 --microbatches=64 --times=18.5,18.1,9.3,0.6 --svg=1f1b.svg
+  jaxtrain schedule --compare --stages=8 --microbatches=32 --times=18.5,18.1,9.3,0.6 --memory=8
 
 Schedules: gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v; auto, the best table found for the times within --memory; csv:FILE,
 your own table (write one with --csv and change it).

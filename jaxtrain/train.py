@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 
 from jaxtrain import cli
 from jaxtrain.config import ConfigError
@@ -12,8 +13,8 @@ from jaxtrain.config_checks import check_devices
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
 
-usage: python -m jaxtrain.train [--config=configs/NAME.py] [--config.GROUP.FIELD=VALUE …] [--workdir=DIR] [--cpu_devices=N]
-       … --dry_run [--json]
+usage: jaxtrain train [--config=NAME|FILE] [--config.GROUP.FIELD=VALUE …] [--workdir=DIR] [--cpu_devices=N]
+       jaxtrain train … --dry_run [--json]      (or python -m jaxtrain.train …)
 """
 FLAGS = (
     cli.Flag("dry_run", False, "compile the step, print mesh, memory and collectives, and stop: nothing is run, read or written"),
@@ -24,6 +25,7 @@ FLAGS = (
 def main(argv: list[str]) -> int:
     """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 for a loss that is not finite; 2 if the flags, the config
     or the data cannot work."""
+    began = time.monotonic()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until there is something to save, Ctrl-C ends the process: compilation does not listen, and Python drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -48,7 +50,7 @@ def main(argv: list[str]) -> int:
             if cluster.is_main():
                 print(made.json() if flags.json else "\n".join(made.lines()), flush=True)
         else:
-            loop.run(config.resolve(), flags.workdir)
+            loop.run(config.resolve(), flags.workdir, began)
     except (ConfigError, DataError, CheckpointError, loop.LossError) as error:
         print(" ".join(f"error: {error}".split()), file=sys.stderr, flush=True)
         status = 1 if isinstance(error, loop.LossError) else 2

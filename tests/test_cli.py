@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from jaxtrain import cli
+from jaxtrain import __version__, cli
 from jaxtrain import config as cfg
+from jaxtrain.recipes import load_recipe
 
 ROOT = pathlib.Path(__file__).parent.parent
 EXTRA = (cli.Flag("prompt", "", "a text"), cli.Flag("greedy", False, "a boolean"), cli.Flag("temperature", 1.0, "a number", at_least=0))
@@ -25,7 +26,7 @@ def get_config():
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path_factory, monkeypatch):
-    """Every test runs in a folder whose default recipe is PLAIN: the shipped one may change."""
+    """Every test runs in a folder with a recipe of its own, PLAIN: the shipped ones may change."""
     folder = tmp_path_factory.mktemp("folder")
     (folder / "configs").mkdir()
     (folder / "configs" / "tiny.py").write_text(PLAIN)
@@ -33,7 +34,7 @@ def in_a_folder(tmp_path_factory, monkeypatch):
 
 
 def parse(*argv: str):
-    return cli.parse(argv, "usage: test\n\nA test.", EXTRA)
+    return cli.parse(["--config=configs/tiny.py", *argv], "usage: test\n\nA test.", EXTRA)
 
 
 def error(capsys, *argv: str) -> str:
@@ -46,11 +47,10 @@ def error(capsys, *argv: str) -> str:
     return err.removeprefix("error: ").strip()
 
 
-def test_no_flags_is_the_tiny_recipe(tmp_path, monkeypatch):
-    assert parse()[1].config == os.path.realpath("configs/tiny.py")
-    monkeypatch.chdir(tmp_path)
-    config, flags = parse()
-    assert config == cli.load_recipe(ROOT / "configs" / "tiny.py")
+def test_no_flags_is_the_shipped_tiny_recipe():
+    """Also in a folder with a configs/tiny.py of its own."""
+    config, flags = cli.parse([], "usage: test", EXTRA)
+    assert config == load_recipe(ROOT / "configs" / "tiny.py")
     assert pathlib.Path(flags.config) == ROOT / "configs" / "tiny.py"
     assert (flags.workdir, flags.cpu_devices, flags.greedy) == (os.path.join("runs", "tiny"), 0, False)
 
@@ -132,8 +132,7 @@ def test_other_flags():
         (["--coordinator=host"], "--coordinator='host' is not host:port: use --coordinator=localhost:29500"),
         (["--processes=2"], "--processes=2 needs --coordinator=HOST:PORT (one machine: python -m jaxtrain.launch)"),
         (["--process_id=1"], "--process_id=1 is not below --processes=1: use 0 to 0"),
-        (["--config=configs/tinny.py"], "--config='configs/tinny.py' is not a file: use configs/tiny.py"),
-        (["--config=configs"], "--config='configs' is not a file: use configs/tiny.py"),
+        (["--config=tinny"], "--config='tinny' is neither a file nor a recipe of jaxtrain's: use --config=tiny"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -195,6 +194,13 @@ def test_help_names_everything(capsys):
         assert field.metadata["doc"] in text
     for flag in (*cli.SHARED_FLAGS, *EXTRA):
         assert f"--{flag.name}=" in text and flag.doc in text
+
+
+@pytest.mark.parametrize("call", [lambda: parse("--version"), lambda: cli.parse_flags(["--version"], "usage: x", EXTRA)])
+def test_version(capsys, call):
+    with pytest.raises(SystemExit) as ended:
+        call()
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"jaxtrain {__version__}\n")
 
 
 def test_flags_without_a_recipe(capsys):

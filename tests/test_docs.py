@@ -12,6 +12,7 @@ import pytest
 
 from jaxtrain import cli, config_checks, generate, launch, train
 from jaxtrain import schedule as schedule_command
+from jaxtrain.__main__ import COMMANDS
 from jaxtrain.config import CSV, SCHEDULES
 from jaxtrain.pipeline.schedules import make_table
 from jaxtrain.pipeline.setup import make_setup
@@ -92,6 +93,10 @@ def check(command: str) -> None:
         check_train(rest, cli.SIMULATED_DEVICES if "--config=" not in command else None)
     elif first == "scripts/test.sh":
         assert (ROOT / first).exists() and set(rest) <= {"--full"}
+    elif first == "jaxtrain":
+        if rest != ["--help"]:
+            assert rest[0] in COMMANDS
+            check_module(f"jaxtrain.{rest[0]}", rest[1:])
     elif rest[0] == "-m":
         assert first == "python"
         check_module(rest[1], rest[2:])

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,12 @@ def test_text_of_a_pipeline_s_checkpoint(run):
         done = command(f"--workdir={run}", "--prompt=4 5 6", "--tokens=30", "--greedy", split)
         assert done.returncode == 0, done.stderr
         assert done.stdout == "4 5 6 " + " ".join(map(str, expected)) + "\n"
-        assert re.fullmatch(r"step 12: prompt of 3 tokens and compilation .* s; 30 tokens in .* s, .* tokens/s\n", done.stderr)
+        assert re.fullmatch(
+            r"a prompt of 3 tokens and up to 30 more go beyond the 16 tokens that the model was trained on [(]data.sequence_length[)]\n"
+            r"step 12: prompt of 3 tokens and compilation .* s; 30 tokens in .* s, .* tokens/s\n"
+            r"stopped: at --tokens=30; the last 17 lie beyond the 16 tokens that the model was trained on [(]data.sequence_length[)]\n",
+            done.stderr,
+        )
 
 
 def test_bfloat16_over_two_devices(run):
@@ -125,7 +131,44 @@ def test_several_samples(run, here, capsys):
     out, err = capsys.readouterr()
     first, second = re.fullmatch(r"--- sample 1 of 2\n1 2((?: \d+){5})\n--- sample 2 of 2\n1 2((?: \d+){5})\n", out).groups()
     assert first != second
-    assert err.startswith("step 3: ") and " 10 tokens in " in err
+    assert err.startswith("step 3: ") and " 10 tokens in " in err and err.endswith("\nstopped: 2 of 2 samples at --tokens=5\n")
+
+
+def test_the_end_of_the_positions_is_said(run, here, capsys):
+    assert here(f"--workdir={run}", "--prompt=1 2", "--tokens=38", "--greedy") == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("stopped: at --tokens=38; no position is left (model.max_positions=40); the last 24 lie beyond the 16 tokens")
+
+
+def samples(tokens: int, *chunks, interrupt: bool = False) -> tuple[generate.Ended, str]:
+    """What `show` makes of chunks of new ids, and its line; with Ctrl-C after them."""
+
+    def made():
+        yield from (np.array(chunk) for chunk in chunks)
+        if interrupt:
+            raise KeyboardInterrupt
+
+    flags = types.SimpleNamespace(samples=len(chunks[0]), prompt="", tokens=tokens)
+    ended = generate.show(made(), NoTokenizer(VOCABULARY), [1], flags)
+    return ended, generate.how_it_ended(ended, 1, config())
+
+
+def test_why_samples_ended(capsys):
+    """An id of -1 is where a document has ended; no chunk has them for all samples at once."""
+    assert samples(3, [[5, 6]], [[7]])[1] == "stopped: at --tokens=3"
+    assert samples(3, [[5, 6]])[1] == "stopped: at the end of the document, after 2 tokens"
+    assert samples(3, [[5], [6]], [[5, 7], [8, -1]])[1] == (
+        "stopped: 1 of 2 samples at --tokens=3; 1 of 2 samples at the end of the document, after 2 tokens"
+    )
+    assert samples(4, [[5, 6, 7], [6, -1, -1], [8, 9, -1]])[1] == "stopped: 3 of 3 samples at the end of the document, after 1 to 3 tokens"
+    assert capsys.readouterr().out.startswith(" 5 6 7\n 5 6\n---")
+
+
+def test_ctrl_c_leaves_the_text_until_then(capsys):
+    ended, line = samples(9, [[5, 6, 7], [6, -1, -1]], interrupt=True)
+    assert ended.interrupted()
+    assert line == "stopped: 1 of 2 samples at the end of the document, after 1 token; 1 of 2 samples by Ctrl-C, after 3 tokens"
+    assert capsys.readouterr().out == "--- sample 1 of 2\n 5 6 7\n--- sample 2 of 2\n 6\n"
 
 
 def refused(capsys, call, *argv: str) -> str:

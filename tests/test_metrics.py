@@ -1,17 +1,16 @@
-"""metrics.jsonl over kills and resumes, TensorBoard, the plot, MFU, the timer and the progress display."""
+"""metrics.jsonl over kills and resumes, TensorBoard, the plot and MFU."""
 
 import glob
-import io
 import json
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from jaxtrain.metrics import (
     MetricsWriter,
-    Progress,
-    StepTimer,
     mfu,
     model_flops_per_token,
     peak_flops,
@@ -27,6 +26,11 @@ def write(folder, steps, **options):
     return writer
 
 
+def values(record):
+    """A record without the times that every one has."""
+    return {k: v for k, v in record.items() if k not in ("time", "wall_s")}
+
+
 def steps(folder):
     return [r["step"] for r in read_metrics(folder)]
 
@@ -34,7 +38,8 @@ def steps(folder):
 def test_a_record_is_in_the_file_when_write_returns(tmp_path):
     writer = MetricsWriter(tmp_path / "run", tensorboard=False)
     writer.write(1, loss=2.5, mfu=None, note="warm")
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.5, "mfu": null, "note": "warm"}\n'
+    line = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert re.fullmatch(r'{"step": 1, "time": [0-9.]+, "wall_s": [0-9.]+, "loss": 2.5, "mfu": null, "note": "warm"}\n', line)
     writer.close()
 
 
@@ -42,7 +47,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     writer = MetricsWriter(tmp_path, tensorboard=False)
     writer.write(1, loss=float("nan"), grad_norm=float("inf"), learning_rate=-float("inf"), tokens=3)
     line = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None, "learning_rate": None, "tokens": 3}
+    assert values(json.loads(line)) == {"step": 1, "loss": None, "grad_norm": None, "learning_rate": None, "tokens": 3}
 
 
 def test_resuming_keeps_each_step_once(tmp_path):
@@ -55,7 +60,8 @@ def test_resuming_keeps_each_step_once(tmp_path):
 def test_a_record_of_the_resumed_step_stays(tmp_path):
     write(tmp_path, [1, 2]).write(2, validation_loss=3.0)
     write(tmp_path, [3], resume_step=2)
-    assert read_metrics(tmp_path)[1:3] == [{"step": 2, "loss": 5.0, "tokens": 200}, {"step": 2, "validation_loss": 3.0}]
+    kept = [values(record) for record in read_metrics(tmp_path)[1:3]]
+    assert kept == [{"step": 2, "loss": 5.0, "tokens": 200}, {"step": 2, "validation_loss": 3.0}]
 
 
 def test_a_new_run_begins_with_an_empty_file(tmp_path):
@@ -74,6 +80,34 @@ def test_a_line_cut_by_a_kill_is_dropped(tmp_path, cut):
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
+def test_every_record_says_when_it_was_written(tmp_path):
+    before = time.time()
+    writer = write(tmp_path, [1], began=time.monotonic() - 100)
+    writer.write(1, validation_loss=2.0)
+    for record in read_metrics(tmp_path):
+        assert before - 0.001 <= record["time"] <= time.time() + 0.001
+        assert 100 <= record["wall_s"] < 160
+    assert 100 <= writer.wall_s() < 160
+
+
+def test_wall_time_goes_on_over_restarts(tmp_path):
+    """From what the last start had run, its lost steps included; the time between starts is not counted."""
+    write(tmp_path, [1, 2, 3, 4], began=time.monotonic() - 100).close()
+    assert 100 <= write(tmp_path, [3], resume_step=2, began=time.monotonic() - 7).wall_s() < 160
+    walls = [record["wall_s"] for record in read_metrics(tmp_path)]
+    assert walls == sorted(walls) and 107 <= walls[-1] < 160
+    # The checkpoint knows it too, where metrics.jsonl has been lost or is older.
+    assert 300 <= write(tmp_path, [4], resume_step=3, ran_before=300).wall_s() < 340
+    assert 300 <= MetricsWriter(tmp_path / "new", tensorboard=False, resume_step=3, ran_before=300).wall_s() < 340
+    assert write(tmp_path, [1]).wall_s() < 50, "a run that begins anew"
+
+
+def test_records_of_before_have_no_times(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
+    assert write(tmp_path, [3], resume_step=2).wall_s() < 50
+    assert steps(tmp_path) == [1, 2, 3]
+
+
 def test_a_process_without_log_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     writer = MetricsWriter(None)
@@ -83,7 +117,8 @@ def test_a_process_without_log_writes_nothing(tmp_path, monkeypatch):
 
 
 def test_importing_it_brings_in_nothing_slow():
-    code = "import jaxtrain.metrics, sys; print(sorted({'jax', 'numpy', 'matplotlib', 'tensorboardX', 'tqdm'} & set(sys.modules)))"
+    slow = {"jax", "numpy", "matplotlib", "tensorboardX", "tqdm"}
+    code = f"import jaxtrain.metrics, jaxtrain.progress, sys; print(sorted({slow} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -112,7 +147,11 @@ def test_tensorboard_has_the_numbers_and_purges_what_is_done_again(tmp_path):
     writer.write(2, validation_loss=4.0, mfu=None)
     writer.close()
     expected = {"train/loss": [(1, 10.0), (2, 5.0)], "train/tokens": [(1, 100.0), (2, 200.0)], "validation/validation_loss": [(2, 4.0)]}
-    assert events(tmp_path)[1] == expected
+    scalars = events(tmp_path)[1]
+    walls = {group: scalars.pop(f"{group}/wall_s") for group in ("train", "validation")}
+    assert scalars == expected
+    recorded = [(record["step"], pytest.approx(record["wall_s"], abs=1e-3)) for record in read_metrics(tmp_path)]
+    assert walls["train"] + walls["validation"] == recorded
     for file in (tmp_path / "tensorboard").iterdir():
         file.unlink()
     write(tmp_path, [2], tensorboard=True, resume_step=1).close()
@@ -133,6 +172,20 @@ def test_the_plot_shows_both_curves(tmp_path, monkeypatch):
     assert plot_losses(tmp_path) == tmp_path / "loss.png"
     assert drawn == {"training": ((1, 2, 5), (10.0, 5.0, 2.0)), "validation": ((5,), (3.0,))}
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name, title", [("wide", "wide"), ("a $run_{$", "a $run_{$"), ("n" * 90, "n" * 69 + "…")])
+def test_the_plot_has_the_run_s_name(tmp_path, monkeypatch, name, title):
+    """Also one with marks of formulas, and from inside of the folder."""
+    from matplotlib.axes import Axes
+
+    titles, set_title = [], Axes.set_title
+    monkeypatch.setattr(Axes, "set_title", lambda self, text, **k: titles.append(text) or set_title(self, text, **k))
+    write(tmp_path / name, [1])
+    assert plot_losses(tmp_path / name)
+    monkeypatch.chdir(tmp_path / name)
+    assert plot_losses(".")
+    assert titles == [title, title]
 
 
 def test_nothing_to_plot(tmp_path):
@@ -193,57 +246,3 @@ def test_flops_of_gpt2_124m():
 def test_mfu():
     assert mfu(1000, 989e12 * 8 / 1000, 8, "NVIDIA H100 80GB HBM3") == pytest.approx(1)
     assert mfu(1000, 1e9, 8, "cpu") is None
-
-
-def test_the_timer_leaves_pauses_out():
-    now = [0.0]
-    timer = StepTimer(10, clock=lambda: now[0])
-    assert timer.lap(10) is None
-    now[0] = 4
-    assert timer.lap(12) == 2
-    now[0] = 5
-    with timer.pause():
-        now[0] = 100
-    now[0] = 101
-    assert timer.lap(14) == 1
-
-
-class Screen(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_log_gets_few_lines():
-    now, out = [0.0], io.StringIO()
-    progress = Progress(1000, step=100, stream=out, every=5, clock=lambda: now[0])
-    for step in range(101, 1001):
-        now[0] += 0.125
-        progress.update(step, loss=1.0 if step % 10 == 0 else None, tokens_per_s=12345.0, mfu=0.4321)
-    progress.say("done")
-    progress.close()
-    lines = out.getvalue().splitlines()
-    # 112.5 seconds: the first step, one line every 5 seconds, the last step, and what was said.
-    assert len(lines) == 1 + 22 + 1 + 1
-    assert lines[0] == "step 101/1000 · 12.3k tokens/s · MFU 43.2 %"
-    assert lines[1] == "step 141/1000 · loss 1.0000 · 12.3k tokens/s · MFU 43.2 % · 1:47 left"
-    assert lines[-2:] == ["step 1000/1000 · loss 1.0000 · 12.3k tokens/s · MFU 43.2 %", "done"]
-
-
-def test_a_terminal_gets_a_bar():
-    out = Screen()
-    progress = Progress(20, step=5, stream=out)
-    for step in range(6, 21):
-        progress.update(step, loss=2.0, tokens_per_s=950.0)
-    progress.say("a line")
-    progress.close()
-    last = out.getvalue().split("\r")[-1]
-    assert "20/20" in last and "loss 2.0000 · 950 tokens/s" in last and "MFU" not in last
-    assert "a line\n" in out.getvalue()
-
-
-def test_a_silent_process_says_nothing(capsys):
-    progress = Progress(2, shown=False)
-    progress.update(1, loss=1.0)
-    progress.say("hello")
-    progress.close()
-    assert capsys.readouterr() == ("", "")

@@ -106,7 +106,7 @@ def test_a_replica_in_each_process(workdir):
     train(workdir, 2, *flags)
     one = workdir.with_name("one")
     train(one, 1, *flags)
-    assert list(runs.losses(workdir)) == [3, 6, 9, 10]
+    assert list(runs.losses(workdir)) == [1, 3, 6, 9, 10]
     assert_same_trajectory(runs.losses(workdir), runs.losses(one))
     assert runs.checkpoints(workdir) == [3, 6, 9, 10]
 

@@ -79,11 +79,15 @@ def test_metrics_config_and_files_of_a_run(whole):
     training = [record for record in records if "loss" in record]
     assert [record["step"] for record in training] == list(range(1, STEPS + 1))
     for record in training:
-        assert set(record) == {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu"}
+        own = {"loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu"}
+        assert set(record) == {"step", "time", "wall_s"} | own
         assert record["tokens"] == record["step"] * 512 and record["step_time_s"] > 0 and record["mfu"] is None
         assert record["tokens_per_s"] == pytest.approx(512 / record["step_time_s"])
         assert record["learning_rate"] == pytest.approx(5e-3 * min(record["step"], 4) / 4)
     assert training[0]["loss"] == pytest.approx(math.log(257), abs=0.5) and training[-1]["loss"] < 2
+    assert all(0 < later["wall_s"] - earlier["wall_s"] < done.seconds for earlier, later in zip(records, records[1:]))
+    assert 0 < records[0]["wall_s"] < records[-1]["wall_s"] < done.seconds
+    assert sum(record["step_time_s"] for record in training) < records[-1]["wall_s"]
     held_out = {record["step"]: record["validation_loss"] for record in records if "loss" not in record}
     assert list(held_out) == [20, 40, STEPS] and held_out[20] > held_out[40] > held_out[STEPS]
     assert f"{held_out[STEPS]:.4f}" in done.out
@@ -104,7 +108,7 @@ def test_profile_evaluation_and_what_is_kept(whole, workdir):
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "validation_loss" in record] == [4, 8, 10]
     logged, reference = runs.losses(workdir), runs.losses(whole[0])
-    assert logged == {step: reference[step] for step in (5, 10)}
+    assert logged == {step: reference[step] for step in (1, 5, 10)}
     assert runs.checkpoints(workdir) == [8, 10]
     (trace,) = (workdir / "profile").rglob("*.xplane.pb")
     # As the table's columns are named: the ops of the chunks, and what comes before and after them.

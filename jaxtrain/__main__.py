@@ -1,0 +1,65 @@
+"""`jaxtrain COMMAND …`, also `python -m jaxtrain COMMAND …`: what `python -m jaxtrain.COMMAND …` does.
+
+pyproject.toml installs it as `jaxtrain`. The commands themselves are modules, which parse their flags; nothing slow is imported here.
+"""
+
+import difflib
+import runpy
+import shlex
+import sys
+from collections.abc import Sequence
+
+from jaxtrain import __version__
+
+COMMANDS = {
+    "train": "train what a recipe describes, or continue it",
+    "generate": "text from a checkpoint",
+    "schedule": "a pipeline schedule as a picture and in figures",
+    "launch": "a run of several processes on this machine",
+}
+HELP = "\n".join(
+    [
+        "usage: jaxtrain COMMAND [flags]      (without installation: python -m jaxtrain COMMAND [flags])",
+        "",
+        "Trains transformers in JAX on a named device mesh.",
+        "",
+        "Commands (jaxtrain COMMAND --help has the flags of each):",
+        *(f"    {name:10}  {doc}" for name, doc in COMMANDS.items()),
+        "",
+        "    --help      this text",
+        "    --version   jaxtrain's version",
+    ]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that the arguments name (those of the process, if not given), which may end the process with a status of its own.
+
+    `--help`, `--version` and no arguments at all print and give 0. What names no command gives 2, and one line on stderr.
+    """
+    command, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    if command in ("--help", "-h"):
+        print(HELP)
+    elif command == "--version":
+        print(f"jaxtrain {__version__}")
+    elif command in COMMANDS:
+        sys.argv[1:] = rest
+        runpy.run_module(f"jaxtrain.{command}", run_name="__main__", alter_sys=True)
+    else:
+        print(" ".join(f"error: {_unknown(command, rest)}".split()), file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _unknown(command: str, rest: Sequence[str]) -> str:
+    """What is wrong with a first argument that names no command, and what would work."""
+    if command.startswith("-") and (after := next((word for word in rest if word in COMMANDS), "")):
+        return f"{command!r} stands before the command: use jaxtrain {after} and then the flags"
+    if command.startswith("-"):
+        return f"{command!r} stands in the place of a command: use jaxtrain train {shlex.join([command, *rest])}"
+    near = difflib.get_close_matches(command, [*COMMANDS, "--help", "--version"], n=1, cutoff=0.5)
+    return f"{command!r} is an unknown command: use jaxtrain {near[0] if near else ', '.join(COMMANDS)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
