@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxtrain.data import tokens
+from jaxtrain.data import encode, tokens
 from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
 
 END = 256
@@ -57,7 +57,7 @@ def test_mask(config, write):
 def test_batches_do_not_show(config, write, monkeypatch, batch):
     texts = [f"document {i} " * (i % 7) + "x" for i in range(50)]
     path = write("a.jsonl", "".join(json.dumps({"q": "Q", "a": text}) + "\n" for text in texts))
-    monkeypatch.setattr(tokens, "BATCH", batch)
+    monkeypatch.setattr(encode, "TASK", batch)
     corpus = prepare(config(source=path, text_fields=("q", "a"), loss_mask=("q",)), 257, progress=False)
     assert documents_of(corpus) == [[*b"Q", *text.encode(), END] for text in texts]
     assert np.array_equal(corpus.mask, np.concatenate([[0] + [1] * (len(text) + 1) for text in texts]))
@@ -143,7 +143,7 @@ def test_errors_leave_nothing(config, write, tmp_path):
     text = write("a.txt", "a")
     assert failure(config(source=text), vocab_size=100).startswith("model.vocab_size=100")
     assert failure(config(source=text, tokenizer="none")).startswith("data.tokenizer=none is for token files")
-    assert failure(config(source=text, loss_mask=("text",))).startswith("data.loss_mask=text names fields of JSONL or Parquet")
+    assert failure(config(source=text, loss_mask=("text",))).startswith("data.loss_mask=text names fields of JSON, JSONL or Parquet")
     assert failure(config(source=lines, loss_mask=("q",))).startswith("data.loss_mask=q: q is not in data.text_fields=text")
     assert failure(config(source=lines, text_fields=())).startswith("data.text_fields is empty")
     write("d/a.txt", "a")
@@ -154,7 +154,7 @@ def test_errors_leave_nothing(config, write, tmp_path):
 def test_cache_that_cannot_be_written(config, write):
     path = write("a.txt", "a")
     for cache in (path, path / "below"):
-        with pytest.raises(DataError, match=f"^{path}.*: (File exists|Not a directory)$"):
+        with pytest.raises(DataError, match=f"^data.cache={cache} cannot be written: {path}.*: (File exists|Not a directory): use "):
             prepare(config(source=path, cache=cache), 257, progress=False)
 
 
@@ -231,11 +231,11 @@ def test_damaged_corpus_is_made_again(config, write):
 
 PREPARE = """
 import sys, time, types
-from jaxtrain.data import tokens, sources
+from jaxtrain.data import encode, tokens, sources
 config = types.SimpleNamespace(source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
-    token_dtype="uint16", validation_fraction=0.1)
+    bad_records="stop", token_dtype="uint16", validation_fraction=0.1)
 if sys.argv[3] == "hang":
-    tokens.BATCH, pieces = 1, sources.pieces
+    encode.TASK, pieces = 1, sources.pieces
     def endless(*arguments):
         yield from pieces(*arguments)
         print("read", flush=True)
