@@ -9,7 +9,16 @@ PLACES = 5  # of bad records, that are kept
 
 
 class BadRecord(DataError):
-    """A record, or the rest of a file, that cannot be read. The message is one line with file and line."""
+    """A record, or the rest of a file, that cannot be read. The message is one line: where (file and line), what, and what mends it."""
+
+    def __init__(self, where: str, what: str, fix: str = ""):
+        self.place, self.fix = f"{where}: {what}", fix
+        super().__init__(f"{self.place}: {fix}" if fix else self.place)
+
+    def refusal(self) -> DataError:
+        """The error that ends the preparation, with the other way."""
+        skip = "use --config.data.bad_records=skip to leave out what cannot be read"
+        return DataError(f"{self.place}: {self.fix}, or {skip}" if self.fix else f"{self.place}: {skip}")
 
 
 @dataclasses.dataclass
@@ -23,7 +32,7 @@ class Skipped:
         """Counts one more."""
         self.count += 1
         if len(self.places) < PLACES:
-            self.places.append(str(record))
+            self.places.append(record.place)
 
     def lines(self, source: str) -> list[str]:
         """For people: the count and the first places; nothing where there are none."""

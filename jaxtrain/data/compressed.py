@@ -36,7 +36,7 @@ class Reader(io.BufferedReader):
         super().__init__(self._source, BLOCK)
         if archive := _archive(self.peek(HEAD)[:HEAD]):
             self.close()
-            raise BadRecord(f"{path}: {archive}, not a text: unpack it into a folder and name that, or let its name begin with a dot")
+            raise BadRecord(path, f"{archive}, not a text", "unpack it into a folder, or let its name begin with a dot")
 
     def taken(self) -> int:
         """Bytes of the file, as it is on the disk, that were read since this was asked last."""
@@ -58,7 +58,7 @@ def is_compressed(path: str) -> bool:
 
 def unpack(path: str, target: pathlib.Path) -> None:
     """Writes the decompressed content of a file to `target`."""
-    with Reader(path) as stream, target.open("wb", buffering=0) as file:
+    with Reader(path) as stream, target.open("wb") as file:
         shutil.copyfileobj(stream, file, BLOCK)
 
 
@@ -138,8 +138,10 @@ class _Bytes(io.RawIOBase):
                 raise  # of the disk, not of the content
             reason = (str(error).strip().splitlines() or ["it ends too early"])[0]
             raise BadRecord(
-                f"{self._path}: damaged or cut short: its {self._kind} content ends after {self._delivered:,} bytes of text, "
-                f"at byte {self._file.tell():,} of {os.fstat(self._file.fileno()).st_size:,} ({reason}): get the file again"
+                self._path,
+                f"damaged or cut short: its {self._kind} content ends after {self._delivered:,} bytes of text, "
+                f"at byte {self._file.tell():,} of {os.fstat(self._file.fileno()).st_size:,} ({reason})",
+                "get the file again",
             ) from error
         buffer[: len(data)] = data
         self._delivered += len(data)
@@ -180,7 +182,7 @@ def _compression(path: str, head: bytes) -> str | None:
     if claimed == "zstd" and head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5:  # a skippable frame goes before, as pzstd writes it
         return claimed
     if claimed and b"\0" in head:
-        raise BadRecord(f"{path}: does not begin as a {claimed} file does: damaged, or no such file: get it again, or rename it")
+        raise BadRecord(path, f"does not begin as a {claimed} file does, and is no text", "get it again, or rename it")
     return None
 
 

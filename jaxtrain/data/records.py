@@ -25,6 +25,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 SPACES = re.compile(r"[ \t\r\n]*")
 CUT = 16  # characters before the end of what was read in which a word or number that is cut there may begin
+SET_FIELDS = "set data.text_fields"
 ROWS = 256  # of Parquet, read together
 MISSING = object()
 DECODER = json.JSONDecoder()
@@ -69,7 +70,7 @@ def read_jsonl(file: File, runs: Runs) -> Pieces:
             try:
                 record = _parse(line, where)
                 if not isinstance(record, dict):
-                    raise BadRecord(f"{where}: a line must be a JSON object, not {_kind(record)}")
+                    raise BadRecord(where, f"a line must be a JSON object, not {_kind(record)}")
                 document = list(_document(record, runs, where, stream.taken()))
                 if b"\\u" in line:
                     _check_surrogates(document, where)
@@ -85,20 +86,20 @@ def _parse(line: bytes, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise not_utf8(where, error.object[error.start], error.reason) from error
     except json.JSONDecodeError as error:
-        raise BadRecord(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from error
+        raise BadRecord(where, f"not valid JSON: {error.msg} (column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested lists
-        raise BadRecord(f"{where}: JSON that cannot be read: {str(error).splitlines()[0]}") from error
+        raise BadRecord(where, f"JSON that cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def not_utf8(where: str, byte: int, reason: str) -> BadRecord:
     """What is said of a byte that is not UTF-8."""
-    return BadRecord(f"{where}: not UTF-8 text (0x{byte:02x}: {reason}): convert it, or let the file's name begin with a dot")
+    return BadRecord(where, f"not UTF-8 text (0x{byte:02x}: {reason})", "convert it, or let the file's name begin with a dot")
 
 
 def _check_surrogates(document: list[Piece], where: str) -> None:
     """BadRecord for half of a surrogate pair: only an escape can bring it into decoded UTF-8, and it has no encoding."""
     if any(SURROGATE.search(piece.text) for piece in document):
-        raise BadRecord(f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+        raise BadRecord(where, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------------------
@@ -114,12 +115,12 @@ def read_json(file: File, runs: Runs) -> Pieces:
         first = text.peek()
         if first not in ("[", "{"):
             kind = "nothing" if not first else "text" if first == '"' else f"what begins with {first!r}"
-            raise BadRecord(f"{text.where}: a JSON file must hold an object, a list of objects, or one object a line, not {kind}")
+            raise BadRecord(text.where, f"a JSON file must hold an object, a list of objects, or one object a line, not {kind}")
         for where, raw, record in _items(text) if first == "[" else _values(text):
             try:
                 _check_bytes(raw, where)
                 if not isinstance(record, dict):
-                    raise BadRecord(f"{where}: a record must be a JSON object, not {_kind(record)}")
+                    raise BadRecord(where, f"a record must be a JSON object, not {_kind(record)}")
                 document = list(_document(record, runs, where, stream.taken()))
                 if "\\u" in raw:
                     _check_surrogates(document, where)
@@ -140,8 +141,9 @@ class _JsonText:
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._text, self._at, self._counted, self._ended = "", 0, 0, False
         self._before = 0  # characters of the line at hand that are no longer in the text
+        if stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
+            stream.read(len(BYTE_ORDER_MARK))
         self._more()
-        self._text = self._text.removeprefix("\ufeff")
 
     @property
     def where(self) -> str:
@@ -177,7 +179,7 @@ class _JsonText:
                 if not (cut and self._more()):
                     raise self._not_json(error.msg, error.pos) from error
             except (ValueError, RecursionError) as error:
-                raise BadRecord(f"{self.where}: JSON that cannot be read: {str(error).splitlines()[0]}") from error
+                raise BadRecord(self.where, f"JSON that cannot be read: {str(error).splitlines()[0]}") from error
             else:
                 if end < len(self._text) or not self._more():
                     raw, self._at = self._text[self._at : end], end
@@ -187,7 +189,7 @@ class _JsonText:
         line = self._text.rfind("\n", 0, place) + 1
         column = place - line + 1 + (self._before if not line else 0)
         number = self._line + self._text.count("\n", self._counted, place)
-        return BadRecord(f"{self._path}:{number}: not valid JSON: {message} (column {column}): the file cannot be read from there on")
+        return BadRecord(f"{self._path}:{number}", f"not valid JSON: {message} (column {column}), and the rest of the file cannot be read")
 
     def _count_lines(self) -> None:
         self._line += self._text.count("\n", self._counted, self._at)
@@ -242,10 +244,10 @@ def _items(text: _JsonText) -> Iterator[tuple[str, str, Any]]:
         elif following != "]":
             cut = "the list does not end: the file is cut short"
             found = f"{following!r} stands where a comma or the list's end should" if following else cut
-            raise BadRecord(f"{text.where}: not valid JSON: {found}")
+            raise BadRecord(text.where, f"not valid JSON: {found}")
     text.skip()
     if text.peek():
-        raise BadRecord(f"{text.where}: not valid JSON: something stands behind the end of the list")
+        raise BadRecord(text.where, "not valid JSON: something stands behind the end of the list")
 
 
 def _check_bytes(raw: str, where: str) -> None:
@@ -283,7 +285,7 @@ def read_parquet(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise  # of the disk, not of the content
-        raise BadRecord(f"{file.path}: row {row + 1}: not readable as Parquet: {str(error).splitlines()[0]}") from error
+        raise BadRecord(f"{file.path}: row {row + 1}", f"not readable as Parquet: {str(error).splitlines()[0]}") from error
 
 
 def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
@@ -305,10 +307,10 @@ def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
     for name in fields:
         found = _field(shape, name)
         if found is MISSING:
-            raise BadRecord(f"{path}: row 1: {_no_field(shape, name)}")
+            raise BadRecord(f"{path}: row 1", _no_field(shape, name), SET_FIELDS)
         value = found.value_type if isinstance(found, pyarrow.DictionaryType) else found
         if not (value == pyarrow.string() or value == pyarrow.large_string() or value == pyarrow.string_view()):
-            raise BadRecord(f"{path}: row 1: field {name!r} is {_kind(found)}, not text")
+            raise BadRecord(f"{path}: row 1", f"field {name!r} is {_kind(found)}, not text")
         columns += [column for column in shape if name == column or name.startswith(f"{column}.")]
     return list(dict.fromkeys(columns))
 
@@ -330,8 +332,8 @@ def _text_of(record: dict[str, Any], name: str, where: str) -> str:
     if isinstance(value, str):
         return value
     if value is MISSING:
-        raise BadRecord(f"{where}: {_no_field(record, name)}")
-    raise BadRecord(f"{where}: field {name!r} is {_kind(value)}, not text")
+        raise BadRecord(where, _no_field(record, name), SET_FIELDS)
+    raise BadRecord(where, f"field {name!r} is {_kind(value)}, not text")
 
 
 def _field(value: Any, name: str) -> Any:
@@ -365,7 +367,7 @@ def _no_field(value: Any, name: str) -> str:
         path, value, name = f"{path}{head}.", inner[head], name[len(head) + 1 :]
     there = ", ".join(map(repr, inner)) or ("none" if isinstance(value, dict | list) else f"none: it is {_kind(value)}")
     inside = f"in {path.removesuffix('.')!r} " if path else ""
-    return f"no field {path + name!r} ({inside}there are {there}): set data.text_fields"
+    return f"no field {path + name!r} ({inside}there are {there})"
 
 
 def _kind(value: Any) -> str:

@@ -73,10 +73,10 @@ def find(name: str) -> Source:
 
 
 def check_not_empty(source: Source) -> None:
-    """Raises BadRecord if a file has no bytes, before others are read."""
+    """Raises DataError if a file has no bytes, before others are read."""
     empty = [file.path for file in source.files if not file.size and file.format != "python"]
     if empty:
-        raise _is_empty(empty[0], f" (and {len(empty) - 1} more)" if len(empty) > 1 else "")
+        raise _is_empty(empty[0], f" (and {len(empty) - 1} more)" if len(empty) > 1 else "").refusal()
 
 
 def pieces(
@@ -105,7 +105,7 @@ def pieces(
                     skipped.add(piece)
         except BadRecord as bad:
             if skipped is None:
-                raise
+                raise bad.refusal() from bad
             skipped.add(bad)
 
 
@@ -167,7 +167,7 @@ def _text(file: File) -> Iterator[Piece]:
 
 
 def _is_empty(path: str, more: str = "") -> BadRecord:
-    return BadRecord(f"{path}:1: the file is empty{more}: remove it, or let its name begin with a dot")
+    return BadRecord(f"{path}:1", f"the file is empty{more}", "remove it, or let its name begin with a dot")
 
 
 def _parquet(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
