@@ -121,14 +121,17 @@ class ModelConfig:
 class DataConfig:
     """The corpus and the batch."""
 
-    source: str = setting("stdlib", "a folder, a text, JSONL, Parquet or token file (.bin, .npy), or stdlib: Python's own sources")
+    source: str = setting(
+        "stdlib", "folder, or text, JSON, JSONL, Parquet or token file (.bin, .npy), also compressed; stdlib: Python's own sources"
+    )
     tokenizer: str = setting("bytes", "bytes, the path of a Hugging Face tokenizers JSON file, or none: a token file's ids as they are")
     sequence_length: int = setting(128, "tokens that the model sees in a sequence", at_least=1)
     batch_size: int = setting(16, "sequences in a step, over all devices and microbatches", at_least=1)
     seed: int = setting(0, "seed of the order of sequences", at_least=0)
     attend_across_documents: bool = setting(True, "tokens attend to earlier documents packed into the same sequence")
-    loss_mask: tuple[str, ...] = setting((), "names of JSONL/Parquet fields that are prompt only: no loss on their tokens")
-    text_fields: tuple[str, ...] = setting(("text",), "names of the JSONL/Parquet fields that are read, joined in this order")
+    loss_mask: tuple[str, ...] = setting((), "names of JSON/Parquet fields that are prompt only: no loss on their tokens")
+    text_fields: tuple[str, ...] = setting(("text",), "JSON/Parquet fields that are read, joined in this order; by path too: doc.text")
+    bad_records: str = setting("stop", "a record that cannot be read ends the run, or is left out and counted", choices=("stop", "skip"))
     validation_fraction: float = setting(0.05, "part of the corpus held out for evaluation", at_least=0, below=1)
     token_dtype: str = setting("uint16", "integers of a raw token file (.bin)", choices=("uint8", "uint16", "int32", "uint32"))
     cache: str = setting("", "folder of prepared corpora; empty: $JAXTRAIN_CACHE or ~/.cache/jaxtrain")

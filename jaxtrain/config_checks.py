@@ -59,6 +59,7 @@ def check_files(config: Config) -> None:
 _KEPT = ("optimizer.name", "precision.params", "train.seed")  # and all of model and data, but for:
 _FREE = (
     *("model.attention_kernel", "model.loss_chunk", "model.init_std", "model.mtp_weight", "data.cache", "data.prefetch"),
+    "data.bad_records",  # the corpus's checksum says whether it matters
     *("model.balance_rate", "model.balance_loss", "model.z_loss"),  # DeepSeek-V3 sets the first to 0 towards the end
 )
 

@@ -85,6 +85,8 @@ def run(config: Config, workdir: str, began: float | None = None) -> None:
         train = _compile("step", step.train, abstract, data.specification())
         exchange = _compile("exchange", step.exchange, abstract) if step.exchange else None
         _introduce(config, step, train, corpus, time.perf_counter() - began, say)
+        for remark in (*data.remarks(), *held_out.remarks()):
+            say(remark, flush=True)
 
         # ------------------------------------------------------------ the state: restored or new
         saves = Checkpointer(

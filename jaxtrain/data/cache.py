@@ -5,6 +5,7 @@ machine from doing the same work at once. What a folder holds is its maker's bus
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import pathlib
@@ -18,6 +19,19 @@ from collections.abc import Callable, Iterator
 def folder_of(setting: str) -> pathlib.Path:
     """The cache's folder for `data.cache`: as named, else $JAXTRAIN_CACHE, else ~/.cache/jaxtrain."""
     return pathlib.Path(setting or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser().resolve()
+
+
+def refusal(error: OSError, root: pathlib.Path) -> str | None:
+    """One line for an error of the cache at `root`: no room there, or no permission; None for one of other files.
+
+    What is prepared is written there alone, so errors of too little room are the cache's even where they name no file.
+    """
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"data.cache={root} is full: {error.strerror}: use --config.data.cache=FOLDER, with a folder where there is more room"
+    path = pathlib.Path(os.path.abspath(os.fsdecode(error.filename))) if error.filename else None
+    if path and (path.is_relative_to(root) or root.is_relative_to(path)):
+        return f"data.cache={root} cannot be written: {path}: {error.strerror}: use --config.data.cache=FOLDER, with a folder that can"
+    return None
 
 
 def ensure(folder: pathlib.Path, complete: Callable[[pathlib.Path], bool], make: Callable[[pathlib.Path], None], progress: bool) -> None:

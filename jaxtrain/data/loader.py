@@ -46,7 +46,7 @@ class Loader:
       batches: the most that are made of the validation split (None: all of it).
       apart: replicas that train apart, along the slowest axis of the rows.
 
-    Raises DataError if the train split has less than one row.
+    Raises DataError if the train split is empty.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class Loader:
         if data.batch_size % microbatches:
             raise ValueError(f"{microbatches} microbatches do not divide data.batch_size={data.batch_size}")
         self._train, self._batch_size, self._sharding = split == "train", data.batch_size, sharding
-        stream = corpus.train if self._train else corpus.validation
-        self._rows = Rows(corpus, stream, data.sequence_length, data.attend_across_documents, padded=not self._train)
+        self._stream, self._split, self._wanted = corpus.train if self._train else corpus.validation, split, data.validation_fraction > 0
+        self._rows = Rows(corpus, self._stream, data.sequence_length, data.attend_across_documents, padded=not self._train)
         self._name = f"the {split} split of {corpus.source} (checksum {corpus.checksum[:12]}, seed {data.seed})"
         order = grain.MapDataset.range(len(self._rows))
         if self._train:
             if not len(self._rows):
-                raise DataError(_too_long(data, corpus))
+                rule = f"data.validation_fraction={data.validation_fraction:g} holds out all of the {len(corpus.tokens)} tokens"
+                raise DataError(f"{rule} of data.source={corpus.source}: use --config.data.validation_fraction=0.0")
             order = order.shuffle(seed=_grain_seed(data.seed)).repeat()
             self.batches = None
         else:
@@ -81,6 +82,19 @@ class Loader:
         self._local, self._place = _local_rows(sharding, self.shape, apart)
         self._ahead = data.prefetch
         self._threads = concurrent.futures.ThreadPoolExecutor(max(1, data.prefetch), thread_name_prefix=f"jaxtrain-{split}")
+
+    def remarks(self) -> list[str]:
+        """For people: what is unusual about so little text; nothing where there is enough."""
+        tokens, rows, length = f"{len(self._stream):,} tokens", len(self._rows), self.shape[2]
+        few = f"corpus: the {self._split} split has {tokens}"
+        if not self._train:
+            return [] if rows or not self._wanted else [f"{few}: there is nothing to evaluate on"]
+        if self._rows.repeated:
+            return [f"{few}, and data.sequence_length={length} takes {length + 1}: its documents repeat within a sequence"]
+        if rows < self._batch_size:
+            count = f"{rows} sequence{'s'[: rows > 1]} of {length}"
+            return [f"{few}, which are {count}, and data.batch_size={self._batch_size}: they repeat within a batch"]
+        return []
 
     @property
     def rows(self) -> int:
@@ -171,9 +185,3 @@ def _local_rows(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], ap
 def _grain_seed(seed: int) -> int:
     """Grain adds the epoch to its seed, so neighbouring seeds would share epochs: spread them over its 32 bits."""
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
-
-
-def _too_long(data: Any, corpus: Corpus) -> str:
-    length, tokens = data.sequence_length, len(corpus.train)
-    rule = f"data.sequence_length={length} needs {length + 1} tokens, and the train split of {corpus.source} has {tokens}"
-    return f"{rule}: use {tokens - 1}{' or less' * (tokens > 2)}" if tokens > 1 else f"{rule}: name a larger data.source"

@@ -2,7 +2,8 @@
 
 Documents stand one after the other; row r holds tokens r·T to r·T + T of the stream, so that its T targets are its T inputs moved on
 by one, and no token but the very last few is left out. With attend_across_documents=False every document in a row is a segment of its
-own, a document cut by the row's beginning starts anew there, and no token is asked to predict the next document's first.
+own, a document cut by the row's beginning starts anew there, and no token is asked to predict the next document's first. Where there
+are too few tokens for one row, the documents repeat in it.
 
     stream      a b c $ d e $ f g h i …           T = 6
     tokens      a b c $ d e                       targets     b c $ d e $
@@ -15,7 +16,7 @@ Legend: T the sequence length. Which rows make a batch, and where they go, is in
 import numpy as np
 
 from jaxtrain.data.split import Stream
-from jaxtrain.data.tokens import Corpus
+from jaxtrain.data.tokens import Corpus, DataError
 
 Row = dict[str, np.ndarray]
 
@@ -26,16 +27,21 @@ class Rows:
     A row is a dict of arrays [T]: `tokens` and `targets` int32, `weights` float32 (0 where the target does not count in the loss), and,
     if attend_across_documents is False, `segments` int32 (1, 2, … along the row) and `positions` int32.
 
-    With `padded` the stream's rest is a last row too, filled up with targets of weight 0; otherwise it is left out.
+    With `padded` the stream's rest is a last row too, filled up with targets of weight 0; otherwise it is left out, or, where it is all
+    there is, repeated. `repeated` says so.
+
+    Raises DataError for a row with an id that the corpus's tokenizer does not have: what the corpus was checked for when it was
+    prepared no longer holds.
     """
 
     def __init__(self, corpus: Corpus, stream: Stream, sequence_length: int, attend_across_documents: bool = True, padded: bool = False):
-        self._stream, self._length, self._across = stream, sequence_length, attend_across_documents
+        self._corpus, self._stream, self._length, self._across = corpus, stream, sequence_length, attend_across_documents
         # Plain views: a memmap's own slicing costs several times as much.
         self._tokens, self._documents = np.asarray(corpus.tokens), np.asarray(corpus.documents)
         self._mask = None if corpus.mask is None else np.asarray(corpus.mask)
         targets = max(0, len(stream) - 1)
-        self._count = -(-targets // sequence_length) if padded else targets // sequence_length
+        self.repeated = not padded and 0 < len(stream) <= sequence_length
+        self._count = -(-targets // sequence_length) if padded else 1 if self.repeated else targets // sequence_length
 
     def __len__(self) -> int:
         return self._count
@@ -44,8 +50,8 @@ class Rows:
         if not 0 <= r < self._count:
             raise IndexError(f"row {r} of {self._count}")
         begin = r * self._length
-        end = min(begin + self._length + 1, len(self._stream))
-        return self._row(begin, end)
+        end = begin + self._length + 1
+        return self._row(begin, end if self.repeated else min(end, len(self._stream)))
 
     def empty(self) -> Row:
         """A row of padding: all weights 0."""
@@ -54,7 +60,9 @@ class Rows:
     def _row(self, begin: int, end: int) -> Row:
         """The row of tokens [begin, end) of the stream, at most T + 1, padded to T + 1."""
         n, window = end - begin, np.zeros(self._length + 1, np.int32)
-        window[:n] = self._stream.read(self._tokens, begin, end)
+        ids = self._stream.read(self._tokens, begin, end)
+        self._check(ids)
+        window[:n] = ids
         counts = np.zeros(self._length + 1, np.float32)
         counts[:n] = 1 if self._mask is None else self._stream.read(self._mask, begin, end)
         row = {"tokens": window[:-1], "targets": window[1:], "weights": counts[1:]}
@@ -66,6 +74,14 @@ class Rows:
             row["segments"] = segments[:-1]
             row["positions"] = (index - np.maximum.accumulate(np.where(first, index, 0)))[:-1]
         return row
+
+    def _check(self, ids: np.ndarray) -> None:
+        size = self._corpus.tokenizer.vocab_size
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            bad = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
+            source, folder = self._corpus.source, self._corpus.folder
+            rule = f"token {bad} is beyond the {size} ids of its tokenizer, and was not when the corpus was prepared"
+            raise DataError(f"data.source={source}: {rule}: remove {folder}, and it is prepared again")
 
     def _starts(self, begin: int, end: int) -> np.ndarray:
         """[T + 1] bool: where a segment begins, which is at the row's beginning, at each document's, and at the padding's."""

@@ -31,13 +31,14 @@ class Stream:
         return int(self.offsets[-1])
 
     def ranges(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The corpus's ranges [first, last) that make tokens [begin, end) of the stream."""
-        i = int(np.searchsorted(self.offsets, begin, "right")) - 1
+        """The corpus's ranges [first, last) that make tokens [begin, end) of the stream; behind its last one stands its first again."""
         while begin < end:
-            stop = min(end, int(self.offsets[i + 1]))
-            first = int(self.starts[i]) + begin - int(self.offsets[i])
-            yield first, first + stop - begin
-            begin, i = stop, i + 1
+            at = begin % len(self)
+            i = int(np.searchsorted(self.offsets, at, "right")) - 1
+            count = min(end - begin, int(self.offsets[i + 1]) - at)
+            first = int(self.starts[i]) + at - int(self.offsets[i])
+            yield first, first + count
+            begin += count
 
     def read(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
         """[end − begin] of a per-token array of the corpus: a view where one range has it all, else a copy."""

@@ -126,7 +126,13 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(e.ids, np.uint32) for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except UnicodeEncodeError:
+            raise
+        except Exception as error:  # the library raises bare Exceptions
+            raise DataError(f"data.tokenizer={self.path} cannot encode a text: {_first_line(error)}") from error
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True)

@@ -2,15 +2,15 @@
 
 A corpus is prepared once, into a folder of the cache that is named by what it was made of:
 
-    <cache>/<source>-<key>/   corpus.json     sizes, checksum, tokenizer
+    <cache>/<source>-<key>/   corpus.json     sizes, checksum, tokenizer, and the bad records that were left out
                               tokens.bin      uint16 or uint32 [tokens], every document ending with the end-of-document id
                               documents.bin   int64 [documents + 1]: where each begins, then the number of tokens
                               mask.bin        uint8 [tokens]: 1 where a token counts in the loss; only with data.loss_mask
                               tokenizer.json  a copy, if it was a file
 
-A source that is a token file stays where it is and is only checked and indexed. Everything is streamed: memory does not grow with the
-corpus. What files hold is in sources.py, the held-out split in split.py, rows of a fixed length in packing.py, the cache's safety in
-cache.py. `data` below is the config's group of that name.
+A source that is a token file stays where it is and is only checked and indexed; a compressed one is decompressed into the folder.
+Everything is streamed: memory does not grow with the corpus. What files hold is in sources.py, their encoding in encode.py, the held-out
+split in split.py, rows of a fixed length in packing.py, the cache's safety in cache.py. `data` below is the config's group of that name.
 """
 
 import contextlib
@@ -21,20 +21,24 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+import sys
+import time
 from typing import Any
 
 import numpy as np
 import tqdm
 
 from jaxtrain.data import cache, sources
+from jaxtrain.data.bad_records import Skipped
+from jaxtrain.data.compressed import is_compressed, unpack
+from jaxtrain.data.encode import encode
+from jaxtrain.data.records import File
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, Tokenizer, load_tokenizer, tokenizer_from
 
 __all__ = ["Corpus", "DataError", "Tokenizer", "bigram_entropy", "load_tokenizer", "prepare", "tokenizer_from"]
 
 FORMAT = 1  # of a prepared folder; part of its key
-BATCH = 4 << 20  # characters encoded together
 CHUNK = 4 << 20  # tokens looked at together
 BIGRAMS = 1 << 28  # as many as bigram_entropy counts
 
@@ -47,6 +51,7 @@ class Corpus:
     documents: [documents + 1] int64, where each document begins, then the number of tokens.
     mask: [tokens] uint8, 1 where a token counts in the loss, or None where all do.
     checksum: sha256 over tokens, documents, mask and the end-of-document id, as hexadecimal.
+    skipped: the bad records that were left out.
     """
 
     tokens: np.ndarray
@@ -57,6 +62,7 @@ class Corpus:
     folder: pathlib.Path
     source: str
     validation_fraction: float
+    skipped: Skipped
 
     @functools.cached_property
     def _splits(self) -> tuple[Stream, Stream]:
@@ -77,9 +83,9 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
     """The corpus of a `data` config, prepared now if the cache does not hold it.
 
     Args:
-      data: source, tokenizer, text_fields, loss_mask, token_dtype, validation_fraction and cache are used.
+      data: source, tokenizer, text_fields, loss_mask, bad_records, token_dtype, validation_fraction and cache are used.
       vocab_size: of the model; ids must be below it.
-      progress: whether to show a bar on standard error.
+      progress: whether to show a bar on standard error, then how fast it was and which records were left out.
 
     Raises DataError, one line naming file and line where there are any; nothing is left behind then.
     """
@@ -101,8 +107,11 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         cache.ensure(folder, lambda path: _open(path, data, source, tokenizer) is not None, make, progress)
         corpus = _open(folder, data, source, tokenizer)
     except OSError as error:
-        raise DataError(f"{error.filename or data.source}: {error.strerror or error}") from error
+        named = cache.refusal(error, cache.folder_of(data.cache))
+        raise DataError(named or f"{error.filename or data.source}: {error.strerror or error}") from error
     assert corpus is not None, folder
+    if progress:
+        print(*(f"{line}\n" for line in corpus.skipped.lines(data.source)), sep="", end="", file=sys.stderr, flush=True)
     return corpus
 
 
@@ -128,10 +137,13 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     before = np.broadcast_to(table.sum(1, keepdims=True), table.shape)
     seen = table > 0
     nats = float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):  # a cache that may not be written to: measured again next time
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(nats))
-        temporary.replace(path)
+        try:
+            temporary.write_text(json.dumps(nats))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     return nats
 
 
@@ -141,11 +153,13 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     if unknown := [field for field in data.loss_mask if field not in data.text_fields]:
         raise DataError(f"data.loss_mask={mask}: {unknown[0]} is not in data.text_fields={fields}: name it there too")
     if data.loss_mask and not source.has_fields:
-        raise DataError(f"data.loss_mask={mask} names fields of JSONL or Parquet, and data.source={name} has none: leave it empty")
+        raise DataError(f"data.loss_mask={mask} names fields of JSON, JSONL or Parquet, and data.source={name} has none: leave it empty")
     if not fields and source.has_fields:
         raise DataError(f"data.text_fields is empty, and data.source={name} has fields: name those that hold the text")
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
         raise DataError(f"data.tokenizer=none is for token files, and data.source={name} is text: use bytes or a tokenizers JSON file")
+    if data.bad_records == "stop":
+        sources.check_not_empty(source)
     stored = cache.folder_of(data.cache)
     if (
         source.root.is_dir()
@@ -160,7 +174,8 @@ def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
     fields = [data.text_fields, data.loss_mask] if source.has_fields else []
     raw = [_token_dtype(data.token_dtype).str] if source.files[0].format == "bin" else []
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
-    digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw]).encode())
+    skip = ["skip"] if data.bad_records == "skip" and not source.holds_tokens else []
+    digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw, *skip]).encode())
     for file in source.files:
         digest.update(json.dumps(file).encode())
     return digest.hexdigest()[:16]
@@ -172,7 +187,7 @@ def _open(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: To
         info = json.loads((folder / "corpus.json").read_text())
         n = info["tokens"]
         if source.holds_tokens:
-            ids = _map_tokens(source.files[0], data.token_dtype)
+            ids = _map_tokens(source.files[0], _token_path(folder, source.files[0]), data.token_dtype)
         else:
             ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
@@ -181,7 +196,8 @@ def _open(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: To
         return None
     if len(ids) != n or len(documents) != info["documents"] + 1 or (mask is not None and len(mask) != n):
         return None
-    return Corpus(ids, documents, mask, info["checksum"], tokenizer, folder, data.source, data.validation_fraction)
+    skipped = Skipped(**info.get("skipped", {}))  # "skipped" is not there where none could be
+    return Corpus(ids, documents, mask, info["checksum"], tokenizer, folder, data.source, data.validation_fraction, skipped)
 
 
 class _Writer:
@@ -194,17 +210,17 @@ class _Writer:
 
     def append(self, name: str, array: np.ndarray, store: bool = True) -> None:
         """Adds an array to `name`.bin, or to its checksum alone."""
-        content = np.ascontiguousarray(array).data.cast("B") if len(array) else b""
+        content = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
         self._digests.setdefault(name, hashlib.sha256()).update(content)
         if store:
-            if name not in self._open:
-                self._open[name] = self._files.enter_context((self._folder / f"{name}.bin").open("wb"))
-            self._open[name].write(content)
+            if name not in self._open:  # without a buffer, which would fail once more when a file on a full disk is closed
+                self._open[name] = self._files.enter_context((self._folder / f"{name}.bin").open("wb", buffering=0))
+            while content:
+                content = content[self._open[name].write(content) :]
 
     def finish(self, tokenizer: Tokenizer, **info: Any) -> None:
         """Writes everything to disk, and corpus.json with `info` and the checksum."""
         for file in self._open.values():
-            file.flush()
             os.fsync(file.fileno())
         parts = {name: digest.hexdigest() for name, digest in self._digests.items()}
         whole = json.dumps([parts, info["dtype"], tokenizer.end_of_document], sort_keys=True)
@@ -220,54 +236,70 @@ class _Writer:
         self._files.close()
 
 
-def _bar(data: Any, total: int, unit: str, progress: bool) -> tqdm.tqdm:
-    return tqdm.tqdm(total=total, unit=unit, unit_scale=True, desc=f"preparing {data.source}", disable=not progress, leave=False)
+class _Progress:
+    """A bar over the bytes of a source's files, with the speed in MB of text (or of token files) a second; at the end a line with it."""
+
+    def __init__(self, name: str, total: int, shown: bool):
+        form = "{l_bar}{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}{postfix}]"
+        self._bar = tqdm.tqdm(total=total, unit_scale=True, desc=f"preparing {name}", disable=not shown, leave=False, bar_format=form)
+        self._name, self._shown, self._began, self._read = name, shown, time.perf_counter(), 0
+
+    def update(self, size: int, read: int) -> None:
+        """`size` more bytes of the files, which held `read` bytes."""
+        self._read += read
+        self._bar.set_postfix_str(self._speed(), refresh=False)
+        self._bar.update(size)
+
+    def _speed(self) -> str:
+        return f"{self._read / 1e6 / (time.perf_counter() - self._began):.1f} MB/s"
+
+    def finish(self, tokens: int, documents: int) -> None:
+        """Says what was prepared."""
+        self._bar.close()
+        if self._shown:
+            what = f"{self._read / 1e6:,.1f} MB, {documents:,} documents, {tokens:,} tokens"
+            seconds = time.perf_counter() - self._began
+            print(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
 
 def _tokenize(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool) -> None:
     """Encodes a source's documents into a folder."""
     assert tokenizer.end_of_document is not None  # _check: only a token file has no tokenizer
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    end, n, count = np.array([tokenizer.end_of_document], dtype), 0, 0
-    stream = sources.pieces(source, tuple(data.text_fields), tuple(data.loss_mask))
-    with _Writer(folder) as writer, _bar(data, sum(file.size for file in source.files), "B", progress) as bar:
+    dtype, n, count = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), 0, 0
+    skipped = Skipped() if data.bad_records == "skip" else None
+    stream = sources.pieces(source, tuple(data.text_fields), tuple(data.loss_mask), folder, skipped)
+    with _Writer(folder) as writer, _Progress(source.root.name, sum(file.size for file in source.files), progress) as shown:
         writer.append("documents", np.zeros(1, "<i8"))
-        for batch in _batches(stream):
-            parts, ends = [], []
-            for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
-                parts.append(np.append(ids.astype(dtype), end) if piece.ends else ids)
-                n += len(parts[-1])
-                if piece.ends:
-                    ends.append(n)
-            writer.append("tokens", np.concatenate(parts).astype(dtype, copy=False))
-            writer.append("documents", np.array(ends, "<i8"))
+        for part in encode(stream, tokenizer, dtype):
+            writer.append("tokens", part.ids)
+            writer.append("documents", (n + part.ends).astype("<i8"))
             if data.loss_mask:
-                writer.append("mask", np.repeat(np.array([piece.counts for piece in batch], np.uint8), [len(part) for part in parts]))
-            count += len(ends)
-            bar.update(sum(piece.size for piece in batch))
+                writer.append("mask", part.mask)
+            n, count = n + len(part.ids), count + len(part.ends)
+            shown.update(part.size, part.text)
         if not count:
-            raise DataError(f"{source.files[0].path}:1: no documents in data.source={data.source}: all of its text is empty")
-        writer.finish(tokenizer, dtype=dtype.str, tokens=n, documents=count, masked=bool(data.loss_mask))
-
-
-def _batches(pieces: Iterable[sources.Piece]) -> Iterator[list[sources.Piece]]:
-    """Pieces in lists of about BATCH characters."""
-    batch, size = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text) + 64  # a piece costs something even if it is empty
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+            bad = skipped and skipped.count
+            why = f"{bad:,} bad records were left out, first {skipped.places[0]}" if skipped and bad else "all of its text is empty"
+            raise DataError(f"{source.files[0].path}:1: no documents in data.source={data.source}: {why}")
+        left_out = {"skipped": dataclasses.asdict(skipped)} if skipped else {}
+        writer.finish(tokenizer, dtype=dtype.str, tokens=n, documents=count, masked=bool(data.loss_mask), **left_out)
+        shown.finish(n, count)
 
 
 def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool) -> None:
     """Checks a token file and writes its documents, which end with the end-of-document id, or at the end of the file."""
     file = source.files[0]
-    ids, end, count = _map_tokens(file, data.token_dtype), tokenizer.end_of_document, 0
-    with _Writer(folder) as writer, _bar(data, len(ids), "tok", progress) as bar:
+    if is_compressed(file.path):
+        unpack(file.path, folder / f"source.{file.format}")
+    ids = _map_tokens(file, _token_path(folder, file), data.token_dtype)
+    end, count = tokenizer.end_of_document, 0
+    with _Writer(folder) as writer, _Progress(source.root.name, ids.nbytes, progress) as shown:
         writer.append("documents", np.zeros(1, "<i8"))
         for first in range(0, len(ids), CHUNK):
             chunk = ids[first : first + CHUNK]
@@ -283,24 +315,31 @@ def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: T
                 ends = np.append(ends, len(ids))
             writer.append("documents", ends.astype("<i8"))
             count += len(ends)
-            bar.update(len(chunk))
+            shown.update(chunk.nbytes, chunk.nbytes)
         writer.finish(tokenizer, dtype=ids.dtype.str, tokens=len(ids), documents=count, masked=False)
+        shown.finish(len(ids), count)
 
 
-def _map_tokens(file: sources.File, token_dtype: str) -> np.ndarray:
+def _token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
+    """Where the tokens of a token file lie: in the prepared folder if it was decompressed into that."""
+    unpacked = folder / f"source.{file.format}"
+    return unpacked if unpacked.exists() else pathlib.Path(file.path)
+
+
+def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.ndarray:
     """The tokens of a .bin or .npy file, [n], memory-mapped. Raises DataError if its size, shape or type is not one of tokens."""
     if file.format == "npy":
         try:
-            ids = np.load(file.path, mmap_mode="r", allow_pickle=False)
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise DataError(f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}") from error
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
             raise DataError(f"{file.path}:1: holds {ids.dtype} of shape {ids.shape}, and must hold integers of one dimension, at least one")
         return ids
-    dtype = _token_dtype(token_dtype)
-    if file.size % dtype.itemsize:
-        raise DataError(f"{file.path}: {file.size} bytes are no whole number of tokens of data.token_dtype={token_dtype}")
-    return np.memmap(file.path, dtype, "r")
+    dtype, size = _token_dtype(token_dtype), path.stat().st_size
+    if size % dtype.itemsize or not size:
+        raise DataError(f"{file.path}: {size} bytes are no whole number of tokens of data.token_dtype={token_dtype}")
+    return np.memmap(path, dtype, "r")
 
 
 def _token_dtype(name: str) -> np.dtype:

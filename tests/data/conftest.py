@@ -30,6 +30,7 @@ def config(tmp_path):
             "loss_mask": (),
             "text_fields": ("text",),
             "validation_fraction": 0.1,
+            "bad_records": "stop",
             "token_dtype": "uint16",
             "cache": str(tmp_path / "cache"),
             "prefetch": 2,

@@ -1,6 +1,7 @@
 """Batches: the same rows at the same places whatever the mesh, the processes, the microbatches and the threads."""
 
 import json
+import os
 import socket
 import threading
 import time
@@ -189,7 +190,8 @@ jax.distributed.initialize(f"localhost:{port}", 2, process)
 import numpy as np
 from jaxtrain.data import loader, packing, tokens
 data = types.SimpleNamespace(source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0, attend_across_documents=True,
-    prefetch=2, loss_mask=("q",), text_fields=("q", "text"), validation_fraction=0.1, token_dtype="uint16", cache=cache)
+    prefetch=2, loss_mask=("q",), text_fields=("q", "text"), validation_fraction=0.1, bad_records="stop", token_dtype="uint16",
+    cache=cache)
 corpus = tokens.prepare(data, 257, progress=False)
 read, seen = packing.Rows.__getitem__, []
 packing.Rows.__getitem__ = lambda rows, r: seen.append(r) or read(rows, r)
@@ -273,14 +275,60 @@ def test_validation_smaller_than_a_row(config, write):
 
 def test_too_little_text(config, write):
     corpus = prepare(config(source=write("a.txt", "abcdefg"), validation_fraction=0.0), 257, progress=False)
-    with pytest.raises(DataError, match=r"^data\.sequence_length=8 needs 9 tokens, and the train split of .*a\.txt has 8: use 7 or less$"):
-        Loader(corpus, config(), "train", sharding())
+    with Loader(corpus, config(), "train", sharding()) as loader:  # 8 tokens, and 9 are needed
+        few = "corpus: the train split has 8 tokens, and data.sequence_length=8 takes 9: its documents repeat within a sequence"
+        assert loader.rows == 1 and loader.remarks() == [few]
+        for batch in loader.iterate(5, 7):
+            assert flat(batch)["tokens"].tolist() == [[*b"abcdefg", 256]] * BATCH
+            assert flat(batch)["targets"].tolist() == [[*b"bcdefg", 256, 97]] * BATCH
     with Loader(corpus, config(sequence_length=7), "train", sharding()) as loader:
-        assert loader.rows == 1
-        list(loader.iterate(0, 2))  # a batch repeats the one row there is
-    corpus = prepare(config(source=write("b.jsonl", '{"text": "a"}'), validation_fraction=0.0), 257, progress=False)
-    with pytest.raises(DataError, match="use 1$"):
-        Loader(corpus, config(), "train", sharding())
+        few = "corpus: the train split has 8 tokens, which are 1 sequence of 7, and data.batch_size=8: they repeat within a batch"
+        assert loader.rows == 1 and loader.remarks() == [few]
+        list(loader.iterate(0, 2))
+    with Loader(corpus, config(sequence_length=7, batch_size=1), "train", sharding()) as loader:
+        assert not loader.remarks()
+    with Loader(corpus, config(validation_fraction=0.0), "validation", sharding()) as loader:
+        assert not loader.remarks()
+    with Loader(corpus, config(), "validation", sharding()) as loader:
+        assert loader.remarks() == ["corpus: the validation split has 0 tokens: there is nothing to evaluate on"]
+
+
+def test_rows_fewer_than_a_batch_repeat_evenly(config, write):
+    """Row i of step t depends on seed, t and i, whatever the mesh; each row comes as often as the others."""
+    corpus = prepare(config(source=write("a.txt", "".join(map(chr, range(32, 59)))), validation_fraction=0.0), 257, progress=False)
+    with Loader(corpus, config(), "train", sharding()) as one, Loader(corpus, config(), "train", sharding(data=4), 2) as many:
+        assert one.rows == 3 and len(one.remarks()) == 1
+        whole = [flat(batch) for batch in one.iterate(0, 6)]
+        for rows, batch in zip(whole[3:], many.iterate(3, 6), strict=True):
+            same(flat(batch), rows)
+    counts = [sum(row[0] == first for rows in whole[:3] for row in rows["tokens"]) for first in (32, 40, 48)]
+    assert counts == [8, 8, 8]
+
+
+def test_nothing_left_to_train_on(config, tmp_path):
+    np.save(tmp_path / "a.npy", np.array([5], np.uint16))
+    corpus = prepare(config(source=tmp_path / "a.npy", tokenizer="none", validation_fraction=0.9), 10, progress=False)
+    with pytest.raises(
+        DataError, match=r"^data.validation_fraction=0.9 holds out all of the 1 tokens of .*: use --config.data.validation_f"
+    ):
+        Loader(corpus, config(validation_fraction=0.9), "train", sharding())
+    corpus = prepare(config(source=tmp_path / "a.npy", tokenizer="none", validation_fraction=0.0), 10, progress=False)
+    with Loader(corpus, config(), "train", sharding()) as loader:
+        assert (flat(loader.batch(0))["tokens"] == 5).all()
+
+
+def test_a_token_file_that_changed_unseen(config, tmp_path):
+    """Of the same size and time as when it was checked: the ids are looked at as they are read."""
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(200, dtype=np.uint16) % 10)
+    corpus = prepare(config(source=path, tokenizer="none"), 10, progress=False)
+    stat = os.stat(path)
+    np.save(path, np.full(200, 10, np.uint16))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    corpus = prepare(config(source=path, tokenizer="none"), 10, progress=False)
+    for split in ("train", "validation"):
+        with Loader(corpus, config(), split, sharding()) as loader, pytest.raises(DataError, match="token 10 is beyond the 10 ids"):
+            list(loader.iterate(0, 1))
 
 
 def test_wrong_arguments(config, corpus):

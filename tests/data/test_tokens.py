@@ -1,8 +1,13 @@
 """Prepared corpora: content, checksum, key, errors, and what a kill or a race leaves."""
 
+import bz2
+import errno
+import gzip
 import json
+import lzma
 import os
 import pathlib
+import re
 import signal
 import threading
 import time
@@ -11,7 +16,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxtrain.data import tokens
+from jaxtrain.data import encode, tokens
+from jaxtrain.data.records import File
+from jaxtrain.data.sources import Source
+from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
 
 END = 256
@@ -57,7 +65,7 @@ def test_mask(config, write):
 def test_batches_do_not_show(config, write, monkeypatch, batch):
     texts = [f"document {i} " * (i % 7) + "x" for i in range(50)]
     path = write("a.jsonl", "".join(json.dumps({"q": "Q", "a": text}) + "\n" for text in texts))
-    monkeypatch.setattr(tokens, "BATCH", batch)
+    monkeypatch.setattr(encode, "TASK", batch)
     corpus = prepare(config(source=path, text_fields=("q", "a"), loss_mask=("q",)), 257, progress=False)
     assert documents_of(corpus) == [[*b"Q", *text.encode(), END] for text in texts]
     assert np.array_equal(corpus.mask, np.concatenate([[0] + [1] * (len(text) + 1) for text in texts]))
@@ -132,18 +140,84 @@ def test_token_file_errors(config, write, tmp_path, monkeypatch):
     assert failure(config(source=path)).startswith(f"{path}:1: not an .npy file")
 
 
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_token_files(config, write, tmp_path, compress):
+    """Decompressed into the cache, and memory-mapped there."""
+    np.save(tmp_path / "a.npy", np.array([1, 2, END, 3], np.uint16))
+    for name, content in (("a.npy.gz", (tmp_path / "a.npy").read_bytes()), ("b.bin.zst", np.array([1, 2, END, 3], "<u2").tobytes())):
+        path = write(name, compress(content))
+        for _ in range(2):
+            corpus = prepare(config(source=path), 257, progress=False)
+            assert documents_of(corpus) == [[1, 2, END], [3]] and isinstance(corpus.tokens, np.memmap)
+        (corpus.folder / f"source.{name[2:5]}").unlink()
+        assert documents_of(prepare(config(source=path), 257, progress=False)) == [[1, 2, END], [3]]
+    path = write("c.bin.gz", compress(np.array([1, 2, END, 3], "<u2").tobytes())[:-4])
+    assert failure(config(source=path)).startswith(f"{path}: damaged or cut short: ")
+    path = write("d.bin.gz", compress(b""))
+    assert failure(config(source=path)).startswith(f"{path}: 0 bytes are no whole number of tokens")
+
+
+def test_compressed_text_is_the_same_corpus(config, write):
+    lines = "".join(json.dumps({"text": f"document {i} " * (i % 50)}) + "\n" for i in range(2000))
+    text = "a line of text\n" * 200_000
+    for name, content in (("a.jsonl", lines), ("b.txt", text)):
+        plain = prepare(config(source=write(name, content)), 257, progress=False)
+        packed = prepare(config(source=write(f"{name}.xz", lzma.compress(content.encode(), preset=0))), 257, progress=False)
+        assert packed.checksum == plain.checksum and packed.folder != plain.folder
+
+
+# ---- bad records
+
+
+def test_bad_records_are_counted_and_said_again(config, write, capsys):
+    path = write("a.jsonl", '{"text": "a"}\n' + "oops\n" * 7 + '{"text": "b"}\n')
+    assert failure(config(source=path)).startswith(f"{path}:2: not valid JSON: ")
+    for _ in range(2):  # prepared, then found in the cache
+        corpus = prepare(config(source=path, bad_records="skip"), 257)
+        assert documents_of(corpus) == [[97, END], [98, END]]
+        assert corpus.skipped.count == 7
+        said = capsys.readouterr().err
+        assert f"data.bad_records=skip: 7 bad records of data.source={path} left out:\n  {path}:2: not valid JSON" in said
+        assert "\n  and 2 more\n" in said
+    assert "not valid JSON" in failure(config(source=path))  # the corpus without them is not that of bad_records=stop
+    write("a.jsonl", "oops\n")
+    assert re.match(
+        f"{path}:1: no documents in .*: 1 bad records were left out, first {path}:1: not", failure(config(source=path, bad_records="skip"))
+    )
+
+
+def test_nothing_bad_is_the_same_corpus(config, write):
+    path = write("a.jsonl", '{"text": "a"}\n')
+    checksums = {prepare(config(source=path, bad_records=way), 257, progress=False).checksum for way in ("stop", "skip")}
+    assert len(checksums) == 1
+
+
+def test_what_was_prepared_before_still_counts(config, write):
+    """The key and what is stored of a corpus without bad records are as they were: what took hours is not done again."""
+    path = write("a.txt", "golden\n")
+    os.utime(path, ns=(1, 1))
+    corpus = prepare(config(source=path), 257, progress=False)
+    info = json.loads((corpus.folder / "corpus.json").read_text())
+    assert info.keys() == {"dtype", "tokens", "documents", "masked", "checksum", "tokenizer"}
+    for name, format, key in (("/data/a.txt", "text", "d234e56e4f3f99ac"), ("/data/a.jsonl", "jsonl", "edce3665700bc4bb")):
+        source = Source("a", path, (File(name, format, 7, 1),))
+        assert tokens._key(config(), source, ByteTokenizer()) == key
+
+
 # ---- what does not fit
 
 
 def test_errors_leave_nothing(config, write, tmp_path):
     lines = write("a.jsonl", '{"text": "fine"}\n{"text": 3}\n')
-    assert failure(config(source=lines)) == f"{lines}:2: field 'text' is a number, not text"
+    assert failure(config(source=lines)) == (
+        f"{lines}:2: field 'text' is a number, not text: use --config.data.bad_records=skip to leave out what cannot be read"
+    )
     assert not pathlib.Path(config().cache).exists()
     assert failure(config(source=write("b.jsonl", '{"text": ""}\n\n'))).startswith(f"{tmp_path}/b.jsonl:1: no documents")
     text = write("a.txt", "a")
     assert failure(config(source=text), vocab_size=100).startswith("model.vocab_size=100")
     assert failure(config(source=text, tokenizer="none")).startswith("data.tokenizer=none is for token files")
-    assert failure(config(source=text, loss_mask=("text",))).startswith("data.loss_mask=text names fields of JSONL or Parquet")
+    assert failure(config(source=text, loss_mask=("text",))).startswith("data.loss_mask=text names fields of JSON, JSONL or Parquet")
     assert failure(config(source=lines, loss_mask=("q",))).startswith("data.loss_mask=q: q is not in data.text_fields=text")
     assert failure(config(source=lines, text_fields=())).startswith("data.text_fields is empty")
     write("d/a.txt", "a")
@@ -154,8 +228,44 @@ def test_errors_leave_nothing(config, write, tmp_path):
 def test_cache_that_cannot_be_written(config, write):
     path = write("a.txt", "a")
     for cache in (path, path / "below"):
-        with pytest.raises(DataError, match=f"^{path}.*: (File exists|Not a directory)$"):
+        with pytest.raises(DataError, match=f"^data.cache={cache} cannot be written: {path}.*: (File exists|Not a directory): use "):
             prepare(config(source=path, cache=cache), 257, progress=False)
+
+
+@pytest.mark.parametrize("name, content", [("a.txt", "some text\n" * 10_000), ("a.bin.gz", gzip.compress(bytes(100_000)))])
+def test_full_cache_is_named(config, write, start_python, name, content):
+    """Neither the corpus, nor a file of the cache; and nothing half-written stays."""
+    path, cache = write(name, content), config().cache
+    process = start_python("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n" + PREPARE, path, cache, "go")
+    _, said = process.communicate(timeout=60)
+    assert said.splitlines()[-1] == (
+        f"jaxtrain.data.tokenizer.DataError: data.cache={cache} is full: File too large: "
+        "use --config.data.cache=FOLDER, with a folder where there is more room"
+    )
+    assert not pathlib.Path(cache).exists()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk(config, write, monkeypatch, error):
+    """Some file systems have no room only when what was written goes to the disk."""
+
+    def full(*_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(tokens.os, "fsync", full)
+    message = failure(config(source=write("a.jsonl", '{"text": "some text"}\n' * 100)))
+    assert message.startswith(f"data.cache={config().cache} is full: {os.strerror(error)}: use --config.data.cache=FOLDER, ")
+
+
+def test_errors_of_the_source_name_the_source(config, write, monkeypatch):
+    path = write("a.txt", "a")
+
+    def broken(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        yield
+
+    monkeypatch.setattr(tokens.sources, "pieces", broken)
+    assert failure(config(source=path)) == f"{path}: Input/output error"
 
 
 def test_source_that_changes_while_it_is_read(config, write, monkeypatch):
@@ -231,11 +341,11 @@ def test_damaged_corpus_is_made_again(config, write):
 
 PREPARE = """
 import sys, time, types
-from jaxtrain.data import tokens, sources
+from jaxtrain.data import encode, tokens, sources
 config = types.SimpleNamespace(source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
-    token_dtype="uint16", validation_fraction=0.1)
+    bad_records="stop", token_dtype="uint16", validation_fraction=0.1)
 if sys.argv[3] == "hang":
-    tokens.BATCH, pieces = 1, sources.pieces
+    encode.TASK, pieces = 1, sources.pieces
     def endless(*arguments):
         yield from pieces(*arguments)
         print("read", flush=True)

@@ -1,0 +1,193 @@
+"""Files as streams of bytes, decompressed where they are compressed: gzip, bzip2, zstd and xz.
+
+What a file begins with decides, not its name: a compressed file that lost its suffix is decompressed, and one that something on its way
+has decompressed already is read as it is. A file may be several compressed streams one after the other, as parallel compressors and `cat`
+make them. Nothing is ever whole in memory.
+"""
+
+import bz2
+import io
+import lzma
+import os
+import pathlib
+import shutil
+import zlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jaxtrain.data.bad_records import BadRecord
+
+SUFFIXES = {".gz": "gzip", ".gzip": "gzip", ".bz2": "bzip2", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz"}
+BLOCK = 1 << 20  # bytes read, and at most decompressed, at a time
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz"}
+BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # after "BZh" and a digit: the first block, or the end of an empty file
+HEAD = 512  # bytes by which a file is known
+
+
+class Reader(io.BufferedReader):
+    """The bytes of a file, decompressed; read it by blocks or by lines.
+
+    Raises BadRecord where compressed content is damaged or cut short (what comes before has been read by then), and for archives of files.
+    """
+
+    def __init__(self, path: str):
+        self._source = _Bytes(path)
+        self._taken = 0
+        super().__init__(self._source, BLOCK)
+        if archive := _archive(self.peek(HEAD)[:HEAD]):
+            self.close()
+            raise BadRecord(path, f"{archive}, not a text", "unpack it into a folder, or let its name begin with a dot")
+
+    def taken(self) -> int:
+        """Bytes of the file, as it is on the disk, that were read since this was asked last."""
+        taken, self._taken = self._source.position - self._taken, self._source.position
+        return taken
+
+
+def without_suffix(path: str) -> str:
+    """A file's name without the suffix of a compression."""
+    stem, suffix = os.path.splitext(path)
+    return stem if suffix.lower() in SUFFIXES else path
+
+
+def is_compressed(path: str) -> bool:
+    """Whether a file begins as compressed ones do."""
+    with open(path, "rb", buffering=0) as file:
+        return bool(_compression(path, file.read(HEAD)))
+
+
+def unpack(path: str, target: pathlib.Path) -> None:
+    """Writes the decompressed content of a file to `target`."""
+    with Reader(path) as stream, target.open("wb") as file:
+        shutil.copyfileobj(stream, file, BLOCK)
+
+
+class _Decompressor(Protocol):
+    """One compressed stream. `eof`: it has ended; `unused_data`: what stands behind it."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
+
+    @property
+    def needs_input(self) -> bool: ...
+
+    def decompress(self, data: bytes, max_length: int) -> bytes: ...
+
+
+class _Gzip:
+    """zlib's decompressor of a gzip member, with the attributes that those of bz2 and lzma have."""
+
+    def __init__(self) -> None:
+        self._member = zlib.decompressobj(16 + zlib.MAX_WBITS)
+        self.needs_input = True
+
+    @property
+    def eof(self) -> bool:
+        return self._member.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._member.unused_data
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        found = self._member.decompress(self._member.unconsumed_tail + data, max_length)
+        self.needs_input = len(found) < max_length and not self._member.unconsumed_tail
+        return found
+
+
+DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
+    "gzip": _Gzip,
+    "bzip2": bz2.BZ2Decompressor,
+    "xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
+}
+
+
+class _Bytes(io.RawIOBase):
+    """A file's decompressed bytes, and the position in the file itself."""
+
+    def __init__(self, path: str):
+        self._path, self._file = path, open(path, "rb", buffering=0)  # noqa: SIM115
+        head = self._file.read(HEAD)
+        self._file.seek(0)
+        self._kind = _compression(path, head)
+        self.position = self._delivered = 0
+        self._stream: Any = None
+        if self._kind == "zstd":
+            import pyarrow  # half a second, and needed by few: not at the top
+
+            self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(self._file, "r"), "zstd")
+        elif self._kind:
+            self._stream = DECOMPRESSORS[self._kind]()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._kind:
+            count = self._file.readinto(buffer) or 0
+            self.position += count
+            return count
+        try:
+            data = self._stream.read(len(buffer)) if self._kind == "zstd" else self._members(len(buffer))
+            self.position = self._file.tell()
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise  # of the disk, not of the content
+            reason = (str(error).strip().splitlines() or ["it ends too early"])[0]
+            raise BadRecord(
+                self._path,
+                f"damaged or cut short: its {self._kind} content ends after {self._delivered:,} bytes of text, "
+                f"at byte {self._file.tell():,} of {os.fstat(self._file.fileno()).st_size:,} ({reason})",
+                "get the file again",
+            ) from error
+        buffer[: len(data)] = data
+        self._delivered += len(data)
+        return len(data)
+
+    def _members(self, most: int) -> bytes:
+        """Up to `most` bytes of one compressed stream after the other; none at the end of the last."""
+        while True:
+            if self._stream.eof:
+                rest = self._stream.unused_data or self._file.read(BLOCK)
+                while rest and not rest.strip(b"\0"):  # padding, as on tapes
+                    rest = self._file.read(BLOCK)
+                if not rest:
+                    return b""
+                self._stream, rest = DECOMPRESSORS[str(self._kind)](), rest.lstrip(b"\0")
+            elif self._stream.needs_input:
+                rest = self._file.read(BLOCK)
+                if not rest:
+                    raise EOFError("it ends too early")
+            else:
+                rest = b""
+            if data := self._stream.decompress(rest, most):
+                return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _compression(path: str, head: bytes) -> str | None:
+    """The compression of a file that begins with `head`. BadRecord for a name that promises one, before what is neither that nor text."""
+    for magic, kind in MAGIC.items():
+        if head.startswith(magic):
+            return kind
+    if head[:3] == b"BZh" and head[4:10] in BZIP2_BLOCKS:
+        return "bzip2"
+    claimed = SUFFIXES.get(os.path.splitext(path)[1].lower())
+    if claimed == "zstd" and head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5:  # a skippable frame goes before, as pzstd writes it
+        return claimed
+    if claimed and b"\0" in head:
+        raise BadRecord(path, f"does not begin as a {claimed} file does, and is no text", "get it again, or rename it")
+    return None
+
+
+def _archive(head: bytes) -> str | None:
+    """What sort of archive begins so."""
+    if head[257:262] == b"ustar":
+        return "a tar archive"
+    return "a zip archive" if head.startswith(b"PK\x03\x04") else None

@@ -1,0 +1,375 @@
+"""Files of records → documents: JSONL, JSON and Parquet, and the fields that `data.text_fields` names in them.
+
+    JSONL    a record a line; blank lines are no records
+    JSON     a list of records; or one record; or one a line, which is JSONL by another name; or several, one after the other
+    Parquet  a record a row
+
+A record is an object, its text that of its fields, joined. A field's name may be a path: `doc.text` is the field `text` of `doc`, and
+`turns.0.text` that of the first of a list; a field whose own name is `doc.text` comes before. Everything is a stream: of a list, the
+items at hand are in memory, not the list.
+
+Readers yield the pieces of documents and, in the place of a record that cannot be read, a BadRecord. One that is raised ends its file.
+"""
+
+import codecs
+import json
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jaxtrain.data.bad_records import BadRecord
+from jaxtrain.data.compressed import BLOCK, Reader
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SURROGATE = re.compile("[\\ud800-\\udfff]")
+SPACES = re.compile(r"[ \t\r\n]*")
+CUT = 16  # characters before the end of what was read in which a word or number that is cut there may begin
+SET_FIELDS = "set data.text_fields"
+ROWS = 256  # of Parquet, read together
+MISSING = object()
+DECODER = json.JSONDecoder()
+
+Runs = list[tuple[bool, tuple[str, ...]]]  # (whether their tokens count in the loss, names of fields)
+
+
+class File(NamedTuple):
+    """A file of a source. Size in bytes; `modified` in nanoseconds."""
+
+    path: str
+    format: str  # text, json, jsonl, parquet, bin, npy, or python: a text that is left out if it is empty or not UTF-8
+    size: int
+    modified: int
+
+
+class Piece(NamedTuple):
+    """A part of a document: its text, whether its tokens count in the loss, whether the document ends here, and the bytes read for it,
+    as they are in the file."""
+
+    text: str
+    counts: bool
+    ends: bool
+    size: int
+
+
+Pieces = Iterator[Piece | BadRecord]
+
+
+# --- JSONL -----------------------------------------------------------------------------------------------------------------------
+
+
+def read_jsonl(file: File, runs: Runs) -> Pieces:
+    """The records of a JSONL file."""
+    with Reader(file.path) as stream:
+        for number, line in enumerate(stream, 1):
+            if number == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if line.isspace() or not line:
+                continue
+            where = f"{file.path}:{number}"
+            try:
+                record = _parse(line, where)
+                if not isinstance(record, dict):
+                    raise BadRecord(where, f"a line must be a JSON object, not {_kind(record)}")
+                document = list(_document(record, runs, where, stream.taken()))
+                if b"\\u" in line:
+                    _check_surrogates(document, where)
+            except BadRecord as bad:
+                yield bad
+            else:
+                yield from document
+
+
+def _parse(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line.decode().rstrip())
+    except UnicodeDecodeError as error:
+        raise not_utf8(where, error.object[error.start], error.reason) from error
+    except json.JSONDecodeError as error:
+        raise BadRecord(where, f"not valid JSON: {error.msg} (column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested lists
+        raise BadRecord(where, f"JSON that cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def not_utf8(where: str, byte: int, reason: str) -> BadRecord:
+    """What is said of a byte that is not UTF-8."""
+    return BadRecord(where, f"not UTF-8 text (0x{byte:02x}: {reason})", "convert it, or let the file's name begin with a dot")
+
+
+def _check_surrogates(document: list[Piece], where: str) -> None:
+    """BadRecord for half of a surrogate pair: only an escape can bring it into decoded UTF-8, and it has no encoding."""
+    if any(SURROGATE.search(piece.text) for piece in document):
+        raise BadRecord(where, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------------------
+
+
+def read_json(file: File, runs: Runs) -> Pieces:
+    """The records of a JSON file, which is a list of them, or one, or several, one after the other."""
+    if _has_records_as_lines(file.path):
+        yield from read_jsonl(file, runs)
+        return
+    with Reader(file.path) as stream:
+        text = _JsonText(stream, file.path)
+        first = text.peek()
+        if first not in ("[", "{"):
+            kind = "nothing" if not first else "text" if first == '"' else f"what begins with {first!r}"
+            raise BadRecord(text.where, f"a JSON file must hold an object, a list of objects, or one object a line, not {kind}")
+        for where, raw, record in _items(text) if first == "[" else _values(text):
+            try:
+                _check_bytes(raw, where)
+                if not isinstance(record, dict):
+                    raise BadRecord(where, f"a record must be a JSON object, not {_kind(record)}")
+                document = list(_document(record, runs, where, stream.taken()))
+                if "\\u" in raw:
+                    _check_surrogates(document, where)
+            except BadRecord as bad:
+                yield bad
+            else:
+                yield from document
+
+
+class _JsonText:
+    """The part of a JSON text that is being read: from `at` on, and more of it at its end when that is needed.
+
+    Bytes that are not UTF-8 are in it as lone surrogates, so that their record can be told from the others.
+    """
+
+    def __init__(self, stream: Reader, path: str):
+        self._path, self._stream, self._line = path, stream, 1
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._text, self._at, self._counted, self._ended = "", 0, 0, False
+        self._before = 0  # characters of the line at hand that are no longer in the text
+        if stream.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
+            stream.read(len(BYTE_ORDER_MARK))
+        self._more()
+
+    @property
+    def where(self) -> str:
+        """File and line of the place that is read."""
+        self._count_lines()
+        return f"{self._path}:{self._line}"
+
+    @property
+    def rest_of_line(self) -> str:
+        """What is left of the line, as far as it was read."""
+        end = self._text.find("\n", self._at)
+        return self._text[self._at : end if end >= 0 else None]
+
+    def peek(self) -> str:
+        """The next character that is no space; "" at the end."""
+        while True:
+            self._at = SPACES.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
+            if self._at < len(self._text) or not self._more():
+                return self._text[self._at : self._at + 1]
+
+    def skip(self) -> None:
+        """Goes on behind the next character."""
+        self._at += 1
+
+    def value(self) -> tuple[str, Any]:
+        """The JSON value that begins here, as it stands there and decoded. BadRecord for what is none."""
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                # Not whole yet? A string has no line break in it: one that is not closed is a long one.
+                cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - CUT
+                if not (cut and self._more()):
+                    raise self._not_json(error.msg, error.pos) from error
+            except (ValueError, RecursionError) as error:
+                raise BadRecord(self.where, f"JSON that cannot be read: {str(error).splitlines()[0]}") from error
+            else:
+                if end < len(self._text) or not self._more():
+                    raw, self._at = self._text[self._at : end], end
+                    return raw, value
+
+    def _not_json(self, message: str, place: int) -> BadRecord:
+        line = self._text.rfind("\n", 0, place) + 1
+        column = place - line + 1 + (self._before if not line else 0)
+        number = self._line + self._text.count("\n", self._counted, place)
+        return BadRecord(f"{self._path}:{number}", f"not valid JSON: {message} (column {column}), and the rest of the file cannot be read")
+
+    def _count_lines(self) -> None:
+        self._line += self._text.count("\n", self._counted, self._at)
+        self._counted = self._at
+
+    def _more(self) -> bool:
+        """Reads as much as is waiting once more, so that a long value is tried a few times only. False at the end of the file."""
+        if self._ended:
+            return False
+        self._count_lines()
+        line = self._text.rfind("\n", 0, self._at) + 1
+        self._before = self._at - line + (self._before if not line else 0)
+        rest = self._text[self._at :]
+        block = self._stream.read(max(BLOCK, len(rest)))
+        self._ended = not block
+        self._text, self._at, self._counted = rest + self._decoder.decode(block, final=not block), 0, 0
+        return True
+
+
+def _has_records_as_lines(path: str) -> bool:
+    """Whether a JSON file has an object a line: the first is whole on its line, or was meant to be."""
+    with Reader(path) as stream:
+        text = _JsonText(stream, path)
+        if text.peek() != "{":
+            return False
+        line = text.rest_of_line
+        try:
+            raw, _ = text.value()
+        except BadRecord:
+            return line.rstrip().endswith("}")
+        return "\n" not in raw and not text.rest_of_line.strip()
+
+
+def _values(text: _JsonText) -> Iterator[tuple[str, str, Any]]:
+    """(file and line, as it stands there, decoded) of values one after the other."""
+    while text.peek():
+        where = text.where
+        yield where, *text.value()
+
+
+def _items(text: _JsonText) -> Iterator[tuple[str, str, Any]]:
+    """The same of a list's."""
+    text.skip()
+    following = text.peek()
+    while following != "]":
+        where = text.where
+        yield where, *text.value()
+        following = text.peek()
+        if following == ",":
+            text.skip()
+            text.peek()
+        elif following != "]":
+            cut = "the list does not end: the file is cut short"
+            found = f"{following!r} stands where a comma or the list's end should" if following else cut
+            raise BadRecord(text.where, f"not valid JSON: {found}")
+    text.skip()
+    if text.peek():
+        raise BadRecord(text.where, "not valid JSON: something stands behind the end of the list")
+
+
+def _check_bytes(raw: str, where: str) -> None:
+    """BadRecord for a byte that was not UTF-8."""
+    try:
+        raw.encode()
+    except UnicodeEncodeError as error:
+        raise not_utf8(where, ord(raw[error.start]) - 0xDC00, "invalid byte") from error
+
+
+# --- Parquet ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_parquet(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
+    """The rows of a Parquet file, which lies at `path`, decompressed."""
+    # Half a second to import, and needed by few: not at the top.
+    import pyarrow
+    import pyarrow.parquet
+
+    fields = [name for _, names in runs for name in names]
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as parquet:
+            columns = _columns(file.path, parquet.schema_arrow, fields)
+            size = file.size // max(1, parquet.metadata.num_rows)
+            for batch in parquet.iter_batches(batch_size=ROWS, columns=columns):
+                for record in batch.to_pylist():
+                    row += 1
+                    try:
+                        document = list(_document(record, runs, f"{file.path}: row {row}", size))
+                    except BadRecord as bad:
+                        yield bad
+                    else:
+                        yield from document
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise  # of the disk, not of the content
+        raise BadRecord(f"{file.path}: row {row + 1}", f"not readable as Parquet: {str(error).splitlines()[0]}") from error
+
+
+def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
+    """The columns in which fields are, as pyarrow names them: structs down to the field. BadRecord for a field that is not text."""
+    import pyarrow
+
+    # Of lists, the items that a path names.
+    indices = {part for name in fields for part in name.split(".") if part.isdecimal()}
+
+    def shape_of(kind: Any) -> Any:
+        if pyarrow.types.is_struct(kind):
+            return {kind.field(i).name: shape_of(kind.field(i).type) for i in range(kind.num_fields)}
+        if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+            return dict.fromkeys(indices, shape_of(kind.value_type))
+        return kind
+
+    shape = {column.name: shape_of(column.type) for column in schema}
+    columns: list[str] = []
+    for name in fields:
+        found = _field(shape, name)
+        if found is MISSING:
+            raise BadRecord(f"{path}: row 1", _no_field(shape, name), SET_FIELDS)
+        value = found.value_type if isinstance(found, pyarrow.DictionaryType) else found
+        if not (value == pyarrow.string() or value == pyarrow.large_string() or value == pyarrow.string_view()):
+            raise BadRecord(f"{path}: row 1", f"field {name!r} is {_kind(found)}, not text")
+        columns += [column for column in shape if name == column or name.startswith(f"{column}.")]
+    return list(dict.fromkeys(columns))
+
+
+# --- fields ----------------------------------------------------------------------------------------------------------------------
+
+
+def _document(record: dict[str, Any], runs: Runs, where: str, size: int) -> Iterator[Piece]:
+    """The pieces of one record: one for each run of fields with the same mask. A record without any text is no document."""
+    texts = ["".join(_text_of(record, name, where) for name in names) for _, names in runs]
+    if any(texts):
+        for i, text in enumerate(texts):
+            last = i == len(runs) - 1
+            yield Piece(text, runs[i][0], last, size if last else 0)
+
+
+def _text_of(record: dict[str, Any], name: str, where: str) -> str:
+    value = _field(record, name)
+    if isinstance(value, str):
+        return value
+    if value is MISSING:
+        raise BadRecord(where, _no_field(record, name), SET_FIELDS)
+    raise BadRecord(where, f"field {name!r} is {_kind(value)}, not text")
+
+
+def _field(value: Any, name: str) -> Any:
+    """The value of a field of a record, or the type of a column of a schema, by its name or path; MISSING where there is none."""
+    inner = _inner(value)
+    if name in inner:
+        return inner[name]
+    for at in reversed([match.start() for match in re.finditer(r"\.", name)]):
+        if name[:at] in inner and (found := _field(inner[name[:at]], name[at + 1 :])) is not MISSING:
+            return found
+    return MISSING
+
+
+def _inner(value: Any) -> dict[str, Any]:
+    """What an object or a list has inside, by name."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list):
+        return {str(i): item for i, item in enumerate(value)}
+    return {}
+
+
+def _no_field(value: Any, name: str) -> str:
+    """What is said of a field that is missing: the part of its path that is there, and what that has."""
+    path = ""
+    while True:
+        inner = _inner(value)
+        head = next((head for head in sorted(inner, key=len, reverse=True) if name.startswith(f"{head}.")), None)
+        if head is None:
+            break
+        path, value, name = f"{path}{head}.", inner[head], name[len(head) + 1 :]
+    there = ", ".join(map(repr, inner)) or ("none" if isinstance(value, dict | list) else f"none: it is {_kind(value)}")
+    inside = f"in {path.removesuffix('.')!r} " if path else ""
+    return f"no field {path + name!r} ({inside}there are {there})"
+
+
+def _kind(value: Any) -> str:
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object", type(None): "null"}
+    return kinds.get(type(value), str(value))

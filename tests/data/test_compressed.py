@@ -1,0 +1,142 @@
+"""Compressed files: the same bytes as before they were compressed, by content and not by name, and an error for what is damaged."""
+
+import bz2
+import gzip
+import lzma
+import struct
+
+import pyarrow
+import pytest
+
+from jaxtrain.data import compressed
+from jaxtrain.data.bad_records import BadRecord
+from jaxtrain.data.compressed import Reader
+
+TEXT = "".join(f"line {i} of naïve 漢字\r\n" for i in range(3000)).encode()
+
+
+def zstd(content):
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+COMPRESS = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress, "zstd": zstd}
+KINDS = pytest.mark.parametrize("kind", COMPRESS)
+
+
+def content(path, size=-1):
+    with Reader(str(path)) as stream:
+        return stream.read(size)
+
+
+def failure(path):
+    with pytest.raises(BadRecord) as caught:
+        content(path)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(f"{path}: ")
+    return str(caught.value).removeprefix(f"{path}: ")
+
+
+@KINDS
+@pytest.mark.parametrize("block", [1, 100, 1 << 20])
+def test_what_was_compressed_comes_back(write, monkeypatch, kind, block):
+    text = TEXT if block > 1 else TEXT[:200]
+    monkeypatch.setattr(compressed, "BLOCK", block)
+    for name in ("a.any", "b.txt", "c.gz"):  # the name is no matter
+        path = write(name, COMPRESS[kind](text))
+        assert content(path) == text and compressed.is_compressed(str(path))
+    with Reader(str(path)) as stream:
+        assert list(stream) == text.splitlines(keepends=True)
+        assert stream.taken() == path.stat().st_size and stream.taken() == 0
+
+
+@KINDS
+def test_several_streams_one_after_the_other(write, monkeypatch, kind):
+    parts = [TEXT[i : i + 999] for i in range(0, len(TEXT), 999)] + [b"", b"end"]
+    path = write("a", b"".join(map(COMPRESS[kind], parts)))
+    assert content(path) == TEXT + b"end"
+    monkeypatch.setattr(compressed, "BLOCK", 7)
+    assert content(path) == TEXT + b"end"
+
+
+def test_padding_and_skippable_frames(write):
+    assert content(write("a.gz", gzip.compress(b"a") + b"\0" * 3_000_000 + gzip.compress(b"b") + b"\0" * 5)) == b"ab"
+    frame = struct.pack("<II", 0x184D2A50, 4) + b"1234"
+    assert content(write("a.zst", frame + zstd(b"a") + frame + zstd(b"b"))) == b"ab"
+
+
+def test_nothing_compressed(write):
+    for kind in COMPRESS:
+        assert content(write("a", COMPRESS[kind](b""))) == b""
+    assert content(write("b.gz", b"")) == b""
+
+
+def test_what_is_not_compressed_is_read_as_it_is(write):
+    for name in ("a.txt", "a.txt.gz", "a.zst", "a.bz2"):
+        path = write(name, b"BZh9 plain text\n")
+        assert content(path) == b"BZh9 plain text\n" and not compressed.is_compressed(str(path))
+    assert failure(write("b.gz", b"\x1f\0\0\0 no header")).startswith("does not begin as a gzip file does")
+
+
+@KINDS
+@pytest.mark.parametrize("left", [0.02, 0.5, 0.999])
+def test_cut_short(write, kind, left):
+    whole = COMPRESS[kind](TEXT)
+    cut = whole[: int(len(whole) * left)]
+    message = failure(write("a", cut))
+    assert (
+        message.startswith(f"damaged or cut short: its {kind} content ends after ")
+        and f" at byte {len(cut):,} of {len(cut):,} (" in message
+    )
+
+
+@KINDS
+def test_damaged(write, kind):
+    """In a second stream, so that there is something before it; and where something else stands behind."""
+    whole = bytearray(COMPRESS[kind](TEXT))
+    for at in (1, len(whole) // 2) if kind != "zstd" else (1,):  # pyarrow's zstd has no checksum of the content
+        second = bytearray(whole)
+        second[at] ^= 0xFF
+        assert "damaged or cut short" in failure(write("a", bytes(whole + second)))
+    assert "damaged or cut short" in failure(write("b", bytes(whole) + b"something else"))
+
+
+def test_what_comes_before_the_damage_is_read(write):
+    path = write("a", gzip.compress(TEXT)[:-8])
+    lines = []
+    with pytest.raises(BadRecord, match=f"ends after {len(TEXT):,} bytes of text"), Reader(str(path)) as stream:
+        lines += iter(stream)
+    path = write("a", gzip.compress(TEXT) + gzip.compress(TEXT)[:-100])
+    with pytest.raises(BadRecord), Reader(str(path)) as stream:
+        for line in stream:
+            lines.append(line)
+    assert len(lines) >= 3000
+
+
+def test_nothing_is_whole_in_memory(write):
+    """A gigabyte of zeros in a megabyte: what is asked for is decompressed, and little more."""
+    import tracemalloc
+
+    path = write("a.gz", gzip.compress(b"\0" * (64 << 20), 1) * 16)
+    tracemalloc.start()
+    with Reader(str(path)) as stream:
+        count = sum(len(stream.read(1 << 20)) for _ in range(100))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 100 << 20 and peak < 16 << 20
+
+
+def test_archives(write, tmp_path):
+    import tarfile
+    import zipfile
+
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        archive.add(write("member.txt", TEXT))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("member.txt", TEXT)
+    assert failure(tmp_path / "a.tar.gz").startswith("a tar archive, not a text: unpack it")
+    assert failure(tmp_path / "a.zip").startswith("a zip archive, not a text: unpack it")
+
+
+def test_names():
+    assert [compressed.without_suffix(name) for name in ("a.jsonl.gz", "a.txt.ZST", "d.gz/a.json", "a.bz2", "x")] == [
+        *("a.jsonl", "a.txt", "d.gz/a.json", "a", "x")
+    ]
