@@ -11,8 +11,8 @@ import pytest
 from checkpoint_state import EMBED, LAYER, VOCABULARY, WIDTH, Layout, abstract_state, assert_same, state, stored_numbers, stored_shapes
 
 from jaxtrain.checkpoint import storage
-from jaxtrain.checkpoint.layout import CheckpointError
-from jaxtrain.checkpoint.manager import Checkpointer, latest_step, read_meta
+from jaxtrain.checkpoint.manager import Checkpointer, latest_step
+from jaxtrain.checkpoint.steps import CheckpointError, read_meta
 from jaxtrain.pipeline.placement import Placement
 
 LAYOUTS = {
