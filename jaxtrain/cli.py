@@ -190,6 +190,8 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
 
 def check_workdir(workdir: str) -> None:
     """Ends the process with one line and status 2 where the folder of a run can neither be written nor made."""
+    if "://" in workdir:
+        fail(f"--workdir={workdir!r} is an address, not a folder: use --workdir={os.path.join('runs', os.path.basename(workdir))!r}")
     path = pathlib.Path(workdir)
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir():

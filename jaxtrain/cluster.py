@@ -5,11 +5,13 @@ Open MPI, a TPU slice. jax detects the addresses; what is decided here is whethe
 for others. cluster_environment.py reads the environment; starting processes on one machine is launch.py.
 """
 
+import itertools
+import json
 import os
 import sys
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from jax.experimental import multihost_utils
 from jaxtrain import cluster_environment as env
 
 BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
+_questions = itertools.count()
 
 
 def initialize(namespace: types.SimpleNamespace) -> None:
@@ -65,6 +68,29 @@ def all_agree(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
+    """What `decide()` returns in process 0, as JSON gives it back, on every process; the others do not call it.
+
+    Every process must call this, at the same point of the program. A `refusal` that it raises is raised on all of them with the same text.
+    """
+    if jax.process_count() == 1:
+        return json.loads(json.dumps(decide()))
+    answer = {}
+    if is_main():
+        try:
+            answer = {"value": decide()}
+        except refusal as error:
+            answer = {"refusal": str(error)}
+    barrier(f"process 0 decides {next(_questions)}")  # it may take longer than the others' collectives wait
+    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
+    text = multihost_utils.broadcast_one_to_all(text if is_main() else np.zeros(size, np.uint8))
+    answer = json.loads(np.asarray(text, np.uint8).tobytes())
+    if "refusal" in answer:
+        raise refusal(answer["refusal"])
+    return answer["value"]
 
 
 def _on_tpu_vm(environment: Mapping[str, str]) -> bool:

@@ -251,7 +251,8 @@ class TrainConfig:
 class CheckpointConfig:
     """When checkpoints are written and how long they stay."""
 
-    every: int = setting(0, "steps between checkpoints; 0: only the final one", at_least=0)
+    every: int = setting(0, "steps between checkpoints; 0: by time alone, and the final one", at_least=0)
+    minutes: float = setting(10.0, "minutes after the last checkpoint until the next, whatever `every` is; 0: never by time", at_least=0)
     keep: int = setting(3, "newest checkpoints kept", at_least=1)
 
 

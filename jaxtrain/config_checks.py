@@ -1,7 +1,7 @@
 """Checks of a config: each setting on its own, all rules between settings, and the search for the nearest setting that keeps them all.
 
-`check(config)` before jax is imported, `check_files` beside it, `check_devices` once the number of devices is known, and
-`refuse_to_continue` before a checkpoint is resumed. A setting's own type, bounds and choices stand at its field in config.py.
+`check(config)` before jax is imported, `check_files` beside it, `check_devices` once the number of devices is known. Before a checkpoint
+is resumed, `refuse_to_continue`, and `changes` for what that changes. A setting's own type, bounds and choices stand in config.py.
 Standard library only.
 """
 
@@ -77,6 +77,23 @@ def refuse_to_continue(old: Config, new: Config) -> None:
         raise _cannot_continue("train.diloco_inner_steps", old, new)
     if new.train.diloco_inner_steps and old.mesh.replica != new.mesh.replica:  # each has parameters of its own
         raise _cannot_continue("mesh.replica", old, new)
+
+
+def changes(old: Config, new: Config) -> list[str]:
+    """What differs between a checkpoint's config and the one that continues it: lines such as "optimizer.learning_rate: 0.003 → 0.1".
+
+    Both with their dependent defaults and the mesh's sizes filled in. A setting that the checkpoint does not know had its default.
+    """
+    old, new = old.resolve(), new.resolve()
+    pairs = ((path, cfg.get(old, path), cfg.get(new, path)) for path in cfg.fields())
+    return [f"{path}: {_as_flag(before)} → {_as_flag(after)}" for path, before, after in pairs if before != after]
+
+
+def _as_flag(value: Any) -> str:
+    """A value as it is written in a flag."""
+    if isinstance(value, tuple):
+        return ",".join(map(_as_flag, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 def _cannot_continue(path: str, old: Config, new: Config) -> ConfigError:

@@ -10,6 +10,7 @@ A checkpoint of any mesh, stages and schedule will do. Sampling itself is in tra
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import math
 import os
@@ -17,12 +18,11 @@ import pathlib
 import sys
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from etils import epath
-
 from jaxtrain import cli
+from jaxtrain.checkpoint.steps import STATE, TO_GENERATE, CheckpointError, choose, incomplete, read_meta
 from jaxtrain.config import Config, from_dict
 from jaxtrain.config_mesh_rules import kv_heads_fit, mlp_widths
 
@@ -59,11 +59,11 @@ def main(argv: Sequence[str]) -> int:
     start_jax(flags)
     import jax  # not before the flags are known to be right: this takes seconds, and a mistake should not
 
-    from jaxtrain.checkpoint.layout import CheckpointError
-    from jaxtrain.checkpoint.manager import read_meta
+    from jaxtrain.checkpoint.manager import wrong_arrays
     from jaxtrain.checkpoint.parameters import load_parameters
     from jaxtrain.training.sampling import Sampler, Sampling, prompt_ids
 
+    folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True), passed_over)
     try:
         config, tokenizer = understand(read_meta(folder, step), f"{folder}/{step}", flags.workdir)
         ids = prompt_ids(tokenizer, flags.prompt, config.model.vocab_size)
@@ -118,28 +118,48 @@ def check_flags(flags: types.SimpleNamespace) -> None:
         cli.fail(f"--cpu_devices={flags.cpu_devices} is less than --model={flags.model}: use --cpu_devices={flags.model}")
 
 
-def find_checkpoint(workdir: str, step: int) -> tuple[epath.Path, int]:
-    """The folder of checkpoints and the step, the newest for −1; ends with status 2 where it is not there.
+def find_checkpoint(
+    workdir: str, step: int, wrong: Callable[[dict, Any], str] = lambda meta, state: "", say: Callable[[str], object] = lambda line: None
+) -> tuple[pathlib.Path, int]:
+    """The folder of checkpoints and the step, the newest whole one for −1; ends with status 2 where it is not there or not whole.
 
-    A finished step is a folder whose name is its number.
+    wrong: as in `choose`; say: gets a line about what is passed over.
     """
     if not workdir:
         cli.fail(f"--workdir is empty: use the folder of a training run, such as --workdir={_some_run('tiny')}")
-    folder = epath.Path(os.path.expanduser(workdir))
+    folder = pathlib.Path(workdir).expanduser()
     try:
         if not folder.is_dir():
             word = "is not a folder" if folder.exists() else "does not exist"
             cli.fail(f"--workdir={workdir!r} {word}: use the folder of a training run, such as --workdir={_some_run(workdir)}")
         folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-        steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal())
+        choice = choose(folder, TO_GENERATE, wrong)
     except OSError as error:
         cli.fail(f"--workdir={workdir!r} cannot be read ({error.strerror}): use a folder that you may read")
-    if not steps:
-        cli.fail(f"--workdir={workdir!r} has no finished checkpoint: use it first in python -m jaxtrain.train --workdir={workdir}")
-    if step >= 0 and step not in steps:
-        near = min(steps, key=lambda s: (abs(s - step), s))
-        cli.fail(f"--step={step} is no checkpoint of {workdir} (it has {', '.join(map(str, steps))}): use --step={near}")
-    return folder, steps[-1] if step < 0 else step
+    except CheckpointError as error:
+        cli.fail(str(error))
+    if choice.step is None:
+        broken = ", ".join(str(stranger) for stranger in choice.strangers if stranger.step is not None)
+        but = f"; these are not whole: {broken}" if broken else ""
+        cli.fail(f"--workdir={workdir!r} has no finished checkpoint{but}: use it first in python -m jaxtrain.train --workdir={workdir}")
+    if step < 0:
+        if newer := [str(s) for s in choice.strangers if s.step is not None and s.step > choice.step]:
+            say(f"passed over: {', '.join(newer)}")
+        return folder, choice.step
+    why = next((s.why for s in choice.strangers if s.step == step), "")
+    if not why and step in choice.steps:
+        why = incomplete(folder / str(step) / STATE) or wrong(read_meta(folder, step), folder / str(step) / STATE)
+        if not why:
+            return folder, step
+    steps = [s for s in choice.steps if s != step]
+    near = min(steps, key=lambda s: (abs(s - step), s)) if steps else choice.step
+    rule = f"is not whole: {why}" if why else f"is no checkpoint of {workdir}"
+    cli.fail(f"--step={step} {rule} (it has {', '.join(map(str, steps))}): use --step={near}")
+
+
+def passed_over(line: str) -> None:
+    """A line on standard error: standard output is for the text."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _some_run(workdir: str) -> str:

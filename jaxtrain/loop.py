@@ -1,19 +1,19 @@
 """The training loop, from top to bottom: mesh, data, step, state, loop, end. One function a banner; `run` reads as the run goes.
 
-What a run leaves in its folder: config.json, metrics.jsonl, checkpoints/, tensorboard/, loss.png, profile/.
+What a run leaves in its folder: config.json, metrics.jsonl, checkpoints/, tensorboard/, loss.png, profile/; and run.lock while it runs.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import enum
 import functools
 import json
 import math
-import os
+import operator
 import pathlib
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -21,15 +21,17 @@ from jax.experimental import multihost_utils
 
 from jaxtrain import cluster, metrics
 from jaxtrain import mesh as meshes
-from jaxtrain.checkpoint.manager import Checkpointer, latest_step, read_meta
+from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.config import Config, from_dict, to_dict
-from jaxtrain.config_checks import refuse_to_continue
+from jaxtrain.config_checks import changes, refuse_to_continue
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.plan.report import introduction
 from jaxtrain.progress import Progress, StepTimer
+from jaxtrain.run_lock import FolderError, RunLock
+from jaxtrain.signals import Signals
 from jaxtrain.training.sampling import prompt_ids, sample_text
 from jaxtrain.training.state import initial_state, stored_shapes
 from jaxtrain.training.step import Step, make_step
@@ -45,19 +47,32 @@ class LossError(RuntimeError):
 def run(config: Config, workdir: str, began: float | None = None) -> None:
     """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint.
 
-    Continues from the newest checkpoint of `workdir`. Raises ConfigError or DataError, before anything is compiled or
-    written, for a config that does not fit the checkpoint or the corpus; LossError for a loss that is not finite.
+    Continues from the newest whole checkpoint of `workdir`. Raises FolderError where another run is at work there; ConfigError, DataError
+    or CheckpointError, before anything is compiled or written, for a config that does not fit the checkpoint or the corpus, and for
+    checkpoints of which none is whole; LossError for a loss that is not finite.
 
     began: when the command began, by time.monotonic, for `wall_s` of metrics.jsonl; now if not given.
     """
-    folder, run_began = pathlib.Path(workdir), time.monotonic() if began is None else began
+    run_began = time.monotonic() if began is None else began
     say = print if cluster.is_main() else lambda *_, **__: None
+    with contextlib.ExitStack() as closing:
+        lock = RunLock(workdir)
+        closing.callback(lock.release)
+        # A run that is ended by a signal leaves no lock either.
+        signals = closing.enter_context(Signals(lock.release, notices=cluster.is_main()))
+        cluster.from_main(lambda: lock.take(functools.partial(say, flush=True)), FolderError)
+        _run(config, pathlib.Path(workdir), run_began, signals, say)
 
+
+def _run(config: Config, folder: pathlib.Path, run_began: float, signals: Signals, say: Callable) -> None:
     # ---------------------------------------------------------------- what to train on, and from where
     make_setup(config)  # a schedule that does not fit is known before the corpus is read
-    start = latest_step(folder / "checkpoints") or 0
-    meta = read_meta(folder / "checkpoints", start) if start else {}
-    if meta:
+    choice = choose_together(folder / "checkpoints")
+    start, meta = choice.step or 0, choice.meta
+    if choice.strangers:
+        rest = f"the newest whole checkpoint is {start}" if start else "there is no whole checkpoint"
+        say(f"passed over in {folder / 'checkpoints'}: {choice}; {rest}", flush=True)
+    if start:
         refuse_to_continue(from_dict(meta["config"]), config)
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
     _check_corpus(corpus, meta)
@@ -68,6 +83,8 @@ def run(config: Config, workdir: str, began: float | None = None) -> None:
     if start >= config.train.steps:
         say(f"{folder} already has its {start} steps: raise train.steps to go on", flush=True)
         return
+    if start and (changed := changes(from_dict(meta["config"]), config)):
+        say(f"changed since the checkpoint of step {start}:", *changed, sep="\n  ", flush=True)
 
     with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
         # ------------------------------------------------------------ the step, compiled
@@ -90,7 +107,12 @@ def run(config: Config, workdir: str, began: float | None = None) -> None:
 
         # ------------------------------------------------------------ the state: restored or new
         saves = Checkpointer(
-            folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer), config.checkpoint.keep
+            folder / "checkpoints",
+            step.layout.placement,
+            stored_shapes(step.layout, step.optimizer),
+            config.checkpoint.keep,
+            choice.strangers,
+            lambda line: progress.say(line),
         )
         closing.callback(saves.close)
         state = first.result() if first else saves.restore(start, abstract)
@@ -100,6 +122,7 @@ def run(config: Config, workdir: str, began: float | None = None) -> None:
             (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
 
         def save(at: int, state: dict) -> None:
+            asking.saved()
             tokenizer = corpus.tokenizer.describe()
             meta = {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": tokenizer, "wall_s": log.wall_s()}
             saves.save(at, state, meta)
@@ -124,7 +147,8 @@ def run(config: Config, workdir: str, began: float | None = None) -> None:
         traces = folder / "profile" / (f"process_{jax.process_index()}" if jax.process_count() > 1 else "")
         profile = _Profile(traces, start + PROFILE_FROM, config.train.profile_steps)
         closing.callback(profile.close)
-        stop = closing.enter_context(_stop_signals(mesh))
+        closing.enter_context(signals.deferred())
+        asking = _Asking(mesh, signals, saves, config.checkpoint.minutes)
         at, waiting = start, None
         ahead: tuple | None = None
         due = lambda every: at == config.train.steps or bool(every and at % every == 0)
@@ -135,21 +159,23 @@ def run(config: Config, workdir: str, began: float | None = None) -> None:
             at += 1
             # Replicas that train apart ask each other nothing in between.
             meet = exchange is None or due(config.train.diloco_inner_steps) or due(config.metrics.log_every)
-            ahead, waiting = waiting, (at, out, meet and stop.ask())
+            ahead, waiting = waiting, (at, out, asking.ask() if meet else _nothing)
             # Results are read one step behind, so that the device never waits for the host.
-            stopping = ahead is not None and _report(ahead, config, step, data, rate, log, progress)
+            asked = _report(ahead, config, step, data, rate, log, progress) if ahead is not None else _nothing()
             if exchange and due(config.train.diloco_inner_steps):
                 state = exchange(state)
             profile.after(at, out)
-            last = at == config.train.steps or stopping
-            saving, evaluating = (stopping or due(every) for every in (config.checkpoint.every, config.train.eval_every))
-            if saving or evaluating:
-                stopping, waiting = _report(waiting, config, step, data, rate, log, progress, True, last) or stopping, None
+            saving, evaluating = (asked.stop or due(every) for every in (config.checkpoint.every, config.train.eval_every))
+            if saving or asked.save or evaluating:
+                last = at == config.train.steps or asked.stop
+                asked |= _report(waiting, config, step, data, rate, log, progress, True, last)
+                waiting = None
                 with rate.pause():
-                    if saving or stopping:
+                    if saving or asked:
                         save(at, state)
-                    if evaluating and (not stopping or at == config.train.steps):
+                    if evaluating and (not asked.stop or at == config.train.steps):
                         validation = evaluate(at, state)
+            stopping = asked.stop
             if stopping:
                 break
 
@@ -225,8 +251,8 @@ class _Rate:
 
 def _report(
     waiting: tuple, config: Config, step: Step, data: Loader, rate: _Rate, log, progress, saving: bool = False, final: bool = False
-) -> bool:
-    """Waits for a step's results and logs them; whether some process has been asked to stop. LossError for a loss that is not finite."""
+) -> "_Asked":
+    """Waits for a step's results and logs them; what was asked with it. LossError for a loss that is not finite."""
     at, out, asked = waiting
     logged = final or at == 1 or at % config.metrics.log_every == 0
     together = logged or saving or step.mean is None
@@ -242,7 +268,7 @@ def _report(
         raise LossError(
             f"the loss is {values['loss']} (gradient norm {values['grad_norm']}) at {data.position(at - 1)}; the last checkpoint is kept"
         )
-    return bool(asked)
+    return asked()
 
 
 def _read(out: dict, step: Step, together: bool) -> dict[str, float]:
@@ -304,48 +330,59 @@ class _Profile:
             self.running = False
 
 
-class _Stop:
-    """Whether any process has been asked to stop. Processes must stop at the same step, so the question goes through the devices,
-    behind the step that is running, and is answered with that step's results."""
+class _Asked(enum.Flag):
+    """What processes want of the loop. They must do it at the same step."""
 
-    def __init__(self, mesh: jax.sharding.Mesh):
-        self.asked = False
-        self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(mesh.axis_names))
-        self._size, self._any = mesh.size, jax.jit(lambda a: a.max())
+    STOP = enum.auto()  # some process has been asked to
+    SAVE = enum.auto()  # process 0 finds that it is time
 
-    def ask(self):
-        """A bool, or an array that will be one."""
+    @property
+    def stop(self) -> bool:
+        return _Asked.STOP in self
+
+    @property
+    def save(self) -> bool:
+        return _Asked.SAVE in self
+
+
+def _nothing() -> _Asked:
+    return _Asked(0)
+
+
+class _Asking:
+    """Asks all processes: the question goes through the devices, behind the step that is running, and is answered with its results.
+
+    minutes: after a save until it is time for the next, 0 for never; it is not while one is under way, which the next would wait for.
+    """
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        signals: Signals,
+        saves: Checkpointer,
+        minutes: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._signals, self._saves = signals, saves
+        self._after = 60 * minutes if minutes else math.inf
+        self._clock, self._last = clock, clock()
+        across, whole = (jax.sharding.PartitionSpec(axes) for axes in (mesh.axis_names, None))
+        self._sharding = jax.sharding.NamedSharding(mesh, across)
+        self._size = mesh.size
+        self._any = jax.jit(lambda a: a.max(axis=0), out_shardings=jax.sharding.NamedSharding(mesh, whole))
+
+    def saved(self) -> None:
+        """A save begins."""
+        self._last = self._clock()
+
+    def ask(self) -> Callable[[], _Asked]:
+        """A function that waits for the answer."""
         if jax.process_count() == 1:
-            return _Later(self)
-        mine = np.full((self._size,), self.asked, np.int32)
-        return self._any(jax.make_array_from_callback(mine.shape, self._sharding, lambda index: mine[index]))
+            return self._mine
+        mine = np.tile(np.array([flag in self._mine() for flag in _Asked], np.int32), (self._size, 1))
+        answer = self._any(jax.make_array_from_callback(mine.shape, self._sharding, lambda index: mine[index]))
+        return lambda: functools.reduce(operator.or_, (flag for flag, n in zip(_Asked, np.asarray(answer), strict=True) if n), _nothing())
 
-
-class _Later:
-    """The answer of a single process: read when it is needed, not when it was asked."""
-
-    def __init__(self, stop: _Stop):
-        self._stop = stop
-
-    def __bool__(self) -> bool:
-        return self._stop.asked
-
-
-@contextlib.contextmanager
-def _stop_signals(mesh: jax.sharding.Mesh) -> Iterator[_Stop]:
-    """SIGTERM and Ctrl-C ask the loop to stop after the step; a second Ctrl-C ends the process at once."""
-    stop = _Stop(mesh)
-
-    def ask(number, _):
-        stop.asked = True
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-            if cluster.is_main():
-                os.write(2, b"\r\x1b[K" * os.isatty(2) + b"stopping after this step; Ctrl-C again ends at once, without saving\n")
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def _mine(self) -> _Asked:
+        late = cluster.is_main() and self._clock() - self._last >= self._after and not self._saves.busy
+        return (_Asked.STOP if self._signals.asked else _nothing()) | (_Asked.SAVE if late else _nothing())

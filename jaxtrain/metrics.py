@@ -6,7 +6,7 @@
       {"step": 100, "time": …, "wall_s": …, "validation_loss": 3.4, …}
 
     time            Unix seconds at which the record was written
-    wall_s          seconds that the run has run: all its starts, what was compiled and what a kill has cost, without the time between starts
+    wall_s          seconds that the run has run: all its starts, compiling and what a kill has cost too, without the time between starts
     step_time_s …   means over the steps since the training record before, without evaluations and saves
 
 Values are made elsewhere; nothing here touches a device. Libraries that are slow to import are imported where they are used.

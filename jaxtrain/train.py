@@ -23,8 +23,8 @@ FLAGS = (
 
 
 def main(argv: list[str]) -> int:
-    """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 for a loss that is not finite; 2 if the flags, the config
-    or the data cannot work."""
+    """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 for a loss that is not finite, and where another run has
+    taken the folder; 2 if the flags, the config, the data or the folder cannot work."""
     began = time.monotonic()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until there is something to save, Ctrl-C ends the process: compilation does not listen, and Python drops it in a callback.
@@ -39,9 +39,10 @@ def main(argv: list[str]) -> int:
     import jax  # after the flags are known to be right
 
     from jaxtrain import cluster, loop
-    from jaxtrain.checkpoint.layout import CheckpointError
+    from jaxtrain.checkpoint.steps import CheckpointError
     from jaxtrain.data.tokens import DataError
     from jaxtrain.plan.report import dry_run
+    from jaxtrain.run_lock import FolderError
 
     try:
         config = check_devices(config, jax.device_count(), jax.default_backend())
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
                 print(made.json() if flags.json else "\n".join(made.lines()), flush=True)
         else:
             loop.run(config.resolve(), flags.workdir, began)
-    except (ConfigError, DataError, CheckpointError, loop.LossError) as error:
+    except (ConfigError, DataError, CheckpointError, FolderError, loop.LossError) as error:
         print(" ".join(f"error: {error}".split()), file=sys.stderr, flush=True)
         status = 1 if isinstance(error, loop.LossError) else 2
         if jax.process_count() > 1:

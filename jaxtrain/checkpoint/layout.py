@@ -31,10 +31,6 @@ Bounds = tuple[tuple[int, int], ...]
 CHUNK_BYTES = 32 * 2**20
 
 
-class CheckpointError(Exception):
-    """A checkpoint that cannot be read as asked; the message is one line."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One leaf in memory: the whole of a stored array, or the layers of one chunk.

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when one is begun, finished, found and deleted.
+"""Checkpoints of a run: when one is begun, finished, chosen to go on from, and deleted.
 
     directory/
       200/            a finished step; what is not finished has another name, so it is never found
@@ -6,47 +6,97 @@
         meta/         JSON: everything else that a run needs to go on
 
 Any mesh, placement and number of processes restores what any other has saved. Orbax sees to the background thread, to several
-processes finishing together, and to the atomic end of a save.
+processes finishing together, and to the atomic end of a save. What else may lie in the folder is known to steps.py; before the first
+save whatever has a step's name and is no whole step gets another name.
 """
 
+import dataclasses
+import logging
 import os
+import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
-from jaxtrain.checkpoint.layout import CheckpointError, stored_arrays
+from jaxtrain import cluster
+from jaxtrain.checkpoint import steps
+from jaxtrain.checkpoint.layout import stored_arrays
+from jaxtrain.checkpoint.steps import BROKEN, META, STATE, TO_TRAIN, CheckpointError, Choice, Stranger, choose, read_meta
 from jaxtrain.checkpoint.storage import host_tree, read_tree, tree_handler
+from jaxtrain.config import Config, from_dict
+from jaxtrain.mesh import AXES, REPLICA
+from jaxtrain.models.transformer import build
 from jaxtrain.pipeline.placement import Placement
+from jaxtrain.training.optimizer import make_optimizer
+from jaxtrain.training.state import Layout, abstract_state, stored_shapes
 
-STATE, META = "state", "meta"
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    """Orbax warns of what a kill has left, of which nobody need know; what fails it raises, or logs as an error."""
+    return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+
+
+logging.getLogger("absl").addFilter(_is_for_users)
 
 
 def latest_step(directory: str | os.PathLike) -> int | None:
-    """The newest finished step, None if there is none. All processes must call it: they take process 0's answer."""
+    """The newest whole step, None if there is none. All processes must call it: they take process 0's answer."""
     # File systems that hosts share may show a new folder to some of them later.
-    folder = _folder(directory)
-    steps = ocp.path.step.standard_name_format().find_all(folder) if folder.exists() else []
-    step = max((s.step for s in steps), default=-1)
-    if jax.process_count() > 1:
-        step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-    return step if step >= 0 else None
+    return cluster.from_main(lambda: choose(directory, {}).step, CheckpointError)
 
 
-def read_meta(directory: str | os.PathLike, step: int) -> dict:
-    """The JSON that was saved with a step. Raises CheckpointError if there is none."""
-    folder = _folder(directory) / str(step) / META
-    if not folder.exists():
-        raise CheckpointError(f"{directory} has no checkpoint of step {step}")
-    return ocp.JsonCheckpointHandler().restore(folder, args=ocp.args.JsonRestore())
+def choose_together(directory: str | os.PathLike) -> Choice:
+    """The step that a run goes on from, and what else is there: process 0's answer, on every process.
+
+    Raises CheckpointError where there is no whole step, but something of one: a run that begins anew would push it aside.
+    """
+
+    def decide() -> dict:
+        choice = choose(directory, TO_TRAIN, wrong_arrays)
+        if choice.step is None and any(s.holds for s in choice.strangers):
+            lost = ", ".join(str(s) for s in choice.strangers if s.holds)
+            raise CheckpointError(f"{directory} has no whole checkpoint: {lost}: move it away to begin anew, or use another --workdir")
+        return dataclasses.asdict(choice)
+
+    values = cluster.from_main(decide, CheckpointError)
+    return Choice(values["step"], values["meta"], tuple(values["steps"]), tuple(Stranger(**s) for s in values["strangers"]))
+
+
+def wrong_arrays(meta: dict, state: pathlib.Path, trained_alone: bool = False) -> str:
+    """Which array of a state is missing or is not as the config in its meta makes it, in words; "" if none.
+
+    trained_alone: of the parameters that are evaluated and used.
+    """
+    stored, config = steps.stored_shapes(state), from_dict(meta["config"]).resolve()
+    trained = "anchor/" if config.train.diloco_inner_steps else "params/"
+    for name, shape in expected_shapes(config).items():
+        if trained_alone and not name.startswith(trained):
+            continue
+        if name not in stored:
+            return f"its state lacks {name}"
+        if stored[name] != shape:
+            return f"its state's {name} is {list(stored[name])}, not {list(shape)}"
+    return ""
+
+
+def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Array → shape of the state that a resolved config's checkpoints hold. No device is used."""
+    apart = config.train.diloco_inner_steps > 0
+    sizes = [config.mesh.replica if apart and axis == REPLICA else 1 for axis in AXES]
+    mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
+    parts, placement = build(config.model, 1), Placement(config.model.layers)
+    layout = Layout(parts, placement, mesh, 0, jnp.dtype(config.precision.params), apart)
+    optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
+    arrays = stored_arrays(abstract_state(layout, optimizer), stored_shapes(layout, optimizer), placement)
+    return {array.name: array.shape for array in arrays}
 
 
 def _folder(directory: str | os.PathLike) -> epath.Path:
-    text = os.fspath(directory)
-    return epath.Path(text if "://" in text else os.path.abspath(text))
+    return epath.Path(os.path.abspath(directory))
 
 
 class Checkpointer:
@@ -58,13 +108,23 @@ class Checkpointer:
       stored_shapes: a pytree like the state with each leaf's true shape, a tuple or an object with a `shape`: of one layer for
         leaves under "layers", without padding elsewhere. Of an object with a `lead`, too, that is added in front.
       keep: how many of the newest checkpoints are kept.
+      broken: names of steps that are not whole, beside those that can be told by their files.
+      say: gets a line for each name that is set aside.
     """
 
-    def __init__(self, directory: str | os.PathLike, placement: Placement, stored_shapes: Any, keep: int = 3):
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        placement: Placement,
+        stored_shapes: Any,
+        keep: int = 3,
+        broken: Sequence[Stranger] = (),
+        say: Callable[[str], object] = print,
+    ):
         self._directory = _folder(directory)
         self._placement = placement
         self._stored_shapes = stored_shapes
-        self._keep = keep
+        self._keep, self._broken, self._say = keep, broken, say
         self._manager: ocp.CheckpointManager | None = None
 
     def save(self, step: int, state: Any, meta: dict) -> bool:
@@ -88,12 +148,20 @@ class Checkpointer:
         self._manager.wait_until_finished()
         if step in self._manager.all_steps():
             return False
+        if cluster.is_main() and os.path.lexists(self._directory / str(step)):
+            self._set_aside(str(step), "it has come since the last save")
         tree = host_tree(stored_arrays(state, self._stored_shapes, self._placement), state, self._placement)
         args = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(tree), META: ocp.args.JsonSave(meta)})
         # `force`: Orbax has ideas of its own about which steps are worth saving.
         return self._manager.save(step, args=args, force=True)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way in this process."""
+        return self._manager is not None and self._manager.is_saving_in_progress()
+
     def _open(self) -> ocp.CheckpointManager:
+        cluster.from_main(self._set_all_aside, CheckpointError)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
             create=True,
@@ -102,6 +170,28 @@ class Checkpointer:
         )
         handlers = {STATE: tree_handler(), META: ocp.JsonCheckpointHandler()}
         return ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
+
+    def _set_all_aside(self) -> None:
+        """Before Orbax counts the steps: it would take all of these for steps, and delete whole ones for them."""
+        found = {s.name: s for s in (*steps.strangers(self._directory), *self._broken) if s.step is not None}
+        whole = [s for s in choose(self._directory, {}).steps if str(s) not in found]
+        for stranger in found.values():
+            # One that `keep` newer ones make superfluous goes with the next save, as all of its age do: a deletion was interrupted.
+            superfluous = sum(step > (stranger.step or 0) for step in whole) >= self._keep and stranger.holds
+            if not superfluous and os.path.lexists(self._directory / stranger.name):
+                self._set_aside(stranger.name, stranger.why)
+
+    def _set_aside(self, name: str, why: str) -> None:
+        number = 1
+        while os.path.lexists(self._directory / f"{name}{BROKEN}{number}"):
+            number += 1
+        try:
+            os.rename(self._directory / name, self._directory / f"{name}{BROKEN}{number}")
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._directory / name} ({why}) is in the way and cannot be renamed ({error.strerror}): move it away"
+            ) from None
+        self._say(f"set aside in {self._directory}: {name} ({why}) is now {name}{BROKEN}{number}")
 
     def latest_step(self) -> int | None:
         """The newest finished step, None if there is none."""

@@ -21,7 +21,8 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from jaxtrain.checkpoint.layout import Bounds, CheckpointError, Part, StoredArray, chunk_shape, holders, regions, writers
+from jaxtrain.checkpoint.layout import Bounds, Part, StoredArray, chunk_shape, holders, regions, writers
+from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.parallel import host_memory
 from jaxtrain.pipeline.placement import Placement
 
@@ -146,7 +147,7 @@ def read_tree(directory: epath.Path, arrays: list[StoredArray], placement: Place
             try:
                 leaves[part.leaf] = _read_part(source, array, part, placement)
             except ValueError as error:  # TensorStore's for whatever is wrong with the data
-                raise CheckpointError(f"{directory}: {array.name} cannot be read: {_one_line(error)}") from error
+                raise CheckpointError(f"{directory}: {array.name} {_in_words(error)}") from error
     return [leaves[i] for i in sorted(leaves)]
 
 
@@ -164,17 +165,17 @@ def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorSto
         try:
             source = opening.result()
         except ValueError as error:
-            missing = str(error).startswith("NOT_FOUND")
-            what = "is not stored" if missing else f"cannot be read: {_one_line(error)}"
-            raise CheckpointError(f"{directory}: {array.name} {what}; {wanted}") from error
+            raise CheckpointError(f"{directory}: {array.name} {_in_words(error)}; {wanted}") from error
         if (source.shape, source.dtype.numpy_dtype) != (array.shape, array.dtype):
             raise CheckpointError(f"{directory}: {array.name} is stored as {source.dtype.name}{list(source.shape)}; {wanted}")
         sources.append(source)
     return sources
 
 
-def _one_line(error: Exception) -> str:
-    return f"{' '.join(str(error).split()):.300}"
+def _in_words(error: ValueError) -> str:
+    """What TensorStore's error, which begins with a code, says of an array."""
+    words = {"NOT_FOUND": "is not stored", "PERMISSION_DENIED": "may not be read", "RESOURCE_EXHAUSTED": "needs more memory than there is"}
+    return words.get(str(error).partition(":")[0], "cannot be read: its data is damaged")
 
 
 def _read_part(source: ts.TensorStore, array: StoredArray, part: Part, placement: Placement) -> jax.Array:

@@ -11,8 +11,8 @@ import pytest
 from checkpoint_state import EMBED, LAYER, VOCABULARY, WIDTH, Layout, abstract_state, assert_same, state, stored_numbers, stored_shapes
 
 from jaxtrain.checkpoint import storage
-from jaxtrain.checkpoint.layout import CheckpointError
-from jaxtrain.checkpoint.manager import Checkpointer, latest_step, read_meta
+from jaxtrain.checkpoint.manager import Checkpointer, latest_step
+from jaxtrain.checkpoint.steps import CheckpointError, read_meta
 from jaxtrain.pipeline.placement import Placement
 
 LAYOUTS = {
@@ -177,18 +177,19 @@ def test_old_checkpoints_stay_until_the_new_one_is_finished(tmp_path, monkeypatc
 
 
 def test_a_checkpoint_whose_deletion_was_interrupted_is_in_nobodys_way(tmp_path):
+    """It is older than the steps that are kept, and goes as they will."""
     layout = Layout(7)
-    c = checkpointer(tmp_path, layout, keep=2)
-    for step in (1, 2):
+    c = checkpointer(tmp_path, layout, keep=3)
+    for step in (1, 2, 3):
         c.save(step, state(layout), {})
     c.close()
     shutil.rmtree(tmp_path / "1" / "state")
     (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()
     c = checkpointer(tmp_path, layout, keep=2)
-    assert c.latest_step() == 2
-    c.save(3, state(layout), {})
+    assert c.latest_step() == 3
+    c.save(4, state(layout), {})
     c.close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "4"]
 
 
 def test_a_step_is_saved_once(saved):

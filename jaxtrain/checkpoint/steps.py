@@ -1,0 +1,250 @@
+"""Which steps in a folder of checkpoints are whole, and what else lies there. Nothing is written here, and no array is read.
+
+    checkpoints/
+      200/                      a step, if state/ and meta/ in it are whole
+      300.orbax-checkpoint-tmp  a save that did not end: of no interest, the next save removes it
+      100.broken-1              what was set aside
+      anything else             a stranger
+
+A state is an OCDBT database: a manifest names a tree of keys, whose leaves say in which file, where and how long each value is. So what
+is missing or cut off is known from the tree and the sizes of files. Damage inside of a value is not.
+
+No jax: commands find out what is wrong before they start it.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import tensorstore as ts
+
+from jaxtrain.config import ConfigError, from_dict
+
+STATE, META = "state", "meta"
+ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
+_STEP = re.compile("0|[1-9][0-9]{0,9}")
+
+# What a run stores beside its state, and what of it is needed to train, and to generate.
+TO_TRAIN: Mapping[str, type] = {"config": dict, "step": int, "checksum": str, "tokenizer": dict}
+TO_GENERATE: Mapping[str, type] = {"config": dict, "tokenizer": dict}
+_TYPES = {dict: "an object", int: "an integer", str: "a string"}
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be read as asked; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stranger:
+    """What lies among the checkpoints and is no whole one.
+
+    why: in words; step: which one it should be by its name, None for another name; holds: whether something could be lost with it.
+    """
+
+    name: str
+    why: str
+    step: int | None = None
+    holds: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The newest whole step, None if there is none, with its meta; the whole ones by their meta, in order; and all strangers."""
+
+    step: int | None
+    meta: dict
+    steps: tuple[int, ...]
+    strangers: tuple[Stranger, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.strangers))
+
+
+def choose(directory: str | os.PathLike, needs: Mapping[str, type], wrong: Callable[[dict, Any], str] = lambda meta, folder: "") -> Choice:
+    """Looks for the newest whole step.
+
+    Args:
+      directory: the folder of checkpoints; it need not exist.
+      needs: what a meta must have, as TO_TRAIN.
+      wrong: (meta, the state's folder) → what is wrong beside that, in words, or "". Asked of the newest step, then of the one before, …
+
+    Raises:
+      CheckpointError: the folder cannot be read.
+    """
+    folder = pathlib.Path(directory)
+    metas, strangers = _look(folder, needs)
+    for step in sorted(metas, reverse=True):
+        why = incomplete(folder / str(step) / STATE) or wrong(metas[step], folder / str(step) / STATE)
+        if not why:
+            return Choice(step, metas[step], tuple(sorted(metas)), _sorted(strangers))
+        strangers.append(Stranger(str(step), why, step, holds=True))
+        del metas[step]
+    return Choice(None, {}, (), _sorted(strangers))
+
+
+def strangers(directory: str | os.PathLike) -> tuple[Stranger, ...]:
+    """What lies among the checkpoints and has no state or no meta that could be one's."""
+    return _sorted(_look(pathlib.Path(directory), {})[1])
+
+
+def read_meta(directory: str | os.PathLike, step: int) -> dict:
+    """The JSON object that was saved with a step. Raises CheckpointError if there is none."""
+    meta = _meta(pathlib.Path(directory) / str(step))
+    if isinstance(meta, str):
+        raise CheckpointError(f"{directory} has no checkpoint of step {step}: {meta}")
+    return meta
+
+
+def _sorted(found: list[Stranger]) -> tuple[Stranger, ...]:
+    return tuple(sorted(found, key=lambda s: (math.inf if s.step is None else s.step, s.name)))
+
+
+def _look(folder: pathlib.Path, needs: Mapping[str, type]) -> tuple[dict[int, dict], list[Stranger]]:
+    """(step → meta of those that have both parts, strangers)."""
+    metas: dict[int, dict] = {}
+    found: list[Stranger] = []
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return {}, []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror}): put a readable folder there or use another --workdir") from None
+    for name in names:
+        if name.startswith(".") or ORBAX_UNFINISHED in name or BROKEN in name:
+            continue
+        if not _STEP.fullmatch(name):
+            found.append(Stranger(name, "no step's name"))
+            continue
+        meta = _look_at_step(folder / name, int(name), needs)
+        if isinstance(meta, Stranger):
+            found.append(meta)
+        else:
+            metas[int(name)] = meta
+    return metas, found
+
+
+def _look_at_step(folder: pathlib.Path, step: int, needs: Mapping[str, type]) -> dict | Stranger:
+    stranger = lambda why, holds=True: Stranger(folder.name, why, step, holds)
+    try:
+        if not folder.exists():
+            return stranger("a link to nothing", False)
+        if not folder.is_dir():
+            return stranger("a file", False)
+        if not os.listdir(folder):
+            return stranger("an empty folder", False)
+        if not (folder / STATE).is_dir():
+            return stranger("it has no state")
+    except OSError as error:
+        return stranger(f"it cannot be read: {error.strerror}")
+    meta = _meta(folder)
+    if isinstance(meta, str):
+        return stranger(meta)
+    why = _lacks(meta, step, needs)
+    return stranger(why) if why else meta
+
+
+def _meta(folder: pathlib.Path) -> dict | str:
+    """The meta of a step's folder; what is wrong with it, in words, where it is none."""
+    path = folder / META / "metadata"
+    try:
+        meta = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return "it has no meta"
+    except OSError as error:
+        return f"its meta cannot be read: {error.strerror}"
+    except (ValueError, RecursionError):
+        return "its meta is no JSON"
+    return meta if isinstance(meta, dict) else "its meta is no JSON object"
+
+
+def _lacks(meta: dict, step: int, needs: Mapping[str, type]) -> str:
+    """What a meta lacks of `needs`, in words; "" if nothing."""
+    for key, kind in needs.items():
+        if key not in meta:
+            return f"its meta has no {key!r}"
+        if type(meta[key]) is not kind:
+            return f"its meta's {key!r} is not {_TYPES[kind]}"
+    if "step" in needs and meta["step"] != step:
+        return f"its meta is of step {meta['step']}"
+    if "config" in needs:
+        for group in ("model", "data"):
+            if not meta["config"].get(group):
+                return f"its meta's config has no {group!r}"
+        try:
+            from_dict(meta["config"])
+        except ConfigError as error:
+            return f"its meta's config: {error}"
+    return ""
+
+
+# --- the state's database --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """A value of the database: its key, and its bytes, if they stand in the tree itself, or where they are."""
+
+    key: str
+    inline: bytes | None
+    file: str
+    stop: int
+
+
+def incomplete(folder: pathlib.Path) -> str:
+    """What is missing or cut off of a state, in words; "" if nothing is."""
+    sizes: dict[str, int] = {}
+    try:
+        for entry in _entries(folder):
+            if entry.inline is None:
+                if entry.file not in sizes:
+                    sizes[entry.file] = (folder / entry.file).stat().st_size
+                if sizes[entry.file] < entry.stop:
+                    return f"its state is cut off: {STATE}/{entry.file} has {sizes[entry.file]:,} bytes of at least {entry.stop:,}"
+    except FileNotFoundError as error:
+        return f"its state has no {os.path.relpath(error.filename, folder)}"
+    except OSError as error:
+        return f"its state cannot be read: {error.strerror}"
+    except ValueError:  # TensorStore's, for whatever it cannot make sense of
+        return "its state is damaged"
+    return ""
+
+
+def stored_shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
+    """Array → shape of a state that is not incomplete; names as in memory, "params/embed/table"."""
+    arrays = ((e.key.removesuffix("/.zarray"), e.inline) for e in _entries(folder) if e.key.endswith("/.zarray") and e.inline is not None)
+    return {name.replace(".", "/"): tuple(json.loads(inline)["shape"]) for name, inline in arrays}
+
+
+def _entries(folder: pathlib.Path) -> Iterator[_Entry]:
+    """All values of the newest version. OSError or ValueError where the tree cannot be read."""
+    (folder / "manifest.ocdbt").stat()  # FileNotFoundError: TensorStore takes a database without one for an empty one
+    base = ts.KvStore.open({"driver": "file", "path": f"{folder.absolute()}/"}).result()
+    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
+    nodes = [("", root["location"])] if "location" in root else []
+    while nodes:
+        prefix, location = nodes.pop()
+        file, stop = _place(location)
+        if (folder / file).stat().st_size < stop:
+            raise ValueError(f"{file} is cut off")
+        node = ts.ocdbt.dump(base, node=location).result()
+        for entry in node["entries"]:
+            if "location" in entry:
+                nodes.append((prefix + entry["subtree_common_prefix"].decode(), entry["location"]))
+            else:
+                inline = entry.get("inline_value")
+                yield _Entry(prefix + entry["key"].decode(), inline, *(("", 0) if inline is not None else _place(entry["indirect_value"])))
+
+
+def _place(location: str) -> tuple[str, int]:
+    """(file, end of the bytes in it) of "value:ocdbt.process_0/:d/0123:512:16", where the last two are offset and length."""
+    path, offset, length = location.partition(":")[2].rsplit(":", 2)
+    base, _, file = path.partition(":")
+    return base + file, int(offset) + int(length)

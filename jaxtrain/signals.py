@@ -1,0 +1,105 @@
+"""SIGTERM and Ctrl-C during a run: at first they end the process, later they ask the loop to stop. No jax.
+
+Python runs a signal's handler when its main thread comes back from C code, and that may compile for minutes or wait for a device that
+will never answer. So the handlers here do nothing; the interpreter writes each signal's number into a pipe at once, and a thread
+reads it there.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+NOTICE = b"stopping after this step; Ctrl-C again ends at once, without saving\n"
+
+
+def _nothing(number: int, frame: Any) -> None:
+    """The handler: that there is one makes the interpreter write to the pipe."""
+
+
+class Signals:
+    """A context in which SIGTERM and Ctrl-C end the process by that signal, after `before_end()`; inside `deferred()` they do not.
+
+    Enter it in the main thread. A signal that is ignored, or has a handler of its own, keeps that until `deferred()`.
+
+    Args:
+      before_end: called from another thread.
+      notices: whether a Ctrl-C inside `deferred()` is answered on standard error.
+    """
+
+    def __init__(self, before_end: Callable[[], object], notices: bool = True):
+        self.asked = False  # whether a signal inside `deferred()` has asked to stop
+        self._before_end, self._notices = before_end, notices
+        self._deferring = self._interrupted = False
+
+    def __enter__(self) -> "Signals":
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        self._before = {n: signal.signal(n, _nothing) for n in NUMBERS if signal.getsignal(n) == signal.SIG_DFL}
+        _active.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active.remove(self)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.write(self._write, b"\0")
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, a signal sets `asked`, and the second Ctrl-C ends the process."""
+        self._deferring = True
+        before = {n: signal.signal(n, _nothing) for n in NUMBERS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._deferring = False
+
+    def _watch(self) -> None:
+        while number := os.read(self._read, 1)[0]:
+            if number not in NUMBERS:
+                continue  # a handler of somebody else's
+            if self._deferring and not (self._interrupted and number == signal.SIGINT):
+                self.asked = True
+                if number == signal.SIGINT:
+                    self._interrupted = True
+                    if self._notices:
+                        os.write(2, b"\r\x1b[K" * os.isatty(2) + NOTICE)
+            else:
+                self._before_end()
+                _end(number)
+
+
+def _end(number: int) -> None:
+    """Ends the process by a signal, from any thread: Python changes handlers in the main thread alone."""
+    ctypes.CDLL(None).signal(number, 0)  # SIG_DFL
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the first process of a container does not die by signals
+
+
+_active: list[Signals] = []
+
+
+def _in_a_child() -> None:
+    """A process that was forked shares the pipe, and would answer for its parent."""
+    if _active:
+        signal.set_wakeup_fd(-1)
+        for number in NUMBERS:
+            signal.signal(number, signal.SIG_DFL)
+        _active.clear()
+
+
+os.register_at_fork(after_in_child=_in_a_child)
