@@ -19,12 +19,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain import cluster, metrics
+from jaxtrain import cluster, config_history, metrics
 from jaxtrain import mesh as meshes
 from jaxtrain.checkpoint.manager import Checkpointer, latest_step, read_meta
 from jaxtrain.checkpoint.parameters import load_parameters
-from jaxtrain.config import Config, from_dict, to_dict
-from jaxtrain.config_checks import refuse_to_continue
+from jaxtrain.config import Config, to_dict
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.pipeline.setup import make_setup
@@ -55,7 +54,7 @@ def run(config: Config, workdir: str) -> None:
     start = latest_step(folder / "checkpoints") or 0
     meta = read_meta(folder / "checkpoints", start) if start else {}
     if meta:
-        refuse_to_continue(from_dict(meta["config"]), config)
+        config_history.refuse_to_continue(meta, config)
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
     _check_corpus(corpus, meta)
     m = config.mesh
@@ -95,9 +94,8 @@ def run(config: Config, workdir: str) -> None:
             (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
 
         def save(at: int, state: dict) -> None:
-            saves.save(
-                at, state, {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()}
-            )
+            meta = {"config": to_dict(config), "version": config_history.VERSION, "step": at}
+            saves.save(at, state, meta | {"checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()})
 
         evaluation = functools.cache(lambda: _compile("evaluation", step.evaluate, abstract[step.trained], held_out.specification()))
 
