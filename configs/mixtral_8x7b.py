@@ -27,6 +27,7 @@ def get_config() -> Config:
             experts=8,
             experts_per_token=2,
             expert_width=14336,
+            router_bias=False,
             balance_loss=0.02,
             balance_rate=0.0,
             vocab_size=32000,

@@ -92,18 +92,26 @@ class ModelConfig:
     shared_experts: int = setting(0, "experts beside these that all tokens take", at_least=0)
     expert_width: int = setting(0, "size of an expert's hidden layer; 0: mlp_width", at_least=0)
     router: str = setting("softmax", "an expert's weight: softmax over all, or sigmoid of its own", choices=("softmax", "sigmoid"))
-    router_scale: float = setting(1.0, "factor of the weights of a token's experts, which add up to 1", above=0)
+    router_normalize: str = setting(
+        "auto", "divide the weights of a token's experts by their sum; auto: where it takes several", choices=("auto", "always", "never")
+    )
+    router_scale: float = setting(1.0, "factor of the weights of a token's experts, normalized or not", above=0)
+    router_bias: bool = setting(True, "a bias for each expert, added to its score for the choice alone")
     router_groups: int = setting(1, "groups of experts (nodes), of which a token takes experts from router_group_limit", at_least=1)
-    router_group_limit: int = setting(1, "groups from which a token takes experts", at_least=1)
+    router_group_limit: int = setting(1, "groups from which a token takes experts: those of the highest scores", at_least=1)
+    router_group_best: int = setting(
+        2, "best experts of a group, whose scores are added up for the group's (DeepSeek-V3: 2, V2: 1); at most all of them", at_least=1
+    )
     capacity_factor: float = setting(
         0.0, "most tokens of a sequence for an expert, over an even share: what is beyond is dropped; 0: nothing is", at_least=0
     )
-    balance_rate: float = setting(0.001, "step of the biases that even out the experts' load, without a loss", at_least=0)
+    balance_rate: float = setting(0.001, "step of router_bias, which evens out the experts' load without a loss; 0: not moved", at_least=0)
     balance_loss: float = setting(0.0001, "weight of the loss of uneven load in each sequence", at_least=0)
     z_loss: float = setting(0.0, "weight of the router's z-loss, of large logits", at_least=0)
     vocab_size: int = setting(257, "token ids that the model knows (257: bytes and the document separator)", at_least=2)
     norm: str = setting("rmsnorm", "normalisation", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = setting(1e-5, "added to the variance in a normalisation", above=0)
+    latent_norm_epsilon: float = setting(0.0, "mla: the same in the norms of the latents; 0: norm_epsilon", at_least=0)
     activation: str = setting("swiglu", "MLP: gated SiLU (three matrices) or GELU (two)", choices=("swiglu", "gelu"))
     positions: str = setting("rotary", "rotary embedding of queries and keys, or a learned table", choices=("rotary", "learned"))
     rotary_base: float = setting(10000.0, "base of the rotary wavelengths (theta)", above=1)
@@ -280,8 +288,8 @@ class Config:
     metrics: MetricsConfig = MetricsConfig()
 
     def resolve(self) -> "Config":
-        """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width, expert_width, max_positions; reduce;
-        repeats) filled in."""
+        """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width, expert_width, max_positions,
+        latent_norm_epsilon, router_normalize; reduce; repeats) filled in."""
         m = self.model
         head_dim = m.head_dim or m.width // m.heads
         model = dataclasses.replace(
@@ -292,7 +300,10 @@ class Config:
             mlp_width=m.mlp_width or 4 * m.width,
             expert_width=m.expert_width or (m.mlp_width or 4 * m.width) * (m.experts > 0),
             max_positions=m.max_positions or self.data.sequence_length,
+            latent_norm_epsilon=m.latent_norm_epsilon or m.norm_epsilon * (m.attention == "mla"),
         )
+        if m.experts and m.router_normalize == "auto":
+            model = dataclasses.replace(model, router_normalize="always" if m.experts_per_token > 1 else "never")
         pipeline = dataclasses.replace(self.pipeline, repeats=self.pipeline.repeats or SCHEDULES.get(self.pipeline.schedule, (0, 0))[0])
         parallel = self.parallel
         if parallel.reduce == "auto":

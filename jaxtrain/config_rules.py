@@ -59,11 +59,11 @@ def _kv_heads_divide_heads(c: Config) -> Broken | None:
 def _latent_attention_is_whole(c: Config) -> Broken | None:
     """The settings of latent attention have a meaning together, and only there."""
     m = c.model
-    own = ("model.query_rank", "model.kv_rank", "model.rope_head_dim", "model.value_head_dim")
+    own = tuple(f"model.{name}" for name in ("query_rank", "kv_rank", "rope_head_dim", "value_head_dim", "latent_norm_epsilon"))
     if m.attention != "mla":
         path = next((path for path in own if cfg.get(c, path)), None)
         rule = f"is for model.attention='mla' alone, not {m.attention!r}"
-        return Broken(path, rule, [{path: 0}]) if path else None
+        return Broken(path, rule, [{path: cfg.fields()[path].default}]) if path else None
     if m.positions != "rotary":
         rule = f"turns a part of its heads, and model.positions={m.positions!r} turn nothing"
         return Broken("model.attention", rule, [{"model.attention": "gqa"}, {"model.positions": "rotary"}])
@@ -108,8 +108,8 @@ def _kernel_fits(c: Config) -> Broken | None:
 
 # Of experts alone.
 _OF_EXPERTS = (
-    "dense_layers experts_per_token shared_experts expert_width router router_scale router_groups router_group_limit capacity_factor "
-    "balance_rate balance_loss z_loss"
+    "dense_layers experts_per_token shared_experts expert_width router router_normalize router_scale router_bias router_groups "
+    "router_group_limit router_group_best capacity_factor balance_rate balance_loss z_loss"
 ).split()
 
 
@@ -117,6 +117,9 @@ def _expert_settings_have_a_use(c: Config) -> Broken | None:
     if c.model.experts:
         if c.model.biases:
             return Broken("model.biases", f"are not in model.experts={c.model.experts}", values_for("model.biases", [False]))
+        rate, default = "model.balance_rate", cfg.fields()["model.balance_rate"].default
+        if not c.model.router_bias and c.model.balance_rate not in (0, default):
+            return Broken(rate, "moves biases, and model.router_bias=False", [{rate: 0.0}, {"model.router_bias": True}])
         return None
     for path in (f"model.{name}" for name in _OF_EXPERTS):
         default = cfg.fields()[path].default
@@ -137,7 +140,14 @@ def _tokens_find_experts(c: Config) -> Broken | None:
     if m.router_group_limit > m.router_groups:
         rule = f"is more than model.router_groups={m.router_groups}"
         return Broken("model.router_group_limit", rule, values_for("model.router_group_limit", [m.router_groups]))
-    within = m.experts // m.router_groups * m.router_group_limit
+    size, best = m.experts // m.router_groups, cfg.fields()["model.router_group_best"].default
+    if m.router_groups == 1 and m.router_group_best != best:
+        fixes: list[dict[str, Any]] = [{"model.router_group_best": best}]
+        return Broken("model.router_group_best", "is for choosing groups, and model.router_groups=1", fixes)
+    if m.router_group_best > max(size, best):
+        rule = f"is more than the {size} in each of model.router_groups={m.router_groups}"
+        return Broken("model.router_group_best", rule, values_for("model.router_group_best", [size]))
+    within = size * m.router_group_limit
     if m.experts_per_token > within:
         grouped = m.router_group_limit < m.router_groups
         where = f"the {within} in model.router_group_limit={m.router_group_limit} groups" if grouped else f"model.experts={m.experts}"

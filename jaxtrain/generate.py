@@ -23,7 +23,8 @@ from typing import Any
 
 from jaxtrain import cli
 from jaxtrain.checkpoint.steps import STATE, TO_GENERATE, CheckpointError, choose, incomplete, read_meta
-from jaxtrain.config import Config, from_dict
+from jaxtrain.config import Config
+from jaxtrain.config_history import stored_config
 from jaxtrain.config_mesh_rules import kv_heads_fit, mlp_widths
 
 DESCRIPTION = """
@@ -194,7 +195,7 @@ def understand(meta: dict, name: str, workdir: str) -> tuple[Config, Any]:
             raise ValueError(f"checkpoint {name} has no {key!r} in its meta: use one that jaxtrain.train has written")
     folders = [folder for folder in (meta.get("corpus_folder"), workdir) if folder]
     try:
-        return from_dict(meta["config"]).resolve(), tokenizer_from(meta["tokenizer"], folders)
+        return stored_config(meta).resolve(), tokenizer_from(meta["tokenizer"], folders)
     except KeyError as error:
         raise ValueError(f"checkpoint {name} describes its tokenizer without {error}: use one that jaxtrain.train has written") from None
 

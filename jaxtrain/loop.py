@@ -19,12 +19,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain import cluster, metrics
+from jaxtrain import cluster, config_history, metrics
 from jaxtrain import mesh as meshes
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
-from jaxtrain.config import Config, from_dict, to_dict
-from jaxtrain.config_checks import changes, refuse_to_continue
+from jaxtrain.config import Config, to_dict
+from jaxtrain.config_checks import changes
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.pipeline.setup import make_setup
@@ -73,7 +73,7 @@ def _run(config: Config, folder: pathlib.Path, run_began: float, signals: Signal
         rest = f"the newest whole checkpoint is {start}" if start else "there is no whole checkpoint"
         say(f"passed over in {folder / 'checkpoints'}: {choice}; {rest}", flush=True)
     if start:
-        refuse_to_continue(from_dict(meta["config"]), config)
+        config_history.refuse_to_continue(meta, config)
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
     _check_corpus(corpus, meta)
     m = config.mesh
@@ -83,7 +83,7 @@ def _run(config: Config, folder: pathlib.Path, run_began: float, signals: Signal
     if start >= config.train.steps:
         say(f"{folder} already has its {start} steps: raise train.steps to go on", flush=True)
         return
-    if start and (changed := changes(from_dict(meta["config"]), config)):
+    if start and (changed := changes(config_history.stored_config(meta), config)):
         say(f"changed since the checkpoint of step {start}:", *changed, sep="\n  ", flush=True)
 
     with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
@@ -123,9 +123,8 @@ def _run(config: Config, folder: pathlib.Path, run_began: float, signals: Signal
 
         def save(at: int, state: dict) -> None:
             asking.saved()
-            tokenizer = corpus.tokenizer.describe()
-            meta = {"config": to_dict(config), "step": at, "checksum": corpus.checksum, "tokenizer": tokenizer, "wall_s": log.wall_s()}
-            saves.save(at, state, meta)
+            meta = {"config": to_dict(config), "version": config_history.VERSION, "step": at, "wall_s": log.wall_s()}
+            saves.save(at, state, meta | {"checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()})
 
         evaluation = functools.cache(lambda: _compile("evaluation", step.evaluate, abstract[step.trained], held_out.specification()))
 

@@ -61,6 +61,21 @@ RULES = [
         {"model.experts": 8, "model.router_groups": 4, "model.experts_per_token": 3},
         "model.experts_per_token=3 is more than the 2 in model.router_group_limit=1 groups: use 2",
     ),
+    (
+        {"model.experts": 12, "model.router_groups": 3, "model.router_group_limit": 2, "model.router_group_best": 5},
+        "model.router_group_best=5 is more than the 4 in each of model.router_groups=3: use 4",
+    ),
+    (
+        {"model.experts": 8, "model.router_group_best": 1},
+        "model.router_group_best=1 is for choosing groups, and model.router_groups=1: use 2",
+    ),
+    ({"model.router_group_best": 1}, "model.router_group_best=1 is for a model with experts, and model.experts=0: use 2"),
+    ({"model.router_normalize": "never"}, "model.router_normalize='never' is for a model with experts, and model.experts=0: use 'auto'"),
+    ({"model.router_bias": False}, "model.router_bias=False is for a model with experts, and model.experts=0: use True"),
+    (
+        {"model.experts": 8, "model.router_bias": False, "model.balance_rate": 0.01},
+        "model.balance_rate=0.01 moves biases, and model.router_bias=False: use 0.0",
+    ),
     ({"model.dense_layers": 2}, "model.dense_layers=2 is for a model with experts, and model.experts=0: use 0"),
     (
         {"model.experts": 4, "model.dense_layers": 2, "pipeline.vocabulary": "parallel"},
@@ -153,6 +168,7 @@ RULES = [
         "pipeline.vocabulary='parallel' shares embedding and head, and model.mtp_depth=1 needs them on one stage: use 'auto'",
     ),
     ({"model.kv_rank": 8}, "model.kv_rank=8 is for model.attention='mla' alone, not 'gqa': use 0"),
+    ({"model.latent_norm_epsilon": 1e-6}, "model.latent_norm_epsilon=1e-06 is for model.attention='mla' alone, not 'gqa': use 0.0"),
     ({"model.value_head_dim": 8}, "model.value_head_dim=8 is for model.attention='mla' alone, not 'gqa': use 0"),
     (
         {**LATENT, "model.positions": "learned"},
@@ -261,4 +277,9 @@ ALLOWED = [
     {"pipeline.microbatches": 16},
     {"model.experts": 6, "mesh.expert": 2, "mesh.data": 1, "model.mlp_width": 7, "model.expert_width": 8},
     {"model.experts": 8, "model.router_groups": 4, "model.router_group_limit": 2, "model.experts_per_token": 4},
+    {"model.experts": 8, "model.router_groups": 8, "model.router_group_limit": 5, "model.experts_per_token": 3},
+    {"model.experts": 12, "model.router_groups": 3, "model.router_group_best": 4, "model.router_normalize": "never"},
+    {"model.experts": 8, "model.router_bias": False},
+    {"model.experts": 8, "model.router_bias": False, "model.balance_rate": 0.0, "model.experts_per_token": 1},
+    {**LATENT, "model.latent_norm_epsilon": 1e-6},
 ]

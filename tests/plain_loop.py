@@ -54,16 +54,17 @@ def mean(logits, targets, weights):
 
 
 def further_losses(parts, params, batch, x):
-    """Equations 21 to 25 of arXiv:2412.19437. The last tokens, which have no target, are followed by 0s, which nothing before them sees;
-    experts count them."""
+    """Equations 21 to 25 of arXiv:2412.19437, each h after its norm, as in the released weights. The last tokens, which have no target,
+    are followed by 0s, which nothing before them sees; experts count them."""
     m, tokens, segments = parts.cfg, batch["tokens"], batch.get("segments")
     positions = batch.get("positions", transformer.default_positions(tokens))
-    total, table = 0.0, params["embed"]["table"]
+    total, table, norm = 0.0, params["embed"]["table"], params["head"]["norm"]
     for k in range(1, m.mtp_depth + 1):
         module = params["predictors"][str(k - 1)]
         inner, following = {n: p for n, p in module.items() if n != "norm"}, np.roll(np.arange(tokens.shape[1]), -k)
+        x, norm = parts.norm(norm, x), module["norm"]
         x = parts.predictor(inner, x, table[(tokens[:, following]).at[:, -k:].set(0)], positions, segments)
-        logits = parts.head({**params["head"], "norm": module["norm"]}, x, table if m.tied_embeddings else None)[:, :-k]
+        logits = parts.head({**params["head"], "norm": norm}, x, table if m.tied_embeddings else None)[:, :-k]
         same = 1 if segments is None else segments[:, :-k] == segments[:, k:]
         total += m.mtp_weight / m.mtp_depth * mean(logits, batch["targets"][:, k:], batch["weights"][:, k:] * same)
     return total
@@ -74,7 +75,7 @@ def reference(cfg: Config) -> Run:
     return _reference(dataclasses.replace(cfg, mesh=MeshConfig(), pipeline=PipelineConfig()))
 
 
-COUNTS = ("bias", "dropped")  # of a router: their gradients are counts
+COUNTS = ("bias", "load", "dropped")  # of a router: their gradients are counts
 
 
 def _of_router(path: tuple, names) -> bool:

@@ -154,6 +154,16 @@ def test_resolve():
     assert Config(model=own).resolve().model == own
 
 
+def test_resolve_of_experts_and_latents():
+    experts = lambda **fields: Config(model=cfg.ModelConfig(experts=4, **fields)).resolve().model
+    assert [experts(experts_per_token=n).router_normalize for n in (1, 2)] == ["never", "always"]
+    assert experts(experts_per_token=1, router_normalize="always").router_normalize == "always"
+    assert experts(router_normalize="never").router_normalize == "never"
+    latent = cfg.ModelConfig(attention="mla", norm_epsilon=1e-5)
+    assert Config(model=latent).resolve().model.latent_norm_epsilon == 1e-5
+    assert Config(model=dataclasses.replace(latent, latent_norm_epsilon=1e-6)).resolve().model.latent_norm_epsilon == 1e-6
+
+
 def test_json_round_trip():
     config = cfg.replace(BASE, {"data.loss_mask": ("a", "b"), "optimizer.epsilon": 1e-9, "model.biases": True, "data.cache": "ü"})
     again = cfg.from_dict(json.loads(json.dumps(cfg.to_dict(config))))

@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 LAYERS = {
     "jaxtrain.config": 0,
     "jaxtrain.config_checks": 0,
+    "jaxtrain.config_history": 0,
     "jaxtrain.config_rules": 0,
     "jaxtrain.config_mesh_rules": 0,
     "jaxtrain.recipes": 0,

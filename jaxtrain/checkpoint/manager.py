@@ -27,7 +27,8 @@ from jaxtrain.checkpoint import steps
 from jaxtrain.checkpoint.layout import stored_arrays
 from jaxtrain.checkpoint.steps import BROKEN, META, STATE, TO_TRAIN, CheckpointError, Choice, Stranger, choose, read_meta
 from jaxtrain.checkpoint.storage import host_tree, read_tree, tree_handler
-from jaxtrain.config import Config, from_dict
+from jaxtrain.config import Config
+from jaxtrain.config_history import stored_config
 from jaxtrain.mesh import AXES, REPLICA
 from jaxtrain.models.transformer import build
 from jaxtrain.pipeline.placement import Placement
@@ -71,7 +72,7 @@ def wrong_arrays(meta: dict, state: pathlib.Path, trained_alone: bool = False) -
 
     trained_alone: of the parameters that are evaluated and used.
     """
-    stored, config = steps.stored_shapes(state), from_dict(meta["config"]).resolve()
+    stored, config = steps.stored_shapes(state), stored_config(meta).resolve()
     trained = "anchor/" if config.train.diloco_inner_steps else "params/"
     for name, shape in expected_shapes(config).items():
         if trained_alone and not name.startswith(trained):

@@ -33,7 +33,8 @@ class LatentAttention(nnx.Module):
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
         # It leaves split along the sequence as it came: the weight is whole on every device, and small.
         self.compress = Dense(d, q + self.rank + self.rope_dim, ("width", "latent"), cfg.init_std, cfg.biases)
-        self.query_norm, self.norm = Norm(cfg, q, "latent") if q else None, Norm(cfg, self.rank, "latent")
+        norm = lambda size: Norm(cfg, size, "latent", cfg.latent_norm_epsilon)
+        self.query_norm, self.norm = norm(q) if q else None, norm(self.rank)
         self.query = Dense(q or d, n * (self.head_dim + self.rope_dim), ("latent" if q else "width", "heads"), cfg.init_std, cfg.biases)
         self.expand = Dense(self.rank, n * (self.head_dim + self.value_dim), ("latent", "heads"), cfg.init_std, cfg.biases)
         self.out = Dense(n * self.value_dim, d, ("heads", "width"), residual_std, cfg.biases)

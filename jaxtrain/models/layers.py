@@ -21,8 +21,8 @@ WHOLE = ("batch", "token", None)  # inside a block
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension, computed in float32."""
 
-    def __init__(self, cfg, size=0, axis="width"):
-        self.kind, self.epsilon = cfg.norm, cfg.norm_epsilon
+    def __init__(self, cfg, size=0, axis="width", epsilon=0.0):
+        self.kind, self.epsilon = cfg.norm, epsilon or cfg.norm_epsilon
         shape = (size or cfg.width,)
         self.scale = parameter(shape, (axis,), constant=1.0)
         self.bias = parameter(shape, (axis,)) if cfg.biases and cfg.norm == "layernorm" else None

@@ -38,19 +38,21 @@ with_counts.defvjp(lambda y, parameters, counts: (y, counts), lambda counts, g: 
 class Router(nnx.Module):
     """Chooses `choices` of the experts for a token.
 
-    Weights are a softmax over all experts or sigmoids, divided by the sum of those chosen where there are several. `bias` is added to the
-    scores for the choice alone; it is moved by the load of the experts (Wang et al. 2024), not by a gradient. With `groups`, a token's
-    experts are in `group_limit` of them: those whose best choices/group_limit experts have the highest sum (DeepSeek-V3, section 2.1.2).
+    Weights are a softmax over all experts or sigmoids; `normalized`, divided by the sum of those chosen. `bias` is added to the scores for
+    the choice alone; it is moved by the load of the experts (Wang et al. 2024), not by a gradient. With `groups`, a token's experts are in
+    `group_limit` of them: those whose `group_best` best experts have the highest sum of such scores (DeepSeek-V3, section 2.1.2, as in its
+    released code; a bias counts there, too). Where there is no bias, `load` has its place as the parameter on which the load is hung.
     """
 
     def __init__(self, cfg, rows: int):
         self.kind, self.experts, self.choices, self.scale = cfg.router, cfg.experts, cfg.experts_per_token, cfg.router_scale
-        self.groups, self.group_limit = cfg.router_groups, cfg.router_group_limit
+        self.groups, self.group_limit, self.normalized = cfg.router_groups, cfg.router_group_limit, cfg.router_normalize == "always"
+        self.group_best = min(cfg.router_group_best, cfg.experts // cfg.router_groups)
         self.balance_loss, self.z_loss, self.rows = cfg.balance_loss, cfg.z_loss, rows
         self.capacity = cfg.capacity_factor
         self.weight = parameter((cfg.width, cfg.experts), ("width", "expert"), std=cfg.init_std, exact=True)
-        self.bias = parameter((cfg.experts,), ("expert",), counts=True)
-        self.dropped = parameter((cfg.experts,), ("expert",), counts=True) if self.capacity else None
+        counter = lambda wanted: parameter((cfg.experts,), ("expert",), counts=True) if wanted else None
+        self.bias, self.load, self.dropped = counter(cfg.router_bias), counter(not cfg.router_bias), counter(self.capacity)
 
     def __call__(self, x_BTD, drops: bool):
         """x, whole along the sequence → (weights of the choices float32 [B, T, K], where their rows go).
@@ -62,11 +64,12 @@ class Router(nnx.Module):
         logits = matmul(x.reshape(-1, x.shape[-1]), self.weight[...], jax.lax.Precision.HIGHEST)
         logits_BTE = constrain(logits.reshape(*x.shape[:-1], -1), WHOLE)
         scores_BTE = jax.nn.softmax(logits_BTE) if self.kind == "softmax" else jax.nn.sigmoid(logits_BTE)
-        chosen_BTK = self._choose(jax.lax.stop_gradient(scores_BTE) + jax.lax.stop_gradient(self.bias[...]))
+        load = self.load if self.bias is None else self.bias
+        chosen_BTK = self._choose(jax.lax.stop_gradient(scores_BTE if self.bias is None else scores_BTE + self.bias[...]))
         gates_BTK = jnp.take_along_axis(scores_BTE, chosen_BTK, -1)
-        if self.choices > 1:
+        if self.normalized:
             gates_BTK = gates_BTK / (gates_BTK.sum(-1, keepdims=True) + TINY)
-        counted, parameters = [experts.counts(chosen_BTK, self.experts).sum(0)], [self.bias[...]]
+        counted, parameters = [experts.counts(chosen_BTK, self.experts).sum(0)], [load[...]]
         if self.capacity and drops:
             plan, dropped = experts.by_capacity(chosen_BTK, self.experts, self.capacity)
             assert self.dropped is not None
@@ -80,7 +83,7 @@ class Router(nnx.Module):
         """int32 [B, T, K]."""
         if self.groups > 1:
             by_group = scores_BTE.reshape(*scores_BTE.shape[:-1], self.groups, -1)
-            best = jax.lax.top_k(by_group, -(-self.choices // self.group_limit))[0].sum(-1)
+            best = jax.lax.top_k(by_group, self.group_best)[0].sum(-1)
             taken = jax.lax.top_k(best, self.group_limit)[1]
             inside = (taken[..., None] == jnp.arange(self.groups)).any(-2)
             scores_BTE = jnp.where(inside[..., None], by_group, -jnp.inf).reshape(scores_BTE.shape)

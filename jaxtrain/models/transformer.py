@@ -69,7 +69,8 @@ class Block(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, cfg, over="all_gather", rows=1, dense=False):
-        residual_std = cfg.init_std / math.sqrt(2 * cfg.layers)  # GPT-2: the residual stream's variance stays put with depth
+        # GPT-2: the residual stream's variance stays put with depth.
+        residual_std = cfg.init_std / math.sqrt(2 * (cfg.dense_layers + cfg.layers))
         self.attention_norm, self.mlp_norm = Norm(cfg), Norm(cfg)
         self.attention = ATTENTION[cfg.attention](cfg, residual_std, over)
         self.mlp = MoE(cfg, residual_std, rows) if cfg.experts and not dense else MLP(cfg, residual_std)
@@ -91,7 +92,8 @@ class Block(nnx.Module):
 class Predictor(nnx.Module):
     """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): it looks one token further than the one before.
 
-    Embedding and output matrix are the model's own; `norm`, the last before that matrix, stands beside it in `Parts.specs`.
+    Embedding and output matrix are the model's own; `norm`, the last before that matrix, stands beside it in `Parts.specs`. As in the
+    released weights, what it goes on from is the stream after the last norm of the model, or of the module before.
     """
 
     def __init__(self, cfg, over="all_gather", batch_size=1):
@@ -100,7 +102,7 @@ class Predictor(nnx.Module):
         self.block = Block(cfg, over, batch_size)
 
     def __call__(self, x_BTD, ahead_BTD, positions_BT, segments_BT=None) -> jax.Array:
-        """The residual stream of the module before, and embeddings of the tokens that it predicts → residual stream [B, T, D]."""
+        """The stream of the module before after its norm, and embeddings of the tokens that it predicts → residual stream [B, T, D]."""
         both = jnp.concatenate([self.hidden_norm(x_BTD), self.token_norm(ahead_BTD)], -1)
         return self.block(constrain(self.project(both), SPLIT), positions_BT, segments_BT)
 
@@ -158,7 +160,8 @@ class Parts:
     first: Callable  # (params of one dense layer before the others, x, positions, segments) → x
     block: Callable  # (params of one layer, x, positions, segments) → x
     head: Callable  # (params, x, tied table or None) → logits
-    predictor: Callable  # (params of one without "norm", x, embeddings, positions, segments) → x
+    norm: Callable  # (params of the head's norm or a predictor's, x) → x
+    predictor: Callable  # (params of one without "norm", x after a norm, embeddings, positions, segments) → x
 
     @property
     def ends(self) -> dict:
@@ -197,13 +200,13 @@ def build(cfg, model_shards: int = 1, stage_shards: int = 1, over: str = "all_ga
     rows = padded_vocabulary(cfg.vocab_size, model_shards * stage_shards)
     vocab = "staged_vocab" if stage_shards > 1 else "vocab"
     embed, block, head = Embedder(cfg, rows, vocab), Block(cfg, over, batch_size), Head(cfg, rows, vocab)
-    first, predictor = Block(cfg, over, dense=True), Predictor(cfg, over, batch_size)
+    first, norm, predictor = Block(cfg, over, dense=True), Norm(cfg), Predictor(cfg, over, batch_size)
     tree = {"embed": specs(embed), "layer": specs(block), "head": specs(head)}
     if cfg.dense_layers:
         tree["first"] = {str(i): specs(first) for i in range(cfg.dense_layers)}
     if cfg.mtp_depth:
-        tree["predictors"] = {str(d): {**specs(predictor), "norm": specs(Norm(cfg))} for d in range(cfg.mtp_depth)}
-    return Parts(cfg, tree, *map(functional, (embed, first, block, head, predictor)))
+        tree["predictors"] = {str(d): {**specs(predictor), "norm": specs(norm)} for d in range(cfg.mtp_depth)}
+    return Parts(cfg, tree, *map(functional, (embed, first, block, head, norm, predictor)))
 
 
 def default_positions(tokens_BT: jax.Array) -> jax.Array:

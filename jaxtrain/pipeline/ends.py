@@ -223,22 +223,30 @@ class Ends:
 
     def _predict(self, s: State, k, y, params: State, opened: State):
         """Of the tokens beyond the next → (loss and gradient sums of their modules, `opened` with the head's gradients, tokens looked up
-        with the gradients of their rows, gradient of the last unit's output)."""
+        with the gradients of their rows, gradient of the last unit's output).
+
+        A module goes on from the stream after the norm before it, the head's or that of the module before, which is why that norm has two
+        gradients: by the logits, and by the next module."""
         (head, part), extra = self._logits(params), self.extra(s, k)
-        total, backward = s["ahead_loss"], []
+        follow = lambda norm, module, y, rows: self.parts.predictor(module, self.parts.norm(norm, y), rows, *extra)
+        total, backward, norm = s["ahead_loss"], [], params["head"]["norm"]
         for d in map(str, range(self.parts.cfg.mtp_depth)):
             module = dict(self._whole(s["predictors"][d], self._how["predictors"][d]))
-            own, norm = params["head"], module.pop("norm")
+            before, norm = norm, module.pop("norm")
             tokens, targets, weights = self.batch(s, k, f"ahead_tokens{d}", f"ahead_targets{d}", f"ahead_weights{d}")
-            y, vjp = jax.vjp(lambda m, y, e: self.parts.predictor(m, y, e, *extra), module, y, self._lookup(s["embed"], tokens))
+            y, vjp = jax.vjp(follow, before, module, y, self._lookup(s["embed"], tokens))
             sums = {**opened, "head": {**opened["head"], "norm": jax.tree.map(jnp.zeros_like, norm)}}
-            whole = {**params, "head": {**own, "norm": norm}}
+            whole = {**params, "head": {**params["head"], "norm": norm}}
             loss, sums, g = loss_and_gradients(head, whole, sums, y, targets, weights, self.loss_chunk, **part)
             total, opened = total + loss, {**sums, "head": {**sums["head"], "norm": opened["head"]["norm"]}}
             backward.append((d, tokens, vjp, g, sums["head"]["norm"]))
-        new, lookups, before = dict(s["grad_predictors"]), [], jnp.zeros_like(y)
-        for d, tokens, vjp, g, by_norm in reversed(backward):
-            by_module, before, by_rows = vjp(g + before)
+        new, lookups, after = dict(s["grad_predictors"]), [], jnp.zeros_like(y)
+        by_next = jax.tree.map(jnp.zeros_like, norm)
+        add = lambda sums, gradients: jax.tree.map(jnp.add, sums, gradients)
+        for d, tokens, vjp, g, by_logits in reversed(backward):
+            by_norm = add(by_logits, by_next)
+            by_next, by_module, after, by_rows = vjp(g + after)
             new[d] = self._add(new[d], {**by_module, "norm": by_norm}, self._how["predictors"][d])
             lookups.append((tokens, by_rows))
-        return {"ahead_loss": total, "grad_predictors": new}, opened, lookups, before
+        opened = {**opened, "head": {**opened["head"], "norm": add(opened["head"]["norm"], by_next)}}
+        return {"ahead_loss": total, "grad_predictors": new}, opened, lookups, after

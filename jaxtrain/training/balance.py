@@ -1,7 +1,8 @@
 """The load of experts: the biases that even it out, moved once a step, and what is logged of it.
 
 A router's parameters that are counts (models/spec.py) get, in the place of a gradient, the number of the whole batch's tokens that chose
-an expert, or that were dropped. Trees are like the parameters, with Specs in the place of arrays.
+an expert, or that were dropped. The former is the bias, which is moved by it; where a router has none, a parameter for the count alone.
+Trees are like the parameters, with Specs in the place of arrays.
 """
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxtrain.models.spec import Spec
 
-BIAS, DROPPED = "bias", "dropped"
+BIAS, LOAD, DROPPED = "bias", "load", "dropped"
 
 
 def _is_spec(x) -> bool:
@@ -21,10 +22,10 @@ def gradients(specs: dict, found: dict) -> dict:
     return jax.tree.map(lambda s, g: jnp.zeros_like(g) if s.counts else g, specs, found, is_leaf=_is_spec)
 
 
-def _counts(specs: dict, found: dict, name: str) -> list[jax.Array]:
-    """The counts of this name of all stacks of layers."""
+def _counts(specs: dict, found: dict, *names: str) -> list[jax.Array]:
+    """The counts of these names of all stacks of layers."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec), jax.tree.leaves(found), strict=True)
-    return [a for (path, s), a in pairs if s.counts and path[-1].key == name]
+    return [a for (path, s), a in pairs if s.counts and path[-1].key in names]
 
 
 def move(specs: dict, params: dict, found: dict, rate: float) -> dict:
@@ -42,7 +43,7 @@ def move(specs: dict, params: dict, found: dict, rate: float) -> dict:
 def metrics(specs: dict, found: dict) -> dict[str, jax.Array]:
     """expert_load: the busiest expert's load over the mean, of the layer where that is largest; dropped: choices that were, over all.
     Of a model with experts."""
-    loads = _counts(specs, found, BIAS)
+    loads = _counts(specs, found, BIAS, LOAD)
     if not loads:
         return {}
     uneven = [(a.max(-1) / jnp.maximum(a.mean(-1), 1)).max() for a in loads]

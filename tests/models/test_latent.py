@@ -11,6 +11,7 @@ from jaxtrain.models.latent import LatentAttention
 from jaxtrain.models.spec import functional, specs
 
 BATCH, LENGTH, WIDTH, HEADS, HEAD, ROTATED, VALUE, QUERIES, RANK = 2, 9, 12, 3, 4, 2, 5, 7, 6
+EPSILON = 0.3  # large enough to be seen, and not that of the other norms
 CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
 
 
@@ -18,7 +19,7 @@ def latent(query_rank=QUERIES, **fields):
     cfg = types.SimpleNamespace(
         **{"width": WIDTH, "heads": HEADS, "head_dim": HEAD, "rope_head_dim": ROTATED, "value_head_dim": VALUE, "kv_rank": RANK},
         **{"query_rank": query_rank, "rotary_base": 100.0, "attention_kernel": "auto", "init_std": 0.1, "biases": True},
-        **{"norm": "rmsnorm", "norm_epsilon": 1e-5},
+        **{"norm": "rmsnorm", "norm_epsilon": 1e-5, "latent_norm_epsilon": EPSILON},
     )
     module, random = LatentAttention(cfg, 0.1), np.random.default_rng(0)
     return functional(module), jax.tree.map(lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module))
@@ -35,7 +36,7 @@ def turned(x, positions):
 def plain(params, x_TD, positions, allowed):
     """One sequence, equations 9 to 13 and 14 to 19 of arXiv:2405.04434, with norms on the latents."""
     dense = lambda name, x: x @ params[name]["weight"] + params[name]["bias"]
-    norm = lambda name, x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * params[name]["scale"]
+    norm = lambda name, x: x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * params[name]["scale"]
     down = dense("compress", x_TD)
     ahead, latent, shared = down[:, : -RANK - ROTATED], down[:, -RANK - ROTATED : -ROTATED], down[:, -ROTATED:]
     q = dense("query", norm("query_norm", ahead) if "query_norm" in params else x_TD).reshape(LENGTH, HEADS, -1)

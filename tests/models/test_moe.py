@@ -2,14 +2,13 @@
 
 import dataclasses
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import Config, ModelConfig
 from jaxtrain.models.moe import MoE, with_counts, with_loss
 from jaxtrain.models.spec import functional, specs
 from jaxtrain.parallel.experts import capacity_of
@@ -21,7 +20,7 @@ BASE = ModelConfig(width=D, experts=6, experts_per_token=2, expert_width=5, bala
 
 def made(**fields):
     """(the layer's config, the layer as a function, its parameters)."""
-    cfg = dataclasses.replace(BASE, **fields)
+    cfg = Config(model=dataclasses.replace(BASE, **fields)).resolve().model
     module, random = MoE(cfg, 0.5, ROWS), np.random.default_rng(0)
     draw = lambda s: np.zeros(s.shape, np.float32) if s.counts else np.float32(random.normal(size=s.shape) * 0.5)
     return cfg, jax.jit(functional(module), static_argnames="drops"), jax.tree.map(draw, specs(module))
@@ -43,8 +42,7 @@ def scores_of(cfg, params, x):
 def chosen_of(cfg, biased):
     """The choices of one token, best first."""
     groups = biased.reshape(cfg.router_groups, -1)
-    of_each = math.ceil(cfg.experts_per_token / cfg.router_group_limit)
-    best = np.sort(groups, 1)[:, ::-1][:, :of_each].sum(1)
+    best = np.sort(groups, 1)[:, ::-1][:, : cfg.router_group_best].sum(1)  # of a smaller group: all
     for g in np.argsort(best)[: cfg.router_groups - cfg.router_group_limit]:
         groups[g] = -np.inf
     return np.argsort(-groups.reshape(-1), kind="stable")[: cfg.experts_per_token]
@@ -62,8 +60,8 @@ def plainly(cfg, params, x):
         taken = np.zeros(cfg.experts)
         for t in range(T):
             scores = scores_of(cfg, params, x[b, t])
-            chosen = chosen_of(cfg, scores + params["router"]["bias"])
-            gates = scores[chosen] / (scores[chosen].sum() if len(chosen) > 1 else 1) * cfg.router_scale
+            chosen = chosen_of(cfg, scores + params["router"].get("bias", 0))
+            gates = scores[chosen] / (scores[chosen].sum() if cfg.router_normalize == "always" else 1) * cfg.router_scale
             for e, gate in zip(chosen, gates, strict=True):
                 load[e] += 1
                 taken[e] += 1
@@ -79,8 +77,14 @@ def plainly(cfg, params, x):
 CASES = {
     "two of six": {},
     "one": {"experts_per_token": 1},
+    "one of weight 1": {"experts_per_token": 1, "router_normalize": "always", "router_scale": 1.5},
+    "not normalized": {"experts_per_token": 3, "router_normalize": "never"},
+    "no bias": {"router_bias": False, "capacity_factor": 0.75},
     "sigmoids": {"router": "sigmoid", "router_scale": 2.5, "shared_experts": 2},
-    "groups": {"experts": 12, "router_groups": 4, "router_group_limit": 2, "experts_per_token": 3},
+    "two best of a group": {"experts": 12, "router_groups": 4, "router_group_limit": 2, "experts_per_token": 2, "router": "sigmoid"},
+    "two best for five choices": {"experts": 12, "router_groups": 3, "router_group_limit": 2, "experts_per_token": 5},
+    "the best of a group": {"experts": 12, "router_groups": 4, "router_group_limit": 2, "experts_per_token": 3, "router_group_best": 1},
+    "groups of one": {"experts": 6, "router_groups": 6, "router_group_limit": 3, "experts_per_token": 3},
     "capacity": {"capacity_factor": 0.75},
     "capacity of all": {"capacity_factor": 6.0},
 }
@@ -89,13 +93,15 @@ CASES = {
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
 def test_against_a_loop_over_tokens(fields):
     cfg, layer, params = made(**fields)
-    params["router"]["bias"] = normal(cfg.experts, seed=3) * 0.3
+    counter = "bias" if cfg.router_bias else "load"
+    params["router"][counter] = normal(cfg.experts, seed=3) * 0.3  # a load that were there would change nothing
     x = normal(B, T, D)
     y, load, dropped = plainly(cfg, params, x)
     got, vjp = jax.vjp(layer, params, x)
     np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
     gradients = vjp(jnp.ones_like(got))[0]["router"]
-    np.testing.assert_array_equal(gradients["bias"], load)
+    assert sorted(gradients) == sorted([counter, "weight", *["dropped"] * (cfg.capacity_factor > 0)])
+    np.testing.assert_array_equal(gradients[counter], load)
     if cfg.capacity_factor:
         np.testing.assert_array_equal(gradients["dropped"], dropped)
         assert dropped.any() == (cfg.capacity_factor < 1)

@@ -165,3 +165,12 @@ def test_initial_values_follow_gpt2():
     for part, names in stds.items():
         for name, std in names.items():
             assert layer[part][name]["weight"].std == pytest.approx(std)
+
+
+def test_initial_values_count_the_dense_layers():
+    changes = {"model.layers": 5, "model.dense_layers": 3, "model.experts": 4, "model.shared_experts": 1, "model.init_std": 0.1}
+    specs = transformer.build(small.config(changes=changes).model).specs
+    first, mlp, std = specs["first"]["0"], specs["layer"]["mlp"], pytest.approx(0.1 / math.sqrt(2 * 8))
+    assert first["attention"]["out"]["weight"].std == first["mlp"]["down"]["weight"].std == std
+    assert specs["layer"]["attention"]["out"]["weight"].std == mlp["down"].std == mlp["shared_down"].std == std
+    assert first["mlp"]["up"]["weight"].std == mlp["up"].std == pytest.approx(0.1)

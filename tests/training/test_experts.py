@@ -18,6 +18,7 @@ MOE = {
 }
 SEVERAL = {"model.dense_layers": 2, "model.shared_experts": 2, "model.router": "sigmoid", "model.router_scale": 2.0, "model.z_loss": 0.01}
 GROUPS = {"model.experts": 8, "model.router_groups": 4, "model.router_group_limit": 2}
+V2 = {"model.router_group_best": 1, "model.router_normalize": "never"}  # as in DeepSeek-V2
 # data × stage × model, schedule, repeats, changes
 CASES = {
     "context, groups": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 4, "mesh.context": 2, **GROUPS}),
@@ -26,6 +27,7 @@ CASES = {
 }
 MORE = {
     "alone": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 2}),
+    "no normalization, one best of a group": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 2, **GROUPS, **V2}),
     "model 2": ((1, 1, 2), "1f1b", 1, {"mesh.expert": 4, "model.shared_experts": 1}),
     "zero 3, gelu": (
         (2, 1, 2),
@@ -49,16 +51,21 @@ def test_same_training(case):
     assert np.abs(bias[0]).max() > 2 * cfg.model.balance_rate
 
 
-def test_what_is_logged_of_the_load():
-    cfg = small.config((1, 1, 1), microbatches=4, changes=MOE | {"mesh.expert": 2, "model.capacity_factor": 0.5})
+@pytest.mark.parametrize("counter", ["bias", "load"])
+def test_what_is_logged_of_the_load(counter):
+    changes = MOE | {"mesh.expert": 2, "model.capacity_factor": 0.5, "model.layers": 2, "model.router_bias": counter == "bias"}
+    cfg = small.config((1, 1, 1), microbatches=4, changes=changes)
     step = make_step(cfg, small.mesh_of(cfg))
     state = small.first_state(step, plain_loop.weights(cfg))
     with jax.set_mesh(step.mesh):
         batch = small.place_batch(step, cfg, small.batch(cfg, 0))
         found = step.gradients(state["params"], batch)[2]
-        metrics = step.train(state, batch)[1]
+        state, metrics = step.train(state, batch)
     router = small.to_plain(step.layout, found)["layers"]["mlp"]["router"]
-    load, dropped = router["bias"], router["dropped"]
+    load, dropped = router[counter], router["dropped"]
+    moved = small.to_plain(step.layout, state["params"])["layers"]["mlp"]["router"][counter]
+    before = plain_loop.weights(cfg)["layers"]["mlp"]["router"][counter]
+    assert (moved != before).any() == cfg.model.router_bias
     tokens = cfg.data.batch_size * cfg.data.sequence_length
     np.testing.assert_array_equal(load.sum(-1), [tokens * cfg.model.experts_per_token] * cfg.model.layers)
     assert (dropped.sum(-1) >= load.sum(-1) / 2 - 1).all() and (dropped <= load).all()  # half of the choices have a slot

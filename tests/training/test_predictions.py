@@ -56,10 +56,12 @@ def test_look_ahead():
 
 def test_the_loss_is_reported_apart():
     """`loss` is the next token's alone, `mtp_loss` the mean over the modules, whatever their weight; evaluation has the former. Here a
-    module sees only the tokens that have a target."""
+    module sees only the tokens that have a target, and of the stream before it what the norm there has left."""
     cfg = small.config(microbatches=2, changes={"model.mtp_depth": 2, "model.mtp_weight": 0.2, "model.layers": 1})
     step, arrays = make_step(cfg, small.mesh_of(cfg)), small.batch(cfg, 1)
     plain, parts, tokens = weights(cfg), transformer.build(cfg.model), arrays["tokens"]
+    for norm in (plain["head"]["norm"], plain["predictors"]["0"]["norm"]):  # a scale that is the same everywhere would not be seen
+        norm["scale"] = np.geomspace(0.1, 10, cfg.model.width, dtype=np.float32)
     with jax.set_mesh(step.mesh):
         params, batch = small.first_state(step, plain)["params"], small.place_batch(step, cfg, arrays)
         evaluated, _ = step.evaluate(params, batch)
@@ -69,12 +71,14 @@ def test_the_loss_is_reported_apart():
     def expected(plain):
         positions, layer = transformer.default_positions(tokens), jax.tree.map(lambda a: a[0], plain["layers"])
         x = parts.block(layer, parts.embed(plain["embed"], tokens, positions, np.float32), positions)
-        losses = [mean(parts.head(plain["head"], x), arrays["targets"], arrays["weights"])]
+        norm = lambda p, x: x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * p["scale"]
+        x = norm(plain["head"]["norm"], x)
+        losses = [mean(x @ plain["head"]["table"].T, arrays["targets"], arrays["weights"])]
         for k in (1, 2):
             module = dict(plain["predictors"][str(k - 1)])
-            norm, rest = module.pop("norm"), slice(None, tokens.shape[1] - k)
-            x = parts.predictor(module, x[:, rest], plain["embed"]["table"][tokens[:, k:]], positions[:, rest])
-            losses.append(mean(parts.head({**plain["head"], "norm": norm}, x), arrays["targets"][:, k:], arrays["weights"][:, k:]))
+            last, rest = module.pop("norm"), slice(None, tokens.shape[1] - k)
+            x = norm(last, parts.predictor(module, x[:, rest], plain["embed"]["table"][tokens[:, k:]], positions[:, rest]))
+            losses.append(mean(x @ plain["head"]["table"].T, arrays["targets"][:, k:], arrays["weights"][:, k:]))
         return losses
 
     first, *further = expected(plain)
