@@ -32,7 +32,7 @@ APART = {"data.attend_across_documents": False}
 CASES = {
     "data, zero 1": ((8, 1, 1), "1f1b", 1, 2, {}),
     "data, zero 3, gathered by layer": ((8, 1, 1), "1f1b", 1, 2, {"parallel.zero": 3}),
-    "stage": ((1, 4, 1), "1f1b", 1, 4, {}),
+    "stage": ((1, 7, 1), "1f1b", 1, 4, {}),
     "context": ((1, 1, 1), "1f1b", 1, 2, {"mesh.context": 4, **NONE}),
     "replica": ((2, 1, 1), "1f1b", 1, 2, {"mesh.replica": 4, "parallel.zero": 2}),
     "model, heads shared": ((1, 1, 8), "1f1b", 1, 2, {"model.kv_heads": 2}),
@@ -41,6 +41,7 @@ CASES = {
     "data · context · model": ((2, 1, 2), "1f1b", 1, 2, {"mesh.context": 2}),
 }  # fmt: skip
 MORE = {
+    "stage, and data that divides nothing": ((3, 2, 1), "1f1b", 1, 4, {"parallel.zero": 3, "data.batch_size": 24, **ENDS}),
     "data, zero 0": ((8, 1, 1), "1f1b", 1, 2, {"parallel.zero": 0}),
     "data, zero 2": ((8, 1, 1), "1f1b", 1, 2, {"parallel.zero": 2, **NONE}),
     "data, zero 3, gathered once, in a V": (
