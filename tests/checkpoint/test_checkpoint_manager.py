@@ -273,33 +273,40 @@ def test_another_number_of_layers_is_named(saved):
         checkpointer(saved[0], layout).restore(5, abstract_state(layout))
 
 
-def values_file(folder, step: int):
-    """The file in which the values of a step's arrays lie: not a tree's."""
-    return max((folder / str(step) / "state").glob("ocdbt.process_*/d/*"), key=lambda file: file.stat().st_size)
-
-
-def test_damaged_data_is_named_in_plain_words(saved):
+def test_damaged_trees_are_named_in_plain_words(saved):
     folder, layout = saved
-    file = values_file(folder, 5)
-    file.write_bytes(file.read_bytes()[:100])
+    for file in (folder / "5" / "state").glob("**/d/*"):
+        file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"5/state: \S+ cannot be read: its data is damaged$"):
         checkpointer(folder, layout).restore(5, abstract_state(layout))
 
 
-def test_a_state_that_is_cut_off_is_known_without_reading_it(saved):
-    folder, layout = saved
-    c = checkpointer(folder, layout)
-    c.save(6, state(layout), {})
+def save_of(config: configs.Config, folder, *at: int):
+    """A Checkpointer and the abstract state of a run of this config, after it has saved zeros at these steps."""
+    step = make_step(config, small.mesh_of(config))
+    abstract = step.abstract_state()
+    made = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
+    c = Checkpointer(folder, step.layout.placement, state_module.stored_shapes(step.layout, step.optimizer))
+    for number in at:
+        c.save(number, made, {})
     c.close()
-    assert choose(folder, {}).step == 6
-    file = values_file(folder, 6)
-    name = file.relative_to(folder / "6")
+    return c, abstract
+
+
+def test_a_state_that_is_cut_off_is_known_without_reading_it(tmp_path):
+    # A value of more than 1 KiB lies in a file of its own, which is not the tree's.
+    c, abstract = save_of(small.config((1, 2, 1), changes={"model.mlp_width": 512}).resolve(), tmp_path, 5, 6)
+    assert choose(tmp_path, {}).step == 6
+    file = max((tmp_path / "6" / "state").glob("ocdbt.process_*/d/*"), key=lambda file: file.stat().st_size)
+    name = file.relative_to(tmp_path / "6")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    choice = choose(folder, {})
-    assert choice.step == 5 and latest_step(folder) == 5
-    assert re.fullmatch(rf"6 \(its state is cut off: {name} has [\d,]+ bytes of at least [\d,]+\)", str(choice))
+    choice = choose(tmp_path, {})
+    assert choice.step == 5 and latest_step(tmp_path) == 5
+    assert re.fullmatch(rf"6 \(its state is cut off: {name} has [\d,]+ bytes of at least [\d,]+\)", str(choice)), str(choice)
+    with pytest.raises(CheckpointError, match=r"6/state: \S+ cannot be read: its data is damaged$"):
+        c.restore(6, abstract)
     file.unlink()
-    assert str(choose(folder, {})) == f"6 (its state has no {name.relative_to('state')})"
+    assert str(choose(tmp_path, {})) == f"6 (its state has no {name.relative_to('state')})"
 
 
 # --- what is set aside -----------------------------------------------------------------------------------------------------------
@@ -333,12 +340,7 @@ def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
 def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
     """Expected without a device, by the config alone: compared with what a run of it stores."""
     config = configs.replace(small.config((1, 2, 1)), changed).resolve()
-    step = make_step(config, small.mesh_of(config))
-    abstract = step.abstract_state()
-    made = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
-    c = Checkpointer(tmp_path, step.layout.placement, state_module.stored_shapes(step.layout, step.optimizer))
-    c.save(3, made, {})
-    c.close()
+    save_of(config, tmp_path, 3)
     meta, stored = {"config": configs.to_dict(config)}, tmp_path / "3" / "state"
     assert expected_shapes(config) == steps.stored_shapes(stored)
     assert wrong_arrays(meta, stored) == ""
