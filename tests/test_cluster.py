@@ -114,6 +114,7 @@ def test_one_process_starts_nothing():
     cluster.barrier("alone")
     assert cluster.is_main()
     assert cluster.all_agree(True) is True and cluster.all_agree(False) is False
+    assert cluster.from_main(lambda: {"steps": (1, 2)}, LookupError) == {"steps": [1, 2]}  # as other processes get it
 
 
 PROGRAM = """
@@ -124,6 +125,16 @@ import jax
 from jaxtrain import cluster
 me = jax.process_index()
 print(jax.process_count(), jax.device_count(), cluster.is_main(), cluster.all_agree(me == 1), cluster.all_agree(False))
+def decide(text):
+    assert me == 0, "the others do not decide"
+    if text == "refuse":
+        raise LookupError("in one line")
+    return {"text": text, "numbers": [1, None]}
+print(cluster.from_main(lambda: decide("ä"), LookupError))
+try:
+    cluster.from_main(lambda: decide("refuse"), LookupError)
+except LookupError as error:
+    print("refused:", error)
 cluster.barrier("here")
 if me == 1:
     raise ValueError("the reason")
@@ -144,6 +155,9 @@ def test_two_processes_agree_and_end_together(tmp_path):
     )
     assert "[0] 2 4 True True False" in done.stdout.splitlines()
     assert "[1] 2 4 False True False" in done.stdout.splitlines()
+    for number in (0, 1):
+        assert f"[{number}] {{'text': 'ä', 'numbers': [1, None]}}" in done.stdout.splitlines()
+        assert f"[{number}] refused: in one line" in done.stdout.splitlines()
     assert done.returncode == 1
     assert done.stderr.splitlines()[0].startswith("process 1 failed with status 1")
     assert done.stderr.splitlines()[-1] == "ValueError: the reason"

@@ -306,3 +306,33 @@ def test_tiny_runs_on_eight_devices():
     config = recipe("tiny")
     config_checks.check(config)
     assert config_checks.check_devices(config, 8).mesh == cfg.MeshConfig(data=2, stage=2, model=2)
+
+
+# --- what a resume changes -------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_resume_changes_is_listed():
+    """Resolved values, as they are written in flags, in the order of the settings; nothing where nothing differs."""
+    old = cfg.replace(BASE, {"optimizer.learning_rate": 0.003, "mesh.data": 4, "pipeline.repeats": 0, "pipeline.schedule": "1f1b"})
+    assert config_checks.changes(old, old) == []
+    assert config_checks.changes(old, old.resolve()) == []  # a default that was filled in is no change
+    stored = cfg.to_dict(old.resolve())
+    del stored["checkpoint"]["minutes"]  # as an earlier version left it
+    assert config_checks.changes(cfg.from_dict(json.loads(json.dumps(stored))), old) == []
+    new = {
+        "optimizer.learning_rate": 0.1,
+        "mesh.data": 2,
+        "train.sample_prompt": "",
+        "metrics.tensorboard": False,
+        "pipeline.times": (1.0, 2.5, 1.0, 0.1),
+        "checkpoint.minutes": 0.0,
+    }
+    old = cfg.replace(old, {"train.sample_prompt": "def "})
+    assert config_checks.changes(old, cfg.replace(old, new)) == [
+        "mesh.data: 4 → 2",
+        "pipeline.times: none → 1.0,2.5,1.0,0.1",
+        "optimizer.learning_rate: 0.003 → 0.1",
+        "train.sample_prompt: def  → ''",
+        "checkpoint.minutes: 10.0 → 0.0",
+        "metrics.tensorboard: true → false",
+    ]

@@ -1,9 +1,11 @@
 """The command: from a checkpoint that a pipeline on another mesh has saved, and one line for whatever is wrong."""
 
 import functools
+import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -193,6 +195,32 @@ def refused(capsys, call, *argv: str) -> str:
 )
 def test_what_the_checkpoint_refuses(run, here, capsys, argv, message):
     assert re.search(message, refused(capsys, here, f"--workdir={run}", *argv))
+
+
+def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
+    """Without --step the newest whole one is taken; one that is asked for must be whole."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(run / "checkpoints", folder)
+    (folder / "40").mkdir()
+    shutil.copytree(folder / "12", folder / "30")
+    shutil.rmtree(folder / "30" / "state" / "d")
+    shutil.copytree(folder / "12", folder / "20")
+    meta = json.loads((folder / "20" / "meta" / "metadata").read_text())
+    meta["config"]["model"]["mlp_width"] = 99
+    (folder / "20" / "meta" / "metadata").write_text(json.dumps(meta))
+    (folder / "3" / "meta" / "metadata").write_text("{}")
+    assert here(f"--workdir={tmp_path}", "--prompt=1 2", "--tokens=2", "--greedy") == 0
+    out, err = capsys.readouterr()
+    assert len(out.split()) == 4
+    passed, figures = err.splitlines()
+    why = r"its state's params/layers/mlp/\S+ is \[.*\], not \[.*\]"
+    assert re.fullmatch(rf"passed over: 20 \({why}\), 30 \(its state has no d/\w+\), 40 \(an empty folder\)", passed), passed
+    assert figures.startswith("step 12: ")
+    for step, reason in ((3, "its meta has no 'config'"), (20, why), (30, r"its state has no d/\w+"), (40, "an empty folder")):
+        error = refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1", f"--step={step}")
+        assert re.search(rf"--step={step} is not whole: {reason} \(it has .*12.*\): use --step=12", error), error
+    shutil.rmtree(folder / "12")
+    assert "has no finished checkpoint; these are not whole: 3 (" in refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1")
 
 
 def test_too_few_devices(run, here, capsys, monkeypatch):

@@ -105,10 +105,12 @@ def test_a_replica_in_each_process(workdir):
     flags = settings(mesh__replica=2, mesh__stage=2, train__diloco_inner_steps=4, metrics__log_every=3, train__steps=10)
     train(workdir, 2, *flags)
     one = workdir.with_name("one")
-    train(one, 1, *flags)
+    train(one, 1, *flags, *settings(checkpoint__every=0, checkpoint__minutes=0.00001))
     assert list(runs.losses(workdir)) == [1, 3, 6, 9, 10]
     assert_same_trajectory(runs.losses(workdir), runs.losses(one))
     assert runs.checkpoints(workdir) == [3, 6, 9, 10]
+    # They meet in the log and the exchange, steps 3, 4, 6, 8 and 9; what is asked there is answered a step later.
+    assert len(runs.checkpoints(one)) > 1 and set(runs.checkpoints(one)) <= {4, 5, 7, 9, 10}
 
 
 def assert_continue_each_other(single, workdir, numbers: list[int], *flags: str) -> None:
@@ -143,7 +145,8 @@ def test_processes_on_other_meshes(single, workdir, processes, mesh):
 
 
 def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
-    """The launcher gets SIGTERM, and the run is saved. Then one process is killed: the launcher says so, and nothing is left behind."""
+    """The launcher gets SIGTERM, and the run is saved. Then one process is killed: the launcher says so, nothing is left behind, and
+    what was saved by time is there."""
     flags = settings(train__steps=10_000, checkpoint__every=0) + ONE_CHUNK
     with runs.running(workdir.parent, *launch(workdir, 2, *flags)) as command:
         command.wait_for(lambda: runs.last_step(workdir) > 2, "a step")
@@ -155,8 +158,9 @@ def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
     assert runs.checkpoints(workdir) == [step] and not runs.unfinished(workdir)
     assert_gone(started)
 
-    with runs.running(workdir.parent, *launch(workdir, 2, *flags)) as command:
-        command.wait_for(lambda: runs.last_step(workdir) > step + 1, "a step after going on")
+    by_time = settings(checkpoint__minutes=0.0001)
+    with runs.running(workdir.parent, *launch(workdir, 2, *flags, *by_time)) as command:
+        command.wait_for(lambda: runs.checkpoints(workdir)[-1] > step, "a save by time after going on")
         assert f"continuing from step {step}" in command.output()
         started = children(command.process.pid)
         (victim,) = [pid for pid in started if "--process_id=1" in command_line(pid)]
@@ -165,6 +169,7 @@ def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
     assert "process 1 failed with status 137; its last lines:" in done.err
     assert_gone(started)
 
+    step = runs.checkpoints(workdir)[-1]
     done = runs.train(workdir, *settings(train__steps=step + 2))
     assert f"continuing from step {step}" in done.out
     found = runs.losses(workdir)

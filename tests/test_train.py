@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import time
 
 import pytest
@@ -149,6 +150,7 @@ def assert_killed_run_is_the_same(workdir, whole, moments: list[str], seed: int)
     saved = runs.checkpoints(workdir)
     done = runs.train(workdir, *settings(train__steps=STEPS))
     assert ("continuing from step" in done.out) == bool(saved)
+    assert "waiting" not in done.out + done.err and "absl" not in done.err  # the lock of a dead run; what its save has left
     assert runs.losses(workdir) == runs.losses(whole[0])
     assert runs.checkpoints(workdir)[-1] == STEPS and not runs.unfinished(workdir)
 
@@ -217,17 +219,61 @@ def test_goes_on_on_every_mesh_from_every_mesh(folder, workdir, layers):
         shutil.rmtree(workdir)
 
 
+# --- what else lies in the folder, and what changes ------------------------------------------------------------------------------
+
+
+def test_the_newest_whole_checkpoint_is_used_and_what_differs_is_said(whole, workdir):
+    """Strangers do not hold up a run, nor its save of a step whose name one of them has. It saves by time too."""
+    runs.copy_up_to(9, whole[0], workdir)
+    checkpoints = workdir / "checkpoints"
+    (checkpoints / "9" / "meta" / "metadata").write_text('{"config": {"mod')
+    (checkpoints / "10").mkdir()
+    (checkpoints / "notes.txt").write_text("")
+    flags = settings(train__steps=10, checkpoint__every=0, checkpoint__minutes=0.00001, optimizer__learning_rate=0.1)
+    done = runs.train(workdir, *flags)
+    lines = done.out.splitlines()
+    said = "9 (its meta is no JSON), 10 (an empty folder), notes.txt (no step's name); the newest whole checkpoint is 6"
+    assert lines[0] == f"passed over in {workdir.name}/checkpoints: {said}"
+    at = lines.index("changed since the checkpoint of step 6:")
+    changes = ["optimizer.learning_rate: 0.005 → 0.1", "train.steps: 48 → 10", "train.eval_every: 20 → 0"]
+    changes += ["checkpoint.every: 3 → 0", "checkpoint.minutes: 10.0 → 1e-05", "metrics.tensorboard: true → false"]
+    assert lines[at + 1 : at + 7] == [f"  {change}" for change in changes] and not lines[at + 7].startswith(" ")
+    assert "continuing from step 6" in lines[at:]
+    assert {7, 8, 9} & set(runs.checkpoints(workdir)) and runs.checkpoints(workdir)[-1] == 10
+    assert sorted(runs.unfinished(workdir)) == ["10.broken-1", "9.broken-1", "notes.txt"]
+    assert (checkpoints / "9.broken-1" / "state").exists() and "Traceback" not in done.err
+
+
+def test_broken_checkpoints_alone_are_no_new_start(stopped):
+    """It would push aside what may be all that is left of a long run."""
+    for step in runs.checkpoints(stopped):
+        (stopped / "checkpoints" / str(step) / "state" / "manifest.ocdbt").unlink()
+    why = "its state has no manifest.ocdbt"
+    message = assert_refused(stopped)
+    assert message.startswith(f"{stopped.name}/checkpoints has no whole checkpoint: 3 ({why}), 6 ({why}): move it away to begin anew")
+
+
 # --- stopped ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_sigterm_and_ctrl_c_save_and_stop(whole, workdir):
-    """Each with status 0 and a checkpoint of the last step; the run then goes on, with the losses of one never stopped."""
+    """Each with status 0 and a checkpoint of the last step; the run then goes on, with the losses of one never stopped.
+
+    While it runs a second one is refused, which changes nothing but time.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         before = runs.last_step(workdir)
         with runs.running(workdir.parent, *runs.training(workdir, *settings(train__steps=10_000, checkpoint__every=0))) as command:
             command.wait_for(lambda before=before: runs.last_step(workdir) > before + 1, "a step")
+            if number == signal.SIGTERM:
+                second = runs.train(workdir, *settings(train__steps=10_000), status=2)
+                (error,) = second.err.splitlines()
+                who = rf"process {command.process.pid} on {re.escape(socket.gethostname())}, which started 20\d\d-\d\d-\d\d .* UTC"
+                assert re.fullmatch(rf"error: --workdir='{workdir.name}' is in use by the run of {who}: stop that run, or .*", error), error
+                assert not second.out and "run.lock" in os.listdir(workdir)
             command.signal(number)
             done = command.end(status=0)
+        assert not [name for name in os.listdir(workdir) if "lock" in name]
         step = runs.last_step(workdir)
         assert before < step < 10_000
         assert f"stopped at step {step} of 10000" in done.out

@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,10 +97,6 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return {array.name: array.shape for array in arrays}
 
 
-def _folder(directory: str | os.PathLike) -> epath.Path:
-    return epath.Path(os.path.abspath(directory))
-
-
 class Checkpointer:
     """Saves and restores the state of one run; every process calls every method.
 
@@ -122,7 +119,7 @@ class Checkpointer:
         broken: Sequence[Stranger] = (),
         say: Callable[[str], object] = print,
     ):
-        self._directory = _folder(directory)
+        self._directory = pathlib.Path(directory).absolute()
         self._placement = placement
         self._stored_shapes = stored_shapes
         self._keep, self._broken, self._say = keep, broken, say
@@ -170,16 +167,18 @@ class Checkpointer:
             single_host_load_and_broadcast=True,  # as in latest_step: all processes must see the same steps
         )
         handlers = {STATE: tree_handler(), META: ocp.JsonCheckpointHandler()}
-        return ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
+        return ocp.CheckpointManager(epath.Path(self._directory), options=options, item_handlers=handlers)
 
     def _set_all_aside(self) -> None:
         """Before Orbax counts the steps: it would take all of these for steps, and delete whole ones for them."""
         found = {s.name: s for s in (*steps.strangers(self._directory), *self._broken) if s.step is not None}
         whole = [s for s in choose(self._directory, {}).steps if str(s) not in found]
         for stranger in found.values():
-            # One that `keep` newer ones make superfluous goes with the next save, as all of its age do: a deletion was interrupted.
-            superfluous = sum(step > (stranger.step or 0) for step in whole) >= self._keep and stranger.holds
-            if not superfluous and os.path.lexists(self._directory / stranger.name):
+            path = self._directory / stranger.name
+            if sum(step > (stranger.step or 0) for step in whole) >= self._keep and path.is_dir() and not path.is_symlink():
+                # So many newer ones are whole that it would be deleted if it were: a deletion was interrupted.
+                shutil.rmtree(path, ignore_errors=True)
+            if os.path.lexists(path):
                 self._set_aside(stranger.name, stranger.why)
 
     def _set_aside(self, name: str, why: str) -> None:

@@ -147,7 +147,7 @@ def _look_at_step(folder: pathlib.Path, step: int, needs: Mapping[str, type]) ->
     meta = _meta(folder)
     if isinstance(meta, str):
         return stranger(meta)
-    why = _lacks(meta, step, needs)
+    why = _lacks(meta, step, needs) or _orbax_stumbles(folder / "_CHECKPOINT_METADATA")
     return stranger(why) if why else meta
 
 
@@ -163,6 +163,18 @@ def _meta(folder: pathlib.Path) -> dict | str:
     except (ValueError, RecursionError):
         return "its meta is no JSON"
     return meta if isinstance(meta, dict) else "its meta is no JSON object"
+
+
+def _orbax_stumbles(path: pathlib.Path) -> str:
+    """What is wrong with Orbax's own file of a step, which it reads of all steps before it saves; "" also where there is none."""
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, RecursionError):
+        return f"its {path.name} is no JSON"
+    fits = isinstance(values, dict) and isinstance(values.get("item_handlers", {}), dict | str)
+    return "" if fits else f"its {path.name} is not Orbax's"
 
 
 def _lacks(meta: dict, step: int, needs: Mapping[str, type]) -> str:
@@ -181,7 +193,7 @@ def _lacks(meta: dict, step: int, needs: Mapping[str, type]) -> str:
         try:
             from_dict(meta["config"])
         except ConfigError as error:
-            return f"its meta's config: {error}"
+            return f"in its meta's config {error.field}={error.value!r:.40} {error.rule}"
     return ""
 
 

@@ -165,7 +165,8 @@ def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorSto
         try:
             source = opening.result()
         except ValueError as error:
-            raise CheckpointError(f"{directory}: {array.name} {_in_words(error)}; {wanted}") from error
+            missing = f"; {wanted}" * str(error).startswith("NOT_FOUND")
+            raise CheckpointError(f"{directory}: {array.name} {_in_words(error)}{missing}") from error
         if (source.shape, source.dtype.numpy_dtype) != (array.shape, array.dtype):
             raise CheckpointError(f"{directory}: {array.name} is stored as {source.dtype.name}{list(source.shape)}; {wanted}")
         sources.append(source)

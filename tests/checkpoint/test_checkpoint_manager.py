@@ -1,6 +1,8 @@
 """Round trips between layouts, the stored form, and what happens to checkpoints over a run. Crashes: test_checkpoint_crash.py."""
 
 import asyncio
+import logging
+import re
 import shutil
 
 import jax
@@ -8,12 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import small
 from checkpoint_state import EMBED, LAYER, VOCABULARY, WIDTH, Layout, abstract_state, assert_same, state, stored_numbers, stored_shapes
+from etils import epath
 
-from jaxtrain.checkpoint import storage
-from jaxtrain.checkpoint.manager import Checkpointer, latest_step
-from jaxtrain.checkpoint.steps import CheckpointError, read_meta
+from jaxtrain import config as configs
+from jaxtrain.checkpoint import steps, storage
+from jaxtrain.checkpoint.manager import Checkpointer, expected_shapes, latest_step, wrong_arrays
+from jaxtrain.checkpoint.steps import CheckpointError, Stranger, choose, read_meta
 from jaxtrain.pipeline.placement import Placement
+from jaxtrain.training import state as state_module
+from jaxtrain.training.step import make_step
 
 LAYOUTS = {
     7: [
@@ -68,7 +75,7 @@ def test_stored_form_is_the_layers_in_order_and_nothing_padded(tmp_path, layout)
     c = checkpointer(tmp_path, layout)
     c.save(1, state(layout), {})
     c.close()
-    metadata = ocp.PyTreeCheckpointHandler().metadata(c._directory / "1" / "state").tree
+    metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(c._directory / "1" / "state")).tree
     shapes = jax.tree.map(lambda m: m.shape, metadata, is_leaf=lambda m: not isinstance(m, dict))
     parameters = {
         "embed": EMBED,
@@ -266,12 +273,89 @@ def test_another_number_of_layers_is_named(saved):
         checkpointer(saved[0], layout).restore(5, abstract_state(layout))
 
 
-def test_damaged_data_is_named(saved):
+def test_damaged_trees_are_named_in_plain_words(saved):
     folder, layout = saved
     for file in (folder / "5" / "state").glob("**/d/*"):
         file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"5/state: \S+ cannot be read: its data is damaged$"):
         checkpointer(folder, layout).restore(5, abstract_state(layout))
+
+
+def save_of(config: configs.Config, folder, *at: int):
+    """A Checkpointer and the abstract state of a run of this config, after it has saved zeros at these steps."""
+    step = make_step(config, small.mesh_of(config))
+    abstract = step.abstract_state()
+    made = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
+    c = Checkpointer(folder, step.layout.placement, state_module.stored_shapes(step.layout, step.optimizer))
+    for number in at:
+        c.save(number, made, {})
+    c.close()
+    return c, abstract
+
+
+def test_a_state_that_is_cut_off_is_known_without_reading_it(tmp_path):
+    # A value of more than 1 KiB lies in a file of its own, which is not the tree's.
+    c, abstract = save_of(small.config((1, 2, 1), changes={"model.mlp_width": 512}).resolve(), tmp_path, 5, 6)
+    assert choose(tmp_path, {}).step == 6
+    file = max((tmp_path / "6" / "state").glob("ocdbt.process_*/d/*"), key=lambda file: file.stat().st_size)
+    name = file.relative_to(tmp_path / "6")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    choice = choose(tmp_path, {})
+    assert choice.step == 5 and latest_step(tmp_path) == 5
+    assert re.fullmatch(rf"6 \(its state is cut off: {name} has [\d,]+ bytes of at least [\d,]+\)", str(choice)), str(choice)
+    with pytest.raises(CheckpointError, match=r"6/state: \S+ cannot be read: its data is damaged$"):
+        c.restore(6, abstract)
+    file.unlink()
+    assert str(choose(tmp_path, {})) == f"6 (its state has no {name.relative_to('state')})"
+
+
+# --- what is set aside -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
+    """Nothing is lost, nothing is in the way of a save, and whole steps are not deleted for what is none."""
+    folder, layout = saved
+    (folder / "6").mkdir()
+    (folder / "7").write_text("mine")
+    (folder / "100" / "state").mkdir(parents=True)
+    (folder / "100.broken-1").mkdir()
+    (folder / "200").symlink_to(folder / "nowhere")
+    shutil.copytree(folder / "5", folder / "8")
+    (folder / "notes").mkdir()
+    said = []
+    cut_off = Stranger("8", "of another model", 8, holds=True)
+    c = Checkpointer(folder, layout.placement, stored_shapes(layout), 2, [cut_off], said.append)
+    assert c.save(6, state(layout), {}) and c.save(7, state(layout), {})
+    (folder / "8").mkdir()  # while the run goes on
+    assert c.save(8, state(layout), {})
+    c.close()
+    moved = ["100.broken-1", "100.broken-2", "200.broken-1", "6.broken-1", "7.broken-1", "8.broken-1", "8.broken-2"]
+    assert sorted(p.name for p in folder.iterdir()) == sorted(["7", "8", "notes", *moved])
+    assert (folder / "7.broken-1").read_text() == "mine" and (folder / "100.broken-2" / "state").exists()
+    assert f"set aside in {folder}: 6 (an empty folder) is now 6.broken-1" in said and len(said) == len(moved) - 1
+    assert_same(c.restore(8, abstract_state(layout)), state(layout))
+
+
+@pytest.mark.parametrize("changed", [{}, {"train.diloco_inner_steps": 4, "mesh.replica": 2}], ids=["synchronous", "apart"])
+def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
+    """Expected without a device, by the config alone: compared with what a run of it stores."""
+    config = configs.replace(small.config((1, 2, 1)), changed).resolve()
+    save_of(config, tmp_path, 3)
+    meta, stored = {"config": configs.to_dict(config)}, tmp_path / "3" / "state"
+    assert expected_shapes(config) == steps.stored_shapes(stored)
+    assert wrong_arrays(meta, stored) == ""
+    wider = {"config": configs.to_dict(configs.replace(config, {"model.mlp_width": 99}))}
+    assert re.fullmatch(r"its state's \S+mlp\S+ is \[.*\], not \[.*99.*\]", wrong_arrays(wider, stored))
+    assert wrong_arrays({"config": configs.to_dict(configs.replace(config, {"model.biases": True}))}, stored).startswith("its state lacks ")
+
+
+def test_orbax_s_warnings_stay_inside(saved, caplog):
+    folder, layout = saved
+    (folder / "5" / "_CHECKPOINT_METADATA").unlink()
+    c = checkpointer(folder, layout)
+    c.save(6, state(layout), {})
+    c.close()
+    assert [r for r in caplog.records if "orbax" in r.pathname and r.levelno >= logging.WARNING] == []
 
 
 def test_a_state_of_another_placement_is_refused(tmp_path):

@@ -1,0 +1,191 @@
+"""Which of the things in a folder of checkpoints are whole steps, without jax: damage of every kind to one made by hand."""
+
+import errno
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tensorstore as ts
+
+from jaxtrain import config as configs
+from jaxtrain.checkpoint.steps import (
+    TO_GENERATE,
+    TO_TRAIN,
+    CheckpointError,
+    Stranger,
+    choose,
+    read_meta,
+    stored_shapes,
+    strangers,
+)
+
+SHAPES = {"params/embed/table": (13, 8), "params/layers/mlp/w": (7, 8, 16), "step": ()}
+
+
+def meta_of(step: int) -> dict:
+    tokenizer = {"kind": "bytes"}
+    meta = {"config": configs.to_dict(configs.Config().resolve()), "step": step, "checksum": "12" * 32, "tokenizer": tokenizer}
+    return json.loads(json.dumps(meta))
+
+
+def write_state(folder: pathlib.Path) -> None:
+    """A database with a tree of several levels; most values are in a file of their own."""
+    sizes = {"max_decoded_node_bytes": 300, "max_inline_value_bytes": 200}
+    database = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/", "config": sizes}).result()
+    with ts.Transaction() as transaction:
+        for name, shape in SHAPES.items():
+            key = name.replace("/", ".")
+            database.with_transaction(transaction)[f"{key}/.zarray"] = json.dumps({"shape": shape, "zarr_format": 2})
+            for piece in range(20):
+                database.with_transaction(transaction)[f"{key}/{piece}"] = bytes(300)
+
+
+def write_step(folder: pathlib.Path, step: int) -> pathlib.Path:
+    (folder / str(step) / "meta").mkdir(parents=True)
+    (folder / str(step) / "meta" / "metadata").write_text(json.dumps(meta_of(step)))
+    (folder / str(step) / "_CHECKPOINT_METADATA").write_text('{"item_handlers": {}}')
+    write_state(folder / str(step) / "state")
+    return folder / str(step)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original")
+    for step in (9, 12):
+        write_step(folder, step)
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    """Steps 9 and 12, both whole."""
+    shutil.copytree(original, tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+def test_the_newest_by_number(folder):
+    choice = choose(folder, TO_TRAIN)
+    assert (choice.step, choice.meta, choice.steps, choice.strangers) == (12, meta_of(12), (9, 12), ())
+    assert read_meta(folder, 9) == meta_of(9)
+    assert stored_shapes(folder / "12" / "state") == SHAPES
+    assert choose(folder / "none", TO_TRAIN).step is None
+
+
+def test_what_is_no_step(folder):
+    """Named, but for what a kill leaves, what was set aside before, and what is hidden."""
+    for name in ("100", "notes", "07", "12.orbax-checkpoint-tmp", "12.orbax-checkpoint-tmp-3", "50.broken-1", ".nfs01", "１３"):
+        (folder / name).mkdir()
+    (folder / "200").write_text("")
+    (folder / "list.txt").write_text("")
+    (folder / "300").symlink_to(folder / "nowhere")
+    choice = choose(folder, TO_TRAIN)
+    assert choice.step == 12
+    assert str(choice) == (
+        "100 (an empty folder), 200 (a file), 300 (a link to nothing), "
+        "07 (no step's name), list.txt (no step's name), notes (no step's name), １３ (no step's name)"
+    )
+    assert not any(s.holds for s in choice.strangers)
+    assert [s.step for s in choice.strangers] == [100, 200, 300, None, None, None, None]
+
+
+def metadata(text: str):
+    return lambda step: (step / "meta" / "metadata").write_text(text)
+
+
+def changed(**values):
+    """A meta with other values; None removes the key."""
+    new = {k: v for k, v in (meta_of(12) | values).items() if v is not None}
+    return metadata(json.dumps(new))
+
+
+def files(step: pathlib.Path) -> list[pathlib.Path]:
+    return sorted((step / "state" / "d").iterdir())
+
+
+def cut(step: pathlib.Path) -> None:
+    for file in files(step):
+        os.truncate(file, file.stat().st_size - 1)
+
+
+BROKEN = {
+    "it has no meta": lambda step: shutil.rmtree(step / "meta"),
+    "it has no meta ": lambda step: (step / "meta" / "metadata").unlink(),
+    "it has no state": lambda step: shutil.rmtree(step / "state"),
+    "its meta is no JSON": metadata('{"config": {"model"'),
+    "its meta is no JSON ": metadata(""),
+    "its meta is no JSON object": metadata("[1, 2]"),
+    "its meta has no 'checksum'": changed(checksum=None),
+    "its meta has no 'config'": changed(config=None),
+    "its meta's 'config' is not an object": changed(config="tiny"),
+    "its meta's 'step' is not an integer": changed(step="12"),
+    "its meta is of step 9": changed(step=9),
+    "its meta's config has no 'model'": changed(config={"data": {"seed": 1}}),
+    "in its meta's config model.depth=3 is an unknown setting": changed(config={"model": {"depth": 3}, "data": {"seed": 1}}),
+    "in its meta's config model=3 is a group of settings, not a value": changed(config={"model": 3, "data": {"seed": 1}}),
+    "its _CHECKPOINT_METADATA is no JSON": lambda step: (step / "_CHECKPOINT_METADATA").write_text(""),
+    "its _CHECKPOINT_METADATA is not Orbax's": lambda step: (step / "_CHECKPOINT_METADATA").write_text("[]"),
+    "its state has no manifest.ocdbt": lambda step: (step / "state" / "manifest.ocdbt").unlink(),
+    "its state has no d": lambda step: shutil.rmtree(step / "state" / "d"),
+    "its state is damaged": lambda step: os.truncate(step / "state" / "manifest.ocdbt", 20),
+    "its state is damaged ": cut,
+}
+
+
+@pytest.mark.parametrize("why", BROKEN)
+def test_a_step_that_is_not_whole_is_passed_over(folder, why):
+    BROKEN[why](folder / "12")
+    choice = choose(folder, TO_TRAIN)
+    assert (choice.step, choice.meta, choice.steps) == (9, meta_of(9), (9,))
+    (found,) = choice.strangers
+    assert (found.name, found.step, found.holds) == ("12", 12, True)
+    assert found.why.startswith(why.strip()), found.why
+    assert "\n" not in str(choice)
+
+
+def test_the_caller_s_own_check_is_asked_from_the_newest_on(folder):
+    asked = []
+
+    def wrong(meta, state):
+        asked.append((meta["step"], state))
+        return "of another model" if meta["step"] == 12 else ""
+
+    choice = choose(folder, TO_GENERATE, wrong)
+    assert asked == [(12, folder / "12" / "state"), (9, folder / "9" / "state")]
+    assert choice.step == 9 and choice.strangers == (Stranger("12", "of another model", 12, holds=True),)
+
+
+def test_nothing_whole(folder):
+    for step in (9, 12):
+        (folder / str(step) / "meta" / "metadata").unlink()
+    choice = choose(folder, TO_TRAIN)
+    assert (choice.step, choice.meta, choice.steps) == (None, {}, ()) and all(s.holds for s in choice.strangers)
+    assert strangers(folder) == choice.strangers
+
+
+def test_a_folder_that_is_none(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be read \(Not a directory\): .* or use another --workdir"):
+        choose(tmp_path / "checkpoints", TO_TRAIN)
+
+
+def test_what_may_not_be_read(folder, monkeypatch):
+    listdir = os.listdir
+
+    def refusing(path):
+        if str(path).endswith("/12"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refusing)  # root may read everything
+    choice = choose(folder, TO_TRAIN)
+    assert str(choice) == "12 (it cannot be read: Permission denied)" and choice.step == 9
+
+
+def test_no_jax():
+    root = pathlib.Path(__file__).parents[2]
+    program = "import sys, jaxtrain.checkpoint.steps; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": str(root)})
