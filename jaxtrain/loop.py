@@ -24,7 +24,7 @@ from jaxtrain import mesh as meshes
 from jaxtrain.checkpoint.manager import Checkpointer, latest_step, read_meta
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.config import Config, from_dict, to_dict
-from jaxtrain.config_checks import refuse_to_continue
+from jaxtrain.config_checks import Surroundings, refuse_to_continue
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.pipeline.setup import make_setup
@@ -41,8 +41,10 @@ class LossError(RuntimeError):
     """A loss that is not finite; the message names the step's batch."""
 
 
-def run(config: Config, workdir: str) -> None:
+def run(config: Config, workdir: str, asked: Config | None = None, recipe: Config | None = None) -> None:
     """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint.
+
+    asked: the config before it was resolved, and recipe: before the command's flags; what an error suggests starts from these.
 
     Continues from the newest checkpoint of `workdir`. Raises ConfigError or DataError, before anything is compiled or
     written, for a config that does not fit the checkpoint or the corpus; LossError for a loss that is not finite.
@@ -55,7 +57,8 @@ def run(config: Config, workdir: str) -> None:
     start = latest_step(folder / "checkpoints") or 0
     meta = read_meta(folder / "checkpoints", start) if start else {}
     if meta:
-        refuse_to_continue(from_dict(meta["config"]), config)
+        around = Surroundings(jax.device_count(), jax.default_backend(), recipe or config, files=True)
+        refuse_to_continue(from_dict(meta["config"]), asked or config, around)
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
     _check_corpus(corpus, meta)
     m = config.mesh
