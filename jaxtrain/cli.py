@@ -62,9 +62,7 @@ class UsageError(ValueError):
     that an unknown flag was meant for, if it was; advice: where nothing of these is.
     """
 
-    def __init__(
-        self, rule: str, fixes: Mapping[str, Any] | None = None, others: Sequence[Any] = (), setting: str = "", advice: str = ""
-    ):
+    def __init__(self, rule: str, fixes: Mapping[str, Any] | None = None, others: Sequence[Any] = (), setting: str = "", advice: str = ""):
         self.rule, self.fixes, self.others, self.setting, self.advice = rule, dict(fixes or {}), tuple(others), setting, advice
         flags = " ".join(cfg.flag_text(name, value) for name, value in self.fixes.items())
         more = f" (or {', '.join(map(cfg.value_text, others))})" if others else ""
@@ -148,7 +146,7 @@ def _recipe(namespace: types.SimpleNamespace, errors: list[UsageError]) -> tuple
 def _all_together(errors: Sequence[UsageError], changes: Mapping[str, Any]) -> str:
     """The first error, with the flags that put right all of them and the config."""
     flags = {name: value for error in errors for name, value in error.fixes.items()} | {f"config.{p}": v for p, v in changes.items()}
-    if len(flags) <= 1 and not errors[0].setting:
+    if len(errors) == 1 and len(flags) <= 1 and not errors[0].setting:
         return str(errors[0])
     use = " ".join(cfg.flag_text(name, value) for name, value in flags.items())
     return f"{errors[0].rule}: use {use}" if use else str(errors[0])
@@ -182,7 +180,8 @@ def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], wit
     while rest:
         token = rest.pop(0)
         if not token.startswith("--") or token == "--":
-            reading.errors.append(_stray(token, before, texts, reading.overrides, with_config))
+            own = texts if before in known and isinstance(known[before].default, str) else {}
+            reading.errors.append(_stray(token, before, own, reading, with_config))
             continue
         before, equals, text = token[2:].partition("=")
         name = before
@@ -190,7 +189,8 @@ def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], wit
             error = _unknown(name, text if equals else _taken(rest), known, with_config)
             reading.errors.append(error)
             texts |= error.fixes
-            reading.overrides += [(error.setting, text)] * (bool(error.setting) and bool(equals))
+            if error.setting and equals and not error.advice:
+                reading.overrides.append((error.setting, text))
             continue
         try:
             if not equals:
@@ -252,7 +252,7 @@ def _unknown(name: str, text: str, known: Mapping[str, Flag], with_config: bool)
         path = name.removeprefix("config.")
         if path in {p.split(".")[0] for p in cfg.fields()}:
             first = next(p for p in cfg.fields() if p.startswith(path + "."))
-            return UsageError(f"{path}={text!r} is a group of settings, such as {first}", setting=first)
+            return UsageError(f"{path}={text!r} is a group of settings, such as {first}", setting=first, advice=f"--config.{first}")
         return UsageError(f"{path}={text!r} is an unknown setting", setting=cfg.meant(path))
     rule, paths = f"--{name} is an unknown flag", list(cfg.fields()) if with_config else []
     meant = [p for p in paths if name == p or p.endswith("." + name)]
@@ -268,19 +268,22 @@ def _unknown(name: str, text: str, known: Mapping[str, Flag], with_config: bool)
         return UsageError(rule, error.fixes)
 
 
-def _stray(token: str, before: str, texts: dict[str, str], overrides: list[tuple[str, str]], with_config: bool) -> UsageError:
-    """The error for an argument that belongs to no flag: a setting without dashes, or the rest of a value with blanks in it."""
+def _stray(token: str, before: str, texts: dict[str, str], reading: Reading, with_config: bool) -> UsageError:
+    """The error for an argument that belongs to no flag: a setting without dashes, or the rest of a value with blanks in it.
+
+    before: the name of the flag before it; texts: of the flags whose value it may belong to.
+    """
     name, equals, text = token.removeprefix("-").partition("=")
     path, last = name.removeprefix("config."), before.removeprefix("config.")
     rule = f"argument {token!r} belongs to no flag"
     if with_config and equals and path in cfg.fields():
-        overrides.append((path, text))
+        reading.overrides.append((path, text))
         return UsageError(rule, setting=path)
     if with_config and before.startswith("config.") and last in cfg.fields() and cfg.fields()[last].type is str:
-        so_far = next((text for path, text in reversed(overrides) if path == last), "")
-        overrides.append((last, f"{so_far} {token}".strip()))
+        so_far = next((text for path, text in reversed(reading.overrides) if path == last), "")
+        reading.overrides.append((last, f"{so_far} {token}".strip()))
         return UsageError(rule, setting=last)
-    if isinstance(texts.get(before), str) and before not in ("cpu_devices", "processes", "process_id"):
+    if before in texts:
         texts[before] = f"{texts[before]} {token}"
         return UsageError(rule, {before: texts[before]})
     return UsageError(rule, advice="--flag=value, and quotes around a value with spaces")

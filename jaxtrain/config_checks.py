@@ -69,15 +69,19 @@ def check_run(config: Config, device_count: int, platform: str, recipe: Config) 
 
 def refuse_to_continue(old: Config, new: Config, around: Surroundings = NOTHING) -> None:
     """Raises ConfigError naming the first field in which a checkpoint's config and the one to resume it with may not differ."""
-    check(new, dataclasses.replace(around, checkpoint=old))
+    if broken := _continues(filled(new, around.devices).resolve(), old.resolve()):
+        raise _error(new, dataclasses.replace(around, checkpoint=old), broken)
 
 
 def refusal(config: Config, around: Surroundings = NOTHING) -> ConfigError | None:
     """The error for the first rule that is broken; its first fix are the settings after which every rule is kept. None if none is."""
     broken = first_broken(config, around)
-    if broken is None:
-        return None
-    value = cfg.get(config, broken.field)
+    return _error(config, around, broken) if broken else None
+
+
+def _error(config: Config, around: Surroundings, broken: Broken) -> ConfigError:
+    """The error for a broken rule, with what puts all of them right."""
+    broken, value = dataclasses.replace(broken, fixes=config_search.first_fixes(broken)), cfg.get(config, broken.field)
     changes, other = _suggestion(config, around, broken)
     text = cfg.suggestion(changes, other)
     if around.checkpoint and broken.rule.startswith(CANNOT):
@@ -97,9 +101,7 @@ def _suggestion(config: Config, around: Surroundings, broken: Broken) -> tuple[c
     path, value = next(iter(changes.items()))
     if len(changes) > 1 or path != broken.field or isinstance(value, tuple):
         return changes, []
-    again = first_broken(config, around)  # its fixes are an iterator, which the search may have used
-    assert again is not None
-    return changes, config_search.others(checks, path, value, again)
+    return changes, config_search.others(checks, path, value, broken)
 
 
 class _Checks:

@@ -65,7 +65,7 @@ def _latent_attention_is_whole(c: Config) -> Broken | None:
         return None
     if m.positions != "rotary":
         rule = f"turns a part of its heads, and model.positions={m.positions!r} turn nothing"
-        return Broken("model.attention", rule, [{"model.attention": "gqa"}, {"model.positions": "rotary"}])
+        return Broken("model.attention", rule, [{"model.positions": "rotary"}, {"model.attention": "gqa"}])
     if m.kv_heads != m.heads:
         rule = f"is for model.attention='gqa': latents make keys and values for each of model.heads={m.heads}"
         return Broken("model.kv_heads", rule, values_for("model.kv_heads", [0]))

@@ -100,9 +100,9 @@ def others(checks: Checks, path: str, used: Any, broken: Broken) -> list[Any]:
     """Further values of the setting that a rule is about after which every check is passed, as many as the rule shows beside the one
     that is used."""
     at = cfg.get(checks.config, path)
-    offered = [fix[path] for fix in itertools.islice(broken.fixes, MOST_FIXES) if list(fix) == [path]]
+    offered = [fix[path] for fix in first_fixes(broken) if list(fix) == [path]]
     found: list[Any] = []
-    for value in _different([*offered, *checks.values(path)], (used, at, -1)):
+    for value in _different(offered or checks.values(path), (used, at, -1)):
         if len(found) + 1 >= broken.show:
             break
         if checks.first({path: value}) is None:
@@ -123,6 +123,11 @@ def towards(checks: Checks, anchor: Config) -> Changes | None:
                 break
         else:
             return changes
+
+
+def first_fixes(broken: Broken) -> tuple[Changes, ...]:
+    """What a rule offers, the nearest of it; its fixes may be an iterator, which this uses up."""
+    return tuple(itertools.islice(broken.fixes, MOST_FIXES))
 
 
 def offers(path: str, *settled: Any, sizes: Iterable[int] = (), at: Any = None) -> list[Any]:
@@ -152,8 +157,8 @@ def _apart(broken: list[tuple[Broken, frozenset[str] | None]]) -> int:
 
 def _branches(checks: Checks, changes: Changes, broken: Broken, reads: Reads) -> Iterator[tuple[int, Changes]]:
     """(cost, change) of everything that may mend a broken rule: what it names first, then the other settings that it reads."""
-    fixes = list(itertools.islice(broken.fixes, MOST_FIXES))
-    named = list(dict.fromkeys([broken.field, *(path for fix in fixes for path in fix)]))
+    fixes = first_fixes(broken)
+    named = list(dict.fromkeys([*(path for fix in fixes for path in fix), broken.field]))
     read = sorted((reads or frozenset()) - set(named), key=_place)
     costs = {}
     for place, path in enumerate([*named, *read]):

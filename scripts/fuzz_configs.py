@@ -67,7 +67,9 @@ def spoil(chance: random.Random) -> tuple[str, str]:
     kind = chance.random()
     paths = list(cfg.fields())
     if kind < 0.45:  # the sizes that have to fit each other
-        path = chance.choice([f"mesh.{axis}" for axis in AXES] + [p for p in paths if p.startswith(("model.", "pipeline.")) or "batch" in p])
+        path = chance.choice(
+            [f"mesh.{axis}" for axis in AXES] + [p for p in paths if p.startswith(("model.", "pipeline.")) or "batch" in p]
+        )
     else:
         path = chance.choice(paths)
     field = cfg.fields()[path]
@@ -120,7 +122,7 @@ def suggested(line: str) -> list[str]:
     """The flags of an error line's suggestion, as a shell takes them."""
     _, use, text = line.rpartition(": use ")
     words: list[str] = []
-    for word in shlex.split(text.partition(" (or ")[0]) if use else []:
+    for word in shlex.split(text.rpartition(" (or ")[0] or text) if use else []:
         if not word.startswith("--"):
             break
         words.append(word)

@@ -221,4 +221,9 @@ def _fits(config: Config, table: Table) -> None:
     units = [table.chunk.count(c) for c in sorted(set(table.chunk))]
     if any(n < parts for n, parts in zip(p.chunk_layers or spread(config.model.layers, chunks, p.layer_costs), units, strict=True)):
         path = "pipeline.chunk_layers" if p.chunk_layers else "pipeline.layer_costs" if p.layer_costs else "pipeline.schedule"
-        refuse(path, f"leaves a chunk fewer layers than it has units in {p.schedule}", *([()] if path != "pipeline.schedule" else []), others=named)
+        refuse(
+            path,
+            f"leaves a chunk fewer layers than it has units in {p.schedule}",
+            *([()] if path != "pipeline.schedule" else []),
+            others=named,
+        )
