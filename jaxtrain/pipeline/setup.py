@@ -200,7 +200,7 @@ def _fits(config: Config, table: Table) -> None:
     named = [{"pipeline.schedule": name} for name in SCHEDULES]
     for path, wanted in (("mesh.stage", table.stages), ("pipeline.microbatches", table.microbatches)):
         if get(config, path) != wanted:
-            refuse(path, f"is not the {wanted} of the table of {p.schedule}", wanted, others=named)
+            refuse(path, f"is not the {wanted} of the table of {p.schedule}", wanted)
     if table.forward_only:
         refuse("pipeline.schedule", "has F ops alone, and training needs their B and W", *SCHEDULES)
     if table.recompute and p.remat != "full":
@@ -217,7 +217,7 @@ def _fits(config: Config, table: Table) -> None:
     if p.chunk_layers and len(p.chunk_layers) != chunks:
         refuse("pipeline.chunk_layers", f"has another number than the {chunks} chunks of {p.schedule}", ())
     if table.units > config.model.layers:
-        refuse("model.layers", f"are fewer than the units of {p.schedule}", table.units, others=named)
+        refuse("model.layers", f"are fewer than the units of {p.schedule}", table.units)
     units = [table.chunk.count(c) for c in sorted(set(table.chunk))]
     if any(n < parts for n, parts in zip(p.chunk_layers or spread(config.model.layers, chunks, p.layer_costs), units, strict=True)):
         path = "pipeline.chunk_layers" if p.chunk_layers else "pipeline.layer_costs" if p.layer_costs else "pipeline.schedule"
