@@ -4,6 +4,8 @@ Pure functions of the flags' namespace and of os.environ; cluster.py acts on the
 """
 
 import glob
+import importlib.metadata
+import importlib.util
 import types
 from collections.abc import Mapping
 
@@ -21,6 +23,31 @@ def environment_processes(environment: Mapping[str, str]) -> int:
     if "SLURM_STEP_NODELIST" in environment and "SLURM_PROCID" in environment:
         return int(environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1)
     return int(environment.get("OMPI_COMM_WORLD_SIZE") or 1)
+
+
+def simulated_devices(namespace: types.SimpleNamespace, environment: Mapping[str, str], by_default: int) -> int | None:
+    """The number of simulated CPU devices of the whole run, as jax will see it; None where jax has to be asked: it may find accelerators.
+
+    by_default: in a single process that nothing tells how many.
+    """
+    processes = namespace.processes if namespace.processes > 1 else environment_processes(environment)
+    if namespace.cpu_devices:
+        return namespace.cpu_devices * processes
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms != "cpu" and (platforms or _has_plugins()):
+        return None
+    option = "--xla_force_host_platform_device_count="
+    asked = [word.removeprefix(option) for word in environment.get("XLA_FLAGS", "").split() if word.startswith(option)]
+    asked += filter(None, [environment.get("JAX_NUM_CPU_DEVICES")])
+    if len(asked) > 1 or not all(number.isdecimal() and int(number) > 0 for number in asked):
+        return None
+    return int(asked[0]) * processes if asked else processes if several_processes(namespace, environment) else by_default
+
+
+def _has_plugins() -> bool:
+    """Whether something is installed by which jax might find GPUs or TPUs."""
+    here = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
+    return here or bool(importlib.metadata.entry_points(group="jax_plugins"))
 
 
 def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dict:

@@ -8,25 +8,57 @@ Rules between fields, and the device count, are in config_checks.py; flags are i
 import dataclasses
 import difflib
 import functools
+import math
+import shlex
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
+TUPLE_MARKS = "\"'()[]{}"  # where a flag's text has one of these, a tuple is read as a Python literal
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work; its text is one line: field, value, the rule that it breaks and the nearest setting that works.
+    """A setting that cannot work; its text is one line: field, value, the rule that it breaks, and the nearest flags that work.
 
     field: the path, such as "mesh.model"; value: what it was; rule: what is wrong, to be read after "field=value"; nearest: what to
-    use instead, as text (may be empty).
+    use instead, as text (flags, by `suggestion`; may be empty); fixes: where given, changes that may mend it, nearest first, of which
+    the first is what to use.
     """
 
-    def __init__(self, field: str, value: object, rule: str, nearest: str = ""):
-        self.field, self.value, self.rule, self.nearest = field, value, rule, nearest
-        use = f": use {nearest}" if nearest else ""
-        super().__init__(" ".join(f"{field}={_shown(value)} {rule}{use}".split()))
+    def __init__(self, field: str, value: object, rule: str, nearest: str = "", fixes: Sequence[Mapping[str, Any]] = ()):
+        self.field, self.value, self.rule, self.fixes = field, value, rule, tuple(fixes)
+        self.nearest = nearest or (suggestion(self.fixes[0]) if self.fixes else "")
+        use = f": use {self.nearest}" if self.nearest else ""
+        super().__init__(one_line(f"{field}={_shown(value)} {' '.join(rule.split())}{use}"))
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks; blanks inside a line stay, for they may be part of a value."""
+    return " ".join(filter(None, map(str.strip, text.splitlines())))
+
+
+def suggestion(changes: Mapping[str, Any], others: Sequence[Any] = ()) -> str:
+    """Settings as flags that a shell takes, with other values of the first one after them: "--config.mesh.model=2 (or 1, 4)"."""
+    flags = " ".join(flag_text(f"config.{path}", value) for path, value in changes.items())
+    return flags + (f" (or {', '.join(shlex.quote(value_text(value)) for value in others)})" if others else "")
+
+
+def flag_text(name: str, value: Any) -> str:
+    """A flag with its value, quoted for a shell: the parser reads the same value back."""
+    text = value_text(value)
+    return f"--{name}={shlex.quote(text) if text else ''}"
+
+
+def value_text(value: Any) -> str:
+    """A value as it is written in a flag: true, 3,2,2,1, 0.5, a text as it is; "" for an empty tuple."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, tuple):
+        return str(value)
+    plain = all(str(item) == str(item).strip() != "" and not set(str(item)) & set(TUPLE_MARKS + ",") for item in value)
+    return ",".join(map(str, value)) if plain else repr(value)
 
 
 def _shown(value: object) -> str:
@@ -289,26 +321,46 @@ class Config:
 
     def resolve(self) -> "Config":
         """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width, expert_width, max_positions,
-        latent_norm_epsilon, router_normalize; reduce; repeats) filled in."""
+        latent_norm_epsilon, router_normalize; reduce; repeats) filled in, and the sizes of latents 0 where there are none. What follows
+        what is in FOLLOWS."""
         m = self.model
-        head_dim = m.head_dim or m.width // m.heads
-        model = dataclasses.replace(
+        head_dim, latent = m.head_dim or m.width // m.heads, m.attention == "mla"
+        model = _with(
             m,
             kv_heads=m.kv_heads or m.heads,
             head_dim=head_dim,
-            value_head_dim=m.value_head_dim or (head_dim if m.attention == "mla" else 0),
+            query_rank=m.query_rank * latent,
+            kv_rank=m.kv_rank * latent,
+            rope_head_dim=m.rope_head_dim * latent,
+            value_head_dim=(m.value_head_dim or head_dim) * latent,
             mlp_width=m.mlp_width or 4 * m.width,
             expert_width=m.expert_width or (m.mlp_width or 4 * m.width) * (m.experts > 0),
             max_positions=m.max_positions or self.data.sequence_length,
-            latent_norm_epsilon=m.latent_norm_epsilon or m.norm_epsilon * (m.attention == "mla"),
+            latent_norm_epsilon=(m.latent_norm_epsilon or m.norm_epsilon) * latent,
         )
         if m.experts and m.router_normalize == "auto":
-            model = dataclasses.replace(model, router_normalize="always" if m.experts_per_token > 1 else "never")
-        pipeline = dataclasses.replace(self.pipeline, repeats=self.pipeline.repeats or SCHEDULES.get(self.pipeline.schedule, (0, 0))[0])
+            model = _with(model, router_normalize="always" if m.experts_per_token > 1 else "never")
+        pipeline = _with(self.pipeline, repeats=self.pipeline.repeats or SCHEDULES.get(self.pipeline.schedule, (0, 0))[0])
         parallel = self.parallel
         if parallel.reduce == "auto":
-            parallel = dataclasses.replace(parallel, reduce="step" if parallel.zero < 2 else "microbatch")
-        return dataclasses.replace(self, model=model, parallel=parallel, pipeline=pipeline)
+            parallel = _with(parallel, reduce="step" if parallel.zero < 2 else "microbatch")
+        return _with(self, model=model, parallel=parallel, pipeline=pipeline)
+
+
+# The settings that a resolved value follows where it is not the setting's own.
+FOLLOWS: Mapping[str, tuple[str, ...]] = {
+    "model.kv_heads": ("model.heads",),
+    "model.head_dim": ("model.heads", "model.width"),
+    **{f"model.{name}": ("model.attention",) for name in ("query_rank", "kv_rank", "rope_head_dim")},
+    "model.value_head_dim": ("model.attention", "model.head_dim", "model.heads", "model.width"),
+    "model.mlp_width": ("model.width",),
+    "model.expert_width": ("model.experts", "model.mlp_width", "model.width"),
+    "model.max_positions": ("data.sequence_length",),
+    "model.latent_norm_epsilon": ("model.attention", "model.norm_epsilon"),
+    "model.router_normalize": ("model.experts", "model.experts_per_token"),
+    "parallel.reduce": ("parallel.zero",),
+    "pipeline.repeats": ("pipeline.schedule",),
+}
 
 
 def ends_with_layers(m: ModelConfig) -> str:
@@ -331,12 +383,22 @@ def get(config: Config, path: str) -> Any:
 
 def replace(config: Config, changes: dict[str, Any]) -> Config:
     """A config with the settings at some paths changed; values are not checked. KeyError for an unknown path."""
+    groups: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         if path not in fields():
             raise KeyError(path)
         group, name = path.split(".")
-        config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **{name: value})})
-    return config
+        groups.setdefault(group, {})[name] = value
+    return _with(config, **{group: _with(getattr(config, group), **values) for group, values in groups.items()})
+
+
+def _with(record: Any, **values: Any) -> Any:
+    """dataclasses.replace for the records of this module, which check nothing when they are made: fields are not set one by one, for
+    the search for a setting that works makes thousands of configs."""
+    made = object.__new__(type(record))
+    made.__dict__.update(record.__dict__)
+    made.__dict__.update(values)
+    return made
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -356,17 +418,24 @@ def from_dict(values: dict[str, Any]) -> Config:
         if group not in groups:
             raise ConfigError(str(group), settings, "is an unknown group of settings", closest(str(group), groups))
         if not isinstance(settings, dict):
-            raise ConfigError(
-                group,
-                settings,
-                "is a group of settings, not a value",
-                "its fields, such as " + next(p for p in known if p.startswith(group + ".")),
-            )
+            path, rule = next(p for p in known if p.startswith(group + ".")), "is a group of settings, not a value"
+            raise ConfigError(group, settings, rule, fixes=[{path: retyped(path, settings)}])
         for name, value in settings.items():
             if f"{group}.{name}" not in known:
                 raise unknown_field(f"{group}.{name}", value)
         made[group] = groups[group](**{name: convert(f"{group}.{name}", value) for name, value in settings.items()})
     return Config(**made)
+
+
+def converted(config: Config) -> Config:
+    """A config with every value as its setting's type, where `convert` can; others stay as they are."""
+    changes = {}
+    for path in fields():
+        try:
+            changes[path] = convert(path, get(config, path))
+        except ConfigError:
+            continue
+    return replace(config, {path: value for path, value in changes.items() if value is not get(config, path)})
 
 
 def convert(path: str, value: Any) -> Any:
@@ -381,17 +450,39 @@ def convert(path: str, value: Any) -> Any:
             return values
     if type(value) is kind:
         return value
-    raise ConfigError(path, value, f"is not {kind_name(kind)}", repr(retyped(path, value)))
+    raise ConfigError(path, value, f"is not {kind_name(kind)}", fixes=[{path: retyped(path, value)}])
 
 
-def retyped(path: str, value: Any) -> Any:
-    """The value of the setting's type that is closest to one of another type; the setting's default where there is none."""
+def retyped(path: str, value: Any, otherwise: Any = None) -> Any:
+    """The value of the setting's type that is closest to one of another type; where there is none `otherwise`, or the default."""
     field = fields()[path]
+    item, default = item_type(field.type), field.default if otherwise is None else otherwise
+    if item is str and isinstance(value, str):
+        names = tuple(filter(None, (part.strip(TUPLE_MARKS + " ") for part in value.split(","))))
+        return names or default
+    if item and isinstance(value, str):
+        numbers = [_number(part) for part in value.strip("()[] ,").split(",")]
+        return tuple(item(n) for n in numbers if n is not None) if None not in numbers else default
+    if isinstance(value, str) and field.type in (int, float):
+        value = _number(value)
     if field.type is int and isinstance(value, float) and abs(value) <= LARGEST_INT:
         return round(value)
-    if item_type(field.type) and type(value) is item_type(field.type):
+    if field.type is float and isinstance(value, float):
+        return value
+    if field.type is bool and type(value) is int:
+        return value != 0
+    if item and type(value) is item:
         return (value,)
-    return field.default
+    return default
+
+
+def _number(text: str) -> float | None:
+    """The finite number that a text is; None for any other."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def item_type(kind: Any) -> Any:
@@ -405,13 +496,23 @@ def kind_name(kind: Any) -> str:
     return names.get(kind) or f"a tuple of {names[item_type(kind)].split(' ')[1]}s"
 
 
-def unknown_field(path: str, value: Any) -> ConfigError:
-    """The error for a setting that does not exist, with the closest one that does."""
+def meant(path: str) -> str:
+    """The setting that a path which is none is most like."""
     paths = list(fields())
     group, _, name = path.partition(".")
     elsewhere = [p for p in paths if p.endswith("." + name)]
     same_group = [p for p in paths if p.startswith(group + ".")]
-    return ConfigError(path, value, "is an unknown setting", closest(path, elsewhere or same_group or paths))
+    return closest(path, elsewhere or same_group or paths)
+
+
+def unknown_field(path: str, value: Any) -> ConfigError:
+    """The error for a setting that does not exist, with the closest one that does."""
+    near = meant(path)
+    try:
+        value = convert(near, value)
+    except ConfigError:
+        return ConfigError(path, value, "is an unknown setting", fixes=[{near: retyped(near, value)}])
+    return ConfigError(path, value, "is an unknown setting", fixes=[{near: value}])
 
 
 def closest(word: str, known: Iterable[str]) -> str:

@@ -33,9 +33,12 @@ def _group_best_1(m: ModelConfig) -> int:
     return -(-m.experts_per_token // m.router_group_limit)
 
 
-def refuse_to_continue(meta: dict[str, Any], config: Config) -> None:
-    """Raises ConfigError naming the first field for which a run of this config cannot go on from the checkpoint that the meta is of."""
-    config_checks.refuse_to_continue(stored_config(meta), config)
+def refuse_to_continue(meta: dict[str, Any], config: Config, around: config_checks.Surroundings = config_checks.NOTHING) -> None:
+    """Raises ConfigError naming the first field for which a run of this config cannot go on from the checkpoint that the meta is of.
+
+    config: as it was asked for, not resolved; around: what a suggestion has to fit.
+    """
+    config_checks.refuse_to_continue(stored_config(meta), config, around)
     if meta.get("version", 1) < 2 and config.model.mtp_depth:
         rule = "cannot continue a checkpoint whose modules of prediction read the stream before the norm, as they did before version 2"
         raise ConfigError("model.mtp_depth", config.model.mtp_depth, rule, "another --workdir")

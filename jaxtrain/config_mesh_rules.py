@@ -99,7 +99,7 @@ def mlp_widths(m: cfg.ModelConfig) -> dict[str, int]:
 
 def _ring_is_all_there(c: Config) -> Broken | None:
     """Keys go round by permutes, which all devices have to run together, and through a kernel of its own."""
-    if c.parallel.context != "ring" or c.mesh.context == 1:
+    if c.parallel.context != "ring" or c.mesh.context in (1, -1):
         return None
     if c.mesh.stage > 1:
         rule = f"is for mesh.stage=1, not {c.mesh.stage}: stages do not attend together"
@@ -137,14 +137,11 @@ def _expert_axis_divides(c: Config) -> Broken | None:
     return Broken("mesh.expert", f"does not divide model.experts={experts}", fixes, show=4)
 
 
-def _zero_settings_have_a_use(c: Config) -> Broken | None:
+def _gradients_can_be_reduced(c: Config) -> Broken | None:
     p = c.parallel
     if p.reduce == "microbatch" and p.zero == 0:
         fixes: list[dict[str, Any]] = [{"parallel.reduce": "step"}, {"parallel.zero": 2}]
         return Broken("parallel.reduce", "leaves gradients sharded, and parallel.zero=0 shards nothing", fixes)
-    if p.gather == "step" and p.zero != 3:
-        fixes = [{"parallel.gather": "layer"}, {"parallel.zero": 3}]
-        return Broken("parallel.gather", f"is for parallel.zero=3 alone, not {p.zero}", fixes)
     return None
 
 
@@ -162,10 +159,6 @@ def _replicas_exchange(c: Config) -> Broken | None:
     if steps and c.mesh.replica == 1:
         fixes: list[dict[str, Any]] = [{path: 0}, {"mesh.replica": 2}]
         return Broken(path, "is for replicas that train apart, and mesh.replica=1", fixes)
-    for outer in () if steps else ("optimizer.outer_learning_rate", "optimizer.outer_momentum", "precision.outer"):
-        default = cfg.fields()[outer].default
-        if cfg.get(c, outer) != default:
-            return Broken(outer, f"is for exchanges between replicas, and {path}=0", [{outer: default}])
     return None
 
 
@@ -193,7 +186,7 @@ RULES: tuple[Rule, ...] = (
     _ring_is_all_there,
     _expert_axis_divides,
     _model_axis_divides,
-    _zero_settings_have_a_use,
+    _gradients_can_be_reduced,
     _replicas_exchange,
     _replicas_keep_their_state,
     _batch_divides,

@@ -4,6 +4,7 @@ A rule takes a resolved config and says what is broken, if anything. Standard li
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -34,10 +35,11 @@ def near(value: int, candidates: Iterable[int]) -> list[int]:
     return sorted(candidates, key=lambda c: (abs(c - value), c))
 
 
-def divisors(n: int) -> list[int]:
+@functools.lru_cache(1024)
+def divisors(n: int) -> tuple[int, ...]:
     """All divisors of n ≥ 1, in order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
+    return tuple(sorted({*small, *(n // d for d in small)}))
 
 
 def values_for(path: str, values: Iterable[Any]) -> Iterator[dict[str, Any]]:
@@ -57,16 +59,13 @@ def _kv_heads_divide_heads(c: Config) -> Broken | None:
 
 
 def _latent_attention_is_whole(c: Config) -> Broken | None:
-    """The settings of latent attention have a meaning together, and only there."""
+    """The settings of latent attention have a meaning together."""
     m = c.model
-    own = tuple(f"model.{name}" for name in ("query_rank", "kv_rank", "rope_head_dim", "value_head_dim", "latent_norm_epsilon"))
     if m.attention != "mla":
-        path = next((path for path in own if cfg.get(c, path)), None)
-        rule = f"is for model.attention='mla' alone, not {m.attention!r}"
-        return Broken(path, rule, [{path: cfg.fields()[path].default}]) if path else None
+        return None
     if m.positions != "rotary":
         rule = f"turns a part of its heads, and model.positions={m.positions!r} turn nothing"
-        return Broken("model.attention", rule, [{"model.attention": "gqa"}, {"model.positions": "rotary"}])
+        return Broken("model.attention", rule, [{"model.positions": "rotary"}, {"model.attention": "gqa"}])
     if m.kv_heads != m.heads:
         rule = f"is for model.attention='gqa': latents make keys and values for each of model.heads={m.heads}"
         return Broken("model.kv_heads", rule, values_for("model.kv_heads", [0]))
@@ -106,26 +105,20 @@ def _kernel_fits(c: Config) -> Broken | None:
     return None
 
 
-# Of experts alone.
-_OF_EXPERTS = (
+# Of experts alone. Without them these have no use (config_unused.py), but for dense_layers, which would be missing in the model.
+OF_EXPERTS = (
     "dense_layers experts_per_token shared_experts expert_width router router_normalize router_scale router_bias router_groups "
     "router_group_limit router_group_best capacity_factor balance_rate balance_loss z_loss"
 ).split()
 
 
-def _expert_settings_have_a_use(c: Config) -> Broken | None:
-    if c.model.experts:
-        if c.model.biases:
-            return Broken("model.biases", f"are not in model.experts={c.model.experts}", values_for("model.biases", [False]))
-        rate, default = "model.balance_rate", cfg.fields()["model.balance_rate"].default
-        if not c.model.router_bias and c.model.balance_rate not in (0, default):
-            return Broken(rate, "moves biases, and model.router_bias=False", [{rate: 0.0}, {"model.router_bias": True}])
-        return None
-    for path in (f"model.{name}" for name in _OF_EXPERTS):
-        default = cfg.fields()[path].default
-        if cfg.get(c, path) != default:
-            fixes: list[dict[str, Any]] = [{path: default}, {"model.experts": 8}]
-            return Broken(path, "is for a model with experts, and model.experts=0", fixes)
+def _experts_go_with_the_others(c: Config) -> Broken | None:
+    m = c.model
+    if m.experts and m.biases:
+        return Broken("model.biases", f"are not in model.experts={m.experts}", values_for("model.biases", [False]))
+    if m.dense_layers and not m.experts:
+        fixes: list[dict[str, Any]] = [{"model.dense_layers": 0}, {"model.experts": 8}]
+        return Broken("model.dense_layers", "come before layers with experts, and model.experts=0", fixes)
     return None
 
 
@@ -140,11 +133,8 @@ def _tokens_find_experts(c: Config) -> Broken | None:
     if m.router_group_limit > m.router_groups:
         rule = f"is more than model.router_groups={m.router_groups}"
         return Broken("model.router_group_limit", rule, values_for("model.router_group_limit", [m.router_groups]))
-    size, best = m.experts // m.router_groups, cfg.fields()["model.router_group_best"].default
-    if m.router_groups == 1 and m.router_group_best != best:
-        fixes: list[dict[str, Any]] = [{"model.router_group_best": best}]
-        return Broken("model.router_group_best", "is for choosing groups, and model.router_groups=1", fixes)
-    if m.router_group_best > max(size, best):
+    size, default = m.experts // m.router_groups, int(cfg.fields()["model.router_group_best"].default)  # type: ignore[arg-type]
+    if m.router_groups > 1 and m.router_group_best > max(size, default):
         rule = f"is more than the {size} in each of model.router_groups={m.router_groups}"
         return Broken("model.router_group_best", rule, values_for("model.router_group_best", [size]))
     within = size * m.router_group_limit
@@ -157,10 +147,7 @@ def _tokens_find_experts(c: Config) -> Broken | None:
 
 def _predictions_have_a_place(c: Config) -> Broken | None:
     """Of tokens beyond the next: within the sequence."""
-    m, default = c.model, cfg.fields()["model.mtp_weight"].default
-    if m.mtp_weight != default and not m.mtp_depth:
-        fixes: list[dict[str, Any]] = [{"model.mtp_weight": default}, {"model.mtp_depth": 1}]
-        return Broken("model.mtp_weight", "weighs predictions of further tokens, and model.mtp_depth=0", fixes)
+    m = c.model
     if m.mtp_depth >= c.data.sequence_length:
         rule = f"looks beyond data.sequence_length={c.data.sequence_length}"
         return Broken("model.mtp_depth", rule, values_for("model.mtp_depth", [c.data.sequence_length - 1]))
@@ -224,7 +211,7 @@ def _masked_fields_are_read(c: Config) -> Broken | None:
 def _schedule_has_its_repeats(c: Config) -> Broken | None:
     p = c.pipeline
     least, most = cfg.SCHEDULES.get(p.schedule, (0, 0))
-    if c.mesh.stage == 1 or cfg.fits_repeats(p.schedule, p.repeats):
+    if c.mesh.stage in (1, -1) or cfg.fits_repeats(p.schedule, p.repeats):
         return None
     number = f"exactly {least} chunk{'s'[: least != 1]}" if least == most else f"at least {least} chunks"
     fixes: list[dict[str, Any]] = [{"pipeline.repeats": least}]
@@ -256,7 +243,9 @@ def _layers_fill_chunks(c: Config) -> Broken | None:
     if p.layer_costs:
         return Broken("pipeline.chunk_layers", "and pipeline.layer_costs both cut the layers", [{"pipeline.layer_costs": ()}])
     if sum(p.chunk_layers) != layers:
-        return Broken("pipeline.chunk_layers", f"is not model.layers={layers} in all", values_for("pipeline.chunk_layers", [()]))
+        last = layers - sum(p.chunk_layers[:-1])
+        sizes = [(*p.chunk_layers[:-1], last)] if last > 0 else []
+        return Broken("pipeline.chunk_layers", f"is not model.layers={layers} in all", values_for("pipeline.chunk_layers", [*sizes, ()]))
     chunks = c.mesh.stage * p.repeats
     if p.repeats and c.mesh.stage > 1 and len(p.chunk_layers) != chunks:
         rule = f"has to have mesh.stage={c.mesh.stage} · pipeline.repeats={p.repeats} = {chunks} numbers"
@@ -275,17 +264,14 @@ def _chunks_have_layers(c: Config) -> Broken | None:
     least = max(cfg.SCHEDULES.get(c.pipeline.schedule, (1, 0))[0], 1)
     blame, other = ("mesh.stage", "pipeline.repeats") if stages * least > layers else ("pipeline.repeats", "mesh.stage")
     small = {"mesh.stage": layers // repeats, "pipeline.repeats": layers // max(stages, 1)}
-    fixes = [change for path in (blame, other) for change in values_for(path, range(small[path], 0, -1))]
-    return Broken(blame, rule, [*fixes, {"model.layers": stages * repeats}])
+    fixes = [values_for(path, range(small[path], max(small[path] - 16, 0), -1)) for path in (blame, other)]
+    return Broken(blame, rule, itertools.chain(*fixes, values_for("model.layers", [stages * repeats])))
 
 
 def _schedule_fits_steps(c: Config) -> Broken | None:
     o, steps = c.optimizer, c.train.steps
     # A warm-up may outlast a short run, such as a trial of another's recipe; a decay may not begin before it.
-    if o.decay_steps and o.schedule != "constant":
-        fixes = values_for("optimizer.decay_steps", [0])
-        return Broken("optimizer.decay_steps", f"is for optimizer.schedule='constant' alone, not {o.schedule!r}", fixes)
-    if o.decay_steps and o.warmup_steps + o.decay_steps > steps:
+    if o.decay_steps and o.schedule == "constant" and o.warmup_steps + o.decay_steps > steps:
         rule = f"and optimizer.warmup_steps={o.warmup_steps} are more than train.steps={steps}"
         return Broken("optimizer.decay_steps", rule, values_for("optimizer.decay_steps", [max(steps - o.warmup_steps, 0)]))
     return None
@@ -309,7 +295,8 @@ def _head_size_is_whole(c: Config, devices: int | None) -> Broken | None:
     m = c.model
     if m.head_dim or m.width % m.heads == 0:
         return None
-    wider = values_for("model.width", near(m.width, range(m.heads, m.width + 8 * m.heads, m.heads)))
+    whole = m.width // m.heads * m.heads
+    wider = values_for("model.width", near(m.width, [n for n in (whole, whole + m.heads) if n]))
     fixes = itertools.chain(values_for("model.heads", near(m.heads, divisors(m.width))), wider)
     return Broken("model.heads", f"does not divide model.width={m.width}, and model.head_dim=0 means width/heads", fixes, show=4)
 
@@ -321,7 +308,7 @@ RULES: tuple[Rule, ...] = (
     _predictions_have_a_place,
     _ends_with_layers_are_stages,
     _kv_heads_divide_heads,
-    _expert_settings_have_a_use,
+    _experts_go_with_the_others,
     _tokens_find_experts,
     _rotary_turns_pairs,
     _positions_cover_sequence,

@@ -26,6 +26,7 @@ from jaxtrain.checkpoint.steps import STATE, TO_GENERATE, CheckpointError, choos
 from jaxtrain.config import Config
 from jaxtrain.config_history import stored_config
 from jaxtrain.config_mesh_rules import kv_heads_fit, mlp_widths
+from jaxtrain.config_rules import divisors, near
 
 DESCRIPTION = """
 Continues a prompt with the model of a checkpoint.
@@ -210,13 +211,13 @@ def check_model(config: Config, prompt: int, flags: types.SimpleNamespace) -> No
             f"--tokens={flags.tokens} after a prompt of {prompt} goes beyond the learned model.max_positions={m.max_positions}: use {use}"
         )
     split = {"heads": m.heads} | mlp_widths(m)
-    works = [n for n in range(1, m.heads + 1) if math.gcd(*split.values()) % n == 0 and kv_heads_fit(m, n)]
-    use = " or ".join(filter(None, (", ".join(map(str, works[:-1])), str(works[-1]))))
+    works = near(flags.model, [n for n in divisors(math.gcd(*split.values())) if kv_heads_fit(m, n)])
+    refuse = lambda rule: cli.fail(str(cli.UsageError(f"--model={flags.model} {rule}", {"model": works[0]}, sorted(works[1:5]))))
     for field, size in split.items():
         if size % flags.model:
-            cli.fail(f"--model={flags.model} does not divide model.{field}={size}: use {use}")
+            refuse(f"does not divide model.{field}={size}")
     if not kv_heads_fit(m, flags.model):
-        cli.fail(f"--model={flags.model} neither splits model.kv_heads={m.kv_heads} nor shares each evenly: use {use}")
+        refuse(f"neither splits model.kv_heads={m.kv_heads} nor shares each evenly")
 
 
 def check_devices(count: int, flags: types.SimpleNamespace) -> None:

@@ -24,7 +24,7 @@ from jaxtrain import mesh as meshes
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.config import Config, to_dict
-from jaxtrain.config_checks import changes
+from jaxtrain.config_checks import Surroundings, changes
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.pipeline.setup import make_setup
@@ -44,7 +44,7 @@ class LossError(RuntimeError):
     """A loss that is not finite; the message names the step's batch."""
 
 
-def run(config: Config, workdir: str, began: float | None = None) -> None:
+def run(config: Config, workdir: str, began: float | None = None, unresolved: Config | None = None, recipe: Config | None = None) -> None:
     """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint.
 
     Continues from the newest whole checkpoint of `workdir`. Raises FolderError where another run is at work there; ConfigError, DataError
@@ -52,6 +52,7 @@ def run(config: Config, workdir: str, began: float | None = None) -> None:
     checkpoints of which none is whole; LossError for a loss that is not finite.
 
     began: when the command began, by time.monotonic, for `wall_s` of metrics.jsonl; now if not given.
+    unresolved: the config before it was resolved, and recipe: before the command's flags; what an error suggests starts from these.
     """
     run_began = time.monotonic() if began is None else began
     say = print if cluster.is_main() else lambda *_, **__: None
@@ -61,10 +62,12 @@ def run(config: Config, workdir: str, began: float | None = None) -> None:
         # A run that is ended by a signal leaves no lock either.
         signals = closing.enter_context(Signals(lock.release, notices=cluster.is_main()))
         cluster.from_main(lambda: lock.take(functools.partial(say, flush=True)), FolderError)
-        _run(config, pathlib.Path(workdir), run_began, signals, say)
+        _run(config, unresolved or config, recipe or config, pathlib.Path(workdir), run_began, signals, say)
 
 
-def _run(config: Config, folder: pathlib.Path, run_began: float, signals: Signals, say: Callable) -> None:
+def _run(
+    config: Config, unresolved: Config, recipe: Config, folder: pathlib.Path, run_began: float, signals: Signals, say: Callable
+) -> None:
     # ---------------------------------------------------------------- what to train on, and from where
     make_setup(config)  # a schedule that does not fit is known before the corpus is read
     choice = choose_together(folder / "checkpoints")
@@ -73,7 +76,8 @@ def _run(config: Config, folder: pathlib.Path, run_began: float, signals: Signal
         rest = f"the newest whole checkpoint is {start}" if start else "there is no whole checkpoint"
         say(f"passed over in {folder / 'checkpoints'}: {choice}; {rest}", flush=True)
     if start:
-        config_history.refuse_to_continue(meta, config)
+        around = Surroundings(jax.device_count(), jax.default_backend(), recipe, files=True)
+        config_history.refuse_to_continue(meta, unresolved, around)
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
     _check_corpus(corpus, meta)
     m = config.mesh

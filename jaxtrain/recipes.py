@@ -11,11 +11,12 @@ import difflib
 import importlib.util
 import os
 import pathlib
-import shlex
 import sys
 import traceback
+from collections.abc import Sequence
+from typing import Any
 
-from jaxtrain.config import Config, ConfigError
+from jaxtrain.config import Config, flag_text
 
 PACKAGE = pathlib.Path(__file__).resolve().parent
 # The shipped recipes lie inside an installed package (pyproject.toml), and beside it in a checkout.
@@ -24,7 +25,15 @@ DEFAULT_RECIPE = "tiny"
 
 
 class RecipeError(ValueError):
-    """A recipe that is not there or cannot be read; the text is one line."""
+    """A recipe that is not there or cannot be read; the text is one line.
+
+    rule: what is wrong; nearest: what `--config` works instead, or "", where `advice` says what to do; others: names to choose from.
+    """
+
+    def __init__(self, rule: str, nearest: str = DEFAULT_RECIPE, others: Sequence[str] = (), advice: str = ""):
+        self.rule, self.nearest, self.others, self.advice = rule, nearest, tuple(others), advice
+        more = f" (or {', '.join(others)})" if others else ""
+        super().__init__(f"{rule}: use " + (flag_text("config", nearest) + more if nearest else advice))
 
 
 def shipped_recipes() -> dict[str, pathlib.Path]:
@@ -46,21 +55,21 @@ def find_recipe(name: str) -> pathlib.Path:
     if shipped:
         return shipped
     rule = "is a folder, not a recipe" if os.path.isdir(path) else "is neither a file nor a recipe of jaxtrain's"
-    raise RecipeError(f"--config={name!r} {rule}: use {_nearest(path)}")
+    raise _unknown(f"--config={name!r} {rule}", path)
 
 
-def _nearest(path: pathlib.Path) -> str:
-    """The flag of the recipe most like a path that is none. Where none is like it, the names of all that are shipped follow."""
+def _unknown(rule: str, path: pathlib.Path) -> RecipeError:
+    """The error for a path that is no recipe, with the recipe most like it. Where none is like it, all that are shipped."""
     shipped, here = shipped_recipes(), pathlib.Path()
     beside = _recipes_in(path.parent) if path.parent != here else []
     known: dict[str, str] = {}  # the first of several with one name counts
     for recipe in [*beside, *map(pathlib.Path, shipped), *_recipes_in(here), *_recipes_in(here / "configs")]:
         known.setdefault(recipe.stem, str(recipe))
     if near := difflib.get_close_matches(path.stem, known, n=1, cutoff=0.5):
-        return f"--config={shlex.quote(known[near[0]])}"
+        return RecipeError(rule, known[near[0]])
     if shipped:
-        return f"--config={DEFAULT_RECIPE} (there are {', '.join(shipped)})"
-    return "the path of a Python file with a get_config(), for this copy of jaxtrain came without recipes"
+        return RecipeError(rule, DEFAULT_RECIPE, [name for name in shipped if name != DEFAULT_RECIPE])
+    return RecipeError(rule, "", advice="the path of a Python file with a get_config(), for this copy of jaxtrain came without recipes")
 
 
 def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -74,14 +83,15 @@ def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
 def load_recipe(path: pathlib.Path) -> Config:
     """What the file's get_config() returns. RecipeError for whatever goes wrong in it, with the line."""
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a config that is refused leaves nothing behind
+    name = f"--config={str(path)!r}"
     try:
         spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
         if spec is None or spec.loader is None:
-            raise RecipeError(f"--config={str(path)!r} is not a Python file: use a recipe such as --config={DEFAULT_RECIPE}")
+            raise RecipeError(f"{name} is not a Python file")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if not callable(getattr(module, "get_config", None)):
-            raise RecipeError(f"--config={str(path)!r} defines no function get_config(): use one that returns a jaxtrain.config.Config")
+            raise RecipeError(f"{name} defines no function get_config(), which returns a jaxtrain.config.Config")
         config = module.get_config()
     except RecipeError:
         raise
@@ -89,14 +99,13 @@ def load_recipe(path: pathlib.Path) -> Config:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
         where = f", line {line}," if line else ""
-        raise RecipeError(
-            f"--config={str(path)!r}{where} raises {type(error).__name__}: {error}: mend it, or use --config={DEFAULT_RECIPE}"
-        ) from None
+        raise RecipeError(f"{name}{where} raises {type(error).__name__}: {error}") from None
     finally:
         sys.dont_write_bytecode = writes
     if not isinstance(config, Config):
-        raise RecipeError(f"--config={str(path)!r}: get_config() returns {type(config).__name__}: use a jaxtrain.config.Config")
+        raise RecipeError(f"{name}: get_config() returns {type(config).__name__}, not a jaxtrain.config.Config")
     for group in dataclasses.fields(Config):
-        if not isinstance(getattr(config, group.name), group.type):  # type: ignore[arg-type]
-            raise ConfigError(group.name, getattr(config, group.name), "is not a group of settings", f"a {group.type.__name__}")  # type: ignore[union-attr]
+        kind: Any = group.type
+        if not isinstance(value := getattr(config, group.name), kind):
+            raise RecipeError(f"{name}: {group.name}={value!r} is not a {kind.__name__}")
     return config

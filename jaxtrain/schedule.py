@@ -15,6 +15,7 @@ import pathlib
 import shutil
 import sys
 import types
+from collections.abc import Sequence
 
 from jaxtrain import cli
 from jaxtrain.config import fits_repeats
@@ -92,6 +93,9 @@ def main(argv: list[str]) -> None:
             output, files = compare(flags, problem), dict[str, bytes]()
         else:
             output, files = one(flags, problem)
+    except search.MemoryTooSmall as error:
+        least = error.least * (flags.repeats or 1)
+        cli.fail(str(cli.UsageError(f"--memory={flags.memory:g} is too little for any table found", {"memory": least})))
     except (ValueError, OSError) as error:
         cli.fail(str(error))
     for path, content in files.items():
@@ -109,13 +113,10 @@ def main(argv: list[str]) -> None:
 def check_flags(flags: types.SimpleNamespace) -> search.Problem:
     """What the flags ask for; fills in `stages` and `microbatches`. Raises ValueError for what cannot be."""
     name = flags.schedule
-    if name not in schedules.NAMES and not name.startswith("csv:"):
-        near = difflib.get_close_matches(name, schedules.NAMES, n=1, cutoff=0.0)
-        raise ValueError(f"--schedule={name!r} is unknown: use {near[0]}")
+    if not name.startswith("csv:"):
+        _check_choice("schedule", name, schedules.NAMES)
     for flag, known in (("vocabulary", VOCABULARIES), ("permute", schedules.PERMUTES)):
-        value = getattr(flags, flag)
-        if value not in known:
-            raise ValueError(f"--{flag}={value!r} is unknown: use {difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]}")
+        _check_choice(flag, getattr(flags, flag), known)
     times = read_times(flags)
     if name.startswith("csv:"):
         _check_csv_flags(flags)
@@ -123,18 +124,29 @@ def check_flags(flags: types.SimpleNamespace) -> search.Problem:
     size = flags.stages * max(2, flags.repeats) * flags.microbatches * flags.ops_per_chunk
     if size > MOST_CELLS:
         most = max(1, MOST_CELLS * flags.microbatches // size)
-        raise ValueError(
-            f"--microbatches={flags.microbatches} with these stages and chunks is more than {MOST_CELLS} tasks: use --microbatches={most}"
-        )
-    if flags.repeats and name in SCHEDULES and not flags.compare:
-        schedules.check_repeats(name, flags.stages, flags.repeats)
+        rule = f"--microbatches={flags.microbatches} with these stages and chunks is more than {MOST_CELLS} tasks"
+        raise cli.UsageError(rule, {"microbatches": most})
+    if flags.repeats and name in SCHEDULES and flags.stages > 1 and not flags.compare and not fits_repeats(name, flags.repeats):
+        try:
+            schedules.check_repeats(name, flags.stages, flags.repeats)
+        except ValueError as error:
+            rule = str(error).partition(": use ")[0]
+            raise cli.UsageError(f"--{rule}", {"repeats": schedules.default_repeats(name)}) from None
     if flags.fused_backward and not flags.compare and name not in FUSED and not name.startswith("csv:"):
-        raise ValueError(f"--fused_backward does not fit --schedule={name!r}, whose W's stand apart: use {' or '.join(FUSED)}")
+        rule = f"--fused_backward does not fit --schedule={name!r}, whose W's stand apart"
+        raise cli.UsageError(rule, {"schedule": FUSED[0]}, FUSED[1:])
     if flags.compare and (given := [f for f in ("csv", "svg", "png") if getattr(flags, f)]):
-        raise ValueError(f"--{given[0]} needs one schedule, and --compare shows all: leave one of the two out")
+        raise cli.UsageError(f"--{given[0]} needs one schedule, and --compare shows all", {"compare": False})
     for flag in ("csv", "svg", "png"):
         _check_output(flag, getattr(flags, flag))
     return search.Problem(flags.stages, flags.microbatches, times, bool(flags.recompute), None, None, flags.vocabulary)
+
+
+def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
+    """UsageError for what is no choice: with the one that is most like it, or all of them where none is."""
+    if value not in known:
+        near = difflib.get_close_matches(value, known, n=1, cutoff=0.5) or list(known)
+        raise cli.UsageError(f"--{flag}={value!r} is unknown", {flag: near[0]}, near[1:])
 
 
 def _check_csv_flags(flags: types.SimpleNamespace) -> None:
@@ -142,10 +154,10 @@ def _check_csv_flags(flags: types.SimpleNamespace) -> None:
     table = read_csv(flags.schedule.removeprefix("csv:"))
     for flag in ("stages", "microbatches"):
         if getattr(flags, flag) not in (0, getattr(table, flag)):
-            raise ValueError(f"--{flag}={getattr(flags, flag)} is not what the CSV file has: use {getattr(table, flag)} or leave it out")
+            raise cli.UsageError(f"--{flag}={getattr(flags, flag)} is not what the CSV file has", {flag: getattr(table, flag)})
         setattr(flags, flag, getattr(table, flag))
     if flags.recompute and not table.recompute:
-        raise ValueError(f"--recompute={flags.recompute} is the time of R, and the CSV file has no R: leave it out")
+        raise cli.UsageError(f"--recompute={flags.recompute} is the time of R, and the CSV file has no R", {"recompute": ""})
 
 
 def read_times(flags: types.SimpleNamespace) -> Times:
@@ -156,9 +168,10 @@ def read_times(flags: types.SimpleNamespace) -> Times:
     except ValueError:
         numbers, recompute = [], 0.0
         if all(_is_number(text) for text in flags.times.split(",")):
-            raise ValueError(f"--recompute={flags.recompute!r} is not a time: use a number, such as that of F") from None
+            raise cli.UsageError(f"--recompute={flags.recompute!r} is not a time, such as that of F", {"recompute": "1"}) from None
     if len(numbers) != 4 or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers[:3]) > 0:
-        raise ValueError(f"--times={flags.times!r} is not four times F,B,W,message, of which F, B or W is more than 0: use 1,1,1,0")
+        rule = f"--times={flags.times!r} is not four times F,B,W,message, of which F, B or W is more than 0"
+        raise cli.UsageError(rule, {"times": "1,1,1,0"})
     for flag, value in (
         ("recompute", recompute),
         ("head", flags.head),
@@ -167,7 +180,7 @@ def read_times(flags: types.SimpleNamespace) -> Times:
         ("memory", flags.memory),
     ):
         if not 0 <= value < float("inf"):
-            raise ValueError(f"--{flag}={value} must be a number from 0 up: use 0")
+            raise cli.UsageError(f"--{flag}={value} must be a number from 0 up", {flag: 0})
     F, B, W, message = numbers
     return Times(F, B, W, message, recompute, flags.head, flags.row, flags.embed)
 
@@ -187,9 +200,9 @@ def _check_output(flag: str, name: str) -> None:
         return
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"is in {str(path.parent)!r}, which is not a folder"
-        raise ValueError(f"--{flag}={name!r} {what}: use --{flag}={(path.name or 'schedule') + ('' if path.suffix else f'.{flag}')}")
+        raise cli.UsageError(f"--{flag}={name!r} {what}", {flag: (path.name or "schedule") + ("" if path.suffix else f".{flag}")})
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--{flag}={name!r} may not be written: use --{flag}={path.name} in a folder of your own")
+        raise cli.UsageError(f"--{flag}={name!r} may not be written", {flag: path.name})
 
 
 # --- one schedule ----------------------------------------------------------------------------------------------------------------

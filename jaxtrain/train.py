@@ -7,8 +7,9 @@ import sys
 import time
 
 from jaxtrain import cli
-from jaxtrain.config import ConfigError
-from jaxtrain.config_checks import check_devices
+from jaxtrain.config import ConfigError, one_line
+from jaxtrain.config_checks import check_run
+from jaxtrain.config_unused import unused_settings
 
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     config, flags = cli.parse(argv, DESCRIPTION, FLAGS)
     if flags.json and not flags.dry_run:
-        cli.fail("--json=true is for --dry_run alone: use --dry_run --json")
+        cli.fail("--json=true is for --dry_run alone: use --dry_run=true (or --json=false)")
     if not flags.dry_run:
         cli.check_workdir(flags.workdir)
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
@@ -45,15 +46,17 @@ def main(argv: list[str]) -> int:
     from jaxtrain.run_lock import FolderError
 
     try:
-        config = check_devices(config, jax.device_count(), jax.default_backend())
+        unresolved, config = config, check_run(config, jax.device_count(), jax.default_backend(), flags.recipe)
+        for note in unused_settings(config) if cluster.is_main() else ():
+            print(f"note: {note}", file=sys.stderr, flush=True)
         if flags.dry_run:
             made = dry_run(config.resolve())
             if cluster.is_main():
                 print(made.json() if flags.json else "\n".join(made.lines()), flush=True)
         else:
-            loop.run(config.resolve(), flags.workdir, began)
+            loop.run(config.resolve(), flags.workdir, began, unresolved, flags.recipe)
     except (ConfigError, DataError, CheckpointError, FolderError, loop.LossError) as error:
-        print(" ".join(f"error: {error}".split()), file=sys.stderr, flush=True)
+        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         status = 1 if isinstance(error, loop.LossError) else 2
         if jax.process_count() > 1:
             os._exit(status)  # this error may be this process's alone, and jax's shutdown would wait minutes for the others

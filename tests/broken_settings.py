@@ -5,247 +5,280 @@ import math
 LATENT = {"model.attention": "mla", "model.kv_heads": 0, "model.kv_rank": 32, "model.rope_head_dim": 8}
 
 RULES = [
-    ({"mesh.model": 3}, "mesh.model=3 does not divide model.heads=8: use 1, 2, 4 or 8"),
-    ({"mesh.model": 4, "data.sequence_length": 130}, "mesh.model=4 does not divide data.sequence_length=130: use 1 or 2"),
-    ({"mesh.model": 4, "model.mlp_width": 6}, "mesh.model=4 does not divide model.mlp_width=6: use 1 or 2"),
+    ({"mesh.model": 3}, "mesh.model=3 does not divide model.heads=8: use --config.mesh.model=2 (or 1, 4, 8)"),
+    (
+        {"mesh.model": 4, "data.sequence_length": 130},
+        "mesh.model=4 does not divide data.sequence_length=130: use --config.mesh.model=2 (or 1)",
+    ),
+    ({"mesh.model": 4, "model.mlp_width": 6}, "mesh.model=4 does not divide model.mlp_width=6: use --config.mesh.model=2 (or 1)"),
     (
         {"mesh.model": 8, "model.heads": 24, "model.kv_heads": 3, "model.head_dim": 6},
-        "mesh.model=8 neither divides model.kv_heads=3 nor is a multiple of it: use 1",
+        "mesh.model=8 neither divides model.kv_heads=3 nor is a multiple of it: use --config.mesh.model=1",
     ),
     (
         {"mesh.model": 8, "model.kv_heads": 2, "model.head_dim": 6},
-        "mesh.model=8 makes 4 devices share a head, which does not divide model.head_dim=6: use 1, 2 or 4",
+        "mesh.model=8 makes 4 devices share a head, which does not divide model.head_dim=6: use --config.mesh.model=4 (or 1, 2)",
     ),
-    ({"mesh.stage": 5}, "mesh.stage=5 makes more chunks (mesh.stage=5 · pipeline.repeats=2) than model.layers=8: use 4"),
-    ({"pipeline.repeats": 5}, "pipeline.repeats=5 makes more chunks (mesh.stage=2 · pipeline.repeats=5) than model.layers=8: use 4"),
-    ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1, or -1 for what is left: use 1"),
-    ({"mesh.stage": -2}, "mesh.stage=-2 must be at least 1, or -1 for what is left: use 1"),
-    ({"mesh.stage": -1}, "mesh.stage=-1 is the second -1 beside mesh.data: one axis may be: use 1"),
+    (
+        {"mesh.stage": 5},
+        "mesh.stage=5 makes more chunks (mesh.stage=5 · pipeline.repeats=2) than model.layers=8: use --config.mesh.stage=4",
+    ),
+    (
+        {"pipeline.repeats": 5},
+        "pipeline.repeats=5 makes more chunks (mesh.stage=2 · pipeline.repeats=5) than model.layers=8: use --config.pipeline.repeats=4",
+    ),
+    ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1, or -1 for what is left: use --config.mesh.stage=1"),
+    ({"mesh.stage": -2}, "mesh.stage=-2 must be at least 1, or -1 for what is left: use --config.mesh.stage=1"),
+    ({"mesh.stage": -1}, "mesh.stage=-1 is the second -1 beside mesh.data: one axis may be: use --config.mesh.stage=1"),
     (
         {"mesh.context": 3, "mesh.data": 1},
-        "mesh.context=3 makes two chunks a device, each cut by mesh.model=2: 12 parts, which do not divide data.sequence_length=128: use 2",
+        "mesh.context=3 makes two chunks a device, each cut by mesh.model=2: 12 parts, which do not divide data.sequence_length=128"
+        ": use --config.mesh.context=2",
     ),
     (
         {"mesh.context": 4, "parallel.context": "ulysses"},
-        "parallel.context='ulysses' cuts heads, and mesh.context=4 · mesh.model=2 does not divide model.kv_heads=4: use 'all_gather'",
+        "parallel.context='ulysses' cuts heads, and mesh.context=4 · mesh.model=2 does not divide model.kv_heads=4"
+        ": use --config.parallel.context=all_gather",
     ),
     (
         {"parallel.context": "ring", "mesh.context": 2, "mesh.stage": 2, "mesh.data": 1},
-        "parallel.context='ring' is for mesh.stage=1, not 2: stages do not attend together: use 'all_gather' or 'ulysses'",
+        "parallel.context='ring' is for mesh.stage=1, not 2: stages do not attend together"
+        ": use --config.parallel.context=all_gather (or ulysses)",
     ),
     (
         {"parallel.context": "ring", "mesh.context": 2, "mesh.stage": 1, "pipeline.repeats": 0, "model.attention_kernel": "cudnn"},
-        "model.attention_kernel='cudnn' is not what parallel.context='ring' attends with: use 'auto'",
+        "model.attention_kernel='cudnn' is not what parallel.context='ring' attends with: use --config.model.attention_kernel=auto",
     ),
-    ({"parallel.context": "heads"}, "parallel.context='heads' is unknown: use 'all_gather', 'ulysses' or 'ring'"),
-    ({"mesh.expert": 2}, "mesh.expert=2 splits experts, and model.experts=0: use 1"),
-    ({"mesh.expert": 2, "model.experts": 5, "mesh.data": 1}, "mesh.expert=2 does not divide model.experts=5: use 1"),
-    ({"mesh.expert": 8, "model.experts": 4, "mesh.data": 1}, "mesh.expert=8 does not divide model.experts=4: use 1, 2 or 4"),
-    ({"mesh.model": 4, "model.experts": 4, "model.expert_width": 6}, "mesh.model=4 does not divide model.expert_width=6: use 1 or 2"),
+    ({"parallel.context": "heads"}, "parallel.context='heads' is unknown: use --config.parallel.context=all_gather (or ulysses, ring)"),
+    ({"mesh.expert": 2}, "mesh.expert=2 splits experts, and model.experts=0: use --config.mesh.expert=1"),
+    ({"mesh.expert": 2, "model.experts": 5, "mesh.data": 1}, "mesh.expert=2 does not divide model.experts=5: use --config.mesh.expert=1"),
+    (
+        {"mesh.expert": 8, "model.experts": 4, "mesh.data": 1},
+        "mesh.expert=8 does not divide model.experts=4: use --config.mesh.expert=4 (or 1, 2)",
+    ),
+    (
+        {"mesh.model": 4, "model.experts": 4, "model.expert_width": 6},
+        "mesh.model=4 does not divide model.expert_width=6: use --config.mesh.model=2 (or 1)",
+    ),
     (
         {"mesh.model": 4, "model.experts": 4, "model.dense_layers": 1, "model.expert_width": 8, "model.mlp_width": 6},
-        "mesh.model=4 does not divide model.mlp_width=6: use 1 or 2",
+        "mesh.model=4 does not divide model.mlp_width=6: use --config.mesh.model=2 (or 1)",
     ),
-    ({"model.shared_experts": 1}, "model.shared_experts=1 is for a model with experts, and model.experts=0: use 0"),
-    ({"model.capacity_factor": 1.5}, "model.capacity_factor=1.5 is for a model with experts, and model.experts=0: use 0.0"),
-    ({"model.router": "sigmoid"}, "model.router='sigmoid' is for a model with experts, and model.experts=0: use 'softmax'"),
-    ({"model.router": "topk", "model.experts": 4}, "model.router='topk' is unknown: use 'softmax' or 'sigmoid'"),
-    ({"model.experts": -1}, "model.experts=-1 must be at least 0: use 0"),
-    ({"model.experts": 4, "model.experts_per_token": 5}, "model.experts_per_token=5 is more than model.experts=4: use 4"),
-    ({"model.experts": 8, "model.router_groups": 3}, "model.router_groups=3 does not divide model.experts=8: use 1, 2 or 4"),
+    ({"model.router": "topk", "model.experts": 4}, "model.router='topk' is unknown: use --config.model.router=softmax (or sigmoid)"),
+    ({"model.experts": -1}, "model.experts=-1 must be at least 0: use --config.model.experts=0"),
+    (
+        {"model.experts": 4, "model.experts_per_token": 5},
+        "model.experts_per_token=5 is more than model.experts=4: use --config.model.experts_per_token=4",
+    ),
+    (
+        {"model.experts": 8, "model.router_groups": 3},
+        "model.router_groups=3 does not divide model.experts=8: use --config.model.router_groups=2 (or 1, 4)",
+    ),
     (
         {"model.experts": 8, "model.router_groups": 4, "model.router_group_limit": 5},
-        "model.router_group_limit=5 is more than model.router_groups=4: use 4",
+        "model.router_group_limit=5 is more than model.router_groups=4: use --config.model.router_group_limit=4",
     ),
     (
         {"model.experts": 8, "model.router_groups": 4, "model.experts_per_token": 3},
-        "model.experts_per_token=3 is more than the 2 in model.router_group_limit=1 groups: use 2",
+        "model.experts_per_token=3 is more than the 2 in model.router_group_limit=1 groups: use --config.model.experts_per_token=2",
+    ),
+    (
+        {"model.dense_layers": 2},
+        "model.dense_layers=2 come before layers with experts, and model.experts=0: use --config.model.dense_layers=0",
     ),
     (
         {"model.experts": 12, "model.router_groups": 3, "model.router_group_limit": 2, "model.router_group_best": 5},
-        "model.router_group_best=5 is more than the 4 in each of model.router_groups=3: use 4",
+        "model.router_group_best=5 is more than the 4 in each of model.router_groups=3: use --config.model.router_group_best=4",
     ),
-    (
-        {"model.experts": 8, "model.router_group_best": 1},
-        "model.router_group_best=1 is for choosing groups, and model.router_groups=1: use 2",
-    ),
-    ({"model.router_group_best": 1}, "model.router_group_best=1 is for a model with experts, and model.experts=0: use 2"),
-    ({"model.router_normalize": "never"}, "model.router_normalize='never' is for a model with experts, and model.experts=0: use 'auto'"),
-    ({"model.router_bias": False}, "model.router_bias=False is for a model with experts, and model.experts=0: use True"),
-    (
-        {"model.experts": 8, "model.router_bias": False, "model.balance_rate": 0.01},
-        "model.balance_rate=0.01 moves biases, and model.router_bias=False: use 0.0",
-    ),
-    ({"model.dense_layers": 2}, "model.dense_layers=2 is for a model with experts, and model.experts=0: use 0"),
     (
         {"model.experts": 4, "model.dense_layers": 2, "pipeline.vocabulary": "parallel"},
-        "pipeline.vocabulary='parallel' shares embedding and head, and model.dense_layers=2 needs them on one stage: use 'auto'",
+        "pipeline.vocabulary='parallel' shares embedding and head, and model.dense_layers=2 needs them on one stage"
+        ": use --config.pipeline.vocabulary=auto",
     ),
-    ({"model.experts": 4, "model.biases": True}, "model.biases=True are not in model.experts=4: use False"),
-    ({"optimizer.name": "adamv"}, "optimizer.name='adamv' is unknown: use 'adamw'"),
-    ({"model.norm": "batch"}, "model.norm='batch' is unknown: use 'rmsnorm' or 'layernorm'"),
-    ({"pipeline.schedule": "intreleaved"}, "pipeline.schedule='intreleaved' is unknown: use 'interleaved'"),
-    ({"pipeline.remat": "some"}, "pipeline.remat='some' is unknown: use 'none'"),
-    ({"parallel.zero": 4}, "parallel.zero=4 is not built: the choices are 0, 1, 2 or 3: use 3"),
+    ({"model.experts": 4, "model.biases": True}, "model.biases=True are not in model.experts=4: use --config.model.biases=false"),
+    ({"optimizer.name": "adamv"}, "optimizer.name='adamv' is unknown: use --config.optimizer.name=adamw"),
+    ({"model.norm": "batch"}, "model.norm='batch' is unknown: use --config.model.norm=rmsnorm (or layernorm)"),
+    ({"pipeline.schedule": "intreleaved"}, "pipeline.schedule='intreleaved' is unknown: use --config.pipeline.schedule=interleaved"),
+    ({"pipeline.remat": "some"}, "pipeline.remat='some' is unknown: use --config.pipeline.remat=none"),
+    ({"parallel.zero": 4}, "parallel.zero=4 is not built: the choices are 0, 1, 2 or 3: use --config.parallel.zero=3"),
     (
         {"parallel.zero": 0, "parallel.reduce": "microbatch"},
-        "parallel.reduce='microbatch' leaves gradients sharded, and parallel.zero=0 shards nothing: use 'step'",
+        "parallel.reduce='microbatch' leaves gradients sharded, and parallel.zero=0 shards nothing: use --config.parallel.reduce=step",
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "both"},
-        "parallel.offload='both' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, "
-        "which stays on the devices: use 'activations'",
+        "parallel.offload='both' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, which stays on the devices"
+        ": use --config.parallel.offload=activations",
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "optimizer"},
-        "parallel.offload='optimizer' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, "
-        "which stays on the devices: use 'none'",
+        "parallel.offload='optimizer' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, which stays on the devices"
+        ": use --config.parallel.offload=none",
     ),
-    ({"parallel.offload": "optimiser"}, "parallel.offload='optimiser' is unknown: use 'optimizer'"),
+    ({"parallel.offload": "optimiser"}, "parallel.offload='optimiser' is unknown: use --config.parallel.offload=optimizer"),
     (
         {"train.diloco_inner_steps": 20},
-        "train.diloco_inner_steps=20 is for replicas that train apart, and mesh.replica=1: use 0",
+        "train.diloco_inner_steps=20 is for replicas that train apart, and mesh.replica=1: use --config.train.diloco_inner_steps=0",
     ),
-    (
-        {"precision.outer": "int8"},
-        "precision.outer='int8' is for exchanges between replicas, and train.diloco_inner_steps=0: use 'float32'",
-    ),
-    (
-        {"optimizer.outer_momentum": 0.5, "mesh.replica": 2},
-        "optimizer.outer_momentum=0.5 is for exchanges between replicas, and train.diloco_inner_steps=0: use 0.9",
-    ),
-    (
-        {"optimizer.outer_learning_rate": 1.0},
-        "optimizer.outer_learning_rate=1.0 is for exchanges between replicas, and train.diloco_inner_steps=0: use 0.7",
-    ),
-    ({"parallel.gather": "step"}, "parallel.gather='step' is for parallel.zero=3 alone, not 1: use 'layer'"),
     (
         {"pipeline.schedule": "1f1b"},
-        "pipeline.repeats=2 does not fit pipeline.schedule='1f1b', which has exactly 1 chunk on a stage: use 1",
+        "pipeline.repeats=2 does not fit pipeline.schedule='1f1b', which has exactly 1 chunk on a stage: use --config.pipeline.repeats=1",
     ),
     (
         {"pipeline.repeats": 1},
-        "pipeline.repeats=1 does not fit pipeline.schedule='interleaved', which has at least 2 chunks on a stage: use 2",
+        "pipeline.repeats=1 does not fit pipeline.schedule='interleaved', which has at least 2 chunks on a stage"
+        ": use --config.pipeline.repeats=2",
     ),
     (
         {"pipeline.schedule": "zb_v", "pipeline.repeats": 3},
-        "pipeline.repeats=3 does not fit pipeline.schedule='zb_v', which has exactly 2 chunks on a stage: use 2",
+        "pipeline.repeats=3 does not fit pipeline.schedule='zb_v', which has exactly 2 chunks on a stage: use --config.pipeline.repeats=2",
     ),
-    ({"pipeline.memory": 2.0}, "pipeline.memory=2.0 is for pipeline.schedule='auto' alone, not 'interleaved': use 0.0"),
+    (
+        {"pipeline.memory": 2.0},
+        "pipeline.memory=2.0 is for pipeline.schedule='auto' alone, not 'interleaved': use --config.pipeline.memory=0.0",
+    ),
     (
         {"pipeline.times": (1.0, 2.0)},
-        "pipeline.times=(1.0, 2.0) has to be the times of F, B, W, then message, R, head: use (1.0, 2.0, 1.0)",
+        "pipeline.times=(1.0, 2.0) has to be the times of F, B, W, then message, R, head: use --config.pipeline.times=1.0,2.0,1.0",
     ),
-    ({"pipeline.times": (1.0, 0.0, 1.0)}, "pipeline.times=(1.0, 0.0, 1.0) has no time for F, B or W: use ()"),
-    ({"pipeline.layer_costs": (1.0, 2.0)}, "pipeline.layer_costs=(1.0, 2.0) has to have a number for each of model.layers=8: use ()"),
-    ({"pipeline.layer_costs": (-1.0,) * 8}, f"pipeline.layer_costs={(-1.0,) * 8} has a number that is not above 0: use ()"),
-    ({"pipeline.chunk_layers": (2, 2, 3)}, "pipeline.chunk_layers=(2, 2, 3) is not model.layers=8 in all: use ()"),
+    ({"pipeline.times": (1.0, 0.0, 1.0)}, "pipeline.times=(1.0, 0.0, 1.0) has no time for F, B or W: use --config.pipeline.times="),
+    (
+        {"pipeline.layer_costs": (1.0, 2.0)},
+        "pipeline.layer_costs=(1.0, 2.0) has to have a number for each of model.layers=8: use --config.pipeline.layer_costs=",
+    ),
+    (
+        {"pipeline.layer_costs": (-1.0,) * 8},
+        f"pipeline.layer_costs={(-1.0,) * 8} has a number that is not above 0: use --config.pipeline.layer_costs=",
+    ),
+    (
+        {"pipeline.chunk_layers": (2, 2, 3)},
+        "pipeline.chunk_layers=(2, 2, 3) is not model.layers=8 in all: use --config.pipeline.chunk_layers=",
+    ),
     (
         {"pipeline.chunk_layers": (4, 4)},
-        "pipeline.chunk_layers=(4, 4) has to have mesh.stage=2 · pipeline.repeats=2 = 4 numbers: use ()",
+        "pipeline.chunk_layers=(4, 4) has to have mesh.stage=2 · pipeline.repeats=2 = 4 numbers: use --config.pipeline.chunk_layers=",
     ),
     (
         {"pipeline.chunk_layers": (3, 3, 2), "pipeline.schedule": "auto", "pipeline.repeats": 0},
-        "pipeline.chunk_layers=(3, 3, 2) has 3 numbers, no multiple of mesh.stage=2: use ()",
+        "pipeline.chunk_layers=(3, 3, 2) has 3 numbers, no multiple of mesh.stage=2: use --config.pipeline.chunk_layers=",
     ),
     (
         {"pipeline.chunk_layers": (1, 3, 2, 2), "pipeline.layer_costs": (1.0,) * 8},
-        "pipeline.chunk_layers=(1, 3, 2, 2) and pipeline.layer_costs both cut the layers: use pipeline.layer_costs=()",
+        "pipeline.chunk_layers=(1, 3, 2, 2) and pipeline.layer_costs both cut the layers: use --config.pipeline.layer_costs=",
     ),
-    ({"pipeline.microbatches": 5}, "pipeline.microbatches=5 does not divide data.batch_size=16: use 1, 2, 4 or 8"),
+    (
+        {"pipeline.microbatches": 5},
+        "pipeline.microbatches=5 does not divide data.batch_size=16: use --config.pipeline.microbatches=4 (or 1, 2, 8)",
+    ),
     (
         {"mesh.replica": 3},
-        "data.batch_size=16 is no multiple of mesh.replica=3 × pipeline.microbatches=4, that is 12: use 12 or 24",
+        "data.batch_size=16 is no multiple of mesh.replica=3 × pipeline.microbatches=4, that is 12"
+        ": use --config.data.batch_size=12 (or 24)",
     ),
     (
         {"model.heads": 6, "model.kv_heads": 0},
-        "model.heads=6 does not divide model.width=128, and model.head_dim=0 means width/heads: use 2, 4, 8 or 16",
+        "model.heads=6 does not divide model.width=128, and model.head_dim=0 means width/heads: use --config.model.heads=4 (or 2, 8, 16)",
     ),
-    ({"model.mtp_weight": 0.1}, "model.mtp_weight=0.1 weighs predictions of further tokens, and model.mtp_depth=0: use 0.3"),
-    ({"model.mtp_depth": 128}, "model.mtp_depth=128 looks beyond data.sequence_length=128: use 127"),
+    ({"model.mtp_depth": 128}, "model.mtp_depth=128 looks beyond data.sequence_length=128: use --config.model.mtp_depth=127"),
     (
         {"model.mtp_depth": 1, "pipeline.vocabulary": "parallel"},
-        "pipeline.vocabulary='parallel' shares embedding and head, and model.mtp_depth=1 needs them on one stage: use 'auto'",
+        "pipeline.vocabulary='parallel' shares embedding and head, and model.mtp_depth=1 needs them on one stage"
+        ": use --config.pipeline.vocabulary=auto",
     ),
-    ({"model.kv_rank": 8}, "model.kv_rank=8 is for model.attention='mla' alone, not 'gqa': use 0"),
-    ({"model.latent_norm_epsilon": 1e-6}, "model.latent_norm_epsilon=1e-06 is for model.attention='mla' alone, not 'gqa': use 0.0"),
-    ({"model.value_head_dim": 8}, "model.value_head_dim=8 is for model.attention='mla' alone, not 'gqa': use 0"),
     (
         {**LATENT, "model.positions": "learned"},
-        "model.attention='mla' turns a part of its heads, and model.positions='learned' turn nothing: use model.positions='rotary'",
+        "model.attention='mla' turns a part of its heads, and model.positions='learned' turn nothing: use --config.model.positions=rotary",
     ),
     (
         {**LATENT, "model.kv_heads": 4},
-        "model.kv_heads=4 is for model.attention='gqa': latents make keys and values for each of model.heads=8: use 0",
+        "model.kv_heads=4 is for model.attention='gqa': latents make keys and values for each of model.heads=8"
+        ": use --config.model.kv_heads=0",
     ),
     (
         {"model.attention": "mla", "model.kv_heads": 0},
-        "model.kv_rank=0 leaves model.attention='mla' no latent: use model.attention='gqa'",
+        "model.kv_rank=0 leaves model.attention='mla' no latent: use --config.model.attention=gqa",
     ),
-    ({**LATENT, "model.kv_rank": 0}, "model.kv_rank=0 leaves model.attention='mla' no latent: use 64"),
+    ({**LATENT, "model.kv_rank": 0}, "model.kv_rank=0 leaves model.attention='mla' no latent: use --config.model.kv_rank=64"),
     (
         {**LATENT, "model.rope_head_dim": 5},
-        "model.rope_head_dim=5 is the rotated part of model.attention='mla', and rotary positions turn pairs: "
-        "it must be even, and not 0: use 6",
+        "model.rope_head_dim=5 is the rotated part of model.attention='mla', and rotary positions turn pairs: it must be even, and not 0"
+        ": use --config.model.rope_head_dim=6",
     ),
     (
         {**LATENT, "model.rope_head_dim": 0},
-        "model.rope_head_dim=0 is the rotated part of model.attention='mla', and rotary positions turn pairs: "
-        "it must be even, and not 0: use 8",
+        "model.rope_head_dim=0 is the rotated part of model.attention='mla', and rotary positions turn pairs: it must be even, and not 0"
+        ": use --config.model.rope_head_dim=8",
     ),
     (
         {**LATENT, "model.attention_kernel": "cudnn"},
-        "model.attention_kernel='cudnn' is for heads of one size, and those of model.attention='mla' have two: use 'auto'",
+        "model.attention_kernel='cudnn' is for heads of one size, and those of model.attention='mla' have two"
+        ": use --config.model.attention_kernel=auto",
     ),
     (
         {"model.attention_kernel": "cudnn", "precision.compute": "float32"},
-        "model.attention_kernel='cudnn' is for 16 bits, not precision.compute='float32': use 'auto'",
+        "model.attention_kernel='cudnn' is for 16 bits, not precision.compute='float32': use --config.model.attention_kernel=auto",
     ),
     (
         {"model.attention_kernel": "cudnn", "model.head_dim": 132},
-        "model.attention_kernel='cudnn' is for heads of up to 128 numbers in steps of 8, not model.head_dim=132: use 'auto'",
+        "model.attention_kernel='cudnn' is for heads of up to 128 numbers in steps of 8, not model.head_dim=132"
+        ": use --config.model.attention_kernel=auto",
     ),
-    ({"model.kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=8: use 1, 2, 4 or 8"),
-    ({"model.head_dim": 5}, "model.head_dim=5 gives heads of 5, and rotary positions turn pairs: it must be even: use 6"),
+    ({"model.kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=8: use --config.model.kv_heads=2 (or 1, 4, 8)"),
+    (
+        {"model.head_dim": 5},
+        "model.head_dim=5 gives heads of 5, and rotary positions turn pairs: it must be even: use --config.model.head_dim=6",
+    ),
     (
         {"model.positions": "learned", "model.max_positions": 64},
-        "model.max_positions=64 is a shorter table than data.sequence_length=128: use 128",
+        "model.max_positions=64 is a shorter table than data.sequence_length=128: use --config.model.max_positions=128",
     ),
     (
         {"model.positions": "learned", "train.sample_tokens": 128},
-        "train.sample_tokens=128 and a prompt are longer than the learned positions, model.max_positions=128: use 127",
+        "train.sample_tokens=128 and a prompt are longer than the learned positions, model.max_positions=128"
+        ": use --config.train.sample_tokens=127",
     ),
-    ({"model.vocab_size": 256}, "model.vocab_size=256 is too small for data.tokenizer='bytes', which has 257 tokens: use 257"),
-    ({"optimizer.learning_rate": 0.0}, "optimizer.learning_rate=0.0 must be above 0: use 0.0003"),
-    ({"optimizer.learning_rate": math.nan}, "optimizer.learning_rate=nan is not a finite number: use 0.0003"),
-    ({"optimizer.clip_norm": math.inf}, "optimizer.clip_norm=inf is not a finite number: use 1.0"),
-    ({"optimizer.b1": 1.0}, "optimizer.b1=1.0 must be at least 0 and below 1: use 0.9"),
-    ({"optimizer.b2": -0.5}, "optimizer.b2=-0.5 must be at least 0 and below 1: use 0.0"),
     (
-        {"optimizer.decay_steps": 3},
-        "optimizer.decay_steps=3 is for optimizer.schedule='constant' alone, not 'cosine': use 0",
+        {"model.vocab_size": 256},
+        "model.vocab_size=256 is too small for data.tokenizer='bytes', which has 257 tokens: use --config.model.vocab_size=257",
     ),
+    ({"optimizer.learning_rate": 0.0}, "optimizer.learning_rate=0.0 must be above 0: use --config.optimizer.learning_rate=0.0003"),
+    (
+        {"optimizer.learning_rate": math.nan},
+        "optimizer.learning_rate=nan is not a finite number: use --config.optimizer.learning_rate=0.0003",
+    ),
+    ({"optimizer.clip_norm": math.inf}, "optimizer.clip_norm=inf is not a finite number: use --config.optimizer.clip_norm=1.0"),
+    ({"optimizer.b1": 1.0}, "optimizer.b1=1.0 must be at least 0 and below 1: use --config.optimizer.b1=0.9"),
+    ({"optimizer.b2": -0.5}, "optimizer.b2=-0.5 must be at least 0 and below 1: use --config.optimizer.b2=0.0"),
     (
         {"optimizer.decay_steps": 60, "optimizer.warmup_steps": 50, "optimizer.schedule": "constant"},
-        "optimizer.decay_steps=60 and optimizer.warmup_steps=50 are more than train.steps=100: use 50",
+        "optimizer.decay_steps=60 and optimizer.warmup_steps=50 are more than train.steps=100: use --config.optimizer.decay_steps=50",
     ),
-    ({"train.steps": 0}, "train.steps=0 must be at least 1: use 1"),
-    ({"train.steps": 2**31}, "train.steps=2147483648 is larger than 2147483647: use 2147483647"),
-    ({"train.steps": 2.5}, "train.steps=2.5 is not an integer: use 2"),
-    ({"train.steps": True}, "train.steps=True is not an integer: use 100"),
-    ({"model.biases": 1}, "model.biases=1 is not a boolean (true or false): use False"),
-    ({"train.profile_steps": 99}, "train.profile_steps=99 from the third step on are more than train.steps=100: use 98"),
+    ({"train.steps": 0}, "train.steps=0 must be at least 1: use --config.train.steps=1"),
+    ({"train.steps": 2**31}, "train.steps=2147483648 is larger than 2147483647: use --config.train.steps=2147483647"),
+    ({"train.steps": 2.5}, "train.steps=2.5 is not an integer: use --config.train.steps=2"),
+    ({"train.steps": True}, "train.steps=True is not an integer: use --config.train.steps=100"),
+    ({"model.biases": 1}, "model.biases=1 is not a boolean (true or false): use --config.model.biases=true"),
+    (
+        {"train.profile_steps": 99},
+        "train.profile_steps=99 from the third step on are more than train.steps=100: use --config.train.profile_steps=98",
+    ),
     (
         {"data.loss_mask": ("prompt",)},
-        "data.loss_mask=('prompt',) names 'prompt', which is not in data.text_fields=('text',): use data.text_fields=('prompt', 'text')",
+        "data.loss_mask=('prompt',) names 'prompt', which is not in data.text_fields=('text',): use --config.data.text_fields=prompt,text",
     ),
-    ({"data.loss_mask": ("text",)}, "data.loss_mask=('text',) names all of data.text_fields: no token would have a loss: use ()"),
-    ({"data.text_fields": ("a", "b", "a")}, "data.text_fields=('a', 'b', 'a') has an empty or repeated name: use ('a', 'b')"),
-    ({"data.text_fields": ()}, "data.text_fields=() names no field to read: use ('text',)"),
-    ({"data.sequence_length": 0}, "data.sequence_length=0 must be at least 1: use 128"),
+    (
+        {"data.loss_mask": ("text",)},
+        "data.loss_mask=('text',) names all of data.text_fields: no token would have a loss: use --config.data.loss_mask=",
+    ),
+    (
+        {"data.text_fields": ("a", "b", "a")},
+        "data.text_fields=('a', 'b', 'a') has an empty or repeated name: use --config.data.text_fields=a,b",
+    ),
+    ({"data.text_fields": ()}, "data.text_fields=() names no field to read: use --config.data.text_fields=text"),
+    ({"data.sequence_length": 0}, "data.sequence_length=0 must be at least 1: use --config.data.sequence_length=128"),
     (
         {"train.eval_every": 5, "data.validation_fraction": 0.0},
-        "train.eval_every=5 needs held-out data, and data.validation_fraction=0: use 0",
+        "train.eval_every=5 needs held-out data, and data.validation_fraction=0: use --config.train.eval_every=0",
     ),
 ]
 
@@ -282,4 +315,57 @@ ALLOWED = [
     {"model.experts": 8, "model.router_bias": False},
     {"model.experts": 8, "model.router_bias": False, "model.balance_rate": 0.0, "model.experts_per_token": 1},
     {**LATENT, "model.latent_norm_epsilon": 1e-6},
+]
+
+# Settings that are not at their defaults and have no use: what the note says. A recipe's must work without.
+UNUSED = [
+    (
+        {"mesh.stage": 1},
+        "pipeline.schedule=interleaved and pipeline.repeats=2 have no use with mesh.stage=1",
+    ),
+    (
+        {"mesh.stage": 1, "pipeline.vocabulary": "parallel", "pipeline.permute": "late", "pipeline.times": (1.0, 1.0, 1.0)},
+        "pipeline.schedule=interleaved, pipeline.repeats=2, pipeline.vocabulary=parallel, pipeline.permute=late and "
+        "pipeline.times=1.0,1.0,1.0 have no use with mesh.stage=1",
+    ),
+    ({"parallel.context": "ring"}, "parallel.context=ring has no use with mesh.context=1"),
+    ({"parallel.gather": "step"}, "parallel.gather=step has no use with parallel.zero=1"),
+    ({"parallel.zero": 3, "mesh.data": 1}, "parallel.zero=3 has no use beyond that of 1 with mesh.data=1"),
+    ({"parallel.reduce": "microbatch", "mesh.data": 1}, "parallel.reduce=microbatch has no use with mesh.data=1"),
+    (
+        {"optimizer.outer_learning_rate": 1.0, "precision.outer": "int8", "mesh.replica": 2},
+        "optimizer.outer_learning_rate=1.0 and precision.outer=int8 have no use with train.diloco_inner_steps=0, "
+        "where replicas do not train apart",
+    ),
+    ({"optimizer.decay_steps": 3}, "optimizer.decay_steps=3 has no use with optimizer.schedule='cosine'"),
+    (
+        {"optimizer.final_fraction": 0.5, "optimizer.schedule": "constant"},
+        "optimizer.final_fraction=0.5 has no use with optimizer.schedule='constant' and optimizer.decay_steps=0",
+    ),
+    (
+        {"model.shared_experts": 1, "model.capacity_factor": 1.5, "model.router": "sigmoid"},
+        "model.shared_experts=1, model.router=sigmoid and model.capacity_factor=1.5 have no use with model.experts=0",
+    ),
+    (
+        {"model.router_group_best": 1, "model.router_normalize": "never", "model.router_bias": False},
+        "model.router_normalize=never, model.router_bias=false and model.router_group_best=1 have no use with model.experts=0",
+    ),
+    ({"model.experts": 8, "model.router_group_best": 1}, "model.router_group_best=1 has no use with model.router_groups=1"),
+    (
+        {"model.experts": 8, "model.router_bias": False, "model.balance_rate": 0.01},
+        "model.balance_rate=0.01 has no use with model.router_bias=False",
+    ),
+    ({"model.latent_norm_epsilon": 1e-6}, "model.latent_norm_epsilon=1e-06 has no use with model.attention='gqa'"),
+    (
+        {"model.experts": 4, "model.expert_width": 64, "model.mlp_width": 32},
+        "model.mlp_width=32 has no use with model.expert_width, where every layer has experts",
+    ),
+    ({"model.kv_rank": 8, "model.rope_head_dim": 3}, "model.kv_rank=8 and model.rope_head_dim=3 have no use with model.attention='gqa'"),
+    ({"model.positions": "learned", "model.rotary_base": 500.0}, "model.rotary_base=500.0 has no use with model.positions='learned'"),
+    ({"model.max_positions": 64}, "model.max_positions=64 has no use with model.positions='rotary'"),
+    ({"model.mtp_weight": 0.1}, "model.mtp_weight=0.1 has no use with model.mtp_depth=0"),
+    ({"data.text_fields": ("a b", "c")}, "data.text_fields='a b,c' has no use with data.source='stdlib'"),
+    ({"data.token_dtype": "uint32"}, "data.token_dtype=uint32 has no use with data.source='stdlib'"),
+    ({"data.validation_fraction": 0.0, "train.eval_batches": 3}, "train.eval_batches=3 has no use with data.validation_fraction=0"),
+    ({"train.sample_prompt": "it's "}, "train.sample_prompt='it'\"'\"'s ' has no use with train.sample_tokens=0"),
 ]

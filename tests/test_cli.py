@@ -24,6 +24,9 @@ def get_config():
 """
 
 
+DEVICES_1 = "mesh.stage=2 does not fit: mesh.stage=2 × mesh.model=2 = 4 does not divide the 1 device"
+
+
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path_factory, monkeypatch):
     """Every test runs in a folder with a recipe of its own, PLAIN: the shipped ones may change."""
@@ -91,47 +94,75 @@ def test_other_flags():
     _, flags = parse("--prompt", "a b", "--greedy", "--temperature=2", "--workdir", "x y", "--cpu_devices=4")
     assert (flags.prompt, flags.greedy, flags.temperature, flags.workdir, flags.cpu_devices) == ("a b", True, 2.0, "x y", 4)
     assert isinstance(flags.temperature, float)
-    _, flags = parse("--coordinator=localhost:123", "--processes=2", "--process_id=1")
+    _, flags = parse("--coordinator=localhost:123", "--processes=2", "--process_id=1", "--cpu_devices=4")
     assert (flags.coordinator, flags.processes, flags.process_id) == ("localhost:123", 2, 1)
 
 
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--config.mesh.stag=4"], "mesh.stag='4' is an unknown setting: use --config.mesh.stage"),
-        (["--config.mesh=4"], "mesh='4' is a group of settings: use one of its fields, such as --config.mesh.replica"),
-        (["--config.steps=4"], "steps='4' is an unknown setting: use --config.train.steps"),
-        (["--config.mesh.stage.x=4"], "mesh.stage.x='4' is an unknown setting: use --config.mesh.stage"),
-        (["--config.mesh.stage=abc"], "mesh.stage='abc' is not an integer: use 2"),
-        (["--config.mesh.stage=2.5"], "mesh.stage='2.5' is not an integer: use 2"),
-        (["--config.mesh.stage="], "mesh.stage='' is not an integer: use 2"),
-        (["--config.train.steps=1e3"], "train.steps='1e3' is not an integer: use 1000"),
-        (["--config.optimizer.b1=x"], "optimizer.b1='x' is not a number: use 0.9"),
-        (["--config.optimizer.b1=nan"], "optimizer.b1=nan is not a finite number: use 0.9"),
-        (["--config.model.biases=maybe"], "model.biases='maybe' is not a boolean (true or false): use False"),
-        (["--config.data.loss_mask=(1,)"], "data.loss_mask='(1,)' is not a tuple of strings: use ()"),
-        (['--config.data.loss_mask=("a"'], "data.loss_mask='(\"a\"' is not a tuple of strings: use ()"),
-        (["--config.mesh.model=3"], "mesh.model=3 does not divide model.heads=4: use 1, 2 or 4"),
-        (["--config.optimizer.name=adamv"], "optimizer.name='adamv' is unknown: use 'adamw'"),
-        (["--config.mesh.stage"], "--config.mesh.stage has no value: use --config.mesh.stage=VALUE"),
-        (["--config.mesh.stage", "--greedy"], "--config.mesh.stage has no value: use --config.mesh.stage=VALUE"),
-        (["--config.data.source=no/such"], "data.source='no/such' is neither 'stdlib' nor an existing path: use 'stdlib'"),
-        (["--workdir"], "--workdir has no value: use --workdir=VALUE"),
-        (["--wrkdir=x"], "--wrkdir is an unknown flag: use --workdir"),
+        (["--config.mesh.stag=4"], "mesh.stag='4' is an unknown setting: use --config.mesh.stage=4"),
+        (["--config.mesh.stag=3"], "mesh.stag='3' is an unknown setting: use --config.mesh.stage=2"),
+        (["--config.mesh.stag=x"], "mesh.stag='x' is an unknown setting: use --config.mesh.stage=2"),
+        (["--config.mesh=4"], "mesh='4' is a group of settings, such as mesh.replica: use --config.mesh.replica=1"),
+        (["--config.steps=4"], "steps='4' is an unknown setting: use --config.train.steps=4"),
+        (["--config.mesh.stage.x=4"], "mesh.stage.x='4' is an unknown setting: use --config.mesh.stage=4"),
+        (["--config.mesh.stage=abc"], "mesh.stage='abc' is not an integer: use --config.mesh.stage=2"),
+        (["--config.mesh.stage=2.5"], "mesh.stage='2.5' is not an integer: use --config.mesh.stage=2"),
+        (["--config.mesh.stage="], "mesh.stage='' is not an integer: use --config.mesh.stage=2"),
+        (["--config.train.steps=1e3"], "train.steps='1e3' is not an integer: use --config.train.steps=1000"),
+        (["--config.optimizer.b1=x"], "optimizer.b1='x' is not a number: use --config.optimizer.b1=0.9"),
+        (["--config.optimizer.b1=nan"], "optimizer.b1=nan is not a finite number: use --config.optimizer.b1=0.9"),
+        (["--config.model.biases=maybe"], "model.biases='maybe' is not a boolean (true or false): use --config.model.biases=false"),
+        (["--config.data.loss_mask=(1,)"], "data.loss_mask='(1,)' is not a tuple of strings: use --config.data.loss_mask="),
+        (['--config.data.loss_mask=("a"'], "data.loss_mask='(\"a\"' is not a tuple of strings: use --config.data.loss_mask="),
+        (["--config.mesh.model=3"], "mesh.model=3 does not divide model.heads=4: use --config.mesh.model=2 (or 1, 4)"),
+        (["--config.optimizer.name=adamv"], "optimizer.name='adamv' is unknown: use --config.optimizer.name=adamw"),
+        (["--config.mesh.stage"], "--config.mesh.stage has no value: use --config.mesh.stage=2"),
+        (["--config.mesh.stage", "--greedy"], "--config.mesh.stage has no value: use --config.mesh.stage=2"),
+        (
+            ["--config.data.source=no/such"],
+            "data.source='no/such' is neither 'stdlib' nor an existing path: use --config.data.source=stdlib",
+        ),
+        (["--workdir"], "--workdir has no value: use --workdir="),
+        (["--wrkdir=x y"], "--wrkdir is an unknown flag: use --workdir='x y'"),
         (["--qqqq"], "--qqqq is an unknown flag: use --help, which lists all flags"),
-        (["--stage=3"], "--stage is an unknown flag: use --config.mesh.stage"),
-        (["--mesh.stage=3"], "--mesh.stage is an unknown flag: use --config.mesh.stage"),
+        (["--stage=3"], "--stage is an unknown flag: use --config.mesh.stage=2"),
+        (["--mesh.stage=4"], "--mesh.stage is an unknown flag: use --config.mesh.stage=4"),
+        (["mesh.stage=4"], "argument 'mesh.stage=4' belongs to no flag: use --config.mesh.stage=4"),
+        (
+            ["--config.train.sample_prompt=def", "main():"],
+            "argument 'main():' belongs to no flag: use --config.train.sample_prompt='def main():'",
+        ),
+        (["--prompt=a", "b", "c"], "argument 'b' belongs to no flag: use --prompt='a b c'"),
         (["junk"], "argument 'junk' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
         (["--greedy", "junk"], "argument 'junk' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
         (["-x"], "argument '-x' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
-        (["--greedy=maybe"], "--greedy='maybe' is not a boolean: use true or false"),
-        (["--temperature=hot"], "--temperature='hot' is not a number: use 1.0"),
-        (["--temperature=nan"], "--temperature=nan must be at least 0: use 0"),
-        (["--cpu_devices=-1"], "--cpu_devices=-1 must be at least 0: use 0"),
-        (["--cpu_devices=1.5"], "--cpu_devices='1.5' is not an integer: use 0"),
-        (["--coordinator=host"], "--coordinator='host' is not host:port: use --coordinator=localhost:29500"),
-        (["--processes=2"], "--processes=2 needs --coordinator=HOST:PORT (one machine: python -m jaxtrain.launch)"),
-        (["--process_id=1"], "--process_id=1 is not below --processes=1: use 0 to 0"),
+        (["--greedy=maybe"], "--greedy='maybe' is not a boolean: use --greedy=true (or false)"),
+        (["--temperature=hot"], "--temperature='hot' is not a number: use --temperature=1.0"),
+        (["--temperature=nan"], "--temperature=nan must be at least 0: use --temperature=0.0"),
+        (["--cpu_devices=-1"], "--cpu_devices=-1 must be at least 0: use --cpu_devices=0"),
+        (["--cpu_devices=1.5"], "--cpu_devices='1.5' is not an integer: use --cpu_devices=0"),
+        (["--coordinator=host", "--cpu_devices=4"], "--coordinator='host' is not host:port: use --coordinator=localhost:29500"),
+        (
+            ["--processes=2", "--cpu_devices=4"],
+            "--processes=2 needs --coordinator=HOST:PORT (one machine: python -m jaxtrain.launch): use --coordinator=localhost:29500",
+        ),
+        (["--process_id=1"], "--process_id=1 is not below --processes=1: use --process_id=0"),
+        (
+            ["--temperature=-1", "--config=none.py", "--config.train.steps=x", "--config.mesh.data=3", "--config.model.norm=l"],
+            "--temperature=-1 must be at least 0: use --temperature=0.0 --config=configs/tiny.py --config.model.norm=rmsnorm "
+            "--config.mesh.data=2 --config.train.steps=100",
+        ),
+        (["--cpu_devices=1"], DEVICES_1 + ": use --config.mesh.stage=1 --config.mesh.model=1"),
+        (
+            ["--cpu_devices=6", "--config.mesh.model=3"],
+            "mesh.model=3 does not divide model.heads=4: use --config.mesh.model=2 --config.mesh.stage=3",
+        ),
+        (
+            ["--coordinator=localhost:1", "--processes=3", "--cpu_devices=2", "--config.mesh.stage=4"],
+            "mesh.stage=4 does not fit: mesh.stage=4 × mesh.model=2 = 8 does not divide the 6 devices: use --config.mesh.stage=3",
+        ),
         (["--config=tinny"], "--config='tinny' is neither a file nor a recipe of jaxtrain's: use --config=tiny"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
@@ -140,16 +171,41 @@ def test_wrong_flags(capsys, argv, message):
     assert error(capsys, *argv) == message
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--config.mesh.stage=x", "--config.mesh.stage=4"],
+        ["--cpu_devices=x", "--cpu_devices=8"],
+        ["--config=none.py", "--config=configs/tiny.py"],
+        ["--config.data.loss_mask=(", "--config.data.loss_mask="],
+    ],
+    ids=str,
+)
+def test_what_is_put_behind_a_wrong_flag_counts(argv):
+    parse(*argv)
+
+
+def test_devices_that_jax_alone_knows(capsys, monkeypatch):
+    """Where accelerators may be found, jax is asked before anything is suggested."""
+    monkeypatch.setattr(cli.cluster_environment, "simulated_devices", lambda *_: None)
+    started = []
+    monkeypatch.setattr(cli, "start_jax", started.append)
+    parse("--config.mesh.model=4")
+    assert not started
+    assert error(capsys, "--config.mesh.model=3", "--config.mesh.data=4").endswith("use --config.mesh.model=1")
+    assert started
+
+
 RECIPES = {
     "raises": ("def get_config():\n    x = 1\n    return x / 0\n", ", line 3, raises ZeroDivisionError: division by zero"),
     "syntax": ("def get_config(:\n", ", line 1, raises SyntaxError"),
     "import": ("import nothing_like_it\n", ", line 1, raises ModuleNotFoundError"),
     "exits": ("import sys\nsys.exit('bye\\nbye')\n", "raises SystemExit: bye bye"),
-    "none": ("x = 1\n", "defines no function get_config(): use one that returns a jaxtrain.config.Config"),
-    "number": ("def get_config():\n    return 3\n", "get_config() returns int: use a jaxtrain.config.Config"),
+    "none": ("x = 1\n", "defines no function get_config(), which returns a jaxtrain.config.Config: use --config=configs/tiny.py"),
+    "number": ("def get_config():\n    return 3\n", "get_config() returns int, not a jaxtrain.config.Config: use --config=configs/tiny.py"),
     "group": (
         "from jaxtrain.config import Config\ndef get_config():\n    return Config(mesh=3)\n",
-        "mesh=3 is not a group of settings: use a MeshConfig",
+        "mesh=3 is not a MeshConfig: use --config=configs/tiny.py",
     ),
     "field": (
         "from jaxtrain.config import *\ndef get_config():\n    return Config(mesh=MeshConfig(stag=3))\n",
@@ -157,11 +213,11 @@ RECIPES = {
     ),
     "type": (
         "from jaxtrain.config import *\ndef get_config():\n    return Config(mesh=MeshConfig(stage='3'))\n",
-        "mesh.stage='3' is not an integer: use 1",
+        "mesh.stage='3' is not an integer: use --config.mesh.stage=1",
     ),
     "rule": (
         "from jaxtrain.config import *\ndef get_config():\n    return Config(mesh=MeshConfig(model=3))\n",
-        "mesh.model=3 does not divide model.heads=4: use 1, 2 or 4",
+        "mesh.model=3 does not divide model.heads=4: use --config.mesh.model=2 (or 1, 4)",
     ),
 }
 

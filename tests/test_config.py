@@ -5,13 +5,16 @@ import importlib.util
 import json
 import pathlib
 import random
+import shlex
+from typing import Any
 
 import pytest
-from broken_settings import ALLOWED, RULES
+from broken_settings import ALLOWED, RULES, UNUSED
 
+from jaxtrain import cli, config_checks, config_search
 from jaxtrain import config as cfg
-from jaxtrain import config_checks
 from jaxtrain.config import Config, ConfigError
+from jaxtrain.config_unused import USES, unused_settings
 
 ROOT = pathlib.Path(__file__).parent.parent
 BASE = cfg.replace(
@@ -63,27 +66,121 @@ def test_an_error_is_one_line():
     assert len(str(error)) < 400
 
 
-def offer(error: ConfigError) -> dict[str, int]:
-    """What an error's text says to use: the first of "1, 2 or 4", or all of "mesh.stage=1 mesh.model=1"."""
-    if "=" not in error.nearest:
-        return {error.field: int(error.nearest.replace(" or ", ", ").split(", ")[0])}
-    return {path: int(value) for path, value in (word.split("=") for word in error.nearest.split())}
+def offer(error: ConfigError) -> dict[str, Any]:
+    """What an error's text says to use, read as a shell and the command read it."""
+    flags = shlex.split(error.nearest.partition(" (or ")[0])
+    pairs = [flag.removeprefix("--config.").partition("=") for flag in flags]
+    return {path: cli._value(path, text) for path, _, text in pairs}
 
 
 def test_the_nearest_setting_works():
-    """From configs that work, one setting is spoilt at a time: the first value that the message offers mends it."""
+    """From configs that work, one setting is spoilt at a time: one other value of it mends it, or of one that it has to fit."""
     chance = random.Random(0)
     numbers = [path for path, field in cfg.fields().items() if field.type is int and path not in ("mesh.data", "train.seed", "data.seed")]
     offered = 0
     for _ in range(300):
         path = chance.choice(numbers)
         config = cfg.replace(BASE, {path: chance.choice([-3, 0, 3, 5, 6, 7, 9, 12, 100, 1000])})
+        around = config_checks.Surroundings(8, "cpu", BASE)
         try:
-            config_checks.check(config)
+            config_checks.check(config, around)
         except ConfigError as error:
-            config_checks.check(cfg.replace(config, offer(error)))
+            assert len(offer(error)) == 1, error
+            config_checks.check(cfg.replace(config, offer(error)), around)
             offered += 1
     assert offered > 50
+
+
+SEVERAL = [  # devices, changes, flags that mend all at once
+    (16, {"mesh.model": 16, "mesh.data": 1, "mesh.stage": 1}, {"mesh.model": 8, "mesh.stage": 2}),
+    (8, {"mesh.data": 1, "mesh.stage": 1, "mesh.model": 1}, {"mesh.data": 8, "pipeline.microbatches": 2}),
+    (6, {"mesh.model": 3}, {"mesh.model": 1, "mesh.stage": 3, "pipeline.microbatches": 8}),
+    (12, {"data.batch_size": 7, "pipeline.memory": 0.1}, {"data.batch_size": 12, "pipeline.memory": 0.0}),
+    (8, {"train.steps": 0, "model.norm": "x", "optimizer.b1": 1.0}, {"train.steps": 1, "model.norm": "rmsnorm", "optimizer.b1": 0.9}),
+    (1, {"model.kv_heads": 3}, {"model.kv_heads": 2, "mesh.stage": 1, "mesh.model": 1}),
+]
+
+
+@pytest.mark.parametrize("devices, changes, flags", SEVERAL, ids=[f"{n} {c}" for n, c, _ in SEVERAL])
+def test_all_rules_and_devices_at_once(devices, changes, flags):
+    error = error_of(changes, devices)
+    assert list(offer(error))[0] == error.field or error.field not in offer(error)
+    assert set(offer(error)) == set(flags) or len(offer(error)) < len(flags), error
+    config_checks.check_devices(cfg.replace(BASE, changes | offer(error)), devices)
+
+
+def test_what_was_asked_for_elsewhere_is_not_changed():
+    """`zb_h1` and 6 sequences were asked for; the recipe's repeats and microbatches have to follow."""
+    config = cfg.replace(BASE, {"pipeline.schedule": "zb_h1", "data.batch_size": 6})
+    error = config_checks.refusal(config, config_checks.Surroundings(8, "cpu", BASE))
+    assert error and error.nearest == "--config.pipeline.repeats=1 --config.pipeline.microbatches=3"
+
+
+def test_the_search_is_cut_by_configs_and_still_ends_with_what_works(monkeypatch):
+    monkeypatch.setattr(config_search, "MOST_CONFIGS", 3)
+    spoilt = {"mesh.data": 3, "mesh.stage": 3, "mesh.model": 3, "data.batch_size": 7, "model.heads": 5, "model.kv_heads": 0}
+    for devices in (8, 7):
+        error = error_of(spoilt, devices)
+        changes = offer(error)
+        config_checks.check_devices(cfg.replace(BASE, spoilt | changes), devices)
+        for idle in changes:
+            fewer = {path: value for path, value in changes.items() if path != idle}
+            assert config_checks.refusal(cfg.replace(BASE, spoilt | fewer), config_checks.Surroundings(devices)), idle
+
+
+def test_what_resolved_settings_follow_is_known():
+    """A setting whose resolved value moves with another one has it in FOLLOWS: the search tries that one."""
+    latent = cfg.replace(BASE, {"model.attention": "mla", "model.kv_rank": 8, "model.query_rank": 4, "model.rope_head_dim": 2})
+    moved = {"parallel.zero": 3, "pipeline.schedule": "gpipe", "model.attention": "gqa", "model.experts": 4}
+    for base in (Config(), cfg.replace(latent, {"model.kv_heads": 0})):
+        for path, field in cfg.fields().items():
+            if path not in moved and (field.type is not int or field.metadata["choices"]):
+                continue
+            changed = cfg.replace(base, {path: moved[path] if path in moved else 3 * cfg.get(base, path) + 16})
+            for other in cfg.fields():
+                if other != path and cfg.get(base.resolve(), other) != cfg.get(changed.resolve(), other):
+                    assert path in cfg.FOLLOWS[other], (path, other)
+
+
+VALUES = [
+    ("pipeline.chunk_layers", (3, 2, 2, 1)),
+    ("pipeline.chunk_layers", ()),
+    ("pipeline.chunk_layers", (4,)),
+    ("pipeline.times", (2.0, 0.25, 1e-05)),
+    ("data.text_fields", ("a b", "it's", '"', "x,y", " z")),
+    ("data.text_fields", ("$HOME", "`ls`", "(1)")),
+    ("data.source", 'my  corpus (1), it\'s "new".txt'),
+    ("pipeline.schedule", "csv:my table.csv"),
+    ("train.sample_prompt", ""),
+    ("model.biases", True),
+    ("optimizer.epsilon", 1e-09),
+    ("mesh.data", -1),
+]
+
+
+@pytest.mark.parametrize("path, value", VALUES, ids=str)
+def test_a_suggestion_is_read_back_as_it_was_meant(path, value):
+    (word,) = shlex.split(cfg.suggestion({path: value}))
+    found = cfg.get(cli.apply(Config(), [(path, word.partition("=")[2])]), path)
+    assert found == value and type(found) is type(value)
+
+
+# --- settings without a use ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes, note", UNUSED, ids=[str(changes) for changes, _ in UNUSED])
+def test_a_setting_without_a_use_is_a_note(changes, note):
+    config = cfg.replace(BASE, {"mesh.data": 2} | changes)
+    config_checks.check(config)
+    assert note in unused_settings(config)
+    assert unused_settings(cfg.replace(BASE, {"mesh.data": 2})) == []
+
+
+def test_every_setting_that_may_have_no_use_is_tried():
+    paths = {path for paths, _, _ in USES for path in paths}
+    assert paths <= cfg.fields().keys()
+    tried = {path for changes, _ in UNUSED for path in changes}
+    assert len(paths - tried) < len(paths) / 2
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------------------
@@ -97,15 +194,28 @@ def test_what_is_left_is_filled_in():
 
 
 DEVICES = [
-    (8, {"mesh.stage": 3}, "mesh.stage=3 does not fit: mesh.stage=3 × mesh.model=2 = 6 does not divide the 8 devices: use 1, 2 or 4"),
-    (8, {"mesh.data": 4}, "mesh.data=4 does not fit: mesh.data=4 × mesh.stage=2 × mesh.model=2 = 16 is not the 8 devices: use 2"),
+    (
+        8,
+        {"mesh.stage": 3},
+        "mesh.stage=3 does not fit: mesh.stage=3 × mesh.model=2 = 6 does not divide the 8 devices: use --config.mesh.stage=2 (or 1, 4)",
+    ),
+    (
+        8,
+        {"mesh.data": 4},
+        "mesh.data=4 does not fit: mesh.data=4 × mesh.stage=2 × mesh.model=2 = 16 is not the 8 devices: use --config.mesh.data=2",
+    ),
     (
         1,
         {},
-        "mesh.stage=2 does not fit: mesh.stage=2 × mesh.model=2 = 4 does not divide the 1 device: use mesh.stage=1 mesh.model=1",
+        "mesh.stage=2 does not fit: mesh.stage=2 × mesh.model=2 = 4 does not divide the 1 device"
+        ": use --config.mesh.stage=1 --config.mesh.model=1",
     ),
-    (64, {}, "pipeline.microbatches=4 × mesh.data=16 does not divide data.batch_size=16: use 1"),
-    (12, {}, "data.batch_size=16 is no multiple of mesh.data=3 × pipeline.microbatches=4, that is 12: use 12 or 24"),
+    (64, {}, "pipeline.microbatches=4 × mesh.data=16 does not divide data.batch_size=16: use --config.pipeline.microbatches=1"),
+    (
+        12,
+        {},
+        "data.batch_size=16 is no multiple of mesh.data=3 × pipeline.microbatches=4, that is 12: use --config.data.batch_size=12 (or 24)",
+    ),
 ]
 
 
@@ -128,6 +238,11 @@ def test_the_nearest_mesh_works(devices):
         config_checks.check_devices(cfg.replace(BASE, offer(error)), devices)
 
 
+def test_a_kernel_and_a_mesh_at_once():
+    error = config_checks.refusal(cfg.replace(BASE, {"model.attention_kernel": "cudnn"}), config_checks.Surroundings(2, "cpu"))
+    assert error and set(offer(error)) in ({path, "model.attention_kernel"} for path in ("mesh.stage", "mesh.model"))
+
+
 # --- files -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -137,8 +252,8 @@ def test_files(tmp_path):
     config_checks.check_files(cfg.replace(BASE, {"data.source": str(tmp_path / "corpus.jsonl"), "data.tokenizer": str(tmp_path)}))
     with pytest.raises(ConfigError) as error:
         config_checks.check_files(cfg.replace(BASE, {"data.source": str(tmp_path / "corpsu.jsonl")}))
-    assert str(error.value).endswith(f"is neither 'stdlib' nor an existing path: use '{tmp_path}/corpus.jsonl'")
-    with pytest.raises(ConfigError, match=r"data\.tokenizer=''.*use 'bytes'"):
+    assert str(error.value).endswith(f"is neither 'stdlib' nor an existing path: use --config.data.source={tmp_path}/corpus.jsonl")
+    with pytest.raises(ConfigError, match=r"data\.tokenizer=''.*use --config.data.tokenizer=bytes"):
         config_checks.check_files(cfg.replace(BASE, {"data.tokenizer": ""}))
 
 
@@ -180,16 +295,16 @@ def test_from_dict_takes_what_is_missing_from_the_defaults_and_integers_for_floa
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"mesh": {"stag": 2}}, "mesh.stag=2 is an unknown setting: use mesh.stage"),
-        ({"mesh": {"steps": 2}}, "mesh.steps=2 is an unknown setting: use train.steps"),
+        ({"mesh": {"stag": 2}}, "mesh.stag=2 is an unknown setting: use --config.mesh.stage=2"),
+        ({"mesh": {"steps": 2}}, "mesh.steps=2 is an unknown setting: use --config.train.steps=2"),
         ({"mash": {"stage": 2}}, "mash={'stage': 2} is an unknown group of settings: use mesh"),
-        ({"mesh": 3}, "mesh=3 is a group of settings, not a value: use its fields, such as mesh.replica"),
-        ({"mesh": {"stage": True}}, "mesh.stage=True is not an integer: use 1"),
-        ({"model": {"biases": 0}}, "model.biases=0 is not a boolean (true or false): use False"),
-        ({"model": {"norm": None}}, "model.norm=None is not a string: use 'rmsnorm'"),
-        ({"optimizer": {"b1": "0.9"}}, "optimizer.b1='0.9' is not a number: use 0.9"),
-        ({"data": {"loss_mask": "prompt"}}, "data.loss_mask='prompt' is not a tuple of strings: use ('prompt',)"),
-        ({"data": {"loss_mask": [1]}}, "data.loss_mask=[1] is not a tuple of strings: use ()"),
+        ({"mesh": 3}, "mesh=3 is a group of settings, not a value: use --config.mesh.replica=1"),
+        ({"mesh": {"stage": True}}, "mesh.stage=True is not an integer: use --config.mesh.stage=1"),
+        ({"model": {"biases": 0}}, "model.biases=0 is not a boolean (true or false): use --config.model.biases=false"),
+        ({"model": {"norm": None}}, "model.norm=None is not a string: use --config.model.norm=rmsnorm"),
+        ({"optimizer": {"b1": "0.9"}}, "optimizer.b1='0.9' is not a number: use --config.optimizer.b1=0.9"),
+        ({"data": {"loss_mask": "prompt"}}, "data.loss_mask='prompt' is not a tuple of strings: use --config.data.loss_mask=prompt"),
+        ({"data": {"loss_mask": [1]}}, "data.loss_mask=[1] is not a tuple of strings: use --config.data.loss_mask="),
     ],
 )
 def test_from_dict_is_strict(values, message):
@@ -250,11 +365,32 @@ def test_what_can_continue():
     config_checks.refuse_to_continue(BASE, cfg.replace(BASE, changes))
 
 
+def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
+    """In the form in which it was asked for: what follows a setting needs no flag; and the mesh has to fit what is put back."""
+    asked = {"model.width": 256, "model.heads": 16, "data.seed": 3, "train.seed": 2, "mesh.model": 16}
+    around = config_checks.Surroundings(64, "cpu", BASE)
+    base = cfg.replace(BASE, {"model.kv_heads": 0, "pipeline.microbatches": 1})
+    with pytest.raises(ConfigError) as raised:
+        config_checks.refuse_to_continue(base.resolve(), cfg.replace(base, asked), around)
+    changes = offer(raised.value)
+    assert {path: changes[path] for path in changes if path != "mesh.model"} == {
+        "model.width": 128,
+        "model.heads": 8,
+        "data.seed": 0,
+        "train.seed": 0,
+    }
+    assert str(raised.value).endswith(" (or another --workdir)")
+    config_checks.refuse_to_continue(base.resolve(), cfg.replace(base, asked | changes), around)
+
+
 def test_replicas_that_train_apart_stay_as_many():
     apart = cfg.replace(BASE, {"mesh.replica": 2, "train.diloco_inner_steps": 20})
     outer = {"train.diloco_inner_steps": 30, "precision.outer": "int8", "optimizer.outer_learning_rate": 1.0, "mesh.data": 4}
     config_checks.refuse_to_continue(apart, cfg.replace(apart, outer))
-    with pytest.raises(ConfigError, match="mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: use 2 or another --workdir"):
+    with pytest.raises(
+        ConfigError,
+        match="mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: use --config.mesh.replica=2 .or another --workdir.",
+    ):
         config_checks.refuse_to_continue(apart, cfg.replace(apart, {"mesh.replica": 4}))
     with pytest.raises(ConfigError, match="train.diloco_inner_steps=0 cannot continue"):
         config_checks.refuse_to_continue(apart, cfg.replace(apart, {"train.diloco_inner_steps": 0}))
@@ -299,7 +435,9 @@ def test_a_kernel_of_other_devices():
     assert config_checks.check_devices(config, 8, "gpu").mesh.data == 2
     with pytest.raises(ConfigError) as raised:
         config_checks.check_devices(config, 8, "cpu")
-    assert str(raised.value).endswith("is for NVIDIA GPUs, and the devices here are of platform 'cpu': use 'auto'")
+    assert str(raised.value).endswith(
+        "is for NVIDIA GPUs, and the devices here are of platform 'cpu': use --config.model.attention_kernel=auto"
+    )
 
 
 def test_tiny_runs_on_eight_devices():

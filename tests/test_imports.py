@@ -13,6 +13,8 @@ LAYERS = {
     "jaxtrain.config_history": 0,
     "jaxtrain.config_rules": 0,
     "jaxtrain.config_mesh_rules": 0,
+    "jaxtrain.config_search": 0,
+    "jaxtrain.config_unused": 0,
     "jaxtrain.recipes": 0,
     "jaxtrain.cluster_environment": 0,
     "jaxtrain.metrics": 0,

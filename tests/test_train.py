@@ -341,8 +341,14 @@ def assert_refused(workdir, *flags: str, devices: int = 8) -> str:
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (settings(model__width=64), "model.width=64 cannot continue a checkpoint of model.width=32: use 32 or another --workdir"),
-        (settings(data__seed=1), "data.seed=1 cannot continue a checkpoint of data.seed=0: use 0 or another --workdir"),
+        (
+            settings(model__width=64),
+            "model.width=64 cannot continue a checkpoint of model.width=32: use --config.model.width=32 (or another --workdir)",
+        ),
+        (
+            settings(data__seed=1),
+            "data.seed=1 cannot continue a checkpoint of data.seed=0: use --config.data.seed=0 (or another --workdir)",
+        ),
     ],
     ids=["model", "data"],
 )

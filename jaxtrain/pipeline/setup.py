@@ -8,14 +8,16 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
-from jaxtrain.config import CSV, Config, ConfigError, ModelConfig, ends_with_layers, get
+from jaxtrain.config import CSV, SCHEDULES, Config, ConfigError, ModelConfig, ends_with_layers, get
 from jaxtrain.pipeline import schedules, search
 from jaxtrain.pipeline.placement import Placement, cut, spread
 from jaxtrain.pipeline.search import ANY_REPEATS, Cost, Problem, cost
 from jaxtrain.pipeline.simulate import Simulation, Times, simulate
 from jaxtrain.pipeline.slots import Program, assign_slots
 from jaxtrain.pipeline.table import VOCABULARIES, Table, check
+from jaxtrain.pipeline.table_csv import read_csv
 
 MESSAGE = 0.02  # of F, where the config names no times
 SAVED_MEMORY = 0.95  # the vocabulary is on the end stages alone where that saves more than a twentieth of the step
@@ -98,10 +100,14 @@ def make_setup(config: Config) -> Setup:
         raise
     except search.MemoryTooSmall as error:
         if p.memory:
-            raise ConfigError("pipeline.memory", p.memory, "is too little for any table found", f"{error.least:g}") from None
+            fixes = [{"pipeline.memory": error.least}, {"pipeline.memory": 0.0}]
+            raise ConfigError("pipeline.memory", p.memory, "is too little for any table found", fixes=fixes) from None
         made = _candidates(config, error.least)
     except ValueError as error:
-        raise ConfigError("pipeline.schedule", p.schedule, f"does not work: {error}") from None
+        reason, _, instead = str(error).partition(": use ")
+        fixes = [{"pipeline.schedule": name} for name in SCHEDULES]
+        rule = f"does not work: {reason}{f' (use {instead})' * bool(instead)}"
+        raise ConfigError("pipeline.schedule", p.schedule, rule, fixes=fixes) from None
     # Between the two places for the vocabulary time is weighed against memory: each stage's share against both tables on every stage.
     weighed = lambda price, table: (price[0] * (SAVED_MEMORY if table.vocabulary == "parallel" else 1.0), *price[1:])
     _, table, sizes, shares = min(made, key=lambda candidate: weighed(*candidate[:2]))
@@ -156,7 +162,7 @@ def _make(config: Config, repeats: int, vocabulary: str, memory: float | None) -
     times, full = times_of(config, stages), p.remat == "full"
     own = p.schedule.startswith(CSV)
     if own:
-        table = schedules.make_table(p.schedule, stages, 1, p.microbatches)
+        table = read_csv(p.schedule.removeprefix(CSV))
         _fits(config, table)
         groups = tuple(table.chunk.count(c) for c in sorted(set(table.chunk)))
         chunks = p.chunk_layers or spread(layers, len(groups), p.layer_costs)
@@ -187,20 +193,37 @@ def _shares(config: Config, sizes: Sequence[int]) -> tuple[float, ...]:
 def _fits(config: Config, table: Table) -> None:
     """ConfigError unless a file's table does what the config says."""
     p = config.pipeline
+
+    def refuse(path: str, rule: str, *values: Any, others: Sequence[dict[str, Any]] = ()) -> NoReturn:
+        raise ConfigError(path, get(config, path), rule, fixes=[*({path: value} for value in values), *others])
+
+    named = [{"pipeline.schedule": name} for name in SCHEDULES]
+    for path, wanted in (("mesh.stage", table.stages), ("pipeline.microbatches", table.microbatches)):
+        if get(config, path) != wanted:
+            refuse(path, f"is not the {wanted} of the table of {p.schedule}", wanted)
     if table.forward_only:
-        raise ConfigError("pipeline.schedule", p.schedule, "has F ops alone, and training needs their B and W", "a table with all three")
+        refuse("pipeline.schedule", "has F ops alone, and training needs their B and W", *SCHEDULES)
     if table.recompute and p.remat != "full":
-        raise ConfigError("pipeline.remat", p.remat, f"does not go with the R ops of {p.schedule}", "'full'")
+        refuse("pipeline.remat", f"does not go with the R ops of {p.schedule}", "full")
     if p.remat == "full" and not table.recompute:
-        raise ConfigError("pipeline.remat", p.remat, f"needs R ops, and {p.schedule} has none", "'selective' or 'none'")
+        refuse("pipeline.remat", f"needs R ops, and {p.schedule} has none", "selective", "none")
     chunks = len(set(table.chunk))
     if p.vocabulary not in ("auto", table.vocabulary):
-        raise ConfigError("pipeline.vocabulary", p.vocabulary, f"is not that of {p.schedule}", f"'auto' or {table.vocabulary!r}")
+        refuse("pipeline.vocabulary", f"is not that of {p.schedule}", table.vocabulary, "auto")
     if table.vocabulary == "parallel" and (path := ends_with_layers(config.model)):
-        raise ConfigError(path, get(config, path), f"needs embedding and head on one stage, and {p.schedule} shares them", "0")
+        refuse(path, f"needs embedding and head on one stage, and {p.schedule} shares them", 0, others=named)
     if p.repeats and p.repeats != chunks / table.stages:
-        raise ConfigError("pipeline.repeats", p.repeats, f"is not that of {p.schedule}, {chunks} chunks on {table.stages} stages", "0")
+        refuse("pipeline.repeats", f"is not that of {p.schedule}, {chunks} chunks on {table.stages} stages", 0)
     if p.chunk_layers and len(p.chunk_layers) != chunks:
-        raise ConfigError("pipeline.chunk_layers", p.chunk_layers, f"has another number than the {chunks} chunks of {p.schedule}", "()")
+        refuse("pipeline.chunk_layers", f"has another number than the {chunks} chunks of {p.schedule}", ())
     if table.units > config.model.layers:
-        raise ConfigError("model.layers", config.model.layers, f"are fewer than the units of {p.schedule}", str(table.units))
+        refuse("model.layers", f"are fewer than the units of {p.schedule}", table.units)
+    units = [table.chunk.count(c) for c in sorted(set(table.chunk))]
+    if any(n < parts for n, parts in zip(p.chunk_layers or spread(config.model.layers, chunks, p.layer_costs), units, strict=True)):
+        path = "pipeline.chunk_layers" if p.chunk_layers else "pipeline.layer_costs" if p.layer_costs else "pipeline.schedule"
+        refuse(
+            path,
+            f"leaves a chunk fewer layers than it has units in {p.schedule}",
+            *([()] if path != "pipeline.schedule" else []),
+            others=named,
+        )

@@ -148,7 +148,7 @@ def _check_memories(config, mesh: Mesh) -> None:
     if _offloaded(config) and (has := host_memory.missing(mesh)):
         device = mesh.devices.flat[0].device_kind
         rule = f"needs memory of kind {host_memory.KIND}, and {device} has {has} alone"
-        raise ConfigError("parallel.offload", config.parallel.offload, rule, "'none'")
+        raise ConfigError("parallel.offload", config.parallel.offload, rule, fixes=[{"parallel.offload": "none"}])
 
 
 def abstract_batch(config, step: Step) -> dict:

@@ -8,6 +8,7 @@ import small
 
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
+from jaxtrain.config_checks import Surroundings, refusal
 from jaxtrain.pipeline.schedules import make_table
 from jaxtrain.pipeline.setup import layer_parameters, make_setup, times_of
 from jaxtrain.pipeline.table import Op
@@ -79,12 +80,44 @@ def test_a_file_is_followed(tmp_path):
         "pipeline.vocabulary='parallel' is not that of csv:": {"pipeline.remat": "none", "pipeline.vocabulary": "parallel"},
         "pipeline.chunk_layers=(6, 6) has another number": {"pipeline.remat": "none", "pipeline.chunk_layers": (6, 6)},
         "model.layers=7 are fewer than the units": {"pipeline.remat": "none", "model.layers": 7},
-        "microbatches=8, not 4": {"pipeline.remat": "none", "pipeline.microbatches": 4},
+        "pipeline.microbatches=4 is not the 8 of the table": {"pipeline.remat": "none", "pipeline.microbatches": 4},
     }
     for message, changes in wrong.items():
         with pytest.raises(ConfigError) as found:
             setup(f"csv:{path}", **changes)
         assert message in str(found.value) and "\n" not in str(found.value)
+
+
+def test_a_chunk_with_fewer_layers_than_units_in_the_file_is_refused(tmp_path):
+    path = tmp_path / "cut.csv"
+    path.write_text(to_csv(make_table("gpipe", 2, 1, 4, groups=(2, 2))))
+    with pytest.raises(
+        ConfigError, match=r"pipeline.chunk_layers=\(11, 1\) leaves a chunk fewer layers than it has units .*chunk_layers=$"
+    ):
+        setup(f"csv:{path}", 0, 2, 4, **{"pipeline.remat": "none", "pipeline.chunk_layers": (11, 1)})
+
+
+def test_what_a_file_needs_is_suggested_at_once(tmp_path):
+    """Stages, microbatches and remat of the table, with the mesh and the batch that follow from them."""
+    path = tmp_path / "my table.csv"
+    path.write_text(to_csv(make_table("zb_v", 4, 2, 6, vocabulary="end_stages")))
+    config = configs.replace(configs.Config(), {"model.layers": 8, "mesh.stage": 2, "mesh.model": 3, "pipeline.schedule": f"csv:{path}"})
+    around = Surroundings(8, "cpu", configs.Config(), files=True, tables=True)
+    error = refusal(config, around)
+    assert error is not None
+    changes = error.fixes[0]
+    assert refusal(configs.replace(config, changes), around) is None
+    assert (changes["mesh.stage"], changes["pipeline.microbatches"], changes["pipeline.remat"]) == (4, 6, "selective")
+    assert set(changes) == {"mesh.stage", "mesh.model", "pipeline.microbatches", "pipeline.remat", "data.batch_size"}
+
+
+def test_a_broken_file_is_refused_with_schedules_that_work(tmp_path):
+    path = tmp_path / "broken.csv"
+    path.write_text("stage 0,stage 1,permute\nF0.0,,soon\n")
+    config = configs.replace(configs.Config(), {"mesh.stage": 2, "pipeline.schedule": f"csv:{path}"})
+    error = refusal(config, Surroundings(2, "cpu", files=True, tables=True))
+    assert error is not None and str(error).count(": use ") == 1
+    assert str(error).endswith(": use --config.pipeline.schedule=gpipe (or 1f1b)")
 
 
 @pytest.mark.parametrize("permute", ["auto", "late", "aligned", "early", "spaced"])
@@ -106,7 +139,7 @@ def test_auto_takes_chunks_as_they_are(chunks):
 def test_a_file_without_backward_is_refused(tmp_path):
     file = tmp_path / "forward.csv"
     file.write_text("stage 0,stage 1\nF0.0,\nF0.1,F0.0\n,F0.1\n")
-    with pytest.raises(ConfigError, match="has F ops alone, and training needs their B and W: use a table with all three"):
+    with pytest.raises(ConfigError, match="has F ops alone, and training needs their B and W: use --config.pipeline.schedule=gpipe"):
         setup(f"csv:{file}", 0, 2, 2, **{"pipeline.remat": "none"})
 
 
@@ -121,7 +154,7 @@ def test_dense_layers_first_take_time_with_the_embedding():
 def test_too_little_memory_names_what_is_enough():
     with pytest.raises(ConfigError, match=r"pipeline.memory=0.1 is too little for any table found: use ") as found:
         setup("auto", **{"pipeline.memory": 0.1})
-    enough = float(str(found.value).split("use ")[1])
+    enough = float(str(found.value).split("use --config.pipeline.memory=")[1])
     assert setup("auto", **{"pipeline.memory": enough}).table.name.startswith("auto-")
 
 

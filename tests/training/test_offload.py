@@ -112,7 +112,7 @@ def test_a_device_without_a_host_memory_is_refused(monkeypatch):
     with pytest.raises(ConfigError) as raised:
         make_step(config("both"), small.mesh_of(config()))
     has = "and cpu has device, pinned_host, unpinned_host alone"
-    assert str(raised.value) == f"parallel.offload='both' needs memory of kind remote_host, {has}: use 'none'"
+    assert str(raised.value) == f"parallel.offload='both' needs memory of kind remote_host, {has}: use --config.parallel.offload=none"
 
 
 @pytest.mark.parametrize(
