@@ -78,8 +78,8 @@ class NoTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         words = text.split()
-        if bad := next((w for w in words if not w.isdecimal() or int(w) >= self.vocab_size), None):
-            raise DataError(f"data.tokenizer=none takes ids from 0 to {self.vocab_size - 1} separated by spaces as text, not {bad!r}")
+        if bad := next((w for w in words if not w.isdecimal() or len(w) > 18 or int(w) >= self.vocab_size), None):
+            raise DataError(f"data.tokenizer=none takes ids from 0 to {self.vocab_size - 1} separated by spaces as text, not {bad[:40]!r}")
         return np.array([int(w) for w in words], np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:

@@ -236,6 +236,11 @@ class _Writer:
         self._files.close()
 
 
+def _amount(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
+
+
 class _Progress:
     """A bar over the bytes of a source's files, with the speed in MB of text (or of token files) a second; at the end a line with it."""
 
@@ -251,13 +256,13 @@ class _Progress:
         self._bar.update(size)
 
     def _speed(self) -> str:
-        return f"{self._read / 1e6 / (time.perf_counter() - self._began):.1f} MB/s"
+        return f"{_amount(self._read / (time.perf_counter() - self._began))}/s"
 
     def finish(self, tokens: int, documents: int) -> None:
         """Says what was prepared."""
         self._bar.close()
         if self._shown:
-            what = f"{self._read / 1e6:,.1f} MB, {documents:,} documents, {tokens:,} tokens"
+            what = f"{_amount(self._read)}, {documents:,} documents, {tokens:,} tokens"
             seconds = time.perf_counter() - self._began
             print(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}", file=sys.stderr, flush=True)
 
@@ -305,10 +310,8 @@ def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: T
             chunk = ids[first : first + CHUNK]
             bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))
             if len(bad):
-                raise DataError(
-                    f"{file.path}: token {chunk[bad[0]]} at position {first + bad[0]} is beyond the {tokenizer.vocab_size} ids of "
-                    f"data.tokenizer={data.tokenizer}: name the tokenizer that made it, or none, and the right data.token_dtype"
-                )
+                where = f"{file.path}: token {chunk[bad[0]]} at position {first + bad[0]}"
+                raise _beyond(where, bool(chunk[bad[0]] < 0), int(ids.max()) + 1, data.tokenizer, tokenizer)
             writer.append("tokens", chunk, store=False)
             ends = np.flatnonzero(chunk == end) + first + 1 if end is not None else np.zeros(0, np.int64)
             if first + len(chunk) == len(ids) and (not len(ends) or ends[-1] < len(ids)):
@@ -318,6 +321,15 @@ def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: T
             shown.update(chunk.nbytes, chunk.nbytes)
         writer.finish(tokenizer, dtype=ids.dtype.str, tokens=len(ids), documents=count, masked=False)
         shown.finish(len(ids), count)
+
+
+def _beyond(where: str, negative: bool, needed: int, name: str, tokenizer: Tokenizer) -> DataError:
+    """What is said of an id of a token file that is none of the tokenizer's, or of the model's where there is no tokenizer."""
+    if not isinstance(tokenizer, NoTokenizer):
+        fix = "name the tokenizer that made it, or none, and the right data.token_dtype"
+        return DataError(f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={name}: {fix}")
+    fix = "name the right data.token_dtype" if negative else f"use --config.model.vocab_size={needed}, or the right data.token_dtype"
+    return DataError(f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0: {fix}")
 
 
 def _token_path(folder: pathlib.Path, file: File) -> pathlib.Path:

@@ -65,8 +65,9 @@ def test_none_writes_ids():
     assert tokenizer.encode("5 999").tolist() == [5, 999]
     assert tokenizer.decode([5, 999]) == "5 999"
     assert tokenizer.end_of_document is None
-    with pytest.raises(DataError, match="'1000'"):
-        tokenizer.encode("5 1000")
+    for bad in ("1000", "-1", "1.0", "x", "9" * 5000):
+        with pytest.raises(DataError, match=f"takes ids from 0 to 999 separated by spaces as text, not '{bad[:40]}'"):
+            tokenizer.encode(f"5 {bad}")
 
 
 def test_found_again_by_description(tokenizer_file, tmp_path):

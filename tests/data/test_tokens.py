@@ -117,7 +117,11 @@ def test_token_file_without_tokenizer(config, tmp_path):
     np.save(tmp_path / "a.npy", np.array([1, 2, END, 999], np.int32))
     corpus = prepare(config(source=tmp_path / "a.npy", tokenizer="none"), 1000, progress=False)
     assert documents_of(corpus) == [[1, 2, END, 999]]
-    assert "token 999 at position 3 is beyond the 999 ids" in failure(config(source=tmp_path / "a.npy", tokenizer="none"), 999)
+    message = failure(config(source=tmp_path / "a.npy", tokenizer="none"), 999)  # prepared for another vocabulary before
+    rule = "token 999 at position 3 is not below model.vocab_size=999 and at least 0"
+    assert message == f"{tmp_path}/a.npy: {rule}: use --config.model.vocab_size=1000, or the right data.token_dtype"
+    np.save(tmp_path / "a.npy", np.array([1, -2, END, 999], np.int32))
+    assert "token -2 at position 1 is not below" in failure(config(source=tmp_path / "a.npy", tokenizer="none"), 1000)
 
 
 def test_token_file_errors(config, write, tmp_path, monkeypatch):
