@@ -110,7 +110,7 @@ def test_other_flags():
         (["--config.mesh.stage=abc"], "mesh.stage='abc' is not an integer: use --config.mesh.stage=2"),
         (["--config.mesh.stage=2.5"], "mesh.stage='2.5' is not an integer: use --config.mesh.stage=2"),
         (["--config.mesh.stage="], "mesh.stage='' is not an integer: use --config.mesh.stage=2"),
-        (["--config.train.steps=1e3"], "train.steps='1e3' is not an integer: use --config.train.steps=1000"),
+        (["--config.train.steps=1e3"], "train.steps='1e3' is not an integer: use --config.train.steps=1500"),
         (["--config.optimizer.b1=x"], "optimizer.b1='x' is not a number: use --config.optimizer.b1=0.9"),
         (["--config.optimizer.b1=nan"], "optimizer.b1=nan is not a finite number: use --config.optimizer.b1=0.9"),
         (["--config.model.biases=maybe"], "model.biases='maybe' is not a boolean (true or false): use --config.model.biases=false"),
@@ -151,8 +151,8 @@ def test_other_flags():
         (["--process_id=1"], "--process_id=1 is not below --processes=1: use --process_id=0"),
         (
             ["--temperature=-1", "--config=none.py", "--config.train.steps=x", "--config.mesh.data=3", "--config.model.norm=l"],
-            "--temperature=-1 must be at least 0: use --temperature=0.0 --config=configs/tiny.py --config.model.norm=rmsnorm "
-            "--config.mesh.data=2 --config.train.steps=100",
+            "--temperature=-1 must be at least 0: use --temperature=0.0 --config=tiny --config.model.norm=rmsnorm "
+            "--config.mesh.data=2 --config.train.steps=150",
         ),
         (["--cpu_devices=1"], DEVICES_1 + ": use --config.mesh.stage=1 --config.mesh.model=1"),
         (
@@ -201,11 +201,11 @@ RECIPES = {
     "syntax": ("def get_config(:\n", ", line 1, raises SyntaxError"),
     "import": ("import nothing_like_it\n", ", line 1, raises ModuleNotFoundError"),
     "exits": ("import sys\nsys.exit('bye\\nbye')\n", "raises SystemExit: bye bye"),
-    "none": ("x = 1\n", "defines no function get_config(), which returns a jaxtrain.config.Config: use --config=configs/tiny.py"),
-    "number": ("def get_config():\n    return 3\n", "get_config() returns int, not a jaxtrain.config.Config: use --config=configs/tiny.py"),
+    "none": ("x = 1\n", "defines no function get_config(), which returns a jaxtrain.config.Config: use --config=tiny"),
+    "number": ("def get_config():\n    return 3\n", "get_config() returns int, not a jaxtrain.config.Config: use --config=tiny"),
     "group": (
         "from jaxtrain.config import Config\ndef get_config():\n    return Config(mesh=3)\n",
-        "mesh=3 is not a MeshConfig: use --config=configs/tiny.py",
+        "mesh=3 is not a MeshConfig: use --config=tiny",
     ),
     "field": (
         "from jaxtrain.config import *\ndef get_config():\n    return Config(mesh=MeshConfig(stag=3))\n",
