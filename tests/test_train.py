@@ -183,9 +183,9 @@ def assert_continues(workdir, whole, start: int, stop: int, *flags: str) -> None
         assert_close(found[step], expected[step], 1e-5 if step == start + 1 else 1e-4, f"step {step}")
 
 
-@pytest.mark.parametrize("mesh", ["2x2x2", "8x1x1", "1x8x1"])
+@pytest.mark.parametrize("mesh", ["2x2x2", "8x1x1", pytest.param("1x8x1", marks=pytest.mark.full)])
 def test_goes_on_on_another_mesh(whole, workdir, mesh):
-    """From 1 × 4 × 2 with two chunks a stage, and 9 layers, which are uneven on any number of stages."""
+    """From 1 × 4 × 2 with two chunks a stage, and 9 layers, which are uneven on any number of stages. Other sizes: test_sizes.py."""
     runs.copy_up_to(RESUMED, whole[0], workdir)
     assert_continues(workdir, whole[0], RESUMED, GOES_ON, *runs.mesh(mesh))
 

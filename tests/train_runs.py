@@ -69,15 +69,16 @@ def write_inputs(folder: pathlib.Path) -> None:
 
 def settings(**values: object) -> list[str]:
     """settings(train__steps=3) → ["--config.train.steps=3"]."""
-    return _flags({name.replace("__", "."): value for name, value in values.items()})
+    return flags_of({name.replace("__", "."): value for name, value in values.items()})
 
 
 def mesh(name: str) -> list[str]:
     """The flags of one of MESHES."""
-    return _flags(MESHES[name])
+    return flags_of(MESHES[name])
 
 
-def _flags(values: dict[str, object]) -> list[str]:
+def flags_of(values: dict[str, object]) -> list[str]:
+    """flags_of({"train.steps": 3}) → ["--config.train.steps=3"]."""
     return [f"--config.{path}={str(value).lower() if isinstance(value, bool) else value}" for path, value in values.items()]
 
 

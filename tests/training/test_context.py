@@ -18,14 +18,23 @@ from jaxtrain.training.step import abstract_batch, make_step
 
 APART = {"data.attend_across_documents": False}
 GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+LENGTH = {"data.sequence_length": 24}  # of which 3 devices have whole chunks
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 # (data × stage × model, context), how, schedule, repeats, microbatches, changes
 CASES = {
     "gather 8, selective, blocks": ((1, 1, 1), 8, "all_gather", "1f1b", 1, 1, {**SELECTIVE, "data.sequence_length": 64}),
-    "gather 4, learned positions": ((1, 2, 1), 4, "all_gather", "interleaved", 2, 4, GPT2),
+    "gather 3, learned positions": ((1, 2, 1), 3, "all_gather", "interleaved", 2, 4, {**GPT2, **LENGTH}),
     "gather 2, grouped heads, blocks": ((1, 2, 2), 2, "all_gather", "zb_v", 2, 4, {**APART, **NONE, "model.kv_heads": 2}),
     "ulysses 2, documents, blocks": ((2, 1, 2), 2, "ulysses", "1f1b", 1, 2, APART),
-    "ring 4, grouped heads, documents, blocks": ((1, 1, 2), 4, "ring", "1f1b", 1, 2, {**APART, "model.kv_heads": 2}),
+    "ring 3, grouped heads, documents, blocks": (
+        (1, 1, 2),
+        3,
+        "ring",
+        "1f1b",
+        1,
+        2,
+        {**APART, "model.kv_heads": 2, "data.sequence_length": 24},
+    ),
 }
 MORE = {
     "gather 2": ((1, 1, 1), 2, "all_gather", "1f1b", 1, 2, {}),

@@ -17,11 +17,11 @@ MOE = {
     "data.batch_size": 32,
 }
 SEVERAL = {"model.dense_layers": 2, "model.shared_experts": 2, "model.router": "sigmoid", "model.router_scale": 2.0, "model.z_loss": 0.01}
-GROUPS = {"model.experts": 8, "model.router_groups": 4, "model.router_group_limit": 2}
+GROUPS = {"model.experts": 9, "model.router_groups": 3, "model.router_group_limit": 2, "data.batch_size": 24}
 V2 = {"model.router_group_best": 1, "model.router_normalize": "never"}  # as in DeepSeek-V2
 # data × stage × model, schedule, repeats, changes
 CASES = {
-    "context, groups": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 4, "mesh.context": 2, **GROUPS}),
+    "context, groups": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 3, "mesh.context": 2, **GROUPS}),
     "drops, zb_h1": ((1, 2, 1), "zb_h1", 1, {"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "none", "model.capacity_factor": 0.7}),
     "zb_v, zero 2, all at once": ((2, 2, 1), "zb_v", 2, {"mesh.expert": 2, "pipeline.remat": "selective", "parallel.zero": 2, **SEVERAL}),
 }

@@ -16,7 +16,7 @@ TIED = {"model.tied_embeddings": True}
 GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
 # data × stage × model, schedule, repeats, microbatches, zero, changes
 CASES = {
-    "3, reduced once": ((4, 1, 1), "1f1b", 1, 2, 3, {"parallel.reduce": "step", **TIED}),
+    "3, reduced once": ((3, 1, 1), "1f1b", 1, 2, 3, {"parallel.reduce": "step", "data.batch_size": 12, "model.width": 48, **TIED}),
     "1, reduced each microbatch": ((2, 2, 1), "1f1b", 1, 3, 1, {"parallel.reduce": "microbatch", **ENDS}),
     "3, gathered once": ((2, 2, 1), "1f1b", 1, 3, 3, {"parallel.gather": "step", "mesh.replica": 2}),
     "3, nothing divides": ((3, 2, 1), "1f1b", 1, 2, 3, {"data.batch_size": 12, **SHARED}),
