@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     """The exit status: 0; 2 for what cannot work, with one line on stderr."""
     flags = cli.parse_flags(argv, DESCRIPTION, FLAGS)
     check_flags(flags)
-    folder, step = find_checkpoint(flags.workdir, flags.step)
+    find_checkpoint(flags.workdir)
     start_jax(flags)
     import jax  # not before the flags are known to be right: this takes seconds, and a mistake should not
 
@@ -121,7 +121,7 @@ def check_flags(flags: types.SimpleNamespace) -> None:
 
 
 def find_checkpoint(
-    workdir: str, step: int, wrong: Callable[[dict, Any], str] = lambda meta, state: "", say: Callable[[str], object] = lambda line: None
+    workdir: str, step: int = -1, wrong: Callable[[dict, Any], str] = lambda meta, state: "", say: Callable[[str], object] = lambda line: None
 ) -> tuple[pathlib.Path, int]:
     """The folder of checkpoints and the step, the newest whole one for −1; ends with status 2 where it is not there or not whole.
 

@@ -214,7 +214,7 @@ class RunLock:
             while not self._try(self._path):
                 if self._clock() - told > 2 * BEAT_S and (left := self._seconds_left()):
                     told = self._clock()
-                    say(f"waiting: {self._folder} is locked by {left[0]}, which gives no sign of life: this run begins in {left[1]:.0f} s")
+                    say(f"waiting: {self._folder} is locked by {left[0]}; it gives no sign of life, and this run begins in {left[1]:.0f} s")
                 self._sleep(LOOK_S)
         except OSError as error:
             raise FolderError(f"--workdir={str(self._folder)!r} cannot be locked ({error.strerror}): use another --workdir") from None

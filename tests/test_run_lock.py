@@ -187,7 +187,7 @@ def test_a_newcomer_says_that_it_waits(tmp_path):
     own.take(said.append)
     who = "the run of process 7 on elsewhere, which started 2026-01-02 03:04:05 UTC"
     lines = [
-        re.fullmatch(rf"waiting: {tmp_path} is locked by {who}, which gives no sign of life: this run begins in (\d+) s", s) for s in said
+        re.fullmatch(rf"waiting: {tmp_path} is locked by {who}; it gives no sign of life, and this run begins in (\d+) s", s) for s in said
     ]
     left = [int(line[1]) for line in lines]
     assert len(left) >= 2 and left == sorted(left, reverse=True) and left[0] < 12
