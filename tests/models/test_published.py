@@ -1,0 +1,62 @@
+"""Experts, latent attention and multi-token prediction as the published models have them: logits and gradients of all parameters against
+those of `transformers`, which published.json has (published.py)."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import numpy as np
+import published
+import pytest
+import small
+
+from jaxtrain.models import transformer
+from jaxtrain.training.step import make_step
+
+CASES = json.loads((pathlib.Path(published.__file__).parent / "published.json").read_text())
+VERSIONS = CASES.pop("versions")
+
+
+def assert_same_gradients(got: dict, expected: dict) -> None:
+    """Of each parameter, to 1e-5 of its gradient's size; where that should be nothing (the router of experts that all weigh 1), of the
+    largest one's."""
+    largest = max(norm for norm, _ in expected.values())
+    for name, (norm, along) in expected.items():
+        allowed = 1e-5 * max(norm, 1e-2 * largest)
+        found = published.digest(name, got[name])
+        np.testing.assert_allclose(found, (norm, along), rtol=0, atol=allowed, err_msg=name)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case["mtp_depth"]])
+def test_logits_and_gradients(name):
+    case = CASES[name]
+    cfg = published.config_of(case["kind"], case["config"]).model
+    parts, given = transformer.build(cfg), published.weights(case["shapes"])
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def run(given):
+        logits = transformer.forward(parts, published.parameters_of(case["kind"], cfg, given), published.tokens()[:, :-1])
+        return (logits * published.random("cotangent", *logits.shape)).sum(), logits
+
+    (_, logits), gradients = run(given)
+    np.testing.assert_allclose(logits, case["logits"], rtol=0, atol=1e-5 * np.abs(case["logits"]).max())
+    assert_same_gradients(gradients, case["gradients"])
+
+
+def test_a_training_step_with_predictions():
+    """By the runtime, on one device."""
+    (case,) = (case for case in CASES.values() if case["mtp_depth"])
+    cfg = published.config_of(case["kind"], case["config"], case["mtp_depth"])
+    given = published.weights(case["shapes"])
+    plain, back = jax.vjp(lambda given: published.parameters_of(case["kind"], cfg.model, given), given)
+    tokens = published.tokens()
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones(tokens[:, 1:].shape, np.float32)}
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        params = small.from_plain(step.layout, jax.tree.map(np.asarray, plain))
+        loss, _, gradients, more = jax.device_get(step.gradients(params, small.place_batch(step, cfg, batch)))
+    np.testing.assert_allclose([loss, more["mtp_loss"]], [case["loss"], case["mtp_loss"]], rtol=1e-5)
+    (gradients,) = back(small.to_plain(step.layout, gradients))
+    assert_same_gradients(gradients, case["gradients"])
