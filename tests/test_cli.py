@@ -110,7 +110,7 @@ def test_other_flags():
         (["--config.mesh.stage=abc"], "mesh.stage='abc' is not an integer: use --config.mesh.stage=2"),
         (["--config.mesh.stage=2.5"], "mesh.stage='2.5' is not an integer: use --config.mesh.stage=2"),
         (["--config.mesh.stage="], "mesh.stage='' is not an integer: use --config.mesh.stage=2"),
-        (["--config.train.steps=1e3"], "train.steps='1e3' is not an integer: use --config.train.steps=1500"),
+        (["--config.train.steps=1e3"], "train.steps='1e3' is not an integer: use --config.train.steps=1000"),
         (["--config.optimizer.b1=x"], "optimizer.b1='x' is not a number: use --config.optimizer.b1=0.9"),
         (["--config.optimizer.b1=nan"], "optimizer.b1=nan is not a finite number: use --config.optimizer.b1=0.9"),
         (["--config.model.biases=maybe"], "model.biases='maybe' is not a boolean (true or false): use --config.model.biases=false"),
