@@ -185,7 +185,7 @@ def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], wit
     while rest:
         token = rest.pop(0)
         if not token.startswith("--") or token == "--":
-            own = texts if before in known and isinstance(known[before].default, str) else {}
+            own = texts if before in known and before != "config" and isinstance(known[before].default, str) else {}
             reading.errors.append(_stray(token, before, own, reading, with_config))
             continue
         before, equals, text = token[2:].partition("=")

@@ -27,7 +27,7 @@ class ConfigError(ValueError):
     the first is what to use.
     """
 
-    def __init__(self, field: str, value: object, rule: str, nearest: str = "", fixes: Sequence[Mapping[str, Any]] = ()):
+    def __init__(self, field: str, value: object, rule: str, nearest: str = "", fixes: Sequence[dict[str, Any]] = ()):
         self.field, self.value, self.rule, self.fixes = field, value, rule, tuple(fixes)
         self.nearest = nearest or (suggestion(self.fixes[0]) if self.fixes else "")
         use = f": use {self.nearest}" if self.nearest else ""

@@ -25,7 +25,7 @@ SMALL = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 # Settings that a rule reads and does not name come in this order: what is trained changes last.
 GROUPS = ("mesh", "pipeline", "parallel", "precision", "train", "optimizer", "checkpoint", "metrics", "data", "model")
 Changes = dict[str, Any]
-Reads = frozenset[str] | None  # the settings that a rule reads; None: not known
+Reads = frozenset[str] | None  # the settings that a rule reads; None: not known, and there its own fixes alone are tried
 
 
 class Checks(Protocol):
@@ -70,13 +70,16 @@ _GROUP_NAMES = frozenset(path.partition(".")[0] for path in cfg.fields())
 
 
 def nearest(checks: Checks) -> Changes | None:
-    """The settings to change and their values, or None if MOST_CONFIGS configs were not enough."""
+    """The settings to change and their values, or None if MOST_CONFIGS configs were not enough.
+
+    Each changed setting is a step; what a rule wants changed together, and says no more about, is one.
+    """
     order = itertools.count()
-    # (settings that it takes at least, cost, number, changes, whether they are known not to be enough)
-    heap: list[tuple[int, int, int, Changes, bool]] = [(0, 0, next(order), {}, True)]
+    # (steps that it takes at least, cost, number, steps, changes, whether they are known not to be enough)
+    heap: list[tuple[int, int, int, int, Changes, bool]] = [(0, 0, next(order), 0, {}, True)]
     seen: set[frozenset] = set()
     while heap and len(seen) < MOST_CONFIGS:
-        least, cost, _, changes, failed = heapq.heappop(heap)
+        least, cost, _, steps, changes, failed = heapq.heappop(heap)
         if not failed:
             key = frozenset(changes.items())
             if key in seen:
@@ -84,15 +87,17 @@ def nearest(checks: Checks) -> Changes | None:
             seen.add(key)
             if checks.first(changes) is None:
                 return changes
-            heapq.heappush(heap, (len(changes) + 1, cost, next(order), changes, True))
+            heapq.heappush(heap, (steps + 1, cost, next(order), steps, changes, True))
             continue
         broken = checks.every(changes)
-        needed = len(changes) + _apart(broken)
+        needed = steps + _apart(broken)
         if needed > least:
-            heapq.heappush(heap, (needed, cost, next(order), changes, True))
+            heapq.heappush(heap, (needed, cost, next(order), steps, changes, True))
             continue
+        _, reads = broken[0]
         for more, change in _branches(checks, changes, *broken[0]):
-            heapq.heappush(heap, (max(needed, len(changes) + len(change)), cost + more, next(order), changes | change, False))
+            after = steps + (len(change) if reads is not None else 1)
+            heapq.heappush(heap, (max(needed, after), cost + more, next(order), after, changes | change, False))
     return None
 
 
@@ -167,7 +172,8 @@ def _branches(checks: Checks, changes: Changes, broken: Broken, reads: Reads) ->
             continue
         at = cfg.get(checks.config, path)
         offered = [fix[path] for fix in fixes if list(fix) == [path]]
-        for step, value in enumerate(_different([*offered, *checks.values(path)], (at,))):
+        more = () if reads is None else checks.values(path)
+        for step, value in enumerate(_different([*offered, *more], (at,))):
             yield costs[path] + min(step, FIELD - 1), {path: value}
     for step, fix in enumerate(fixes):
         if len(fix) > 1 and not changes.keys() & fix.keys():

@@ -15,9 +15,11 @@ from typing import Any
 
 from jaxtrain import cli, train
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError
-from jaxtrain.config_checks import check_run
+from jaxtrain.config import ConfigError
+from jaxtrain.config_checks import Surroundings, check_run, first_broken
+from jaxtrain.config_mesh_rules import filled
 from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.recipes import load_recipe
 
 RECIPE = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tiny.py"
 DEVICES = (1, 2, 3, 4, 6, 7, 8, 8, 8, 12, 16)
@@ -99,12 +101,23 @@ def draw_invalid(chance: random.Random, devices: int = 8) -> list[str]:
     while True:
         spoilt = [spoil(chance) for _ in range(chance.randint(1, 3))]
         flags = flags_of(draw_base(chance)) + [f"--config.{path}={text}" for path, text in spoilt]
-        if refusal_of(flags, devices)[0]:
+        if not works(flags, devices):
             return flags
 
 
-def refusal_of(flags: list[str], devices: int) -> tuple[str, Config | None]:
-    """(the error line that the flags end with, "" if they work; the config, with its mesh filled in, if they do)."""
+def works(flags: list[str], devices: int) -> bool:
+    """Whether a run with these flags would begin to compile; without a search for what would do."""
+    reading = cli.read_flags(flags, "", (*cli.SHARED_FLAGS, *train.FLAGS), with_config=True)
+    recipe = load_recipe(RECIPE)
+    config = cli.apply(recipe, reading.overrides)
+    if reading.errors or first_broken(config, Surroundings(devices, "cpu", recipe, files=True, tables=True)):
+        return False
+    make_setup(filled(config, devices).resolve())
+    return True
+
+
+def refusal_of(flags: list[str], devices: int) -> str:
+    """The error line that the flags end with, "" if they work."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -112,10 +125,10 @@ def refusal_of(flags: list[str], devices: int) -> tuple[str, Config | None]:
         config = check_run(config, devices, "cpu", namespace.recipe)
         make_setup(config.resolve())
     except ConfigError as error:
-        return f"error: {error}", None
+        return f"error: {error}"
     except SystemExit:
-        return said.getvalue().rstrip("\n"), None
-    return "", config
+        return said.getvalue().rstrip("\n")
+    return ""
 
 
 def suggested(line: str) -> list[str]:
@@ -131,7 +144,7 @@ def suggested(line: str) -> list[str]:
 
 def refusal_holds(flags: list[str], devices: int) -> str | None:
     """What is wrong with the refusal of these flags; None if all is as it should be."""
-    line, _ = refusal_of(flags, devices)
+    line = refusal_of(flags, devices)
     if not line:
         return "it is not refused"
     if "\n" in line or not line.startswith("error: "):
@@ -142,9 +155,9 @@ def refusal_holds(flags: list[str], devices: int) -> str | None:
         return f"no shell can read its suggestion ({error}): {line}"
     if not words:
         return f"it suggests no flags: {line}"
-    if again := refusal_of([*flags, *words], devices)[0]:
+    if again := refusal_of([*flags, *words], devices):
         return f"what it suggests is refused: {line} → {again}"
     for idle in words if len(words) > 1 else ():
-        if not refusal_of([*flags, *(word for word in words if word != idle)], devices)[0]:
+        if works([*flags, *(word for word in words if word != idle)], devices):
             return f"{idle} is idle: {line}"
     return None

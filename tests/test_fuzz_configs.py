@@ -22,7 +22,7 @@ def test_a_suggestion_ends_the_search(seed):
 def test_a_wrong_suggestion_is_seen(monkeypatch):
     def said(line):
         answers = iter([line, "error: and again: use --config.mesh.data=2"])
-        monkeypatch.setattr(fuzz_configs, "refusal_of", lambda *_: (next(answers), None))
+        monkeypatch.setattr(fuzz_configs, "refusal_of", lambda *_: next(answers))
         return fuzz_configs.refusal_holds([], 8)
 
     assert "is refused" in said("error: x=1 is odd: use --config.mesh.model=2 (or 1, 4)")

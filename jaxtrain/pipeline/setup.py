@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxtrain.config import CSV, SCHEDULES, Config, ConfigError, ModelConfig, ends_with_layers, get
 from jaxtrain.pipeline import schedules, search
@@ -100,8 +100,8 @@ def make_setup(config: Config) -> Setup:
         raise
     except search.MemoryTooSmall as error:
         if p.memory:
-            fixes = [{"pipeline.memory": error.least}, {"pipeline.memory": 0.0}]
-            raise ConfigError("pipeline.memory", p.memory, "is too little for any table found", fixes=fixes) from None
+            enough = [{"pipeline.memory": error.least}, {"pipeline.memory": 0.0}]
+            raise ConfigError("pipeline.memory", p.memory, "is too little for any table found", fixes=enough) from None
         made = _candidates(config, error.least)
     except ValueError as error:
         reason, _, instead = str(error).partition(": use ")
@@ -191,39 +191,47 @@ def _shares(config: Config, sizes: Sequence[int]) -> tuple[float, ...]:
 
 
 def _fits(config: Config, table: Table) -> None:
-    """ConfigError unless a file's table does what the config says."""
+    """ConfigError unless a file's table does what the config says. Its fix is all that the table wants changed, at once: whoever names a file
+    wants that table, and not the least change."""
     p = config.pipeline
-
-    def refuse(path: str, rule: str, *values: Any, others: Sequence[dict[str, Any]] = ()) -> NoReturn:
-        raise ConfigError(path, get(config, path), rule, fixes=[*({path: value} for value in values), *others])
-
     named = [{"pipeline.schedule": name} for name in SCHEDULES]
+    if table.forward_only:
+        rule = "has F ops alone, and training needs their B and W"
+        raise ConfigError("pipeline.schedule", p.schedule, rule, fixes=named)
+    wrong = _wanted(config, table)
+    if wrong:
+        path, (rule, _) = next(iter(wrong.items()))
+        raise ConfigError(path, get(config, path), rule, fixes=[{path: value for path, (_, value) in wrong.items()}])
+    if table.vocabulary == "parallel" and (path := ends_with_layers(config.model)):
+        rule = f"needs embedding and head on one stage, and {p.schedule} shares them"
+        raise ConfigError(path, get(config, path), rule, fixes=[{path: 0}, *named])
+
+
+def _wanted(config: Config, table: Table) -> dict[str, tuple[str, Any]]:
+    """Setting → (what is wrong with it for a file's table, the value that the table wants)."""
+    p, name = config.pipeline, config.pipeline.schedule
+    groups = [table.chunk.count(c) for c in sorted(set(table.chunk))]
+    chunks = len(groups)
+    wrong: dict[str, tuple[str, Any]] = {}
     for path, wanted in (("mesh.stage", table.stages), ("pipeline.microbatches", table.microbatches)):
         if get(config, path) != wanted:
-            refuse(path, f"is not the {wanted} of the table of {p.schedule}", wanted)
-    if table.forward_only:
-        refuse("pipeline.schedule", "has F ops alone, and training needs their B and W", *SCHEDULES)
+            wrong[path] = f"is not the {wanted} of the table of {name}", wanted
     if table.recompute and p.remat != "full":
-        refuse("pipeline.remat", f"does not go with the R ops of {p.schedule}", "full")
+        wrong["pipeline.remat"] = f"does not go with the R ops of {name}", "full"
     if p.remat == "full" and not table.recompute:
-        refuse("pipeline.remat", f"needs R ops, and {p.schedule} has none", "selective", "none")
-    chunks = len(set(table.chunk))
+        wrong["pipeline.remat"] = f"needs R ops, and {name} has none", "selective"
     if p.vocabulary not in ("auto", table.vocabulary):
-        refuse("pipeline.vocabulary", f"is not that of {p.schedule}", table.vocabulary, "auto")
-    if table.vocabulary == "parallel" and (path := ends_with_layers(config.model)):
-        refuse(path, f"needs embedding and head on one stage, and {p.schedule} shares them", 0, others=named)
+        wrong["pipeline.vocabulary"] = f"is not that of {name}", table.vocabulary
     if p.repeats and p.repeats != chunks / table.stages:
-        refuse("pipeline.repeats", f"is not that of {p.schedule}, {chunks} chunks on {table.stages} stages", 0)
+        wrong["pipeline.repeats"] = f"is not that of {name}, {chunks} chunks on {table.stages} stages", 0
     if p.chunk_layers and len(p.chunk_layers) != chunks:
-        refuse("pipeline.chunk_layers", f"has another number than the {chunks} chunks of {p.schedule}", ())
+        wrong["pipeline.chunk_layers"] = f"has another number than the {chunks} chunks of {name}", ()
     if table.units > config.model.layers:
-        refuse("model.layers", f"are fewer than the units of {p.schedule}", table.units)
-    units = [table.chunk.count(c) for c in sorted(set(table.chunk))]
-    if any(n < parts for n, parts in zip(p.chunk_layers or spread(config.model.layers, chunks, p.layer_costs), units, strict=True)):
-        path = "pipeline.chunk_layers" if p.chunk_layers else "pipeline.layer_costs" if p.layer_costs else "pipeline.schedule"
-        refuse(
-            path,
-            f"leaves a chunk fewer layers than it has units in {p.schedule}",
-            *([()] if path != "pipeline.schedule" else []),
-            others=named,
-        )
+        return wrong | {"model.layers": (f"are fewer than the units of {name}", table.units)}
+    own = p.chunk_layers if len(p.chunk_layers) == chunks else ()
+    if any(n < parts for n, parts in zip(own or spread(config.model.layers, chunks, p.layer_costs), groups, strict=True)):
+        cut_by = [path for path in ("pipeline.chunk_layers", "pipeline.layer_costs") if get(config, path)]
+        rule = f"leaves a chunk fewer layers than it has units in {name}"
+        path, value = (cut_by[0], ()) if cut_by else ("model.layers", chunks * max(groups))
+        wrong[path] = rule, value
+    return wrong
