@@ -6,9 +6,12 @@ import signal
 import sys
 
 from jaxtrain import cli
-from jaxtrain.config import ConfigError
+from jaxtrain.config import Config, ConfigError
 from jaxtrain.config_checks import check_devices
+from jaxtrain.pipeline.progress import Progress
+from jaxtrain.pipeline.setup import make_setup
 
+STOPPED = 128 + signal.SIGINT  # what shells say of a process that Ctrl-C ends
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
 
@@ -23,7 +26,7 @@ FLAGS = (
 
 def main(argv: list[str]) -> int:
     """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 for a loss that is not finite; 2 if the flags, the config
-    or the data cannot work."""
+    or the data cannot work; 130 for Ctrl-C while a table is searched for."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until there is something to save, Ctrl-C ends the process: compilation does not listen, and Python drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -43,6 +46,8 @@ def main(argv: list[str]) -> int:
 
     try:
         config = check_devices(config, jax.device_count(), jax.default_backend())
+        if not find_tables(config.resolve()):
+            return _leave(STOPPED)
         if flags.dry_run:
             made = dry_run(config.resolve())
             if cluster.is_main():
@@ -51,11 +56,38 @@ def main(argv: list[str]) -> int:
             loop.run(config.resolve(), flags.workdir)
     except (ConfigError, DataError, CheckpointError, loop.LossError) as error:
         print(" ".join(f"error: {error}".split()), file=sys.stderr, flush=True)
-        status = 1 if isinstance(error, loop.LossError) else 2
-        if jax.process_count() > 1:
-            os._exit(status)  # this error may be this process's alone, and jax's shutdown would wait minutes for the others
-        return status
+        return _leave(1 if isinstance(error, loop.LossError) else 2)
     return 0
+
+
+def find_tables(config: Config) -> bool:
+    """Finds the tables of a resolved config, which are then remembered, and shows how far it is where that lasts; False if Ctrl-C stopped
+    it. Raises ConfigError as `make_setup` does."""
+    from jaxtrain import cluster
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Progress("searching for a table", shown=cluster.is_main()) as progress:
+            make_setup(config, progress)
+    except KeyboardInterrupt:
+        if cluster.is_main():
+            print("stopped before training began: nothing was written", file=sys.stderr, flush=True)
+        return False
+    finally:
+        if before is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, before)
+    return True
+
+
+def _leave(status: int) -> int:
+    """The exit status of a process that stops before its end."""
+    import jax
+
+    if jax.process_count() > 1:
+        os._exit(status)  # this error may be this process's alone, and jax's shutdown would wait minutes for the others
+    return status
 
 
 if __name__ == "__main__":
