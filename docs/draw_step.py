@@ -22,7 +22,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectang
 from jaxtrain.pipeline.columns import columns, permutes, results, units  # noqa: E402
 from jaxtrain.pipeline.schedules import make_table  # noqa: E402
 from jaxtrain.pipeline.slots import Program, assign_slots  # noqa: E402
-from jaxtrain.pipeline.table import Op, Permute, check, wraps  # noqa: E402
+from jaxtrain.pipeline.table import Op, Permute, wraps  # noqa: E402
+from jaxtrain.pipeline.validator import check  # noqa: E402
 
 PICTURE = ROOT / "docs" / "step.svg"
 SCHEDULE, STAGES, REPEATS, MICROBATCHES = "zb_v", 3, 2, 5

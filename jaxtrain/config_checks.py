@@ -19,6 +19,7 @@ from jaxtrain import config_mesh_rules, config_rules, config_search
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config_mesh_rules import AXES, filled
 from jaxtrain.config_rules import Broken, divisors, near, values_for
+from jaxtrain.pipeline.search import Report, silent
 from jaxtrain.pipeline.setup import make_setup
 
 FILES = (("data.source", "stdlib"), ("data.tokenizer", "bytes"))  # settings that are paths, and the word that they may be
@@ -33,6 +34,7 @@ class Surroundings:
     files:      whether files that it names must be there
     tables:     whether its tables are made; a suggestion's are wherever files are looked for, if they can fail
     checkpoint: the config of the checkpoint that is continued
+    report:     is told how far the search for a table has come
     """
 
     devices: int | None = None
@@ -41,6 +43,7 @@ class Surroundings:
     files: bool = False
     tables: bool = False
     checkpoint: Config | None = None
+    report: Report = silent
 
 
 NOTHING = Surroundings()
@@ -62,9 +65,9 @@ def check_devices(config: Config, device_count: int, platform: str = "gpu") -> C
     return filled(config, device_count)
 
 
-def check_run(config: Config, device_count: int, platform: str, recipe: Config) -> Config:
+def check_run(config: Config, device_count: int, platform: str, recipe: Config, report: Report = silent) -> Config:
     """As `check_devices`, with the files that the config names and the tables that it is to be trained by."""
-    check(config, Surroundings(device_count, platform, recipe, files=True, tables=True))
+    check(config, Surroundings(device_count, platform, recipe, files=True, tables=True, report=report))
     return filled(config, device_count)
 
 
@@ -220,7 +223,7 @@ def _all_broken(config: Config, around: Surroundings, seen: set[str] | None, pat
     yield from broken_of(rule(watch(config)) for rule in _of_surroundings(around))
     if around.checkpoint:
         yield from broken_of(iter([_continues(watch(resolved), around.checkpoint.resolve())]))
-    if around.tables and not count and (broken := _tables_are_made(resolved)):
+    if around.tables and not count and (broken := _tables_are_made(resolved, around.report)):
         yield broken
 
 
@@ -270,13 +273,13 @@ def _files_like(path: pathlib.Path) -> Iterator[str]:
     yield from (names[name] for name in difflib.get_close_matches(path.name, names, n=1))
 
 
-def _tables_are_made(resolved: Config) -> Broken | None:
+def _tables_are_made(resolved: Config, report: Report) -> Broken | None:
     """What the making of the tables refuses. Only files, and a bound on memory, can be refused (pipeline/setup.py)."""
     p = resolved.pipeline
     if resolved.mesh.stage < 1 or not (p.schedule.startswith(cfg.CSV) or p.memory):
         return None
     try:
-        make_setup(resolved)
+        make_setup(resolved, report)
     except ConfigError as error:
         return Broken(error.field, error.rule, error.fixes, show=2)
     return None

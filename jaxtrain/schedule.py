@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import types
 from collections.abc import Sequence
@@ -21,10 +22,12 @@ from jaxtrain import cli
 from jaxtrain.config import fits_repeats
 from jaxtrain.pipeline import schedules, search, show
 from jaxtrain.pipeline.orders import SCHEDULES
+from jaxtrain.pipeline.progress import SearchProgress
 from jaxtrain.pipeline.simulate import Simulation, Times, simulate
 from jaxtrain.pipeline.slots import assign_slots
-from jaxtrain.pipeline.table import VOCABULARIES, Permute, Table, check
+from jaxtrain.pipeline.table import VOCABULARIES, Permute, Table
 from jaxtrain.pipeline.table_csv import read_csv, to_csv
+from jaxtrain.pipeline.validator import check
 
 DESCRIPTION = """usage: jaxtrain schedule [flags]      (or python -m jaxtrain.schedule …)
 
@@ -80,39 +83,59 @@ FLAGS = (
     cli.Flag("png", "", "as --svg, drawn by matplotlib"),
 )
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
-MOST_CELLS = 200_000  # stages · repeats · microbatches
+MOST_CELLS = 1_000_000  # stages · repeats · microbatches
 FUSED = ("gpipe", "1f1b", "interleaved")  # schedules whose every W follows its B at once
 
 
 def main(argv: list[str]) -> None:
-    """The command. Whatever is wrong with the flags ends it with one line and status 2 before anything is written."""
+    """The command. Whatever is wrong with the flags ends it with one line and status 2 before anything is written, Ctrl-C with one line
+    and status 130; a file is written whole or not at all."""
     flags = cli.parse_flags(argv, DESCRIPTION, FLAGS)
     try:
-        problem = check_flags(flags)
-        if flags.compare:
-            output, files = compare(flags, problem), dict[str, bytes]()
-        else:
-            output, files = one(flags, problem)
-    except search.MemoryTooSmall as error:
-        least = error.least * (flags.repeats or 1)
-        cli.fail(str(cli.UsageError(f"--memory={flags.memory:g} is too little for any table found", {"memory": least})))
-    except (ValueError, OSError) as error:
-        cli.fail(str(error))
-    for path, content in files.items():
-        pathlib.Path(path).write_bytes(content)
+        try:
+            problem = check_flags(flags)
+            with SearchProgress(flags.schedule if not flags.compare else "all schedules") as progress:
+                if flags.compare:
+                    output, files = compare(flags, problem, progress), dict[str, bytes]()
+                else:
+                    output, files = one(flags, problem, progress)
+        except search.MemoryTooSmall as error:
+            least = error.least * (flags.repeats or 1)
+            cli.fail(str(cli.UsageError(f"--memory={flags.memory:g} is too little for any table found", {"memory": least})))
+        except (ValueError, OSError) as error:
+            cli.fail(str(error))
+        for path, content in files.items():
+            _write(pathlib.Path(path), content)
+        try:
+            sys.stdout.write(output)
+            sys.stdout.flush()
+        except BrokenPipeError:  # `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("stopped: no file is half written", file=sys.stderr, flush=True)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file whole or not at all, beside which a device or a pipe is written as it is."""
+    path = path.resolve()  # a link stays one
+    if path.exists() and not path.is_file() or not os.access(path.parent, os.W_OK):
+        path.write_bytes(content)
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        sys.stdout.write(output)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------------------
 
 
 def check_flags(flags: types.SimpleNamespace) -> search.Problem:
-    """What the flags ask for; fills in `stages` and `microbatches`. Raises ValueError for what cannot be."""
-    name = flags.schedule
+    """What the flags ask for; fills in `stages` and `microbatches`, and `table`, a CSV file's. Raises ValueError for what cannot be."""
+    name, flags.table = flags.schedule, None
     if not name.startswith("csv:"):
         _check_choice("schedule", name, schedules.NAMES)
     for flag, known in (("vocabulary", VOCABULARIES), ("permute", schedules.PERMUTES)):
@@ -151,7 +174,7 @@ def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
 
 def _check_csv_flags(flags: types.SimpleNamespace) -> None:
     """Reads the file once, so that its numbers are known, and refuses flags that do not go with it."""
-    table = read_csv(flags.schedule.removeprefix("csv:"))
+    flags.table = table = read_csv(flags.schedule.removeprefix("csv:"))
     for flag in ("stages", "microbatches"):
         if getattr(flags, flag) not in (0, getattr(table, flag)):
             raise cli.UsageError(f"--{flag}={getattr(flags, flag)} is not what the CSV file has", {flag: getattr(table, flag)})
@@ -208,42 +231,45 @@ def _check_output(flag: str, name: str) -> None:
 # --- one schedule ----------------------------------------------------------------------------------------------------------------
 
 
-def make(flags: types.SimpleNamespace, problem: search.Problem, name: str, repeats: int) -> Table:
-    """The checked table of a schedule; repeats 0: auto tries several."""
-    if name.startswith("csv:"):
-        return read_csv(name.removeprefix("csv:"))
+def make(flags: types.SimpleNamespace, problem: search.Problem, name: str, repeats: Sequence[int], report: search.Report) -> Table:
+    """The checked table of a schedule; of `auto`, the best with any of these numbers of chunks on a stage."""
+    if flags.table is not None:
+        return flags.table
     modes = search.MODES if flags.permute == "auto" else (flags.permute,)
     if name == "auto":
         bound = flags.memory / (flags.repeats or 1) if flags.memory else None
-        table = search.search(problem, (repeats,) if repeats else search.ANY_REPEATS, bound, modes, flags.ops_per_chunk)
+        table = search.search(problem, repeats, bound, modes, flags.ops_per_chunk, report)
     else:
-        groups = [flags.ops_per_chunk] * (problem.stages * repeats)
-        table = search.named(name, repeats, dataclasses.replace(problem, groups=groups), modes)
+        groups = [flags.ops_per_chunk] * (problem.stages * repeats[0])
+        table = search.named(name, repeats[0], dataclasses.replace(problem, groups=groups), modes, report)
     check(table)
     return table
 
 
-def one(flags: types.SimpleNamespace, problem: search.Problem) -> tuple[str, dict[str, bytes]]:
+def one(flags: types.SimpleNamespace, problem: search.Problem, report: search.Report) -> tuple[str, dict[str, bytes]]:
     """(what to print, what to write into which files) for one schedule."""
-    repeats = flags.repeats or (0 if flags.schedule == "auto" else schedules.default_repeats(flags.schedule))
-    table = make(flags, problem, flags.schedule, repeats)
+    default = search.ANY_REPEATS if flags.schedule == "auto" else (schedules.default_repeats(flags.schedule),)
+    table = make(flags, problem, flags.schedule, (flags.repeats,) if flags.repeats else default, report)
+    report("clocks and slots", 1.0)
     result = simulate(table, problem.times, fused_backward=flags.fused_backward)
-    report = figures(table, result)
+    found = figures(table, result)
     title = f"{table.name}: {table.stages} stages, {table.microbatches} microbatches, coupled bubble {result.bubble_fraction_coupled:.1%}"
     files = {}
-    if flags.csv:
-        files[flags.csv] = to_csv(table).encode()
-    if flags.svg:
-        files[flags.svg] = show.svg(table, result.timeline_coupled, title).encode()
-    if flags.png:
-        files[flags.png] = show.png(table, result.timeline_coupled, title)
+    for flag, draw in (
+        ("csv", lambda: to_csv(table).encode()),
+        ("svg", lambda: show.svg(table, result.timeline_coupled, title).encode()),
+        ("png", lambda: show.png(table, result.timeline_coupled, title)),
+    ):
+        if path := getattr(flags, flag):
+            report(f"--{flag}", 1.0)
+            files[path] = draw()
     if flags.json:
-        return json.dumps(report) + "\n", files
+        return json.dumps(found) + "\n", files
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((140, 24)).columns
     lines = [f"{table.name}: {table.stages} stages, {table.microbatches} microbatches; chunks of {show.stage_chunks(table)}"]
     lines += ["", show.text(table, width, colour)]
-    return "\n".join([*lines, summary(report)]) + "\n", files
+    return "\n".join([*lines, summary(found)]) + "\n", files
 
 
 def figures(table: Table, result: Simulation) -> dict:
@@ -290,17 +316,16 @@ def _numbers(values: list[float]) -> str:
 # --- all schedules ---------------------------------------------------------------------------------------------------------------
 
 
-def compare(flags: types.SimpleNamespace, problem: search.Problem) -> str:
+def compare(flags: types.SimpleNamespace, problem: search.Problem, progress: search.Report) -> str:
     """All schedules, best first: those within the memory bound by coupled time, then the others."""
     rows = []
-    chosen = {name: _repeats_to_compare(name, flags.repeats) for name in SCHEDULES}
-    tables = {name: make(flags, problem, name, repeats) for name, repeats in chosen.items()}
-    everything = sorted({*chosen.values(), *search.ANY_REPEATS})
-    bound = flags.memory / (flags.repeats or 1) if flags.memory else None
-    modes = search.MODES if flags.permute == "auto" else (flags.permute,)
-    auto = search.search(problem, everything, bound, modes, flags.ops_per_chunk)
-    check(auto)
-    for name, table in {**tables, "auto": auto}.items():
+    chosen: dict[str, Sequence[int]] = {name: (_repeats_to_compare(name, flags.repeats),) for name in SCHEDULES}
+    chosen["auto"] = tuple(sorted({*(v for values in chosen.values() for v in values), *search.ANY_REPEATS}))
+    done = 0.0
+    for name, repeats in chosen.items():
+        part = 0.5 if name == "auto" else 0.5 / len(SCHEDULES)
+        table = make(flags, problem, name, repeats, _part(progress, done, part))
+        done += part
         result = simulate(table, problem.times, fused_backward=flags.fused_backward and name in FUSED)
         report = figures(table, result)
         report["memory"] = search.memory_of(table) / report["repeats"] * (flags.repeats or 1)
@@ -320,6 +345,11 @@ def compare(flags: types.SimpleNamespace, problem: search.Problem) -> str:
         )
     lines.append(f"stashes: the most at once on any stage, {unit} for one microbatch, from F to the end of W")
     return "\n".join(lines) + "\n"
+
+
+def _part(report: search.Report, done: float, part: float) -> search.Report:
+    """A report of what is `part` of the whole, after `done` of it."""
+    return lambda what, of: report(what, done + of * part)
 
 
 def _repeats_to_compare(name: str, repeats: int) -> int:

@@ -7,10 +7,13 @@ import sys
 import time
 
 from jaxtrain import cli
-from jaxtrain.config import ConfigError, one_line
+from jaxtrain.config import Config, ConfigError, one_line
 from jaxtrain.config_checks import check_run
 from jaxtrain.config_unused import unused_settings
+from jaxtrain.pipeline.progress import SearchProgress
+from jaxtrain.pipeline.setup import make_setup
 
+STOPPED = 128 + signal.SIGINT  # what shells say of a process that Ctrl-C ends
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
 
@@ -25,7 +28,7 @@ FLAGS = (
 
 def main(argv: list[str]) -> int:
     """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 for a loss that is not finite, and where another run has
-    taken the folder; 2 if the flags, the config, the data or the folder cannot work."""
+    taken the folder; 2 if the flags, the config, the data or the folder cannot work; 130 for Ctrl-C while a table is searched for."""
     began = time.monotonic()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until there is something to save, Ctrl-C ends the process: compilation does not listen, and Python drops it in a callback.
@@ -37,7 +40,6 @@ def main(argv: list[str]) -> int:
         cli.check_workdir(flags.workdir)
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         cli.start_jax(flags, config)
-    import jax  # after the flags are known to be right
 
     from jaxtrain import cluster, loop
     from jaxtrain.checkpoint.steps import CheckpointError
@@ -46,7 +48,10 @@ def main(argv: list[str]) -> int:
     from jaxtrain.run_lock import FolderError
 
     try:
-        unresolved, config = config, check_run(config, jax.device_count(), jax.default_backend(), flags.recipe)
+        unresolved, found = config, check_and_find_tables(config, flags.recipe)
+        if not found:
+            return _leave(STOPPED)
+        config = found
         for note in unused_settings(config) if cluster.is_main() else ():
             print(f"note: {note}", file=sys.stderr, flush=True)
         if flags.dry_run:
@@ -57,11 +62,41 @@ def main(argv: list[str]) -> int:
             loop.run(config.resolve(), flags.workdir, began, unresolved, flags.recipe)
     except (ConfigError, DataError, CheckpointError, FolderError, loop.LossError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
-        status = 1 if isinstance(error, loop.LossError) else 2
-        if jax.process_count() > 1:
-            os._exit(status)  # this error may be this process's alone, and jax's shutdown would wait minutes for the others
-        return status
+        return _leave(1 if isinstance(error, loop.LossError) else 2)
     return 0
+
+
+def check_and_find_tables(config: Config, recipe: Config) -> Config | None:
+    """The config with its mesh known, once everything about it is checked; its tables are found, and remembered. Shows how far that is where
+    it lasts. None if Ctrl-C stopped it. Raises ConfigError as `check_run` and `make_setup` do."""
+    import jax
+
+    from jaxtrain import cluster
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with SearchProgress("searching for a table", shown=cluster.is_main()) as progress:
+            config = check_run(config, jax.device_count(), jax.default_backend(), recipe, progress)
+            make_setup(config.resolve(), progress)
+    except KeyboardInterrupt:
+        if cluster.is_main():
+            print("stopped before training began: nothing was written", file=sys.stderr, flush=True)
+        return None
+    finally:
+        if before is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, before)
+    return config
+
+
+def _leave(status: int) -> int:
+    """The exit status of a process that stops before its end."""
+    import jax
+
+    if jax.process_count() > 1:
+        os._exit(status)  # this error may be this process's alone, and jax's shutdown would wait minutes for the others
+    return status
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ LAYERS = {
     "jaxtrain.pipeline.show": 0,
     "jaxtrain.pipeline.table": 0,
     "jaxtrain.pipeline.table_csv": 0,
+    "jaxtrain.pipeline.validator": 0,
+    "jaxtrain.pipeline.progress": 0,
     "jaxtrain.pipeline.orders": 0,
     "jaxtrain.pipeline.lay": 0,
     "jaxtrain.pipeline.list_schedule": 0,

@@ -148,7 +148,7 @@ def test_help_and_a_start_without_jax():
         (["--times=nan,1,1,0"], "--times='nan,1,1,0' is not four times"),
         (["--recompute=much"], "--recompute='much' is not a time, such as that of F: use --recompute=1"),
         (["--head=inf"], "--head=inf must be a number from 0 up: use --head=0"),
-        (["--microbatches=1000000"], "more than 200000 tasks: use --microbatches=25000"),
+        (["--microbatches=1000000"], "more than 1000000 tasks: use --microbatches=125000"),
         (["--permute=soon"], "--permute='soon' is unknown: use --permute=auto (or late, aligned, early, spaced)"),
         (["--vocabulary=shared"], "--vocabulary='shared' is unknown: use --vocabulary=parallel (or end_stages)"),
         (
@@ -164,7 +164,7 @@ def test_help_and_a_start_without_jax():
         ),
         (
             ["--schedule=csv:bad.csv"],
-            "bad.csv, line 2 (row 0), column 'stage 1': F0.0 waits for F0.0 of stage 0, which has not come by then",
+            "bad.csv, line 2 (row 0), column 'stage 1': F0.0 waits for F0.0 of stage 0 in line 2, whose message can be read from line 3 on",
         ),
         (["--schedule=csv:good.csv", "--stages=3"], "--stages=3 is not what the CSV file has: use --stages=1"),
         (["--schedule=csv:good.csv", "--recompute=1"], "--recompute=1 is the time of R, and the CSV file has no R: use --recompute="),

@@ -18,11 +18,17 @@ Each stage keeps its order of F and B; in `aligned` W's and R's may move by one.
 """
 
 from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
 
 from jaxtrain.pipeline.orders import Orders
-from jaxtrain.pipeline.table import Cell, Op, Permute, Table, TableError, directions, from_rows, makes, needs, task
+from jaxtrain.pipeline.table import Cell, Op, Permute, Table, TableError, from_cells, message_ways, task
+
+NEVER = np.iinfo(np.int64).max
 
 MODES = ("late", "aligned", "early", "spaced")
+IN_ORDER = ("late", "early", "spaced")  # those that keep each stage's order, so that they all hold as many stashes
 PAIR = 2  # rows of F and B between two rows of W in `aligned`
 
 
@@ -34,6 +40,8 @@ def expand(orders: Orders, groups: Sequence[int], recompute: bool, last_too: boo
     """
     first = [sum(groups[:c]) for c in range(len(groups) + 1)]
     last = first[-1] - 1
+    if last + 1 == len(groups) and not recompute:
+        return orders, tuple(range(len(groups)))
     expanded: Orders = []
     for order in orders:
         cells: list[Cell] = []
@@ -54,79 +62,72 @@ def expand(orders: Orders, groups: Sequence[int], recompute: bool, last_too: boo
     return expanded, tuple(c for c, n in enumerate(groups) for _ in range(n))
 
 
-class Rows:
-    """Rows under construction, and which messages have come by then."""
+class Tasks:
+    """Every stage's cells one after the other, and what each waits for: arrays with an entry a cell, and a last one, that is never ready,
+    after each stage's own.
 
-    def __init__(self, place: tuple[int, ...], stages: int):
-        self.place, self.ways, self.last = place, directions(place, stages), len(place) - 1
-        self.rows: list[list[Cell | None]] = []
-        self.permutes: list[int] = []
-        self.there: dict[tuple, int] = {}
-        self.buffers: list[dict[int, tuple]] = [{} for _ in range(stages)]
-        self.done: set[Cell] = set()
-        self.idle_rows = 0
+    A *fact* is a number: that a message can be read, or that a task is done. `known[fact]` is the row from which on it holds.
+    """
 
-    def send(self, row: int) -> None:
-        """A permute in this row."""
-        for buffer in self.buffers:
-            for message in buffer.values():
-                self.there[message] = row + 1
-            buffer.clear()
+    def __init__(self, orders: Orders, place: tuple[int, ...], stages: int, microbatches: int):
+        self.place, self.stages, self.microbatches = place, stages, microbatches
+        units, m = len(place), microbatches
+        closed = [np.array([*order, (Op.IDLE, 0, 0)], np.int32).reshape(-1, 3) for order in orders]
+        self.begin = np.cumsum([0, *map(len, closed[:-1])])  # of each stage, its first cell
+        self.end = self.begin + [len(order) - 1 for order in closed]
+        self.op, self.unit, self.microbatch = np.concatenate(closed).T.copy()
+        ways = message_ways(place, stages)
+        self.way = ways[self.op, self.unit].astype(np.int64)
+        size = units * m
+        fact = lambda kind, unit: (kind * units + unit) * m + self.microbatch
+        x, g, done = 0, 1, 2  # message to F, message to B, and from 2 + op on: the task is done
+        self.always, self.never, self.nobody = (7 * size + i for i in range(3))
+        of = {op: self.op == op for op in (Op.IDLE, Op.F, Op.R, Op.B, Op.W)}
+        reads = np.full(len(self.op), self.always)
+        reads[of[Op.IDLE]] = self.never
+        reads[of[Op.F]] = np.where(self.unit == 0, self.always, fact(x, self.unit))[of[Op.F]]
+        reads[of[Op.B]] = fact(g, self.unit)[of[Op.B]]
+        own = np.full(len(self.op), self.always)
+        own[of[Op.B] | of[Op.R]] = fact(done + Op.F, self.unit)[of[Op.B] | of[Op.R]]
+        own[of[Op.W]] = fact(done + Op.B, self.unit)[of[Op.W]]
+        gives = np.full(len(self.op), self.nobody)
+        to = np.where(self.unit == units - 1, fact(g, self.unit), fact(x, self.unit + 1))  # the head is in the row of the last unit's F
+        gives[of[Op.F]] = to[of[Op.F]]
+        gives[of[Op.B]] = np.where(self.unit == 0, self.nobody, fact(g, self.unit - 1))[of[Op.B]]
+        self.reads, self.own, self.gives, self.does = reads, own, gives, fact(done + self.op, self.unit)
+        self.forget()
 
-    def fits(self, s: int, cell: Cell) -> bool:
-        """Whether the row under construction may hold the cell, as far as its message, its own earlier op and the send buffer go."""
-        t, (op, g, k) = len(self.rows), cell
-        message = needs(cell)
-        if message is not None and message[:2] != ("x", 0) and self.there.get(message, t + 1) > t:
-            return False
-        if op != Op.F and ((Op.B if op == Op.W else Op.F), g, k) not in self.done:
-            return False
-        made = makes(cell, self.place, self.ways)
-        return made is None or made[1] == 0 or made[1] not in self.buffers[s]
+    def forget(self) -> None:
+        """Nothing is known yet: another table can be laid."""
+        self.known = np.full(self.nobody + 1, NEVER)
+        self.known[self.always] = 0
 
-    def add(self, row: list[Cell | None]) -> None:
-        """Closes a row but for its late permute: `end`."""
-        t = len(self.rows)
-        for s, cell in enumerate(row):
-            if cell is None:
-                continue
-            self.done.add(cell)
-            made = makes(cell, self.place, self.ways)
-            if made is not None:
-                (kind, g, k), way = made
-                if g > self.last:
-                    self.there["g", self.last, k] = t + 1  # the head, in the same row
-                elif way == 0:
-                    self.there[kind, g, k] = t + 1
-                else:
-                    self.buffers[s][way] = kind, g, k
-        self.rows.append(row)
-        self.idle_rows = 0 if any(row) else self.idle_rows + 1
+    def fits(self, cells: np.ndarray, t: int) -> np.ndarray:
+        """Whether row t may hold each of these cells, as far as its message and its own earlier op go."""
+        return (self.known[self.reads[cells]] <= t) & (self.known[self.own[cells]] <= t)
 
-    def end(self, when: int) -> None:
-        """Writes the row's permute; a late one sends."""
-        if when == Permute.LATE:
-            if any(self.buffers):
-                self.send(len(self.rows) - 1)
-            else:
-                when = Permute.NONE
-        self.permutes.append(when)
+    def table(self, rows: np.ndarray, ticks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """int32 [ticks, stages] op, unit and microbatch of cells in these rows."""
+        op = np.full((ticks, self.stages), Op.IDLE, np.int32)
+        unit, microbatch = (np.full((ticks, self.stages), -1, np.int32) for _ in range(2))
+        cells = np.flatnonzero(self.op)
+        at = rows[cells], np.repeat(np.arange(self.stages), self.end - self.begin)
+        for array, values in ((op, self.op), (unit, self.unit), (microbatch, self.microbatch)):
+            array[at] = values[cells]
+        return op, unit, microbatch
 
-    def refuse_endless(self, name: str, stuck: dict[int, Cell]) -> None:
-        """TableError when nothing can come any more."""
-        if self.idle_rows > 3:
-            s, cell = min(stuck.items())
-            raise TableError(
-                f"the order of {name!r} never finishes: {task(cell, self.place)} is next and waits for ever", len(self.rows) - 1, s
-            )
+    def refuse_endless(self, name: str, t: int, waiting: np.ndarray) -> NoReturn:
+        """TableError for cells, one a stage, that wait in row t while nothing can come any more."""
+        s = int(np.flatnonzero(self.op[waiting])[0])
+        op, unit, microbatch = (int(a[waiting[s]]) for a in (self.op, self.unit, self.microbatch))
+        raise TableError(
+            f"the order of {name!r} never finishes: {task((op, unit, microbatch), self.place)} is next and waits for ever", t, s
+        )
 
 
 def lay(
-    orders: Orders,
+    tasks: Tasks,
     name: str,
-    place: tuple[int, ...],
-    stages: int,
-    microbatches: int,
     mode: str,
     *,
     chunk: tuple[int, ...] | None = None,
@@ -136,19 +137,19 @@ def lay(
     vocabulary: str = "parallel",
 ) -> Table:
     """The table of an order of units, by mode. Raises TableError for an order that can never finish."""
-    rows = Rows(place, stages)
+    tasks.forget()
     if mode == "aligned":
-        _lay_aligned(orders, rows, name)
+        rows, permutes = _lay_aligned(tasks, name)
     else:
-        _lay_in_order(orders, rows, name, early=mode != "late", rows_of_f=2 if mode == "spaced" else 1)
-    return from_rows(
-        rows.rows,
+        rows, permutes = _lay_in_order(tasks, name, early=mode != "late", rows_of_f=2 if mode == "spaced" else 1)
+    return from_cells(
+        *tasks.table(rows, len(permutes)),
         name,
-        place,
-        stages,
-        microbatches,
+        tasks.place,
+        tasks.stages,
+        tasks.microbatches,
         chunk=chunk,
-        permute=rows.permutes,
+        permute=permutes,
         recompute=recompute,
         recompute_last=recompute_last,
         forward_only=forward_only,
@@ -156,100 +157,134 @@ def lay(
     )
 
 
-def _lay_in_order(orders: Orders, rows: Rows, name: str, early: bool, rows_of_f: int) -> None:
-    """Every cell in the first row in which it fits, in order; an F keeps its stage for `rows_of_f` rows."""
-    at, free = [0] * len(orders), [0] * len(orders)
-    while any(i < len(order) for i, order in zip(at, orders, strict=True)):
-        t = len(rows.rows)
-        when = Permute.EARLY if early else Permute.LATE
-        if early:
-            rows.send(t)
-        row: list[Cell | None] = [None] * len(orders)
-        for s, order in enumerate(orders):
-            if at[s] < len(order) and t >= free[s] and rows.fits(s, order[at[s]]):
-                row[s] = order[at[s]]
-                free[s] = t + (rows_of_f if order[at[s]][0] == Op.F else 1)
-                at[s] += 1
-        rows.add(row)
-        rows.end(when)
-        rows.refuse_endless(name, {s: orders[s][i] for s, i in enumerate(at) if i < len(orders[s])})
+MOST_IDLE_ROWS = 3  # one after the other, in a table that ends
 
 
-class _Lane:
-    """A stage's order cut in two for `aligned`: F and B, and W; R's are done in time for their B's."""
+def _lay_in_order(tasks: Tasks, name: str, early: bool, rows_of_f: int) -> tuple[np.ndarray, list[int]]:
+    """(the row of each cell, the permute of each row): every cell in the first row in which it fits, in order; an F keeps its stage for
+    `rows_of_f` rows.
 
-    def __init__(self, order: Sequence[Cell]):
-        self.main = [c for c in order if c[0] in (Op.F, Op.B)]
-        self.weights = [c for c in order if c[0] == Op.W]
-        self.recomputes = [c for c in order if c[0] == Op.R]
-        self.done_main = self.done_weights = self.done_recomputes = 0
-        self.weights_before = []  # of each cell of `main`: W's before it in the order
-        self.recomputes_before = []
-        counts = {Op.W: 0, Op.R: 0}
-        for cell in order:
-            if cell[0] in (Op.F, Op.B):
-                self.weights_before.append(counts[Op.W])
-                self.recomputes_before.append(counts[Op.R])
-            else:
-                counts[Op(cell[0])] += 1
+    Every row that makes messages sends them, at its end or, if early, at the next one's start: no buffer is ever in the way.
+    """
+    rows = np.full(len(tasks.op), -1)
+    at, free, known = tasks.begin.copy(), np.zeros(tasks.stages, int), tasks.known
+    delay = np.where(tasks.way != 0, 2 if early else 1, 1)
+    keeps = np.where(tasks.op == Op.F, rows_of_f, 1)
+    permutes: list[int] = []
+    left, idle = int((tasks.end - tasks.begin).sum()), 0
+    while left:
+        t = len(permutes)
+        stages = np.flatnonzero(tasks.fits(at, t) & (free <= t))
+        cells = at[stages]
+        rows[cells] = t
+        known[tasks.gives[cells]] = t + delay[cells]
+        known[tasks.does[cells]] = t + 1
+        free[stages] = t + keeps[cells]
+        at[stages] += 1
+        left -= len(cells)
+        permutes.append(Permute.EARLY if early else Permute.LATE if tasks.way[cells].any() else Permute.NONE)
+        idle = 0 if len(cells) else idle + 1
+        if idle > MOST_IDLE_ROWS:
+            tasks.refuse_endless(name, t, at)
+    return rows, permutes
 
-    @property
+
+class _Lanes:
+    """Each stage's order cut in two for `aligned`: F and B, and W; R's are done in time for their B's.
+
+    A lane is the cells of some ops, in order, each stage's followed by one that is never ready; `at` is each stage's next one.
+    """
+
+    def __init__(self, tasks: Tasks):
+        self.tasks = tasks
+        of = lambda *ops: np.isin(tasks.op, (*ops, Op.IDLE))
+        self.main, self.weights, self.recomputes = (np.flatnonzero(of(*ops)) for ops in ((Op.F, Op.B), (Op.W,), (Op.R,)))
+        firsts = lambda lane: np.searchsorted(lane, tasks.begin)
+        self.first_main, self.first_weights, self.first_recomputes = map(firsts, (self.main, self.weights, self.recomputes))
+        self.last_main = np.searchsorted(self.main, tasks.end)
+        self.at_main, self.at_weights, self.at_recomputes = (a.copy() for a in (self.first_main, self.first_weights, self.first_recomputes))
+        # Of each cell of `main`: the W's and R's before it in its stage's order, as places in their lanes.
+        self.weights_before = np.searchsorted(self.weights, self.main)
+        self.recomputes_before = np.searchsorted(self.recomputes, self.main)
+        self.is_f = tasks.op[self.main] == Op.F
+        self.buffered = np.zeros((tasks.stages, 2), bool)  # whether a message waits in the send buffer down, up
+        self.pending: list[np.ndarray] = []  # what those messages are
+
+    def quiet(self, t: int) -> np.ndarray:
+        """Of each stage, an R that one of the next two cells of its order wants, else a W, if there is one to do; −1: none."""
+        tasks = self.tasks
+        ahead = np.minimum(self.at_main + PAIR, self.last_main) - 1
+        r, w = self.recomputes[self.at_recomputes], self.weights[self.at_weights]
+        wanted = (self.last_main > self.first_main) & (self.recomputes_before[ahead] > self.at_recomputes) & tasks.fits(r, t)
+        return np.where(wanted, r, np.where(tasks.fits(w, t), w, -1))
+
+    def busy(self, t: int) -> np.ndarray:
+        """Of each stage, its next F or B, if it fits: an F has at most one W of those before it in the order still to do, a B all its R's
+        done; −1: none."""
+        tasks, at = self.tasks, self.at_main
+        cells = self.main[at]
+        behind = self.is_f[at] & (self.weights_before[at] - 1 > self.at_weights)
+        way = tasks.way[cells]
+        waits = (way != 0) & self.buffered[np.arange(tasks.stages), (way > 0).astype(int)]
+        fits = tasks.fits(cells, t) & ~behind & ~waits & (self.recomputes_before[at] <= self.at_recomputes)
+        return np.where(fits, cells, -1)
+
+    def put(self, cells: np.ndarray, t: int) -> np.ndarray:
+        """Does a row's cells, −1 for none; the cells."""
+        tasks = self.tasks
+        stages = np.flatnonzero(cells >= 0)
+        cells = cells[stages]
+        op, way = tasks.op[cells], tasks.way[cells]
+        tasks.known[tasks.does[cells]] = t + 1
+        tasks.known[tasks.gives[cells[way == 0]]] = t + 1
+        moving = way != 0
+        if moving.any():
+            self.buffered[stages[moving], (way[moving] > 0).astype(int)] = True
+            self.pending.append(tasks.gives[cells[moving]])
+        self.at_main[stages] += (op == Op.F) | (op == Op.B)
+        self.at_weights[stages] += op == Op.W
+        self.at_recomputes[stages] += op == Op.R
+        return cells
+
+    def send(self, t: int, when: Permute) -> Permute:
+        """A permute in row t, if there is anything to send."""
+        if not self.pending:
+            return Permute.NONE
+        self.tasks.known[np.concatenate(self.pending)] = t + 1
+        self.pending.clear()
+        self.buffered[:] = False
+        return when
+
     def unfinished(self) -> bool:
-        return self.done_main < len(self.main) or self.done_weights < len(self.weights)
-
-    def next_main(self, rows: Rows, s: int) -> Cell | None:
-        """The next F or B, if it fits: an F has at most one W of those before it in the order still to do, a B all its R's done."""
-        if self.done_main == len(self.main):
-            return None
-        i, cell = self.done_main, self.main[self.done_main]
-        if cell[0] == Op.F and self.weights_before[i] - 1 > self.done_weights:
-            return None
-        if self.recomputes_before[i] > self.done_recomputes or not rows.fits(s, cell):
-            return None
-        return cell
-
-    def next_quiet(self, rows: Rows, s: int) -> Cell | None:
-        """An R that one of the next two cells of the order wants, else a W, if there is one to do."""
-        ahead = min(self.done_main + PAIR, len(self.main)) - 1
-        if ahead >= 0 and self.recomputes_before[ahead] > self.done_recomputes and rows.fits(s, self.recomputes[self.done_recomputes]):
-            return self.recomputes[self.done_recomputes]
-        if self.done_weights < len(self.weights) and rows.fits(s, self.weights[self.done_weights]):
-            return self.weights[self.done_weights]
-        return None
-
-    def take(self, cell: Cell) -> Cell:
-        if cell[0] == Op.W:
-            self.done_weights += 1
-        elif cell[0] == Op.R:
-            self.done_recomputes += 1
-        else:
-            self.done_main += 1
-        return cell
+        return bool(self.tasks.op[self.main[self.at_main]].any() or self.tasks.op[self.weights[self.at_weights]].any())
 
 
-def _lay_aligned(orders: Orders, rows: Rows, name: str) -> None:
-    """Two rows of F and B (or of W and R where there is none to do), then a row of W and R; with recompute, two."""
-    lanes = [_Lane(order) for order in orders]
-    quiet_rows = 2 if any(lane.recomputes for lane in lanes) else 1
-    since, quiet = 0, 0  # rows of F and B since the last row of W, and rows of W since then
-    while any(lane.unfinished for lane in lanes):
-        t = len(rows.rows)
-        waiting = [lane.next_quiet(rows, s) for s, lane in enumerate(lanes)]
-        if any(waiting) and (since >= PAIR or 0 < quiet < quiet_rows):
-            when = Permute.NONE
-            if any(rows.buffers):
-                rows.send(t)
-                when = Permute.EARLY
-            rows.add([cell and lane.take(cell) for lane, cell in zip(lanes, waiting, strict=True)])
-            rows.end(when)
+def _lay_aligned(tasks: Tasks, name: str) -> tuple[np.ndarray, list[int]]:
+    """(the row of each cell, the permute of each row): two rows of F and B (or of W and R where there is none to do), then a row of W and
+    R; with recompute, two."""
+    lanes = _Lanes(tasks)
+    quiet_rows = 2 if (tasks.op == Op.R).any() else 1
+    rows = np.full(len(tasks.op), -1)
+    permutes: list[int] = []
+    since, quiet, idle = 0, 0, 0  # rows of F and B since the last row of W, rows of W since then, idle rows since the last other one
+    waiting = lanes.quiet(0)
+    while lanes.unfinished():
+        t, some = len(permutes), (waiting >= 0).any()
+        if some and (since >= PAIR or 0 < quiet < quiet_rows):
+            when = lanes.send(t, Permute.EARLY)
+            cells = lanes.put(waiting, t)
             since, quiet = 0, quiet + 1
+            waiting = lanes.quiet(t + 1)
         else:
-            row: list[Cell | None] = []
-            for s, lane in enumerate(lanes):
-                cell = lane.next_main(rows, s) or waiting[s]
-                row.append(cell and lane.take(cell))
-            rows.add(row)
+            busy = lanes.busy(t)
+            cells = lanes.put(np.where(busy >= 0, busy, waiting), t)
             since, quiet = since + 1, 0
-            then = since >= PAIR and any(lane.next_quiet(rows, s) for s, lane in enumerate(lanes))
-            rows.end(Permute.NONE if then else Permute.LATE)
-        rows.refuse_endless(name, {s: lane.main[lane.done_main] for s, lane in enumerate(lanes) if lane.done_main < len(lane.main)})
+            waiting = lanes.quiet(t + 1)
+            # A row of W and R follows, and sends at its start.
+            when = Permute.NONE if since >= PAIR and (waiting >= 0).any() else lanes.send(t, Permute.LATE)
+        rows[cells] = t
+        permutes.append(when)
+        idle = 0 if len(cells) else idle + 1
+        if idle > MOST_IDLE_ROWS:
+            tasks.refuse_endless(name, t, lanes.main[lanes.at_main])
+    return rows, permutes

@@ -1,9 +1,12 @@
 """Orders of ops by list scheduling: stages on their own clocks, each taking the best op that is there, within a bound of stashes."""
 
-from jaxtrain.pipeline.orders import Orders
-from jaxtrain.pipeline.simulate import Times
-from jaxtrain.pipeline.table import Op, directions, local_index, units_of
+import collections
 
+from jaxtrain.pipeline.orders import B, F, Orders, W
+from jaxtrain.pipeline.simulate import Times
+from jaxtrain.pipeline.table import directions, local_index, units_of
+
+NEVER = float("inf")
 Choice = tuple[float, int, int]  # when it could begin, op, chunk
 
 
@@ -19,19 +22,29 @@ def list_schedule(
                    microbatch is taken, of several F's the one furthest through the model.
     """
     state = _State(place, stages, microbatches, bound, times)
-    ready = [state.choices(s) for s in range(stages)]
+    wait, last_op = patience * times.W, [F] * stages
     for _ in range(3 * len(place) * microbatches):
-        begin, s = min(((min(choices)[0], s) for s, choices in enumerate(ready) if choices), default=(0.0, -1))
-        if s < 0:
+        begin = min(state.begin)
+        if begin == NEVER:
             return None
-        choices = ready[s]
-        soon = [choice for choice in choices if choice[0] <= begin + patience * times.W]
-        backward = min((c for c in soon if c[1] == Op.B), key=lambda c: (state.next[Op.B][c[2]], -c[2]), default=None)
-        forward = max((c for c in soon if c[1] == Op.F), key=lambda c: c[2], default=None)
-        turn = forward_first and state.orders[s][-1:] and state.orders[s][-1][0] != Op.F
-        taken = (forward if turn else None) or backward or forward or next(c for c in choices if c[1] == Op.W)
-        for changed in state.do(s, taken):
-            ready[changed] = state.choices(changed)
+        s = state.begin.index(begin)
+        forward = backward = rest = None
+        for choice in state.choices[s]:
+            if choice[0] > begin + wait:
+                continue
+            _, op, g = choice
+            if op == F:
+                forward = choice if forward is None or g > forward[2] else forward
+            elif op == B:
+                # Of B's of one microbatch, the chunk furthest through the model.
+                backward = choice if backward is None or state.next_b[g] <= state.next_b[backward[2]] else backward
+            else:
+                rest = choice
+        turn = forward_first and last_op[s] != F
+        taken = (forward if turn else None) or backward or forward or rest
+        assert taken is not None  # the choice that begins first is one of them
+        last_op[s] = taken[1]
+        state.do(s, taken)
     return state.orders
 
 
@@ -39,49 +52,60 @@ class _State:
     """What has been done, and when."""
 
     def __init__(self, place: tuple[int, ...], stages: int, microbatches: int, bound: int, times: Times):
-        self.place, self.m, self.bound, self.message = place, microbatches, bound, times.message
-        self.ways, self.own, self.local = directions(place, stages), units_of(place, stages), local_index(place)
-        self.duration = {Op.F: times.F, Op.B: times.B, Op.W: times.W}
-        self.next = {op: [0] * len(place) for op in (Op.F, Op.B)}  # the next microbatch of each op and chunk
-        self.came: dict[tuple[int, int, int], float] = {}  # (op, chunk, microbatch) → when what it needs is there
+        self.place, self.m, self.message, self.last = place, microbatches, times.message, len(place) - 1
+        self.ways, self.own = directions(place, stages), units_of(place, stages)
+        # Of each chunk, the stashes that its stage may hold before another F of it.
+        self.room = [bound - (len(self.own[s]) - 1 - index) for s, index in zip(place, local_index(place), strict=True)]
+        self.time_f, self.time_b, self.time_w = times.F, times.B, times.W
+        # The next microbatch of each chunk; and, by microbatch, when what F and B need is there: it comes in order.
+        self.next_f, self.next_b = [0] * len(place), [0] * len(place)
+        self.came_f: list[list[float]] = [[0.0] * microbatches, *([] for _ in place[1:])]
+        self.came_b: list[list[float]] = [[] for _ in place]
         self.held, self.clock = [0] * stages, [0.0] * stages
-        self.weights: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+        self.weights: list[collections.deque[tuple[int, int]]] = [collections.deque() for _ in range(stages)]
         self.orders: Orders = [[] for _ in range(stages)]
+        self.choices: list[list[Choice]] = [[] for _ in range(stages)]  # what each stage could do next
+        self.begin = [NEVER] * stages  # and when it could do something
+        self.look(place[0])
 
-    def choices(self, s: int) -> list[Choice]:
-        """What a stage could do next, each from the time at which it could."""
-        found: list[Choice] = [(self.clock[s], Op.W, self.weights[s][0][0])] if self.weights[s] else []
+    def look(self, s: int) -> None:
+        """Finds a stage's choices, each from the time at which it could begin."""
+        clock, held = self.clock[s], self.held[s]
+        found: list[Choice] = [(clock, W, self.weights[s][0][0])] if self.weights[s] else []
+        begin = clock if found else NEVER
         for g in self.own[s]:
-            room = self.bound - (len(self.own[s]) - 1 - self.local[g])
-            for op in (Op.F, Op.B):
-                k = self.next[op][g]
-                if k == self.m or (op == Op.F and self.held[s] >= room):
-                    continue
-                came = 0.0 if (op, g) == (Op.F, 0) else self.came.get((op, g, k))
-                if came is not None:
-                    found.append((max(came, self.clock[s]), op, g))
-        return found
+            for op, came, k in ((F, self.came_f[g], self.next_f[g]), (B, self.came_b[g], self.next_b[g])):
+                if k < len(came) and (op == B or held < self.room[g]):
+                    at = came[k]
+                    at = at if at > clock else clock
+                    found.append((at, op, g))
+                    begin = at if at < begin else begin
+        self.choices[s], self.begin[s] = found, begin
 
-    def do(self, s: int, choice: Choice) -> set[int]:
-        """Runs an op on a stage; the stages whose choices change."""
+    def do(self, s: int, choice: Choice) -> None:
+        """Runs an op on a stage, and looks again at the stages whose choices change."""
         begin, op, g = choice
-        end = self.clock[s] = begin + self.duration[Op(op)]
-        changed = {s}
-        if op == Op.W:
-            g, k = self.weights[s].pop(0)
+        if op == W:
+            g, k = self.weights[s].popleft()
             self.held[s] -= 1
+            self.clock[s] = begin + self.time_w
+        elif op == F:
+            k = self.next_f[g]
+            self.next_f[g] += 1
+            self.held[s] += 1
+            end = self.clock[s] = begin + self.time_f
+            to, came = (g + 1, self.came_f) if g < self.last else (g, self.came_b)
+            came[to].append(end + (self.message if self.ways[g] else 0.0))
+            if self.place[to] != s:
+                self.look(self.place[to])
         else:
-            k = self.next[Op(op)][g]
-            self.next[Op(op)][g] += 1
-            last = len(self.place) - 1
-            if op == Op.F:
-                self.held[s] += 1
-                after = (Op.F, g + 1, k) if g < last else (Op.B, g, k)
-            else:
-                self.weights[s].append((g, k))
-                after = (Op.B, g - 1, k)
-            moves = self.ways[g] if op == Op.F else self.ways[g - 1]
-            self.came[after] = end + (self.message if moves else 0.0)
-            changed.add(self.place[after[1]])
+            k = self.next_b[g]
+            self.next_b[g] += 1
+            self.weights[s].append((g, k))
+            end = self.clock[s] = begin + self.time_b
+            if g > 0:
+                self.came_b[g - 1].append(end + (self.message if self.ways[g - 1] else 0.0))
+                if self.place[g - 1] != s:
+                    self.look(self.place[g - 1])
         self.orders[s].append((op, g, k))
-        return changed
+        self.look(s)

@@ -17,6 +17,7 @@ figures in unit times (F = B = W, no message time) and the most stashes at once,
 """
 
 import dataclasses
+import heapq
 from collections.abc import Callable
 
 from jaxtrain import config
@@ -204,19 +205,18 @@ def accumulate(p: int, v: int, m: int) -> Orders:
 
 def forward(place: tuple[int, ...], p: int, m: int) -> Orders:
     """Evaluation: each stage takes what is furthest through the model of what has come, so that no stage collects inputs."""
-    ready: list[list[tuple[int, int]]] = [[] for _ in range(p)]  # (−unit, microbatch)
+    ready: list[list[tuple[int, int]]] = [[] for _ in range(p)]  # heaps of (−unit, microbatch)
     ready[place[0]] = [(0, k) for k in range(m)]
     orders: Orders = [[] for _ in range(p)]
     while any(ready):
-        taken = [min(cells) if cells else None for cells in ready]
+        taken = [heapq.heappop(cells) if cells else None for cells in ready]
         for s, cell in enumerate(taken):
             if cell is None:
                 continue
-            ready[s].remove(cell)
             g, k = -cell[0], cell[1]
             orders[s].append((F, g, k))
             if g + 1 < len(place):
-                ready[place[g + 1]].append((-(g + 1), k))
+                heapq.heappush(ready[place[g + 1]], (-(g + 1), k))
     return orders
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jaxtrain.config import fits_repeats
 from jaxtrain.pipeline import orders as orders_
 from jaxtrain.pipeline import search
-from jaxtrain.pipeline.lay import MODES, lay
+from jaxtrain.pipeline.lay import MODES, Tasks, lay
 from jaxtrain.pipeline.orders import SCHEDULES
 from jaxtrain.pipeline.simulate import Times
 from jaxtrain.pipeline.table import Table
@@ -49,6 +49,7 @@ def make_table(
     shares: Sequence[float] | None = None,
     vocabulary: str = "parallel",
     memory: float | None = None,
+    report: search.Report = search.silent,
 ) -> Table:
     """The training table of a schedule.
 
@@ -58,6 +59,7 @@ def make_table(
     groups:     the number of ops that each chunk, in model order, is cut into (`layers_per_op`); default one
     shares:     of each unit, its part of a stage's work, where they differ; default stages / units
     memory:     for `auto`, the most stashes of a chunk at once, with what B leaves for W (simulate.py)
+    report:     is told how far the search has come
     On one stage every schedule is gradient accumulation. Raises ValueError for numbers that do not fit the schedule,
     file that cannot be read.
     """
@@ -71,11 +73,11 @@ def make_table(
     problem = search.Problem(stages, microbatches, times or Times(), remat_full, groups, shares, vocabulary)
     modes = MODES if permute == "auto" else (permute,)
     if schedule == "auto":
-        return search.search(problem, (repeats,), None if memory is None else memory / repeats, modes)
+        return search.search(problem, (repeats,), None if memory is None else memory / repeats, modes, report=report)
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} is unknown: use {', '.join(NAMES)} or csv:FILE")
     check_repeats(schedule, stages, repeats)
-    return search.named(schedule, repeats, problem, modes)
+    return search.named(schedule, repeats, problem, modes, report)
 
 
 def _read(path: str, stages: int, microbatches: int) -> Table:
@@ -92,4 +94,4 @@ def make_forward_table(
 ) -> Table:
     """Forwards and losses alone, for evaluation, of units on these stages: those of the training table."""
     cells = orders_.forward(place, stages, microbatches)
-    return lay(cells, "forward", place, stages, microbatches, permute, forward_only=True, vocabulary=vocabulary)
+    return lay(Tasks(cells, place, stages, microbatches), "forward", permute, forward_only=True, vocabulary=vocabulary)

@@ -5,7 +5,6 @@ another F, the head by its share of the multiplications, a message as a fiftieth
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +12,12 @@ from typing import Any
 from jaxtrain.config import CSV, SCHEDULES, Config, ConfigError, ModelConfig, ends_with_layers, get
 from jaxtrain.pipeline import schedules, search
 from jaxtrain.pipeline.placement import Placement, cut, spread
-from jaxtrain.pipeline.search import ANY_REPEATS, Cost, Problem, cost
+from jaxtrain.pipeline.search import ANY_REPEATS, Cost, Problem, Report, cost
 from jaxtrain.pipeline.simulate import Simulation, Times, simulate
 from jaxtrain.pipeline.slots import Program, assign_slots
-from jaxtrain.pipeline.table import VOCABULARIES, Table, check
+from jaxtrain.pipeline.table import VOCABULARIES, Table
 from jaxtrain.pipeline.table_csv import read_csv
+from jaxtrain.pipeline.validator import check
 
 MESSAGE = 0.02  # of F, where the config names no times
 SAVED_MEMORY = 0.95  # the vocabulary is on the end stages alone where that saves more than a twentieth of the step
@@ -87,22 +87,35 @@ def times_of(config: Config, stages: int) -> Times:
     return Times(f, b, w, message, r, own_head, embed=embed * f)
 
 
-@functools.lru_cache(16)
-def make_setup(config: Config) -> Setup:
-    """The tables of a resolved config whose mesh is known. Raises ConfigError for a schedule that does not fit."""
+_SETUPS: dict[Config, Setup] = {}  # of the last configs, oldest first
+KEPT = 16
+
+
+def make_setup(config: Config, report: Report = search.silent) -> Setup:
+    """The tables of a resolved config whose mesh is known; the same object as long as it is remembered. Raises ConfigError for a schedule
+    that does not fit. `report` is told how far the search for a table has come, where there is one."""
+    if config not in _SETUPS:
+        made = _search(config, report)
+        while len(_SETUPS) >= KEPT:
+            _SETUPS.pop(next(iter(_SETUPS)))
+        _SETUPS[config] = made
+    return _SETUPS[config]
+
+
+def _search(config: Config, report: Report) -> Setup:
     p, stages = config.pipeline, config.mesh.stage
     try:
         if stages == 1:
             table = schedules.make_table("1f1b", 1, 1, p.microbatches)
             return Setup(Placement(config.model.layers), table, None, None, times_of(config, 1), (1.0,))
-        made = _candidates(config, _memory(config))
+        made = _candidates(config, _memory(config), report)
     except ConfigError:
         raise
     except search.MemoryTooSmall as error:
         if p.memory:
             enough = [{"pipeline.memory": error.least}, {"pipeline.memory": 0.0}]
             raise ConfigError("pipeline.memory", p.memory, "is too little for any table found", fixes=enough) from None
-        made = _candidates(config, error.least)
+        made = _candidates(config, error.least, report)
     except ValueError as error:
         reason, _, instead = str(error).partition(": use ")
         fixes = [{"pipeline.schedule": name} for name in SCHEDULES]
@@ -111,6 +124,7 @@ def make_setup(config: Config) -> Setup:
     # Between the two places for the vocabulary time is weighed against memory: each stage's share against both tables on every stage.
     weighed = lambda price, table: (price[0] * (SAVED_MEMORY if table.vocabulary == "parallel" else 1.0), *price[1:])
     _, table, sizes, shares = min(made, key=lambda candidate: weighed(*candidate[:2]))
+    report("check, slots, evaluation", 1.0)
     check(table)
     placement = Placement(config.model.layers, stages, place=table.place, sizes=sizes)
     forward = schedules.make_forward_table(table.place, stages, p.microbatches, vocabulary=table.vocabulary)
@@ -126,12 +140,16 @@ def _memory(config: Config) -> float | None:
     return search.memory_of(schedules.make_table("1f1b", config.mesh.stage, 1, p.microbatches, permute=mode, remat_full=p.remat == "full"))
 
 
-def _candidates(config: Config, memory: float | None) -> list[Candidate]:
+def _candidates(config: Config, memory: float | None, report: Report) -> list[Candidate]:
     """The tables for each number of chunks on a stage and place of the vocabulary. Raises MemoryTooSmall, with the least, if none fits."""
     made, too_small = [], []
-    for v, vocabulary in itertools.product(_repeats(config), _vocabularies(config)):
+    wanted = list(itertools.product(_repeats(config), _vocabularies(config)))
+    whole = sum(v for v, _ in wanted)  # the work grows with the chunks
+    for i, (v, vocabulary) in enumerate(wanted):
+        before = sum(v for v, _ in wanted[:i])
+        part = lambda what, done, before=before, v=v: report(what, (before + v * done) / whole)
         try:
-            made.append(_make(config, v, vocabulary, memory))
+            made.append(_make(config, v, vocabulary, memory, part))
         except search.MemoryTooSmall as error:
             too_small.append(error.least)
     if not made:
@@ -156,7 +174,7 @@ def _vocabularies(config: Config) -> Sequence[str]:
     return ("end_stages",) if ends_with_layers(config.model) else VOCABULARIES
 
 
-def _make(config: Config, repeats: int, vocabulary: str, memory: float | None) -> Candidate:
+def _make(config: Config, repeats: int, vocabulary: str, memory: float | None, report: Report) -> Candidate:
     """A table for so many chunks on a stage; of `auto`, within so many stashes of a stage."""
     p, stages, layers = config.pipeline, config.mesh.stage, config.model.layers
     times, full = times_of(config, stages), p.remat == "full"
@@ -175,7 +193,7 @@ def _make(config: Config, repeats: int, vocabulary: str, memory: float | None) -
     if not own:
         table = schedules.make_table(
             p.schedule, stages, repeats, p.microbatches, times=times, permute=p.permute, remat_full=full, groups=groups, shares=shares,
-            vocabulary=vocabulary, memory=memory and repeats * memory,
+            vocabulary=vocabulary, memory=memory and repeats * memory, report=report,
         )  # fmt: skip
     return cost(table, problem), table, sizes, shares
 

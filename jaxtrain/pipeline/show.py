@@ -10,7 +10,9 @@ import html
 import io
 from collections.abc import Sequence
 
-from jaxtrain.pipeline.simulate import Event
+import numpy as np
+
+from jaxtrain.pipeline.simulate import NAMES, Event, Timeline
 from jaxtrain.pipeline.table import Op, Permute, Table, local_index, units_of
 
 COLOURS = {"F": (58, 110, 190), "R": (136, 84, 170), "B": (214, 112, 38), "W": (62, 142, 82), "H": (190, 48, 66), "E": (96, 96, 104)}
@@ -18,6 +20,9 @@ MEANINGS = {"F": "forward", "R": "recompute", "B": "input gradient", "W": "weigh
 PERMUTE_MARKS = {Permute.NONE: "", Permute.LATE: "l", Permute.EARLY: "e"}
 LANE, LABEL, TOP, BOTTOM = 26, 62, 46, 26  # of the SVG, in pixels
 PIXELS_OF_AN_OP, MOST_PIXELS = 24, 3000
+MOST_LINES = 400  # of text
+MOST_STAGES = 16  # named one by one in a line
+MOST_SHAPES = 20_000  # ops of an SVG that are shapes of their own, with a title each
 LIGHTEST = 0.55  # how far the last chunk's colour is on its way to white
 
 
@@ -46,10 +51,14 @@ def _local_chunks(table: Table) -> tuple[list[int], list[int]]:
 
 
 def text(table: Table, width: int = 120, colour: bool = False) -> str:
-    """The table in blocks of as many rows as fit into `width` characters; with `colour`, by the terminal's 24-bit colours."""
+    """The table in blocks of as many rows as fit into `width` characters; with `colour`, by the terminal's 24-bit colours.
+
+    Of a table that would take more than some MOST_LINES lines, the first and the last blocks.
+    """
     local, chunks = _local_chunks(table)
     index, several = local_index(table.place), len(table.place) > table.stages
-    cells = [[_label(cell, index, several) if cell else "" for cell in row] for row in table.rows()]
+    rows = table.rows()
+    cells = [[_label(cell, index, several) if cell else "" for cell in row] for row in rows]
     marks = [PERMUTE_MARKS[Permute(when)] for when in table.permute.tolist()]
     heads = ["" if k < 0 else str(k) for k in table.head.tolist()]
     wide = 1 + max(len(label) for label in [*(c for row in cells for c in row), *heads])
@@ -59,8 +68,14 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
     legend = [name for name in ("F", "R", "B", "W") if (table.op == Op[name]).any()]
     lines = ["  ".join(_paint(f" {n} {MEANINGS[n]} ", shade(n, 0, 1) if colour else None) for n in legend)]
     lines.append("head: the microbatch whose head and loss the row has; permute: l late, e early")
-    rows = table.rows()
-    for start in range(0, table.ticks, columns):
+    starts = list(range(0, table.ticks, columns))
+    shown = max(2, MOST_LINES // (table.stages + 4))
+    left_out = starts[(shown + 1) // 2 : len(starts) - shown // 2] if len(starts) > shown else []
+    for start in starts:
+        if start in left_out:
+            if start == left_out[0]:
+                lines += ["", f"rows {start} to {left_out[-1] + columns - 1} are not shown: --csv=FILE writes all, --svg=FILE draws all"]
+            continue
         block = range(start, min(start + columns, table.ticks))
         lines += ["", " " * margin + f"row {start}"]
         for s in range(table.stages):
@@ -90,10 +105,10 @@ def _paint(label: str, colour: tuple[int, int, int] | None) -> str:
 # --- SVG -------------------------------------------------------------------------------------------------------------------------
 
 
-def svg(table: Table, timeline: Sequence[Event], title: str) -> str:
+def svg(table: Table, timeline: Timeline, title: str) -> str:
     """A timeline as an SVG picture. `timeline` is of simulate.simulate; `title` says what it is."""
     local, chunks = _local_chunks(table)
-    total = max(e.end for e in timeline) or 1.0
+    total = float(timeline.end.max()) or 1.0
     scale = _pixels(timeline, total) / total
     width, height = LABEL + total * scale + 12, TOP + LANE * table.stages + BOTTOM
     parts = [
@@ -113,7 +128,9 @@ def svg(table: Table, timeline: Sequence[Event], title: str) -> str:
         y = TOP + LANE * s
         parts.append(f'<text x="8" y="{y + LANE * 0.62:.0f}">stage {s}</text>')
         parts.append(f'<rect x="{LABEL}" y="{y + 1}" width="{total * scale:.1f}" height="{LANE - 2}" fill="#eee"/>')
-    for e in timeline:
+    if len(timeline) > MOST_SHAPES:
+        parts += _lanes(table, timeline, scale)
+    for e in timeline if len(timeline) <= MOST_SHAPES else ():
         if e.end <= e.start:
             continue
         colour = shade(e.name, local[e.unit], chunks[e.stage]) if e.unit >= 0 else shade(e.name, 0, 1)
@@ -133,14 +150,42 @@ def svg(table: Table, timeline: Sequence[Event], title: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _pixels(timeline: Sequence[Event], total: float) -> float:
+def _by_colour(table: Table, timeline: Timeline) -> dict[tuple[int, tuple[int, int, int]], list[tuple[float, float]]]:
+    """(stage, colour) → the (start, end) of its ops that take time, in order of their starts."""
+    local, chunks = _local_chunks(table)
+    found: dict[tuple[int, tuple[int, int, int]], list[tuple[float, float]]] = {}
+    colours: dict[tuple[str, int], tuple[int, int, int]] = {}
+    for e in timeline:
+        if e.end > e.start:
+            if (e.name, e.unit) not in colours:
+                colours[e.name, e.unit] = shade(e.name, local[e.unit], chunks[e.stage]) if e.unit >= 0 else shade(e.name, 0, 1)
+            found.setdefault((e.stage, colours[e.name, e.unit]), []).append((e.start, e.end))
+    return {key: sorted(times) for key, times in found.items()}
+
+
+def _lanes(table: Table, timeline: Timeline, scale: float) -> list[str]:
+    """The ops of a long timeline as one broad line for each stage and colour."""
+    parts = []
+    for (s, colour), times in _by_colour(table, timeline).items():
+        steps, at = [], 0.0
+        for start, end in times:
+            left, wide = round(LABEL + start * scale - at, 2), round((end - start) * scale, 2)
+            steps.append(f"m{left:g} 0h{wide:g}")
+            at = round(at + left + wide, 2)
+        path = f"M0 {TOP + LANE * s + LANE / 2:g}{''.join(steps)}"
+        parts.append(f'<path d="{path}" fill="none" stroke="{_hex(colour)}" stroke-width="{LANE - 2}"/>')
+    return parts
+
+
+def _pixels(timeline: Timeline, total: float) -> float:
     """Width for the time axis: enough for the number in the shortest op, within bounds."""
-    shortest = min((e.end - e.start for e in timeline if e.end > e.start), default=total)
+    times = timeline.end - timeline.start
+    shortest = float(times[times > 0].min(initial=total))
     return min(MOST_PIXELS, max(480.0, PIXELS_OF_AN_OP * total / shortest))
 
 
-def _names(timeline: Sequence[Event]) -> list[str]:
-    there = {e.name for e in timeline if e.end > e.start}
+def _names(timeline: Timeline) -> list[str]:
+    there = {NAMES[i] for i in np.unique(timeline.name[timeline.end > timeline.start]).tolist()}
     return [name for name in COLOURS if name in there]
 
 
@@ -157,24 +202,25 @@ def _hex(colour: tuple[int, int, int]) -> str:
 # --- PNG -------------------------------------------------------------------------------------------------------------------------
 
 
-def png(table: Table, timeline: Sequence[Event], title: str) -> bytes:
+def png(table: Table, timeline: Timeline, title: str) -> bytes:
     """A timeline as a PNG picture; as `svg`, drawn by matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     local, chunks = _local_chunks(table)
-    total = max(e.end for e in timeline) or 1.0
+    few = len(timeline) <= MOST_SHAPES
+    total = float(timeline.end.max()) or 1.0
     inches = (_pixels(timeline, total) + 150) / 100
     figure = Figure(figsize=(inches, 1.1 + 0.3 * table.stages), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     per_point = total / ((inches - 1.2) * 72)
-    for e in timeline:
-        if e.end <= e.start:
-            continue
-        colour = shade(e.name, local[e.unit], chunks[e.stage]) if e.unit >= 0 else shade(e.name, 0, 1)
-        axes.barh(e.stage, e.end - e.start, left=e.start, height=0.92, color=_hex(colour), edgecolor="white", linewidth=0.4)
-        if (e.end - e.start) / per_point > 4.6 * len(str(e.microbatch)) + 1:
+    for (s, tint), times in _by_colour(table, timeline).items():
+        spans = [(start, end - start) for start, end in times]
+        axes.broken_barh(spans, (s - 0.46, 0.92), facecolors=_hex(tint), edgecolor="white", linewidth=0.4 if few else 0.0)
+    for e in timeline if few else ():
+        if e.end > e.start and (e.end - e.start) / per_point > 4.6 * len(str(e.microbatch)) + 1:
+            colour = shade(e.name, local[e.unit], chunks[e.stage]) if e.unit >= 0 else shade(e.name, 0, 1)
             axes.text((e.start + e.end) / 2, e.stage, str(e.microbatch), ha="center", va="center", fontsize=7, color=_named_ink(colour))
     axes.set(xlim=(0, total), ylim=(table.stages - 0.45, -0.55), yticks=range(table.stages), xlabel="time", facecolor="#eeeeee")
     axes.set_yticks(range(table.stages), [f"stage {s}" for s in range(table.stages)])
@@ -195,6 +241,9 @@ def _named_ink(colour: tuple[int, int, int]) -> str:
 
 
 def stage_chunks(table: Table) -> str:
-    """One line: which chunks each stage has."""
+    """One line: which chunks each stage has; of many stages, the first and the last ones."""
     own = units_of(table.place, table.stages)
-    return "; ".join(f"stage {s}: {', '.join(str(c) for c in dict.fromkeys(table.chunk[g] for g in own[s]))}" for s in range(table.stages))
+    listed = [f"stage {s}: {', '.join(str(c) for c in dict.fromkeys(table.chunk[g] for g in own[s]))}" for s in range(table.stages)]
+    if table.stages > MOST_STAGES:
+        listed[MOST_STAGES // 2 : -MOST_STAGES // 2] = ["…"]
+    return "; ".join(listed)

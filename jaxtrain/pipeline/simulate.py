@@ -17,9 +17,11 @@ Times are of one microbatch on a whole stage; an op on a unit takes its share, b
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from jaxtrain.pipeline.table import Cell, Message, Op, Permute, Table, directions, makes, needs, peak_stashes, task, wraps
+import numpy as np
+
+from jaxtrain.pipeline.table import Op, Permute, Table, message_ways, peak_stashes, task, wraps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,28 @@ class Event:
     end: float
 
 
+NAMES = ("", "F", "R", "B", "W", "H", "E")  # of events, by number: those of the ops come first
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Timeline(Iterable[Event]):
+    """Events as arrays of one length, int32 and, of times, float64; iterated, as Events. `name` is a place in NAMES."""
+
+    stage: np.ndarray
+    name: np.ndarray
+    unit: np.ndarray
+    microbatch: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    def __iter__(self) -> Iterator[Event]:
+        columns = (getattr(self, field.name).tolist() for field in dataclasses.fields(self))
+        return (Event(stage, NAMES[name], *others) for stage, name, *others in zip(*columns, strict=True))
+
+
 @dataclasses.dataclass(frozen=True)
 class Simulation:
     """What `simulate` finds. Bubbles are fractions of time that the busiest stage is idle.
@@ -74,8 +98,8 @@ class Simulation:
     imbalance: float
     peak_activations: list[float]
     peak_activations_with_stash: list[float]
-    timeline: list[Event]
-    timeline_coupled: list[Event]
+    timeline: Timeline
+    timeline_coupled: Timeline
 
 
 def simulate(table: Table, times: Times, *, shares: Sequence[float] | None = None, fused_backward: bool = False) -> Simulation:
@@ -87,13 +111,14 @@ def simulate(table: Table, times: Times, *, shares: Sequence[float] | None = Non
     """
     timeline = independent(table, times, shares, fused_backward)
     timeline_coupled = coupled(table, times, shares)
-    busy, first, last = [0.0] * table.stages, [float("inf")] * table.stages, [0.0] * table.stages
-    for e in timeline:
-        busy[e.stage] += e.end - e.start
-        first[e.stage], last[e.stage] = min(first[e.stage], e.start), max(last[e.stage], e.end)
-    most, step = max(busy), max(last)
-    span = max(b - a for a, b in zip(first, last, strict=True))
-    step_coupled = max(e.end for e in timeline_coupled)
+    p = table.stages
+    busy = np.bincount(timeline.stage, timeline.end - timeline.start, p).tolist()
+    first, last = np.full(p, np.inf), np.zeros(p)
+    np.minimum.at(first, timeline.stage, timeline.start)
+    np.maximum.at(last, timeline.stage, timeline.end)
+    most, step = max(busy), float(last.max())
+    span = float((last - first).max())
+    step_coupled = float(timeline_coupled.end.max())
     return Simulation(
         step,
         step_coupled,
@@ -112,170 +137,211 @@ def _bubble(work: float, time: float) -> float:
     return max(0.0, 1 - work / time) if time > 0 else 0.0
 
 
-def _durations(table: Table, times: Times, shares: Sequence[float] | None) -> list[list[float]]:
-    """[op][unit] → time."""
+def _durations(table: Table, times: Times, shares: Sequence[float] | None) -> np.ndarray:
+    """float64 [ops, units + 1] → time; the last column is 0, so that −1 stands for an idle cell."""
     if shares is None:
         shares = [table.stages / table.units] * table.units
     base = {Op.IDLE: 0.0, Op.F: times.F, Op.R: times.R, Op.B: times.B, Op.W: times.W}
-    return [[base[op] * share for share in shares] for op in Op]
+    return np.array([[*(base[op] * share for share in shares), 0.0] for op in Op])
 
 
-HEAD, EMBED, EMBED_GRADIENT = -1, -2, -3  # ops of columns, which all stages may share
+EMBED, CELL, HEAD, EMBED_GRADIENT = range(4)  # what a row has, in this order
 
 
-def _shared(table: Table, times: Times) -> dict[int, tuple[str, float, bool]]:
-    """Of each column's op: (name of its event, its time on a stage, whether all stages take part and wait for each other)."""
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """A column's op: the row's microbatch or −1, what it is called, its time on a stage, the stage that has it, and whether instead all
+    stages take part and wait for each other."""
+
+    column: np.ndarray
+    name: str
+    time: float
+    home: int
+    together: bool
+
+
+def _shared(table: Table, times: Times) -> dict[int, _Shared]:
     p = table.stages if table.vocabulary == "parallel" else 1
-    whole = {HEAD: ("H", times.head), EMBED: ("E", times.embed), EMBED_GRADIENT: ("E", times.embed)}
-    return {op: (name, time / p, p > 1 and time > 0) for op, (name, time) in whole.items()}
-
-
-def neighbours(table: Table) -> list[list[int]]:
-    """The stages with which each stage exchanges messages when a row permutes."""
-    p = table.stages
-    pairs = [(s, s + 1) for s in range(p - 1)] + ([(p - 1, 0)] if wraps(table.place, p) and p > 2 else [])
-    return [sorted({b if a == s else a for a, b in pairs if s in (a, b)}) for s in range(p)]
+    ops = {
+        EMBED: (table.embed, "E", times.embed, table.place[0]),
+        HEAD: (table.head, "H", times.head, table.place[-1]),
+        EMBED_GRADIENT: (table.embed_gradient, "E", times.embed, table.place[0]),
+    }
+    return {op: _Shared(column, name, time / p, home, p > 1 and time > 0) for op, (column, name, time, home) in ops.items()}
 
 
 # --- the independent clock -------------------------------------------------------------------------------------------------------
 
 
-def independent(table: Table, times: Times, shares: Sequence[float] | None = None, fused_backward: bool = False) -> list[Event]:
-    """The timeline of stages that wait for messages only, each in its own order."""
-    run = _Independent(table, times, shares, fused_backward)
-    orders = _orders(table, run.shared)
-    if fused_backward:
-        _check_fused(table, orders)
-    at = [0] * table.stages
-    todo = list(range(table.stages))
+def independent(table: Table, times: Times, shares: Sequence[float] | None = None, fused_backward: bool = False) -> Timeline:
+    """The timeline of stages that wait for messages only, each in its own order; events stand by stage and time."""
+    steps = _Steps(table, times, shares, fused_backward)
+    start = _run(steps, table)
+    shown = (steps.time > 0) | (steps.unit >= 0)
+    parts = (steps.stage, steps.name, steps.unit, steps.microbatch, start, start + steps.time)
+    return Timeline(*(part[shown] for part in parts))
+
+
+class _Steps:
+    """What every stage does, one after the other, as arrays with an entry a step: a cell, or a column's op on one stage.
+
+    A *fact* is the number of a message; `needs` and `gives` are −1 where there is none. `lag` is added to the time of what a step needs,
+    `delay` to the time at which its message can be read. `meeting` is the number of what all stages do together, else −1.
+    """
+
+    def __init__(self, table: Table, times: Times, shares: Sequence[float] | None, fused_backward: bool):
+        units, m, shared = table.units, table.microbatches, _shared(table, times)
+        x = lambda unit, k: unit * m + k  # of unit G: what the head reads
+        g = lambda unit, k: (units + 2 + unit) * m + k  # of unit −1: what the embedding's gradient reads
+        self.facts = (2 * units + 2) * m
+        row, stage = np.nonzero(table.op)
+        op, unit, k = (array[row, stage] for array in (table.op, table.model_unit, table.microbatch))
+        way = message_ways(table.place, table.stages)[op, unit]
+        needs = np.select([op == Op.F, op == Op.B], [x(unit, k), g(unit, k)], -1)
+        gives = np.select([op == Op.F, op == Op.B], [x(unit + 1, k), g(unit - 1, k)], -1)
+        if fused_backward:  # what moves leaves after W
+            gives[(op == Op.B) & (way != 0)] = -1
+            w = op == Op.W
+            gives[w], way[w] = g(unit - 1, k)[w], message_ways(table.place, table.stages)[Op.B, unit[w]]
+        delay = np.where(way != 0, times.message, 0.0)
+        nothing, cells = np.zeros(len(op)), np.full(len(op), CELL)
+        time = _durations(table, times, shares)[op, unit]
+        parts: list[tuple] = [(stage, row, cells, op, unit, k, needs, gives, nothing, delay, time, np.full(len(op), -1))]
+        meetings = 0
+        for kind, its in shared.items():
+            rows = np.flatnonzero(its.column >= 0)
+            k = its.column[rows]
+            stages = np.arange(table.stages) if its.together else np.array([its.home])
+            needs = {HEAD: x(units, k), EMBED_GRADIENT: g(-1, k)}.get(kind, np.full(len(k), -1))
+            gives = {HEAD: g(units - 1, k), EMBED: x(0, k)}.get(kind, np.full(len(k), -1))
+            lag = times.message if its.together else 0.0
+            meeting = np.arange(len(k)) + meetings if its.together else np.full(len(k), -1)
+            meetings += len(k) if its.together else 0
+            one = (rows, kind, NAMES.index(its.name), -1, k, needs, gives, lag, 0.0, its.time, meeting)
+            parts.append(tuple(np.broadcast_arrays(stages[:, None], *one)))
+        columns = [np.concatenate([np.ravel(part[i]) for part in parts]) for i in range(12)]
+        order = np.lexsort((columns[2], columns[1], columns[0]))
+        self.stage, _, self.kind, self.name, self.unit, self.microbatch, *others = (column[order] for column in columns)
+        self.needs, self.gives, self.lag, self.delay, self.time, self.meeting = others
+        self.begin = np.searchsorted(self.stage, np.arange(table.stages + 1)).tolist()
+        self.meetings = meetings
+        if fused_backward:
+            self._check_fused(table)
+
+    def _check_fused(self, table: Table) -> None:
+        cells = np.flatnonzero(self.kind == CELL)
+        after = np.append(cells[1:], cells[:1])
+        ends = (self.name[after] == Op.W) & np.all([a[cells] == a[after] for a in (self.stage, self.unit, self.microbatch)], axis=0)
+        if len(alone := cells[(self.name[cells] == Op.B) & ~ends]):
+            cell = int(Op.B), int(self.unit[alone[0]]), int(self.microbatch[alone[0]])
+            raise ValueError(f"fused_backward needs W right after its B; {table.name} has {task(cell, table.place)} on its own")
+
+
+def _run(steps: _Steps, table: Table) -> np.ndarray:
+    """When each step starts. Lists and one loop: there are hundreds of thousands of steps, each waits for others."""
+    needs, gives, meeting = steps.needs.tolist(), steps.gives.tolist(), steps.meeting.tolist()
+    lag, delay, time = steps.lag.tolist(), steps.delay.tolist(), steps.time.tolist()
+    there = [-1.0] * steps.facts  # when each message can be read
+    came, begins, counted = [0] * steps.meetings, [0.0] * steps.meetings, [False] * len(needs)
+    start = [0.0] * len(needs)
+    at, clock = steps.begin[:-1], [0.0] * table.stages
+    todo = [s for s in range(table.stages) if at[s] < steps.begin[s + 1]]
     while todo:
         before = list(at)
         for s in todo:
-            while at[s] < len(orders[s]) and run.take(s, orders[s][at[s]]):
-                at[s] += 1
+            now, i, end = clock[s], at[s], steps.begin[s + 1]
+            while i < end:
+                begin = now
+                if needs[i] >= 0:
+                    come = there[needs[i]]
+                    if come < 0:
+                        break
+                    begin = max(begin, come + lag[i])
+                if meeting[i] >= 0:
+                    n = meeting[i]
+                    if not counted[i]:
+                        counted[i], came[n], begins[n] = True, came[n] + 1, max(begins[n], begin)
+                    if came[n] < table.stages:
+                        break
+                    begin = begins[n]
+                start[i] = begin
+                now = begin + time[i]
+                if gives[i] >= 0:
+                    there[gives[i]] = now + delay[i]
+                i += 1
+            clock[s], at[s] = now, i
         if at == before:
             raise ValueError(f"{table.name}: stages {todo} wait for each other; check the table first")
-        todo = [s for s in todo if at[s] < len(orders[s])]
-    return run.events
-
-
-class _Independent:
-    """Stages with their clocks, and the messages that have been made."""
-
-    def __init__(self, table: Table, times: Times, shares: Sequence[float] | None, fused_backward: bool):
-        self.place, self.last, self.ways = table.place, table.units - 1, directions(table.place, table.stages)
-        self.duration, self.shared = _durations(table, times, shares), _shared(table, times)
-        self.message, self.fused = times.message, fused_backward
-        self.clock = [0.0] * table.stages
-        self.there: dict[Message, float] = {}  # when each message can be read
-        self.came: dict[tuple[int, int], dict[int, float]] = {}  # (shared op, microbatch) → stage → when it came to it
-        self.events: list[Event] = []
-
-    def take(self, s: int, cell: Cell) -> bool:
-        """Runs a stage's next cell, unless what it waits for is not known yet."""
-        op, g, k = cell
-        if op < 0:
-            return self._take_shared(s, op, k)
-        need = needs(cell)
-        if need is not None and need not in self.there:
-            return False
-        start = self.clock[s] if need is None else max(self.clock[s], self.there[need])
-        self._run(s, Op(op).name, g, k, start, self.duration[op][g])
-        made = makes((Op.B, g, k) if self.fused and op == Op.W else cell, self.place, self.ways)
-        if self.fused and made is not None and made[1] and op == Op.B:
-            made = None  # B and W in one: the message leaves after W
-        if made is not None:
-            self.there[made[0]] = self.clock[s] + (self.message if made[1] else 0.0)
-        return True
-
-    def _take_shared(self, s: int, op: int, k: int) -> bool:
-        """As `take`, for a column's op: on one stage, or on all when the last of them has come."""
-        name, time, together = self.shared[op]
-        need: Message | None = {HEAD: ("x", self.last + 1, k), EMBED_GRADIENT: ("g", -1, k)}.get(op)
-        if need is not None and need not in self.there:
-            return False
-        start = self.clock[s] if need is None else max(self.clock[s], self.there[need] + (self.message if together else 0.0))
-        if together:
-            came = self.came.setdefault((op, k), {})
-            came.setdefault(s, start)
-            if len(came) < len(self.clock):
-                return False
-            start = max(came.values())
-        self._run(s, name, -1, k, start, time)
-        if op != EMBED_GRADIENT:
-            self.there[("g", self.last, k) if op == HEAD else ("x", 0, k)] = start + time
-        return True
-
-    def _run(self, s: int, name: str, g: int, k: int, start: float, time: float) -> None:
-        self.clock[s] = start + time
-        if time > 0 or g >= 0:
-            self.events.append(Event(s, name, g, k, start, start + time))
-
-
-def _orders(table: Table, shared: dict[int, tuple[str, float, bool]]) -> list[list[Cell]]:
-    """Each stage's cells in order; a column's op on microbatch k is (op, −1, k), on its own stage or on all."""
-    orders: list[list[Cell]] = [[] for _ in range(table.stages)]
-    home = {EMBED: table.place[0], HEAD: table.place[-1], EMBED_GRADIENT: table.place[0]}
-    columns = zip(table.rows(), table.embed.tolist(), table.head.tolist(), table.embed_gradient.tolist(), strict=True)
-    for row, embed, head, gradient in columns:
-        for s, cell in enumerate(row):
-            for op, k in ((EMBED, embed), (0, -1), (HEAD, head), (EMBED_GRADIENT, gradient)):
-                if op == 0:
-                    orders[s] += [cell] if cell is not None else []
-                elif k >= 0 and (s == home[op] or shared[op][2]):
-                    orders[s].append((op, -1, k))
-    return orders
-
-
-def _check_fused(table: Table, orders: list[list[Cell]]) -> None:
-    for order in orders:
-        cells = [c for c in order if c[0] >= 0]
-        for cell, after in zip(cells, [*cells[1:], None], strict=True):
-            if cell[0] == Op.B and after != (Op.W, *cell[1:]):
-                raise ValueError(f"fused_backward needs W right after its B; {table.name} has {task(cell, table.place)} on its own")
+        todo = [s for s in todo if at[s] < steps.begin[s + 1]]
+    return np.array(start)
 
 
 # --- the coupled clock -----------------------------------------------------------------------------------------------------------
 
 
-def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -> list[Event]:
-    """The timeline of the rows as this runtime executes them."""
-    events: list[Event] = []
-    walk(table, times, shares, events)
-    return events
+def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -> Timeline:
+    """The timeline of the rows as this runtime executes them; events stand by row, in the order of what a row has, and by stage."""
+    starts: list[np.ndarray] = []
+    shared_starts: dict[int, list[tuple[int, float]]] = {EMBED: [], HEAD: [], EMBED_GRADIENT: []}
+    walk(table, times, shares, starts, shared_starts)
+    row, stage = np.nonzero(table.op)
+    op, unit, k = (array[row, stage] for array in (table.op, table.model_unit, table.microbatch))
+    start = np.array(starts).reshape(table.op.shape)[row, stage]
+    parts: list[tuple] = [(row, np.full(len(row), CELL), stage, op, unit, k, start, start + _durations(table, times, shares)[op, unit])]
+    for kind, its in _shared(table, times).items():
+        stages = np.arange(table.stages) if its.together else np.array([its.home])
+        rows, begins = (np.array([pair[i] for pair in shared_starts[kind]], kind_of) for i, kind_of in ((0, int), (1, float)))
+        k, begin = its.column[rows][:, None], begins[:, None]
+        parts.append(tuple(np.broadcast_arrays(rows[:, None], kind, stages, NAMES.index(its.name), -1, k, begin, begin + its.time)))
+    columns = [np.concatenate([np.ravel(part[i]) for part in parts]) for i in range(8)]
+    order = np.lexsort((columns[2], columns[1], columns[0]))
+    return Timeline(*(column[order] for column in columns[2:]))
 
 
-def walk(table: Table, times: Times, shares: Sequence[float] | None = None, events: list[Event] | None = None) -> float:
-    """The coupled step time; adds to `events` if given."""
-    p, first, last, message = table.stages, table.place[0], table.place[-1], times.message
-    duration, near, shared = _durations(table, times, shares), neighbours(table), _shared(table, times)
+def walk(
+    table: Table,
+    times: Times,
+    shares: Sequence[float] | None = None,
+    starts: list[np.ndarray] | None = None,
+    shared_starts: dict[int, list[tuple[int, float]]] | None = None,
+) -> float:
+    """The coupled step time. If given, adds to `starts` when each row's cells start, float64 [stages], and to `shared_starts` the (row,
+    time) at which each column's op does that takes time."""
+    p, message, shared = table.stages, times.message, _shared(table, times)
+    closed = p > 2 and wraps(table.place, p)  # stage 0 and the last one are neighbours too
 
-    def share(op: int, k: int, clock: list[float], source: int | None) -> list[float]:
-        """The clocks after a column's op; `source` is the stage whose value all need first."""
-        name, time, together = shared[op]
-        if k < 0 or time == 0:
+    def share(kind: int, t: int, clock: np.ndarray) -> np.ndarray:
+        """The clocks after a column's op in row t."""
+        its = shared[kind]
+        if its.time == 0 or columns[kind][t] < 0:
             return clock
-        stages = range(p) if together else [first if source is None else source]
-        begin = max(clock[s] for s in stages)
-        if together and source is not None:
-            begin = max(begin, clock[source] + message)
-        if events is not None:
-            events.extend(Event(s, name, -1, k, begin, begin + time) for s in stages)
-        return [begin + time if s in stages else clock[s] for s in range(p)]
+        begin = clock.max() if its.together else clock[its.home]
+        if its.together and kind != EMBED:  # all need the home stage's value first
+            begin = max(begin, clock[its.home] + message)
+        if shared_starts is not None:
+            shared_starts[kind].append((t, float(begin)))
+        if its.together:
+            return np.full(p, begin + its.time)
+        clock = clock.copy()
+        clock[its.home] = begin + its.time
+        return clock
 
-    start = [0.0] * p
-    columns = (table.permute.tolist(), table.embed.tolist(), table.head.tolist(), table.embed_gradient.tolist())
-    for row, when, embed, head, gradient in zip(table.rows(), *columns, strict=True):
+    columns = {kind: its.column.tolist() for kind, its in shared.items()}
+    start = np.zeros(p)
+    duration = _durations(table, times, shares)[table.op, table.model_unit]
+    for t, when in enumerate(table.permute.tolist()):
         if times.row:
-            start = [time + times.row for time in start]
-        begin = share(EMBED, embed, start, None)
-        end = [begin[s] + duration[c[0]][c[1]] if c is not None else begin[s] for s, c in enumerate(row)]
-        if events is not None:
-            events += [Event(s, Op(c[0]).name, c[1], c[2], begin[s], end[s]) for s, c in enumerate(row) if c is not None]
-        end = share(EMBED_GRADIENT, gradient, share(HEAD, head, end, last), first)
-        if when == Permute.NONE:
-            start = end
-        else:
-            sent = start if when == Permute.EARLY else end
-            start = [max(end[s], *[sent[n] + message for n in near[s]]) if near[s] else end[s] for s in range(p)]
-    return max(start)
+            start = start + times.row
+        begin = share(EMBED, t, start)
+        if starts is not None:
+            starts.append(begin)
+        end = share(EMBED_GRADIENT, t, share(HEAD, t, begin + duration[t]))
+        if when != Permute.NONE:
+            come = (start if when == Permute.EARLY else end) + message
+            end = end.copy()
+            np.maximum(end[1:], come[:-1], out=end[1:])
+            np.maximum(end[:-1], come[1:], out=end[:-1])
+            if closed:
+                end[0], end[-1] = max(end[0], come[-1]), max(end[-1], come[0])
+        start = end
+    return float(start.max())

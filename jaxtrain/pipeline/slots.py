@@ -16,10 +16,12 @@ busiest row: fewer is impossible. No JAX here.
 """
 
 import dataclasses
+import heapq
 
 import numpy as np
 
-from jaxtrain.pipeline.table import Cell, Op, Table, arrivals, directions
+from jaxtrain.pipeline.table import Op, Table, directions, message_ways
+from jaxtrain.pipeline.validator import NEVER, arrivals
 
 KINDS = ("x", "g", "residual_b", "residual_w", "stash")
 
@@ -65,95 +67,128 @@ class Program:
         return {kind: max(counts) for kind, counts in self.counts.items()}
 
 
-Key = tuple[str, int, int]  # kind, unit, microbatch; x of unit G is the last unit's output, g of unit −1 the first's input gradient
-Use = tuple[int, str]  # row, column that names the slot there
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Uses:
+    """The rows in which values of one kind are filled or read, and the column that names the slot there: arrays of one length.
+
+    unit: −1 … units; x of unit G is the last unit's output, g of unit −1 the first's input gradient
+    """
+
+    stage: np.ndarray
+    unit: np.ndarray
+    microbatch: np.ndarray
+    row: np.ndarray
+    column: np.ndarray
 
 
 def assign_slots(table: Table) -> Program:
     """The program of a table. Raises TableError where `arrivals` does; check the table first."""
-    uses = _uses(table)
-    arrays = {name: np.full(table.op.shape, -1, np.int32) for name in (*KINDS, "up_x", "up_g", "down_x", "down_g", "stay_x", "stay_g")} | {
-        name: np.full(table.ticks, -1, np.int32) for name in ("embed_x", "head_x", "head_g", "embed_gradient_g")
-    }
-    counts: dict[str, list[int]] = {kind: [0] * table.stages for kind in KINDS}
+    wide = ("up_x", "up_g", "down_x", "down_g", "stay_x", "stay_g")
+    arrays: dict[str, np.ndarray] = {name: np.full(table.op.shape, -1, np.int32) for name in (*KINDS, *wide)}
+    arrays |= {name: np.full(table.ticks, -1, np.int32) for name in ("embed_x", "head_x", "head_g", "embed_gradient_g")}
+    counts: dict[str, tuple[int, ...]] = {}
+    for kind, columns in _uses(table).items():
+        names = sorted(columns)
+        parts = [np.broadcast_arrays(*map(np.asarray, columns[name]), np.asarray(i)) for i, name in enumerate(names)]
+        every = _Uses(*(np.concatenate(several) for several in zip(*parts, strict=True)))
+        slots, counts[kind] = _assign(every, table)
+        for i, name in enumerate(names):
+            of = every.column == i
+            array = arrays[name]
+            array[(every.row[of], every.stage[of]) if array.ndim == 2 else every.row[of]] = slots[of]
+    send = np.where(table.op == Op.IDLE, 0, message_ways(table.place, table.stages)[table.op, table.model_unit]).astype(np.int32)
+    return Program(table, **arrays, send=send, counts=counts)
+
+
+def _assign(uses: _Uses, table: Table) -> tuple[np.ndarray, tuple[int, ...]]:
+    """(the slot of each use, the slots that each stage needs)."""
+    wide = table.units + 2
+    key = (uses.stage.astype(np.int64) * wide + uses.unit + 1) * table.microbatches + uses.microbatch
+    values, value = np.unique(key, return_inverse=True)
+    first, last = np.full(len(values), table.ticks, np.int64), np.full(len(values), -1, np.int64)
+    np.minimum.at(first, value, uses.row)
+    np.maximum.at(last, value, uses.row)
+    stage = values // (wide * table.microbatches)
+    slots, counts = np.zeros(len(values), np.int32), []
     for s in range(table.stages):
-        for kind in KINDS:
-            values = {key: rows for key, rows in uses[s].items() if key[0] == kind}
-            slots, counts[kind][s] = colour({key: (min(rows)[0], max(rows)[0]) for key, rows in values.items()})
-            for key, rows in values.items():
-                for t, column in rows:
-                    arrays[column][(t, s) if arrays[column].ndim == 2 else t] = slots[key]
-    return Program(table, **arrays, send=_send(table), counts={kind: tuple(n) for kind, n in counts.items()})
+        own = np.flatnonzero(stage == s)
+        slots[own], count = colour(first[own], last[own])
+        counts.append(count)
+    return slots[value], tuple(counts)
 
 
-def colour(intervals: dict[Key, tuple[int, int]]) -> tuple[dict[Key, int], int]:
-    """(slot of each value, number of slots) from first and last rows, both included; the lowest slot that is free."""
-    last_row: list[int] = []
-    slots = {}
-    for key, (first, last) in sorted(intervals.items(), key=lambda item: (item[1], item[0])):
-        slot = next((i for i, row in enumerate(last_row) if row < first), len(last_row))
-        if slot == len(last_row):
-            last_row.append(last)
-        last_row[slot] = last
-        slots[key] = slot
-    return slots, len(last_row)
+def colour(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, int]:
+    """(slot of each value, number of slots) from first and last rows, both included; the lowest slot that is free, values by their rows."""
+    slots = np.zeros(len(first), np.int32)
+    busy: list[tuple[int, int]] = []  # last row, slot
+    free: list[int] = []
+    count = 0
+    order = np.lexsort((last, first))
+    for i, begin, end in zip(order.tolist(), first[order].tolist(), last[order].tolist(), strict=True):
+        while busy and busy[0][0] < begin:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            slot = heapq.heappop(free)
+        else:
+            slot, count = count, count + 1
+        slots[i] = slot
+        heapq.heappush(busy, (end, slot))
+    return slots, count
 
 
-def _uses(table: Table) -> list[dict[Key, list[Use]]]:
-    """Of each stage, every value with the rows in which something fills or reads it, and the column that names its slot there."""
-    place, last, there = table.place, table.units - 1, arrivals(table)
-    ways = directions(place, table.stages)
-    uses: list[dict[Key, list[Use]]] = [{} for _ in range(table.stages)]
+Rows = tuple[np.ndarray | int, ...]  # stage, unit, microbatch and row of the uses of one column, arrays or one number for all
 
-    def use(s: int, kind: str, g: int, k: int, t: int, column: str = "") -> None:
-        uses[s].setdefault((kind, g, k), []).append((t, column or kind))
 
-    for (kind, g, k), t in there.items():
-        way = (ways[g - 1] if kind == "x" else -ways[g]) if 0 <= g <= last and (kind, g) not in (("x", 0), ("g", last)) else 0
+def _uses(table: Table) -> dict[str, dict[str, Rows]]:
+    """Kind → column that names a slot → where something fills or reads a value of that kind by it."""
+    place, last = table.place, table.units - 1
+    row, stage = np.nonzero(table.op)
+    op, unit, microbatch = (array[row, stage] for array in (table.op, table.model_unit, table.microbatch))
+    stays = message_ways(place, table.stages)[op, unit] == 0
+    rebuilt = np.array([table.recomputes(g) for g in range(table.units)])[unit]
+    keeps = (op == Op.F) & ~rebuilt if not table.forward_only else np.zeros(len(op), bool)
+    residuals = keeps | (op == Op.R) | (op == Op.B)
+
+    def at(cells: np.ndarray, of: int = 0) -> Rows:
+        return stage[cells], unit[cells] + of, microbatch[cells], row[cells]
+
+    def shared(column: np.ndarray, s: int, g: int) -> Rows:
+        rows = np.flatnonzero(column >= 0)
+        return s, g, column[rows], rows
+
+    uses: dict[str, dict[str, Rows]] = {
+        "x": {
+            "x": at((op == Op.F) | (op == Op.R)),
+            "stay_x": at((op == Op.F) & stays, 1),
+            "embed_x": shared(table.embed, place[0], 0),
+            "head_x": shared(table.head, place[last], last + 1),
+        },
+        "g": {
+            "g": at(op == Op.B),
+            "stay_g": at((op == Op.B) & stays, -1),
+            "embed_gradient_g": shared(table.embed_gradient, place[0], -1),
+        },
+        "residual_b": {"residual_b": at(residuals)},
+        "residual_w": {"residual_w": at(residuals | (op == Op.W))},
+        "stash": {"stash": at((op == Op.B) | (op == Op.W))},
+    }
+    if not table.forward_only:
+        uses["g"]["head_g"] = shared(table.head, place[last], last)
+    return {kind: columns | _brought(table, kind) for kind, columns in uses.items()}
+
+
+def _brought(table: Table, kind: str) -> dict[str, Rows]:
+    """The uses of the columns that name the slots of what permutes bring; none but for x and g."""
+    if kind not in ("x", "g"):
+        return {}
+    come, ways = arrivals(table), directions(table.place, table.stages)
+    found: dict[str, list[np.ndarray]] = {f"{name}_{kind}": [] for name in ("up", "down")}
+    for g in range(1, table.units) if kind == "x" else range(table.units - 1):
+        way = ways[g - 1] if kind == "x" else -ways[g]
+        rows = getattr(come, kind)[g]
+        there = np.flatnonzero(rows != NEVER)
         if way:
-            use(place[g], kind, g, k, t, f"{'up' if way > 0 else 'down'}_{kind}")
-    for t, row in enumerate(table.rows()):
-        for s, cell in enumerate(row):
-            if cell is not None:
-                for kind, g, k, column in _cell_uses(table, cell, ways):
-                    use(s, kind, g, k, t, column)
-    for t, (head, embed, gradient) in enumerate(zip(table.head.tolist(), table.embed.tolist(), table.embed_gradient.tolist(), strict=True)):
-        if embed >= 0:
-            use(place[0], "x", 0, embed, t, "embed_x")
-        if head >= 0:
-            use(place[last], "x", last + 1, head, t, "head_x")
-            if not table.forward_only:
-                use(place[last], "g", last, head, t, "head_g")
-        if gradient >= 0:
-            use(place[0], "g", -1, gradient, t, "embed_gradient_g")
-    return uses
-
-
-def _cell_uses(table: Table, cell: Cell, ways: tuple[int, ...]) -> list[tuple[str, int, int, str]]:
-    """(kind, unit, microbatch, column) of what a cell fills and reads on its own stage."""
-    op, g, k = cell
-    residuals = [("residual_b", g, k, ""), ("residual_w", g, k, "")]
-    if op == Op.F:
-        found = [("x", g, k, "")]
-        if not table.forward_only and not table.recomputes(g):
-            found += residuals
-        return [*found, ("x", g + 1, k, "stay_x")] if ways[g] == 0 else found
-    if op == Op.R:
-        return [("x", g, k, ""), *residuals]
-    if op == Op.B:
-        stays = g == 0 or ways[g - 1] == 0
-        return [("g", g, k, ""), *residuals, ("stash", g, k, ""), *([("g", g - 1, k, "stay_g")] if stays else [])]
-    return [residuals[1], ("stash", g, k, "")]
-
-
-def _send(table: Table) -> np.ndarray:
-    """int32 [ticks, stages]: the way that each cell's message goes."""
-    ways = directions(table.place, table.stages)
-    send = np.zeros(table.op.shape, np.int32)
-    for t, row in enumerate(table.rows()):
-        for s, cell in enumerate(row):
-            if cell is not None and cell[0] == Op.F:
-                send[t, s] = ways[cell[1]]
-            elif cell is not None and cell[0] == Op.B and cell[1] > 0:
-                send[t, s] = -ways[cell[1] - 1]
-    return send
+            found[f"{'up' if way > 0 else 'down'}_{kind}"].append(
+                np.stack([np.full_like(there, table.place[g]), np.full_like(there, g), there, rows[there]])
+            )
+    return {name: tuple(np.concatenate(parts, axis=1)) for name, parts in found.items() if parts}

@@ -5,12 +5,13 @@ import itertools
 import pytest
 
 from jaxtrain.pipeline import orders
-from jaxtrain.pipeline.lay import lay
+from jaxtrain.pipeline.lay import Tasks, lay
 from jaxtrain.pipeline.orders import PLACES
 from jaxtrain.pipeline.schedules import NAMES, check_repeats, make_forward_table, make_table
 from jaxtrain.pipeline.simulate import Times, simulate
-from jaxtrain.pipeline.table import Op, check, peak_stashes
+from jaxtrain.pipeline.table import Op, peak_stashes
 from jaxtrain.pipeline.table_csv import to_csv
+from jaxtrain.pipeline.validator import check
 
 
 def _in_flight(p, v, m):
@@ -109,7 +110,7 @@ def test_between_h1_and_h2_memory_buys_time():
                 held += {Op.F: 1, Op.W: -1}.get(op, 0)
                 peak = max(peak, held)
             assert peak <= bound, (bound, s)
-        table = lay(order, "between", tuple(range(8)), 8, 24, "late")
+        table = lay(Tasks(order, tuple(range(8)), 8, 24), "between", "late")
         check(table)
         times.append(table.ticks)
     assert times == sorted(times, reverse=True)

@@ -1,5 +1,7 @@
 """Tables for given op times: how near the coupled clock comes to the independent one, and that `auto` is never worse."""
 
+import time
+
 import pytest
 
 from jaxtrain.config import fits_repeats
@@ -9,7 +11,8 @@ from jaxtrain.pipeline.orders import PLACES, SCHEDULES
 from jaxtrain.pipeline.schedules import default_repeats, make_table
 from jaxtrain.pipeline.search import Problem, memory_of, named
 from jaxtrain.pipeline.simulate import Times, simulate, walk
-from jaxtrain.pipeline.table import Op, check, peak_stashes
+from jaxtrain.pipeline.table import Op, peak_stashes
+from jaxtrain.pipeline.validator import check
 
 SMALL = Problem(8, 24, Times(18.522, 18.086, 9.337, 0.601))  # Qi et al. 2023, op times in ms
 LARGE = Problem(16, 48, Times(11.347, 11.248, 8.132, 0.377))
@@ -112,3 +115,59 @@ def test_list_schedules_keep_their_bound(placement, bound):
                 peak = max(peak, held)
             assert peak <= bound and len(cells) == 3 * 2 * 6
     assert list_schedule(place, 3, 6, 1, Times(), 0.5, False) is None  # the second chunk never gets a slot
+
+
+# --- large problems --------------------------------------------------------------------------------------------------------------
+
+
+def rules_of(problem: Problem, v: int, memory: float | None = None) -> list[search.Candidate]:
+    return [c for c in search.candidates(problem, (v,), memory, search.MODES) if c.name == "list"]
+
+
+def test_the_larger_a_problem_the_fewer_list_schedules_and_all_named_ones():
+    """By size alone: which candidates there are depends on neither times nor memory."""
+    for times, memory in ((Times(), None), (Times(18.5, 18.1, 9.3, 0.6, 2), 3.0)):
+        counts = {m: len(rules_of(Problem(64, m, times), 1, memory)) for m in (1, 512, 513, 4096, 4097)}
+        assert counts == {1: 4, 512: 4, 513: 2, 4096: 2, 4097: 1}
+        assert [len(rules_of(Problem(64, m, times), 2, memory)) for m in (256, 257, 2049)] == [8, 4, 2]
+    small, large = (search.candidates(Problem(64, m, Times()), (1, 2), None, search.MODES) for m in (2, 10_000))
+    others = lambda tried: [(c.name, c.placement, c.repeats, c.modes) for c in tried if c.name != "list"]
+    assert others(small) == others(large) and {name for name, *_ in others(large)} == {*SCHEDULES, "between"}
+    assert all(c.modes == ["late", "early", "spaced"] for c in large if c.name == "list")
+    assert rules_of(Problem(64, 513, Times()), 1)[0].orders.args[-2:] == (0.5, False)
+    only = search.candidates(Problem(64, 10_000, Times()), (1,), None, ("aligned",))
+    assert all(c.modes for c in only)
+
+
+def test_a_cut_search_is_no_worse_than_the_named_schedules(monkeypatch):
+    monkeypatch.setattr(search, "RULES", ((4, search.RULES[0][1]), (64, search.RULES[1][1]), (None, search.RULES[2][1])))
+    for problem, repeats in PROBLEMS[:4]:
+        for bound in (None, 2.0, 4.0):
+            auto = search.search(problem, (repeats,), bound)
+            for schedule in (s for s in SCHEDULES if fits_repeats(s, repeats)):
+                table = named(schedule, repeats, problem)
+                if bound is None or memory_of(table) / repeats <= bound + search.ROOM:
+                    assert walk(auto, problem.times) <= walk(table, problem.times) * (1 + 1e-9), schedule
+
+
+def test_a_search_says_how_far_it_is():
+    told: list[tuple[str, float]] = []
+    search.search(Problem(3, 4, Times()), report=lambda what, done: told.append((what, done)))
+    parts = [done for _, done in told]
+    assert parts == sorted(parts) and parts[0] == 0 and parts[-1] < 1 and len(set(parts)) > 50
+    assert {what.split()[0].rstrip(",") for what, _ in told} == {*SCHEDULES, "between", "list"}
+
+
+def test_a_large_search_ends_in_time():
+    """16 stages, 256 microbatches: two seconds where there were forty."""
+    began = time.process_time()
+    table = search.search(Problem(16, 256, Times(2, 2, 1, 0.1)))
+    check(table)
+    assert time.process_time() - began < 20
+
+
+def test_interleaved_of_64_stages_and_1024_microbatches():
+    began = time.process_time()
+    table = named("interleaved", 2, Problem(64, 1024, Times(2, 2, 1, 0.1)))
+    check(table)
+    assert time.process_time() - began < 15 and table.ticks > 6 * 1024

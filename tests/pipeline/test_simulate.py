@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.pipeline.orders import SCHEDULES
 from jaxtrain.pipeline.schedules import default_repeats, make_table
-from jaxtrain.pipeline.simulate import Times, neighbours, simulate
+from jaxtrain.pipeline.simulate import Times, simulate, walk
 from jaxtrain.pipeline.table import Op, from_rows
 
 F, B, W = int(Op.F), int(Op.B), int(Op.W)
@@ -96,11 +96,14 @@ def test_an_op_takes_its_units_share():
     assert whole.step_time == pytest.approx(3 + 3 + 3 + 3 + 3)
 
 
-def test_neighbours_are_those_with_messages():
-    assert neighbours(make_table("1f1b", 4, 1, 4)) == [[1], [0, 2], [1, 3], [2]]
-    assert neighbours(make_table("zb_v", 4, 2, 4)) == [[1], [0, 2], [1, 3], [2]]
-    assert neighbours(make_table("interleaved", 4, 2, 4)) == [[1, 3], [0, 2], [1, 3], [0, 2]]
-    assert neighbours(make_table("interleaved", 2, 2, 4)) == [[1], [0]]
+@pytest.mark.parametrize(
+    ("schedule", "stages", "repeats", "waiting"),
+    [("1f1b", 4, 1, {0, 1}), ("zb_v", 4, 2, {0, 1}), ("interleaved", 4, 2, {0, 1, 3}), ("interleaved", 2, 2, {0, 1})],
+)
+def test_those_wait_that_exchange_messages(schedule, stages, repeats, waiting):
+    table, starts = make_table(schedule, stages, repeats, 4, permute="late"), []
+    walk(table, Times(), starts=starts)  # stage 0 alone has something to do in row 0
+    assert {s for s, start in enumerate(starts[1]) if start > 0} == waiting
 
 
 # --- published -------------------------------------------------------------------------------------------------------------------

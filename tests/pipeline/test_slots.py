@@ -1,6 +1,7 @@
 """Slots: a replay of programs on tagged values finds in every slot what the op wants; and no fewer slots would do."""
 
 import dataclasses
+import itertools
 import random
 
 import numpy as np
@@ -10,7 +11,8 @@ from pipeline_tables import expected, grid, random_table, replay
 from jaxtrain.pipeline.orders import PLACES
 from jaxtrain.pipeline.schedules import make_forward_table, make_table
 from jaxtrain.pipeline.slots import KINDS, assign_slots, colour
-from jaxtrain.pipeline.table import Op, check
+from jaxtrain.pipeline.table import Op
+from jaxtrain.pipeline.validator import check
 
 
 @pytest.mark.parametrize("permute", ["late", "aligned", "early", "spaced"])
@@ -50,11 +52,12 @@ def test_the_replay_finds_a_wrong_slot(kind):
 def test_colouring_takes_as_many_slots_as_are_alive_at_once():
     source = random.Random(1)
     for _ in range(200):
-        intervals = {("x", 0, i): (a := source.randrange(30), a + source.randrange(8)) for i in range(source.randrange(1, 25))}
-        slots, count = colour(intervals)
-        assert count == max(sum(a <= t <= b for a, b in intervals.values()) for t in range(40))
-        for one, (a, b) in intervals.items():
-            assert not any(slots[one] == slots[two] and a <= d and c <= b for two, (c, d) in intervals.items() if two != one)
+        first = np.array([source.randrange(30) for _ in range(source.randrange(1, 25))])
+        last = first + np.array([source.randrange(8) for _ in first])
+        slots, count = colour(first, last)
+        assert count == max(int(((first <= t) & (t <= last)).sum()) for t in range(40))
+        for i, j in itertools.combinations(range(len(first)), 2):
+            assert not (slots[i] == slots[j] and first[i] <= last[j] and first[j] <= last[i])
 
 
 def test_slots_of_1f1b_do_not_grow_with_the_microbatches():

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pipeline_tables import random_table
 
-from jaxtrain.pipeline.table import Table, check
+from jaxtrain.pipeline.table import Table
 from jaxtrain.pipeline.table_csv import to_csv
+from jaxtrain.pipeline.validator import check
 
 LAYERS = 9
 
