@@ -1,12 +1,11 @@
-"""Small models of published kinds, with weights by their published names: what `transformers` computes with them (published.json, written by
-make_published.py) and what jaxtrain does.
+"""Small models of published kinds, with weights by their published names: what `transformers` computes with them (published.json,
+written by make_published.py) and what jaxtrain does.
 
 A case of published.json: "kind" and "config" of transformers' model; "shapes" of its parameters by name, as transformers holds them in
 memory; "logits" [B, T, V] of `tokens`, with "mtp_depth" the loss of the further predictions; and "gradients", of each parameter the sum of
 squares and a projection: of Σ logits · random, or with "mtp_depth" of the whole training loss.
 """
 
-import math
 import zlib
 
 import jax.numpy as jnp
@@ -171,8 +170,3 @@ def _latent_attention(cfg: ModelConfig, given: dict, at: str) -> dict:
         "expand": {"weight": matrix("kv_b_proj")},
         "out": {"weight": matrix("o_proj")},
     }
-
-
-def close(got: float, expected: float, largest: float) -> bool:
-    """Within 1e-5 of the largest."""
-    return math.isclose(got, expected, rel_tol=0, abs_tol=1e-5 * largest)

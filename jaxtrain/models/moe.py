@@ -65,6 +65,7 @@ class Router(nnx.Module):
         logits_BTE = constrain(logits.reshape(*x.shape[:-1], -1), WHOLE)
         scores_BTE = jax.nn.softmax(logits_BTE) if self.kind == "softmax" else jax.nn.sigmoid(logits_BTE)
         load = self.load if self.bias is None else self.bias
+        assert load is not None  # one of the two is there
         chosen_BTK = self._choose(jax.lax.stop_gradient(scores_BTE if self.bias is None else scores_BTE + self.bias[...]))
         gates_BTK = jnp.take_along_axis(scores_BTE, chosen_BTK, -1)
         if self.normalized:

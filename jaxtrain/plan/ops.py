@@ -304,7 +304,7 @@ def _prediction(s: Sizes, leaves: dict[str, Leaf]) -> Iterator[Cost]:
     yield from once(s, "F")
     for op in "FBW":
         yield from layer(s, op, again=op != "F")
-    norms = 2 * width * (2 if s.model.biases and s.model.norm == "layernorm" else 1)
+    norms = 3 * width * (2 if s.model.biases and s.model.norm == "layernorm" else 1)
     yield Cost(SUM, (MODEL,), norms * NUMBER + (2 * width + s.model.biases) * width * s.summed)
     yield from _loss(s)
 
