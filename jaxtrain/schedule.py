@@ -105,7 +105,10 @@ def main(argv: list[str]) -> None:
         except (ValueError, OSError) as error:
             cli.fail(str(error))
         for path, content in files.items():
-            _write(pathlib.Path(path), content)
+            try:
+                _write(pathlib.Path(path), content)
+            except OSError as error:
+                cli.fail(f"{path!r} cannot be written ({error.strerror}): use a file in a folder with room, of your own")
         try:
             sys.stdout.write(output)
             sys.stdout.flush()
@@ -117,12 +120,12 @@ def main(argv: list[str]) -> None:
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file whole or not at all, beside which a device or a pipe is written as it is."""
-    path = path.resolve()  # a link stays one
-    if path.exists() and not path.is_file() or not os.access(path.parent, os.W_OK):
+    """Writes a file whole or not at all; a device or a pipe, and a file in a folder that may not be written, are written as they are."""
+    if path.exists() and not (path.is_file() and os.access(path.resolve().parent, os.W_OK)):
         path.write_bytes(content)
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    path = path.resolve()  # a link stays one
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
         temporary.write_bytes(content)
         os.replace(temporary, path)

@@ -259,7 +259,7 @@ def _cell(field: str, number: int, column: str) -> Task | None:
     if separator and all(CELL.fullmatch(part) for part in re.split(r"[;\t|\s]+", field) if part):
         raise _FileError(f"{field!r}: cells are separated by {separator}: use commas", number, column)
     if match := re.fullmatch(r"([A-Za-z]+)(\d{1,6})\.(\d{1,6})", field, re.ASCII):
-        op = match[1].upper() if match[1].upper() in "FRBW" else ""
+        op = match[1].upper() if match[1].upper() in Op.__members__ else ""
         right = f"use {op}{match[2]}.{match[3]}" if op else "use F, R, B or W"
         raise _FileError(f"{field!r} has the unknown op {match[1]!r}: {right}", number, column)
     if re.fullmatch(r"[FRBW]\d+", field):

@@ -76,8 +76,12 @@ def _check_cells(table: Table) -> None:
     missing = wanted[:, :-1, None] & ~there
     if count := int(missing.sum()):
         k0, o, g0 = (int(i) for i in np.argwhere(missing.transpose(2, 0, 1))[0])
-        stage = table.place[g0]
-        raise TableError(f"{task((o, g0, k0), table.place)} is missing ({count} in all): write each task once", stage=stage)
+        earlier_op, on = (Op.F, g0 - 1) if o == Op.F else (int(_before(table)[o, g0]), g0)
+        after = (earlier_op, on, k0) if on >= 0 and there[earlier_op, on, k0] else None
+        at = tuple(rows[(op == earlier_op) & (g == on) & (k == k0)].tolist()[:1]) if after else ()
+        right = f"write it after {task(after, table.place)} in {{}}" if after else "write each task once"
+        name, stage = task((o, g0, k0), table.place), table.place[g0]
+        raise TableError(f"{name} is missing ({count} in all): {right}", stage=stage, rows=at)
 
 
 def _wanted(table: Table) -> np.ndarray:
@@ -103,7 +107,11 @@ def _check_column(table: Table, name: str) -> None:
         seen[k] = t
     if len(seen) < wanted:
         missing = min(set(range(wanted)) - set(seen))
-        raise TableError(f"microbatch {missing} is missing ({wanted - len(seen)} in all): write each once", column=name)
+        op, g = {"embed": (Op.F, 0), "head": (Op.F, table.units - 1), "embed_gradient": (Op.B, 0)}[name]
+        cells = (table.op == op) & (table.model_unit == g) & (table.microbatch == missing)
+        right = f"write it in {{}}, the row of {task((op, g, missing), table.place)}, or {'before' if name == 'embed' else 'after'}"
+        rows = (int(np.flatnonzero(cells.any(axis=1))[0]),)
+        raise TableError(f"microbatch {missing} is missing ({wanted - len(seen)} in all): {right}", column=name, rows=rows)
 
 
 # --- on the right values ---------------------------------------------------------------------------------------------------------

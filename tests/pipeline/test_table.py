@@ -95,7 +95,7 @@ ROW_OF_HEAD = int(np.argwhere(GOOD.head == 1)[0, 0])
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (changed(GOOD, 0, 0, Op.IDLE, -1, -1), "stage 0: F0.0 is missing (1 in all)"),
+        (changed(GOOD, 0, 0, Op.IDLE, -1, -1), "stage 0: F0.0 is missing (1 in all): write each task once"),
         (changed(GOOD, 1, 0, Op.F, 0, 0), "row 1, stage 0: F0.0 stands already in row 0"),
         (changed(GOOD, 0, 1, Op.F, 1, 0), "row 0, stage 1: op 1, unit 1, microbatch 0: no such cell on a stage with 1 units"),
         (changed(GOOD, 0, 1, Op.R, 0, 0), "row 0, stage 1: R0.0 does not belong in this table"),
@@ -282,7 +282,12 @@ def test_csv_columns_left_out_are_filled_in(tmp_path):
         ("# chunk=0,2\n# place=0,0\nstage 0\nF0.0\n", "chunk='0,2': use 2 numbers"),
         ("# place=0\nstage 0\nF1.0\nF0.0\n", "line 3, column 'stage 0': there is no local unit 1 on a stage with 1"),
         ("# vocabulary=some\nstage 0\nF0.0\n", "line 1: vocabulary='some' is unknown: use "),
-        ("stage 0\nF0.0\nB0.0\n", "column 'stage 0': W0.0 is missing (1 in all)"),
+        ("stage 0\nF0.0\nB0.0\n", "column 'stage 0': W0.0 is missing (1 in all): write it after B0.0 in line 3"),
+        ("stage 0\nRB0.0\n", "line 2, column 'stage 0': 'RB0.0' has the unknown op 'RB': use F, R, B or W"),
+        ("stage 0,stage 1,head\nF0.0,,\n\n,F0.0,\n,B0.0,0\nB0.0,W0.0,\nW0.0,,\n",
+         "line 5 (row 2), column 'stage 1': B0.0 waits for head of microbatch 0 in line 5: move it to line 6 or later"),
+        ("stage 0,head\n\nF0.0,\nB0.0,\nW0.0,\n",
+         "column 'head': microbatch 0 is missing (1 in all): write it in line 3, the row of F0.0, or after"),
         ("stage 0,permute,head,embed,embed_gradient\nF0.1,,1,0,\nF0.0,,0,1,\n",
          "line 2 (row 0), column 'stage 0': F0.1 waits for embed of microbatch 1"),
     ],
