@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
 
 
 def check_and_find_tables(config: Config, recipe: Config) -> Config | None:
-    """The config with its mesh known, once everything about it is checked; its tables are found, and remembered. Shows how far that is where
-    it lasts. None if Ctrl-C stopped it. Raises ConfigError as `check_run` and `make_setup` do."""
+    """The config with its mesh known, once everything about it is checked and its tables are found, which are remembered; None if Ctrl-C
+    stopped it. Shows how far it is where that lasts. Raises ConfigError as `check_run` and `make_setup` do."""
     import jax
 
     from jaxtrain import cluster

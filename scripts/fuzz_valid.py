@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config import SCHEDULES, Config, ConfigError, replace
-from jaxtrain.config_checks import check_devices
+from jaxtrain.config_checks import Surroundings, first_broken
+from jaxtrain.config_mesh_rules import filled
 from jaxtrain.pipeline.setup import make_setup
 
 AXES = ("replica", "data", "stage", "context", "expert", "model")
@@ -171,8 +172,11 @@ def _draw_layout(chance: random.Random, sizes: dict[str, int], layers: int) -> d
 
 def works(settings: dict[str, Any], devices: int) -> bool:
     """Whether a run with these settings, over the defaults, is one that the trainer begins."""
+    config = replace(Config(), settings)
+    if first_broken(config, Surroundings(devices, "cpu")):  # without a search for what would do
+        return False
     try:
-        make_setup(check_devices(replace(Config(), settings), devices, "cpu").resolve())
+        make_setup(filled(config, devices).resolve())
     except ConfigError:
         return False
     return True
