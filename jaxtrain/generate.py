@@ -121,7 +121,10 @@ def check_flags(flags: types.SimpleNamespace) -> None:
 
 
 def find_checkpoint(
-    workdir: str, step: int = -1, wrong: Callable[[dict, Any], str] = lambda meta, state: "", say: Callable[[str], object] = lambda line: None
+    workdir: str,
+    step: int = -1,
+    wrong: Callable[[dict, Any], str] = lambda meta, state: "",
+    say: Callable[[str], object] = lambda line: None,
 ) -> tuple[pathlib.Path, int]:
     """The folder of checkpoints and the step, the newest whole one for −1; ends with status 2 where it is not there or not whole.
 

@@ -50,24 +50,28 @@ def test_version_1_goes_on(case):
 
 
 REFUSED = {
-    "model.router_group_best=2 cannot continue a checkpoint of model.router_group_best=1: use --config.model.router_group_best=1 (or another --workdir)": (
+    "model.router_group_best=2 cannot continue a checkpoint of model.router_group_best=1"
+    ": use --config.model.router_group_best=1 (or another --workdir)": (
         groups(4, 2, 2),
         {},
     ),
-    "model.router_normalize='always' cannot continue a checkpoint of model.router_normalize='never': use --config.model.router_normalize=never (or another --workdir)": (
+    "model.router_normalize='always' cannot continue a checkpoint of model.router_normalize='never'"
+    ": use --config.model.router_normalize=never (or another --workdir)": (
         EXPERTS | {"model.experts_per_token": 1},
         {"model.router_normalize": "always"},
     ),
-    "model.latent_norm_epsilon=1e-06 cannot continue a checkpoint of model.latent_norm_epsilon=1e-05: use --config.model.latent_norm_epsilon=1e-05 (or another --workdir)": (
+    "model.latent_norm_epsilon=1e-06 cannot continue a checkpoint of model.latent_norm_epsilon=1e-05"
+    ": use --config.model.latent_norm_epsilon=1e-05 (or another --workdir)": (
         LATENT,
         {"model.latent_norm_epsilon": 1e-6},
     ),
-    "model.router_bias=False cannot continue a checkpoint of model.router_bias=True: use --config.model.router_bias=true (or another --workdir)": (
+    "model.router_bias=False cannot continue a checkpoint of model.router_bias=True"
+    ": use --config.model.router_bias=true (or another --workdir)": (
         EXPERTS | {"model.balance_rate": 0.0},
         {"model.router_bias": False},
     ),
     "model.mtp_depth=2 cannot continue a checkpoint whose modules of prediction read the stream before the norm, as they did before "
-    "version 2: use another --workdir": ({"model.mtp_depth": 2}, {}),
+    "version 2: use --workdir=runs/again (or any other)": ({"model.mtp_depth": 2}, {}),
 }
 
 
