@@ -41,4 +41,4 @@ def refuse_to_continue(meta: dict[str, Any], config: Config, around: config_chec
     config_checks.refuse_to_continue(stored_config(meta), config, around)
     if meta.get("version", 1) < 2 and config.model.mtp_depth:
         rule = "cannot continue a checkpoint whose modules of prediction read the stream before the norm, as they did before version 2"
-        raise ConfigError("model.mtp_depth", config.model.mtp_depth, rule, "another --workdir")
+        raise ConfigError("model.mtp_depth", config.model.mtp_depth, rule, "--workdir=runs/again (or any other)")

@@ -1,8 +1,8 @@
-"""Random configs that cannot work, and whether what the trainer says about them is true: drawn for scripts/fuzz.py, nothing is run here.
+"""Random configs that cannot work, and whether what the trainer says about them is true: for scripts/fuzz.py; nothing is trained here.
 
-`draw_invalid` draws flags over configs/tiny.py that are refused on so many simulated devices. `refusal_holds` asks the trainer's own checks,
-in this process and without jax, takes the flags out of the error line as a shell would, puts them behind the others and checks again:
-everything that a run checks before it compiles must pass at the first try, and no flag of the suggestion may be idle.
+`draw_invalid` draws flags over configs/tiny.py that are refused on so many simulated devices. `refusal_holds` asks the trainer's own
+checks, in this process and without jax, takes the flags out of the error line as a shell would, puts them behind the others and checks
+again: everything that a run checks before it compiles must pass at the first try, and no flag of the suggestion may be idle.
 """
 
 import contextlib

@@ -107,12 +107,14 @@ RULES = [
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "both"},
-        "parallel.offload='both' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, which stays on the devices"
+        "parallel.offload='both' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, "
+        "which stays on the devices"
         ": use --config.parallel.offload=activations",
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "optimizer"},
-        "parallel.offload='optimizer' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, which stays on the devices"
+        "parallel.offload='optimizer' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, "
+        "which stays on the devices"
         ": use --config.parallel.offload=none",
     ),
     ({"parallel.offload": "optimiser"}, "parallel.offload='optimiser' is unknown: use --config.parallel.offload=optimizer"),

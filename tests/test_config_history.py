@@ -71,7 +71,7 @@ REFUSED = {
         {"model.router_bias": False},
     ),
     "model.mtp_depth=2 cannot continue a checkpoint whose modules of prediction read the stream before the norm, as they did before "
-    "version 2: use another --workdir": ({"model.mtp_depth": 2}, {}),
+    "version 2: use --workdir=runs/again (or any other)": ({"model.mtp_depth": 2}, {}),
 }
 
 

@@ -190,7 +190,7 @@ def refused(capsys, call, *argv: str) -> str:
         (["--prompt=" + "1 " * 40, "--tokens=8"], "after a prompt of 40 .*: use a prompt of at most 32 tokens"),
         (["--prompt=61"], "takes ids from 0 to 60 .* not '61'"),
         (["--prompt="], "the prompt is empty, .* use one id or more"),
-        (["--prompt=1", "--tokens=5", "--model=3"], "--model=3 does not divide model.heads=8: use 1, 2, 4 or 8"),
+        (["--prompt=1", "--tokens=5", "--model=3"], "--model=3 does not divide model.heads=8: use --model=2 .or 1, 4, 8."),
     ],
 )
 def test_what_the_checkpoint_refuses(run, here, capsys, argv, message):

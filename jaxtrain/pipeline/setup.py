@@ -209,8 +209,10 @@ def _shares(config: Config, sizes: Sequence[int]) -> tuple[float, ...]:
 
 
 def _fits(config: Config, table: Table) -> None:
-    """ConfigError unless a file's table does what the config says. Its fix is all that the table wants changed, at once: whoever names a file
-    wants that table, and not the least change."""
+    """ConfigError unless a file's table does what the config says.
+
+    Its fix is all that the table wants changed, at once: whoever names a file wants that table, and not the least change.
+    """
     p = config.pipeline
     named = [{"pipeline.schedule": name} for name in SCHEDULES]
     if table.forward_only:

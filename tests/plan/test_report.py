@@ -70,7 +70,7 @@ def test_what_zero_cannot_share_out_is_said():
 
 def test_json_is_for_a_dry_run(folder):
     done = runs.train(folder / "never", "--json", status=2)
-    assert done.err == "error: --json=true is for --dry_run alone: use --dry_run --json\n" and not done.out
+    assert done.err == "error: --json=true is for --dry_run alone: use --dry_run=true (or --json=false)\n" and not done.out
 
 
 @pytest.mark.full
