@@ -1,11 +1,16 @@
 #!/usr/bin/env python
 """Random configs through the real command: those that work train like one device, those that don't are refused with flags that work.
 
-    scripts/fuzz.py [--seed=N] [--valid=200] [--jobs=2] [--folder=runs/fuzz/SEED]
+    scripts/fuzz.py [--seed=N] [--valid=200] [--invalid=2000] [--dry_run=50] [--jobs=2] [--folder=runs/fuzz/SEED]
 
 A valid case is a model and a layout of it (fuzz_valid.py). It trains two steps on simulated devices, in float32; losses, gradient norms
 and the validation loss have to be those of one device. Cases come in groups of a model with several layouts, so that the run on one
-device serves them all. What has been run is in FOLDER/results.jsonl, with the command of each case: started again, the same command
+device serves them all.
+
+An invalid case is refused, and the flags that the refusal suggests are put behind the others: everything that a run checks must pass then
+(fuzz_configs.py). For `--dry_run` of them that is done by the real command with --dry_run, of small models alone, which compile.
+
+What has been run is in FOLDER/results.jsonl, with the command of each case: started again, the same command
 goes on. The exit status is 1 if a case failed.
 """
 
@@ -13,8 +18,10 @@ import argparse
 import concurrent.futures
 import functools
 import hashlib
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import random
@@ -29,13 +36,24 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import fuzz_valid  # noqa: E402 (the path comes first)
+import fuzz_configs  # noqa: E402 (the path comes first)
+import fuzz_valid  # noqa: E402
 
+from jaxtrain.config import get, value_text  # noqa: E402
 from jaxtrain.metrics import read_metrics  # noqa: E402 (the path comes first)
 
 LAYOUTS = 3  # of a model
 TOLERANCE = 1e-5  # relative: sums in another order differ by less than 1e-6 in the first step (docs/log.md)
 PATIENCE = 900.0  # seconds
+# The largest sizes that are compiled, for --dry_run; what is suggested is as near as can be to whatever was drawn.
+SMALL = {
+    **{"model.layers": 12, "model.width": 512, "model.heads": 32, "model.vocab_size": 5000, "model.experts": 32, "model.mtp_depth": 3},
+    **dict.fromkeys(("model.mlp_width", "model.expert_width", "model.max_positions"), 2048),
+    **dict.fromkeys(("model.kv_rank", "model.query_rank"), 512),
+    **dict.fromkeys(("model.rope_head_dim", "model.value_head_dim", "model.head_dim", "data.sequence_length"), 256),
+    **{"model.dense_layers": 6, "model.shared_experts": 6, "model.capacity_factor": 20},
+    **{"data.batch_size": 128, "pipeline.microbatches": 32},
+}
 WORDS = "a batch is cut into microbatches and every stage of the mesh works on one of them at each tick of the table".split()
 
 
@@ -46,17 +64,6 @@ def write_corpora(folder: pathlib.Path) -> None:
         sentence = lambda most: " ".join(chance.choices(WORDS, k=chance.randint(1, most)))
         lines = [json.dumps({"prompt": sentence(6) + "?", "answer": " " + sentence(longest)}) for _ in range(documents)]
         (folder / name).write_text("\n".join(lines) + "\n")
-
-
-def flags_of(settings: dict[str, Any]) -> list[str]:
-    """Settings as flags of the training command."""
-    return [f"--config.{path}={_text(value)}" for path, value in settings.items()]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def environment(folder: pathlib.Path) -> dict[str, str]:
@@ -71,7 +78,7 @@ def train(folder: pathlib.Path, name: str, settings: dict[str, Any], devices: in
     workdir = folder / "work" / name
     shutil.rmtree(workdir, ignore_errors=True)
     words = [sys.executable, "-m", "jaxtrain.train", f"--config={ROOT / 'configs' / 'tiny.py'}", f"--workdir={workdir}"]
-    words += [f"--cpu_devices={devices}", *flags_of(settings)]
+    words += [f"--cpu_devices={devices}", *(f"--config.{path}={value_text(value)}" for path, value in settings.items())]
     began = time.monotonic()
     result: dict[str, Any] = {"command": shlex.join(["python", *words[1:]])}
     try:
@@ -152,13 +159,94 @@ def run_valid(folder: pathlib.Path, seed: int, count: int, jobs: int) -> int:
         for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
             done.result()
             print(f"{number} of {groups} models, {time.monotonic() - began:.0f} s", flush=True)
-    cases = [line for name, line in results.lines.items() if not name.endswith(".one")]
+    cases = [line for name, line in results.lines.items() if "stages" in line]
+    staged, odd = sum(line["stages"] > 1 for line in cases), sum(line["odd"] for line in cases)
+    return conclude("valid", cases, f"as on one device ({staged} with several stages, {odd} with sizes that are no powers of two)")
+
+
+def draw_refused(seed: int, number: int, most: int = max(fuzz_configs.DEVICES)) -> tuple[list[str], int]:
+    """(flags, devices) of an invalid case with at most so many devices."""
+    chance = random.Random(f"{seed}/invalid/{number}")
+    devices = chance.choice([n for n in fuzz_configs.DEVICES if n <= most])
+    return fuzz_configs.draw_invalid(chance, devices), devices
+
+
+def judge(seed: int, number: int) -> dict[str, Any]:
+    """{"error", "command"} of an invalid case: "error" is "" where all is as it should be."""
+    flags, devices = draw_refused(seed, number)
+    command = shlex.join(["python", "-m", "jaxtrain.train", f"--cpu_devices={devices}", *flags])
+    return {"command": command, "error": fuzz_configs.refusal_holds(flags, devices) or ""}
+
+
+def run_invalid(folder: pathlib.Path, seed: int, count: int, jobs: int) -> int:
+    """Judges `count` invalid cases and says how they went; the number that failed."""
+    results, began = Results(folder / "results.jsonl"), time.monotonic()
+    left = [number for number in range(count) if f"invalid.{number}" not in results.lines]
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(judge, seed, number): number for number in left}
+        for done, future in enumerate(concurrent.futures.as_completed(waiting), 1):
+            result = future.result()
+            results.add(f"invalid.{waiting[future]}", **result)
+            if result["error"]:
+                print(f"invalid.{waiting[future]}: {result['error']}\n    {result['command']}", flush=True)
+            if done % 100 == 0:
+                print(f"{done} of {len(left)} invalid configs, {time.monotonic() - began:.0f} s", flush=True)
+    return conclude(
+        "invalid", [line for name, line in results.lines.items() if name.startswith("invalid.")], "refused with flags that work"
+    )
+
+
+def mended(seed: int, number: int) -> tuple[list[str], int, str, list[str]] | None:
+    """(flags, devices, the refusal, the flags that it suggests) of an invalid case; None where the model that works is not small."""
+    flags, devices = draw_refused(seed, number, 8)
+    line = fuzz_configs.refusal_of(flags, devices)
+    words = fuzz_configs.suggested(line)
+    config = fuzz_configs.config_of([*flags, *words]).resolve()
+    return None if any(get(config, path) > most for path, most in SMALL.items()) else (flags, devices, line, words)
+
+
+def compile_mended(folder: pathlib.Path, seed: int, number: int) -> dict[str, Any] | None:
+    """{"error", "command"} of an invalid case by the real command with --dry_run, refused and then mended; None if it is not small."""
+    case = mended(seed, number)
+    if case is None:
+        return None
+    flags, devices, line, words = case
+    command = [sys.executable, "-m", "jaxtrain.train", f"--config={fuzz_configs.RECIPE}", f"--cpu_devices={devices}", "--dry_run", *flags]
+    run = lambda more: subprocess.run(
+        [*command, *more], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=PATIENCE
+    )
+    refused, works = run([]), run(words)
+    error = ""
+    if (refused.returncode, refused.stderr.strip()) != (2, line):
+        error = f"status {refused.returncode}, and it is not the refusal {line!r}: {refused.stderr[-500:]}"
+    elif works.returncode != 0:
+        error = f"status {works.returncode} with {shlex.join(words)}: {works.stderr[-1500:]}"
+    return {"command": shlex.join(["python", *command[1:]]), "error": error}
+
+
+def run_dry(folder: pathlib.Path, seed: int, count: int, jobs: int) -> int:
+    """Compiles `count` invalid cases once they are mended, and says how they went; the number that failed."""
+    results = Results(folder / "results.jsonl")
+    numbers = (n for n in itertools.count() if f"dry_run.{n}" in results.lines or mended(seed, n))
+    names = {n: f"dry_run.{n}" for n in itertools.islice(numbers, count)}
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        waiting = {pool.submit(compile_mended, folder, seed, n): n for n, name in names.items() if name not in results.lines}
+        for done, future in enumerate(concurrent.futures.as_completed(waiting), 1):
+            result = future.result()
+            assert result is not None  # `mended` has looked
+            results.add(names[waiting[future]], **result)
+            print(f"{done} of {len(waiting)} compiled", flush=True)
+            if result["error"]:
+                print(f"{names[waiting[future]]}: {result['error']}\n    {result['command']}", flush=True)
+    return conclude("dry_run", [results.lines[name] for name in names.values()], "refused, and compiled with what was suggested")
+
+
+def conclude(kind: str, cases: list[dict[str, Any]], well: str) -> int:
+    """Says how cases went; the number that failed."""
     failed = [line["case"] for line in cases if line["error"]]
-    staged, odd = (sum(bool(test(line)) for line in cases) for test in (lambda c: c["stages"] > 1, lambda c: c["odd"]))
-    text = f"{staged} with several stages, {odd} with sizes that are no powers of two"
     if older := sum(line["sources"] != sources() for line in cases):
         print(f"{older} of these cases were run with other sources of jaxtrain: another --folder runs all of them anew")
-    print(f"valid: {len(cases) - len(failed)} of {len(cases)} as on one device ({text}){': failed ' * bool(failed)}{' '.join(failed)}")
+    print(f"{kind}: {len(cases) - len(failed)} of {len(cases)} {well}{': failed ' * bool(failed)}{' '.join(failed)}", flush=True)
     return len(failed)
 
 
@@ -166,6 +254,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of what is drawn; without it a new one each time")
     parser.add_argument("--valid", type=int, default=200, help="valid configs that are trained")
+    parser.add_argument("--invalid", type=int, default=2000, help="invalid configs whose refusals are judged")
+    parser.add_argument("--dry_run", type=int, default=50, help="invalid configs that are mended and compiled")
     parser.add_argument("--jobs", type=int, default=2, help="commands at a time")
     parser.add_argument("--folder", type=pathlib.Path, help="of results; runs/fuzz/SEED if not given")
     options = parser.parse_args()
@@ -173,7 +263,10 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print(f"seed {options.seed}, results in {folder} (--seed={options.seed} goes on)", flush=True)
     write_corpora(folder)
-    return int(run_valid(folder, options.seed, options.valid, options.jobs) > 0)
+    failed = 0
+    for run, count in ((run_invalid, options.invalid), (run_dry, options.dry_run), (run_valid, options.valid)):
+        failed += run(folder, options.seed, count, options.jobs) if count else 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

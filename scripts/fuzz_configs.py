@@ -116,6 +116,11 @@ def works(flags: list[str], devices: int) -> bool:
     return True
 
 
+def config_of(flags: list[str]) -> cfg.Config:
+    """The config that flags make of the recipe; nothing is checked."""
+    return cli.apply(load_recipe(RECIPE), cli.read_flags(flags, "", (*cli.SHARED_FLAGS, *train.FLAGS), with_config=True).overrides)
+
+
 def refusal_of(flags: list[str], devices: int) -> str:
     """The error line that the flags end with, "" if they work."""
     said = io.StringIO()

@@ -52,3 +52,19 @@ def test_a_failed_command_is_a_failed_case_and_the_rest_goes_on(tmp_path, monkey
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 6
     monkeypatch.setattr(fuzz, "train", lambda *_: pytest.fail("all have been run"))
     assert fuzz.run_valid(tmp_path, SEED, 4, jobs=1) == 1
+
+
+def test_invalid_cases_are_judged_once(tmp_path, monkeypatch, capsys):
+    assert fuzz.run_invalid(tmp_path, SEED, 4, jobs=1) == 0
+    assert "invalid: 4 of 4 refused with flags that work" in capsys.readouterr().out
+    monkeypatch.setattr(fuzz, "judge", lambda *_: pytest.fail("all have been judged"))
+    assert fuzz.run_invalid(tmp_path, SEED, 4, jobs=1) == 0
+
+
+def test_a_refusal_that_the_command_does_not_give_is_seen(tmp_path, monkeypatch):
+    flags, devices = fuzz.draw_refused(SEED, 0)
+    monkeypatch.setattr(fuzz, "mended", lambda *_: (flags, devices, "error: another line", ["--config.mesh.model=1"]))
+    monkeypatch.setattr(fuzz.subprocess, "run", lambda words, **_: fuzz.subprocess.CompletedProcess(words, 2, "", "error: a line\n"))
+    assert "it is not the refusal" in fuzz.compile_mended(tmp_path, SEED, 0)["error"]
+    monkeypatch.setattr(fuzz, "mended", lambda *_: (flags, devices, "error: a line", ["--config.mesh.model=1"]))
+    assert "status 2 with --config.mesh.model=1" in fuzz.compile_mended(tmp_path, SEED, 0)["error"]
