@@ -97,8 +97,9 @@ def _suggestion(config: Config, around: Surroundings, broken: Broken) -> tuple[c
     """(the changes after which every rule is kept, other values for the first where it is alone)."""
     checks = _Checks(config, dataclasses.replace(around, tables=around.files))
     changes = config_search.nearest(checks)
-    for anchor in _anchors(around):
-        changes = changes or config_search.towards(checks, anchor)
+    if changes is None:
+        found = (config_search.towards(checks, anchor) for anchor in _anchors(around))
+        changes = min((change for change in found if change), key=len, default=None)
     if not changes:
         return {}, []
     changes = config_search.ordered(changes, broken.field)
@@ -118,10 +119,14 @@ class _Checks:
         self._values: dict[str, list[Any]] = {}
 
     def first(self, changes: config_search.Changes) -> Broken | None:
-        return first_broken(cfg.replace(self.config, changes), self.around, self._wrong | changes.keys())
+        return first_broken(cfg.replace(self.config, changes), self.around, self._changed(changes))
 
     def every(self, changes: config_search.Changes) -> list[tuple[Broken, config_search.Reads]]:
-        return _every_broken(cfg.replace(self.config, changes), self.around, self._wrong | changes.keys())
+        return _every_broken(cfg.replace(self.config, changes), self.around, self._changed(changes))
+
+    def _changed(self, changes: config_search.Changes) -> list[str]:
+        """Settings to look at on their own, in one order: a set's would be another in every process."""
+        return [path for path in cfg.fields() if path in changes or path in self._wrong]
 
     def asked(self, path: str) -> bool:
         return cfg.get(self.config, path) != cfg.get(self.around.recipe, path)

@@ -51,7 +51,7 @@ USES: tuple[tuple[list[str], Callable[[Config], object], Callable[[Config], str]
     ),
     (_under("model", OF_EXPERTS), lambda c: c.model.experts, lambda c: "with model.experts=0"),
     (["model.router_group_limit", "model.router_group_best"], lambda c: c.model.router_groups > 1, lambda c: "with model.router_groups=1"),
-    (["model.balance_rate"], lambda c: c.model.router_bias, lambda c: "with model.router_bias=False"),
+    (["model.balance_rate"], lambda c: c.model.router_bias or not c.model.balance_rate, lambda c: "with model.router_bias=False"),
     (
         ["model.mlp_width"],
         lambda c: not c.model.experts or not c.model.expert_width or c.model.dense_layers,

@@ -14,6 +14,7 @@ from broken_settings import ALLOWED, RULES, UNUSED
 from jaxtrain import cli, config_checks, config_search
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError
+from jaxtrain.config_mesh_rules import filled
 from jaxtrain.config_unused import USES, unused_settings
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -174,6 +175,11 @@ def test_a_setting_without_a_use_is_a_note(changes, note):
     config_checks.check(config)
     assert note in unused_settings(config)
     assert unused_settings(cfg.replace(BASE, {"mesh.data": 2})) == []
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.py")))
+def test_a_recipe_as_it_is_shipped_has_no_notes(name):
+    assert unused_settings(filled(recipe(name), 2048)) == []
 
 
 def test_every_setting_that_may_have_no_use_is_tried():

@@ -212,7 +212,7 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
     assert here(f"--workdir={tmp_path}", "--prompt=1 2", "--tokens=2", "--greedy") == 0
     out, err = capsys.readouterr()
     assert len(out.split()) == 4
-    passed, figures = err.splitlines()
+    passed, figures, *_ = err.splitlines()
     why = r"its state's params/layers/mlp/\S+ is \[.*\], not \[.*\]"
     assert re.fullmatch(rf"passed over: 20 \({why}\), 30 \(its state has no d/\w+\), 40 \(an empty folder\)", passed), passed
     assert figures.startswith("step 12: ")
