@@ -9,10 +9,12 @@ from jaxtrain import train
 from jaxtrain.config import ConfigError
 from jaxtrain.pipeline.setup import make_setup
 
+VOCABULARY = {"model.vocab_size": 260}  # as many as the bytes of the corpus want
+
 
 @pytest.fixture
 def config():
-    return small.config((1, 3, 1), "auto", 0, 5, {"model.layers": 6})
+    return small.config((1, 4, 2), "auto", 0, 4, VOCABULARY | {"model.layers": 8})
 
 
 def test_ctrl_c_is_one_line_there_and_the_handler_is_as_before(config, monkeypatch, capsys):
@@ -25,7 +27,7 @@ def test_ctrl_c_is_one_line_there_and_the_handler_is_as_before(config, monkeypat
     monkeypatch.setattr(train, "make_setup", search)
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `main` leaves it
     try:
-        assert train.find_tables(config) is False
+        assert train.check_and_find_tables(config, config) is None
         assert heard == [signal.default_int_handler] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
@@ -37,13 +39,18 @@ def test_tables_are_found_once_and_a_report_is_told(config):
     one = make_setup(config, lambda what, done: told.append(done))
     count = len(told)
     assert count > 20 and told == sorted(told) and told[-1] == 1.0
-    assert train.find_tables(config) and make_setup(config, lambda what, done: told.append(done)) is one and len(told) == count
+    assert (
+        train.check_and_find_tables(config, config)
+        and make_setup(config, lambda what, done: told.append(done)) is one
+        and len(told) == count
+    )
 
 
 def test_a_file_that_is_wrong_is_answered_with_its_line(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("# mine\n\nstage 0,stage 1\nF0.0,\n,F0.0\n,B0.0\n,W0.0\nB0.0,\nW0.0,W0.0\n")
     with pytest.raises(ConfigError) as found:
-        train.find_tables(small.config((1, 2, 1), f"csv:{path}", 0, 1, {"pipeline.remat": "none"}))
-    wrong = "line 9 (row 5), column 'stage 1': W0.0 stands already in line 7: use it once"
-    assert str(found.value) == f"pipeline.schedule='csv:{path}' does not work: {path}, {wrong}"
+        config = small.config((1, 2, 4), f"csv:{path}", 0, 1, VOCABULARY | {"pipeline.remat": "none"})
+        train.check_and_find_tables(config, config)
+    wrong = "line 9 (row 5), column 'stage 1': W0.0 stands already in line 7 (use it once): use --config."
+    assert f"pipeline.schedule='csv:{path}' does not work: {path}, {wrong}" in str(found.value)

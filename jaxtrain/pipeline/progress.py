@@ -40,9 +40,9 @@ class SearchProgress:
         if self._terminal:
             filled = int(BAR * done)
             line = f"{self._title} [{'#' * filled}{'.' * (BAR - filled)}] {done:4.0%} {text}"
+            self._drawn, self._next = True, now + REDRAW  # before it is: Ctrl-C may come in between
             self._stream.write("\r\x1b[K" + line[: self._columns() - 1])
             self._stream.flush()
-            self._drawn, self._next = True, now + REDRAW
         else:
             print(f"{self._title}: {done:.0%}, {text}", file=self._stream, flush=True)
             self._next = now + EVERY
