@@ -27,7 +27,7 @@ CASES = {
 }
 MORE = {
     "alone": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 2}),
-    "no normalization, one best of a group": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 2, **GROUPS, **V2}),
+    "no normalization, one best of a group": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 3, **GROUPS, **V2}),
     "model 2": ((1, 1, 2), "1f1b", 1, {"mesh.expert": 4, "model.shared_experts": 1}),
     "zero 3, gelu": (
         (2, 1, 2),
