@@ -8,6 +8,7 @@ The environment is set before jax starts, and the processes that tests start inh
 
 import os
 import pathlib
+import signal
 import sys
 
 import pytest
@@ -17,6 +18,10 @@ DEVICES = 8
 sys.path += [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
 
 from jaxtrain.cli import set_xla_flags  # noqa: E402 (the path comes first)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores Ctrl-C, and what tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):

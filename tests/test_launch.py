@@ -213,7 +213,7 @@ def test_wrong_flags_start_nothing(capsys):
     with pytest.raises(SystemExit) as ended:
         launch.main(["--proceses=2", "--", "--x"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: --proceses is an unknown flag: use --processes\n"
+    assert capsys.readouterr().err == "error: --proceses is an unknown flag: use --processes=2\n"
 
 
 def test_gpus_are_shared_out():

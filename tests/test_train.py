@@ -332,7 +332,7 @@ def assert_refused(workdir, *flags: str, devices: int = 8) -> str:
     done = runs.train(workdir, *flags, status=2, devices=devices)
     assert runs.contents(workdir) == files
     *before, error = done.err.splitlines()
-    assert all("preparing" in line for line in before if line.strip()), done.err  # a corpus, if there is no line before
+    assert all("preparing" in line or "prepared" in line for line in before if line.strip()), done.err  # a corpus, if there is no line before
     assert "compiled" not in done.out
     assert error.startswith("error: ")
     return error.removeprefix("error: ")
@@ -376,7 +376,7 @@ def test_a_finished_run_says_so(whole):
 
 def test_a_workdir_that_cannot_be_made(folder):
     (folder / "file").write_text("")
-    assert assert_refused(folder / "file") == "--workdir='file': 'file' is not a folder: use --workdir='file_run'"
+    assert assert_refused(folder / "file") == "--workdir='file': 'file' is not a folder: use --workdir=file_run"
 
 
 def test_devices_that_the_mesh_does_not_use(folder, workdir):
@@ -387,7 +387,7 @@ def test_devices_that_the_mesh_does_not_use(folder, workdir):
 
 WRONG = {
     "--config.mesh.stag=4": "mesh.stag='4' is an unknown setting: use --config.mesh.stage",
-    "--config.mesh.stage=four": "mesh.stage='four' is not an integer: use 4",
+    "--config.mesh.stage=four": "mesh.stage='four' is not an integer: use --config.mesh.stage=4",
     "--config.model.heads=5": "model.heads=5",
     "--config.pipeline.repeats=1": "pipeline.repeats=1 does not fit pipeline.schedule='interleaved'",
     "--wrkdir=x": "--wrkdir is an unknown flag: use --workdir",
