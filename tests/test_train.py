@@ -332,7 +332,8 @@ def assert_refused(workdir, *flags: str, devices: int = 8) -> str:
     done = runs.train(workdir, *flags, status=2, devices=devices)
     assert runs.contents(workdir) == files
     *before, error = done.err.splitlines()
-    assert all("preparing" in line or "prepared" in line for line in before if line.strip()), done.err  # a corpus, if there is no line before
+    of_a_corpus = lambda line: "preparing" in line or "prepared" in line
+    assert all(of_a_corpus(line) for line in before if line.strip()), done.err
     assert "compiled" not in done.out
     assert error.startswith("error: ")
     return error.removeprefix("error: ")
