@@ -247,13 +247,6 @@ def _kernel_is_there(config: Config, platform: str) -> Broken | None:
     return Broken(path, f"is for NVIDIA GPUs, and the devices here are of platform {platform!r}", values_for(path, ["auto"]))
 
 
-def check_files(config: Config) -> None:
-    """Raises ConfigError if the corpus, the tokenizer or a schedule's file is not there."""
-    for rule in _of_surroundings(Surroundings(files=True)):
-        if broken := rule(config):
-            raise ConfigError(broken.field, cfg.get(config, broken.field), broken.rule, fixes=list(broken.fixes))
-
-
 def _file_is_there(config: Config, path: str, word: str) -> Broken | None:
     value = cfg.get(config, path)
     if value == word or (path, value) == ("data.tokenizer", "none") or (value and pathlib.Path(value).expanduser().exists()):

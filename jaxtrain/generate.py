@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxtrain.checkpoint.parameters import load_parameters
     from jaxtrain.training.sampling import Sampler, Sampling, prompt_ids
 
-    folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True), passed_over)
+    folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True), remark)
     try:
         config, tokenizer = understand(read_meta(folder, step), f"{folder}/{step}", flags.workdir)
         ids = prompt_ids(tokenizer, flags.prompt, config.model.vocab_size)
@@ -78,11 +78,10 @@ def main(argv: Sequence[str]) -> int:
     except CheckpointError as error:
         cli.fail(str(error))
 
-    say = lambda text: print(text, file=sys.stderr, flush=True)
     trained = config.data.sequence_length
     if len(ids) + flags.tokens > trained:
         text = f"a prompt of {len(ids)} tokens and up to {flags.tokens} more"
-        say(f"{text} go beyond the {trained} tokens that the model was trained on (data.sequence_length)")
+        remark(f"{text} go beyond the {trained} tokens that the model was trained on (data.sequence_length)")
     began = time.perf_counter()
     try:
         sampling = Sampling(0.0 if flags.greedy else flags.temperature, flags.top_k, flags.top_p, flags.seed)
@@ -96,11 +95,11 @@ def main(argv: Sequence[str]) -> int:
         cached = f"{flags.samples} × {len(ids) + flags.tokens} cached tokens"
         cli.fail(f"no memory for {cached} beside the model: use fewer --tokens or --samples, or a larger --model")
     seconds = time.perf_counter() - read
-    say(
+    remark(
         f"step {step}: prompt of {len(ids)} tokens and compilation {read - began:.1f} s; "
         f"{sum(ended.tokens)} tokens in {seconds:.1f} s, {sum(ended.tokens) / seconds:.1f} tokens/s"
     )
-    say(how_it_ended(ended, len(ids), config))
+    remark(how_it_ended(ended, len(ids), config))
     return INTERRUPTED if ended.interrupted() else 0
 
 
@@ -162,7 +161,7 @@ def find_checkpoint(
     cli.fail(f"--step={step} {rule} (it has {', '.join(map(str, steps))}): use --step={near}")
 
 
-def passed_over(line: str) -> None:
+def remark(line: str) -> None:
     """A line on standard error: standard output is for the text."""
     print(line, file=sys.stderr, flush=True)
 

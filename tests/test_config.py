@@ -253,14 +253,15 @@ def test_a_kernel_and_a_mesh_at_once():
 
 
 def test_files(tmp_path):
+    files = config_checks.Surroundings(files=True)
     (tmp_path / "corpus.jsonl").write_text("{}")
-    config_checks.check_files(BASE)
-    config_checks.check_files(cfg.replace(BASE, {"data.source": str(tmp_path / "corpus.jsonl"), "data.tokenizer": str(tmp_path)}))
+    config_checks.check(BASE, files)
+    config_checks.check(cfg.replace(BASE, {"data.source": str(tmp_path / "corpus.jsonl"), "data.tokenizer": str(tmp_path)}), files)
     with pytest.raises(ConfigError) as error:
-        config_checks.check_files(cfg.replace(BASE, {"data.source": str(tmp_path / "corpsu.jsonl")}))
+        config_checks.check(cfg.replace(BASE, {"data.source": str(tmp_path / "corpsu.jsonl")}), files)
     assert str(error.value).endswith(f"is neither 'stdlib' nor an existing path: use --config.data.source={tmp_path}/corpus.jsonl")
     with pytest.raises(ConfigError, match=r"data\.tokenizer=''.*use --config.data.tokenizer=bytes"):
-        config_checks.check_files(cfg.replace(BASE, {"data.tokenizer": ""}))
+        config_checks.check(cfg.replace(BASE, {"data.tokenizer": ""}), files)
 
 
 # --- resolve, JSON, continuing ---------------------------------------------------------------------------------------------------
