@@ -55,7 +55,7 @@ def matmul_cpu_seconds() -> float:
     import jax
     import jax.numpy as jnp
 
-    from jaxtrain.mesh import make_mesh
+    from jaxtrain.devices.mesh import make_mesh
 
     n, repeats = 1024, 8
     with jax.set_mesh(make_mesh((1,) * 6, jax.devices()[:1])):
@@ -74,15 +74,16 @@ def matmul_cpu_seconds() -> float:
 def worker(layout: str, steps: int, changes: list[str]) -> dict:
     """Measures a layout in this process; $STARTED is when it was started."""
     from jaxtrain import cli
+    from jaxtrain.devices.startup import start_jax
 
     config, namespace = cli.parse(flags(layout, changes), "benchmark")
-    cli.start_jax(namespace)
+    start_jax(namespace)
     import jax
 
     from jaxtrain import loop  # noqa: F401  what the command imports, so that the time to the first step is the command's
     from jaxtrain.data.loader import Loader
     from jaxtrain.data.tokens import prepare
-    from jaxtrain.mesh import make_mesh
+    from jaxtrain.devices.mesh import make_mesh
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import make_step
 

@@ -34,15 +34,16 @@ def validation_loss(flags: list[str]) -> float:
 
 def bytes_a_step(flags: list[str]) -> float:
     """That a device sends to other replicas."""
-    import hlo
     import jax
-    from crossing import bytes_sent
+    from support import hlo
+    from support.crossing import bytes_sent
 
-    from jaxtrain import cli, config_checks
-    from jaxtrain.mesh import make_mesh, sizes_of
+    from jaxtrain import cli
+    from jaxtrain.config import checks
+    from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.training.step import abstract_batch, make_step
 
-    config = config_checks.check_devices(cli.parse(flags, "")[0], 8).resolve()
+    config = checks.check_devices(cli.parse(flags, "")[0], 8).resolve()
     step = make_step(config, make_mesh(sizes_of(config.mesh)))
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()

@@ -2,9 +2,9 @@
 
     python benchmarks/long_context.py [--lengths=131072,524288] [--modes=all_gather,ulysses,ring] [--json=FILE] [-- --config.mesh.model=8 …]
 
-Needs jax's compilers for GPUs (tests/ahead.py, `install_command`), and neither a GPU nor a driver. Each data shard has one sequence and a
-step one microbatch, with full recomputation and ZeRO-3, documents kept apart, and attention in plain XLA (cuDNN is not there to compile
-for). XLA's GPU compiler refuses no program for its memory: what counts is its account of arguments and temporary memory.
+Needs jax's compilers for GPUs (tests/support/ahead.py, `install_command`), and neither a GPU nor a driver. A data shard has one sequence
+and a step one microbatch, with full recomputation and ZeRO-3, documents kept apart, and attention in plain XLA (cuDNN is not there to
+compile for). XLA's GPU compiler refuses no program for its memory: what counts is its account of arguments and temporary memory.
 """
 
 import argparse
@@ -30,13 +30,14 @@ def compiled(devices, recipe, settings: dict[str, str], length: int, mode: str) 
     """Lengths of time in seconds and bytes on a device for one length and mode."""
     import jax
 
-    from jaxtrain import cli, config_checks
     from jaxtrain import config as configs
-    from jaxtrain.mesh import make_mesh, sizes_of
+    from jaxtrain.config import checks
+    from jaxtrain.config.flags import apply
+    from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.training.step import COMPILER_OPTIONS, abstract_batch, make_step
 
     own = {"data.sequence_length": str(length), "parallel.context": mode}
-    config = config_checks.check_devices(cli.apply(recipe, list((settings | own).items())), DEVICES).resolve()
+    config = checks.check_devices(apply(recipe, list((settings | own).items())), DEVICES).resolve()
     config = configs.replace(config, {"data.batch_size": config.mesh.data * config.mesh.replica})
     mesh = make_mesh(sizes_of(config.mesh), devices)
     step = make_step(config, mesh)
@@ -64,11 +65,11 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", help="settings, as --config.PATH=VALUE")
     args = parser.parse_args()
     sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
-    import ahead
     import jax
     from jax.experimental import topologies
+    from support import ahead
 
-    from jaxtrain.recipes import find_recipe, load_recipe
+    from jaxtrain.config.recipes import find_recipe, load_recipe
 
     if ahead.PLATFORMS["h100"].missing:
         parser.error(f"no compiler for H100s here: {ahead.install_command(jax.__version__)}")

@@ -23,7 +23,7 @@ def plain_step(config, parts, optimizer):
     import optax
 
     from jaxtrain.models.transformer import default_positions
-    from jaxtrain.training.loss import loss_sum
+    from jaxtrain.runtime.loss import loss_sum
 
     dtype = jnp.dtype(config.precision.compute)
 
@@ -56,14 +56,14 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
-    from jaxtrain import cli
     from jaxtrain.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, PrecisionConfig
+    from jaxtrain.devices.startup import set_xla_flags
 
-    cli.set_xla_flags(os.environ)
+    set_xla_flags(os.environ)
     import jax
     import numpy as np
 
-    from jaxtrain.mesh import make_mesh
+    from jaxtrain.devices.mesh import make_mesh
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import abstract_batch, make_step
 

@@ -4,7 +4,7 @@
 
 It compiles the step's gradients once with the rows of the table as an argument. Rows in which all stages run one op and nothing else time
 that op, inside the very program that is measured; empty rows time what every row costs and what comes before and after. The prediction
-is the coupled clock's (`jaxtrain.pipeline.simulate`). On simulated devices, which share this machine's cores, op times are CPU-seconds a
+is the coupled clock's (`jaxtrain.schedule.simulate`). On simulated devices, which share this machine's cores, op times are CPU-seconds a
 device, and the step takes the longer of the coupled clock's time and of all the work over the cores; so CPU-seconds are compared too.
 Without flags: 2 stages of one CPU device each. The last line has the times as `--config.pipeline.times` takes them.
 """
@@ -42,7 +42,7 @@ def op_seconds(program, run_rows) -> tuple[dict[str, float], float]:
     """(op → seconds on a device, seconds of everything but rows). run_rows: columns → seconds on a device."""
     import numpy as np
 
-    from jaxtrain.pipeline.columns import columns
+    from jaxtrain.schedule.columns import columns
 
     own = columns(program)
     empty = {name: np.zeros((ROWS, program.table.stages), np.int32) for name in own}
@@ -58,8 +58,8 @@ def op_seconds(program, run_rows) -> tuple[dict[str, float], float]:
 
 def times_of(found: dict[str, float], table, shares):
     """The simulator's Times: of a microbatch on a whole stage."""
-    from jaxtrain.pipeline.simulate import Times
-    from jaxtrain.pipeline.table import local_index
+    from jaxtrain.schedule.simulate import Times
+    from jaxtrain.schedule.table import local_index
 
     per_stage = {}
     for op, names in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
@@ -78,19 +78,20 @@ def times_of(found: dict[str, float], table, shares):
 def main(argv: list[str]) -> None:
     sys.path.insert(0, REPOSITORY)
     from jaxtrain import cli
+    from jaxtrain.devices.startup import start_jax
 
     if not [a for a in argv if a.startswith("--config")]:
         argv = ["--cpu_devices=2", f"--config={REPOSITORY}/configs/tiny.py", *(f"--config.{d}" for d in DEFAULTS), *argv]
     if any(a.startswith("--cpu_devices") for a in argv):
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"  # a device is a core
     config, namespace = cli.parse(argv, __doc__)
-    cli.start_jax(namespace)
+    start_jax(namespace)
     import jax
     import numpy as np
 
-    from jaxtrain.config_checks import check_devices
-    from jaxtrain.mesh import make_mesh, sizes_of
-    from jaxtrain.pipeline.columns import columns
+    from jaxtrain.config.checks import check_devices
+    from jaxtrain.devices.mesh import make_mesh, sizes_of
+    from jaxtrain.schedule.columns import columns
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import abstract_batch, make_step
 

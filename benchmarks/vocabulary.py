@@ -16,8 +16,8 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 def predicted(vocabulary: int) -> None:
     from jaxtrain import config as configs
-    from jaxtrain.pipeline.setup import make_setup
-    from jaxtrain.recipes import find_recipe, load_recipe
+    from jaxtrain.config.pipeline_setup import make_setup
+    from jaxtrain.config.recipes import find_recipe, load_recipe
 
     recipe = load_recipe(find_recipe("llama3_8b"))
     print(f"Llama 3 8B's shapes, vocabulary {vocabulary:,}, 4 microbatches a stage; time in F of a stage\n")
@@ -44,7 +44,7 @@ def compiled(vocabulary: int) -> None:
     import jax
 
     from jaxtrain import config as configs
-    from jaxtrain.mesh import make_mesh
+    from jaxtrain.devices.mesh import make_mesh
     from jaxtrain.training.step import abstract_batch, make_step
 
     print("\ncompiled: 8 layers of width 256, sequence 256, 4 stages × 2 data shards, 1f1b, 8 microbatches, with AdamW; MB per device\n")
@@ -67,10 +67,11 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128256)
     vocabulary = parser.parse_args().vocabulary
     sys.path.insert(0, REPOSITORY)
-    from jaxtrain import cli
 
     predicted(vocabulary)
-    cli.set_xla_flags(os.environ)
+    from jaxtrain.devices.startup import set_xla_flags
+
+    set_xla_flags(os.environ)
     import jax
 
     jax.config.update("jax_platforms", "cpu")

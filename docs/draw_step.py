@@ -19,11 +19,11 @@ import numpy as np  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle  # noqa: E402
 
-from jaxtrain.pipeline.columns import columns, permutes, results, units  # noqa: E402
-from jaxtrain.pipeline.schedules import make_table  # noqa: E402
-from jaxtrain.pipeline.slots import Program, assign_slots  # noqa: E402
-from jaxtrain.pipeline.table import Op, Permute, wraps  # noqa: E402
-from jaxtrain.pipeline.validator import check  # noqa: E402
+from jaxtrain.schedule.by_name import make_table  # noqa: E402
+from jaxtrain.schedule.columns import columns, permutes, results, units  # noqa: E402
+from jaxtrain.schedule.slots import Program, assign_slots  # noqa: E402
+from jaxtrain.schedule.table import Op, Permute, wraps  # noqa: E402
+from jaxtrain.schedule.validator import check  # noqa: E402
 
 PICTURE = ROOT / "docs" / "step.svg"
 SCHEDULE, STAGES, REPEATS, MICROBATCHES = "zb_v", 3, 2, 5

@@ -4,7 +4,7 @@
           → parameters on 1 device, or `--model` of them → text on stdout, as it comes
           → on stderr: figures, why it stopped, and how much of the text is beyond the length that the model was trained on
 
-A checkpoint of any mesh, stages and schedule will do. Sampling itself is in training/sampling.py. A single process: no jax.distributed.
+A checkpoint of any mesh, stages and schedule will do. Sampling itself is in generation/sampling.py. A single process: no jax.distributed.
 """
 
 import contextlib
@@ -23,10 +23,11 @@ from typing import Any
 
 from jaxtrain import cli
 from jaxtrain.checkpoint.steps import STATE, TO_GENERATE, CheckpointError, choose, incomplete, read_meta
-from jaxtrain.config import Config
-from jaxtrain.config_history import stored_config
-from jaxtrain.config_mesh_rules import kv_heads_fit, mlp_widths
-from jaxtrain.config_rules import divisors, near
+from jaxtrain.config import Config, flags
+from jaxtrain.config.history import stored_config
+from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
+from jaxtrain.config.rules import divisors, near
+from jaxtrain.devices import startup
 
 DESCRIPTION = """
 Continues a prompt with the model of a checkpoint.
@@ -38,18 +39,18 @@ INTERRUPTED = 130  # exit status after Ctrl-C
 ASKED, DOCUMENT, CTRL_C = "at --tokens", "at the end of the document", "by Ctrl-C"  # why a sample ends
 
 FLAGS = (
-    cli.Flag("workdir", "", "folder of a training run, with its checkpoints"),
-    cli.Flag("prompt", "", "text to go on from; empty: the start of a document"),
-    cli.Flag("tokens", 100, "tokens to make; fewer where the document ends", at_least=1),
-    cli.Flag("temperature", 1.0, "divides the logits: lower is more likely, 0 is --greedy", at_least=0),
-    cli.Flag("top_k", 0, "choose among this many most likely tokens; 0: all", at_least=0),
-    cli.Flag("top_p", 1.0, "choose among the most likely tokens that together have this probability, above 0 and up to 1"),
-    cli.Flag("greedy", False, "always the most likely token"),
-    cli.Flag("samples", 1, "continuations of the prompt", at_least=1),
-    cli.Flag("seed", 0, "seed of the random numbers", at_least=0),
-    cli.Flag("step", -1, "step of the checkpoint; -1: the newest", at_least=-1),
-    cli.Flag("model", 1, "devices over which the model is split (tensor parallel)", at_least=1),
-    cli.Flag("cpu_devices", 0, "simulate this many CPU devices; 0: the platform's own, on a CPU as many as --model", at_least=0),
+    flags.Flag("workdir", "", "folder of a training run, with its checkpoints"),
+    flags.Flag("prompt", "", "text to go on from; empty: the start of a document"),
+    flags.Flag("tokens", 100, "tokens to make; fewer where the document ends", at_least=1),
+    flags.Flag("temperature", 1.0, "divides the logits: lower is more likely, 0 is --greedy", at_least=0),
+    flags.Flag("top_k", 0, "choose among this many most likely tokens; 0: all", at_least=0),
+    flags.Flag("top_p", 1.0, "choose among the most likely tokens that together have this probability, above 0 and up to 1"),
+    flags.Flag("greedy", False, "always the most likely token"),
+    flags.Flag("samples", 1, "continuations of the prompt", at_least=1),
+    flags.Flag("seed", 0, "seed of the random numbers", at_least=0),
+    flags.Flag("step", -1, "step of the checkpoint; -1: the newest", at_least=-1),
+    flags.Flag("model", 1, "devices over which the model is split (tensor parallel)", at_least=1),
+    flags.Flag("cpu_devices", 0, "simulate this many CPU devices; 0: the platform's own, on a CPU as many as --model", at_least=0),
 )
 
 
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
     from jaxtrain.checkpoint.manager import wrong_arrays
     from jaxtrain.checkpoint.parameters import load_parameters
-    from jaxtrain.training.sampling import Sampler, Sampling, prompt_ids
+    from jaxtrain.generation.sampling import Sampler, Sampling, prompt_ids
 
     folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True), remark)
     try:
@@ -174,7 +175,7 @@ def _some_run(workdir: str) -> str:
 
 def start_jax(flags: types.SimpleNamespace) -> None:
     """jax's devices and compilation cache, by the flags. Unlike in training, one process, and no more simulated devices than needed."""
-    cli.set_xla_flags(os.environ)
+    startup.set_xla_flags(os.environ)
     import jax
 
     settings: Any = jax.config  # its attributes have no declared types
@@ -183,7 +184,7 @@ def start_jax(flags: types.SimpleNamespace) -> None:
     asked = "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"] or settings.jax_num_cpu_devices >= 0
     if flags.cpu_devices or not asked:
         jax.config.update("jax_num_cpu_devices", flags.cpu_devices or flags.model)
-    cli.use_compilation_cache()
+    startup.use_compilation_cache()
 
 
 # --- the checkpoint --------------------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def check_model(config: Config, prompt: int, flags: types.SimpleNamespace) -> No
         )
     split = {"heads": m.heads} | mlp_widths(m)
     works = near(flags.model, [n for n in divisors(math.gcd(*split.values())) if kv_heads_fit(m, n)])
-    refuse = lambda rule: cli.fail(str(cli.UsageError(f"--model={flags.model} {rule}", {"model": works[0]}, sorted(works[1:5]))))
+    refuse = lambda rule: cli.fail(str(flags.UsageError(f"--model={flags.model} {rule}", {"model": works[0]}, sorted(works[1:5]))))
     for field, size in split.items():
         if size % flags.model:
             refuse(f"does not divide model.{field}={size}")
@@ -245,7 +246,7 @@ class Ended:
 
 def show(made, tokenizer, ids: list[int], flags: types.SimpleNamespace) -> Ended:
     """Prints the prompt and its continuations: a single one as it comes, several when they are done. Ctrl-C ends them where they are."""
-    from jaxtrain.training.sampling import TextStream
+    from jaxtrain.generation.sampling import TextStream
 
     streams = [TextStream(tokenizer, ids) for _ in range(flags.samples)]
     if isinstance(sys.stdout, io.TextIOWrapper):

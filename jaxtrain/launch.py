@@ -20,18 +20,18 @@ import threading
 import time
 from collections.abc import Sequence
 
-from jaxtrain import cli, cluster_environment
+from jaxtrain import cli
+from jaxtrain.config.flags import Flag
+from jaxtrain.devices import cluster_environment
 
 DESCRIPTION = """usage: jaxtrain launch [flags] -- [flags of the command]      (or python -m jaxtrain.launch …)
 
 Runs a command as several processes of one run on this machine, such as
   jaxtrain launch --processes=2 --devices_per_process=4 -- --config=tiny --workdir=runs/two"""
 FLAGS = (
-    cli.Flag("processes", 2, "number of processes", at_least=1),
-    cli.Flag(
-        "devices_per_process", 0, "simulated CPU devices of each; 0: the machine's GPUs shared out, or 8 CPU devices in all", at_least=0
-    ),
-    cli.Flag("module", "jaxtrain.train", "what each process runs, with `python -m`"),
+    Flag("processes", 2, "number of processes", at_least=1),
+    Flag("devices_per_process", 0, "simulated CPU devices of each; 0: the machine's GPUs shared out, or 8 CPU devices in all", at_least=0),
+    Flag("module", "jaxtrain.train", "what each process runs, with `python -m`"),
 )
 LAST_LINES = 20  # of the process that failed first
 FAILED_GRACE, SIGNALLED_GRACE = 5.0, 120.0  # seconds between a process's end and the killing of the others
@@ -193,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
     devices = namespace.devices_per_process
     gpus = 0 if devices else cluster_environment.visible_gpus(os.environ)
     if not devices and gpus < namespace.processes:
-        devices = max(cli.SIMULATED_DEVICES // namespace.processes, 1)
+        devices = max(cluster_environment.SIMULATED_DEVICES // namespace.processes, 1)
     lines = commands(namespace.module, argv[split + 1 :], namespace.processes, devices, free_port())
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):

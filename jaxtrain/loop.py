@@ -19,20 +19,21 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain import cluster, config_history, metrics
-from jaxtrain import mesh as meshes
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
-from jaxtrain.config import Config, to_dict
-from jaxtrain.config_checks import Surroundings, changes
+from jaxtrain.config import Config, history, to_dict
+from jaxtrain.config.checks import Surroundings, changes
+from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
-from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.devices import cluster
+from jaxtrain.devices import mesh as meshes
+from jaxtrain.generation.sampling import prompt_ids, sample_text
 from jaxtrain.plan.report import introduction
-from jaxtrain.progress import Progress, StepTimer
-from jaxtrain.run_lock import FolderError, RunLock
-from jaxtrain.signals import Signals
-from jaxtrain.training.sampling import prompt_ids, sample_text
+from jaxtrain.run import metrics
+from jaxtrain.run.progress import Progress, StepTimer
+from jaxtrain.run.run_lock import FolderError, RunLock
+from jaxtrain.run.signals import Signals
 from jaxtrain.training.state import initial_state, stored_shapes
 from jaxtrain.training.step import Step, make_step
 
@@ -77,7 +78,7 @@ def _run(
         say(f"passed over in {folder / 'checkpoints'}: {choice}; {rest}", flush=True)
     if start:
         around = Surroundings(jax.device_count(), jax.default_backend(), recipe, files=True)
-        config_history.refuse_to_continue(meta, unresolved, around)
+        history.refuse_to_continue(meta, unresolved, around)
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
     _check_corpus(corpus, meta)
     m = config.mesh
@@ -87,7 +88,7 @@ def _run(
     if start >= config.train.steps:
         say(f"{folder} already has its {start} steps: raise train.steps to go on", flush=True)
         return
-    if start and (changed := changes(config_history.stored_config(meta), config)):
+    if start and (changed := changes(history.stored_config(meta), config)):
         say(f"changed since the checkpoint of step {start}:", *changed, sep="\n  ", flush=True)
 
     with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
@@ -127,7 +128,7 @@ def _run(
 
         def save(at: int, state: dict) -> None:
             asking.saved()
-            meta = {"config": to_dict(config), "version": config_history.VERSION, "step": at, "wall_s": log.wall_s()}
+            meta = {"config": to_dict(config), "version": history.VERSION, "step": at, "wall_s": log.wall_s()}
             saves.save(at, state, meta | {"checksum": corpus.checksum, "tokenizer": corpus.tokenizer.describe()})
 
         evaluation = functools.cache(lambda: _compile("evaluation", step.evaluate, abstract[step.trained], held_out.specification()))

@@ -7,11 +7,12 @@ import sys
 import time
 
 from jaxtrain import cli
-from jaxtrain.config import Config, ConfigError, one_line
-from jaxtrain.config_checks import check_run
-from jaxtrain.config_unused import unused_settings
-from jaxtrain.pipeline.progress import SearchProgress
-from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.config import Config, ConfigError, flags, one_line
+from jaxtrain.config.checks import check_run
+from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.config.unused import unused_settings
+from jaxtrain.devices import startup
+from jaxtrain.schedule.search_progress import SearchProgress
 
 STOPPED = 128 + signal.SIGINT  # what shells say of a process that Ctrl-C ends
 DESCRIPTION = """
@@ -21,8 +22,8 @@ usage: jaxtrain train [--config=NAME|FILE] [--config.GROUP.FIELD=VALUE …] [--w
        jaxtrain train … --dry_run [--json]      (or python -m jaxtrain.train …)
 """
 FLAGS = (
-    cli.Flag("dry_run", False, "compile the step, print mesh, memory and collectives, and stop: nothing is run, read or written"),
-    cli.Flag("json", False, "with --dry_run: as one JSON object"),
+    flags.Flag("dry_run", False, "compile the step, print mesh, memory and collectives, and stop: nothing is run, read or written"),
+    flags.Flag("json", False, "with --dry_run: as one JSON object"),
 )
 
 
@@ -39,13 +40,14 @@ def main(argv: list[str]) -> int:
     if not flags.dry_run:
         cli.check_workdir(flags.workdir)
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
-        cli.start_jax(flags, config)
+        startup.start_jax(flags, config)
 
-    from jaxtrain import cluster, loop
+    from jaxtrain import loop
     from jaxtrain.checkpoint.steps import CheckpointError
     from jaxtrain.data.tokens import DataError
+    from jaxtrain.devices import cluster
     from jaxtrain.plan.report import dry_run
-    from jaxtrain.run_lock import FolderError
+    from jaxtrain.run.run_lock import FolderError
 
     try:
         unresolved, found = config, check_and_find_tables(config, flags.recipe)
@@ -71,7 +73,7 @@ def check_and_find_tables(config: Config, recipe: Config) -> Config | None:
     stopped it. Shows how far it is where that lasts. Raises ConfigError as `check_run` and `make_setup` do."""
     import jax
 
-    from jaxtrain import cluster
+    from jaxtrain.devices import cluster
 
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_DFL:

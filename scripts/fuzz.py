@@ -40,7 +40,7 @@ import fuzz_configs  # noqa: E402 (the path comes first)
 import fuzz_valid  # noqa: E402
 
 from jaxtrain.config import get, value_text  # noqa: E402
-from jaxtrain.metrics import read_metrics  # noqa: E402 (the path comes first)
+from jaxtrain.run.metrics import read_metrics  # noqa: E402 (the path comes first)
 
 LAYOUTS = 3  # of a model
 TOLERANCE = 1e-5  # relative: sums in another order differ by less than 1e-6 in the first step (docs/log.md)

@@ -16,10 +16,11 @@ from typing import Any
 from jaxtrain import cli, train
 from jaxtrain import config as cfg
 from jaxtrain.config import ConfigError
-from jaxtrain.config_checks import Surroundings, check_run, first_broken
-from jaxtrain.config_mesh_rules import filled
-from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.recipes import load_recipe
+from jaxtrain.config.checks import Surroundings, check_run, first_broken
+from jaxtrain.config.mesh_rules import filled
+from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.config.recipes import load_recipe
+from jaxtrain.schedule.orders import SCHEDULES
 
 RECIPE = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tiny.py"
 DEVICES = (1, 2, 3, 4, 6, 7, 8, 8, 8, 12, 16)
@@ -42,7 +43,7 @@ def draw_base(chance: random.Random) -> dict[str, Any]:
         "mesh.stage": chance.choice((1, 2, 2, 3, 4)),
         "mesh.model": chance.choice((1, 1, 2, 3)),
         "pipeline.microbatches": chance.choice((1, 2, 3, 4)),
-        "pipeline.schedule": chance.choice((*cfg.SCHEDULES, "auto")),
+        "pipeline.schedule": chance.choice((*SCHEDULES, "auto")),
         "pipeline.repeats": 0,
         "pipeline.remat": chance.choice(("full", "selective", "none")),
         "parallel.zero": chance.choice((0, 1, 2, 3)),
@@ -107,9 +108,9 @@ def draw_invalid(chance: random.Random, devices: int = 8) -> list[str]:
 
 def works(flags: list[str], devices: int) -> bool:
     """Whether a run with these flags would begin to compile; without a search for what would do."""
-    reading = cli.read_flags(flags, "", (*cli.SHARED_FLAGS, *train.FLAGS), with_config=True)
+    reading = flags.read_flags(flags, "", (*flags.SHARED_FLAGS, *train.FLAGS), with_config=True)
     recipe = load_recipe(RECIPE)
-    config = cli.apply(recipe, reading.overrides)
+    config = flags.apply(recipe, reading.overrides)
     if reading.errors or first_broken(config, Surroundings(devices, "cpu", recipe, files=True, tables=True)):
         return False
     make_setup(filled(config, devices).resolve())
@@ -118,7 +119,7 @@ def works(flags: list[str], devices: int) -> bool:
 
 def config_of(flags: list[str]) -> cfg.Config:
     """The config that flags make of the recipe; nothing is checked."""
-    return cli.apply(load_recipe(RECIPE), cli.read_flags(flags, "", (*cli.SHARED_FLAGS, *train.FLAGS), with_config=True).overrides)
+    return flags.apply(load_recipe(RECIPE), flags.read_flags(flags, "", (*flags.SHARED_FLAGS, *train.FLAGS), with_config=True).overrides)
 
 
 def refusal_of(flags: list[str], devices: int) -> str:

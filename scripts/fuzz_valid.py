@@ -9,10 +9,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.config import SCHEDULES, Config, ConfigError, replace
-from jaxtrain.config_checks import Surroundings, first_broken
-from jaxtrain.config_mesh_rules import filled
-from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.config import Config, ConfigError, replace
+from jaxtrain.config.checks import Surroundings, first_broken
+from jaxtrain.config.mesh_rules import filled
+from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.schedule.orders import SCHEDULES
 
 AXES = ("replica", "data", "stage", "context", "expert", "model")
 MOST_DEVICES = 14
@@ -142,7 +143,7 @@ def _draw_mesh(chance: random.Random, staged: bool, odd: bool) -> dict[str, int]
 def _draw_layout(chance: random.Random, sizes: dict[str, int], layers: int) -> dict[str, Any]:
     """A proposal for a mesh and a number of layers, which need not work."""
     schedule = chance.choice((*SCHEDULES, "auto"))
-    least, most = SCHEDULES.get(schedule, (0, 2))
+    least, most = (SCHEDULES[schedule].least_repeats, SCHEDULES[schedule].most_repeats) if schedule in SCHEDULES else (0, 2)
     settings = {
         **{f"mesh.{axis}": size for axis, size in sizes.items()},
         "parallel.zero": chance.choice((0, 1, 2, 3)),

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DEVICES = 8
 sys.path += [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
 
-from jaxtrain.cli import set_xla_flags  # noqa: E402 (the path comes first)
+from jaxtrain.devices.startup import set_xla_flags  # noqa: E402 (the path comes first)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl-C, and what tests start would inherit that.

@@ -8,13 +8,19 @@ import sys
 import time
 
 import pytest
+from support import ROOT
 
 from jaxtrain import __version__, cli
 from jaxtrain import config as cfg
-from jaxtrain.recipes import load_recipe
+from jaxtrain.config import flags
+from jaxtrain.config.recipes import load_recipe
+from jaxtrain.devices import startup
 
-ROOT = pathlib.Path(__file__).parent.parent
-EXTRA = (cli.Flag("prompt", "", "a text"), cli.Flag("greedy", False, "a boolean"), cli.Flag("temperature", 1.0, "a number", at_least=0))
+EXTRA = (
+    flags.Flag("prompt", "", "a text"),
+    flags.Flag("greedy", False, "a boolean"),
+    flags.Flag("temperature", 1.0, "a number", at_least=0),
+)
 
 
 PLAIN = """
@@ -248,7 +254,7 @@ def test_help_names_everything(capsys):
     for path, field in cfg.fields().items():
         assert f"--config.{path}: {cfg.plain_type(field.type)} = " in text
         assert field.metadata["doc"] in text
-    for flag in (*cli.SHARED_FLAGS, *EXTRA):
+    for flag in (*flags.SHARED_FLAGS, *EXTRA):
         assert f"--{flag.name}=" in text and flag.doc in text
 
 
@@ -295,7 +301,7 @@ def test_jax_is_not_imported_and_nothing_is_written(tmp_path, flag):
 
 def test_xla_flags_are_added_where_the_user_says_nothing():
     environment = {"XLA_FLAGS": "--xla_cpu_collective_timeout_seconds=7 --xla_dump_to=x"}
-    cli.set_xla_flags(environment)
+    startup.set_xla_flags(environment)
     assert environment["XLA_FLAGS"].split() == [
         "--xla_cpu_collective_timeout_seconds=7",
         "--xla_dump_to=x",
@@ -303,24 +309,26 @@ def test_xla_flags_are_added_where_the_user_says_nothing():
         "--xla_cpu_collective_call_terminate_timeout_seconds=3000",
     ]
     once = dict(environment)
-    cli.set_xla_flags(environment)
+    startup.set_xla_flags(environment)
     assert environment == once
-    cli.set_xla_flags(environment, side_by_side=True)
+    startup.set_xla_flags(environment, side_by_side=True)
     assert environment == once | {"NPROC": "32"}
-    cli.set_xla_flags(own := {"NPROC": "5"}, side_by_side=True)
+    startup.set_xla_flags(own := {"NPROC": "5"}, side_by_side=True)
     assert own["NPROC"] == "5"
 
 
 def test_compilation_cache_folder():
-    assert cli.compilation_cache({"JAXTRAIN_CACHE": "/x"}) == os.path.join("/x", "xla")
-    assert cli.compilation_cache({}).startswith(os.path.expanduser("~"))
+    assert startup.compilation_cache({"JAXTRAIN_CACHE": "/x"}) == os.path.join("/x", "xla")
+    assert startup.compilation_cache({}).startswith(os.path.expanduser("~"))
 
 
 START = """
 import sys
 from jaxtrain import cli
-flags = cli.parse_flags(sys.argv[1:], "usage: x", cli.CLUSTER_FLAGS)
-cli.start_jax(flags)
+from jaxtrain.config.flags import CLUSTER_FLAGS
+from jaxtrain.devices.startup import start_jax
+flags = cli.parse_flags(sys.argv[1:], "usage: x", CLUSTER_FLAGS)
+start_jax(flags)
 import jax
 print(jax.device_count(), jax.default_backend(), jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir)
 """

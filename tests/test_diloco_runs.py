@@ -3,8 +3,8 @@
 import shutil
 
 import pytest
-import train_runs as runs
-from train_runs import settings
+from support import train_runs as runs
+from support.train_runs import settings
 
 STEPS, STOPPED = 11, 6  # an exchange every 4 steps, and after the last
 OWN = settings(mesh__replica=2, train__diloco_inner_steps=4, optimizer__outer_momentum=0.8, checkpoint__every=2)

@@ -9,16 +9,18 @@ import subprocess
 import sys
 
 import pytest
+from support import ROOT
 
-from jaxtrain import cli, config_checks, generate, launch, train
-from jaxtrain import schedule as schedule_command
+from jaxtrain import cli, generate, launch, train
 from jaxtrain.__main__ import COMMANDS
-from jaxtrain.config import CSV, SCHEDULES
-from jaxtrain.pipeline.schedules import make_table
-from jaxtrain.pipeline.setup import make_setup
-from jaxtrain.pipeline.slots import assign_slots
+from jaxtrain.config import checks
+from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.devices import cluster_environment
+from jaxtrain.schedule import __main__ as schedule_command
+from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.orders import CSV, SCHEDULES
+from jaxtrain.schedule.slots import assign_slots
 
-ROOT = pathlib.Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
 README, ARCHITECTURE = ((ROOT / name).read_text() for name in ("README.md", "docs/architecture.md"))
 
@@ -37,9 +39,9 @@ def fences(text: str, language: str) -> list[str]:
 
 
 def mapped() -> list[str]:
-    """The paths in README's map: a folder ends with a slash, and what is indented below it is in it."""
+    """The paths in the map of docs/architecture.md: a folder ends with a slash, and what is indented below it is in it."""
     paths, folders = [], {}
-    for line in fences(section(README, "Files"), "text")[0].splitlines():
+    for line in fences(section(ARCHITECTURE, "Files"), "text")[0].splitlines():
         indent, name = len(line) - len(line.lstrip()), line.split()[0]
         path = folders.get(indent - 2, "") + name
         if name.endswith("/"):
@@ -51,8 +53,8 @@ def mapped() -> list[str]:
 def test_the_map_has_every_file_and_no_other():
     patterns = ("jaxtrain/**/*.py", "configs/*.py", "benchmarks/*.py", "scripts/*", "docs/*.*")
     sources = {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern) if path.name != "__init__.py"}
-    assert not (missing := sources - set(mapped())), f"not in README's map of files: {missing}"
-    assert not (gone := [path for path in mapped() if not (ROOT / path).exists()]), f"only in README's map of files: {gone}"
+    assert not (missing := sources - set(mapped())), f"not in the map of files: {missing}"
+    assert not (gone := [path for path in mapped() if not (ROOT / path).exists()]), f"only in the map of files: {gone}"
     assert len(set(mapped())) == len(mapped())
 
 
@@ -81,7 +83,7 @@ def check_train(arguments: list[str], devices: int | None = None) -> None:
             pathlib.Path(value.removeprefix(CSV)).touch()
     config, flags = cli.parse(arguments, "", train.FLAGS)
     if devices:
-        config = config_checks.check_devices(config, flags.cpu_devices or devices)
+        config = checks.check_devices(config, flags.cpu_devices or devices)
         if not config.pipeline.schedule.startswith(CSV):
             make_setup(config.resolve())
 
@@ -90,7 +92,7 @@ def check(command: str) -> None:
     """Fails unless a command is there and its flags parse; nothing is run."""
     first, *rest = words_of(command)
     if first == "scripts/train.sh":
-        check_train(rest, cli.SIMULATED_DEVICES if "--config=" not in command else None)
+        check_train(rest, cluster_environment.SIMULATED_DEVICES if "--config=" not in command else None)
     elif first == "scripts/test.sh":
         assert (ROOT / first).exists() and set(rest) <= {"--full"}
     elif first == "jaxtrain":
@@ -179,20 +181,18 @@ def test_every_rule_is_held_by_a_test_that_exists():
                 assert holder in names_in(path), f"{path.name} has no {holder}"
 
 
-def test_the_table_of_layers_is_the_tested_one():
+def test_the_table_of_rooms_is_the_tested_one():
     import test_imports  # the list that is held
 
-    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", section(ARCHITECTURE, "Layers of the package"), re.MULTILINE)
-    shown = {name.rstrip("/").replace("/", "."): int(layer) for layer, names in rows for name in re.findall(r"`([^`]+)`", names)}
-    tested = {name.removeprefix("jaxtrain."): layer for name, layer in test_imports.LAYERS.items() if name in test_imports.MODULES}
-    assert shown == tested
+    rows = re.findall(r"^\| `(\w+)/` \|", section(ARCHITECTURE, "Rooms of the package"), re.MULTILINE)
+    assert rows == test_imports.ROOMS[::-1]
 
 
 def test_the_slots_are_those_of_the_tables():
     rows = re.findall(r"^\| `(\w+)`(?:, (\d) chunks)? \| (\d+, \d+) \| (\d+, \d+) \| (\d+, \d+) \|$", ARCHITECTURE, re.MULTILINE)
     assert {name for name, *_ in rows} == set(SCHEDULES) and len(rows) == len(SCHEDULES)
     for name, repeats, *shown in rows:
-        assert int(repeats or 1) == SCHEDULES[name][0]
+        assert int(repeats or 1) == SCHEDULES[name].least_repeats
         for (kind, full), numbers in zip((("x", True), ("residual_w", False), ("stash", False)), shown, strict=True):
             tables = [make_table(name, 4, int(repeats or 1), m, permute="late", remat_full=full) for m in (8, 64)]
             assert [assign_slots(table).slots[kind] for table in tables] == [int(n) for n in numbers.split(", ")], (name, kind)

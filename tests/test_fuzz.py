@@ -1,15 +1,14 @@
 """scripts/fuzz.py: some of its cases, and that it sees what is wrong."""
 
-import pathlib
 import sys
 
 import pytest
+from support import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
-import fuzz  # noqa: E402 (the path comes first)
-import fuzz_valid  # noqa: E402
+import fuzz
+import fuzz_valid
 
 SEED = 11
 

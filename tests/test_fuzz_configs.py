@@ -1,17 +1,16 @@
 """scripts/fuzz_configs.py: what the trainer suggests for random configs that cannot work is true, and the drawing is not idle."""
 
 import os
-import pathlib
 import random
 import subprocess
 import sys
 
 import pytest
+from support import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 
-import fuzz_configs  # noqa: E402 (the path comes first)
+import fuzz_configs
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -14,20 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
-from plain_model import plain_model
+from support import ROOT, small
+from support.plain_model import plain_model
 
 from jaxtrain import config as configs
 from jaxtrain import generate
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.data.tokenizer import ByteTokenizer, NoTokenizer
-from jaxtrain.mesh import make_mesh
+from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.models.transformer import forward
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
 
-ROOT = pathlib.Path(__file__).parent.parent
 VOCABULARY = 61
 
 

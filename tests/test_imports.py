@@ -1,61 +1,17 @@
-"""The order of the package: every import goes to a lower layer or stays in its own, there is no circle, and layer 0 does without jax."""
+"""The order of the rooms: imports go to rooms further down or stay inside their own, nothing is imported in a circle, and what checks a
+command's flags does without jax."""
 
 import ast
 import pathlib
 
 import pytest
+from support import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
-# The longest prefix counts. A new file of a new kind has to be given its layer here.
-LAYERS = {
-    "jaxtrain.config": 0,
-    "jaxtrain.config_checks": 0,
-    "jaxtrain.config_history": 0,
-    "jaxtrain.config_rules": 0,
-    "jaxtrain.config_mesh_rules": 0,
-    "jaxtrain.config_search": 0,
-    "jaxtrain.config_unused": 0,
-    "jaxtrain.recipes": 0,
-    "jaxtrain.cluster_environment": 0,
-    "jaxtrain.metrics": 0,
-    "jaxtrain.progress": 0,
-    "jaxtrain.run_lock": 0,
-    "jaxtrain.signals": 0,
-    "jaxtrain.checkpoint.steps": 0,
-    "jaxtrain.data": 0,
-    "jaxtrain.pipeline.placement": 0,
-    "jaxtrain.pipeline.show": 0,
-    "jaxtrain.pipeline.table": 0,
-    "jaxtrain.pipeline.table_csv": 0,
-    "jaxtrain.pipeline.validator": 0,
-    "jaxtrain.pipeline.progress": 0,
-    "jaxtrain.pipeline.orders": 0,
-    "jaxtrain.pipeline.lay": 0,
-    "jaxtrain.pipeline.list_schedule": 0,
-    "jaxtrain.pipeline.search": 0,
-    "jaxtrain.pipeline.schedules": 0,
-    "jaxtrain.pipeline.slots": 0,
-    "jaxtrain.pipeline.columns": 0,
-    "jaxtrain.pipeline.setup": 0,
-    "jaxtrain.pipeline.simulate": 0,
-    "jaxtrain.mesh": 1,
-    "jaxtrain.sharding": 1,
-    "jaxtrain.cluster": 1,
-    "jaxtrain.parallel": 2,
-    "jaxtrain.models": 3,
-    "jaxtrain.pipeline": 4,
-    "jaxtrain.training": 4,
-    "jaxtrain.data.loader": 5,
-    "jaxtrain.checkpoint": 5,
-    "jaxtrain.plan": 5,
-    "jaxtrain.loop": 6,
-    "jaxtrain.__main__": 7,
-    "jaxtrain.cli": 7,
-    "jaxtrain.train": 7,
-    "jaxtrain.generate": 7,
-    "jaxtrain.launch": 7,
-    "jaxtrain.schedule": 7,
-}
+# The rooms from the lowest up; a room imports from those before it alone. Modules beside the rooms, and a room's `__main__`, are on top.
+ROOMS = "schedule config run devices data parallel models runtime training generation checkpoint plan".split()
+TOP = len(ROOMS)
+WITHOUT_JAX = ("schedule", "config", "run", "data", "checkpoint.steps", "devices.cluster_environment")
+WITH_JAX = ("data.loader",)  # of those
 NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 
@@ -83,32 +39,40 @@ def imports(name: str, source: str) -> set[str]:
     return found
 
 
-def layer(name: str) -> int | None:
-    prefixes = [known for known in LAYERS if name == known or name.startswith(known + ".")]
-    return LAYERS[max(prefixes, key=len)] if prefixes else None
+def level(name: str) -> int:
+    """The place of a module's room from below; TOP for commands and what they share. KeyError for a room that has no place."""
+    parts = name.split(".")[1:]
+    is_room = len(parts) > 1 or (bool(parts) and MODULES.get(name, pathlib.Path()).name == "__init__.py")
+    if not is_room or parts[-1] == "__main__":
+        return TOP
+    return {room: place for place, room in enumerate(ROOMS)}[parts[0]]
+
+
+def within(name: str, names: tuple[str, ...]) -> bool:
+    return any(f"{name}.".startswith(f"jaxtrain.{known}.") for known in names)
 
 
 GRAPH = {name: imports(name, path.read_text()) for name, path in MODULES.items()}
 
 
-def code(name: str) -> bool:
-    """Whether a module holds more than its package's docstring."""
-    return not (MODULES[name].name == "__init__.py" and not GRAPH[name])
-
-
 def test_reading_of_imports():
     source = (
-        "import jax.numpy as jnp\nfrom jaxtrain import config\ndef f():\n    from jaxtrain.config import Config\n    from . import cli\n"
+        "import jax.numpy as jnp\nfrom jaxtrain import config\ndef f():\n    from jaxtrain.config import Config\n    from . import paths\n"
     )
-    assert imports("jaxtrain.config", source) == {"jax.numpy", "jaxtrain.config", "jaxtrain.cli"}
-    assert layer("jaxtrain.data.loader") == 5 and layer("jaxtrain.data.tokens") == 0 and layer("jaxtrain.elsewhere") is None
+    assert imports("jaxtrain.config", source) == {"jax.numpy", "jaxtrain.config", "jaxtrain.config.paths"}
+    assert level("jaxtrain.schedule.table") == level("jaxtrain.schedule") == 0 and level("jaxtrain.schedule.__main__") == TOP == level(
+        "jaxtrain.loop"
+    )
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if code(n)])
+def test_every_room_has_its_place():
+    assert sorted(ROOMS) == sorted(path.parent.name for path in (ROOT / "jaxtrain").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_imports_go_down(name):
-    assert layer(name) is not None, f"{name} has no layer: give it one in {__file__}"
-    up = {other for other in GRAPH[name] if other in MODULES and code(other) and layer(other) > layer(name)}
-    assert not up, f"{name} (layer {layer(name)}) imports {', '.join(f'{other} (layer {layer(other)})' for other in up)}"
+    up = {other for other in GRAPH[name] & MODULES.keys() - {"jaxtrain"} if level(other) > level(name)}
+    assert not up, f"{name} imports {', '.join(sorted(up))}: the order of the rooms is {' < '.join(ROOMS)} < commands"
 
 
 def test_there_is_no_circle():
@@ -128,6 +92,6 @@ def test_there_is_no_circle():
         visit(name)
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if layer(n) == 0])
-def test_layer_0_needs_no_jax(name):
+@pytest.mark.parametrize("name", [n for n in MODULES if within(n, WITHOUT_JAX) and not within(n, WITH_JAX) and level(n) != TOP])
+def test_flags_are_checked_without_jax(name):
     assert not {other.partition(".")[0] for other in GRAPH[name]} & NEEDS_JAX

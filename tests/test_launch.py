@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
+from support import ROOT
 
 from jaxtrain import launch
 
-ROOT = pathlib.Path(__file__).parent.parent
 # Each process writes its id to a file, so that the test can see whether it is still there.
 PROGRAM = """
 import os, signal, subprocess, sys, time

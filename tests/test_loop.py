@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from jaxtrain import loop
+from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.loop import _Asked, _Asking
-from jaxtrain.mesh import make_mesh
 
 STOP, SAVE, NOTHING = _Asked.STOP, _Asked.SAVE, _Asked(0)
 

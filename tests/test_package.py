@@ -9,11 +9,11 @@ import sys
 import zipfile
 
 import pytest
+from support import ROOT
 
 from jaxtrain import __main__ as command
 from jaxtrain import __version__
 
-ROOT = pathlib.Path(__file__).parent.parent
 SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "jaxtrain").rglob("*.py")}
 RECIPES = {f"jaxtrain/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
 # What pip does, by setuptools alone: each hook of PEP 517 in a process of its own.
@@ -117,7 +117,7 @@ def test_launch_starts_the_installed_package(installed, tmp_path):
 
 def test_an_editable_install_has_the_checkout_s_recipes(checkout, tmp_path):
     pip_install(build("editable", checkout, tmp_path), tmp_path / "site")
-    program = "import site, sys; site.addsitedir(sys.argv[1]); from jaxtrain import recipes; print(recipes.find_recipe('tiny'))"
+    program = "import site, sys; site.addsitedir(sys.argv[1]); from jaxtrain.config import recipes; print(recipes.find_recipe('tiny'))"
     words = [sys.executable, "-c", program, str(tmp_path / "site")]
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(words, cwd=tmp_path, env=clean, capture_output=True, text=True, check=True, timeout=60)

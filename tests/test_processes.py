@@ -11,8 +11,8 @@ import signal
 import time
 
 import pytest
-import train_runs as runs
-from train_runs import settings
+from support import train_runs as runs
+from support.train_runs import settings
 
 STEPS = 24
 # Of the recipe's two chunks a stage. A smaller program: on CPU jax keeps those of process 0 alone, and the others compile each time.

@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 import pytest
+from support import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent
 STAND_IN = f"""#!/usr/bin/env bash
 case "$*" in
     *version_info*) echo "${{FAKE_VERSION:-3.12}}" ;;

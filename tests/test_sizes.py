@@ -7,13 +7,13 @@ import itertools
 import math
 import shutil
 
-import matrix
 import numpy as np
 import pytest
-import train_runs as runs
-from train_runs import settings
+from support import matrix
+from support import train_runs as runs
+from support.train_runs import settings
 
-from jaxtrain.metrics import read_metrics
+from jaxtrain.run.metrics import read_metrics
 
 STAGES, MODEL = (3, 5, 6, 7), (1, 2, 3)
 SCHEDULES = (("interleaved", 2), ("zb_v", 2), ("zb_h1", 1), ("1f1b", 1), ("auto", 0))

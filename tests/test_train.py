@@ -14,8 +14,8 @@ import socket
 import time
 
 import pytest
-import train_runs as runs
-from train_runs import settings
+from support import train_runs as runs
+from support.train_runs import settings
 
 STEPS = 48  # of the run that is never stopped, and of those that are killed
 RESUMED, GOES_ON = 6, 12  # where other meshes take over, and until where

@@ -3,11 +3,11 @@
 import signal
 
 import pytest
-import small
+from support import small
 
 from jaxtrain import train
 from jaxtrain.config import ConfigError
-from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.config.pipeline_setup import make_setup
 
 VOCABULARY = {"model.vocab_size": 260}  # as many as the bytes of the corpus want
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.pipeline.placement import Placement
+from jaxtrain.schedule.placement import Placement
 
 LAYERS = "layers"
 

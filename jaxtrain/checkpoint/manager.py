@@ -23,16 +23,16 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxtrain import cluster
 from jaxtrain.checkpoint import steps
 from jaxtrain.checkpoint.layout import stored_arrays
 from jaxtrain.checkpoint.steps import BROKEN, META, STATE, TO_TRAIN, CheckpointError, Choice, Stranger, choose, read_meta
 from jaxtrain.checkpoint.storage import host_tree, read_tree, tree_handler
 from jaxtrain.config import Config
-from jaxtrain.config_history import stored_config
-from jaxtrain.mesh import AXES, REPLICA
+from jaxtrain.config.history import stored_config
+from jaxtrain.devices import cluster
+from jaxtrain.devices.mesh import AXES, REPLICA
 from jaxtrain.models.transformer import build
-from jaxtrain.pipeline.placement import Placement
+from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import Layout, abstract_state, stored_shapes
 

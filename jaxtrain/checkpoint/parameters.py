@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config import Config
-from jaxtrain.mesh import AXES, MODEL, make_mesh
+from jaxtrain.devices.mesh import AXES, MODEL, make_mesh
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts, build
-from jaxtrain.pipeline.placement import Placement
+from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.state import Layout
 
 

@@ -24,7 +24,7 @@ from etils import epath
 from jaxtrain.checkpoint.layout import Bounds, Part, StoredArray, chunk_shape, holders, regions, writers
 from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.parallel import host_memory
-from jaxtrain.pipeline.placement import Placement
+from jaxtrain.schedule.placement import Placement
 
 # How much is written at a time.
 WRITE_BYTES = 128 * 2**20

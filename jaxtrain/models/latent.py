@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.models.attention import HEADS, attend, attend_whole
+from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, Norm, columns, gather_sequence, rotary
+from jaxtrain.parallel.attention import HEADS, attend, attend_whole
 from jaxtrain.parallel.heads import row_major
-from jaxtrain.sharding import constrain
 
 
 class LatentAttention(nnx.Module):

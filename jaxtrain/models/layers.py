@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.mesh import on_cpu
+from jaxtrain.devices.mesh import on_cpu
+from jaxtrain.devices.sharding import constrain, is_split, reshard
 from jaxtrain.models.spec import parameter
 from jaxtrain.parallel.tensor import all_tokens, own_tokens
-from jaxtrain.sharding import constrain, is_split, reshard
 
 SPLIT = ("batch", "sequence", None)  # between blocks
 WHOLE = ("batch", "token", None)  # inside a block

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import WHOLE, matmul
 from jaxtrain.models.spec import parameter
 from jaxtrain.parallel import context, experts
-from jaxtrain.sharding import constrain
 
 TINY = 1e-18  # beside a sum of scores, all of which may underflow; its square is a number, too
 

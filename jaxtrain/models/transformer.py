@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.latent import LatentAttention
 from jaxtrain.models.layers import MLP, SPLIT, Dense, Norm, contract_rows, gather_sequence
@@ -22,7 +23,6 @@ from jaxtrain.models.moe import MoE
 from jaxtrain.models.spec import functional, parameter, specs
 from jaxtrain.parallel.tensor import own_tokens
 from jaxtrain.parallel.vocabulary import lookup
-from jaxtrain.sharding import constrain
 
 ATTENTION = {"gqa": Attention, "mla": LatentAttention}
 TILE = 128  # matrix units want the vocabulary in multiples of this

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.mesh import CONTEXT, manual_size
+from jaxtrain.devices.mesh import CONTEXT, manual_size
 from jaxtrain.parallel.heads import by_heads
 
 

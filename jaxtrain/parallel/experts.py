@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import CONTEXT, EXPERT, MODEL, manual_size, over_model, psum, psum_scatter
+from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, manual_size, over_model, psum, psum_scatter
+from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel.context import in_text_order, own_chunks
-from jaxtrain.sharding import constrain, is_split
 
 PART, WHOLE = P(MODEL), P()
 COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)  # of experts' matrices [E, in, out]: who is cut over model

@@ -6,7 +6,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import MODEL, over_model
+from jaxtrain.devices.mesh import MODEL, over_model
 
 HEADS = P(None, None, MODEL)
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtrain.mesh import AXES, REPLICA, SUM_AXES, psum, psum_scatter
-from jaxtrain.sharding import mesh_axes
+from jaxtrain.devices.mesh import AXES, REPLICA, SUM_AXES, psum, psum_scatter
+from jaxtrain.devices.sharding import mesh_axes
 
 BLOCK = 1024  # numbers that share a scale in int8
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.mesh import CONTEXT
+from jaxtrain.devices.mesh import CONTEXT
 from jaxtrain.parallel.context import Sight
 from jaxtrain.parallel.heads import by_heads
 
@@ -28,7 +28,7 @@ OWN = Sight((0, 1), 1)
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Attention to some of the keys, on a device's own heads (models/blockwise.py).
+    """Attention to some of the keys, on a device's own heads (parallel/blockwise.py).
 
     forward: (q, k, v, sight, segments) → output, log-sum-exp;
     backward: (q, k, v, gradient of the output, log-sum-exp, delta, sight, segments) → gradients of q, k, v; all float32.

@@ -13,8 +13,8 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import MODEL, over_model, psum_scatter
-from jaxtrain.sharding import is_split, shards
+from jaxtrain.devices.mesh import MODEL, over_model, psum_scatter
+from jaxtrain.devices.sharding import is_split, shards
 
 TOKENS = P(None, MODEL)  # [batch, token, …] between blocks
 COLUMNS = P(None, None, MODEL)  # [batch, token, columns] inside a block

@@ -2,7 +2,7 @@
 
 Each device looks up the tokens that are in its rows and the sums meet in a reduce-scatter over the sequence (Megatron-LM's
 vocabulary-parallel embedding, Shoeybi et al. 2019). The partitioner alone would gather the whole table instead.
-A table that is split over `stage` too (pipeline/ends.py) comes here as this stage's part, with tokens relative to its first row.
+A table that is split over `stage` too (runtime/embedding_and_head.py) comes here as this stage's part, tokens relative to its first row.
 """
 
 import jax
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import MODEL, over_model, psum_scatter
-from jaxtrain.sharding import is_split
+from jaxtrain.devices.mesh import MODEL, over_model, psum_scatter
+from jaxtrain.devices.sharding import is_split
 
 
 def _rows(tokens: jax.Array, rows: int, first=0) -> jax.Array:

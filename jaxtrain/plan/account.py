@@ -16,11 +16,11 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxtrain.config import Config
-from jaxtrain.mesh import AXES, MODEL, STAGE
-from jaxtrain.pipeline.columns import WAY, columns, permutes
-from jaxtrain.pipeline.table import Permute, wraps
+from jaxtrain.devices.mesh import AXES, MODEL, STAGE
 from jaxtrain.plan import ops
 from jaxtrain.plan.ops import PERMUTE, SUM, Cost, Sizes
+from jaxtrain.schedule.columns import WAY, columns, permutes
+from jaxtrain.schedule.table import Permute, wraps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxtrain.config import Config
-from jaxtrain.mesh import AXES, BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE, sizes_of
+from jaxtrain.config.pipeline_setup import Setup, make_setup
+from jaxtrain.devices.mesh import AXES, BATCH_AXES, CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE, sizes_of
+from jaxtrain.devices.sharding import mesh_axes
 from jaxtrain.models.spec import Spec
 from jaxtrain.parallel.experts import capacity_of
 from jaxtrain.parallel.replicas import BLOCK
 from jaxtrain.parallel.zero import Reduction, Zero
-from jaxtrain.pipeline.setup import Setup, make_setup
-from jaxtrain.sharding import mesh_axes
-from jaxtrain.training.loss import chunk_number
+from jaxtrain.runtime.loss import chunk_number
 from jaxtrain.training.state import Layout
 from jaxtrain.training.step import make_layout, zero_of
 
@@ -224,7 +224,7 @@ def once(s: Sizes, op: str) -> Iterator[Cost]:
         yield Cost(GATHER, (CONTEXT,), s.rows * s.tokens * s.of[CONTEXT] * NUMBER)
 
 
-# --- embedding and head (pipeline/ends.py) ---------------------------------------------------------------------------------------
+# --- embedding and head (runtime/embedding_and_head.py) ---------------------------------------------------------------------------------
 
 
 def _of_stage(s: Sizes) -> Cost:
@@ -310,7 +310,7 @@ def _prediction(s: Sizes, leaves: dict[str, Leaf]) -> Iterator[Cost]:
 
 
 def _loss(s: Sizes) -> Iterator[Cost]:
-    """The last norm, the product with the output matrix, and the softmax (training/loss.py)."""
+    """The last norm, the product with the output matrix, and the softmax (runtime/loss.py)."""
     m, n, tokens = s.model, chunk_number(s.rows, s.tokens, s.of[MODEL], s.model.loss_chunk), s.rows * s.tokens
     for axes in ((MODEL,), (STAGE,) if s.shared else ()):
         for numbers in (1, 2):  # the largest logit; the softmax's sum and the target's logit

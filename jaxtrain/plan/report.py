@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from jaxtrain import mesh as meshes
 from jaxtrain.config import Config
-from jaxtrain.mesh import DATA
+from jaxtrain.devices import mesh as meshes
+from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.plan.account import Row, account, busiest, exchange_account
 from jaxtrain.plan.ops import NUMBER, Sizes

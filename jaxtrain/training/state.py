@@ -4,7 +4,7 @@
 
 and "predictors" beside "head" where the model predicts further tokens.
 
-"layers"[c] holds chunk c of all stages, leaves [stages, rows, …] (pipeline/placement.py). What is whole on every data shard, and what
+"layers"[c] holds chunk c of all stages, leaves [stages, rows, …] (schedule/placement.py). What is whole on every data shard, and what
 is scattered over it, is ZeRO's stage (parallel/zero.py).
 
 Where replicas train apart (training/diloco.py), parameters and optimizer state have a leading dimension [replicas], split over them, and
@@ -22,12 +22,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.devices.sharding import constrain, restricted, spec
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Reduction, plan
-from jaxtrain.pipeline.placement import Placement
-from jaxtrain.sharding import constrain, restricted, spec
+from jaxtrain.schedule.placement import Placement
 
 OUTER = ("anchor", "outer_momentum")
 

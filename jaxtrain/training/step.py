@@ -13,12 +13,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import ConfigError
-from jaxtrain.mesh import BATCH_AXES, CONTEXT
+from jaxtrain.config.pipeline_setup import Setup, make_setup
+from jaxtrain.devices.mesh import BATCH_AXES, CONTEXT
 from jaxtrain.models.transformer import Parts, build
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Zero
-from jaxtrain.pipeline.runtime import BATCH, Runtime
-from jaxtrain.pipeline.setup import Setup, make_setup
+from jaxtrain.runtime.runtime import BATCH, Runtime
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.optimizer import learning_rate, make_optimizer
 from jaxtrain.training.state import Layout, abstract_state

@@ -1,27 +1,25 @@
 """Checkpoints of runs that are killed, and of runs of several processes. Each test starts processes: some seconds a test."""
 
 import os
-import pathlib
 import signal
 import socket
 import subprocess
 import sys
 
 import pytest
-from checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
+from support import ROOT
+from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
 
 from jaxtrain.checkpoint.manager import Checkpointer, latest_step
-
-HERE = pathlib.Path(__file__).parent
 
 
 def start(folder, *arguments, devices: int) -> subprocess.Popen:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": str(HERE.parent.parent),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
-    command = [sys.executable, HERE / "checkpoint_worker.py", folder, *map(str, arguments)]
+    command = [sys.executable, ROOT / "tests" / "support" / "checkpoint_worker.py", folder, *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import tensorstore as ts
+from support import ROOT
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.steps import (
@@ -186,6 +187,5 @@ def test_what_may_not_be_read(folder, monkeypatch):
 
 
 def test_no_jax():
-    root = pathlib.Path(__file__).parents[2]
     program = "import sys, jaxtrain.checkpoint.steps; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": str(root)})
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})

@@ -7,12 +7,11 @@ import types
 
 import hypothesis
 import pytest
+from support import ROOT
 
 # The same examples every time, and no folder of them left behind.
 hypothesis.settings.register_profile("fixed", database=None, deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fixed")
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture

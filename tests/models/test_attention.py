@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.models.attention import Attention, attend, causal_blocks, choose_implementation
+from jaxtrain.models.attention import Attention
 from jaxtrain.models.spec import functional, specs
+from jaxtrain.parallel.attention import attend, causal_blocks, choose_implementation
 
 BATCH, LENGTH, WIDTH, HEAD = 2, 9, 12, 4
 

@@ -12,7 +12,7 @@ from jaxtrain.config import Config, ModelConfig
 from jaxtrain.models.moe import MoE, with_counts, with_loss
 from jaxtrain.models.spec import functional, specs
 from jaxtrain.parallel.experts import capacity_of
-from jaxtrain.pipeline.partition import Split, keep_matmuls
+from jaxtrain.runtime.backward_split import Split, keep_matmuls
 
 B, T, D, ROWS = 3, 8, 6, 12
 BASE = ModelConfig(width=D, experts=6, experts_per_token=2, expert_width=5, balance_loss=0.0, init_std=0.5)

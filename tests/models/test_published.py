@@ -7,9 +7,8 @@ import pathlib
 
 import jax
 import numpy as np
-import published
 import pytest
-import small
+from support import published, small
 
 from jaxtrain.models import transformer
 from jaxtrain.training.step import make_step

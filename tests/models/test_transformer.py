@@ -2,18 +2,17 @@
 
 import importlib.util
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
+from support import ROOT, small
 
+from jaxtrain.config.pipeline_setup import layer_parameters
 from jaxtrain.models import transformer
-from jaxtrain.pipeline.setup import layer_parameters
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 
 
 def recipe(name: str):

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import AXES, EXPERT, make_mesh
+from jaxtrain.devices.mesh import AXES, EXPERT, make_mesh
 from jaxtrain.parallel import experts
 
 DEVICES, MOST, ROOM = 4, 5, 18

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import BATCH_AXES, MANUAL_AXES, STAGE, make_mesh
-from jaxtrain.models import attention
+from jaxtrain.devices.mesh import BATCH_AXES, MANUAL_AXES, STAGE, make_mesh
+from jaxtrain.parallel import attention
 from jaxtrain.parallel.heads import over_heads
 
 HEADS, KV_HEADS, LENGTH = 8, 4, 6

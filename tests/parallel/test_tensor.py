@@ -6,12 +6,11 @@ import functools
 import math
 import re
 
-import hlo
 import jax
 import pytest
-import small
+from support import hlo, small
 
-from jaxtrain.mesh import AXES, MODEL
+from jaxtrain.devices.mesh import AXES, MODEL
 from jaxtrain.training.step import abstract_batch, make_step
 
 ROWS, TOKENS, WIDTH, MODEL_SIZE = 4, 16, 64, 4

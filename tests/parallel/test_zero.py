@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.mesh import AXES, MANUAL_AXES, MODEL, SUM_AXES, make_mesh
+from jaxtrain.devices.mesh import AXES, MANUAL_AXES, MODEL, SUM_AXES, make_mesh
 from jaxtrain.parallel.zero import plan, reduce
 
 LAYER = ("stage", "layer", "width", "heads")

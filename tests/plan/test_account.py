@@ -2,18 +2,15 @@
 
 import collections
 
-import ahead
-import compiled_account
-import hlo
 import jax
 import pytest
-import small
-from compiled_account import FEW
+from support import ahead, compiled_account, hlo, small
+from support.compiled_account import FEW
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
-from jaxtrain.mesh import AXES
-from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.devices.mesh import AXES
 from jaxtrain.plan.account import Row, account, busiest, exchange_account, sent
 from jaxtrain.training.step import make_step
 

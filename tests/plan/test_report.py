@@ -5,14 +5,14 @@ import re
 import types
 
 import pytest
-import small
-import train_runs as runs
+from support import small
+from support import train_runs as runs
 
-from jaxtrain import cli
-from jaxtrain.config_checks import check_devices
+from jaxtrain.config.checks import check_devices
+from jaxtrain.config.flags import apply
+from jaxtrain.config.recipes import load_recipe
 from jaxtrain.plan.account import account, busiest
 from jaxtrain.plan.report import introduction
-from jaxtrain.recipes import load_recipe
 from jaxtrain.training.step import make_step
 
 
@@ -42,7 +42,7 @@ def test_lines(folder):
 def test_json_alone_on_standard_output(folder):
     done = runs.train(folder / "never", "--dry_run", "--json", "--config.parallel.zero=3")
     found = json.loads(done.out)
-    config = cli.apply(load_recipe(folder / "recipe.py"), [("parallel.zero", "3")])
+    config = apply(load_recipe(folder / "recipe.py"), [("parallel.zero", "3")])
     config = check_devices(config, 8).resolve()
     assert found["mesh"] == {"replica": 1, "data": 1, "stage": 4, "context": 1, "expert": 1, "model": 2, "devices": 8, "device": "cpu"}
     assert found["stage"] == busiest(config, cpu=True)

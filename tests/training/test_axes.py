@@ -4,12 +4,10 @@ import dataclasses
 import itertools
 import pathlib
 
-import matrix
 import numpy as np
-import plain_loop
 import pytest
-import small
-from plain_loop import assert_same, reference, train
+from support import matrix, plain_loop, small
+from support.plain_loop import assert_same, reference, train
 
 from jaxtrain.config import Config
 

@@ -8,20 +8,18 @@ numbers must agree as in float32, and the others to a few steps.
 import dataclasses
 import functools
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import plain_loop
 import pytest
-import small
-from crossing import across, bytes_sent
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import hlo, plain_loop, small
+from support.crossing import across, bytes_sent
 
 from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
-from jaxtrain.mesh import REPLICA, make_mesh
+from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
 from jaxtrain.training.diloco import mean_metrics

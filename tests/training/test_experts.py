@@ -2,9 +2,8 @@
 
 import jax
 import numpy as np
-import plain_loop
 import pytest
-import small
+from support import plain_loop, small
 
 from jaxtrain.training.step import make_step
 

@@ -2,11 +2,10 @@
 
 import collections
 
-import hlo
 import jax
 import pytest
-import small
-from plain_loop import CLIP, assert_same, reference, train
+from support import hlo, small
+from support.plain_loop import CLIP, assert_same, reference, train
 
 from jaxtrain.training.step import abstract_batch, make_step
 

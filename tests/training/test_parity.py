@@ -3,11 +3,9 @@
 import itertools
 import pathlib
 
-import matrix
-import plain_loop
 import pytest
-import small
-from plain_loop import assert_same, reference, train
+from support import matrix, plain_loop, small
+from support.plain_loop import assert_same, reference, train
 
 from jaxtrain.config import Config
 

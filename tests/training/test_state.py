@@ -3,13 +3,12 @@
 import functools
 import math
 
-import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import small
+from support import hlo, small
 
 from jaxtrain.training.state import Layout, abstract_state, bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import make_step

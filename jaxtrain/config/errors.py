@@ -1,0 +1,55 @@
+"""What is wrong with a setting, in one line that ends with flags which a shell takes. Standard library only."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TUPLE_MARKS = "\"'()[]{}"  # where a flag's text has one of these, a tuple is read as a Python literal
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; its text is one line: field, value, the rule that it breaks, and the nearest flags that work.
+
+    field: the path, such as "mesh.model"; value: what it was; rule: what is wrong, to be read after "field=value"; nearest: what to
+    use instead, as text (flags, by `suggestion`; may be empty); fixes: where given, changes that may mend it, nearest first, of which
+    the first is what to use.
+    """
+
+    def __init__(self, field: str, value: object, rule: str, nearest: str = "", fixes: Sequence[dict[str, Any]] = ()):
+        self.field, self.value, self.rule, self.fixes = field, value, rule, tuple(fixes)
+        self.nearest = nearest or (suggestion(self.fixes[0]) if self.fixes else "")
+        use = f": use {self.nearest}" if self.nearest else ""
+        super().__init__(one_line(f"{field}={_shown(value)} {' '.join(rule.split())}{use}"))
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks; blanks inside a line stay, for they may be part of a value."""
+    return " ".join(filter(None, map(str.strip, text.splitlines())))
+
+
+def suggestion(changes: Mapping[str, Any], others: Sequence[Any] = ()) -> str:
+    """Settings as flags that a shell takes, with other values of the first one after them: "--config.mesh.model=2 (or 1, 4)"."""
+    flags = " ".join(flag_text(f"config.{path}", value) for path, value in changes.items())
+    return flags + (f" (or {', '.join(shlex.quote(value_text(value)) for value in others)})" if others else "")
+
+
+def flag_text(name: str, value: Any) -> str:
+    """A flag with its value, quoted for a shell: the parser reads the same value back."""
+    text = value_text(value)
+    return f"--{name}={shlex.quote(text) if text else ''}"
+
+
+def value_text(value: Any) -> str:
+    """A value as it is written in a flag: true, 3,2,2,1, 0.5, a text as it is; "" for an empty tuple."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, tuple):
+        return str(value)
+    plain = all(str(item) == str(item).strip() != "" and not set(str(item)) & set(TUPLE_MARKS + ",") for item in value)
+    return ",".join(map(str, value)) if plain else repr(value)
+
+
+def _shown(value: object) -> str:
+    """A value in one short piece of a line."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "…"

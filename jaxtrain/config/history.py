@@ -1,0 +1,43 @@
+"""What the config of an older checkpoint means today. Standard library only.
+
+A checkpoint's meta has its run's whole config, and the VERSION of the code that wrote it. A setting that has come since is missing there;
+it stands for what the code did then, which need not be its default.
+
+    version 1   (not written) groups of experts were scored by their best ceil(experts_per_token / router_group_limit); modules of
+                multi-token prediction read the residual stream before the norm
+    version 2   model.router_group_best; these modules read the stream after the norm
+"""
+
+from typing import Any
+
+from jaxtrain import config as cfg
+from jaxtrain.config import Config, ConfigError, ModelConfig, checks
+
+VERSION = 2
+
+
+def stored_config(meta: dict[str, Any]) -> Config:
+    """The config in a checkpoint's meta, which has to have one; settings that have come since are what the code did then.
+
+    Raises ConfigError for what is no config.
+    """
+    config, version = cfg.from_dict(meta["config"]), meta.get("version", 1)
+    return config if version > 1 else cfg.replace(config, {"model.router_group_best": _group_best_1(config.model)})
+
+
+def _group_best_1(m: ModelConfig) -> int:
+    """Of version 1: the experts of a group whose scores were added up. The default where it makes no difference."""
+    if not m.experts or m.router_group_limit >= m.router_groups or m.router_groups == m.experts:
+        return m.router_group_best
+    return -(-m.experts_per_token // m.router_group_limit)
+
+
+def refuse_to_continue(meta: dict[str, Any], config: Config, around: checks.Surroundings = checks.NOTHING) -> None:
+    """Raises ConfigError naming the first field for which a run of this config cannot go on from the checkpoint that the meta is of.
+
+    config: as it was asked for, not resolved; around: what a suggestion has to fit.
+    """
+    checks.refuse_to_continue(stored_config(meta), config, around)
+    if meta.get("version", 1) < 2 and config.model.mtp_depth:
+        rule = "cannot continue a checkpoint whose modules of prediction read the stream before the norm, as they did before version 2"
+        raise ConfigError("model.mtp_depth", config.model.mtp_depth, rule, "--workdir=runs/again (or any other)")

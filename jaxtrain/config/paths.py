@@ -1,0 +1,162 @@
+"""Settings by their paths, such as "mesh.stage": reading, replacing and converting values; a config as JSON. No jax."""
+
+import dataclasses
+import difflib
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxtrain.config.errors import TUPLE_MARKS, ConfigError
+from jaxtrain.config.settings import LARGEST_INT, Config, with_values
+
+
+@functools.cache
+def fields() -> Mapping[str, dataclasses.Field]:
+    """Path → dataclass field of every setting, in order: "model.layers" first."""
+    groups = ((g.name, typing.cast(Any, g.type)) for g in dataclasses.fields(Config))
+    return types.MappingProxyType({f"{name}.{field.name}": field for name, group in groups for field in dataclasses.fields(group)})
+
+
+def get(config: Config, path: str) -> Any:
+    """The value of a setting by its path."""
+    group, name = path.split(".")
+    return getattr(getattr(config, group), name)
+
+
+def replace(config: Config, changes: dict[str, Any]) -> Config:
+    """A config with the settings at some paths changed; values are not checked. KeyError for an unknown path."""
+    groups: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        if path not in fields():
+            raise KeyError(path)
+        group, name = path.split(".")
+        groups.setdefault(group, {})[name] = value
+    return with_values(config, **{group: with_values(getattr(config, group), **values) for group, values in groups.items()})
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Group → field → value, as JSON can hold it (tuples become arrays there)."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+    """The config of `to_dict`'s result, also after JSON. A setting that is not there has its default.
+
+    Raises ConfigError for an unknown group or field and for a value of a wrong type (an integer passes for a float).
+    """
+    groups = {group.name: typing.cast(Any, group.type) for group in dataclasses.fields(Config)}
+    known = fields()
+    made = {}
+    for group, settings in values.items():
+        if group not in groups:
+            raise ConfigError(str(group), settings, "is an unknown group of settings", closest(str(group), groups))
+        if not isinstance(settings, dict):
+            path, rule = next(p for p in known if p.startswith(group + ".")), "is a group of settings, not a value"
+            raise ConfigError(group, settings, rule, fixes=[{path: retyped(path, settings)}])
+        for name, value in settings.items():
+            if f"{group}.{name}" not in known:
+                raise unknown_field(f"{group}.{name}", value)
+        made[group] = groups[group](**{name: convert(f"{group}.{name}", value) for name, value in settings.items()})
+    return Config(**made)
+
+
+def converted(config: Config) -> Config:
+    """A config with every value as its setting's type, where `convert` can; others stay as they are."""
+    changes = {}
+    for path in fields():
+        try:
+            changes[path] = convert(path, get(config, path))
+        except ConfigError:
+            continue
+    return replace(config, {path: value for path, value in changes.items() if value is not get(config, path)})
+
+
+def convert(path: str, value: Any) -> Any:
+    """A value as its setting's type: int → float and list → tuple, nothing else. ConfigError for any other type."""
+    field = fields()[path]
+    kind = field.type
+    if kind is float and type(value) is int:
+        return float(value)
+    if (item := item_type(kind)) and isinstance(value, list | tuple):
+        values = tuple(float(v) if item is float and type(v) is int else v for v in value)
+        if all(type(v) is item for v in values):
+            return values
+    if type(value) is kind:
+        return value
+    raise ConfigError(path, value, f"is not {kind_name(kind)}", fixes=[{path: retyped(path, value)}])
+
+
+def retyped(path: str, value: Any, otherwise: Any = None) -> Any:
+    """The value of the setting's type that is closest to one of another type; where there is none `otherwise`, or the default."""
+    field = fields()[path]
+    item, default = item_type(field.type), field.default if otherwise is None else otherwise
+    if item is str and isinstance(value, str):
+        names = tuple(filter(None, (part.strip(TUPLE_MARKS + " ") for part in value.split(","))))
+        return names or default
+    if item and isinstance(value, str):
+        numbers = [_number(part) for part in value.strip("()[] ,").split(",")]
+        return tuple(item(n) for n in numbers if n is not None) if None not in numbers else default
+    if isinstance(value, str) and field.type in (int, float):
+        value = _number(value)
+    if field.type is int and isinstance(value, float) and abs(value) <= LARGEST_INT:
+        return round(value)
+    if field.type is float and isinstance(value, float):
+        return value
+    if field.type is bool and type(value) is int:
+        return value != 0
+    if item and type(value) is item:
+        return (value,)
+    return default
+
+
+def _number(text: str) -> float | None:
+    """The finite number that a text is; None for any other."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def item_type(kind: Any) -> Any:
+    """The type of a tuple's items; None for another type than a tuple."""
+    return typing.get_args(kind)[0] if isinstance(kind, types.GenericAlias) else None
+
+
+def kind_name(kind: Any) -> str:
+    """A setting's type for people, with its article."""
+    names = {int: "an integer", float: "a number", str: "a string", bool: "a boolean (true or false)"}
+    return names.get(kind) or f"a tuple of {names[item_type(kind)].split(' ')[1]}s"
+
+
+def meant(path: str) -> str:
+    """The setting that a path which is none is most like."""
+    paths = list(fields())
+    group, _, name = path.partition(".")
+    elsewhere = [p for p in paths if p.endswith("." + name)]
+    same_group = [p for p in paths if p.startswith(group + ".")]
+    return closest(path, elsewhere or same_group or paths)
+
+
+def unknown_field(path: str, value: Any) -> ConfigError:
+    """The error for a setting that does not exist, with the closest one that does."""
+    near = meant(path)
+    try:
+        value = convert(near, value)
+    except ConfigError:
+        return ConfigError(path, value, "is an unknown setting", fixes=[{near: retyped(near, value)}])
+    return ConfigError(path, value, "is an unknown setting", fixes=[{near: value}])
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The known word most like a given one."""
+    words = list(known)
+    return max(words, key=lambda w: difflib.SequenceMatcher(None, word, w).ratio())
+
+
+def plain_type(kind: Any) -> str:
+    """A setting's type as help prints it: int, float, str, bool, tuple."""
+    return "tuple" if isinstance(kind, types.GenericAlias) else kind.__name__

@@ -1,0 +1,1 @@
+"""The mesh, shardings by logical axes, and the processes of a cluster."""

@@ -1,0 +1,105 @@
+"""Several processes: when jax.distributed is started, which GPUs a process takes, and the few things that processes agree on.
+
+A run has several processes if the flags say so (`--coordinator --processes --process_id`) or the environment does: a Slurm step,
+Open MPI, a TPU slice. jax detects the addresses; what is decided here is whether to ask it at all: a single process must never wait
+for others. cluster_environment.py reads the environment; starting processes on one machine is launch.py.
+"""
+
+import itertools
+import json
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from jaxtrain.devices.cluster_environment import job, local_gpus, several_processes, visible_gpus
+
+BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
+_questions = itertools.count()
+
+
+def initialize(namespace: types.SimpleNamespace) -> None:
+    """Starts jax.distributed if the run has several processes; nothing otherwise, or the second time.
+
+    Must come before the first use of a device, and before signal handlers are set. Raises RuntimeError if the flags leave open what
+    the environment does not say.
+    """
+    environment = os.environ
+    if jax.distributed.is_initialized() or not (several_processes(namespace, environment) or _on_tpu_vm(environment)):
+        return
+    # jax's own preemption service takes SIGTERM away from the process; the training loop handles it.
+    jax.config.update("jax_enable_preemption_service", False)
+    devices = None if environment.get("JAX_LOCAL_DEVICE_IDS") else local_gpus(environment, visible_gpus(environment))
+    jax.distributed.initialize(**job(namespace, environment), local_device_ids=devices)
+    sys.excepthook = _leave_at_once
+
+
+def _leave_at_once(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """An uncaught error ends the process now: jax's shutdown would wait minutes for the others, which wait for this one's collectives."""
+    traceback.print_exception(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def is_main() -> bool:
+    """Whether this process writes the logs."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+    """Waits until every process has come to the barrier of this name, which is used once.
+
+    Not by a collective: on CPU those give up when a process comes 30 s later than another, as it does from a compilation that the
+    other found in its cache (on CPU jax has one for process 0 alone). Ends when a process dies, as the coordination service sees that.
+    """
+    ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=BARRIER_MS)
+
+
+def all_agree(flag: bool) -> bool:
+    """True on every process if the flag is true on any. Every process must call it, at the same point of the program."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
+    """What `decide()` returns in process 0, as JSON gives it back, on every process; the others do not call it.
+
+    Every process must call this, at the same point of the program. A `refusal` that it raises is raised on all of them with the same text.
+    """
+    if jax.process_count() == 1:
+        return json.loads(json.dumps(decide()))
+    answer = {}
+    if is_main():
+        try:
+            answer = {"value": decide()}
+        except refusal as error:
+            answer = {"refusal": str(error)}
+    barrier(f"process 0 decides {next(_questions)}")  # it may take longer than the others' collectives wait
+    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
+    text = multihost_utils.broadcast_one_to_all(text if is_main() else np.zeros(size, np.uint8))
+    answer = json.loads(np.asarray(text, np.uint8).tobytes())
+    if "refusal" in answer:
+        raise refusal(answer["refusal"])
+    return answer["value"]
+
+
+def _on_tpu_vm(environment: Mapping[str, str]) -> bool:
+    """Whether this is a TPU machine whose slice may have others: jax then asks the machine itself, also when it is alone.
+
+    jax sets its platforms to "tpu,cpu" when it finds TPU chips; a single Kubernetes pod names one host and has nobody to ask.
+    """
+    settings: Any = jax.config  # its attributes have no declared types
+    if "tpu" not in (settings.jax_platforms or "").split(","):
+        return False
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
+    return hosts is None or "," in hosts or "MEGASCALE_NUM_SLICES" in environment

@@ -1,0 +1,114 @@
+"""Logical axis names → mesh axes: one table, for parameters and activations alike.
+
+Model code names what a dimension is ("heads", "sequence"); this table alone says where it lies. Inside the runtime's
+manual region only the partitioner's axes may be named, so `constrain` leaves out what is manual there: the same model
+code runs on one device, under jit on a mesh, and inside the pipeline.
+"""
+
+import functools
+import math
+from collections.abc import Container
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxtrain.devices.mesh import BATCH_AXES, EXPERT, MODEL, STAGE, manual_size
+
+RULES: dict[str, tuple[str, ...]] = {
+    # parameters
+    "stage": (STAGE,),  # the leading dimension of a chunk's stacked parameters
+    "layer": (),
+    "width": (),
+    "vocab": (MODEL,),
+    "staged_vocab": (STAGE, MODEL),  # of tables that all stages share
+    "heads": (MODEL,),
+    "kv_heads": (MODEL,),
+    "mlp": (MODEL,),
+    "latent": (),
+    "position": (),
+    "experts": (EXPERT,),
+    "expert": (),  # of what each device has for all experts: the router
+    # activations
+    "batch": BATCH_AXES,
+    "microbatch": (),
+    "sequence": (MODEL,),  # between blocks: norms and residuals are split along the sequence
+    "token": (),  # inside a block: the whole sequence, split by heads or MLP columns
+}
+
+Axes = tuple[str | None, ...]
+
+
+def spec(axes: Axes) -> PartitionSpec:
+    """Logical axes → PartitionSpec. Raises KeyError for an unknown name, ValueError if two dimensions want one mesh axis."""
+    parts = [RULES[a] if a is not None else () for a in axes]
+    used: dict[str, str | None] = {}
+    for name, part in zip(axes, parts, strict=True):
+        for mesh_axis in part:
+            if mesh_axis in used:
+                raise ValueError(f"colliding axes in {axes}: {used[mesh_axis]!r} and {name!r} are both laid on mesh axis {mesh_axis!r}")
+            used[mesh_axis] = name
+    return PartitionSpec(*[part[0] if len(part) == 1 else part or None for part in parts])
+
+
+def named(mesh: jax.sharding.Mesh, axes: Axes) -> NamedSharding:
+    """The sharding in which an array with these logical axes is stored."""
+    return NamedSharding(mesh, spec(axes))
+
+
+def local_shape(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A device's shape of an array, as far as axes that are manual here cut it."""
+    cut = lambda part: math.prod(manual_size(name) for name in mesh_axes(part))
+    return tuple(size // cut(part) for size, part in zip(shape, spec(axes), strict=True))
+
+
+def mesh_axes(part) -> tuple[str, ...]:
+    """The mesh axes of one dimension of a PartitionSpec."""
+    return (part,) if isinstance(part, str) else tuple(part or ())
+
+
+def restricted(whole: PartitionSpec, names: Container[str]) -> PartitionSpec:
+    """A PartitionSpec with these mesh axes alone."""
+    left = [tuple(n for n in mesh_axes(part) if n in names) for part in whole]
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in left))
+
+
+def _here(axes: Axes) -> PartitionSpec | None:
+    """The spec restricted to what the partitioner may split at this point of the trace; None if that is nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None
+    free = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto and mesh.shape[n] > 1}
+    return restricted(spec(axes), free) if free else None
+
+
+def constrain(x: jax.Array, axes: Axes) -> jax.Array:
+    """Lays `x` out by its logical axes, as far as the partitioner decides here; the identity on one device."""
+    here = _here(axes)
+    return x if here is None else lax.with_sharding_constraint(x, here)
+
+
+def shards(axis: str) -> int:
+    """Into how many parts the partitioner splits this logical axis here."""
+    here = _here((axis,))
+    if here is None or here[0] is None:
+        return 1
+    return math.prod(jax.sharding.get_abstract_mesh().shape[n] for n in mesh_axes(here[0]))
+
+
+def is_split(axis: str) -> bool:
+    """Whether the partitioner splits this logical axis here."""
+    return shards(axis) > 1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def reshard(x: jax.Array, before: Axes, after: Axes) -> jax.Array:
+    """Moves `x` from one layout to the other, and its gradient back the same way.
+
+    The constraint's own transpose would ask for the gradient in `after`: a whole all-reduce where the sequence-sharded
+    gradient needs a reduce-scatter.
+    """
+    return constrain(x, after)
+
+
+reshard.defvjp(lambda x, before, after: (constrain(x, after), None), lambda before, after, _, g: (constrain(g, before),))

@@ -1,0 +1,73 @@
+"""The start of jax in a command: simulated devices, XLA's flags, the compilation cache, other processes."""
+
+import os
+import types
+from typing import Any
+
+from jaxtrain.config import Config
+from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES, several_processes
+
+
+def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) -> None:
+    """Sets up jax's devices, compilation cache and, in a run of several processes, jax.distributed. Call it before jax is used.
+
+    `--cpu_devices=N` simulates N CPU devices. Where nothing asks for a number of devices, jax finds no accelerator and the run is a
+    single process, 8 are simulated, and a line on stdout says so. `config`: of what will run, if known.
+    """
+    set_xla_flags(os.environ, config is not None and (config.model.experts or config.model.mtp_depth) > 0)
+    import jax  # not before the config is known to be right: this takes a second, and a mistake should not
+
+    from jaxtrain.devices import cluster
+
+    settings: Any = jax.config  # its attributes have no declared types
+    asked = "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"] or settings.jax_num_cpu_devices >= 0
+    if namespace.cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", namespace.cpu_devices)
+    elif not asked and not several_processes(namespace, os.environ):
+        # This is the number of devices of jax's CPU platform alone: beside an accelerator it changes nothing.
+        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
+    cluster.initialize(namespace)
+    use_compilation_cache()
+    if not asked and not namespace.cpu_devices and jax.process_count() == 1 and jax.default_backend() == "cpu":
+        print(f"no accelerator found: simulating {jax.device_count()} CPU devices (--cpu_devices=N for another number)", flush=True)
+
+
+def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
+    """Gives XLA's CPU collectives time and threads, where the user does not say how much: simulated devices share a few cores, and XLA ends
+    the process when a collective waits too long (40 s) for its slowest device.
+
+    side_by_side: an op may have several collectives that do not depend on each other. One that waits holds a thread, and XLA makes as many
+    threads as there are devices: where all wait, none is left for those waited for. More threads cost a tenth of a step's CPU time.
+    """
+    words = environment.get("XLA_FLAGS", "").split()
+    names = {word.partition("=")[0] for word in words}
+    for kind in ("call_warn_stuck", "call_terminate", ""):
+        name = "--xla_cpu_collective_" + "_".join(filter(None, (kind, "timeout_seconds")))
+        if name not in names:
+            words.append(f"{name}=3000")
+    environment["XLA_FLAGS"] = " ".join(words)
+    if side_by_side:
+        environment.setdefault("NPROC", "32")  # what XLA takes for the number of cores
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs for the next start, but not those of several CPU devices. Call it when jax has its devices.
+
+    A program of XLA's CPU backend that comes out of the cache no longer keeps its collectives in one order (in the compiled one a
+    shared resource of the thunks does): two devices may then enter two collectives in opposite order and wait for ever
+    (docs/log.md, 2026-11-21).
+    """
+    import jax
+
+    settings: Any = jax.config  # its attributes have no declared types
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif settings.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", compilation_cache(os.environ))
+
+
+def compilation_cache(environment: Any) -> str:
+    """The folder of compiled programs: $JAXTRAIN_CACHE/xla or ~/.cache/jaxtrain/xla ($JAX_COMPILATION_CACHE_DIR wins, in jax itself)."""
+    base = environment.get("JAXTRAIN_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "jaxtrain")
+    return os.path.join(base, "xla")

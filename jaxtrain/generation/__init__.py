@@ -1,0 +1,1 @@
+"""Text from a model: prefill, decoding with a cache, sampling."""

@@ -1,0 +1,89 @@
+"""The model over a cache: a few tokens at a time, after those that are in the cache already.
+
+      cache      keys and values, [L, B, S, K, H] each, or latents [L, B, S, C]; slot s holds the token at position s
+                 ┌────────────────┬───────────┬──────────────┐
+                 │ 0 … start − 1  │ T tokens  │ unused       │
+                 └────────────────┴───────────┴──────────────┘
+Every query sees the slots up to its own. So what lies beyond the newest token (padding of an earlier call) is never read, and is
+written over when its turn comes.
+
+Which token follows is chosen in generation/sampling.py; whole sequences without a cache go through transformer.forward.
+
+Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/value heads, H head dimension, C latent and rotated key,
+D width, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain.devices.sharding import Axes, constrain
+from jaxtrain.models.transformer import Parts
+from jaxtrain.parallel.tensor import heads_here
+
+Cache = tuple[jax.Array, ...]
+
+
+def _kept(cfg) -> tuple[tuple[tuple[int, ...], Axes], ...]:
+    """Of each array of a cache, what it has of one token in one layer: shape and axes."""
+    if cfg.attention == "mla":
+        return (((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
+    return (((heads_here(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
+
+
+def cache_axes(cfg) -> tuple[Axes, ...]:
+    """The logical axes of the arrays of a cache."""
+    return tuple(("layer", "batch", "token", *axes) for _, axes in _kept(cfg))
+
+
+def empty_cache(cfg, batch: int, slots: int, dtype) -> Cache:
+    """The cache of no token, of `dtype`, for a resolved model config."""
+    arrays = (jnp.zeros((cfg.dense_layers + cfg.layers, batch, slots, *shape), dtype) for shape, _ in _kept(cfg))
+    return tuple(map(constrain, arrays, cache_axes(cfg)))
+
+
+def extend(parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start: jax.Array, dtype) -> tuple[jax.Array, Cache]:
+    """The blocks over T tokens at positions start, start + 1, … → (their residual stream [B, T, D], the cache with them).
+
+    params: {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}. start + T must not be beyond S: XLA would move the tokens back.
+    Where the sequence is split over devices, T must divide by their number.
+    """
+    t = tokens_BT.shape[1]
+    positions_1T = start + jnp.arange(t, dtype=jnp.int32)[None]
+    if parts.cfg.positions == "learned":
+        # Tokens that only fill up a call may lie beyond the table, and must be finite: a weight of 0 does not hide a NaN.
+        positions_1T = jnp.minimum(positions_1T, parts.cfg.max_positions - 1)
+    x_BTD = parts.embed(params["embed"], tokens_BT, positions_1T, dtype)
+
+    def layer(carry, row, block=parts.block):
+        x_BTD, cache = carry
+        index, weights = row
+        mine = [lax.dynamic_index_in_dim(c, index, 0, keepdims=False) for c in cache]
+        x_BTD, mine = block(weights, x_BTD, positions_1T, mine, start, method="cached")
+        # Only the T new slots go back into the cache: the carried arrays are updated in place, not copied layer by layer.
+        new = [lax.dynamic_slice_in_dim(m, start, t, 1) for m in mine]
+        return (
+            x_BTD,
+            tuple(lax.dynamic_update_slice(c, n[None], (index, 0, start, *(0,) * (c.ndim - 3))) for c, n in zip(cache, new, strict=True)),
+        ), None
+
+    for index in range(parts.cfg.dense_layers):
+        (x_BTD, cache), _ = layer((x_BTD, cache), (index, params["first"][str(index)]), parts.first)
+    indices = parts.cfg.dense_layers + jnp.arange(parts.cfg.layers)
+    (x_BTD, cache), _ = lax.scan(layer, (x_BTD, cache), (indices, params["layers"]))
+    return x_BTD, tuple(map(constrain, cache, cache_axes(parts.cfg)))
+
+
+def tied_table(parts: Parts, params: dict, dtype) -> jax.Array | None:
+    """The embedding table [V, D] as the head multiplies with it, None where the head has its own; made once, before a loop over tokens."""
+    return params["embed"]["table"].astype(dtype) if parts.cfg.tied_embeddings else None
+
+
+def next_logits(parts: Parts, params: dict, x_BTD: jax.Array, table_VD: jax.Array | None) -> jax.Array:
+    """Residual stream [B, T, D] → float32 logits of what follows its first token, [B, V].
+
+    They are whole on every device, and without the rows that pad the vocabulary. table_VD: `tied_table`.
+    """
+    first_B1D = constrain(x_BTD, ("batch", "token", None))[:, :1]
+    logits_B1V = parts.head(params["head"], first_B1D, table_VD)
+    return constrain(logits_B1V, ("batch", "token", None))[:, 0, : parts.cfg.vocab_size]

@@ -1,1 +1,0 @@
-"""Pipeline schedules as tables, and the one runtime that executes them."""

@@ -1,0 +1,1 @@
+"""Runs a table on devices: a scan over its ticks inside one shard_map."""

@@ -1,0 +1,264 @@
+"""The named schedules: small functions from stages p, chunks a stage v and microbatches m to the order of each stage's ops.
+
+    order(p, v, m) → for each stage its cells (op, chunk, microbatch), chunks in model order
+
+Chunks are placed round a circle (chunk c on stage c mod p) or, for `zb_v` and `dualpipe_v`, in a V: down the stages and back up, so that
+the last chunk is on stage 0 and the message stays where the V turns. Nothing here says in which row a cell stands: packing.py does. The
+figures in unit times (F = B = W, no message time) and the most stashes at once, in chunks, of tables with late permutes:
+
+              placement   idle time of the whole step                peak
+    gpipe     circular    2 (p − 1)                                  m v
+    1f1b      circular    2 (p − 1)                                  p
+    interleaved circular  2 (p − 1) chunks, m ≥ p                    p v + p − 1, p divides m
+    zb_h1     circular    p − 1, m ≥ p                               p
+    zb_h2     circular    p − 1, none between, m ≥ 2 p − 1           2 p − 1
+    zb_v      V           p − 1 chunks, none between, m ≥ 2 p        2 p
+    dualpipe_v V          2 (p − 1) chunks, m ≥ 2 p                  2 p + 1
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Callable
+
+from jaxtrain.schedule.table import Cell, Op
+
+Orders = list[list[Cell]]
+F, B, W = int(Op.F), int(Op.B), int(Op.W)
+
+
+def circular(stages: int, chunks: int) -> tuple[int, ...]:
+    """Chunk c on stage c mod p (Narayanan et al. 2021)."""
+    return tuple(c % stages for c in range(stages * chunks))
+
+
+def v_shape(stages: int, chunks: int) -> tuple[int, ...]:
+    """Down the stages and back up (Qi et al. 2024): 0 … p − 1, p − 1 … 0, and again for every two chunks."""
+    down = list(range(stages))
+    return tuple(s for c in range(chunks) for s in (down if c % 2 == 0 else down[::-1]))
+
+
+PLACES: dict[str, Callable[[int, int], tuple[int, ...]]] = {"circular": circular, "v": v_shape}
+
+
+# --- circular placement ----------------------------------------------------------------------------------------------------------
+
+
+def gpipe(p: int, v: int, m: int) -> Orders:
+    """All forwards, then all backwards (Huang et al. 2019); with more chunks the forwards go round the circle chunk by chunk."""
+    return [
+        [(F, c * p + s, k) for c in range(v) for k in range(m)]
+        + [(op, c * p + s, k) for c in reversed(range(v)) for k in range(m) for op in (B, W)]
+        for s in range(p)
+    ]
+
+
+def one_f_one_b(p: int, v: int, m: int) -> Orders:
+    """1F1B (Narayanan et al. 2019, PipeDream-Flush): stage s has at most p − s microbatches in flight."""
+    return [_steady(s, m, p - s, 0) for s in range(p)]
+
+
+def zb_h1(p: int, v: int, m: int) -> Orders:
+    """ZB-H1 (Qi et al. 2023, section 2.2): as 1F1B, but stage s is s microbatches behind with W, which it does when others are idle."""
+    return [_steady(s, m, p - s, s) for s in range(p)]
+
+
+def zb_h2(p: int, v: int, m: int) -> Orders:
+    """ZB-H2 (Qi et al. 2023, section 2.3): 2 (p − s) − 1 forwards first and 2 s microbatches behind with W, so that no stage idles."""
+    return [_steady(s, m, 2 * (p - s) - 1, 2 * s) for s in range(p)]
+
+
+def between(p: int, m: int, bound: int) -> Orders:
+    """The order of this family for a bound of stashes: ZB-H1 at p, ZB-H2 at 2 p − 1, fewer forwards ahead than 1F1B's below p.
+
+    Stage s holds warm-up plus W's put off; what there is beyond p goes first to the warm-up and then, down the stages, to the W's.
+    """
+    orders = []
+    for s in range(p):
+        ahead = min(p - s + max(0, min(bound - p, p - 1 - s)), bound)
+        orders.append(_steady(s, m, ahead, min(bound - ahead, 2 * s)))
+    return orders
+
+
+def _steady(s: int, m: int, warmup: int, behind: int) -> list[Cell]:
+    """`warmup` forwards, then B, W, F in turn, W being `behind` microbatches behind B."""
+    ahead = min(warmup, m)
+    cells = [(F, s, k) for k in range(ahead)]
+    for k in range(m):
+        cells.append((B, s, k))
+        if k >= behind:
+            cells.append((W, s, k - behind))
+        if k + ahead < m:
+            cells.append((F, s, k + ahead))
+    return cells + [(W, s, k) for k in range(max(0, m - behind), m)]
+
+
+def interleaved(p: int, v: int, m: int) -> Orders:
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): microbatches go through the chunks in groups of p.
+
+    Where the microbatches do not divide, the last group takes the rest as well: groups of p to 2p − 1 keep the idle time at 1/v of
+    1F1B's. With fewer microbatches than stages there is one short group: right, but with more idle time.
+    """
+    groups = _groups(p, m)
+    forward = [(c, k) for group in groups for c in range(v) for k in group]
+    backward = [(c, k) for group in groups for c in reversed(range(v)) for k in group]
+    ahead = (v - 1) * max(map(len, groups))
+    orders = []
+    for s in range(p):
+        first = min(len(forward), 2 * (p - s - 1) + ahead + 1)
+        cells: list[Cell] = [(F, c * p + s, k) for c, k in forward[:first]]
+        for i, (c, k) in enumerate(backward):
+            cells += [(B, c * p + s, k), (W, c * p + s, k)]
+            if first + i < len(forward):
+                cells.append((F, forward[first + i][0] * p + s, forward[first + i][1]))
+        orders.append(cells)
+    return orders
+
+
+def _groups(p: int, m: int) -> list[range]:
+    """The microbatches in groups of p, the last of p to 2p − 1, or all in one if they are fewer than p."""
+    count = max(1, m // p)
+    return [range(i * p, (i + 1) * p if i < count - 1 else m) for i in range(count)]
+
+
+# --- V placement -----------------------------------------------------------------------------------------------------------------
+
+
+def zb_v(p: int, v: int, m: int) -> Orders:
+    """ZB-V (Qi et al. 2023, section 6; 2024): every stage has a chunk on the way down and one on the way back.
+
+    Stage s starts with 2 (p − s) − 1 forwards of its first chunk, passes on s microbatches of each, and is then never idle: B and W of
+    the returning chunk fill what is left of the warm-up, W's are put off at the end. Made for m ≥ 2p − 1; with fewer microbatches it is
+    that order without the tasks of those that are not there.
+    """
+    full = max(m, 2 * p - 1)
+    orders = []
+    for s in range(p):
+        down, back = s, 2 * p - 1 - s
+        cells: list[Cell] = []
+        count = {(op, c): 0 for op in (F, B, W) for c in (down, back)}
+
+        def add(*ops: tuple[int, int], cells=cells, count=count) -> None:
+            for op in ops:
+                cells.append((op[0], op[1], count[op]))
+                count[op] += 1
+
+        add(*[(F, down)] * (2 * (p - s) - 1))
+        for _ in range(s):
+            add((F, back), (F, down))
+        for _ in range(p - s):
+            add((F, back), (B, back), (W, back))
+        while count[F, back] < full:
+            if count[F, down] < full:
+                add((F, down))
+            add((B, down), (W, down), (F, back), (B, back), (W, back))
+        for _ in range(s):
+            add((B, down), (B, back))
+        while count[B, down] < full:
+            add((B, down), (W, down))
+        for c in (back, down):
+            add(*[(W, c)] * (full - count[W, c]))
+        orders.append([cell for cell in cells if cell[2] < m])
+    return orders
+
+
+def dualpipe_v(p: int, v: int, m: int) -> Orders:
+    """DualPipe in a V (DeepSeek-V3 2024, section 3.2.1, cut in half as its authors later published): one copy of the parameters.
+
+    In the steady state each forward of one chunk is followed by a backward of the other. Made for m ≥ 2p; with fewer microbatches it is
+    that order without the tasks of those that are not there.
+    """
+    full = max(m, 2 * p)
+    orders = []
+    for s in range(p):
+        down, back = s, 2 * p - 1 - s
+        count = {(op, c): 0 for op in (F, B, W) for c in (down, back)}
+        cells: list[Cell] = []
+
+        def add(times: int, *ops: tuple[int, int], cells=cells, count=count) -> None:
+            for op in ops * times:
+                cells.append((op[0], op[1], count[op]))
+                count[op] += 1
+
+        whole = {c: ((B, c), (W, c)) for c in (down, back)}
+        add(2 * (p - s - 1), (F, down))
+        add(s + 1, (F, down), (F, back))
+        add(p - s - 1, *whole[back], (F, back))
+        add(full - 2 * p + s + 1, (F, down), *whole[back], (F, back), *whole[down])
+        add(p - s - 1, *whole[back], (F, back), *whole[down])
+        soon = (s + 1) // 2
+        add(soon, *whole[back], *whole[down])
+        add(s + 1 - soon, (B, back), (B, down))
+        for _ in range(p - s - 1):
+            add(1, (W, back if count[W, back] < count[B, back] else down), (B, down))
+        for c in (back, down):
+            add(full - count[W, c], (W, c))
+        orders.append([cell for cell in cells if cell[2] < m])
+    return orders
+
+
+def accumulate(p: int, v: int, m: int) -> Orders:
+    """One stage: every microbatch forward through all chunks and back, which is gradient accumulation."""
+    back = [(op, c) for c in reversed(range(v)) for op in (B, W)]
+    return [[(op, c, k) for k in range(m) for op, c in [*((F, c) for c in range(v)), *back]]]
+
+
+def forward(place: tuple[int, ...], p: int, m: int) -> Orders:
+    """Evaluation: each stage takes what is furthest through the model of what has come, so that no stage collects inputs."""
+    ready: list[list[tuple[int, int]]] = [[] for _ in range(p)]  # heaps of (−unit, microbatch)
+    ready[place[0]] = [(0, k) for k in range(m)]
+    orders: Orders = [[] for _ in range(p)]
+    while any(ready):
+        taken = [heapq.heappop(cells) if cells else None for cells in ready]
+        for s, cell in enumerate(taken):
+            if cell is None:
+                continue
+            g, k = -cell[0], cell[1]
+            orders[s].append((F, g, k))
+            if g + 1 < len(place):
+                heapq.heappush(ready[place[g + 1]], (-(g + 1), k))
+    return orders
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A named schedule: its order, its placement, and the numbers of chunks on a stage that it is made for (`most_repeats` 0: any)."""
+
+    order: Callable[[int, int, int], Orders]
+    placement: str
+    least_repeats: int
+    most_repeats: int
+
+    def fits(self, repeats: int) -> bool:
+        """Whether the schedule is made for this number of chunks on a stage."""
+        return self.least_repeats <= repeats <= (self.most_repeats or repeats)
+
+    @property
+    def repeats_rule(self) -> str:
+        """The numbers of chunks in words, such as "exactly 1 chunk"."""
+        exactly, count = self.least_repeats == self.most_repeats, self.least_repeats
+        return f"exactly {count} chunk{'s'[: count != 1]}" if exactly else f"at least {count} chunks"
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": Schedule(gpipe, "circular", 1, 0),
+    "1f1b": Schedule(one_f_one_b, "circular", 1, 1),
+    "interleaved": Schedule(interleaved, "circular", 2, 0),
+    "zb_h1": Schedule(zb_h1, "circular", 1, 1),
+    "zb_h2": Schedule(zb_h2, "circular", 1, 1),
+    "zb_v": Schedule(zb_v, "v", 2, 2),
+    "dualpipe_v": Schedule(dualpipe_v, "v", 2, 2),
+}
+CSV = "csv:"  # before the path of a file with a schedule
+
+
+def fits_repeats(schedule: str, repeats: int) -> bool:
+    """Whether a schedule is made for this number of chunks on a stage; `auto` and a file are for any."""
+    return schedule not in SCHEDULES or SCHEDULES[schedule].fits(repeats)
+
+
+def default_repeats(schedule: str) -> int:
+    """The chunks on a stage of a schedule that is told none: the fewest it is made for; 0 for `auto` and a file, which choose."""
+    return SCHEDULES[schedule].least_repeats if schedule in SCHEDULES else 0

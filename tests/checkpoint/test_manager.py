@@ -1,0 +1,423 @@
+"""Round trips between layouts, the stored form, and what happens to checkpoints over a run. Crashes: test_checkpoint_crash.py."""
+
+import asyncio
+import logging
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from support import small
+from support.checkpoint_state import (
+    EMBED,
+    LAYER,
+    VOCABULARY,
+    WIDTH,
+    Layout,
+    abstract_state,
+    assert_same,
+    state,
+    stored_numbers,
+    stored_shapes,
+)
+
+from jaxtrain import config as configs
+from jaxtrain.checkpoint import steps, storage
+from jaxtrain.checkpoint.manager import Checkpointer, expected_shapes, latest_step, wrong_arrays
+from jaxtrain.checkpoint.steps import CheckpointError, Stranger, choose, read_meta
+from jaxtrain.schedule.placement import Placement
+from jaxtrain.training import state as state_module
+from jaxtrain.training.step import make_step
+
+LAYOUTS = {
+    7: [
+        Layout(7, padded=13),
+        Layout(7, stages=1, chunks=3, data=8),
+        Layout(7, stages=1, data=1, model=8),
+        Layout(7, stages=2, chunks=3, data=2, model=2),
+        Layout(7, stages=3, data=2, padded=18),
+    ],
+    18: [
+        Layout(18, stages=1, chunks=2, data=2, model=4),
+        Layout(18, stages=2, chunks=1, data=4),
+        Layout(18, stages=2, chunks=3, data=2, model=2, padded=32),
+        Layout(18, stages=7, chunks=2, padded=21),
+        Layout(18, stages=4, chunks=3, data=2),
+    ],
+    "5, replicas apart": [
+        Layout(5, stages=2, chunks=2, data=2, padded=24, replicas=2),
+        Layout(5, model=4, replicas=2),
+    ],
+}
+
+
+def checkpointer(folder, layout: Layout, keep: int = 3) -> Checkpointer:
+    return Checkpointer(folder, layout.placement, stored_shapes(layout), keep)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with step 5 of a state of 7 layers, and its layout."""
+    layout = Layout(7, stages=2, chunks=2, data=2, model=2)
+    c = checkpointer(tmp_path / "run", layout)
+    c.save(5, state(layout), {"seed": 3})
+    c.close()
+    return tmp_path / "run", layout
+
+
+@pytest.mark.parametrize("layers", LAYOUTS)
+def test_every_layout_restores_every_other(tmp_path, layers):
+    for i, layout in enumerate(LAYOUTS[layers]):
+        c = checkpointer(tmp_path / str(i), layout)
+        assert c.save(1, state(layout), {})
+        c.close()
+    for target in LAYOUTS[layers]:
+        expected = state(target)
+        for i in range(len(LAYOUTS[layers])):
+            assert_same(checkpointer(tmp_path / str(i), target).restore(1, abstract_state(target)), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[7][1:], ids=str)
+def test_stored_form_is_the_layers_in_order_and_nothing_padded(tmp_path, layout):
+    c = checkpointer(tmp_path, layout)
+    c.save(1, state(layout), {})
+    c.close()
+    metadata = ocp.PyTreeCheckpointHandler().metadata(epath.Path(c._directory / "1" / "state")).tree
+    shapes = jax.tree.map(lambda m: m.shape, metadata, is_leaf=lambda m: not isinstance(m, dict))
+    parameters = {
+        "embed": EMBED,
+        "head": {"w": (WIDTH, VOCABULARY)},
+        "layers": {"mlp": {"w": (7, *LAYER["mlp"]["w"])}, "norm": (7, *LAYER["norm"])},
+    }
+    assert shapes == {"params": parameters, "optimizer": {"0": {"count": (), "mu": parameters, "nu": parameters}}, "step": ()}
+    # Orbax's own restore, which knows nothing of this package, finds the known numbers.
+    with ocp.StandardCheckpointer() as plain:
+        tree = plain.restore(c._directory / "1" / "state")
+    for path, numbers in jax.tree_util.tree_leaves_with_path(tree):
+        expected = stored_numbers(jax.tree_util.keystr(path, simple=True, separator="/"), numbers.shape, numbers.dtype)
+        assert numbers.tobytes() == expected.tobytes(), path
+
+
+def test_nothing_is_made_before_the_first_save(tmp_path):
+    layout = Layout(7)
+    c = checkpointer(tmp_path / "run", layout)
+    assert c.latest_step() is None
+    c.wait()
+    c.close()
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
+        c.restore(3, abstract_state(layout))
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
+        c.read_meta(3)
+    assert not (tmp_path / "run").exists()
+
+
+def test_meta_comes_back(saved):
+    folder, _ = saved
+    assert latest_step(folder) == 5
+    assert read_meta(folder, 5) == {"seed": 3}
+
+
+def test_other_folders_are_no_checkpoints(saved):
+    folder, _ = saved
+    for name in ("7.orbax-checkpoint-tmp", "notes", "best_9"):
+        (folder / name).mkdir()
+    assert latest_step(folder) == 5
+
+
+def test_the_state_may_be_overwritten_after_save_returns(tmp_path, monkeypatch):
+    layout = Layout(7, stages=2, data=2, model=2)
+    write, gate = storage._write, asyncio.Event()
+
+    async def late(values, infos):
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+        await write(values, infos)
+
+    monkeypatch.setattr(storage, "_write", late)
+    c = checkpointer(tmp_path, layout)
+    live = state(layout)
+    c.save(1, live, {})
+    live = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(live)
+    assert not any(np.any(x) for x in jax.tree.leaves(jax.tree.map(jnp.any, live)))
+    assert c.latest_step() is None, "save must not wait for the files"
+    gate.set()
+    c.wait()
+    assert_same(c.restore(1, abstract_state(layout)), state(layout))
+    c.close()
+
+
+def test_a_restored_state_can_be_donated(saved):
+    folder, layout = saved
+    restored = checkpointer(folder, layout).restore(5, abstract_state(layout))
+    expected = jax.tree.map(lambda x: np.asarray(x) + 1, state(layout))
+    got = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(restored)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_keeps_the_newest(tmp_path):
+    layout = Layout(7)
+    c = checkpointer(tmp_path, layout, keep=2)
+    for step in (1, 2, 5, 9):
+        c.save(step, state(layout), {"step": step})
+    c.wait()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["5", "9"]
+    assert (c.latest_step(), c.read_meta(5), c.read_meta(9)) == (9, {"step": 5}, {"step": 9})
+    c.close()
+    # The next run goes on counting those that it finds.
+    c = checkpointer(tmp_path, layout, keep=2)
+    c.save(12, state(layout), {})
+    c.close()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["12", "9"]
+
+
+def test_old_checkpoints_stay_until_the_new_one_is_finished(tmp_path, monkeypatch):
+    layout = Layout(7)
+    c = checkpointer(tmp_path, layout, keep=1)
+    c.save(1, state(layout), {})
+    c.wait()
+    write = storage._write
+    seen = []
+
+    async def look(values, infos):
+        await write(values, infos)
+        seen.append((tmp_path / "1").exists())
+
+    monkeypatch.setattr(storage, "_write", look)
+    c.save(2, state(layout), {})
+    c.close()
+    assert seen == [True]
+    assert not (tmp_path / "1").exists()
+    assert latest_step(tmp_path) == 2
+
+
+def test_a_checkpoint_whose_deletion_was_interrupted_is_in_nobodys_way(tmp_path):
+    """It is older than the steps that are kept, and goes as they will."""
+    layout = Layout(7)
+    c = checkpointer(tmp_path, layout, keep=3)
+    for step in (1, 2, 3):
+        c.save(step, state(layout), {})
+    c.close()
+    shutil.rmtree(tmp_path / "1" / "state")
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()
+    c = checkpointer(tmp_path, layout, keep=2)
+    assert c.latest_step() == 3
+    c.save(4, state(layout), {})
+    c.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3", "4"]
+
+
+def test_a_step_is_saved_once(saved):
+    folder, layout = saved
+    c = checkpointer(folder, layout)
+    assert not c.save(5, state(layout), {"seed": 4})
+    assert c.save(6, state(layout), {})
+    assert not c.save(6, state(layout), {})
+    c.close()
+    assert read_meta(folder, 5) == {"seed": 3}
+
+
+def test_a_failed_save_is_reported_and_can_be_repeated(tmp_path, monkeypatch):
+    layout = Layout(7)
+    c = checkpointer(tmp_path, layout)
+
+    async def fail(values, infos):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_write", fail)
+        c.save(1, state(layout), {})
+        with pytest.raises(OSError, match="disk full"):
+            c.wait()
+    assert c.latest_step() is None
+    assert c.save(1, state(layout), {})
+    c.close()
+    assert_same(c.restore(1, abstract_state(layout)), state(layout))
+
+
+def test_parameters_alone(saved):
+    folder, _ = saved
+    layout = Layout(7, stages=1)
+    restored = checkpointer(folder, layout).restore(5, {"params": abstract_state(layout)["params"]})
+    assert_same(restored, {"params": state(layout)["params"]})
+
+
+def restore_with(saved, change) -> str:
+    """The one-line error of restoring when `change` was made to (abstract state, stored shapes)."""
+    folder, layout = saved
+    abstract, shapes = abstract_state(layout), stored_shapes(layout)
+    change(abstract["params"]["embed"], shapes["params"]["embed"])
+    with pytest.raises(CheckpointError) as error:
+        Checkpointer(folder, layout.placement, shapes).restore(5, abstract)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_missing_array_is_named(saved):
+    def add(abstract, shapes):
+        abstract["positions"], shapes["positions"] = abstract["table"], shapes["table"]
+
+    assert "params/embed/positions is not stored; float32[13, 8] is wanted" in restore_with(saved, add)
+
+
+def test_an_array_of_another_shape_is_named(saved):
+    def shrink(abstract, shapes):
+        shapes["table"] = (12, 8)
+
+    assert "params/embed/table is stored as float32[13, 8]; float32[12, 8] is wanted" in restore_with(saved, shrink)
+
+
+def test_an_array_of_another_dtype_is_named(saved):
+    def narrow(abstract, shapes):
+        t = abstract["table"]
+        abstract["table"] = jax.ShapeDtypeStruct(t.shape, jnp.bfloat16, sharding=t.sharding)
+
+    assert "params/embed/table is stored as float32[13, 8]; bfloat16[13, 8] is wanted" in restore_with(saved, narrow)
+
+
+def test_another_number_of_layers_is_named(saved):
+    layout = Layout(6)
+    with pytest.raises(CheckpointError, match=r"layers/mlp/w is stored as float32\[7, 8, 16\]; float32\[6, 8, 16\] is wanted"):
+        checkpointer(saved[0], layout).restore(5, abstract_state(layout))
+
+
+def test_damaged_trees_are_named_in_plain_words(saved):
+    folder, layout = saved
+    for file in (folder / "5" / "state").glob("**/d/*"):
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"5/state: \S+ cannot be read: its data is damaged$"):
+        checkpointer(folder, layout).restore(5, abstract_state(layout))
+
+
+def save_of(config: configs.Config, folder, *at: int):
+    """A Checkpointer and the abstract state of a run of this config, after it has saved zeros at these steps."""
+    step = make_step(config, small.mesh_of(config))
+    abstract = step.abstract_state()
+    made = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
+    c = Checkpointer(folder, step.layout.placement, state_module.stored_shapes(step.layout, step.optimizer))
+    for number in at:
+        c.save(number, made, {})
+    c.close()
+    return c, abstract
+
+
+def test_a_state_that_is_cut_off_is_known_without_reading_it(tmp_path):
+    # A value of more than 1 KiB lies in a file of its own, which is not the tree's.
+    c, abstract = save_of(small.config((1, 2, 1), changes={"model.mlp_width": 512}).resolve(), tmp_path, 5, 6)
+    assert choose(tmp_path, {}).step == 6
+    file = max((tmp_path / "6" / "state").glob("ocdbt.process_*/d/*"), key=lambda file: file.stat().st_size)
+    name = file.relative_to(tmp_path / "6")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    choice = choose(tmp_path, {})
+    assert choice.step == 5 and latest_step(tmp_path) == 5
+    assert re.fullmatch(rf"6 \(its state is cut off: {name} has [\d,]+ bytes of at least [\d,]+\)", str(choice)), str(choice)
+    with pytest.raises(CheckpointError, match=r"6/state: \S+ cannot be read: its data is damaged$"):
+        c.restore(6, abstract)
+    file.unlink()
+    assert str(choose(tmp_path, {})) == f"6 (its state has no {name.relative_to('state')})"
+
+
+# --- what is set aside -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
+    """Nothing is lost, nothing is in the way of a save, and whole steps are not deleted for what is none."""
+    folder, layout = saved
+    (folder / "6").mkdir()
+    (folder / "7").write_text("mine")
+    (folder / "100" / "state").mkdir(parents=True)
+    (folder / "100.broken-1").mkdir()
+    (folder / "200").symlink_to(folder / "nowhere")
+    shutil.copytree(folder / "5", folder / "8")
+    (folder / "notes").mkdir()
+    said = []
+    cut_off = Stranger("8", "of another model", 8, holds=True)
+    c = Checkpointer(folder, layout.placement, stored_shapes(layout), 2, [cut_off], said.append)
+    assert c.save(6, state(layout), {}) and c.save(7, state(layout), {})
+    (folder / "8").mkdir()  # while the run goes on
+    assert c.save(8, state(layout), {})
+    c.close()
+    moved = ["100.broken-1", "100.broken-2", "200.broken-1", "6.broken-1", "7.broken-1", "8.broken-1", "8.broken-2"]
+    assert sorted(p.name for p in folder.iterdir()) == sorted(["7", "8", "notes", *moved])
+    assert (folder / "7.broken-1").read_text() == "mine" and (folder / "100.broken-2" / "state").exists()
+    assert f"set aside in {folder}: 6 (an empty folder) is now 6.broken-1" in said and len(said) == len(moved) - 1
+    assert_same(c.restore(8, abstract_state(layout)), state(layout))
+
+
+@pytest.mark.parametrize("changed", [{}, {"train.diloco_inner_steps": 4, "mesh.replica": 2}], ids=["synchronous", "apart"])
+def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
+    """Expected without a device, by the config alone: compared with what a run of it stores."""
+    config = configs.replace(small.config((1, 2, 1)), changed).resolve()
+    save_of(config, tmp_path, 3)
+    meta, stored = {"config": configs.to_dict(config)}, tmp_path / "3" / "state"
+    assert expected_shapes(config) == steps.stored_shapes(stored)
+    assert wrong_arrays(meta, stored) == ""
+    wider = {"config": configs.to_dict(configs.replace(config, {"model.mlp_width": 99}))}
+    assert re.fullmatch(r"its state's \S+mlp\S+ is \[.*\], not \[.*99.*\]", wrong_arrays(wider, stored))
+    assert wrong_arrays({"config": configs.to_dict(configs.replace(config, {"model.biases": True}))}, stored).startswith("its state lacks ")
+
+
+def test_orbax_s_warnings_stay_inside(saved, caplog):
+    folder, layout = saved
+    (folder / "5" / "_CHECKPOINT_METADATA").unlink()
+    c = checkpointer(folder, layout)
+    c.save(6, state(layout), {})
+    c.close()
+    assert [r for r in caplog.records if "orbax" in r.pathname and r.levelno >= logging.WARNING] == []
+
+
+def test_a_state_of_another_placement_is_refused(tmp_path):
+    layout = Layout(18, stages=2, chunks=2)
+    for other, message in {
+        (2, 1): r"\[2, 5, 8, 16\] is not chunk 0 of 18 layers over 2 stages × 1 chunk",
+        (4, 2): r"\[2, 5, 8, 16\] is not chunk 0 of 18 layers over 4 stages × 2 chunks",
+        (2, 3): r"\[2, 5, 8, 16\] is not chunk 0 of 18 layers over 2 stages × 3 chunks",
+    }.items():
+        c = Checkpointer(tmp_path / "run", Placement(18, *other), stored_shapes(layout))
+        with pytest.raises(ValueError, match=message):
+            c.save(1, state(layout), {})
+    live, shapes = state(layout), stored_shapes(layout)
+    del live["params"]["layers"]["1"], shapes["params"]["layers"]["1"]
+    with pytest.raises(ValueError, match="params/layers/mlp/w: 1 chunks are not the 2 of 18 layers over 2 stages × 2 chunks"):
+        Checkpointer(tmp_path / "run", layout.placement, shapes).save(1, live, {})
+    assert not any((tmp_path / "run").iterdir())
+
+
+def test_saving_and_restoring_take_no_device_memory_but_the_state(tmp_path, monkeypatch):
+    layout = Layout(18, stages=2, chunks=3, data=2, model=2)
+    seen = []
+
+    def live() -> int:
+        # Arrays share buffers with their shards.
+        return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for x in jax.live_arrays() for s in x.addressable_shards}.values())
+
+    def watch(name):
+        original = getattr(storage, name)
+
+        def wrapped(*args):
+            seen.append(live())
+            result = original(*args)
+            seen.append(live())
+            return result
+
+        monkeypatch.setattr(storage, name, wrapped)
+
+    for name in ("_to_host", "_read_part"):
+        watch(name)
+    base = live()
+    s = state(layout)
+    with_state = live()
+    c = checkpointer(tmp_path, layout)
+    c.save(1, s, {})
+    c.close()
+    assert max(seen) == with_state
+    del s
+    assert live() == base
+    seen.clear()
+    restored = c.restore(1, abstract_state(layout))
+    assert max(seen) <= live()
+    whole = sum(x.nbytes for leaf in jax.tree.leaves(restored) for s in leaf.addressable_shards for x in [s.data])
+    assert live() - base <= whole

@@ -1,0 +1,166 @@
+"""From a config to tables and placement: what is chosen, and one line for what does not fit."""
+
+import dataclasses
+import itertools
+
+import pytest
+from support import small
+
+from jaxtrain import config as configs
+from jaxtrain.config import ConfigError
+from jaxtrain.config.checks import Surroundings, refusal
+from jaxtrain.config.pipeline_setup import layer_parameters, make_setup, times_of
+from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.orders import SCHEDULES
+from jaxtrain.schedule.table import Op
+from jaxtrain.schedule.table_csv import to_csv
+
+
+def setup(schedule="1f1b", repeats=0, stages=4, microbatches=8, **changes):
+    return make_setup(small.config((1, stages, 1), schedule, repeats, microbatches, {"model.layers": 12} | changes))
+
+
+def test_repeats_are_the_schedules_fewest():
+    for schedule, known in SCHEDULES.items():
+        assert len(setup(schedule).table.place) == 4 * known.least_repeats, schedule
+
+
+def test_remat_decides_about_recompute_ops():
+    has = {remat: bool((setup(**{"pipeline.remat": remat}).table.op == Op.R).any()) for remat in ("full", "selective", "none")}
+    assert has == {"full": True, "selective": False, "none": False}
+
+
+def test_gpipe_computes_its_last_unit_again_too():
+    """Its Bs do not follow their Fs: residuals of one microbatch at a time, where there would be all."""
+    slots = setup("gpipe").train.slots
+    assert (slots["residual_b"], slots["residual_w"]) == (1, 1)
+    assert setup("gpipe", **{"pipeline.remat": "none"}).train.slots["residual_b"] == 8
+
+
+def test_units_of_uneven_chunks():
+    made = setup(**{"pipeline.chunk_layers": (2, 5, 3, 2), "pipeline.layers_per_op": 2})
+    assert made.placement.sizes == (2, 2, 2, 1, 2, 1, 2) and made.table.place == (0, 1, 1, 1, 2, 2, 3)
+    assert made.shares == tuple(n / 3 for n in made.placement.sizes)  # of a stage's work, 12 layers over 4 stages
+
+
+def test_chunks_by_costs():
+    costs = (1.0,) * 8 + (4.0,) * 4  # six a stage: no cut does better than eight
+    made = setup(**{"pipeline.layer_costs": costs})
+    shares = [made.shares[made.table.place.index(s)] for s in range(4)]
+    assert max(shares) == pytest.approx(8 / 6) and sum(shares) == pytest.approx(4)
+
+
+def test_times():
+    cfg = small.config((1, 4, 1), changes={"model.layers": 12})
+    m = cfg.model
+    assert layer_parameters(m) == 4 * 32 * 32 + 3 * 32 * 64
+    experts = {"model.experts": 8, "model.experts_per_token": 2, "model.shared_experts": 1, "model.expert_width": 16}
+    assert layer_parameters(small.config(changes=experts).model) == 4 * 32 * 32 + 3 * 32 * 3 * 16 + 32 * 8  # what a token takes; the router
+    head = 3 * m.vocab_size * m.width / (3 * layer_parameters(m))
+    times = times_of(cfg, 4)
+    assert (times.F, times.B, times.W, times.R) == (1, 1, 1, 1) and times.head == pytest.approx(head)
+    given = lambda *numbers: dataclasses.astuple(times_of(configs.replace(cfg, {"pipeline.times": numbers}), 4))[:6]
+    assert given(2.0, 3.0, 4.0) == (2, 3, 4, 0, 2, pytest.approx(2 * head))
+    assert given(2.0, 3.0, 4.0, 5.0, 6.0, 7.0) == (2, 3, 4, 5, 6, 7)
+
+
+def test_a_large_vocabulary_is_shared():
+    assert setup(stages=8, **{"model.vocab_size": 4096}).table.vocabulary == "parallel"
+    for where in ("parallel", "end_stages"):
+        assert setup(**{"pipeline.vocabulary": where}).table.vocabulary == where
+
+
+def test_a_file_is_followed(tmp_path):
+    path = tmp_path / "mine.csv"
+    table = make_table("zb_v", 4, 2, 8, vocabulary="end_stages")
+    path.write_text(to_csv(table))
+    made = setup(f"csv:{path}", **{"pipeline.remat": "none"})
+    assert made.table.place == table.place and (made.table.op == table.op).all() and made.table.vocabulary == "end_stages"
+    wrong = {
+        "pipeline.remat='full' needs R ops": {},
+        "pipeline.vocabulary='parallel' is not that of csv:": {"pipeline.remat": "none", "pipeline.vocabulary": "parallel"},
+        "pipeline.chunk_layers=(6, 6) has another number": {"pipeline.remat": "none", "pipeline.chunk_layers": (6, 6)},
+        "model.layers=7 are fewer than the units": {"pipeline.remat": "none", "model.layers": 7},
+        "pipeline.microbatches=4 is not the 8 of the table": {"pipeline.remat": "none", "pipeline.microbatches": 4},
+    }
+    for message, changes in wrong.items():
+        with pytest.raises(ConfigError) as found:
+            setup(f"csv:{path}", **changes)
+        assert message in str(found.value) and "\n" not in str(found.value)
+
+
+def test_a_chunk_with_fewer_layers_than_units_in_the_file_is_refused(tmp_path):
+    path = tmp_path / "cut.csv"
+    path.write_text(to_csv(make_table("gpipe", 2, 1, 4, groups=(2, 2))))
+    with pytest.raises(
+        ConfigError, match=r"pipeline.chunk_layers=\(11, 1\) leaves a chunk fewer layers than it has units .*chunk_layers=$"
+    ):
+        setup(f"csv:{path}", 0, 2, 4, **{"pipeline.remat": "none", "pipeline.chunk_layers": (11, 1)})
+
+
+def test_what_a_file_needs_is_suggested_at_once(tmp_path):
+    """Stages, microbatches and remat of the table, with the mesh and the batch that follow from them."""
+    path = tmp_path / "my table.csv"
+    path.write_text(to_csv(make_table("zb_v", 4, 2, 6, vocabulary="end_stages")))
+    config = configs.replace(configs.Config(), {"model.layers": 8, "mesh.stage": 2, "mesh.model": 3, "pipeline.schedule": f"csv:{path}"})
+    around = Surroundings(8, "cpu", configs.Config(), files=True, tables=True)
+    error = refusal(config, around)
+    assert error is not None
+    changes = error.fixes[0]
+    assert refusal(configs.replace(config, changes), around) is None
+    assert (changes["mesh.stage"], changes["pipeline.microbatches"], changes["pipeline.remat"]) == (4, 6, "selective")
+    assert set(changes) == {"mesh.stage", "mesh.model", "pipeline.microbatches", "pipeline.remat", "data.batch_size"}
+
+
+def test_a_broken_file_is_refused_with_schedules_that_work(tmp_path):
+    path = tmp_path / "broken.csv"
+    path.write_text("stage 0,stage 1,permute\nF0.0,,soon\n")
+    config = configs.replace(configs.Config(), {"mesh.stage": 2, "pipeline.schedule": f"csv:{path}"})
+    error = refusal(config, Surroundings(2, "cpu", files=True, tables=True))
+    assert error is not None and str(error).count(": use ") == 1
+    assert str(error).endswith(": use --config.pipeline.schedule=gpipe (or 1f1b)")
+
+
+@pytest.mark.parametrize("permute", ["auto", "late", "aligned", "early", "spaced"])
+@pytest.mark.parametrize("repeats", [0, 1, 2, 3])
+def test_without_a_bound_of_its_own_auto_always_finds_a_table(permute, repeats):
+    """Aligned rows hold more than late ones, more chunks a stage more than one."""
+    for stages, remat in itertools.product((2, 4), ("full", "none")):
+        changes = {"pipeline.permute": permute, "pipeline.remat": remat}
+        table = setup("auto", repeats, stages, **changes).table
+        assert table.name.startswith("auto-") and (not repeats or len(table.place) == repeats * stages)
+
+
+@pytest.mark.parametrize("chunks", [(5, 7), (2, 4, 3, 3)])
+def test_auto_takes_chunks_as_they_are(chunks):
+    made = setup("auto", 0, 2, **{"pipeline.chunk_layers": chunks})
+    assert made.placement.sizes == chunks
+
+
+def test_a_file_without_backward_is_refused(tmp_path):
+    file = tmp_path / "forward.csv"
+    file.write_text("stage 0,stage 1\nF0.0,\nF0.1,F0.0\n,F0.1\n")
+    with pytest.raises(ConfigError, match="has F ops alone, and training needs their B and W: use --config.pipeline.schedule=gpipe"):
+        setup(f"csv:{file}", 0, 2, 2, **{"pipeline.remat": "none"})
+
+
+def test_dense_layers_first_take_time_with_the_embedding():
+    moe = {"model.experts": 4, "model.expert_width": 32, "model.mlp_width": 128}
+    cfg = small.config((1, 2, 1), changes=moe | {"model.dense_layers": 2})
+    dense, layer = 4 * 32 * 32 + 3 * 32 * 128, 4 * 32 * 32 + 2 * 3 * 32 * 32 + 32 * 4
+    assert times_of(cfg, 2).embed == pytest.approx(2 * 2 * dense / (layer * 4 / 2))
+    assert times_of(small.config((1, 2, 1), changes=moe), 2).embed == 0
+
+
+def test_too_little_memory_names_what_is_enough():
+    with pytest.raises(ConfigError, match=r"pipeline.memory=0.1 is too little for any table found: use ") as found:
+        setup("auto", **{"pipeline.memory": 0.1})
+    enough = float(str(found.value).split("use --config.pipeline.memory=")[1])
+    assert setup("auto", **{"pipeline.memory": enough}).table.name.startswith("auto-")
+
+
+def test_the_line_for_people():
+    heavy = setup(**{"pipeline.times": (1.0, 1.0, 1.0, 0.0, 0.0, 3.0), "pipeline.vocabulary": "end_stages", "pipeline.remat": "none"})
+    assert "of the busiest stage, which works 1.6 times the mean;" in heavy.describe()
+    assert "busiest" not in setup(**{"pipeline.times": (1.0, 1.0, 1.0)}).describe()
+    assert "predicted bubble" in setup().describe() and setup(stages=1).describe() == "8 microbatches one after the other"

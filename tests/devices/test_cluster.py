@@ -1,0 +1,164 @@
+"""cluster_environment.py on environments as cluster managers make them, and cluster.py in two real processes."""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+from support import ROOT
+
+from jaxtrain.devices import cluster, cluster_environment
+
+ALONE = types.SimpleNamespace(coordinator="", processes=1, process_id=0)
+BY_FLAGS = types.SimpleNamespace(coordinator="host:1", processes=4, process_id=3)
+
+
+def slurm(tasks: int, per_node: str, node: int, local: int, **more: str) -> dict[str, str]:
+    """The environment of a task that srun started."""
+    return {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_NODELIST": "node[1-2]",
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_TASKS_PER_NODE": per_node,
+        "SLURM_PROCID": "0",
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(local),
+        **more,
+    }
+
+
+def open_mpi(size: int, local_size: int, local: int, **more: str) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_RANK": str(local),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
+        **more,
+    }
+
+
+BATCH_SCRIPT = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    "environment, processes",
+    [
+        ({}, 1),
+        (slurm(8, "4(x2)", 0, 0), 8),
+        (slurm(1, "1", 0, 0), 1),
+        (BATCH_SCRIPT, 1),  # the allocation has 8 tasks, the script is alone
+        (slurm(1, "1", 0, 0) | {"SLURM_NTASKS": "8"}, 1),  # an interactive shell, which is a step of its own
+        (open_mpi(4, 2, 1), 4),
+        (open_mpi(1, 1, 0), 1),
+    ],
+)
+def test_processes_that_the_environment_names(environment, processes):
+    assert cluster_environment.environment_processes(environment) == processes
+    assert cluster_environment.several_processes(ALONE, environment) == (processes > 1)
+    assert cluster_environment.several_processes(BY_FLAGS, environment)
+
+
+@pytest.mark.parametrize(
+    "environment, visible, gpus",
+    [
+        ({}, 8, []),
+        ({}, 0, []),
+        (slurm(2, "1(x2)", 1, 0), 8, []),  # one task on a node: all of its GPUs
+        (slurm(16, "8(x2)", 1, 3), 8, [3]),
+        (slurm(4, "2(x2)", 0, 0), 8, [0, 1, 2, 3]),
+        (slurm(4, "2(x2)", 0, 1), 8, [4, 5, 6, 7]),
+        (slurm(5, "4,1", 1, 0), 8, []),  # the second node has one task
+        (slurm(5, "4,1", 0, 1), 8, [2, 3]),
+        (slurm(16, "8(x2)", 0, 5), 1, []),  # Slurm has bound one GPU to each
+        (slurm(4, "2(x2)", 0, 1, SLURM_GPUS_PER_TASK="4"), 4, []),  # Slurm has bound four to each
+        (slurm(4, "2(x2)", 0, 1, SLURM_GPUS_PER_TASK="h100:4"), 8, [4, 5, 6, 7]),  # four for each, but all are visible
+        (slurm(16, "8(x2)", 0, 5), 0, []),
+        (BATCH_SCRIPT, 8, []),
+        (open_mpi(4, 2, 1), 4, [2, 3]),
+        (open_mpi(2, 1, 0), 4, []),
+    ],
+)
+def test_gpus_of_a_process(environment, visible, gpus):
+    assert cluster_environment.local_gpus(environment, visible) == gpus
+
+
+@pytest.mark.parametrize("text, number", [("0,1,2", 3), ("", 0), ("-1", 0), ("GPU-a,GPU-b", 2)])
+def test_visible_gpus(text, number):
+    assert cluster_environment.visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == number
+
+
+def test_what_jax_is_told():
+    job = cluster_environment.job
+    assert job(BY_FLAGS, {}) == {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3}
+    assert job(BY_FLAGS, slurm(8, "8", 0, 0)) == job(BY_FLAGS, {})
+    assert job(ALONE, slurm(8, "4(x2)", 0, 0)) == {}  # jax finds out all of it
+    only_address = types.SimpleNamespace(coordinator="host:1", processes=1, process_id=0)
+    assert job(only_address, slurm(8, "4(x2)", 0, 0)) == {"coordinator_address": "host:1"}
+    assert job(only_address, {}) == {"coordinator_address": "host:1", "num_processes": 1, "process_id": 0}
+    assert job(ALONE, open_mpi(4, 4, 2, OMPI_MCA_orte_hnp_uri="1.0;tcp://10.0.0.1:3")) == {"num_processes": 4, "process_id": 2}
+
+
+def test_open_mpi_5_has_no_address():
+    same = [cluster_environment.job(ALONE, open_mpi(2, 2, i, PMIX_NAMESPACE="prterun-a@1")) for i in range(2)]
+    assert same[0]["coordinator_address"] == same[1]["coordinator_address"]
+    assert same[0]["coordinator_address"].startswith("localhost:")
+    with pytest.raises(RuntimeError, match="use --coordinator=HOST:PORT"):
+        cluster_environment.job(ALONE, open_mpi(4, 2, 0))
+
+
+def test_one_process_starts_nothing():
+    cluster.initialize(ALONE)
+    cluster.barrier("alone")
+    assert cluster.is_main()
+    assert cluster.all_agree(True) is True and cluster.all_agree(False) is False
+    assert cluster.from_main(lambda: {"steps": (1, 2)}, LookupError) == {"steps": [1, 2]}  # as other processes get it
+
+
+PROGRAM = """
+import sys
+from jaxtrain import cli
+from jaxtrain.config.flags import CLUSTER_FLAGS
+from jaxtrain.devices.startup import start_jax
+start_jax(cli.parse_flags(sys.argv[1:], "usage: x", CLUSTER_FLAGS))
+import jax
+from jaxtrain.devices import cluster
+me = jax.process_index()
+print(jax.process_count(), jax.device_count(), cluster.is_main(), cluster.all_agree(me == 1), cluster.all_agree(False))
+def decide(text):
+    assert me == 0, "the others do not decide"
+    if text == "refuse":
+        raise LookupError("in one line")
+    return {"text": text, "numbers": [1, None]}
+print(cluster.from_main(lambda: decide("ä"), LookupError))
+try:
+    cluster.from_main(lambda: decide("refuse"), LookupError)
+except LookupError as error:
+    print("refused:", error)
+cluster.barrier("here")
+if me == 1:
+    raise ValueError("the reason")
+cluster.barrier("there")
+"""
+
+
+def test_two_processes_agree_and_end_together(tmp_path):
+    """What one knows, both know; an error in one ends the run at once, though the other waits for it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "OMPI_", "XLA_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxtrain.launch", "--module=program", "--devices_per_process=2"],
+        env=environment | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "JAXTRAIN_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "[0] 2 4 True True False" in done.stdout.splitlines()
+    assert "[1] 2 4 False True False" in done.stdout.splitlines()
+    for number in (0, 1):
+        assert f"[{number}] {{'text': 'ä', 'numbers': [1, None]}}" in done.stdout.splitlines()
+        assert f"[{number}] refused: in one line" in done.stdout.splitlines()
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0].startswith("process 1 failed with status 1")
+    assert done.stderr.splitlines()[-1] == "ValueError: the reason"

@@ -1,0 +1,147 @@
+"""A sequence split over `context`: the same training as on one device, and activations that shrink with it."""
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+from support import hlo, plain_loop, small
+from support.plain_loop import CLIP, assert_same, reference, train
+
+from jaxtrain.config import replace
+from jaxtrain.parallel import blockwise, context
+from jaxtrain.runtime.runtime import Runtime
+from jaxtrain.training.step import abstract_batch, make_step
+
+APART = {"data.attend_across_documents": False}
+GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+LENGTH = {"data.sequence_length": 24}  # of which 3 devices have whole chunks
+NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
+# (data × stage × model, context), how, schedule, repeats, microbatches, changes
+CASES = {
+    "gather 8, selective, blocks": ((1, 1, 1), 8, "all_gather", "1f1b", 1, 1, {**SELECTIVE, "data.sequence_length": 64}),
+    "gather 3, learned positions": ((1, 2, 1), 3, "all_gather", "interleaved", 2, 4, {**GPT2, **LENGTH}),
+    "gather 2, grouped heads, blocks": ((1, 2, 2), 2, "all_gather", "zb_v", 2, 4, {**APART, **NONE, "model.kv_heads": 2}),
+    "ulysses 2, documents, blocks": ((2, 1, 2), 2, "ulysses", "1f1b", 1, 2, APART),
+    "ring 3, grouped heads, documents, blocks": (
+        (1, 1, 2),
+        3,
+        "ring",
+        "1f1b",
+        1,
+        2,
+        {**APART, "model.kv_heads": 2, "data.sequence_length": 24},
+    ),
+}
+MORE = {
+    "gather 2": ((1, 1, 1), 2, "all_gather", "1f1b", 1, 2, {}),
+    "ulysses 4": ((1, 1, 1), 4, "ulysses", "1f1b", 1, 2, {}),
+    "gather 4, documents, zero 3": ((2, 1, 1), 4, "all_gather", "1f1b", 1, 2, {**APART, **NONE, "parallel.zero": 3}),
+    "gather 2, two devices to a head": ((1, 1, 4), 2, "all_gather", "1f1b", 1, 2, {"model.kv_heads": 2, "parallel.zero": 3}),
+    "ulysses 2, zb_h1, zero 2": ((2, 2, 1), 2, "ulysses", "zb_h1", 1, 3, {**SELECTIVE, "parallel.zero": 2}),
+    "ring 2, zero 3, blocks": ((4, 1, 1), 2, "ring", "1f1b", 1, 2, {**NONE, "parallel.zero": 3}),
+    "ring 8, selective, blocks": ((1, 1, 1), 8, "ring", "1f1b", 1, 1, {**SELECTIVE, "data.sequence_length": 64}),
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """A function after which attention goes in blocks of 2 tokens, for 8 sequences of 8 heads."""
+
+    def begin():
+        for name, value in (("LEAST_KEYS", 1), ("LEAST_BLOCK", 1), ("SCORES", 8 * 8 * 2 * 2)):
+            monkeypatch.setattr(blockwise, name, value)
+
+    return begin
+
+
+@pytest.mark.parametrize("case", small.named(CASES, MORE))
+def test_same_training(case, small_blocks):
+    mesh, size, how, schedule, repeats, microbatches, changes = (CASES | MORE)[case]
+    axes = {"mesh.context": size, "parallel.context": how}
+    shared = {"data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP}
+    cfg = small.config(mesh, schedule, repeats, microbatches, axes | shared | changes)
+    expected = reference(cfg)
+    if "blocks" in case:
+        small_blocks()
+    assert_same(train(cfg), expected)
+
+
+def test_the_ring_evaluates():
+    cfg = small.config((1, 1, 2), "1f1b", 1, 2, {"mesh.context": 4, "parallel.context": "ring", "data.batch_size": 16} | APART)
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        params = small.from_plain(step.layout, plain_loop.weights(cfg))
+        loss, _ = step.evaluate(params, small.place_batch(step, cfg, small.batch(cfg, 0)))
+    np.testing.assert_allclose(loss, reference(replace(cfg, {"optimizer.clip_norm": CLIP})).losses[0], rtol=1e-5)
+
+
+def test_zigzag():
+    """Every device has an early and a late chunk: together they see as many keys as those of any other."""
+    tokens, parts = 48, 3
+    order = np.asarray(context.zigzag(np.arange(tokens)[None], parts)).reshape(parts, -1)
+    assert [list(row[:1]) + list(row[8:9]) for row in order] == [[0, 40], [8, 32], [16, 24]]
+    assert len({int((row + 1).sum()) for row in order}) == 1  # keys seen
+    assert sorted(order.ravel()) == list(range(tokens))
+
+
+def compiled(size: int, **changes):
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    shapes = {"mesh.context": size, "model.layers": 3, "data.batch_size": 2, "data.sequence_length": 64}
+    cfg = small.config((1, 1, 1), "1f1b", 1, 2, shapes | changes)
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        made = step.gradients.lower(step.abstract_state()["params"], abstract_batch(cfg, step)).compile()
+    return step, hlo.Program(made.as_text())
+
+
+@pytest.mark.parametrize("how", ["all_gather", "ulysses", "all_gather, blocks", "ring, blocks"])
+def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
+    """Also attention's, whose keys and values are whole while it runs, or come from every device."""
+    how, *blocks = how.split(", ")
+    splits, make = [], Runtime._split
+    monkeypatch.setattr(Runtime, "_split", lambda self, *shapes: splits.append(make(self, *shapes)) or splits[-1])
+    if blocks:
+        small_blocks()
+    for size in (1, 2, 4):
+        changes = {"mesh.context": size, "parallel.context": how, "data.batch_size": 2, "data.sequence_length": 64}
+        cfg = small.config((1, 1, 1), "1f1b", 1, 2, changes)
+        step = make_step(cfg, small.mesh_of(cfg))
+        with jax.set_mesh(step.mesh):
+            step.gradients.trace(step.abstract_state()["params"], abstract_batch(cfg, step))
+    whole, *parts = [split.residual_bytes() for split in splits]
+    assert [n * part <= 1.1 * whole for n, part in zip((2, 4), parts, strict=True)] == [True, True]
+
+
+def test_what_crosses_the_context():
+    """A layer gathers keys and values for F and for B, and scatters their gradients once; beside the sums only the batch is moved,
+    once, into the order of the devices."""
+    step, program = compiled(4, model__kv_heads=2)
+    found: collections.Counter = collections.Counter()
+    for i, times in program.executed(program.entry):
+        if i.collective and "f32" in i.types:
+            found[i.collective] += times * sum(i.sizes)
+    m, layers, keys = 2, 3, 64 * 2 * 2 * 4  # microbatches; layers; elements of keys and values [1, 64, 2, 4]
+    assert found["all-gather"] == m * layers * 2 * keys + m * 64  # the weights of the loss
+    assert found["reduce-scatter"] == m * layers * keys // 4
+    assert found["all-reduce"] == step.parts.parameter_count + 2  # gradients, the loss, the number of tokens
+
+
+def test_what_goes_round():
+    """Of a layer: keys and values for F, again where it is computed again, and for B, whose first step is the same; their gradients one
+    step further, until they are home."""
+    _, program = compiled(4, parallel__context="ring", model__kv_heads=2)
+    found: collections.Counter = collections.Counter()
+    for i, times in program.executed(program.entry):
+        if i.collective:
+            found[i.collective] += times * sum(i.sizes) * ("f32" in i.types)
+    m, layers, own = 2, 3, 2 * 16 * 2 * 4  # microbatches; layers; elements of a device's keys and values [1, 16, 2, 4]
+    assert found["collective-permute"] == m * layers * (3 + 3 + 2 + 4) * own
+    assert not found["all-to-all"] and found["all-gather"] == m * 64 and not found["reduce-scatter"]
+
+
+def test_exchange_of_heads():
+    """Queries, keys, values and the output: of a layer in F, again where it is computed again, and their gradients."""
+    _, program = compiled(4, parallel__context="ulysses")
+    exchanges = sum(times for i, times in program.executed(program.entry) if i.collective == "all-to-all")
+    assert exchanges == 2 * 3 * 3 * 4

@@ -1,0 +1,132 @@
+"""What lies in the host's memory: the same training as without, each array where it is said to be, and checkpoints that do not know of it.
+
+Simulated devices have a host memory of their own by name, in which programs and types are as on a GPU; that a device's memory gets less,
+only programs for real ones show (tests/runtime/test_ahead.py).
+"""
+
+import functools
+import types
+
+import jax
+import numpy as np
+import pytest
+from support import small
+from support.plain_loop import CLIP, assert_same, reference, train, weights
+
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.config import ConfigError
+from jaxtrain.parallel import host_memory
+from jaxtrain.plan.report import introduction
+from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
+from jaxtrain.training.step import abstract_batch, make_step
+
+ENDS = {"pipeline.vocabulary": "end_stages"}
+# offload, data × stage × model, schedule, repeats, microbatches, zero, changes
+CASES = {
+    "both, zb_h1, uneven": ("both", (2, 2, 1), "zb_h1", 1, 4, 1, {"pipeline.remat": "none"}),
+    "both, full, zero 3": ("both", (2, 2, 2), "1f1b", 1, 3, 3, {"model.layers": 4, **ENDS}),
+    "both, one stage": ("both", (2, 1, 1), "1f1b", 1, 2, 2, {"pipeline.remat": "selective"}),
+}
+MORE = {
+    "optimizer, interleaved, zero 0": ("optimizer", (2, 2, 1), "interleaved", 2, 4, 0, {}),
+    "optimizer, zero 2": ("optimizer", (4, 1, 2), "1f1b", 1, 2, 2, {}),
+    "activations, one layer, full": ("activations", (1, 1, 2), "1f1b", 1, 2, 1, {"model.layers": 1}),
+    "activations, zb_v": ("activations", (1, 2, 2), "zb_v", 2, 4, 1, {"pipeline.remat": "selective", "pipeline.permute": "early"}),
+    "activations, context": ("activations", (1, 2, 1), "1f1b", 1, 4, 1, {"pipeline.remat": "none", "mesh.context": 2}),
+}
+
+
+def config(offload="none", mesh=(1, 1, 1), schedule="1f1b", repeats=1, microbatches=4, zero=1, changes=None):
+    named = {"parallel.offload": offload, "parallel.zero": zero, "model.layers": 5, "data.batch_size": 8 * microbatches}
+    return small.config(mesh, schedule, repeats, microbatches, named | {"optimizer.clip_norm": CLIP} | (changes or {}))
+
+
+@pytest.mark.parametrize("case", small.named(CASES, MORE))
+def test_same_training(case):
+    cfg = config(*(CASES | MORE)[case])
+    assert_same(train(cfg), reference(cfg))
+
+
+@functools.cache
+def step_of(offload: str, mesh=(2, 2, 1), remat="none"):
+    cfg = config(offload, mesh, changes={"pipeline.remat": remat})
+    return cfg, make_step(cfg, small.mesh_of(cfg))
+
+
+def test_the_state_lies_where_it_is_said_to():
+    (_, device), (_, host) = step_of("none"), step_of("optimizer")
+    usual, offloaded = (initial_state(s.layout, s.optimizer, 0) for s in (device, host))
+    jax.tree.map(np.testing.assert_array_equal, offloaded, usual)
+    jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"), offloaded, host.abstract_state())
+    moments = host.abstract_state()["optimizer"][1]
+    kinds = {a.sharding.memory_kind for a in jax.tree.leaves((moments.mu, moments.nu))}
+    assert kinds == {"pinned_host"} != {a.sharding.memory_kind for a in jax.tree.leaves(usual)}
+    whole = device.abstract_state()
+    there = bytes_per_device((whole["optimizer"][1].mu, whole["optimizer"][1].nu))
+    assert bytes_per_device(host.abstract_state(), host=True) == there > 0 == bytes_per_device(whole, host=True)
+    assert bytes_per_device(host.abstract_state()) == bytes_per_device(whole) - there
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "activations"])
+def test_the_program_has_what_is_said_on_the_host(offload):
+    """Arguments and results: the moments. The scan over the rows: the residuals. Nothing else."""
+    cfg, step = step_of(offload)
+    with jax.set_mesh(step.mesh):
+        traced = step.train.trace(step.abstract_state(), abstract_batch(cfg, step))
+    on_host = lambda avals: [a.shape for a in avals if a.memory_space == jax.memory.Space.Host]
+    arguments = on_host(traced.jaxpr.in_avals)
+    moments = [a.shape for a in jax.tree.leaves(step.abstract_state()["params"])] * 2
+    assert sorted(arguments) == sorted(on_host(traced.jaxpr.out_avals)) == (sorted(moments) if offload == "optimizer" else [])
+    (region,) = [e for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map"]
+    (scan,) = [e for e in region.params["jaxpr"].eqns if e.primitive.name == "scan"]
+    slots = on_host([v.aval for v in scan.outvars])
+    counts, layers = step.setup.train.slots, max(step.setup.placement.sizes)
+    assert step.host_pools == (("residual_b", "residual_w") if offload == "activations" else ())
+    assert sorted({s[0] for s in slots}) == sorted({counts[pool] * layers for pool in step.host_pools})
+    assert (len(slots) > 5) == (offload == "activations")
+
+
+def test_any_checkpoint_continues_with_any_offload(tmp_path):
+    (_, first), (_, second) = step_of("both"), step_of("none", (1, 1, 1))
+    keeper = lambda s: Checkpointer(tmp_path, s.layout.placement, stored_shapes(s.layout, s.optimizer))
+    plain = weights(config())
+
+    def filled(step):
+        state = small.first_state(step, plain)
+        moments = state["optimizer"][1]
+        put = lambda a, like: jax.device_put(np.asarray(a), like.sharding)
+        new = moments._replace(mu=jax.tree.map(put, state["params"], moments.mu))
+        return state | {"optimizer": (state["optimizer"][0], new, *state["optimizer"][2:])}
+
+    for at, (one, other) in enumerate(((first, second), (second, first))):
+        saves = keeper(one)
+        saves.save(at, filled(one), {})
+        saves.close()
+        restored = keeper(other).restore(at, other.abstract_state())
+        jax.tree.map(np.testing.assert_array_equal, restored, filled(other))
+        jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"), restored, other.abstract_state())
+
+
+def test_a_device_without_a_host_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(host_memory, "KIND", "remote_host")
+    with pytest.raises(ConfigError) as raised:
+        make_step(config("both"), small.mesh_of(config()))
+    has = "and cpu has device, pinned_host, unpinned_host alone"
+    assert str(raised.value) == f"parallel.offload='both' needs memory of kind remote_host, {has}: use --config.parallel.offload=none"
+
+
+@pytest.mark.parametrize(
+    "offload, mesh, remat, lies",
+    [
+        ("optimizer", (2, 2, 1), "none", "MiB of the optimizer's state"),
+        ("both", (2, 2, 1), "full", "MiB of the optimizer's state; slots x"),
+        ("activations", (2, 1, 1), "full", "what layers keep for the backward"),
+        ("none", (2, 2, 1), "none", ""),
+    ],
+)
+def test_the_start_up_text_says_what_lies_there(offload, mesh, remat, lies):
+    cfg, step = step_of(offload, mesh, remat)
+    with jax.set_mesh(step.mesh):
+        lines = introduction(cfg, step, types.SimpleNamespace(memory_analysis=lambda: None))
+    found = [line for line in lines if "host's memory" in line]
+    assert len(found) == bool(lies) and (not lies or found[0].endswith(lies))

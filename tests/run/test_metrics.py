@@ -1,0 +1,241 @@
+"""metrics.jsonl over kills and resumes, TensorBoard, the plot and MFU."""
+
+import glob
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxtrain.run.metrics import MetricsWriter, mfu, model_flops_per_token, peak_flops, plot_losses, read_metrics
+
+
+def write(folder, steps, **options):
+    writer = MetricsWriter(folder, **{"tensorboard": False} | options)
+    for step in steps:
+        writer.write(step, loss=10.0 / step, tokens=100 * step)
+    return writer
+
+
+def values(record):
+    """A record without the times that every one has."""
+    return {k: v for k, v in record.items() if k not in ("time", "wall_s")}
+
+
+def steps(folder):
+    return [r["step"] for r in read_metrics(folder)]
+
+
+def test_a_record_is_in_the_file_when_write_returns(tmp_path):
+    writer = MetricsWriter(tmp_path / "run", tensorboard=False)
+    writer.write(1, loss=2.5, mfu=None, note="warm")
+    line = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert re.fullmatch(r'{"step": 1, "time": [0-9.]+, "wall_s": [0-9.]+, "loss": 2.5, "mfu": null, "note": "warm"}\n', line)
+    writer.close()
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(1, loss=float("nan"), grad_norm=float("inf"), learning_rate=-float("inf"), tokens=3)
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert values(json.loads(line)) == {"step": 1, "loss": None, "grad_norm": None, "learning_rate": None, "tokens": 3}
+
+
+def test_resuming_keeps_each_step_once(tmp_path):
+    write(tmp_path, [1, 2, 3, 4, 5])
+    writer = write(tmp_path, [4, 5, 6], resume_step=3)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    writer.close()
+
+
+def test_a_record_of_the_resumed_step_stays(tmp_path):
+    write(tmp_path, [1, 2]).write(2, validation_loss=3.0)
+    write(tmp_path, [3], resume_step=2)
+    kept = [values(record) for record in read_metrics(tmp_path)[1:3]]
+    assert kept == [{"step": 2, "loss": 5.0, "tokens": 200}, {"step": 2, "validation_loss": 3.0}]
+
+
+def test_a_new_run_begins_with_an_empty_file(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    write(tmp_path, [1])
+    assert steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("cut", ['{"step": 3, "lo', '{"step": 3', "{", "\0\0\0", "17"])
+def test_a_line_cut_by_a_kill_is_dropped(tmp_path, cut):
+    write(tmp_path, [1, 2]).close()
+    with (tmp_path / "metrics.jsonl").open("a") as f:
+        f.write(cut)
+    assert steps(tmp_path) == [1, 2]
+    write(tmp_path, [3], resume_step=2)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+def test_every_record_says_when_it_was_written(tmp_path):
+    before = time.time()
+    writer = write(tmp_path, [1], began=time.monotonic() - 100)
+    writer.write(1, validation_loss=2.0)
+    for record in read_metrics(tmp_path):
+        assert before - 0.001 <= record["time"] <= time.time() + 0.001
+        assert 100 <= record["wall_s"] < 160
+    assert 100 <= writer.wall_s() < 160
+
+
+def test_wall_time_goes_on_over_restarts(tmp_path):
+    """From what the last start had run, its lost steps included; the time between starts is not counted."""
+    write(tmp_path, [1, 2, 3, 4], began=time.monotonic() - 100).close()
+    assert 100 <= write(tmp_path, [3], resume_step=2, began=time.monotonic() - 7).wall_s() < 160
+    walls = [record["wall_s"] for record in read_metrics(tmp_path)]
+    assert walls == sorted(walls) and 107 <= walls[-1] < 160
+    # The checkpoint knows it too, where metrics.jsonl has been lost or is older.
+    assert 300 <= write(tmp_path, [4], resume_step=3, ran_before=300).wall_s() < 340
+    assert 300 <= MetricsWriter(tmp_path / "new", tensorboard=False, resume_step=3, ran_before=300).wall_s() < 340
+    assert write(tmp_path, [1]).wall_s() < 50, "a run that begins anew"
+
+
+def test_records_of_before_have_no_times(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
+    assert write(tmp_path, [3], resume_step=2).wall_s() < 50
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_process_without_log_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    writer = MetricsWriter(None)
+    writer.write(1, loss=1.0)
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_it_brings_in_nothing_slow():
+    slow = {"jax", "numpy", "matplotlib", "tensorboardX", "tqdm"}
+    code = f"import jaxtrain.run.metrics, jaxtrain.run.progress, sys; print(sorted({slow} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def events(folder):
+    """(purge step, {tag: [(step, value)]}) of the newest event file."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.record_writer import masked_crc32c
+
+    newest = sorted(glob.glob(f"{folder}/tensorboard/*"))[-1]
+    with open(newest, "rb") as file:
+        data = file.read()
+    scalars, purged = {}, None
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        assert masked_crc32c(data[:8]) == int.from_bytes(data[8:12], "little")
+        event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+        if event.session_log.status == SessionLog.START:
+            purged = event.step
+        for value in event.summary.value:
+            scalars.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return purged, scalars
+
+
+def test_tensorboard_has_the_numbers_and_purges_what_is_done_again(tmp_path):
+    writer = write(tmp_path, [1, 2], tensorboard=True)
+    writer.write(2, validation_loss=4.0, mfu=None)
+    writer.close()
+    expected = {"train/loss": [(1, 10.0), (2, 5.0)], "train/tokens": [(1, 100.0), (2, 200.0)], "validation/validation_loss": [(2, 4.0)]}
+    scalars = events(tmp_path)[1]
+    walls = {group: scalars.pop(f"{group}/wall_s") for group in ("train", "validation")}
+    assert scalars == expected
+    recorded = [(record["step"], pytest.approx(record["wall_s"], abs=1e-3)) for record in read_metrics(tmp_path)]
+    assert walls["train"] + walls["validation"] == recorded
+    for file in (tmp_path / "tensorboard").iterdir():
+        file.unlink()
+    write(tmp_path, [2], tensorboard=True, resume_step=1).close()
+    purged, scalars = events(tmp_path)
+    assert purged == 2
+    assert scalars["train/loss"] == [(2, 5.0)]
+
+
+def test_the_plot_shows_both_curves(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = {}
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, x, y, **k: drawn.update({k["label"]: (x, y)}) or plot(self, x, y, **k))
+    writer = write(tmp_path, [1, 2, 5])
+    writer.write(2, loss=float("nan"))
+    writer.write(5, validation_loss=3.0)
+    assert plot_losses(tmp_path) == tmp_path / "loss.png"
+    assert drawn == {"training": ((1, 2, 5), (10.0, 5.0, 2.0)), "validation": ((5,), (3.0,))}
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name, title", [("wide", "wide"), ("a $run_{$", "a $run_{$"), ("n" * 90, "n" * 69 + "…")])
+def test_the_plot_has_the_run_s_name(tmp_path, monkeypatch, name, title):
+    """Also one with marks of formulas, and from inside of the folder."""
+    from matplotlib.axes import Axes
+
+    titles, set_title = [], Axes.set_title
+    monkeypatch.setattr(Axes, "set_title", lambda self, text, **k: titles.append(text) or set_title(self, text, **k))
+    write(tmp_path / name, [1])
+    assert plot_losses(tmp_path / name)
+    monkeypatch.chdir(tmp_path / name)
+    assert plot_losses(".")
+    assert titles == [title, title]
+
+
+def test_nothing_to_plot(tmp_path):
+    assert plot_losses(tmp_path) is None
+    MetricsWriter(tmp_path, tensorboard=False).write(1, loss=float("nan"))
+    assert plot_losses(tmp_path) is None
+    assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "teraflops"),
+    {
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA A10G": 70,
+        "NVIDIA A10": 125,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H200": 989,
+        "NVIDIA GH200 480GB": 989,
+        "NVIDIA B200": 2250,
+        "NVIDIA GB200": 2500,
+        "NVIDIA L4": 121,
+        "NVIDIA L40S": 362,
+        "NVIDIA L40": 181,
+        "NVIDIA GeForce RTX 4090": 165.2,
+        "TPU v4": 275,
+        "TPU v5 lite": 197,
+        "TPU v5e": 197,
+        "TPU v5p": 459,
+        "TPU v5": 459,
+        "TPU v6 lite": 918,
+        "TPU v6e": 918,
+        "cpu": None,
+        "Some Future Chip": None,
+    }.items(),
+)
+def test_peak_flops(kind, teraflops):
+    assert peak_flops(kind) == (None if teraflops is None else teraflops * 1e12)
+
+
+def test_float32_runs_at_tf32_on_gpu():
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 156e12
+    with pytest.raises(ValueError, match="float16"):
+        peak_flops("NVIDIA H200", "float16")
+
+
+def test_flops_of_gpt2_124m():
+    """Against a count by hand of the matmuls of one forward pass, times three."""
+    layers, width, vocabulary, sequence = 12, 768, 50257, 1024
+    block = 3 * width * width + width * width + 2 * 4 * width * width
+    matmuls = layers * block + width * vocabulary
+    # The mean token attends to half the sequence: scores and weighted values, 2 operations each.
+    attention = layers * 2 * 2 * width * (sequence / 2)
+    assert model_flops_per_token(matmuls, layers, width, sequence) == 3 * (2 * matmuls + attention)
+    assert model_flops_per_token(matmuls, layers, width, sequence, causal=False) == 3 * (2 * matmuls + 2 * attention)
+
+
+def test_mfu():
+    assert mfu(1000, 989e12 * 8 / 1000, 8, "NVIDIA H100 80GB HBM3") == pytest.approx(1)
+    assert mfu(1000, 1e9, 8, "cpu") is None

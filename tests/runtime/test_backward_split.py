@@ -1,0 +1,235 @@
+"""A layer's backward split from its forward: the same results as jax.vjp, and what crosses between the two."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec as P
+from support import small
+
+from jaxtrain.models import transformer
+from jaxtrain.parallel import blockwise
+from jaxtrain.runtime.backward_split import Split, keep_all, keep_matmuls
+
+BATCH, LENGTH, WIDTH = 2, 12, 32
+
+
+def normal(key: int, *shape) -> jax.Array:
+    return jax.random.normal(jax.random.key(key), shape)
+
+
+def mlp(params, x, extra):
+    (scale,) = extra
+    return x + jnp.tanh(x @ params["up"]) @ params["down"] * scale
+
+
+def scanned(params, x, extra):
+    """A loop inside the layer, over both matrices stacked."""
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])[0] * extra[0]
+
+
+def checkpointed(params, x, extra):
+    return jax.checkpoint(functools.partial(mlp, extra=extra))(params, x)
+
+
+@jax.custom_vjp
+def straight_through(x):
+    """Rounds; the gradient passes, doubled, so that it tells its own rule from a derivative."""
+    return jnp.round(x)
+
+
+straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (2 * g,))
+
+
+def custom(params, x, extra):
+    return straight_through(mlp(params, x, extra) * 3) / 3
+
+
+def ignoring(params, x, extra):
+    """One parameter has no gradient, one extra is not used."""
+    return x * params["up"].sum()
+
+
+def jitted(params, x, extra):
+    return jax.jit(functools.partial(mlp, extra=extra))(params, jax.nn.silu(x))
+
+
+LAYERS = {f.__name__: f for f in (mlp, scanned, checkpointed, custom, ignoring, jitted)}
+
+
+def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6, keep=keep_all):
+    g = normal(9, *x.shape).astype(x.dtype)
+
+    @jax.jit
+    def whole(params, x, extra, g):
+        y, vjp = jax.vjp(lambda p, x: fn(p, x, extra), params, x)
+        return y, *vjp(g)
+
+    split = Split(fn, params, x, extra, keep)
+    got_y, residuals = jax.jit(split.forward)(params, x, extra)
+    gradients, dx = jax.jit(split.backward)(params, extra, residuals, g)
+    apart_dx, stash = jax.jit(split.input_gradient)(params, extra, residuals, g)
+    apart = jax.jit(split.weight_gradient)(params, extra, split.sort(residuals)[1], stash)
+    assert [(r.shape, r.dtype) for r in stash] == [(r.shape, r.dtype) for r in split.stash]
+    assert all(a is b for a, b in zip(split.merge(*split.sort(residuals)), residuals, strict=True))
+    assert [(r.shape, r.dtype) for r in residuals] == [(r.shape, r.dtype) for r in split.residuals]
+    assert jax.tree.structure(gradients) == jax.tree.structure(params)
+    wanted = jax.tree.leaves(whole(params, x, extra, g))
+    largest = max(np.abs(w).max() for w in wanted)
+    got = jax.tree.leaves((got_y, gradients, dx)), jax.tree.leaves((got_y, apart, apart_dx))
+    for a, w in zip(itertools.chain(*got), [*wanted, *wanted], strict=True):
+        assert (a.shape, a.dtype) == (w.shape, w.dtype)
+        # The floor is for gradients that cancel to nothing, as that of a key's bias.
+        assert np.abs(a - w).max() <= tolerance * max(np.abs(w).max(), 1e-2 * largest)
+    return split
+
+
+@pytest.mark.parametrize("keep", [keep_all, keep_matmuls])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_same_as_vjp(layer, keep):
+    params = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH), "stack": normal(3, 2, WIDTH, WIDTH)}
+    if layer != "scanned":
+        del params["stack"]
+    assert_same_as_vjp(LAYERS[layer], params, normal(4, BATCH, LENGTH, WIDTH), (jnp.float32(0.5),), keep=keep)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2", "latent"])
+def block(request):
+    """(function, parameters of one layer) of a transformer block; no size is another's."""
+    kinds = {
+        "llama": {"model.kv_heads": 2},
+        "gpt2": {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True},
+        "latent": {
+            "model.attention": "mla",
+            "model.query_rank": 12,
+            "model.kv_rank": 20,
+            "model.rope_head_dim": 10,
+            "model.value_head_dim": 14,
+        },
+    }
+    cfg = small.config(changes={"model.mlp_width": 80, "model.head_dim": 6, "model.init_std": 0.2} | kinds[request.param])
+    parts = transformer.build(cfg.model)
+    leaves, tree = jax.tree.flatten(parts.specs["layer"])
+    values = [s.constant + (s.std or 0.1) * normal(i, *s.shape) for i, s in enumerate(leaves)]
+    return lambda p, x, extra: parts.block(p, x, *extra), jax.tree.unflatten(tree, values)
+
+
+POSITIONS = jnp.arange(LENGTH, dtype=jnp.int32)[None]
+SEGMENTS = jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 0, 1, 1]], LENGTH // 4, axis=1), jnp.int32)
+
+
+@pytest.mark.parametrize("keep", [keep_all, keep_matmuls])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "documents"])
+def test_a_block_keeps_no_weight_and_no_mask(block, segments, keep):
+    fn, params = block
+    split = assert_same_as_vjp(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, segments), 3e-6, keep)
+    weights = {a.shape for a in jax.tree.leaves(params)} | {a.shape[::-1] for a in jax.tree.leaves(params)}
+    for kept in split.residuals:
+        assert kept.dtype == jnp.float32, f"{kept} is a mask, or positions"
+        assert kept.shape not in weights, f"{kept} is a weight"
+        assert BATCH in kept.shape or BATCH * LENGTH in kept.shape, f"{kept} is no activation"
+
+
+@pytest.mark.parametrize("keep", [keep_all, keep_matmuls])
+def test_attention_by_blocks_stays_whole(block, keep, monkeypatch):
+    """One loop in F and one in B, none in W; output and log-sum-exp cross, so that B need not attend again."""
+    for name, value in (("LEAST_KEYS", 1), ("LEAST_BLOCK", 1), ("SCORES", 2 * 8 * 4 * 4)):
+        monkeypatch.setattr(blockwise, name, value)
+    fn, params = block
+    x = normal(4, BATCH, LENGTH, WIDTH)
+    split = assert_same_as_vjp(fn, params, x, (POSITIONS, SEGMENTS), 3e-6, keep)
+    extra, kept = (POSITIONS, SEGMENTS), split.residuals
+    ops = {
+        "forward": (split.forward, params, x, extra),
+        "input": (split.input_gradient, params, extra, kept, x),
+        "weight": (split.weight_gradient, params, extra, split.sort(kept)[1], split.stash),
+        "both": (split.backward, params, extra, kept, x),
+    }
+    loops = {op: [e.primitive.name for e in jax.make_jaxpr(run)(*args).eqns].count("while") for op, (run, *args) in ops.items()}
+    assert loops == {"forward": 1, "input": 1, "weight": 0, "both": 1}
+
+
+def test_a_block_keeps_less_than_vjp(block):
+    fn, params = block
+    x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS)
+    saved = jax.tree.leaves(jax.eval_shape(lambda p, x: jax.vjp(lambda p, x: fn(p, x, extra), p, x)[1], params, x))
+    split = Split(fn, params, x, extra)
+    assert split.residual_bytes() == sum(r.size * r.dtype.itemsize for r in split.residuals)
+    assert split.residual_bytes() < 0.8 * sum(r.size * r.dtype.itemsize for r in saved)
+
+
+def test_the_narrower_of_a_conversion_is_kept():
+    """In bfloat16 nothing crosses in float32 that a bfloat16 value was widened to."""
+
+    def fn(params, x, extra):
+        return (x.astype(jnp.float32) ** 3).astype(jnp.bfloat16) @ params
+
+    split = Split(fn, jnp.ones((4, 4), jnp.bfloat16), jnp.ones((2, 4), jnp.bfloat16), ())
+    assert jnp.bfloat16 in [r.dtype for r in split.residuals]
+    assert all(r.dtype == jnp.bfloat16 or r.shape != (2, 4) for r in split.residuals if r.size > 8)
+
+
+def test_no_equation_of_the_forward_runs_again(block):
+    """The backward has the matmuls of the gradients alone: two for each of the forward's."""
+    fn, params = block
+    x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, None)
+    split = Split(fn, params, x, extra)
+    _, residuals = jax.eval_shape(split.forward, params, x, extra)
+    matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
+    assert matmuls(split.backward, params, extra, residuals, x) == 2 * matmuls(split.forward, params, x, extra)
+
+
+def test_selective_keeps_matmuls_alone(block):
+    """The layer's input and the results of products with weights; no scores of attention."""
+    fn, params = block
+    split = Split(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS), keep_matmuls)
+    assert not [r for r in split.residuals if r.shape.count(LENGTH) > 1], "scores are kept"
+    everything = Split(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS))
+    assert split.residual_bytes() < 0.7 * everything.residual_bytes()
+    matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
+    x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS)
+    _, stash = jax.eval_shape(split.input_gradient, params, extra, split.residuals, x)
+    apart = matmuls(split.input_gradient, params, extra, split.residuals, x)
+    apart += matmuls(split.weight_gradient, params, extra, split.sort(split.residuals)[1], stash)
+    # Two for each of the forward's, and attention's two again.
+    assert apart == 2 * matmuls(split.forward, params, x, extra) + 2
+
+
+def test_b_and_w_share_no_matmul(block):
+    fn, params = block
+    x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, None)
+    split = Split(fn, params, x, extra)
+    matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
+    _, stash = jax.eval_shape(split.input_gradient, params, extra, split.residuals, x)
+    forward, b = matmuls(split.forward, params, x, extra), matmuls(split.input_gradient, params, extra, split.residuals, x)
+    w = matmuls(split.weight_gradient, params, extra, split.sort(split.residuals)[1], stash)
+    weights = sum(len(a.shape) > 1 for a in jax.tree.leaves(params))
+    assert (w, b) == (weights, 2 * forward - weights)
+
+
+def test_what_checkpoint_computes_again_stays_in_the_backward():
+    params = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH)}
+    x, extra = normal(4, BATCH, LENGTH, WIDTH), (jnp.float32(0.5),)
+    plain, again = Split(mlp, params, x, extra), Split(checkpointed, params, x, extra)
+    assert len(again.residuals) == 1 < len(plain.residuals)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_each_op_fixes_a_layout_itself(manual):
+    """What crosses is the array before its layout was fixed, or the reader could give it another."""
+    fixed = lambda x: with_layout_constraint(x, Layout((0, 1, 2)))
+
+    def layer(params, x, extra):
+        spread = jax.shard_map(fixed, mesh=jax.make_mesh((1,), ("model",)), in_specs=P(), out_specs=P(), check_vma=False)
+        return (spread if manual else fixed)(jnp.sin(x @ params["up"])) @ params["down"]
+
+    params, x = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH)}, normal(4, BATCH, LENGTH, WIDTH)
+    split = assert_same_as_vjp(layer, params, x, ())
+    assert len(split.residuals) == 3  # x; sine and cosine
+    _, stash = jax.eval_shape(split.input_gradient, params, (), split.residuals, x)
+    for_w = split.sort(split.residuals)[1]
+    assert "layout_constraint" in str(jax.make_jaxpr(split.weight_gradient)(params, (), for_w, stash))

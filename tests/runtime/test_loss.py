@@ -1,0 +1,112 @@
+"""The loss in chunks: the same as whole, with its gradients, and never the logits of more than a chunk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from support import hlo
+
+from jaxtrain.devices.mesh import make_mesh
+from jaxtrain.devices.sharding import constrain
+from jaxtrain.runtime.loss import chunk_count, loss_and_gradients, loss_sum, token_losses
+
+BATCH, LENGTH, WIDTH, VOCABULARY = 2, 12, 6, 40
+random = np.random.default_rng(0)
+PARAMS = {"table": random.normal(size=(VOCABULARY, WIDTH)).astype(np.float32), "bias": random.normal(size=WIDTH).astype(np.float32)}
+X = random.normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32)
+TARGETS = random.integers(0, VOCABULARY, (BATCH, LENGTH), np.int32)
+WEIGHTS = random.random((BATCH, LENGTH)).astype(np.float32) * (random.random((BATCH, LENGTH)) < 0.7)
+
+
+def head(params, x):
+    return jnp.tanh(x + params["bias"]) @ params["table"].T
+
+
+def plain(params, x):
+    losses = optax.softmax_cross_entropy_with_integer_labels(head(params, x), TARGETS)
+    return (losses * WEIGHTS).sum()
+
+
+LIMITS = {24: 1, 23: 2, 12: 2, 8: 3, 7: 4, 4: 6, 2: 12, 1: 12}  # tokens at a time: chunks of the 12 positions
+
+
+def test_chunk_count():
+    assert {limit: chunk_count(BATCH, LENGTH, limit) for limit in LIMITS} == LIMITS
+    assert chunk_count(1, 7, 3) == 7  # 7 is a prime
+    assert chunk_count(64, 1, 1) == 1  # a chunk has one position of every row at least
+
+
+def test_a_chunk_has_its_share_of_every_shard_of_the_sequence():
+    seen = []
+    with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
+        jax.jit(lambda x: (seen.append(chunk_count(2, 16, 1)), x)[1])(jnp.ones(4))
+    assert seen == [4]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_loss_and_gradients(limit):
+    value, (dparams, dx) = jax.value_and_grad(plain, (0, 1))(PARAMS, X)
+    start = jax.tree.map(jnp.ones_like, PARAMS)
+    loss, sums, g = jax.jit(lambda x: loss_and_gradients(head, PARAMS, start, x, TARGETS, WEIGHTS, limit))(X)
+    np.testing.assert_allclose(loss, value, rtol=1e-6)
+    np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda got, d: np.testing.assert_allclose(got, d + 1, rtol=1e-5, atol=1e-5), sums, dparams)
+    only = jax.jit(lambda x: loss_sum(lambda x: head(PARAMS, x), x, TARGETS, WEIGHTS, limit))(X)
+    np.testing.assert_allclose(only, value, rtol=1e-6)
+
+
+def test_on_a_split_sequence():
+    x = jnp.asarray(X)
+    with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
+
+        def run(x):
+            x = constrain(x, ("batch", "sequence", None))
+            return loss_and_gradients(head, PARAMS, jax.tree.map(jnp.zeros_like, PARAMS), x, TARGETS, WEIGHTS, 8)
+
+        loss, _, g = jax.jit(run)(x)
+    value, dx = jax.value_and_grad(plain, 1)(PARAMS, X)
+    np.testing.assert_allclose(loss, value, rtol=1e-6)
+    np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("limit", "chunks"), [(24, 1), (8, 3), (2, 12)])
+def test_logits_of_a_chunk_at_a_time(limit, chunks):
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    program = jax.jit(lambda x: loss_and_gradients(head, PARAMS, zeros, x, TARGETS, WEIGHTS, limit)).lower(X).compile()
+    parsed = hlo.Program(program.as_text())
+    largest = max(size for i in parsed.below(parsed.entry) for shape, size in zip(i.shapes, i.sizes, strict=True) if VOCABULARY in shape)
+    assert largest == max(BATCH * LENGTH // chunks, WIDTH) * VOCABULARY  # the table itself, where the chunk is smaller
+
+
+def test_token_losses():
+    logits = jnp.asarray(random.normal(size=(5, VOCABULARY)) * 50, jnp.float32)
+    targets = jnp.arange(5)
+    losses, gradient = token_losses(logits, targets)
+    wanted = lambda x: optax.softmax_cross_entropy_with_integer_labels(x, targets)
+    np.testing.assert_allclose(losses, wanted(logits), rtol=1e-5)
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: wanted(x).sum())(logits), atol=1e-6)
+
+
+def test_padded_logits_change_nothing():
+    logits = jnp.asarray(random.normal(size=(5, VOCABULARY)), jnp.float32)
+    padded = jnp.pad(logits, ((0, 0), (0, 8)), constant_values=-jnp.inf)
+    targets = jnp.arange(5)
+    (losses, gradient), (wanted, _) = token_losses(padded, targets), token_losses(logits, targets)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    assert np.isfinite(gradient).all() and not gradient[:, VOCABULARY:].any()
+
+
+def test_parts_of_the_vocabulary():
+    """Each device has some rows of the table, one of them mostly padding; losses agree everywhere and gradients are parts of the whole."""
+    logits = np.asarray(random.normal(size=(5, VOCABULARY)) * 9, np.float32)
+    targets, wanted = jnp.asarray([0, 11, 12, 38, VOCABULARY - 1]), token_losses(jnp.asarray(logits), jnp.asarray([0, 11, 12, 38, 39]))
+    padded = np.pad(logits, ((0, 0), (0, 8)), constant_values=-np.inf)
+    mesh = make_mesh((1, 1, 4, 1, 1, 1), jax.devices()[:4])
+    part = lambda x: token_losses(x, targets, jax.lax.axis_index("stage") * 12, ("stage",))
+    with jax.set_mesh(mesh):
+        both = jax.shard_map(part, in_specs=P(None, "stage"), out_specs=(P(), P(None, "stage")), check_vma=False)
+        losses, gradient = jax.jit(both)(padded)
+    np.testing.assert_allclose(losses, wanted[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient[:, :VOCABULARY], wanted[1], atol=1e-6)

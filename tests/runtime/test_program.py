@@ -1,0 +1,292 @@
+"""What stands where in the compiled step. Outside the ops' loops a tick moves payloads and nothing larger; inside an op no device waits
+for another stage; gradients cross the data axis once, after the last row.
+
+The sizes tell things apart: a payload is smaller than an op's other activations, and those than a device's part of any matrix. Each check
+is also shown a runtime that breaks its rule.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from support import hlo, small
+
+from jaxtrain.config import Config
+from jaxtrain.devices.mesh import AXES, MODEL, STAGE
+from jaxtrain.parallel.zero import Reduction
+from jaxtrain.runtime import runtime, tick
+from jaxtrain.schedule.columns import permutes
+from jaxtrain.schedule.slots import Program
+from jaxtrain.schedule.table import Permute, wraps
+from jaxtrain.training.step import Step, abstract_batch, make_step
+
+WIDTH, LENGTH = 64, 8
+SHAPES = {"model.width": WIDTH, "model.mlp_width": 192, "model.vocab_size": 131, "data.sequence_length": LENGTH}
+
+ENDS = {"pipeline.vocabulary": "end_stages"}
+# data × stage × model, schedule, repeats, microbatches, program, changes
+PROGRAMS = {
+    "train 2x2x2": ((2, 2, 2), "interleaved", 2, 4, "train", {"model.layers": 8, "pipeline.permute": "early"}),
+    "uneven 1x4x2, early": ((1, 4, 2), "1f1b", 1, 4, "gradients", {"model.layers": 9, "pipeline.permute": "early"}),
+    "uneven 2x4x1, ends": ((2, 4, 1), "interleaved", 2, 4, "gradients", {"model.layers": 9, "parallel.zero": 0, **ENDS}),
+    "tied 1x8x1": ((1, 8, 1), "gpipe", 1, 4, "gradients", {"model.layers": 8, "model.tied_embeddings": True}),
+    "zb_h1 1x4x1, none": ((1, 4, 1), "zb_h1", 1, 5, "gradients", {"model.layers": 4, "pipeline.remat": "none"}),
+    "zb_v 2x2x2, none": ((2, 2, 2), "zb_v", 2, 5, "gradients", {"model.layers": 8, "pipeline.remat": "none"}),
+    "dualpipe_v 1x4x2, selective, aligned": (
+        (1, 4, 2), "dualpipe_v", 2, 8, "gradients", {"model.layers": 8, "pipeline.remat": "selective", "pipeline.permute": "aligned"}
+    ),
+    "groups 1x2x2, ends": ((1, 2, 2), "1f1b", 1, 4, "gradients", {"model.layers": 5, "pipeline.layers_per_op": 1, **ENDS}),
+    "evaluate 1x2x2": ((1, 2, 2), "interleaved", 2, 4, "evaluate", {"model.layers": 5}),
+}  # fmt: skip
+SMALLEST = ((1, 2, 1), "1f1b", 1, 4, "gradients", {"model.layers": 2, "pipeline.permute": "late", **ENDS})  # what is broken on purpose
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compiled:
+    """A program, and the table that it executes (None on one stage)."""
+
+    cfg: Config
+    step: Step
+    table: Program | None
+    program: hlo.Program
+    text: str
+
+    @property
+    def payload(self) -> tuple[int, ...]:
+        """The shape that a device sends to another stage; the microbatches have one row on each data shard."""
+        return (1, LENGTH // self.cfg.mesh.model, WIDTH)
+
+    @property
+    def smallest_matrix(self) -> int:
+        """Elements of a device's part of a layer's smallest matrix."""
+        return WIDTH * WIDTH // self.cfg.mesh.model
+
+    @property
+    def tick(self) -> str:
+        """The body of the scan over the table's rows."""
+        rows = self.table.table.ticks if self.table else self.cfg.pipeline.microbatches
+        return self.program.loop(rows).calls["body"]
+
+    def outside(self) -> list[hlo.Instruction]:
+        """Instructions before and after the scan."""
+        inside = {id(i) for i in self.program.below(self.tick)}
+        return [i for i in self.program.below(self.program.entry) if id(i) not in inside]
+
+
+def compile_program(mesh, schedule, repeats, microbatches, which, changes) -> Compiled:
+    cfg = small.config(mesh, schedule, repeats, microbatches, SHAPES | {"data.batch_size": microbatches * mesh[0]} | changes)
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        state = step.abstract_state()
+        arguments = (state if which == "train" else state["params"], abstract_batch(cfg, step))
+        text = getattr(step, which).lower(*arguments).compile().as_text()
+    table = step.setup.evaluate if which == "evaluate" else step.setup.train
+    return Compiled(cfg, step, table, hlo.Program(text), text)
+
+
+@functools.cache
+def compiled(name: str) -> Compiled:
+    return compile_program(*PROGRAMS[name])
+
+
+# --- the checks: each returns what it finds wrong ---------------------------------------------------------------------------------
+
+
+def large_moves(c: Compiled) -> list:
+    """What is larger than a payload in the tick outside the ops' loops; or too many payloads: what arrives and what leaves each way, and
+    one more copy. Early permutes stand beside the ops, so XLA copies both ends of each."""
+    moved, payload = c.program.moved(c.tick, c.program.holders(c.tick)), math.prod(c.payload)
+    total = sum(size * times for (_, size), times in moved.items())
+    limit = 13 if c.table and (c.table.table.permute == Permute.EARLY).any() else 6
+    return [key for key in moved if key[1] > payload] + [f"{total} elements in all"] * (total > limit * payload)
+
+
+def misplaced_permutes(c: Compiled) -> list:
+    """Permutes inside an op or outside of the scan, or in the tick not one each way, early and late where there are both; where only some
+    rows send, in a loop that the others do not enter."""
+    found = lambda instructions: {i.name: i.text for i in instructions if i.collective == "collective-permute"}
+    loops = [i for i in c.program.inline(c.tick) if i.opcode == "while" and not c.program.is_op(i) and not c.program.holds_ops(i)]
+    inside, everywhere = found(j for i in loops for j in c.program.inline(i.calls["body"])), found(c.program.below(c.program.entry))
+    here = found(c.program.inline(c.tick)) | inside
+    some = [p for p in (Permute.EARLY, Permute.LATE) if c.table and 0 < (c.table.table.permute == p).mean() < 1]
+    elsewhere = [text for name, text in everywhere.items() if name not in here]
+    table = c.table.table if c.table else None
+    wanted = len(permutes(table)) * len(set(table.permute.tolist()) - {Permute.NONE}) if table else 0
+    shape = tuple(c.step.mesh.shape.values())
+    closed = not table or table.stages == 2 or wraps(table.place, table.stages)
+    around = [text for text in everywhere.values() if not closed and hlo.goes_round(text, shape, AXES.index(STAGE))]
+    lifted = len(inside) != len(some) * len(permutes(table)) if table else False
+    return elsewhere + around + [f"{len(here)} permutes"] * (len(here) != wanted) + ["in every row"] * lifted
+
+
+def wide_collectives(c: Compiled) -> list:
+    """Collectives in the scan that are not over `model` alone (stages run different ops), or as large as a matrix. Only what all stages
+    do together may be over `stage`: embedding and head, where these are shared."""
+    shape = tuple(c.step.mesh.shape.values())
+    groups = lambda axis: hlo.groups_over(shape, (AXES.index(axis),))
+    together = ("/embed/", "/head/", "/embed_gradient/") if c.table and c.table.table.vocabulary == "parallel" else ()
+
+    def allowed(i: hlo.Instruction) -> bool:
+        met = i.groups(math.prod(shape))
+        return met <= groups(MODEL) or (met <= groups(STAGE) and any(name in i.text for name in together))
+
+    found = [i for i in c.program.below(c.tick) if i.collective and i.collective != "collective-permute"]
+    return [i.text for i in found if not allowed(i) or max(i.sizes) >= c.smallest_matrix]
+
+
+def large_copies(c: Compiled) -> list:
+    """Copies of a stash, or of a matrix's size, anywhere in the scan, also in ops; filling a new buffer with zeros is none."""
+    assert c.table is not None
+    stashes = {(n, *c.payload) for n in c.table.slots.values() if n > 1}
+    copies = [i for i in c.program.below(c.tick) if i.opcode in ("copy", "copy-start")]
+    large = [i for i in copies if max(i.sizes) >= c.smallest_matrix or i.shapes[0] in stashes]
+    return [i.text for i in large if not c.program.is_fill(i.operands[0])]
+
+
+def odd_reductions(c: Compiled) -> list:
+    """Differences between the collectives that gradients need, each once, and those around the scan before the optimizer."""
+    wanted = []
+    reductions = jax.tree.leaves(c.step.layout.reductions, is_leaf=lambda x: isinstance(x, Reduction))
+    for r, array in zip(reductions, jax.tree.leaves(c.step.layout.shapes), strict=True):
+        part = math.prod(NamedSharding(c.step.mesh, r.storage).shard_shape(array.shape))
+        over = [axes for axes in (r.scatter_axes, r.sum_axes) if any(c.step.mesh.shape[a] > 1 for a in axes)]
+        wanted += [part] * len(over)
+    here = [i for i in c.outside() if i.collective and "/optimizer/" not in i.text]
+    found = [size for i in here for size in i.sizes if size > 1]  # the loss and counts are scalars
+    return [] if sorted(found) == sorted(wanted) else [i.text for i in here]
+
+
+CHECKS = (large_moves, misplaced_permutes, wide_collectives, large_copies)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_program(check, name):
+    assert not check(compiled(name))
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, which, _) in PROGRAMS.items() if which == "gradients"])
+def test_gradients_are_reduced_once(name):
+    assert not odd_reductions(compiled(name))
+
+
+@pytest.mark.parametrize("name", ["zb_v 2x2x2, none", "tied 1x8x1", "evaluate 1x2x2"])
+def test_a_shared_vocabulary_is_nowhere_whole(name):
+    """Neither logits nor tables: a device has its stage's and its model shard's rows alone, in the whole program."""
+    c = compiled(name)
+    whole, mesh = c.step.layout.shapes["embed"]["table"].shape[0], c.cfg.mesh
+    part = whole // (mesh.stage * mesh.model)
+    larger = {whole, SHAPES["model.vocab_size"], whole // mesh.stage, whole // mesh.model} - {part}
+    found = {d for i in c.program.below(c.program.entry) for shape in i.shapes for d in shape}
+    assert part in found and not found & larger
+
+
+def test_parameters_are_gathered_once_after_the_update():
+    c = compiled("train 2x2x2")
+    shape = tuple(c.step.mesh.shape.values())
+    gathers = [i for i in c.outside() if i.collective == "all-gather"]
+    local = lambda which: [math.prod(s.shard_shape(a.shape)) for s, a in zip(jax.tree.leaves(which), jax.tree.leaves(c.step.layout.shapes))]
+    wanted = [whole for whole, part in zip(local(c.step.layout.shardings), local(c.step.layout.scattered), strict=True) if whole > part]
+    assert sorted(size for i in gathers for size in i.sizes) == sorted(wanted)
+    assert not [i for i in gathers if i.groups(8) & hlo.groups_over(shape, (AXES.index(MODEL),))]
+
+
+def test_ops_have_names_in_a_profile():
+    text = compiled("train 2x2x2").text
+    names = [f"{op}{chunk}" for op in "FRBW" for chunk in range(2)] + ["K1", "embed", "head", "embed_gradient"]
+    names += ["permute_EARLY", "reduce_gradients", "optimizer"]
+    assert [name for name in names if f"/{name}/" not in text] == []
+
+
+def test_one_stage_is_a_plain_scan():
+    """Gradient accumulation: no loop of one trip, no permute, and one layer after the other."""
+    c = compile_program((1, 1, 1), "1f1b", 1, 4, "gradients", {"model.layers": 1})
+    loops = [i for i in c.program.below(c.tick) if i.opcode in ("while", "conditional")]
+    assert loops == [] and not [i for i in c.program.below(c.program.entry) if i.collective]
+
+
+# --- that each check can fail -----------------------------------------------------------------------------------------------------
+
+
+def test_without_the_barrier_matmuls_are_lifted_into_every_tick(monkeypatch):
+    monkeypatch.setattr(tick.lax, "optimization_barrier", lambda values: values)
+    made = compile_program(*SMALLEST)
+    assert [key for key in large_moves(made) if key[0] == "dot"]
+    assert "in every row" in misplaced_permutes(made)
+
+
+def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
+    def once(self, row, name, reads, writes, fn, state):
+        if not self.columns[name].any():
+            return state
+        carried = {k: state[k] for k in {*reads, *writes} if k in state}
+        fixed = {k: self.constants[k] for k in reads if k not in carried}
+        return {**state, **lax.cond(row[name] > 0, lambda c: {**c, **fn({**fixed, **c}, row)}, lambda c: c, carried)}
+
+    monkeypatch.setattr(tick.Tick, "_once", once)
+    assert large_moves(compile_program(*SMALLEST))
+
+
+def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
+    def call(self, state, row, original=tick.Tick.__call__):
+        new = original(self, state, row)
+        return {**new, "grad0": jax.tree.map(lambda a, b: a + 0.5 * (b - a), state["grad0"], new["grad0"])}
+
+    monkeypatch.setattr(tick.Tick, "__call__", call)
+    assert large_moves(compile_program(*SMALLEST))
+
+
+def test_a_copied_stash_is_found(monkeypatch):
+    def forward(self, c, s, row, original=tick.Tick._forward):
+        changed = lax.fori_loop(0, row["microbatch"], lambda i, x: x.at[i].set(s["up"]), s["x"])
+        kept = s["x"][changed.sum().astype(int) % 2]  # the old stash is read after the loop has updated the new one
+        return {name: y + kept for name, y in original(self, c, s, row).items()}
+
+    monkeypatch.setattr(tick.Tick, "_forward", forward)
+    assert large_copies(compile_program(*SMALLEST))
+
+
+def test_a_permute_in_an_op_is_found(monkeypatch):
+    def embed(self, s, row, original=tick.Tick._embed):
+        return {name: lax.ppermute(x, STAGE, [(0, 1), (1, 0)]) for name, x in original(self, s, row).items()}
+
+    monkeypatch.setattr(tick.Tick, "_embed", embed)
+    assert len(misplaced_permutes(compile_program(*SMALLEST))) == 1
+
+
+def test_a_reduction_in_the_scan_is_found(monkeypatch):
+    def backward(self, c, s, row, original=tick.Tick._weight_gradient):
+        new = original(self, c, s, row)
+        return {**new, f"grad{c}": jax.tree.map(lambda a: lax.psum(a, "data"), new[f"grad{c}"])}
+
+    monkeypatch.setattr(tick.Tick, "_weight_gradient", backward)
+    assert wide_collectives(compile_program((2, 2, 1), *SMALLEST[1:]))
+
+
+def test_a_gradient_gathered_over_model_is_found(monkeypatch):
+    """What the partitioner makes of a reduce-scatter that leaves `model` to it."""
+
+    def reduce(gradient, how, dtype):
+        return lax.psum_scatter(gradient, how.scatter_axes, scatter_dimension=how.axis(gradient.ndim), tiled=True)
+
+    monkeypatch.setattr(runtime, "reduce", reduce)
+    found = odd_reductions(compile_program((2, 2, 2), *SMALLEST[1:]))
+    assert [text for text in found if "all-gather" in text]
+
+
+@pytest.mark.parametrize("changes", [{"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}, {"mesh.context": 2}, {}], ids=str)
+def test_slots_are_as_large_as_is_said(changes, monkeypatch):
+    """Also where what an op keeps depends on the devices of other axes."""
+    found, make = {}, runtime.Runtime._buffers
+    monkeypatch.setattr(runtime.Runtime, "_buffers", lambda *given: found.update(made := make(*given)) or made)
+    cfg = small.config((1, 2, 1), "zb_h1", 1, 4, {"pipeline.remat": "none", "data.batch_size": 16, **changes})
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        step.gradients.trace(step.abstract_state()["params"], abstract_batch(cfg, step))
+    size = lambda kind: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(found[kind]))
+    said, kinds = step.slot_bytes(), ("x", "g", "residual_b", "residual_w", "stash")
+    assert {kind: max(1, step.setup.train.slots[kind]) * said[kind] for kind in kinds} == {kind: size(kind) for kind in kinds}

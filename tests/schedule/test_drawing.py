@@ -1,0 +1,89 @@
+"""Timelines: every op is in the text and in the pictures, where and when the table and the clock say."""
+
+import re
+import struct
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from jaxtrain.schedule import drawing
+from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.simulate import Times, simulate
+from jaxtrain.schedule.table import Op
+
+TIMES = Times(2, 2, 1, 0.25, 2, head=0.5, embed=0.5)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def table_of(schedule="interleaved", repeats=2, **options):
+    return make_table(schedule, 3, repeats, 5, permute="early", **options)
+
+
+@pytest.mark.parametrize("width", [60, 120, 1000])
+def test_text_has_every_cell_in_its_place(width):
+    table = table_of(remat_full=True)
+    shown = drawing.text(table, width)
+    assert "\x1b" not in shown and max(map(len, shown.splitlines())) <= max(width, 80)
+    stages = {s: [] for s in range(3)}
+    for line in shown.splitlines():
+        if match := re.match(r"stage (\d) +(.*)", line):
+            stages[int(match[1])] += match[2].split()
+    for s, cells in stages.items():
+        wanted = [
+            f"{Op(o).name}{u}.{k}" if o else "." for o, u, k in zip(table.op[:, s], table.unit[:, s], table.microbatch[:, s], strict=True)
+        ]
+        assert cells == wanted
+    heads = [n for line in shown.splitlines() if line.startswith("head ") for n in line.split()[1:]]
+    assert heads == [str(k) for k in table.head if k >= 0]
+    permutes = "".join(line[len("permute ") :].replace(" ", "") for line in shown.splitlines() if line.startswith("permute "))
+    assert permutes == "".join({0: "", 1: "l", 2: "e"}[when] for when in table.permute.tolist())
+
+
+def test_one_unit_a_stage_needs_no_unit_in_the_text():
+    assert "F0 " in drawing.text(make_table("1f1b", 3, 1, 2, permute="late")) and "F0.0" not in drawing.text(make_table("1f1b", 3, 1, 2))
+
+
+def test_colours_are_the_ops_and_lighter_for_later_chunks():
+    shown = drawing.text(table_of(), 120, colour=True)
+    for name in "FBW":
+        for chunk in (0, 1):
+            assert "\x1b[48;2;{};{};{}m".format(*drawing.shade(name, chunk, 2)) in shown
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert plain == drawing.text(table_of(), 120)
+    assert len({drawing.shade(name, c, 2) for name in drawing.COLOURS for c in (0, 1)}) == 2 * len(drawing.COLOURS)
+    assert all(a < b for a, b in zip(drawing.shade("F", 0, 2), drawing.shade("F", 1, 2), strict=True))
+
+
+def test_svg_has_every_op_at_its_time():
+    table = table_of("zb_v", vocabulary="end_stages", remat_full=True)
+    timeline = simulate(table, TIMES).timeline_coupled
+    root = ElementTree.fromstring(drawing.svg(table, timeline, "three <stages> & more"))
+    texts = [e.text for e in root.iter(f"{SVG}text")]
+    assert "three <stages> & more" in texts and {"stage 0", "stage 1", "stage 2", *drawing.MEANINGS.values()} <= set(texts)
+    found = {e.find(f"{SVG}title").text: e for e in root.iter(f"{SVG}rect") if e.find(f"{SVG}title") is not None}
+    assert len(found) == len(timeline) == int((table.op != Op.IDLE).sum()) + 3 * table.microbatches
+    total = max(e.end for e in timeline)
+    end = max(float(r.get("x")) + float(r.get("width")) for r in found.values())
+    scale = (end + 0.6 - drawing.LABEL) / total
+    for event in timeline:
+        rect = found[drawing._describe(table, event)]
+        assert float(rect.get("x")) == pytest.approx(drawing.LABEL + event.start * scale, abs=0.02)
+        assert float(rect.get("width")) == pytest.approx((event.end - event.start) * scale - 0.6, abs=0.02)
+        assert int(rect.get("y")) == drawing.TOP + drawing.LANE * event.stage + 1
+    numbers = [e.text for e in root.iter(f"{SVG}text") if e.get("text-anchor") == "middle"]
+    assert len(numbers) >= (table.op != Op.IDLE).sum() - (table.op == Op.W).sum()
+
+
+def test_png_is_a_picture_of_that_size():
+    table = table_of("1f1b", 1)
+    timeline = simulate(table, TIMES).timeline_coupled
+    data = drawing.png(table, timeline, "1f1b")
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", data[16:24])
+    assert width > 4 * height > 400
+
+
+def test_ink_reads_on_every_colour():
+    assert drawing.ink((255, 255, 255)) == "#000" and drawing.ink((0, 0, 0)) == "#fff"
+    assert {drawing.ink(drawing.shade(name, 0, 2)) for name in drawing.COLOURS} == {"#fff"}
+    assert drawing.ink(drawing.shade("F", 1, 2)) == "#000"

@@ -1,0 +1,76 @@
+"""Layers → chunks → stages."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxtrain.schedule.placement import Placement, cut, spread
+
+ALL = [Placement(n, s, c) for n, s, c in itertools.product(range(1, 26), range(1, 9), range(1, 4)) if s * c <= n]
+
+
+@pytest.mark.parametrize("placement", ALL[:: len(ALL) // 40], ids=str)
+def test_every_layer_once_in_circular_order(placement):
+    # Walking round the circle, chunk by chunk and stage by stage, the layers come in order.
+    order = [placement.layer_index(c)[s] for c in range(placement.chunks) for s in range(placement.stages)]
+    assert [int(layer) for rows in order for layer in rows if layer >= 0] == list(range(placement.layers))
+
+
+def test_counts_differ_by_one_at_most_and_index_agrees():
+    for placement in ALL:
+        counts = [placement.count(c, s) for c in range(placement.chunks) for s in range(placement.stages)]
+        assert min(counts) >= 1 and max(counts) - min(counts) <= 1 and sum(counts) == placement.layers
+        assert counts == sorted(counts, reverse=True)  # the first have one more: the last stage has the head as well
+        for c in range(placement.chunks):
+            index = placement.layer_index(c)
+            assert index.shape == (placement.stages, placement.rows(c)) and index.dtype == np.int32
+            for s in range(placement.stages):
+                used = index[s] >= 0
+                assert used.sum() == placement.count(c, s) and index[s, 0] == placement.first_layer(c, s)
+                assert used[: placement.count(c, s)].all()  # unused rows come last
+
+
+def test_the_example():
+    placement = Placement(7, 2, 2)
+    assert placement.layer_index(0).tolist() == [[0, 1], [2, 3]]
+    assert placement.layer_index(1).tolist() == [[4, 5], [6, -1]]
+    assert placement.describe() == "7 layers over 2 stages × 2 chunks: 2+2, 2+1"
+    assert Placement(5, 4).describe() == "5 layers over 4 stages × 1 chunk: 2, 1, 1, 1"
+    assert Placement(5).describe() == "5 layers on one stage"
+
+
+def test_more_chunks_than_layers():
+    with pytest.raises(ValueError, match="4 stages of 2 chunks need at least 8 layers, not 7"):
+        Placement(7, 4, 2)
+
+
+def test_any_place():
+    """In a V, and with more units on one stage than on another: rows that a stage does not have are unused."""
+    placement = Placement(7, 2, place=(0, 1, 1, 0, 0), sizes=(2, 1, 1, 2, 1))
+    assert placement.chunks == 3 and [placement.rows(u) for u in range(3)] == [2, 2, 1]
+    assert placement.layer_index(0).tolist() == [[0, 1], [2, -1]]
+    assert placement.layer_index(1).tolist() == [[4, 5], [3, -1]]
+    assert placement.layer_index(2).tolist() == [[6], [-1]]
+    assert placement.unit(2, 1) is None and placement.count(2, 1) == 0
+    assert placement.describe() == "7 layers over 2 stages × 3 chunks: 2+2+1, 1+1"
+    with pytest.raises(ValueError, match="are not 7 layers"):
+        Placement(7, 2, place=(0, 1), sizes=(2, 1))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])
+def test_spread_by_costs_is_the_best_cut(chunks):
+    random = np.random.default_rng(chunks)
+    for costs in (np.ones(8), random.random(8) + 0.1, np.arange(1.0, 9.0)):
+        sizes = spread(8, chunks, tuple(costs))
+        dearest = lambda sizes, costs=costs: max(part.sum() for part in np.split(costs, np.cumsum(sizes)[:-1]))
+        cuts = itertools.combinations(range(1, 8), chunks - 1)
+        best = min(dearest(np.diff([0, *cut, 8])) for cut in cuts)
+        assert sum(sizes) == 8 and min(sizes) >= 1 and dearest(sizes) == pytest.approx(best)
+
+
+def test_cut():
+    assert cut((4, 3, 1), 0) == ((1, 1, 1), (4, 3, 1))
+    assert cut((4, 3, 1), 2) == ((2, 2, 1), (2, 2, 2, 1, 1))
+    assert cut((4, 3, 1), 1) == ((4, 3, 1), (1,) * 8)
+    assert cut((4, 3), 9) == ((1, 1), (4, 3))

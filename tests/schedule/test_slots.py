@@ -1,0 +1,73 @@
+"""Slots: a replay of programs on tagged values finds in every slot what the op wants; and no fewer slots would do."""
+
+import dataclasses
+import itertools
+import random
+
+import numpy as np
+import pytest
+from support.pipeline_tables import expected, grid, random_table, replay
+
+from jaxtrain.schedule.by_name import make_forward_table, make_table
+from jaxtrain.schedule.orders import PLACES
+from jaxtrain.schedule.slots import KINDS, assign_slots, colour
+from jaxtrain.schedule.table import Op
+from jaxtrain.schedule.validator import check
+
+
+@pytest.mark.parametrize("permute", ["late", "aligned", "early", "spaced"])
+def test_replay_of_every_schedule(permute):
+    for table in grid(permute):
+        assert replay(assign_slots(table)) == expected(table), table.name
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_replay_of_random_tables(seed):
+    table = random_table(random.Random(seed))
+    check(table)
+    assert replay(assign_slots(table)) == expected(table)
+
+
+def test_replay_of_forward_tables():
+    for placement in ("circular", "v"):
+        for stages, repeats, microbatches in ((1, 1, 3), (2, 2, 5), (4, 2, 9), (5, 1, 2)):
+            for permute in ("late", "early"):
+                table = make_forward_table(PLACES[placement](stages, repeats), stages, microbatches, permute=permute)
+                program = assign_slots(table)
+                assert replay(program) == expected(table)
+                assert program.slots["residual_b"] == program.slots["stash"] == 0
+                assert program.slots["x"] <= 2 * stages + 2  # and not the number of microbatches
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_replay_finds_a_wrong_slot(kind):
+    program = assign_slots(make_table("interleaved", 4, 2, 8, permute="late"))
+    column = getattr(program, kind).copy()
+    row = int(np.argwhere(program.table.op[:, 0] == {"x": Op.F, "stash": Op.W, "residual_w": Op.W}.get(kind, Op.B))[3, 0])
+    column[row, 0] = (column[row, 0] + 1) % program.counts[kind][0] if program.counts[kind][0] > 1 else -1
+    with pytest.raises(AssertionError):
+        replay(dataclasses.replace(program, **{kind: column}))
+
+
+def test_colouring_takes_as_many_slots_as_are_alive_at_once():
+    source = random.Random(1)
+    for _ in range(200):
+        first = np.array([source.randrange(30) for _ in range(source.randrange(1, 25))])
+        last = first + np.array([source.randrange(8) for _ in first])
+        slots, count = colour(first, last)
+        assert count == max(int(((first <= t) & (t <= last)).sum()) for t in range(40))
+        for i, j in itertools.combinations(range(len(first)), 2):
+            assert not (slots[i] == slots[j] and first[i] <= last[j] and first[j] <= last[i])
+
+
+def test_slots_of_1f1b_do_not_grow_with_the_microbatches():
+    few, many = (assign_slots(make_table("1f1b", 4, 1, m, permute="late")) for m in (8, 32))
+    # The first stage's four microbatches in flight; on the last one the output of F beside its input, which the head reads.
+    assert few.counts == many.counts
+    assert few.counts["residual_b"] == (4, 3, 2, 1) and few.counts["stash"] == (1, 1, 1, 1)
+
+
+def test_recompute_keeps_inputs_in_place_of_residuals():
+    kept, rebuilt = (assign_slots(make_table("1f1b", 4, 1, 12, permute="late", remat_full=full)).counts for full in (False, True))
+    assert kept["residual_b"][0] == 4 and rebuilt["residual_b"] == (1, 1, 1, 1)
+    assert rebuilt["x"][0] == 4

@@ -1,0 +1,216 @@
+"""Compiles the step for hardware that is not there, and reads what XLA made of a tick.
+
+The compilers for TPU and GPU come with jax's own packages and need neither a device nor a driver. They are loaded by a process of their
+own, `python tests/support/ahead.py PLATFORM CHANGES OPTIONS PROGRAM FILE`: the simulated devices of the tests' process stay what they are.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtrain.training.step import COMPILER_OPTIONS
+from support import ROOT, hlo
+
+HERE = pathlib.Path(__file__).parent
+
+# A payload is smaller than an op's other activations, those than a device's part of any matrix; what a tick carries, and a device's part
+# of the vocabulary, do not fit into a TPU's vector memory, where XLA would keep smaller arrays and copy them in and out.
+MODEL = {
+    "model.layers": 16,
+    "model.width": 4096,
+    "model.heads": 32,
+    "model.vocab_size": 131072,
+    "data.sequence_length": 1024,
+    "data.batch_size": 16,
+    "mesh.data": 2,
+    "mesh.stage": 4,
+    "mesh.model": 2,
+    "pipeline.microbatches": 8,
+    "pipeline.permute": "early",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """module: what must be importable; topology: its 16 devices; options: XLA's, without which the step is not what it should be."""
+
+    module: str
+    topology: Mapping[str, str]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def missing(self) -> bool:
+        try:
+            return importlib.util.find_spec(self.module) is None
+        except ModuleNotFoundError:  # nor is the package around it
+            return True
+
+
+PLATFORMS = {
+    "tpu_v5p": Platform("libtpu", {"platform": "tpu", "topology_name": "v5p:2x2x4"}),
+    "h100": Platform(
+        "jax_plugins.xla_cuda13",
+        {"platform": "cuda", "topology": "1x2x8", "target_config": (HERE / "h100.txtpb").read_text()},  # slices × hosts × GPUs
+        COMPILER_OPTIONS["gpu"],
+    ),
+}
+
+
+def install_command(version: str) -> str:
+    """Installs the compilers of all platforms beside a version of jax; no device and no driver is needed."""
+    return f'python -m pip install "jax[tpu]=={version}" jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}'
+
+
+# --- the program -------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compiled:
+    """A compiled step. `payload` and `smallest_matrix` are elements on a device: what goes to another stage, and a layer's matrix.
+    `memory` is XLA's account, bytes on a device; `on_host` those of slots that are to lie in the host's memory."""
+
+    text: str
+    payload: int
+    smallest_matrix: int
+    memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    on_host: int = 0
+
+    @functools.cached_property
+    def program(self) -> hlo.Program:
+        return hlo.Program(self.text)
+
+    @functools.cached_property
+    def tick(self) -> str:
+        """The body of the scan over the table's rows: of the loops around everything, the one with permutes in it."""
+        loops = [i for i in self.program.inline(self.program.entry) if i.opcode == "while"]
+        found = [i for i in loops if any(j.collective == "collective-permute" for j in self.program.below(i.calls["body"]))]
+        if len(found) != 1:
+            raise ValueError(f"permutes are in {len(found)} of the loops {[i.name for i in loops]}")
+        return found[0].calls["body"]
+
+    @functools.cached_property
+    def holders(self) -> set[str]:
+        """The names of the tick's loops that are around ops."""
+        return self.program.holders(self.tick)
+
+    @property
+    def ops(self) -> list[hlo.Instruction]:
+        return [i for i in self.program.inline(self.tick, self.holders) if i.opcode == "while" and self.program.is_op(i)]
+
+
+def compile_step(
+    platform: str, changes: Mapping[str, Any], options: Mapping[str, Any] | None = None, program: str = "gradients"
+) -> Compiled:
+    """A program of the step for a platform: loss and `gradients`, or all of `train`. `options`: XLA's, if not the platform's own."""
+    chosen = PLATFORMS[platform].options if options is None else options
+    paths = os.pathsep.join([str(ROOT), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "TPU_LOG_DIR": "disabled"}
+    environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "program.txt")
+        command = [sys.executable, __file__, platform, json.dumps(MODEL | changes), json.dumps(dict(chosen)), program, str(file)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-3000:]}")
+        print(done.stdout)
+        return Compiled(file.read_text(), **json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(platform: str, changes: str, options: str, program: str, file: str) -> None:
+    """Compiles, writes the program's text, and prints how long it took and then the sizes of `Compiled` as JSON."""
+    import jax
+    from jax.experimental import topologies
+
+    from jaxtrain import config as configs
+    from jaxtrain.devices.mesh import make_mesh, sizes_of
+    from jaxtrain.training.step import abstract_batch, make_step
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    config = configs.replace(configs.Config(), json.loads(changes)).resolve()
+    m, model = config.mesh, config.model
+    devices = topologies.get_topology_desc(**PLATFORMS[platform].topology).devices
+    mesh = make_mesh(sizes_of(m), devices)
+    step = make_step(config, mesh)
+    state = step.abstract_state()
+    with jax.set_mesh(mesh), jax.default_device(devices[0]):
+        begin = time.time()
+        lowered = getattr(step, program).lower(state if program == "train" else state["params"], abstract_batch(config, step))
+        traced = time.time()
+        compiled = lowered.compile(compiler_options=json.loads(options))
+    pathlib.Path(file).write_text(compiled.as_text())
+    account = compiled.memory_analysis()
+    memory = {name: getattr(account, f"{name}_size_in_bytes") for name in ("argument", "temp", "host_argument", "host_temp")}
+    shown = ", ".join(f"{size / 1e9:.2f} GB {name}" for name, size in memory.items())
+    print(f"{platform}: traced in {traced - begin:.0f} s, compiled in {time.time() - traced:.0f} s; {shown}")
+    rows = config.data.batch_size // config.pipeline.microbatches // m.data
+    narrowest = min(model.heads * model.head_dim, model.kv_heads * model.head_dim, model.mlp_width)
+    sizes = {"payload": rows * config.data.sequence_length * model.width, "smallest_matrix": narrowest * model.width}
+    size = step.slot_bytes()
+    on_host = sum(step.setup.train.slots[pool] * size[pool] for pool in step.host_pools)
+    print(json.dumps({name: size // m.model for name, size in sizes.items()} | {"memory": memory, "on_host": on_host}))
+
+
+# --- the checks: each returns what it finds wrong ---------------------------------------------------------------------------------
+
+
+def _permutes(c: Compiled) -> list[hlo.Instruction]:
+    """The tick's own."""
+    return [i for i in c.program.inline(c.tick) if i.collective == "collective-permute"]
+
+
+def blocking_permutes(c: Compiled) -> list[str]:
+    """Permutes of the tick that are not in two halves, or that XLA marked as waiting all the same; or another number than one each way."""
+    found = _permutes(c)
+    dones = [i.operands[0] for i in c.program.inline(c.tick) if i.opcode == "collective-permute-done"]
+    blocking = [i.text for i in found if not i.starts or dones.count(i.name) != 1 or '"is_sync":true' in i.text]
+    return blocking + [f"{len(found)} permutes in the tick"] * (len(found) != 2)
+
+
+def late_permutes(c: Compiled) -> list[str]:
+    """Permutes of the tick that do not start before its first op, or are done before its last."""
+    here = list(c.program.inline(c.tick))
+    ops = [n for n, i in enumerate(here) if i.opcode == "while" and (i.name in c.holders or c.program.is_op(i))]
+    if not ops:
+        return ["no ops"]
+    late = [f"{i.name} after an op" for n, i in enumerate(here) if i.collective == "collective-permute" and n > ops[0]]
+    return late + [f"{i.name} before an op" for n, i in enumerate(here) if i.opcode == "collective-permute-done" and n < ops[-1]]
+
+
+def permutes_in_ops(c: Compiled) -> list[str]:
+    """Permutes in a loop of the tick."""
+    own = {i.name for i in _permutes(c)}
+    return [i.text for i in c.program.below(c.tick) if i.collective == "collective-permute" and i.name not in own]
+
+
+def wide_collectives(c: Compiled) -> list[str]:
+    """Collectives anywhere in the scan that are as large as a device's part of a matrix."""
+    return [i.text for i in c.program.below(c.tick) if i.collective and max(i.sizes) >= c.smallest_matrix]
+
+
+def large_moves(c: Compiled) -> list:
+    """What is larger than a payload in the tick outside the ops; or too many payloads: two that leave and two that arrive, with a copy
+    or two of each."""
+    moved = c.program.moved(c.tick, c.holders)
+    total = sum(size * times for (_, size), times in moved.items())
+    return [key for key in moved if key[1] > c.payload] + [f"{total} elements in all"] * (total > 10 * c.payload)
+
+
+CHECKS: tuple[Callable[[Compiled], list], ...] = (blocking_permutes, late_permutes, permutes_in_ops, wide_collectives, large_moves)
+
+
+def faults(c: Compiled) -> dict[str, list]:
+    """What is wrong, by check."""
+    return {check.__name__: found for check in CHECKS if (found := check(c))}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

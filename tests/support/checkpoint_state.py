@@ -1,0 +1,131 @@
+"""A small training state whose numbers are known, for any layout: what the checkpoint tests save and expect back."""
+
+import copy
+import dataclasses
+import math
+import zlib
+
+import jax
+import ml_dtypes
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel import replicas
+from jaxtrain.schedule.placement import Placement
+from jaxtrain.training.state import Stored
+
+AXES = ("replica", "data", "stage", "context", "expert", "model")
+VOCABULARY, WIDTH, HIDDEN = 13, 8, 16
+
+# What is stored: one layer's shape, or the whole leaf's without padding.
+LAYER = {"mlp": {"w": (WIDTH, HIDDEN)}, "norm": (WIDTH,)}
+EMBED, HEAD = {"table": (VOCABULARY, WIDTH)}, {"w": (WIDTH, VOCABULARY)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh of replicas × data × stages × model devices, and how the layers are placed on it; several replicas train apart."""
+
+    layers: int = 7
+    stages: int = 1
+    chunks: int = 1
+    data: int = 1
+    model: int = 1
+    padded: int = 16
+    replicas: int = 1
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.layers, self.stages, self.chunks)
+
+    @property
+    def mesh(self) -> Mesh:
+        shape = (self.replicas, self.data, self.stages, 1, 1, self.model)
+        devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+        return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def stored_shapes(layout: Layout) -> dict:
+    """The `stored_shapes` of a Checkpointer for this layout."""
+
+    def parameters():
+        return copy.deepcopy({"embed": EMBED, "head": HEAD}) | {"layers": {str(c): copy.deepcopy(LAYER) for c in range(layout.chunks)}}
+
+    adam = optax.ScaleByAdamState((), parameters(), parameters())
+    shapes = {"params": parameters(), "optimizer": (adam, optax.EmptyState())}
+    if layout.replicas > 1:
+        lead = lambda shape: Stored(shape, (layout.replicas,))
+        shapes = jax.tree.map(lead, shapes, is_leaf=lambda x: type(x) is tuple and all(isinstance(n, int) for n in x))
+        shapes["anchor"] = parameters()
+    return shapes | {"step": ()}
+
+
+def abstract_state(layout: Layout) -> dict:
+    """The state as ShapeDtypeStructs with shardings. Moments are sharded over data too, and one of them is bfloat16."""
+    mesh, placement = layout.mesh, layout.placement
+
+    def leaf(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    def tree(dtype, scattered):
+        data = "data" if scattered else None
+        vocabulary = ("stage", "data", "model") if scattered else "model"
+        columns = ("stage", "data") if scattered and WIDTH % (layout.stages * layout.data) == 0 else None
+        embed = {"table": leaf((layout.padded, WIDTH), dtype, "model", columns)}
+        head = {"w": leaf((WIDTH, layout.padded), dtype, None, vocabulary)}
+        layers = {}
+        for c in range(layout.chunks):
+            rows = (layout.stages, placement.rows(c))
+            w = leaf((*rows, WIDTH, HIDDEN), dtype, "stage", None, data, "model")
+            layers[str(c)] = {"mlp": {"w": w}, "norm": leaf((*rows, WIDTH), dtype, "stage", None, data)}
+        return {"embed": embed, "layers": layers, "head": head}
+
+    adam = optax.ScaleByAdamState(leaf((), np.int32), tree(np.float32, True), tree(ml_dtypes.bfloat16, True))
+    made = {"params": tree(np.float32, False), "optimizer": (adam, optax.EmptyState())}
+    if layout.replicas > 1:
+        made = jax.tree.map(replicas.each, made) | {"anchor": tree(np.float32, True)}
+    return made | {"step": leaf((), np.int32)}
+
+
+def stored_numbers(name: str, shape: tuple[int, ...], dtype) -> np.ndarray:
+    """The numbers of the stored array `name`: all different from zero, and from those of other names."""
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    return random.uniform(1, 100, shape).astype(dtype)
+
+
+def state(layout: Layout) -> dict:
+    """The known state in this layout; each process makes its own shards."""
+    placement = layout.placement
+    shapes = stored_shapes(layout)
+
+    def make(path, leaf, stored):
+        keys = [jax.tree_util.keystr((k,), simple=True) for k in path]
+        numbers = np.zeros(leaf.shape, leaf.dtype)
+        lead, stored = getattr(stored, "lead", ()), getattr(stored, "shape", stored)
+        each = (slice(None),) * len(lead)
+        if "layers" in keys:
+            at = keys.index("layers") + 1
+            full = stored_numbers("/".join(keys[:at] + keys[at + 1 :]), (*lead, layout.layers, *stored), leaf.dtype)
+            for place, layer in np.ndenumerate(placement.layer_index(int(keys[at]))):
+                if layer >= 0:
+                    numbers[(*each, *place)] = full[(*each, layer)]
+        else:
+            numbers[(*each, *(slice(n) for n in stored))] = stored_numbers("/".join(keys), (*lead, *stored), leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: numbers[index])
+
+    abstract = abstract_state(layout)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
+    return jax.tree.unflatten(tree, [make(path, leaf, s) for (path, leaf), s in zip(leaves, tree.flatten_up_to(shapes))])
+
+
+def assert_same(got, expected):
+    """Fails unless both states are the same bit for bit, with the same shardings, on this process's devices."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected)):
+        where = jax.tree_util.keystr(path)
+        assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding), where
+        for x, y in zip(a.addressable_shards, b.addressable_shards):
+            assert x.device == y.device, where
+            assert np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes(), f"{where} on {x.device}"

@@ -1,0 +1,84 @@
+"""What a compiled step sends, read from its text, in the account's terms."""
+
+import collections
+import fractions
+import re
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+
+from jaxtrain.config import Config
+from jaxtrain.config.pipeline_setup import Setup
+from jaxtrain.schedule.columns import columns
+from jaxtrain.training.step import Step, abstract_batch, make_step
+from support import hlo
+
+FEW = 128  # bytes: losses, norms and counts
+OP = re.compile(r"[/(](?:([FKRBW])\d+|(embed|head|embed_gradient|permute|reduce_gradients|optimizer)(?:_EARLY|_LATE)?)/")
+NAMES = {"K": "F", "reduce_gradients": "reduce"}
+
+
+def compile_train(cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Step, hlo.Program]:
+    step = make_step(cfg, mesh)
+    with jax.set_mesh(step.mesh):
+        made = step.train.lower(step.abstract_state(), abstract_batch(cfg, step)).compile()
+    return step, hlo.Program(made.as_text())
+
+
+def op_of(*instructions: hlo.Instruction) -> str:
+    """The op in whose scope they stand."""
+    text = "".join(i.op_name for i in instructions)
+    found = OP.findall(text)
+    name = found[-1][0] or found[-1][1] if found else "gather" if "/gather/" in text else "other"
+    return NAMES.get(name, name)
+
+
+def collectives(program: hlo.Program, i: hlo.Instruction) -> Iterator[tuple[hlo.Instruction, str, list[int]]]:
+    """(the collective, its kind, bytes of its operands) of an instruction, or of a fusion around one. TPUs reduce and scatter in a fusion
+    of an all-reduce."""
+    if i.collective:
+        yield i, i.collective, program.operand_bytes(i)
+    elif i.opcode == "fusion":
+        for inner in program.computations.get(i.calls["calls"], []):
+            if inner.collective:
+                scatters = inner.collective == "all-reduce" and "all-reduce-scatter" in i.calls["calls"]
+                yield inner, "reduce-scatter" if scatters else inner.collective, program.operand_bytes(inner)
+
+
+def read(mesh: Mapping[str, int], setup: Setup, program: hlo.Program, stage: int) -> collections.Counter:
+    """(op, kind, axes, devices) → bytes that a device of the stage sends in a step, by the ring algorithms."""
+    place = setup.placement
+    device = int(np.ravel_multi_index([stage if name == "stage" else 0 for name in mesh], tuple(mesh.values())))
+    wanted = {}
+    if setup.train:
+        wanted = {n: fractions.Fraction(int(a[:, stage].sum()), setup.table.ticks) for n, a in columns(setup.train).items()}
+    outermost = [i for i in program.inline(program.entry) if i.opcode == "while"]
+    sending = lambda i: any(True for _ in collectives(program, i))
+
+    def trips(loop: hlo.Instruction):
+        """Of an op's loop, how often it is entered in a tick; of one over layers, how many the stage has."""
+        if not any(sending(i) for i in program.below(loop.calls["body"])):
+            return 0
+        if program.holds_ops(loop):
+            return setup.table.ticks if loop in outermost else 1
+        # What two ops have in common may bear the name of either.
+        names = (found for i in program.below(loop.calls["body"]) for found in re.findall(r"/(\w+)", i.op_name) if found in wanted)
+        name, _ = next(iter(collections.Counter(names).most_common(1)), (None, 0))
+        inside = re.findall(r"/[FKRBW](\d+)/", loop.op_name)
+        if inside:
+            return place.count(int(inside[-1]), stage)
+        return wanted.get(name)
+
+    found: collections.Counter = collections.Counter()
+    for outer, times in program.executed(program.entry, trips=trips):
+        for i, kind, arrays in collectives(program, outer):
+            axes, n = hlo.along(i, mesh)
+            size = sum(b for b in arrays if b * (n if kind == "all-gather" else 1) > FEW)
+            if kind == "collective-permute":
+                n, sent = mesh[axes[0]], size if device in dict(hlo.pairs(i.text)) else 0
+            else:
+                sent = {"all-gather": size * (n - 1), "all-reduce": 2 * size * (n - 1) / n}.get(kind, size * (n - 1) / n)
+            if sent:
+                found[op_of(outer, i), kind, axes, n] += float(times * sent)
+    return found

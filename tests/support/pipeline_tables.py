@@ -1,0 +1,269 @@
+"""Tables for the tests of several files: a grid over all schedules, random ones that are right by construction, broken ones; and two
+executions on symbols, of a table and of a program."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+
+from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.orders import PLACES, SCHEDULES
+from jaxtrain.schedule.slots import KINDS as SLOT_KINDS
+from jaxtrain.schedule.slots import Program
+from jaxtrain.schedule.table import Op, Permute, Table, directions, from_rows, makes, needs, tasks, units_of
+
+KINDS = [
+    ("gpipe", 1),
+    ("gpipe", 2),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zb_h1", 1),
+    ("zb_h2", 1),
+    ("zb_v", 2),
+    ("dualpipe_v", 2),
+]
+assert {name for name, _ in KINDS} == set(SCHEDULES)
+
+
+def grid(permute: str) -> Iterator[Table]:
+    """Every schedule at 1, 2, 3 and 5 stages and few and many microbatches; by turns with recomputation and with chunks cut into ops."""
+    turns = itertools.cycle([(False, False), (True, False), (True, True), (False, True), (True, False)])
+    for (schedule, repeats), stages, microbatches in itertools.product(KINDS, (1, 2, 3, 5), (1, 2, 4, 7, 11)):
+        remat_full, cut = next(turns)
+        groups = [1 + c % 3 for c in range(stages * repeats)] if cut else None
+        yield make_table(schedule, stages, repeats, microbatches, permute=permute, remat_full=remat_full, groups=groups)
+
+
+def random_table(source: random.Random) -> Table:
+    """A table whose every choice is random: what runs where and when, permutes, head and embedding. It is right by construction."""
+    stages, recompute, forward_only = source.randint(1, 5), source.random() < 0.5, source.random() < 0.15
+    repeats, microbatches = source.randint(1, 3), source.randint(1, 6)
+    chunks = PLACES[source.choice(["circular", "v"])](stages, repeats)
+    place = tuple(s for s in chunks for _ in range(source.randint(1, 2)))
+    ways, last = directions(place, stages), len(place) - 1
+    kinds = {"recompute": recompute, "recompute_last": recompute and source.random() < 0.3, "forward_only": forward_only}
+    shape = from_rows([], "random", place, stages, microbatches, **kinds)
+    todo = set(tasks(shape))
+    there, done, rows, permutes = {}, set(), [], []
+    columns = {name: [] for name in ("head", "embed", "embed_gradient")}
+    ended = {name: set() for name in columns}
+    buffers = [{} for _ in range(stages)]
+
+    def send(t):
+        for buffer in buffers:
+            there.update(dict.fromkeys(buffer.values(), t + 1))
+            buffer.clear()
+
+    def fits(cell, t):
+        op, g, k = cell
+        before = {Op.R: Op.F, Op.B: Op.R if shape.recomputes(g) else Op.F, Op.W: Op.B}.get(op)
+        message = needs(cell)
+        made = makes(cell, place, ways)
+        return (
+            (before is None or (before, g, k) in done)
+            and (message is None or there.get(message, t + 1) <= t)
+            and not (made and made[1] and made[1] in buffers[place[g]])
+        )
+
+    def some(candidates, chance):
+        candidates = sorted(candidates)
+        return source.choice(candidates) if candidates and source.random() < chance else -1
+
+    while todo or any(len(ended[n]) < microbatches for n in ended if not (forward_only and n == "embed_gradient")):
+        t = len(rows)
+        when = source.choice([Permute.NONE, Permute.LATE, Permute.EARLY])
+        if when == Permute.EARLY:
+            send(t)
+        embed = some(set(range(microbatches)) - ended["embed"], 0.6)
+        if embed >= 0:
+            there["x", 0, embed] = t
+        row = []
+        for s in range(stages):
+            cells = sorted(c for c in todo if place[c[1]] == s and fits(c, t))
+            row.append(source.choice(cells) if cells and source.random() < 0.8 else None)
+        for s, cell in enumerate(row):
+            if cell:
+                todo.remove(cell)
+                done.add(cell)
+                made = makes(cell, place, ways)
+                if made and made[1]:
+                    buffers[s][made[1]] = made[0]
+                elif made:
+                    there[made[0]] = t + (0 <= made[0][1] <= last)
+        head = some({k for kind, g, k in there if kind == "x" and g == last + 1} - ended["head"], 0.6)
+        if head >= 0:
+            there["g", last, head] = t + 1
+        gradient = some({k for kind, g, k in there if (kind, g) == ("g", -1)} - ended["embed_gradient"], 0.6)
+        for name, k in (("embed", embed), ("head", head), ("embed_gradient", gradient)):
+            columns[name].append(k)
+            ended[name] |= {k} - {-1}
+        if when == Permute.LATE:
+            send(t)
+        rows.append(row)
+        permutes.append(int(when))
+    return from_rows(rows, "random", place, stages, microbatches, permute=permutes, columns=columns, **kinds)
+
+
+def replay(program: Program) -> set[tuple]:
+    """Executes a program on symbols in place of arrays, with nothing but its columns → the tasks done.
+
+    Fails where an op finds something else in its slot. Send buffers keep their contents, as they do in a runtime.
+    """
+    t, p, last = program.table, program.table.stages, program.table.units - 1
+    own = units_of(t.place, p)
+    pools = {kind: [[None] * n for n in program.counts[kind]] for kind in SLOT_KINDS}
+    buffers = {+1: [None] * p, -1: [None] * p}
+    arrived = {+1: [None] * p, -1: [None] * p}
+    done, first, end = set(), t.place[0], t.place[-1]
+
+    def permute():
+        arrived[+1] = buffers[+1][-1:] + buffers[+1][:-1]
+        arrived[-1] = buffers[-1][1:] + buffers[-1][:1]
+
+    def read(kind, s, slot, wanted):
+        assert slot >= 0 and pools[kind][s][slot] == wanted, (row, s, kind, slot, wanted)
+
+    for row in range(t.ticks):
+        for s in range(p):
+            for way, name in ((+1, "up"), (-1, "down")):
+                for kind in "xg":
+                    if (slot := getattr(program, f"{name}_{kind}")[row, s]) >= 0:
+                        pools[kind][s][slot] = arrived[way][s]
+        if t.permute[row] == Permute.EARLY:
+            permute()
+        if (k := int(t.embed[row])) >= 0:
+            pools["x"][first][program.embed_x[row]] = ("x", 0, k)
+        for s in range(p):
+            op, k = Op(t.op[row, s]), int(t.microbatch[row, s])
+            if op == Op.IDLE:
+                assert all(getattr(program, kind)[row, s] == -1 for kind in SLOT_KINDS) and program.send[row, s] == 0
+                continue
+            g = own[s][t.unit[row, s]]
+            slot = {kind: int(getattr(program, kind)[row, s]) for kind in SLOT_KINDS}
+            message = None
+            if op in (Op.F, Op.R):
+                read("x", s, slot["x"], ("x", g, k))
+                message = ("x", g + 1, k) if op == Op.F else None
+                assert (slot["residual_b"] >= 0) == (not t.forward_only and (op == Op.R or not t.recomputes(g)))
+                if slot["residual_b"] >= 0:
+                    pools["residual_b"][s][slot["residual_b"]] = pools["residual_w"][s][slot["residual_w"]] = ("residual", g, k)
+            elif op == Op.B:
+                read("g", s, slot["g"], ("g", g, k))
+                read("residual_b", s, slot["residual_b"], ("residual", g, k))
+                read("residual_w", s, slot["residual_w"], ("residual", g, k))
+                pools["stash"][s][slot["stash"]] = ("stash", g, k)
+                message = ("g", g - 1, k)
+            else:
+                read("stash", s, slot["stash"], ("stash", g, k))
+                read("residual_w", s, slot["residual_w"], ("residual", g, k))
+            stays = int(program.stay_x[row, s]) if op == Op.F else int(program.stay_g[row, s])
+            way = int(program.send[row, s])
+            assert (message is None) == (stays < 0 and way == 0) and not (stays >= 0 and way)
+            if stays >= 0:
+                pools[message[0]][s][stays] = message
+            elif way:
+                buffers[way][s] = message
+            done.add((op.name, g, k))
+        if (k := int(t.head[row])) >= 0:
+            read("x", end, program.head_x[row], ("x", last + 1, k))
+            if not t.forward_only:
+                pools["g"][end][program.head_g[row]] = ("g", last, k)
+            done.add(("H", k))
+        if (k := int(t.embed_gradient[row])) >= 0:
+            read("g", first, program.embed_gradient_g[row], ("g", -1, k))
+            done.add(("E", k))
+        if t.permute[row] == Permute.LATE:
+            permute()
+    return done
+
+
+def expected(table) -> set[tuple]:
+    tasks = {("H", k) for k in range(table.microbatches)}
+    for g in range(table.units):
+        ops = "F" if table.forward_only else "FBW" if not table.recomputes(g) else "FRBW"
+        tasks |= {(op, g, k) for op in ops for k in range(table.microbatches)}
+    return tasks if table.forward_only else tasks | {("E", k) for k in range(table.microbatches)}
+
+
+def execute(table: Table) -> bool:
+    """Whether a table computes everything once on the right values: with room for all values, but one send buffer a direction that every
+    message overwrites. It knows nothing of the validator."""
+    p, place = table.stages, table.place
+    ways, last = directions(place, p), len(place) - 1
+    there: list[set] = [set() for _ in range(p)]
+    buffers = {+1: [None] * p, -1: [None] * p}
+    arrived = {+1: [None] * p, -1: [None] * p}
+    done = []
+
+    def permute():
+        arrived[+1] = buffers[+1][-1:] + buffers[+1][:-1]
+        arrived[-1] = buffers[-1][1:] + buffers[-1][:1]
+
+    for t, row in enumerate(table.rows()):
+        staying = []
+        for way in (+1, -1):
+            for s in range(p):
+                there[s].add(arrived[way][s])
+        if table.permute[t] == Permute.EARLY:
+            permute()
+        if table.embed[t] >= 0:
+            there[place[0]].add(("x", 0, int(table.embed[t])))
+            done.append(("embed", int(table.embed[t])))
+        for s, cell in enumerate(row):
+            if cell is None:
+                continue
+            op, g, k = cell
+            before = {Op.R: Op.F, Op.W: Op.B, Op.B: Op.R if table.recomputes(g) else Op.F}.get(op)
+            if (before is not None and (before, g, k) not in done) or (needs(cell) is not None and needs(cell) not in there[s]):
+                return False
+            done.append(cell)
+            made = makes(cell, place, ways)
+            if made and made[1]:
+                buffers[made[1]][s] = made[0]
+            elif made:
+                staying.append((s, made[0]))
+        if table.head[t] >= 0:
+            k = int(table.head[t])
+            if (Op.F, last, k) not in done:
+                return False
+            staying.append((place[last], ("g", last, k)))
+            done.append(("head", k))
+        if table.embed_gradient[t] >= 0:
+            if (Op.B, 0, int(table.embed_gradient[t])) not in done:
+                return False
+            done.append(("embed_gradient", int(table.embed_gradient[t])))
+        for s, message in staying:
+            there[s].add(message)
+        if table.permute[t] == Permute.LATE:
+            permute()
+    wanted = {*tasks(table)} | {
+        (name, k)
+        for name in ("head", "embed", "embed_gradient")
+        if not (table.forward_only and name == "embed_gradient")
+        for k in range(table.microbatches)
+    }
+    return len(done) == len(wanted) and set(done) == wanted
+
+
+def broken(table: Table, source: random.Random) -> Table:
+    """The table with one change, of a kind that most often breaks it."""
+    arrays = {n: getattr(table, n).copy() for n in ("op", "unit", "microbatch", "permute", "head", "embed", "embed_gradient")}
+    kind = source.choice(["swap", "swap", "move", "drop", "permute", "column", "microbatch"])
+    s, rows = source.randrange(table.stages), range(table.ticks)
+    busy = [t for t in rows if table.op[t, s]]
+    a, b = source.choice(busy), source.choice(rows)
+    if kind == "swap" or (kind == "move" and not table.op[b, s]):
+        for n in ("op", "unit", "microbatch"):
+            arrays[n][[a, b], s] = arrays[n][[b, a], s]
+    elif kind == "drop":
+        arrays["op"][a, s], arrays["unit"][a, s], arrays["microbatch"][a, s] = 0, -1, -1
+    elif kind == "permute":
+        arrays["permute"][b] = (arrays["permute"][b] + source.choice([1, 2])) % 3
+    elif kind == "column":
+        column = arrays[source.choice(["head", "embed", "embed_gradient"])]
+        near = min(max(0, b + source.choice([-1, 1])), table.ticks - 1)
+        column[[b, near]] = column[[near, b]]
+    else:
+        arrays["microbatch"][a, s] = source.randrange(table.microbatches)
+    return dataclasses.replace(table, **arrays)

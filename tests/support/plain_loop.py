@@ -1,0 +1,157 @@
+"""Ten steps of training twice: by the runtime, and by one plain loop that knows nothing of tables, stages or accumulators.
+
+The plain loop is `jax.value_and_grad` of the mean loss over the whole batch's valid tokens on one device, through
+`transformer.trunk`, and optax. Compiling is what costs here, so the runtime's side compiles one program, the train step: its gradients
+are read from Adam's first moment after the first step, (1 − b1) · clipped gradient.
+
+Tolerances: float32 sums in another order change the first loss and the norm by under 1e-6; ten times that is allowed, and 1e-4
+after 10 steps of Adam, whose division by the root of the second moment makes small differences larger.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+
+from jaxtrain.config import Config, MeshConfig, PipelineConfig
+from jaxtrain.models import transformer
+from jaxtrain.training.optimizer import make_optimizer
+from jaxtrain.training.step import make_step
+from support import small
+
+STEPS = 10
+CLIP = 0.05  # far below the gradients' norm: clipping is always at work
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Ten steps: losses, the first gradient norm and the first gradients (plain), and the parameters at the end (plain)."""
+
+    losses: list[float]
+    norm: float
+    gradients: dict
+    params: dict
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------------------
+
+
+def weights(cfg: Config) -> dict:
+    """Initial parameters (plain) in which nothing is zero or one: norm scales and biases too."""
+    parts, random = transformer.build(cfg.model), np.random.default_rng(7)
+    make = lambda *lead: lambda s: np.float32(s.constant + (s.std or 0.1) * random.standard_normal((*lead, *s.shape)))
+    specs = parts.specs
+    return {k: jax.tree.map(make(), tree) for k, tree in parts.ends.items()} | {
+        "layers": jax.tree.map(make(cfg.model.layers), specs["layer"])
+    }
+
+
+def mean(logits, targets, weights):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return (losses * weights).sum() / weights.sum()
+
+
+def further_losses(parts, params, batch, x):
+    """Equations 21 to 25 of arXiv:2412.19437, each h after its norm, as in the released weights. The last tokens, which have no target,
+    are followed by 0s, which nothing before them sees; experts count them."""
+    m, tokens, segments = parts.cfg, batch["tokens"], batch.get("segments")
+    positions = batch.get("positions", transformer.default_positions(tokens))
+    total, table, norm = 0.0, params["embed"]["table"], params["head"]["norm"]
+    for k in range(1, m.mtp_depth + 1):
+        module = params["predictors"][str(k - 1)]
+        inner, following = {n: p for n, p in module.items() if n != "norm"}, np.roll(np.arange(tokens.shape[1]), -k)
+        x, norm = parts.norm(norm, x), module["norm"]
+        x = parts.predictor(inner, x, table[(tokens[:, following]).at[:, -k:].set(0)], positions, segments)
+        logits = parts.head({**params["head"], "norm": norm}, x, table if m.tied_embeddings else None)[:, :-k]
+        same = 1 if segments is None else segments[:, :-k] == segments[:, k:]
+        total += m.mtp_weight / m.mtp_depth * mean(logits, batch["targets"][:, k:], batch["weights"][:, k:] * same)
+    return total
+
+
+def reference(cfg: Config) -> Run:
+    """The plain loop for the model, data and optimizer of a config, whatever its mesh and pipeline."""
+    return _reference(dataclasses.replace(cfg, mesh=MeshConfig(), pipeline=PipelineConfig()))
+
+
+COUNTS = ("bias", "load", "dropped")  # of a router: their gradients are counts
+
+
+def _of_router(path: tuple, names) -> bool:
+    return len(path) > 1 and path[-2].key == "router" and path[-1].key in names
+
+
+def without_counts(gradients: dict) -> dict:
+    return jax.tree_util.tree_map_with_path(lambda path, g: 0 * g if _of_router(path, COUNTS) else g, gradients)
+
+
+def moved(params: dict, gradients: dict, rate: float) -> dict:
+    """An expert that has less than the mean becomes more attractive, one that has more less."""
+    towards_mean = lambda load: rate * jax.numpy.sign(load.mean(-1, keepdims=True) - load)
+    move = lambda path, p, g: p + towards_mean(g) if _of_router(path, ("bias",)) else p
+    return jax.tree_util.tree_map_with_path(move, params, gradients)
+
+
+@functools.cache
+def _reference(cfg: Config) -> Run:
+    parts = transformer.build(cfg.model, batch_size=cfg.data.batch_size)
+    specs = {**parts.ends, "layers": parts.specs["layer"]}
+    optimizer = make_optimizer(cfg.optimizer, cfg.train.steps, specs)
+
+    def mean_loss(params, batch):
+        x = transformer.trunk(parts, params, batch["tokens"], batch.get("positions"), batch.get("segments"))
+        logits = parts.head(params["head"], x, params["embed"]["table"] if cfg.model.tied_embeddings else None)
+        loss = mean(logits, batch["targets"], batch["weights"])
+        return loss + further_losses(parts, params, batch, x), loss
+
+    @jax.jit
+    def train(params, state, batch):
+        (_, loss), gradients = jax.value_and_grad(mean_loss, has_aux=True)(params, batch)
+        updates, state = optimizer.update(without_counts(gradients), state, params)
+        return moved(optax.apply_updates(params, updates), gradients, cfg.model.balance_rate), state, loss, gradients
+
+    params = weights(cfg)
+    state, losses, first = optimizer.init(params), [], None
+    for i in range(STEPS):
+        params, state, loss, gradients = train(params, state, small.batch(cfg, i))
+        losses.append(float(loss))
+        first = first or jax.tree.map(np.asarray, without_counts(gradients))
+    norm = float(np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in jax.tree.leaves(first))))
+    return Run(losses, norm, first, jax.tree.map(np.asarray, params))
+
+
+# --- the step under test ---------------------------------------------------------------------------------------------------------
+
+
+def train(cfg: Config) -> Run:
+    """The same with the runtime."""
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        state = small.first_state(step, weights(cfg))
+        batches = [small.place_batch(step, cfg, small.batch(cfg, i)) for i in range(STEPS)]
+        metrics, moment = [], None
+        with jax.transfer_guard("disallow"):
+            for batch in batches:
+                state, new = step.train(state, batch)
+                metrics.append(jax.device_get(new))
+                if moment is None:
+                    moment = jax.device_get(optax.tree_utils.tree_get(state["optimizer"], "mu"))
+        params = jax.device_get(state["params"])
+    assert [int(m["tokens"]) for m in metrics] == [int(small.batch(cfg, i)["weights"].sum()) for i in range(STEPS)]
+    norm = float(metrics[0]["grad_norm"])
+    assert norm > cfg.optimizer.clip_norm, "the gradients were meant to be clipped"
+    scale = norm / cfg.optimizer.clip_norm / (1 - cfg.optimizer.b1)
+    gradients = jax.tree.map(lambda a: a * np.float32(scale), small.to_plain(step.layout, moment))
+    # to_plain fails where padding is not zero: after weight decay, too
+    return Run([float(m["loss"]) for m in metrics], norm, gradients, small.to_plain(step.layout, params))
+
+
+def assert_same(got: Run, expected: Run) -> None:
+    np.testing.assert_allclose(got.losses[0], expected.losses[0], rtol=1e-5)
+    np.testing.assert_allclose(got.norm, expected.norm, rtol=1e-5)
+    for (path, g), e in zip(jax.tree_util.tree_leaves_with_path(got.gradients), jax.tree.leaves(expected.gradients), strict=True):
+        allowed = max(1e-5 * np.abs(e).max(), 1e-7 * expected.norm)
+        worst = np.abs(g - e).max()
+        assert worst <= allowed, f"gradient of {jax.tree_util.keystr(path)}: {worst / np.abs(e).max():.1e} of its largest value"
+    np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-4)

@@ -1,0 +1,92 @@
+"""The reader of compiled programs, on text whose meaning is known."""
+
+import pytest
+
+from support import hlo
+
+PROGRAM = """HloModule jit_f, is_scheduled=true
+
+%update (param_0: f32[8,4], param_1: f32[1,4], param_2: s32[]) -> f32[8,4] {
+  %param_0 = f32[8,4]{1,0} parameter(0)
+  %param_1 = f32[1,4]{1,0} parameter(1)
+  %param_2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %dynamic-update-slice.1 = f32[8,4]{1,0} dynamic-update-slice(%param_0, %param_1, %param_2, %zero)
+}
+
+%op (arg: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %arg = (s32[], f32[8,4]{1,0}) parameter(0)
+  %number = s32[] get-tuple-element(%arg), index=0
+  %array = f32[8,4]{1,0} get-tuple-element(%arg), index=1
+  %moved = f32[8,4]{1,0} collective-permute(%array), channel_id=1, source_target_pairs={{0,1},{1,0}}
+  ROOT %tuple.1 = (s32[], f32[8,4]{1,0}) tuple(%number, %moved)
+}
+
+%body (arg.2: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %arg.2 = (s32[], f32[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%arg.2), index=0
+  %stash = f32[8,4]{1,0} get-tuple-element(%arg.2), index=1
+  %row = f32[1,4]{1,0} all-reduce(%stash), replica_groups={{0,2},{1,3}}, to_apply=%add
+  %updated = f32[8,4]{1,0} fusion(%stash, %row, %i), kind=kLoop, calls=%update
+  %copy.3 = f32[8,4]{1,0} copy(%updated), metadata={op_name="a[2]/while(x)"}
+  %both = (f32[8,4]{1,0}, /*index=1*/bf16[2,2,2]{2,1,0}) fusion(%copy.3), kind=kLoop, calls=%two
+  %inner = (s32[], f32[8,4]{1,0}) tuple(%i, %copy.3)
+  ROOT %while.1 = (s32[], f32[8,4]{1,0}) while(%inner), condition=%wanted, body=%op
+}
+
+%two (p: f32[8,4]) -> (f32[8,4], bf16[2,2,2]) {
+  %p = f32[8,4]{1,0} parameter(0)
+  %half = bf16[2,2,2]{2,1,0} custom-call(%p), custom_call_target="half"
+  ROOT %t = (f32[8,4]{1,0}, bf16[2,2,2]{2,1,0}) tuple(%p, %half)
+}
+
+ENTRY %main (a: f32[8,4]) -> (s32[], f32[8,4]) {
+  %a = f32[8,4]{1,0} parameter(0)
+  %start = s32[] constant(0)
+  %tuple.9 = (s32[], f32[8,4]{1,0}) tuple(%start, %a)
+  ROOT %while.2 = (s32[], f32[8,4]{1,0}) while(%tuple.9), condition=%less, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+
+
+def test_what_a_trip_moves():
+    program = hlo.Program(PROGRAM)
+    body = program.loop(5).calls["body"]
+    # The update in place counts the row alone; the copy, and the fusion that returns its parameter, count whole.
+    assert program.moved(body) == {("all-reduce", 4): 1, ("fusion", 4): 1, ("copy", 32): 1, ("fusion", 32): 1, ("fusion", 8): 1}
+
+
+def test_what_is_below():
+    program = hlo.Program(PROGRAM)
+    assert [i.name for i in program.below(program.entry) if i.collective == "collective-permute"] == ["moved"]
+    assert [i.name for i in program.inline("body") if i.collective] == ["row"]
+    assert program.is_fill("start") and not program.is_fill("updated")
+
+
+def test_no_loop_of_that_many_trips():
+    with pytest.raises(ValueError, match=r"0 loops of 4 trips .*\('while.2', 5\)"):
+        hlo.Program(PROGRAM).loop(4)
+    with pytest.raises(ValueError, match="no entry"):
+        hlo.Program("HloModule nothing")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add",
+        "replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add",
+        "replica_groups=mesh['data'=2,'stage'=2,'model'=2] {'data'}, to_apply=%add",
+        "replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) {'axis_0'}, to_apply=%add",
+    ],
+)
+def test_groups(text):
+    line = f"ENTRY %e (a: f32[4]) -> f32[4] {{\n  ROOT %r = f32[4]{{0}} all-reduce(%a), channel_id=1, {text}\n}}\n"
+    (instruction,) = hlo.Program(line).computations["e"]
+    assert instruction.groups(8) == {frozenset(pair) for pair in ((0, 4), (1, 5), (2, 6), (3, 7))} == hlo.groups_over((2, 2, 2), (0,))
+
+
+def test_all_devices_and_unknown_groups():
+    line = "ENTRY %e (a: f32[4]) -> f32[4] {{\n  ROOT %r = f32[4]{{0}} all-reduce(%a), {}, to_apply=%add\n}}\n"
+    assert hlo.Program(line.format("replica_groups={}")).computations["e"][0].groups(4) == {frozenset(range(4))}
+    with pytest.raises(ValueError, match="unknown replica groups"):
+        hlo.Program(line.format("replica_groups=something")).computations["e"][0].groups(4)
