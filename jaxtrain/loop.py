@@ -22,8 +22,9 @@ from jax.experimental import multihost_utils
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.config import Config, history, to_dict
-from jaxtrain.config.checks import Surroundings, changes
+from jaxtrain.config.continuing import changes
 from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.devices import cluster
