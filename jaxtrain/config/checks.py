@@ -44,10 +44,10 @@ def check_run(config: Config, device_count: int, platform: str, recipe: Config, 
     return filled(config, device_count)
 
 
-def refuse_to_continue(old: Config, new: Config, around: Surroundings = NOTHING) -> None:
+def refuse_to_continue(old: Config, config: Config, around: Surroundings = NOTHING) -> None:
     """Raises ConfigError naming the first field in which a checkpoint's config and the one to resume it with may not differ."""
-    if broken := broken_continuation(filled(new, around.devices).resolve(), old.resolve()):
-        raise _error(new, dataclasses.replace(around, checkpoint=old), broken)
+    if broken := broken_continuation(filled(config, around.devices).resolve(), old.resolve()):
+        raise _error(config, dataclasses.replace(around, checkpoint=old), broken)
 
 
 def refusal(config: Config, around: Surroundings = NOTHING) -> ConfigError | None:
@@ -71,8 +71,8 @@ def _suggestion(config: Config, around: Surroundings, broken: Broken) -> tuple[s
     checks = _Checks(config, dataclasses.replace(around, tables=around.files))
     changes = suggestions.nearest(checks)
     if changes is None:
-        found = (suggestions.towards(checks, anchor) for anchor in _anchors(around))
-        changes = min((change for change in found if change), key=len, default=None)
+        candidates = (suggestions.towards(checks, anchor) for anchor in _anchors(around))
+        changes = min((change for change in candidates if change), key=len, default=None)
     if not changes:
         return {}, []
     changes = suggestions.ordered(changes, broken.field)
@@ -144,12 +144,12 @@ def first_broken(config: Config, around: Surroundings, paths: Iterable[str] = cf
 
 def _every_broken(config: Config, around: Surroundings, paths: Iterable[str]) -> list[tuple[Broken, suggestions.Reads]]:
     """Every broken rule with the settings that it reads, in the order of `first_broken`."""
-    found = []
+    every_broken = []
     seen: set[str] = set()
     for broken in _all_broken(config, around, seen, paths):
-        found.append((broken, _raw(config, seen) if seen else None))
+        every_broken.append((broken, _raw(config, seen) if seen else None))
         seen.clear()
-    return found
+    return every_broken
 
 
 def _raw(config: Config, seen: set[str]) -> frozenset[str]:
@@ -181,13 +181,13 @@ def _all_broken(config: Config, around: Surroundings, seen: set[str] | None, pat
             if seen is not None:
                 seen.clear()
 
-    def own() -> Iterator[Broken | None]:
+    def on_their_own() -> Iterator[Broken | None]:
         for path in paths:
             if seen is not None:
                 seen.add(path)
             yield broken_field(path, cfg.fields()[path], cfg.get(config, path), around.recipe)
 
-    yield from broken_of(own())
+    yield from broken_of(on_their_own())
     if count:
         return
     early = (*mesh_rules.EARLY_RULES, *rules.EARLY_RULES)

@@ -127,12 +127,12 @@ def _read(file: File, runs: Runs, scratch: pathlib.Path, whole: bool) -> Pieces:
 
 def _walk(root: pathlib.Path, left_out: set[str] | frozenset[str]) -> list[str]:
     """Regular files below a folder in the order of their paths; links to folders are not followed."""
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
         paths = (os.path.join(folder, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if os.path.isfile(path)]
-    return sorted(found, key=lambda path: pathlib.PurePath(path).parts)
+        files += [path for path in paths if os.path.isfile(path)]
+    return sorted(files, key=lambda path: pathlib.PurePath(path).parts)
 
 
 def _stat(path: str, format: str) -> File:
@@ -166,8 +166,8 @@ def _text(file: File) -> Iterator[Piece]:
     yield Piece(kept, True, True, 0)
 
 
-def _is_empty(path: str, more: str = "") -> BadRecord:
-    return BadRecord(f"{path}:1", f"the file is empty{more}", "remove it, or let its name begin with a dot")
+def _is_empty(path: str, others: str = "") -> BadRecord:
+    return BadRecord(f"{path}:1", f"the file is empty{others}", "remove it, or let its name begin with a dot")
 
 
 def _parquet(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
