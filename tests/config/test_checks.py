@@ -69,8 +69,8 @@ def test_an_error_is_one_line():
 
 def offer(error: ConfigError) -> dict[str, Any]:
     """What an error's text says to use, read as a shell and the command read it."""
-    flags = shlex.split(error.nearest.partition(" (or ")[0])
-    pairs = [flag.removeprefix("--config.").partition("=") for flag in flags]
+    words = shlex.split(error.nearest.partition(" (or ")[0])
+    pairs = [word.removeprefix("--config.").partition("=") for word in words]
     return {path: flags._value(path, text) for path, _, text in pairs}
 
 
