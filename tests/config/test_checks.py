@@ -69,8 +69,8 @@ def test_an_error_is_one_line():
 
 def offer(error: ConfigError) -> dict[str, Any]:
     """What an error's text says to use, read as a shell and the command read it."""
-    flags = shlex.split(error.nearest.partition(" (or ")[0])
-    pairs = [flag.removeprefix("--config.").partition("=") for flag in flags]
+    words = shlex.split(error.nearest.partition(" (or ")[0])
+    pairs = [word.removeprefix("--config.").partition("=") for word in words]
     return {path: flags._value(path, text) for path, _, text in pairs}
 
 
@@ -183,7 +183,7 @@ def test_a_recipe_as_it_is_shipped_has_no_notes(name):
 
 
 def test_every_setting_that_may_have_no_use_is_tried():
-    paths = {path for paths, _, _ in USES for path in paths}
+    paths = {path for use in USES for path in use.settings}
     assert paths <= cfg.fields().keys()
     tried = {path for changes, _ in UNUSED for path in changes}
     assert len(paths - tried) < len(paths) / 2
