@@ -20,8 +20,9 @@ from jaxtrain.checkpoint.manager import Checkpointer, choose_together, restore
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.checkpoint.steps import Choice, Meta
 from jaxtrain.config import Config, history, to_dict
-from jaxtrain.config.checks import Surroundings, changes
+from jaxtrain.config.continuing import changes
 from jaxtrain.config.pipeline_setup import Setup
+from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.devices import cluster

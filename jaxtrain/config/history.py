@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, ModelConfig, checks
+from jaxtrain.config.surroundings import NOTHING, Surroundings
 
 VERSION = 2
 
@@ -32,7 +33,7 @@ def _group_best_1(m: ModelConfig) -> int:
     return -(-m.experts_per_token // m.router_group_limit)
 
 
-def refuse_to_continue(values: dict[str, Any], version: int, config: Config, around: checks.Surroundings = checks.NOTHING) -> None:
+def refuse_to_continue(values: dict[str, Any], version: int, config: Config, around: Surroundings = NOTHING) -> None:
     """Raises ConfigError naming the first field for which a run of this config cannot continue a checkpoint.
 
     values, version: of the checkpoint, as in `stored_config`; config: as it was asked for, not resolved; around: what a suggestion

@@ -299,7 +299,7 @@ def ends_with_layers(m: ModelConfig) -> str:
 def with_values(record: Any, **values: Any) -> Any:
     """dataclasses.replace for the records of this module, which check nothing when they are made: fields are not set one by one, for
     the search for a setting that works makes thousands of configs."""
-    made = object.__new__(type(record))
-    made.__dict__.update(record.__dict__)
-    made.__dict__.update(values)
-    return made
+    copy = object.__new__(type(record))
+    copy.__dict__.update(record.__dict__)
+    copy.__dict__.update(values)
+    return copy

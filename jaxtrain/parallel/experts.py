@@ -82,17 +82,17 @@ def dropless(chosen: jax.Array, experts: int) -> Plan:
     """chosen int32 [B, T, K], of all experts."""
     b, t, k = chosen.shape
     devices = manual_size(EXPERT)
-    here = experts // devices
+    local_experts = experts // devices
     order, ordered, begin = _sorted(chosen.reshape(-1), experts)
     sizes = jnp.diff(begin)
     if devices == 1:
         return Plan(order, _inverse(order), sizes)
-    every = lax.all_gather(sizes.reshape(devices, here), EXPERT)  # [from, to, expert]
+    every = lax.all_gather(sizes.reshape(devices, local_experts), EXPERT)  # [from, to, expert]
     travel, mine = every.sum(-1), every[:, lax.axis_index(EXPERT)]
     # What arrives lies device by device, each device's rows by expert; empty rows come last.
-    expert = jnp.tile(jnp.arange(here, dtype=jnp.int32), devices)
-    filled = jnp.repeat(expert, mine.reshape(-1), total_repeat_length=devices * b * t * min(k, here))
-    expert = jnp.where(jnp.arange(filled.size) < mine.sum(), filled, here)
+    expert = jnp.tile(jnp.arange(local_experts, dtype=jnp.int32), devices)
+    filled = jnp.repeat(expert, mine.reshape(-1), total_repeat_length=devices * b * t * min(k, local_experts))
+    expert = jnp.where(jnp.arange(filled.size) < mine.sum(), filled, local_experts)
     source = jnp.argsort(expert, stable=True).astype(jnp.int32)
     return Plan(order, _inverse(order), mine.sum(0), travel, source, _inverse(source))
 
@@ -107,7 +107,7 @@ def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Plan, j
     b, t, k = chosen.shape
     parts = manual_size(CONTEXT)
     limit = capacity_of(t * parts, k, experts, factor)
-    here, halves = min(limit, t), 2 if parts > 1 else 1
+    local_limit, halves = min(limit, t), 2 if parts > 1 else 1
     half = jnp.arange(t, dtype=jnp.int32) // (t // halves)
     run = (jnp.arange(b, dtype=jnp.int32)[:, None] * halves + half)[..., None]  # of tokens that follow each other
     keys = (run * experts + chosen).reshape(-1)
@@ -121,8 +121,8 @@ def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Plan, j
     kept = jnp.clip(limit - before, 0, number)
     first = jnp.concatenate([jnp.zeros_like(kept[:, :1]), kept[:, :-1]], 1)  # slots of the half before, on this device
     place = chosen * b + jnp.arange(b, dtype=jnp.int32)[:, None, None]
-    slots = experts * b * here
-    slot = place.reshape(-1) * here + first.reshape(-1)[keys] + rank
+    slots = experts * b * local_limit
+    slot = place.reshape(-1) * local_limit + first.reshape(-1)[keys] + rank
     slot = jnp.where(rank < kept.reshape(-1)[keys], slot, slots)
     choice = jnp.full((slots,), slot.size, jnp.int32).at[slot].set(jnp.arange(slot.size, dtype=jnp.int32), mode="drop")
     return Plan(choice, slot), (number - kept).sum((0, 1)).astype(jnp.float32)

@@ -95,8 +95,8 @@ def mean_across(tree, like, dtype: str):
         parts = [a[0] for a in jax.tree.leaves(tree)]
         copies = [_wide([a for a in AXES if a not in {REPLICA, *itertools.chain(*map(mesh_axes, s))}]) for s in jax.tree.leaves(specs)]
         shares = [_padded(x, _size(axes)).reshape(_size(axes), -1) for x, axes in zip(parts, copies, strict=True)]
-        own = [x[lax.axis_index(axes) if axes else 0] for x, axes in zip(shares, copies, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(tree), map(_gathered, mean(own), copies, parts))
+        device_shares = [x[lax.axis_index(axes) if axes else 0] for x, axes in zip(shares, copies, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(tree), map(_gathered, mean(device_shares), copies, parts))
 
     mesh = jax.tree.leaves(like)[0].sharding.mesh
     each_spec = jax.tree.map(leading, specs)

@@ -46,9 +46,9 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
         total = sum(n * each for n, each in pools.values())
         listed = ", ".join(f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in pools.items())
         lines.append(f"slots: {listed} MiB, {mebibytes(total)} in all")
-    if made := compiled_memory(compiled):
-        split = f"{mebibytes(bytes_per_device(step.abstract_state()))} of state, {mebibytes(made['temporary'])} temporary"
-        lines.append(f"memory per device as compiled: {mebibytes(made['total'])} MiB ({split})")
+    if compiled_bytes := compiled_memory(compiled):
+        split = f"{mebibytes(bytes_per_device(step.abstract_state()))} of state, {mebibytes(compiled_bytes['temporary'])} temporary"
+        lines.append(f"memory per device as compiled: {mebibytes(compiled_bytes['total'])} MiB ({split})")
     lies = [f"{mebibytes(bytes_per_device(step.abstract_state(), host=True))} MiB of the optimizer's state"] if step.layout.offload else []
     if config.parallel.offload in ("activations", "both"):
         lies.append(f"slots {', '.join(step.host_pools)}" if step.setup.train else "what layers keep for the backward")
