@@ -64,7 +64,7 @@ def times_of(found: dict[str, float], table, shares):
     per_stage = {}
     for op, names in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
         seconds, part = 0.0, 0.0
-        for g, u in enumerate(local_index(table.place)):
+        for g, u in enumerate(local_index(table.stage_of)):
             kinds = [found[f"{n}{u}"] for n in names if f"{n}{u}" in found]
             if kinds:
                 seconds, part = seconds + statistics.mean(kinds), part + shares[g]

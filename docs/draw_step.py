@@ -20,8 +20,8 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle  # noqa: E402
 
 from jaxtrain.schedule.by_name import make_table  # noqa: E402
-from jaxtrain.schedule.columns import columns, permutes, results, units  # noqa: E402
-from jaxtrain.schedule.slots import Program, assign_slots  # noqa: E402
+from jaxtrain.schedule.columns import MESSAGES, columns, permutes, results, units  # noqa: E402
+from jaxtrain.schedule.slots import SlottedTable, assign_slots  # noqa: E402
 from jaxtrain.schedule.table import Op, Permute, wraps  # noqa: E402
 from jaxtrain.schedule.validator import check  # noqa: E402
 
@@ -43,7 +43,7 @@ HEIGHT = 560.0
 NARROW, PERMUTE = 0.32, 1.1  # widths of an op that no stage runs in the tick, and of the permute; one that runs: 1
 
 
-def program() -> Program:
+def slotted_table() -> SlottedTable:
     """The table of the picture, with its slots."""
     table = make_table(SCHEDULE, STAGES, REPEATS, MICROBATCHES, permute="late", vocabulary="parallel")
     check(table)
@@ -52,7 +52,7 @@ def program() -> Program:
 
 def fingerprint() -> str:
     """Of everything that the picture depends on."""
-    digest, p = hashlib.sha256(pathlib.Path(__file__).read_bytes()), program()
+    digest, p = hashlib.sha256(pathlib.Path(__file__).read_bytes()), slotted_table()
     shown = {name: a for name, a in columns(p).items() if name in ops(p) or name.startswith("permute") or name.endswith(NUMBERS)}
     for name, array in sorted(shown.items()):
         digest.update(name.encode() + np.ascontiguousarray(array, np.int32).tobytes())
@@ -63,7 +63,7 @@ def color(kind: str, unit: int = 0) -> str:
     return COLORS["F" if kind == "K" else kind][unit % 2]
 
 
-def ops(p: Program) -> list[str]:
+def ops(p: SlottedTable) -> list[str]:
     """The names of the ops of a tick that some stage runs in some row, in order."""
     wanted = columns(p)
     return [name for name in wanted if name.startswith(NAMES) and not name.endswith(NUMBERS) and wanted[name].any()]
@@ -94,7 +94,7 @@ class Canvas:
 # --- the table -------------------------------------------------------------------------------------------------------------------
 
 
-def draw_table(canvas: Canvas, p: Program, top: float, row: float, strip: float) -> tuple[float, float, float]:
+def draw_table(canvas: Canvas, p: SlottedTable, top: float, row: float, strip: float) -> tuple[float, float, float]:
     """Stages down, ticks to the right, and below them what a row says for all stages; gives the blown-up tick's edges and bottom."""
     table = p.table
     cell = (WIDTH - LEFT) / table.ticks
@@ -102,7 +102,7 @@ def draw_table(canvas: Canvas, p: Program, top: float, row: float, strip: float)
         canvas.text(LEFT - 8, top - (s + 0.5) * row, f"stage {s}", 8, "right")
         for t in range(table.ticks):
             x, y = LEFT + t * cell, top - (s + 1) * row
-            op, unit = Op(int(table.op[t, s])), int(table.unit[t, s])
+            op, unit = Op(int(table.op[t, s])), int(table.local_unit[t, s])
             if op == Op.IDLE:
                 canvas.empty(x + 1, y + 1, cell - 2, row - 2)
                 continue
@@ -137,38 +137,39 @@ def draw_table(canvas: Canvas, p: Program, top: float, row: float, strip: float)
 # --- the tick --------------------------------------------------------------------------------------------------------------------
 
 
-def what_it_does(p: Program, name: str, s: int) -> str:
+def what_it_does(p: SlottedTable, name: str, s: int) -> str:
     """The text in the box of an op that a stage runs in the tick."""
     now = {key: int(a[TICK, s]) for key, a in columns(p).items()}
     into, slot = results(p), {key.removesuffix("_slot"): n for key, n in now.items() if key.endswith("_slot")}
-    x, g, stash = f"x[{slot['x']}]", f"g[{slot['g']}]", f"stash[{slot['stash']}]"
+    activation, gradient, stash = (f"{pool}[{slot[pool]}]" for pool in ("activation", "gradient", "weight_stash"))
     for_b, for_w = f"residual_b[{slot['residual_b']}]", f"residual_w[{slot['residual_w']}]"
     if name[0] in "FKRBW":
         op, unit = name[0], int(name[1:])
         lines = {
-            "F": [f"{x} → {into.get(('F', unit))}"],
-            "K": [f"{x} → {into.get(('F', unit))},", f"{for_b},", for_w],
-            "R": [f"{x} →", f"{for_b},", for_w],
-            "B": [f"{g},", f"{for_b},", f"{for_w}", f"→ {into.get(('B', unit))}, {stash}"],
+            "F": [f"{activation} →", f"{into.get(('F', unit))}"],
+            "K": [f"{activation} →", f"{into.get(('F', unit))},", f"{for_b},", for_w],
+            "R": [f"{activation} →", f"{for_b},", for_w],
+            "B": [f"{gradient},", f"{for_b},", f"{for_w}", f"→ {into.get(('B', unit))},", stash],
             "W": [f"{for_w},", stash, f"→ grad{unit} += …"],
         }[op]
         return "\n".join([f"microbatch {now['microbatch']}:", *lines])
     if name == "embed":
-        return f"microbatch {now['embed_microbatch']}:\ntokens → x[{slot['embed_x']}]"
+        return f"microbatch {now['embed_microbatch']}:\ntokens → activation[{slot['embed_activation']}]"
     if name == "head":
-        where = f"of stage {p.table.place[-1]}" if p.table.vocabulary == "parallel" else "of this stage"
+        where = f"of stage {p.table.stage_of[-1]}" if p.table.vocabulary == "parallel" else "of this stage"
         part = f"\n1/{p.table.stages} of vocabulary," if p.table.vocabulary == "parallel" else ""
         lines = [
             f"microbatch {now['head_microbatch']}:{part}",
-            f"x[{slot['head_x']}] → g[{slot['head_g']}]",
+            f"activation[{slot['head_activation']}] →",
+            f"gradient[{slot['head_gradient']}]",
             f"{where},",
             "grad_head += …",
         ]
-        if s == p.table.place[-1]:  # the others add zero
+        if s == p.table.stage_of[-1]:  # the others add zero
             lines = [*lines[:-1], f"{lines[-1]},", "loss += …"]
         return "\n".join(lines)
     if name == "embed_gradient":
-        return f"microbatch {now['embed_gradient_microbatch']}:\ng[{slot['embed_gradient_g']}], tokens →\ngrad_embed += …"
+        return f"microbatch {now['embed_gradient_microbatch']}:\ngradient[{slot['embed_gradient_gradient']}], tokens →\ngrad_embed += …"
     verb, *rest = name.split("_")
     if verb == "take":
         way, kind = rest
@@ -179,7 +180,12 @@ def what_it_does(p: Program, name: str, s: int) -> str:
     return f"y → {rest[0]}"
 
 
-def draw_tick(canvas: Canvas, p: Program, top: float, row: float) -> None:
+def broken(name: str) -> str:
+    """An op's name on one line or two: a long one is cut before `activation` or `gradient`."""
+    return name.replace("_activation", "_\nactivation").replace("_gradient", "_\ngradient")
+
+
+def draw_tick(canvas: Canvas, p: SlottedTable, top: float, row: float) -> None:
     """Stages down, the tick's ops to the right: a filled box is a loop of one trip, a dotted one of zero trips."""
     table, wanted, names = p.table, columns(p), ops(p)
     busy = [bool(wanted[n][TICK].any()) for n in names]
@@ -188,9 +194,9 @@ def draw_tick(canvas: Canvas, p: Program, top: float, row: float) -> None:
     for name, runs in zip(names, busy, strict=True):
         width = unit if runs else NARROW * unit
         if runs:
-            canvas.text(x + width / 2, top + 8, name.replace("embed_gradient", "embed_\ngradient"), 7.5, family="monospace")
+            canvas.text(x + width / 2, top + 8, broken(name), 7.5, family="monospace")
         else:
-            canvas.text(x + width / 2, top + 4, name, 7, family="monospace", color=FAINT, rotation=90, va="bottom")
+            canvas.text(x + width / 2, top + 4, broken(name), 7, family="monospace", color=FAINT, rotation=90, va="bottom")
         for s in range(table.stages):
             middle = top - (s + 0.5) * row
             if not wanted[name][TICK, s]:
@@ -210,7 +216,7 @@ def draw_tick(canvas: Canvas, p: Program, top: float, row: float) -> None:
     draw_permutes(canvas, p, x, PERMUTE * unit, top, row)
 
 
-def draw_permutes(canvas: Canvas, p: Program, left: float, width: float, top: float, row: float) -> None:
+def draw_permutes(canvas: Canvas, p: SlottedTable, left: float, width: float, top: float, row: float) -> None:
     """The permutes of the row: what the next row takes in is dark, what travels unread is faint."""
     stages, wanted, steps = p.table.stages, columns(p), permutes(p.table)
     assert wanted["permute_LATE"][TICK].all(), "the picture is of a row that permutes at its end"
@@ -220,9 +226,9 @@ def draw_permutes(canvas: Canvas, p: Program, left: float, width: float, top: fl
         canvas.text(x, top + 7, f"{way} →\n{way}_in", 7)
         for s in range(stages):
             to = (s + step) % stages
-            if not wraps(p.table.place, stages) and to != s + step:
+            if not wraps(p.table.stage_of, stages) and to != s + step:
                 continue  # no link between the last stage and the first
-            read = any(wanted[f"take_{way}_{kind}"][TICK + 1, to] for kind in "xg")
+            read = any(wanted[f"take_{way}_{kind}"][TICK + 1, to] for kind in MESSAGES)
             style = {"color": INK if read else FAINT, "linewidth": 1.5 if read else 0.9, "linestyle": "-" if read else ":"}
             curve = "arc3,rad=-0.22" if abs(to - s) > 1 else "arc3"  # the ring closes beside the other arrows
             ends = [(x, top - (stage + 0.5) * row) for stage in (s, to)]
@@ -235,11 +241,11 @@ def draw_permutes(canvas: Canvas, p: Program, left: float, width: float, top: fl
 def draw() -> Canvas:
     """The picture."""
     matplotlib.rcParams.update({"svg.hashsalt": "jaxtrain", "svg.fonttype": "path", "font.family": "DejaVu Sans"})
-    p, canvas = program(), Canvas()
+    p, canvas = slotted_table(), Canvas()
     t = p.table
     title = f"The table: {t.name}, {t.stages} stages of {units(t)} chunks, {t.microbatches} microbatches, {t.ticks} ticks"
     canvas.text(LEFT, 545, title, 10, "left", fontweight="bold")
-    chunks = "; ".join(f"stage {s}: {' and '.join(str(g) for g, at in enumerate(t.place) if at == s)}" for s in range(t.stages))
+    chunks = "; ".join(f"stage {s}: {' and '.join(str(g) for g, at in enumerate(t.stage_of) if at == s)}" for s in range(t.stages))
     canvas.text(
         LEFT,
         531,

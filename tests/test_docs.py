@@ -193,9 +193,9 @@ def test_the_slots_are_those_of_the_tables():
     assert {name for name, *_ in rows} == set(SCHEDULES) and len(rows) == len(SCHEDULES)
     for name, repeats, *shown in rows:
         assert int(repeats or 1) == SCHEDULES[name].least_repeats
-        for (kind, full), numbers in zip((("x", True), ("residual_w", False), ("stash", False)), shown, strict=True):
+        for (kind, full), numbers in zip((("activation", True), ("residual_w", False), ("weight_stash", False)), shown, strict=True):
             tables = [make_table(name, 4, int(repeats or 1), m, permute="late", remat_full=full) for m in (8, 64)]
-            assert [assign_slots(table).slots[kind] for table in tables] == [int(n) for n in numbers.split(", ")], (name, kind)
+            assert [assign_slots(table).pool_sizes[kind] for table in tables] == [int(n) for n in numbers.split(", ")], (name, kind)
 
 
 def test_the_picture_is_of_the_present_table():

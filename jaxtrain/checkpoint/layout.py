@@ -90,8 +90,8 @@ def stored_arrays(state: Any, stored_shapes: Any, placement: Placement) -> list[
                 raise ValueError(f"{name}: chunks differ, {old.dtype}{list(old.shape)} and {new.dtype}{list(new.shape)}")
             found[name] = dataclasses.replace(old, parts=(*old.parts, part))
     for array in found.values():
-        if array.parts[0].chunk is not None and len(array.parts) != placement.chunks:
-            raise ValueError(f"{array.name}: {len(array.parts)} chunks are not the {placement.chunks} of {placement.describe()}")
+        if array.parts[0].chunk is not None and len(array.parts) != placement.units_per_stage:
+            raise ValueError(f"{array.name}: {len(array.parts)} chunks are not the {placement.units_per_stage} of {placement.describe()}")
     return list(found.values())
 
 
@@ -107,7 +107,7 @@ def _stored_name(path: tuple) -> tuple[str, int | None]:
 def _check(name: str, shape: tuple[int, ...], stored: tuple[int, ...], placement: Placement, chunk: int | None):
     """Raises ValueError unless `shape` holds `stored` as the placement says."""
     if chunk is not None:
-        if chunk >= placement.chunks or shape[:2] != (placement.stages, placement.rows(chunk)):
+        if chunk >= placement.units_per_stage or shape[:2] != (placement.stages, placement.stack_size(chunk)):
             raise ValueError(f"{name}: {list(shape)} is not chunk {chunk} of {placement.describe()}")
         shape = shape[2:]
     if len(shape) != len(stored) or any(s > n for n, s in zip(shape, stored)):
@@ -143,7 +143,7 @@ def regions(part: Part, bounds: Bounds, stored: tuple[int, ...], placement: Plac
 def _layer_runs(chunk: int, stages: tuple[int, int], rows: tuple[int, int], placement: Placement) -> Iterator[tuple[tuple, tuple]]:
     """Pairs ((stage, rows), (layers,)) of the used rows in a block of [stages, rows]; a stage's layers are consecutive."""
     for stage in range(*stages):
-        first, stop = placement.first_layer(chunk, stage), min(rows[1], placement.count(chunk, stage))
+        first, stop = placement.first_layer(chunk, stage), min(rows[1], placement.layer_count(chunk, stage))
         if rows[0] < stop:
             yield (stage - stages[0], slice(0, stop - rows[0])), (slice(first + rows[0], first + stop),)
 

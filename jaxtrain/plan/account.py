@@ -90,10 +90,10 @@ def _table(s: Sizes, stage: int) -> Iterator[tuple[str, int, Iterable[Cost]]]:
     assert program is not None
     table, wanted = program.table, {name: int(a[:, stage].sum()) for name, a in columns(program).items()}
     yield "embed", wanted["embed"], ops.embed(s)
-    for u in range(place.chunks):
-        layers = place.count(u, stage)
+    for u in range(place.units_per_stage):
+        layers = place.layer_count(u, stage)
         # A layer that stands outside of the loop over layers makes no output that nobody reads.
-        outside = int(place.rows(u) == 1 or s.zero.gathers_in_ops)
+        outside = int(place.stack_size(u) == 1 or s.zero.gathers_in_ops)
         for name in "FKRBW":
             op, times = "F" if name == "K" else name, wanted[f"{name}{u}"]
             yield op, times, ops.once(s, op)
@@ -103,7 +103,7 @@ def _table(s: Sizes, stage: int) -> Iterator[tuple[str, int, Iterable[Cost]]]:
     yield "head", wanted["head"], ops.head(s)
     yield "embed_gradient", wanted["embed_gradient"], ops.embed_gradient(s)
     rows = sum(wanted[f"permute_{when.name}"] for when in (Permute.EARLY, Permute.LATE))
-    round_ = wraps(table.place, table.stages)
+    round_ = wraps(table.stage_of, table.stages)
     sends = [way for way in permutes(table) if round_ or 0 <= stage + WAY[way] < table.stages]
     yield "permute", rows, [Cost(PERMUTE, (STAGE,), s.activation / s.of[MODEL] * s.item) for _ in sends]
 
@@ -127,7 +127,7 @@ def _accumulation(s: Sizes) -> Iterator[tuple[str, int, Iterable[Cost]]]:
 def _weights(s: Sizes, op: str, chunk: str, reads: bool = True) -> Iterator[Cost]:
     """What an op does with one layer's parameters: gathers what it reads, reduces their gradients."""
     leaves = {
-        name: dataclasses.replace(leaf, size=leaf.size // s.setup.placement.rows(int(chunk)))
+        name: dataclasses.replace(leaf, size=leaf.size // s.setup.placement.stack_size(int(chunk)))
         for name, leaf in s.leaves("layers", chunk).items()
     }
     vectors = {name: leaf for name, leaf in leaves.items() if not leaf.spec.matrix}

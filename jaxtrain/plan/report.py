@@ -42,7 +42,7 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
         size = step.slot_bytes()
-        pools = {kind: (n, size[kind]) for kind, n in step.setup.train.slots.items() if n}
+        pools = {kind: (n, size[kind]) for kind, n in step.setup.train.pool_sizes.items() if n}
         total = sum(n * each for n, each in pools.values())
         listed = ", ".join(f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in pools.items())
         lines.append(f"slots: {listed} MiB, {mebibytes(total)} in all")
@@ -89,7 +89,7 @@ def state_memory(config: Config, step: Step) -> dict[str, int]:
     if step.setup.train:
         size = step.slot_bytes()
         slots = lambda on_host: sum(
-            n * size[kind] for kind, n in step.setup.train.slots.items() if n and (kind in step.host_pools) == on_host
+            n * size[kind] for kind, n in step.setup.train.pool_sizes.items() if n and (kind in step.host_pools) == on_host
         )
         kinds["slots"], host["slots"] = slots(False), slots(True)
     return kinds | {f"{kind} on the host": n for kind, n in host.items() if n}

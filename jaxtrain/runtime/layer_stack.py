@@ -60,8 +60,8 @@ class LayerStack:
     """
 
     def __init__(self, layer: Callable, split: Split, placement: Placement, unit: int, stage, zero: Zero = NO_GATHERS, how: Any = None):
-        counts = [placement.count(unit, s) for s in range(placement.stages)]
-        self._layer, self._split, self._rows, self._zero, self._how = layer, split, placement.rows(unit), zero, how
+        counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
+        self._layer, self._split, self._rows, self._zero, self._how = layer, split, placement.stack_size(unit), zero, how
         self._for_b, self._for_w = split.sort(split.residuals)
         self._count = counts[0] if len(set(counts)) == 1 else jnp.asarray(counts)[stage]
         self._room = max(placement.sizes)  # layers that a slot has room for

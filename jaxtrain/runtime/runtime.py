@@ -28,7 +28,7 @@ from jaxtrain.runtime.layer_stack import LayerStack, slots
 from jaxtrain.runtime.tick import Accumulate, Tick
 from jaxtrain.schedule.columns import columns, permutes, results
 from jaxtrain.schedule.placement import Placement
-from jaxtrain.schedule.slots import Program
+from jaxtrain.schedule.slots import SlottedTable
 
 BATCH = P(None, BATCH_AXES, CONTEXT)  # [microbatch, row, token]
 
@@ -49,7 +49,7 @@ class Runtime:
 
     parts: Parts
     placement: Placement
-    program: Program | None
+    program: SlottedTable | None
     mesh: Mesh
     reductions: dict
     zero: Zero = Zero()
@@ -96,7 +96,7 @@ class Runtime:
     @property
     def host_pools(self) -> tuple[str, ...]:
         """The pools of slots in the host's memory: of what F leaves for B, the units' inputs with full remat, else the residuals."""
-        kept = ("x",) if self.remat == "full" else ("residual_b", "residual_w")
+        kept = ("activation",) if self.remat == "full" else ("residual_b", "residual_w")
         return kept if self.host and self.program is not None else ()
 
     # ------------------------------------------------------------------ inside the manual region
@@ -114,7 +114,7 @@ class Runtime:
             return loss, constants["count"]
         sums = {
             **{name: state[f"grad_{name}"] for name in self.parts.ends},
-            "layers": {str(c): jax.tree.map(lambda a: a[None], state[f"grad{c}"]) for c in range(self.placement.chunks)},
+            "layers": {str(c): jax.tree.map(lambda a: a[None], state[f"grad{c}"]) for c in range(self.placement.units_per_stage)},
         }
         with jax.named_scope("reduce_gradients"):
             left = reduce_rest if self.zero.reduces_in_ops else reduce
@@ -146,21 +146,21 @@ class Runtime:
 
     def _tick(self, constants) -> tuple[Callable, dict[str, Any]]:
         """The scan's body, and the state before the first row."""
-        place = self.placement.place
+        place = self.placement.stage_of
         shared = self.program is not None and self.program.table.vocabulary == "parallel"
         ends = Ends(self.parts, self.loss_chunk, self.compute, place[0], place[-1], shared, self.zero, self.reductions)
         payload = (*constants["batch"]["tokens"].shape[1:], self.parts.cfg.width)
         split = self._split(payload, jax.eval_shape(lambda c: ends.extra(c, 0), constants))
         stacks = [
             LayerStack(self._layer, split, self.placement, u, lax.axis_index(STAGE), self.zero, self.reductions["layers"][str(u)])
-            for u in range(self.placement.chunks)
+            for u in range(self.placement.units_per_stage)
         ]
         state: dict[str, Any] = {"loss": jnp.zeros(())}
         if not self.forward_only:
             specs, how = self.parts.specs, self.reductions
             state |= {f"grad_{k}": jax.tree.map(self._sums, specs[k], how[k], constants[k]) for k in self.parts.ends}
             state |= {"ahead_loss": jnp.zeros(())} if self.parts.cfg.mtp_depth else {}
-            for u in range(self.placement.chunks):
+            for u in range(self.placement.units_per_stage):
                 state[f"grad{u}"] = jax.tree.map(self._sums, specs["layer"], how["layers"][str(u)], constants[f"layers{u}"])
         if self.program is None:
             return Accumulate(ends, stacks[0], self.remat == "full", self.forward_only, self.host, constants), state
@@ -210,28 +210,29 @@ class Runtime:
         whole = size(a for a, gathered in zip(split.stash, split.gathered, strict=True) if gathered) * (model - 1)
         message = rows * tokens * self.parts.cfg.width * jnp.dtype(self.compute).itemsize // model
         layers = max(self.placement.sizes)
-        of_layers = {kind: layers * size(kept) for kind, kept in (("residual_b", for_b), ("residual_w", for_w), ("stash", split.stash))}
-        return {"x": message, "g": message, **of_layers, "stash": of_layers["stash"] + layers * whole}
+        kept = {"residual_b": for_b, "residual_w": for_w, "weight_stash": split.stash}
+        of_layers = {pool: layers * size(arrays) for pool, arrays in kept.items()}
+        return {"activation": message, "gradient": message, **of_layers, "weight_stash": of_layers["weight_stash"] + layers * whole}
 
     def _buffers(self, split: Split, payload: tuple[int, ...]) -> dict[str, Any]:
         """The slots, and what leaves and arrives."""
         assert self.program is not None
-        table, counts = self.program.table, self.program.slots
+        table, counts = self.program.table, self.program.pool_sizes
         zeros = lambda *lead: constrain(jnp.zeros((*lead, *payload), self.compute), (*(None for _ in lead), *SPLIT))
         host = self.host_pools
-        state: dict[str, Any] = {"x": zeros(max(1, counts["x"]))}
-        if "x" in host:
-            state["x"] = host_memory.slots(state["x"].shape, self.compute, True)
+        state: dict[str, Any] = {"activation": zeros(max(1, counts["activation"]))}
+        if "activation" in host:
+            state["activation"] = host_memory.slots(state["activation"].shape, self.compute, True)
         used = set(results(self.program).values()) | set(permutes(table))
         state |= {name: zeros() for name in used} | {f"{way}_in": zeros() for way in permutes(table)}
         if table.forward_only:
             return state
-        state["g"] = zeros(max(1, counts["g"]))
+        state["gradient"] = zeros(max(1, counts["gradient"]))
         rows = max(self.placement.sizes)
         pool = lambda kind, kept: slots(max(1, counts[kind]), rows, kept, kind in host)
         for_b, for_w = split.sort(split.residuals)
-        stash = pool("stash", split.stash)
-        if "stash" not in host:  # what B has gathered for W stays whole: the partitioner may split it, and W would gather it again
+        stash = pool("weight_stash", split.stash)
+        if "weight_stash" not in host:  # what B has gathered for W stays whole: the partitioner may split it, and W would gather it again
             whole = lambda a, gathered: constrain(a, (None,) * a.ndim) if gathered else a
             stash = [whole(*each) for each in zip(stash, split.gathered, strict=True)]
-        return state | {"residual_b": pool("residual_b", for_b), "residual_w": pool("residual_w", for_w), "stash": stash}
+        return state | {"residual_b": pool("residual_b", for_b), "residual_w": pool("residual_w", for_w), "weight_stash": stash}

@@ -10,8 +10,9 @@ undoing that (tests read them off the compiled program):
 
 The state, on each stage:
 
-    x, g         inputs of units, and gradients of their outputs, by slot [slots, B, T, D]
-    residual_b, residual_w, stash    what the forward leaves for B alone, for B and W, and B for W: lists of arrays [slots · rows, ...]
+    activation, gradient    inputs of units, and gradients of their outputs, by slot [slots, B, T, D]
+    residual_b, residual_w, weight_stash    what the forward leaves for B alone, for B and W, and B for W: lists of arrays
+                            [slots · rows, ...]
     up, down     what leaves to the next and to the previous stage; y: a result that does neither; up_in, down_in: what came from them
     grad…        float32 gradient sums: embed, first, head, predictors and one for each unit; loss, ahead_loss: the sums so far
 """
@@ -31,7 +32,7 @@ from jaxtrain.parallel.host_memory import with_row
 from jaxtrain.runtime.embedding_and_head import Ends, State
 from jaxtrain.runtime.layer_stack import LayerStack
 from jaxtrain.schedule.columns import STAYS, TAKES, WAY, columns, permutes, results
-from jaxtrain.schedule.slots import Program
+from jaxtrain.schedule.slots import SlottedTable
 from jaxtrain.schedule.table import Permute, wraps
 
 
@@ -74,7 +75,7 @@ class Accumulate:
 class Tick:
     """tick(state, row) → state. `constants` (parameters in the compute type, the batch) are what no op changes."""
 
-    def __init__(self, ends: Ends, stacks: list[LayerStack], program: Program, constants: State):
+    def __init__(self, ends: Ends, stacks: list[LayerStack], program: SlottedTable, constants: State):
         self.ends, self.stacks, self.table, self.constants = ends, stacks, program.table, constants
         self.columns, self.results, self.permutes = columns(program), results(program), permutes(program.table)
         self._stage = lax.axis_index(STAGE)
@@ -89,7 +90,7 @@ class Tick:
             return self._permute(Permute.LATE, row, self._ops(self._permute(Permute.EARLY, row, s), row))
         # What arrived last is in its slot before anything is sent: then what arrives next lands where that was. A copy instead would let
         # XLA's GPU scheduler finish the permutes before the ops.
-        s = s | lax.optimization_barrier({k: s[k] for k in ("x", "g", *self.permutes) if k in s})
+        s = s | lax.optimization_barrier({k: s[k] for k in ("activation", "gradient", *self.permutes) if k in s})
         s = self._permute(Permute.EARLY, row, s)
         # One loop around all ops: XLA's TPU scheduler starts a permute as late as the loops behind it take, were they to run, and the
         # last ones mostly do not. Only as a whole do they stand beside it.
@@ -101,29 +102,29 @@ class Tick:
         run, op = functools.partial(self._once, row), functools.partial
         cfg = self.ends.parts.cfg
         first = ["first"] if cfg.dense_layers else []
-        s = run("embed", ["embed", *first, "batch"], ["x"], self._embed, s)
+        s = run("embed", ["embed", *first, "batch"], ["activation"], self._embed, s)
         residuals = ["residual_b", "residual_w"]
         for u in range(len(self.stacks)):
             fixed = [f"layers{u}", "batch"]
             forward, backward = self.results["F", u], self.results["B", u]
-            s = run(f"F{u}", [*fixed, "x"], [forward], op(self._forward, u), s)
-            s = run(f"K{u}", [*fixed, "x"], [forward, *residuals], op(self._forward_keeping, u), s)
-            s = run(f"R{u}", [*fixed, "x"], residuals, op(self._recompute, u), s)
-            s = run(f"B{u}", [*fixed, "g", *residuals], [backward, "stash"], op(self._input_gradient, u), s)
-            s = run(f"W{u}", [*fixed, "residual_w", "stash"], [f"grad{u}"], op(self._weight_gradient, u), s)
+            s = run(f"F{u}", [*fixed, "activation"], [forward], op(self._forward, u), s)
+            s = run(f"K{u}", [*fixed, "activation"], [forward, *residuals], op(self._forward_keeping, u), s)
+            s = run(f"R{u}", [*fixed, "activation"], residuals, op(self._recompute, u), s)
+            s = run(f"B{u}", [*fixed, "gradient", *residuals], [backward, "weight_stash"], op(self._input_gradient, u), s)
+            s = run(f"W{u}", [*fixed, "residual_w", "weight_stash"], [f"grad{u}"], op(self._weight_gradient, u), s)
         for way in WAY:
             s = run(f"send_{way}", ["y"], [way], op(self._send, way), s)
         for name in STAYS:
             _, kind, buffer = name.split("_")
             s = run(name, [buffer], [kind], op(self._stay, kind, buffer), s)
         if self.table.forward_only:
-            s = run("head", ["embed", "head", "batch", "x"], ["loss"], self._loss, s)
+            s = run("head", ["embed", "head", "batch", "activation"], ["loss"], self._loss, s)
         else:
-            made = ["loss", "g", "grad_head", *(["grad_embed"] if cfg.tied_embeddings or cfg.mtp_depth else [])]
+            made = ["loss", "gradient", "grad_head", *(["grad_embed"] if cfg.tied_embeddings or cfg.mtp_depth else [])]
             made += ["ahead_loss", "grad_predictors"] if cfg.mtp_depth else []
-            reads = ["embed", "head", *(["predictors"] if cfg.mtp_depth else []), "batch", "x"]
+            reads = ["embed", "head", *(["predictors"] if cfg.mtp_depth else []), "batch", "activation"]
             s = run("head", reads, made, self._loss_and_gradients, s)
-            reads = ["g", "embed", "first", "batch"] if first else ["g", "batch"]
+            reads = ["gradient", "embed", "first", "batch"] if first else ["gradient", "batch"]
             s = run("embed_gradient", reads, ["grad_embed", *(f"grad_{name}" for name in first)], self._embed_gradient, s)
         return s
 
@@ -153,7 +154,7 @@ class Tick:
         column = self.columns[name]
         if not column.any() or not self.permutes:
             return state
-        closed = wraps(self.table.place, p)
+        closed = wraps(self.table.stage_of, p)
 
         def send(sources):
             pairs = lambda step: [(i, (i + step) % p) for i in range(p) if closed or 0 <= i + step < p]
@@ -187,23 +188,23 @@ class Tick:
         return jnp.where(self._stage == stage, new.astype(old.dtype), old) if self.ends.shared else new
 
     def _embed(self, s: State, row) -> State:
-        slot = row["embed_x_slot"]
+        slot = row["embed_activation_slot"]
         new = self.ends.embed(s, row["embed_microbatch"])
-        return {"x": with_row(s["x"], self._own(new, row_of(s["x"], slot), self.table.place[0]), slot)}
+        return {"activation": with_row(s["activation"], self._own(new, row_of(s["activation"], slot), self.table.stage_of[0]), slot)}
 
     def _embed_gradient(self, s: State, row) -> State:
-        return self.ends.embed_gradient(s, row["embed_gradient_microbatch"], row_of(s["g"], row["embed_gradient_g_slot"]))
+        return self.ends.embed_gradient(s, row["embed_gradient_microbatch"], row_of(s["gradient"], row["embed_gradient_gradient_slot"]))
 
     def _loss(self, s: State, row) -> State:
-        return self.ends.loss(s, row["head_microbatch"], row_of(s["x"], row["head_x_slot"]))
+        return self.ends.loss(s, row["head_microbatch"], row_of(s["activation"], row["head_activation_slot"]))
 
     def _loss_and_gradients(self, s: State, row) -> State:
-        slot = row["head_g_slot"]
-        new, g = self.ends.loss_and_gradients(s, row["head_microbatch"], row_of(s["x"], row["head_x_slot"]))
-        return {**new, "g": with_row(s["g"], self._own(g, row_of(s["g"], slot), self.table.place[-1]), slot)}
+        slot = row["head_gradient_slot"]
+        new, g = self.ends.loss_and_gradients(s, row["head_microbatch"], row_of(s["activation"], row["head_activation_slot"]))
+        return {**new, "gradient": with_row(s["gradient"], self._own(g, row_of(s["gradient"], slot), self.table.stage_of[-1]), slot)}
 
     def _input(self, u: int, s: State, row):
-        return s[f"layers{u}"], row_of(s["x"], row["x_slot"]), self.ends.extra(s, row["microbatch"])
+        return s[f"layers{u}"], row_of(s["activation"], row["activation_slot"]), self.ends.extra(s, row["microbatch"])
 
     def _forward(self, u: int, s: State, row) -> State:
         return {self.results["F", u]: self.stacks[u].forward(*self._input(u, s, row))}
@@ -223,10 +224,10 @@ class Tick:
 
     def _input_gradient(self, u: int, s: State, row) -> State:
         kept, slots = (s["residual_b"], s["residual_w"]), (row["residual_b_slot"], row["residual_w_slot"])
-        g, extra = row_of(s["g"], row["g_slot"]), self.ends.extra(s, row["microbatch"])
-        g, stash = self.stacks[u].input_gradient(s[f"layers{u}"], extra, *kept, *slots, g, s["stash"], row["stash_slot"])
-        return {self.results["B", u]: g, "stash": stash}
+        g, extra = row_of(s["gradient"], row["gradient_slot"]), self.ends.extra(s, row["microbatch"])
+        g, stash = self.stacks[u].input_gradient(s[f"layers{u}"], extra, *kept, *slots, g, s["weight_stash"], row["weight_stash_slot"])
+        return {self.results["B", u]: g, "weight_stash": stash}
 
     def _weight_gradient(self, u: int, s: State, row) -> State:
-        extra, at = self.ends.extra(s, row["microbatch"]), (row["residual_w_slot"], s["stash"], row["stash_slot"])
+        extra, at = self.ends.extra(s, row["microbatch"]), (row["residual_w_slot"], s["weight_stash"], row["weight_stash_slot"])
         return {f"grad{u}": self.stacks[u].weight_gradient(s[f"layers{u}"], s[f"grad{u}"], extra, s["residual_w"], *at)}

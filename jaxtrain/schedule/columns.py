@@ -2,13 +2,14 @@
 
 The ops of a tick, in order:
 
-    take_up_x, take_down_x, take_up_g, take_down_g    what the last permute brought goes into its slot
+    take_up_activation, take_down_activation, take_up_gradient, take_down_gradient
+                                      what the last permute brought goes into its slot
     permute_EARLY
-    busy                                              whether the row has any of what follows
-    embed                                             the first unit's input
-    F, K, R, B, W of each unit                        forward; forward that keeps what the backward reads; recompute; gradients
-    send_up, send_down                                a result that goes by another buffer than its op writes, into that buffer
-    stay_x, stay_g                                    a result that stays on its stage, from the buffer `up`, `down` or `y` into its slot
+    busy                              whether the row has any of what follows
+    embed                             the first unit's input
+    F, K, R, B, W of each unit        forward; forward that keeps what the backward reads; recompute; gradients
+    send_up, send_down                a result that goes by another buffer than its op writes, into that buffer
+    stay_activation, stay_gradient    a result that stays on its stage, from the buffer `up`, `down` or `y` into its slot
     head, embed_gradient
     permute_LATE
 
@@ -18,47 +19,48 @@ stage, and into `y` where it does not. No JAX here.
 
 import numpy as np
 
-from jaxtrain.schedule.slots import Program
+from jaxtrain.schedule.slots import KINDS, SHARED_SLOTS, SlottedTable
 from jaxtrain.schedule.table import Op, Permute, Table, directions, units_of
 
+MESSAGES = ("activation", "gradient")
 BUFFERS = ("up", "down", "y")
 WAY = {"up": 1, "down": -1}
-TAKES = tuple(f"take_{way}_{kind}" for kind in "xg" for way in WAY)
-STAYS = tuple(f"stay_{kind}_{buffer}" for kind in "xg" for buffer in BUFFERS)
-SLOTS = ("x", "g", "residual_b", "residual_w", "stash", "up_x", "up_g", "down_x", "down_g", "stay_x", "stay_g")
+TAKES = tuple(f"take_{way}_{kind}" for kind in MESSAGES for way in WAY)
+STAYS = tuple(f"stay_{kind}_{buffer}" for kind in MESSAGES for buffer in BUFFERS)
+SLOTS = (*KINDS, *(f"{way}_{kind}" for way in ("up", "down", "stay") for kind in MESSAGES))
 
 
 def units(table: Table) -> int:
     """Units on a stage, the most of all stages."""
-    return max(table.place.count(s) for s in range(table.stages))
+    return max(table.stage_of.count(s) for s in range(table.stages))
 
 
-def _sent(program: Program) -> np.ndarray:
+def _sent(slotted: SlottedTable) -> np.ndarray:
     """bool [ticks, stages, 2]: whether the buffer up, down holds a message that is still to leave, before the row's op writes."""
-    table = program.table
+    table = slotted.table
     held, now = np.zeros((*table.op.shape, 2), bool), np.zeros((table.stages, 2), bool)
     for t in range(table.ticks):
         if table.permute[t] == Permute.EARLY:
             now = np.zeros_like(now)
         held[t] = now
-        now = now | np.stack([program.send[t] == 1, program.send[t] == -1], -1)
+        now = now | np.stack([slotted.send[t] == 1, slotted.send[t] == -1], -1)
         if table.permute[t] == Permute.LATE:
             now = np.zeros_like(now)
     return held
 
 
-def results(program: Program) -> dict[tuple[str, int], str]:
+def results(slotted: SlottedTable) -> dict[tuple[str, int], str]:
     """(F or B, local unit) → the buffer into which the op writes its result on every stage."""
-    table, held, found = program.table, _sent(program), {}
+    table, held, found = slotted.table, _sent(slotted), {}
     for op in (Op.F, Op.B):
         for u in range(units(table)):
-            cells = (table.op == op) & (table.unit == u)
-            ways = set(program.send[cells].tolist()) - {0}
+            cells = (table.op == op) & (table.local_unit == u)
+            ways = set(slotted.send[cells].tolist()) - {0}
             buffer = "y"
             if len(ways) == 1:
                 way = "up" if ways == {1} else "down"
                 # A result that stays passes through the buffer too, which must not hold a message then.
-                if not (held[..., 0 if way == "up" else 1] & cells & (program.send == 0)).any():
+                if not (held[..., 0 if way == "up" else 1] & cells & (slotted.send == 0)).any():
                     buffer = way
             found[op.name, u] = buffer
     return found
@@ -66,38 +68,37 @@ def results(program: Program) -> dict[tuple[str, int], str]:
 
 def _keeps(table: Table) -> np.ndarray:
     """bool [ticks, stages]: whether a cell is an F that keeps what the backward reads."""
-    own = units_of(table.place, table.stages)
+    own = units_of(table.stage_of, table.stages)
     keeping = [[not table.forward_only and not table.recomputes(g) for g in own[s]] for s in range(table.stages)]
-    return np.array(
-        [[o == Op.F and keeping[s][u] for s, (o, u) in enumerate(zip(*row, strict=True))] for row in zip(table.op, table.unit, strict=True)]
-    )
+    ticks = zip(table.op, table.local_unit, strict=True)
+    return np.array([[o == Op.F and keeping[s][u] for s, (o, u) in enumerate(zip(*tick, strict=True))] for tick in ticks])
 
 
-def columns(program: Program) -> dict[str, np.ndarray]:
+def columns(slotted: SlottedTable) -> dict[str, np.ndarray]:
     """Name → int32 [ticks, stages]: 1 where the stage runs the op; slots and microbatches, 0 where there are none."""
-    t, n = program.table, units(program.table)
+    t, n = slotted.table, units(slotted.table)
     keeps, everywhere = _keeps(t), np.arange(t.stages)[None]
     whole = lambda column: np.broadcast_to(column[:, None], t.op.shape)
     at = lambda stage: np.full((1, t.stages), True) if t.vocabulary == "parallel" else everywhere == stage
-    wanted = {name: getattr(program, name.removeprefix("take_")) >= 0 for name in TAKES}
-    wanted["embed"] = whole(t.embed >= 0) & at(t.place[0])
+    wanted = {name: getattr(slotted, name.removeprefix("take_")) >= 0 for name in TAKES}
+    wanted["embed"] = whole(t.embed >= 0) & at(t.stage_of[0])
     for u in range(n):
-        of = lambda op, u=u: (t.op == op) & (t.unit == u)
+        of = lambda op, u=u: (t.op == op) & (t.local_unit == u)
         wanted |= {f"F{u}": of(Op.F) & ~keeps, f"K{u}": of(Op.F) & keeps, f"R{u}": of(Op.R), f"B{u}": of(Op.B), f"W{u}": of(Op.W)}
-    into = results(program)
+    into = results(slotted)
     through = {b: np.zeros(t.op.shape, bool) for b in BUFFERS}
     for (op, u), buffer in into.items():
-        through[buffer] |= (t.op == Op[op]) & (t.unit == u)
-    wanted |= {f"send_{way}": (program.send == step) & through["y"] for way, step in WAY.items()}
-    for kind in "xg":
-        wanted |= {f"stay_{kind}_{b}": (getattr(program, f"stay_{kind}") >= 0) & through[b] for b in BUFFERS}
-    wanted["head"] = whole(t.head >= 0) & at(t.place[-1])
-    wanted["embed_gradient"] = whole(t.embed_gradient >= 0) & at(t.place[0])
+        through[buffer] |= (t.op == Op[op]) & (t.local_unit == u)
+    wanted |= {f"send_{way}": (slotted.send == step) & through["y"] for way, step in WAY.items()}
+    for kind in MESSAGES:
+        wanted |= {f"stay_{kind}_{b}": (getattr(slotted, f"stay_{kind}") >= 0) & through[b] for b in BUFFERS}
+    wanted["head"] = whole(t.head >= 0) & at(t.stage_of[-1])
+    wanted["embed_gradient"] = whole(t.embed_gradient >= 0) & at(t.stage_of[0])
     takes = {name: wanted.pop(name) for name in TAKES}
     wanted = takes | {"busy": np.any(list(wanted.values()), axis=0)} | wanted
     wanted |= {f"permute_{when.name}": whole(t.permute == when) for when in (Permute.EARLY, Permute.LATE)}
-    numbers = {f"{name}_slot": getattr(program, name) for name in SLOTS}
-    numbers |= {f"{name}_slot": whole(getattr(program, name)) for name in ("embed_x", "head_x", "head_g", "embed_gradient_g")}
+    numbers = {f"{name}_slot": getattr(slotted, name) for name in SLOTS}
+    numbers |= {f"{name}_slot": whole(getattr(slotted, name)) for name in SHARED_SLOTS}
     numbers |= {"microbatch": t.microbatch} | {
         f"{name}_microbatch": whole(getattr(t, name)) for name in ("embed", "head", "embed_gradient")
     }
@@ -106,7 +107,7 @@ def columns(program: Program) -> dict[str, np.ndarray]:
 
 def permutes(table: Table) -> dict[str, int]:
     """The buffers that ever leave their stages → the step that they make."""
-    ways = set(directions(table.place, table.stages)) - {0}
+    ways = set(directions(table.stage_of, table.stages)) - {0}
     if not table.forward_only:
         ways |= {-d for d in ways}
     return {name: step for name, step in WAY.items() if step in ways}

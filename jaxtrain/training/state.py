@@ -52,7 +52,7 @@ class Layout:
     def specs(self) -> dict:
         """A Spec for each parameter; one layer's for each chunk's stack."""
         ends, layer = self.parts.ends, self.parts.specs["layer"]
-        return {**ends, "layers": {str(c): layer for c in range(self.placement.chunks)}}
+        return {**ends, "layers": {str(c): layer for c in range(self.placement.units_per_stage)}}
 
     def _map(self, fn) -> dict:
         """fn(spec, leading shape, leading axes) over all parameters."""
@@ -60,7 +60,7 @@ class Layout:
         def part(key, tree):
             if key != "layers":
                 return jax.tree.map(lambda s: fn(s, (), ()), tree, is_leaf=_is_spec)
-            stack = lambda c: lambda s: fn(s, (self.placement.stages, self.placement.rows(int(c))), ("stage", "layer"))
+            stack = lambda c: lambda s: fn(s, (self.placement.stages, self.placement.stack_size(int(c))), ("stage", "layer"))
             return {c: jax.tree.map(stack(c), t, is_leaf=_is_spec) for c, t in tree.items()}
 
         return {k: part(k, t) for k, t in self.specs.items()}

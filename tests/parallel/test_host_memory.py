@@ -80,7 +80,7 @@ def test_the_program_has_what_is_said_on_the_host(offload):
     (region,) = [e for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map"]
     (scan,) = [e for e in region.params["jaxpr"].eqns if e.primitive.name == "scan"]
     slots = on_host([v.aval for v in scan.outvars])
-    counts, layers = step.setup.train.slots, max(step.setup.placement.sizes)
+    counts, layers = step.setup.train.pool_sizes, max(step.setup.placement.sizes)
     assert step.host_pools == (("residual_b", "residual_w") if offload == "activations" else ())
     assert sorted({s[0] for s in slots}) == sorted({counts[pool] * layers for pool in step.host_pools})
     assert (len(slots) > 5) == (offload == "activations")
@@ -119,7 +119,7 @@ def test_a_device_without_a_host_memory_is_refused(monkeypatch):
     "offload, mesh, remat, lies",
     [
         ("optimizer", (2, 2, 1), "none", "MiB of the optimizer's state"),
-        ("both", (2, 2, 1), "full", "MiB of the optimizer's state; slots x"),
+        ("both", (2, 2, 1), "full", "MiB of the optimizer's state; slots activation"),
         ("activations", (2, 1, 1), "full", "what layers keep for the backward"),
         ("none", (2, 2, 1), "none", ""),
     ],

@@ -35,7 +35,7 @@ CASES = {  # placement, chunk, stage, layers there
 def run(case: str, extra, recompute: bool):
     """What a unit's ops make on its stage; everything is computed twice, by the ops apart and at once."""
     placement, unit, stage, _ = CASES[case]
-    rows = placement.rows(unit)
+    rows = placement.stack_size(unit)
     params = {"in": normal(1, rows, WIDTH, 4), "out": normal(2, rows, 4, WIDTH), "bias": normal(3, rows, WIDTH)}
     x, g, sums = normal(4, *SHAPE), normal(5, *SHAPE), jax.tree.map(lambda a: 1 + jnp.zeros_like(a), params)
     layer = lambda params, x, extra: block(params, x, *extra)

@@ -20,7 +20,7 @@ from jaxtrain.devices.mesh import AXES, MODEL, STAGE
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.runtime import runtime, tick
 from jaxtrain.schedule.columns import permutes
-from jaxtrain.schedule.slots import Program
+from jaxtrain.schedule.slots import SlottedTable
 from jaxtrain.schedule.table import Permute, wraps
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
@@ -51,7 +51,7 @@ class Compiled:
 
     cfg: Config
     step: Step
-    table: Program | None
+    table: SlottedTable | None
     program: hlo.Program
     text: str
 
@@ -117,7 +117,7 @@ def misplaced_permutes(c: Compiled) -> list:
     table = c.table.table if c.table else None
     wanted = len(permutes(table)) * len(set(table.permute.tolist()) - {Permute.NONE}) if table else 0
     shape = tuple(c.step.mesh.shape.values())
-    closed = not table or table.stages == 2 or wraps(table.place, table.stages)
+    closed = not table or table.stages == 2 or wraps(table.stage_of, table.stages)
     around = [text for text in everywhere.values() if not closed and hlo.goes_round(text, shape, AXES.index(STAGE))]
     lifted = len(inside) != len(some) * len(permutes(table)) if table else False
     return elsewhere + around + [f"{len(here)} permutes"] * (len(here) != wanted) + ["in every row"] * lifted
@@ -141,7 +141,7 @@ def wide_collectives(c: Compiled) -> list:
 def large_copies(c: Compiled) -> list:
     """Copies of a stash, or of a matrix's size, anywhere in the scan, also in ops; filling a new buffer with zeros is none."""
     assert c.table is not None
-    stashes = {(n, *c.payload) for n in c.table.slots.values() if n > 1}
+    stashes = {(n, *c.payload) for n in c.table.pool_sizes.values() if n > 1}
     copies = [i for i in c.program.below(c.tick) if i.opcode in ("copy", "copy-start")]
     large = [i for i in copies if max(i.sizes) >= c.smallest_matrix or i.shapes[0] in stashes]
     return [i.text for i in large if not c.program.is_fill(i.operands[0])]
@@ -242,8 +242,8 @@ def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
 
 def test_a_copied_stash_is_found(monkeypatch):
     def forward(self, c, s, row, original=tick.Tick._forward):
-        changed = lax.fori_loop(0, row["microbatch"], lambda i, x: x.at[i].set(s["up"]), s["x"])
-        kept = s["x"][changed.sum().astype(int) % 2]  # the old stash is read after the loop has updated the new one
+        changed = lax.fori_loop(0, row["microbatch"], lambda i, x: x.at[i].set(s["up"]), s["activation"])
+        kept = s["activation"][changed.sum().astype(int) % 2]  # the old stash is read after the loop has updated the new one
         return {name: y + kept for name, y in original(self, c, s, row).items()}
 
     monkeypatch.setattr(tick.Tick, "_forward", forward)
@@ -288,5 +288,5 @@ def test_slots_are_as_large_as_is_said(changes, monkeypatch):
     with jax.set_mesh(step.mesh):
         step.gradients.trace(step.abstract_state()["params"], abstract_batch(cfg, step))
     size = lambda kind: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(found[kind]))
-    said, kinds = step.slot_bytes(), ("x", "g", "residual_b", "residual_w", "stash")
-    assert {kind: max(1, step.setup.train.slots[kind]) * said[kind] for kind in kinds} == {kind: size(kind) for kind in kinds}
+    said, kinds = step.slot_bytes(), ("activation", "gradient", "residual_b", "residual_w", "weight_stash")
+    assert {kind: max(1, step.setup.train.pool_sizes[kind]) * said[kind] for kind in kinds} == {kind: size(kind) for kind in kinds}

@@ -77,7 +77,7 @@ def abstract_state(layout: Layout) -> dict:
         head = {"w": leaf((WIDTH, layout.padded), dtype, None, vocabulary)}
         layers = {}
         for c in range(layout.chunks):
-            rows = (layout.stages, placement.rows(c))
+            rows = (layout.stages, placement.stack_size(c))
             w = leaf((*rows, WIDTH, HIDDEN), dtype, "stage", None, data, "model")
             layers[str(c)] = {"mlp": {"w": w}, "norm": leaf((*rows, WIDTH), dtype, "stage", None, data)}
         return {"embed": embed, "layers": layers, "head": head}

@@ -67,7 +67,7 @@ def read(mesh: Mapping[str, int], setup: Setup, program: hlo.Program, stage: int
         name, _ = next(iter(collections.Counter(names).most_common(1)), (None, 0))
         inside = re.findall(r"/[FKRBW](\d+)/", loop.op_name)
         if inside:
-            return place.count(int(inside[-1]), stage)
+            return place.layer_count(int(inside[-1]), stage)
         return wanted.get(name)
 
     found: collections.Counter = collections.Counter()

@@ -91,7 +91,7 @@ def to_plain(layout: Layout, tree: dict) -> dict:
     """Parameters (or anything shaped like them) in a layout → plain. Fails unless all padding is exactly zero."""
     tree, placement = jax.tree.map(np.asarray, tree), layout.placement
     rows = {}
-    for c in range(placement.chunks):
+    for c in range(placement.units_per_stage):
         for place, layer in np.ndenumerate(placement.layer_index(c)):
             row = jax.tree.map(lambda a, place=place: a[place], tree["layers"][str(c)])
             if layer >= 0:
@@ -120,7 +120,7 @@ def from_plain(layout: Layout, plain: dict) -> dict:
         return np.pad(a, [(0, full - n) for full, n in zip(spec.padded, a.shape, strict=True)])
 
     arrays = {k: jax.tree.map(pad, specs, plain[k]) for k, specs in layout.parts.ends.items()}
-    arrays["layers"] = {str(c): jax.tree.map(lambda a, c=c: stack(c, a), plain["layers"]) for c in range(placement.chunks)}
+    arrays["layers"] = {str(c): jax.tree.map(lambda a, c=c: stack(c, a), plain["layers"]) for c in range(placement.units_per_stage)}
     return jax.device_put(arrays, layout.shardings)
 
 
