@@ -57,7 +57,7 @@ def account(config: Config, stage: int = 0, cpu: bool = False) -> list[Row]:
 def exchange_account(config: Config, cpu: bool = False) -> list[Row]:
     """The same of an exchange between replicas that train apart, which comes every `train.diloco_inner_steps`; [] where there is none."""
     sizes = Sizes(config, cpu)
-    return _rows(sizes, [("exchange", 1, ops.exchange(sizes))] if sizes.layout.apart else [])
+    return _rows(sizes, [("exchange", 1, ops.exchange(sizes))] if sizes.layout.independent_replicas else [])
 
 
 def busiest(config: Config, cpu: bool = False) -> int:

@@ -81,11 +81,11 @@ def state_memory(config: Config, step: Step) -> dict[str, int]:
     """Bytes on a device by kind: parameters, the optimizer's moments, gradient sums; what replicas that train apart keep; slots. Those in
     the host's memory come after, as "moments on the host"."""
     state, sizes = step.abstract_state(), Sizes(config, cpu=False)
-    kinds = {"parameters": bytes_per_device(state["params"]), "moments": bytes_per_device(state["optimizer"])}
-    kinds |= {name: bytes_per_device(state[name]) for name in OUTER if name in state}
+    kinds = {"parameters": bytes_per_device(state.params), "moments": bytes_per_device(state.optimizer)}
+    kinds |= {name: bytes_per_device(getattr(state, name)) for name in OUTER if step.layout.independent_replicas}
     shards = lambda leaf: sizes.of[DATA] if sizes.zero.reduces_in_ops and leaf.how.over_data else 1
     kinds["accumulators"] = sum(leaf.size // shards(leaf) * NUMBER for leaf in sizes.all_leaves())
-    host = {"moments": bytes_per_device(state["optimizer"], host=True)}
+    host = {"moments": bytes_per_device(state.optimizer, host=True)}
     if step.setup.train:
         size = step.slot_bytes()
         slots = lambda on_host: sum(
