@@ -75,9 +75,9 @@ class Layout:
 
     @property
     def specs(self) -> dict:
-        """A Spec for each parameter; one layer's for each chunk's stack."""
-        ends, layer = self.parts.ends, self.parts.specs["layer"]
-        return {**ends, "layers": {str(c): layer for c in range(self.placement.units_per_stage)}}
+        """A Spec for each parameter; one layer's for the stack of each local unit."""
+        layer = self.parts.specs["layer"]
+        return {**self.parts.ends, "layers": {str(unit): layer for unit in range(self.placement.units_per_stage)}}
 
     def _map(self, fn: Callable[[Spec, tuple[int, ...], tuple[str, ...]], Any]) -> dict:
         """fn(spec, leading shape, leading axes) over all parameters."""

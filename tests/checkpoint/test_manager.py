@@ -373,16 +373,16 @@ def test_orbax_s_warnings_stay_inside(saved, caplog):
 def test_a_state_of_another_placement_is_refused(tmp_path):
     layout = Layout(18, stages=2, chunks=2)
     for other, message in {
-        (2, 1): r"\[2, 5, 8, 16\] is not chunk 0 of 18 layers over 2 stages × 1 chunk",
-        (4, 2): r"\[2, 5, 8, 16\] is not chunk 0 of 18 layers over 4 stages × 2 chunks",
-        (2, 3): r"\[2, 5, 8, 16\] is not chunk 0 of 18 layers over 2 stages × 3 chunks",
+        (2, 1): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 2 stages × 1 chunk",
+        (4, 2): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 4 stages × 2 chunks",
+        (2, 3): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 2 stages × 3 chunks",
     }.items():
         c = Checkpointer(tmp_path / "run", Placement(18, *other), stored_shapes(layout))
         with pytest.raises(ValueError, match=message):
             c.save(1, state(layout), {})
     live, shapes = state(layout), stored_shapes(layout)
     del live["params"]["layers"]["1"], shapes["params"]["layers"]["1"]
-    with pytest.raises(ValueError, match="params/layers/mlp/w: 1 chunks are not the 2 of 18 layers over 2 stages × 2 chunks"):
+    with pytest.raises(ValueError, match="params/layers/mlp/w: 1 units are not the 2 of 18 layers over 2 stages × 2 chunks"):
         Checkpointer(tmp_path / "run", layout.placement, shapes).save(1, live, {})
     assert not any((tmp_path / "run").iterdir())
 
