@@ -86,7 +86,8 @@ def draw() -> str:
     whole = timed("1f1b", 1)
     scale = (WIDTH - TABLE - 10) / whole.step_time_coupled
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+        ' font-family="sans-serif">',
         box(0, 0, WIDTH, HEIGHT, "#ffffff"),
         text(10, 20, "Layers lie on stages.", 13, weight="bold"),
         text(10, 36, "A stage is several devices:", 10, fill=GREY),
