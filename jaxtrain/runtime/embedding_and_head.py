@@ -145,7 +145,7 @@ class Ends:
         x = self._lookup(params, tokens)
         if "positions" in params:
             params["positions"] = self._whole(params["positions"], how["positions"])
-        return self.parts.embed(params, psum(x, self._over) if self.shared else x, positions, method="place")
+        return self.parts.embed(params, psum(x, self._over) if self.shared else x, positions, method="add_positions")
 
     def embed_gradient(self, s: State, k, g) -> State:
         """→ the gradient sums of the embedding, and of the dense layers behind it, with the gradient of `embed`'s result."""

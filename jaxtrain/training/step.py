@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -14,7 +13,7 @@ from jax.stages import Wrapped
 
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.pipeline_setup import Setup, make_setup
-from jaxtrain.devices.mesh import BATCH_AXES, CONTEXT
+from jaxtrain.devices.mesh import CONTEXT, batch_shards
 from jaxtrain.models.transformer import Parts, build
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Zero
@@ -102,7 +101,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     layout = make_layout(config, setup, mesh)
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs, layout.offload)
     runtime, evaluation = _runtimes(config, setup, layout)
-    sequences = config.data.batch_size // config.pipeline.microbatches // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    sequences = config.sequences_per_microbatch // batch_shards(mesh.shape)
     tokens, documents = config.data.sequence_length // mesh.shape[CONTEXT], not config.data.attend_across_documents
 
     jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
@@ -196,7 +195,7 @@ def _check_memories(config: Config, mesh: Mesh) -> None:
 def abstract_batch(config: Config, step: Step) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch's arrays as ShapeDtypeStructs."""
     m = config.pipeline.microbatches
-    shape = (m, config.data.batch_size // m, config.data.sequence_length)
+    shape = (m, config.sequences_per_microbatch, config.data.sequence_length)
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     if not config.data.attend_across_documents:
         dtypes |= {"segments": jnp.int32, "positions": jnp.int32}
