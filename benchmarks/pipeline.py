@@ -59,12 +59,12 @@ def op_seconds(program, run_rows) -> tuple[dict[str, float], float]:
 def times_of(found: dict[str, float], table, shares):
     """The simulator's Times: of a microbatch on a whole stage."""
     from jaxtrain.schedule.simulate import Times
-    from jaxtrain.schedule.table import local_index
+    from jaxtrain.schedule.table import local_unit_of
 
     per_stage = {}
     for op, names in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
         seconds, part = 0.0, 0.0
-        for g, u in enumerate(local_index(table.stage_of)):
+        for g, u in enumerate(local_unit_of(table.stage_of)):
             kinds = [found[f"{n}{u}"] for n in names if f"{n}{u}" in found]
             if kinds:
                 seconds, part = seconds + statistics.mean(kinds), part + shares[g]

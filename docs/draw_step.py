@@ -20,9 +20,10 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle  # noqa: E402
 
 from jaxtrain.schedule.by_name import make_table  # noqa: E402
-from jaxtrain.schedule.columns import MESSAGES, columns, permutes, results, units  # noqa: E402
-from jaxtrain.schedule.slots import SlottedTable, assign_slots  # noqa: E402
+from jaxtrain.schedule.columns import columns, permutes, results, units  # noqa: E402
+from jaxtrain.schedule.slots import MESSAGES, SlottedTable, assign_slots  # noqa: E402
 from jaxtrain.schedule.table import Op, Permute, wraps  # noqa: E402
+from jaxtrain.schedule.table_spec import TableSpec  # noqa: E402
 from jaxtrain.schedule.validator import check  # noqa: E402
 
 PICTURE = ROOT / "docs" / "step.svg"
@@ -45,7 +46,7 @@ NARROW, PERMUTE = 0.32, 1.1  # widths of an op that no stage runs in the tick, a
 
 def slotted_table() -> SlottedTable:
     """The table of the picture, with its slots."""
-    table = make_table(SCHEDULE, STAGES, REPEATS, MICROBATCHES, permute="late", vocabulary="parallel")
+    table = make_table(TableSpec(SCHEDULE, STAGES, REPEATS, MICROBATCHES, permute="late", vocabulary="parallel"))
     check(table)
     return assign_slots(table)
 

@@ -1,11 +1,11 @@
-"""What a tick reads of the table: for each op whether this stage runs it in this row, and with which microbatch and slots.
+"""What a tick reads of the table: for each op whether this stage runs it in this tick, and with which microbatch and slots.
 
 The ops of a tick, in order:
 
     take_up_activation, take_down_activation, take_up_gradient, take_down_gradient
                                       what the last permute brought goes into its slot
     permute_EARLY
-    busy                              whether the row has any of what follows
+    busy                              whether the tick has any of what follows
     embed                             the first unit's input
     F, K, R, B, W of each unit        forward; forward that keeps what the backward reads; recompute; gradients
     send_up, send_down                a result that goes by another buffer than its op writes, into that buffer
@@ -19,15 +19,15 @@ stage, and into `y` where it does not. No JAX here.
 
 import numpy as np
 
-from jaxtrain.schedule.slots import KINDS, SHARED_SLOTS, SlottedTable
+from jaxtrain.schedule.slots import MESSAGES, POOLS, SHARED_SLOTS, SlottedTable
 from jaxtrain.schedule.table import Op, Permute, Table, directions, units_of
+from jaxtrain.schedule.transport import waiting
 
-MESSAGES = ("activation", "gradient")
 BUFFERS = ("up", "down", "y")
 WAY = {"up": 1, "down": -1}
 TAKES = tuple(f"take_{way}_{kind}" for kind in MESSAGES for way in WAY)
 STAYS = tuple(f"stay_{kind}_{buffer}" for kind in MESSAGES for buffer in BUFFERS)
-SLOTS = (*KINDS, *(f"{way}_{kind}" for way in ("up", "down", "stay") for kind in MESSAGES))
+SLOTS = (*POOLS, *(f"{way}_{kind}" for way in ("up", "down", "stay") for kind in MESSAGES))
 
 
 def units(table: Table) -> int:
@@ -35,23 +35,9 @@ def units(table: Table) -> int:
     return max(table.stage_of.count(s) for s in range(table.stages))
 
 
-def _sent(slotted: SlottedTable) -> np.ndarray:
-    """bool [ticks, stages, 2]: whether the buffer up, down holds a message that is still to leave, before the row's op writes."""
-    table = slotted.table
-    held, now = np.zeros((*table.op.shape, 2), bool), np.zeros((table.stages, 2), bool)
-    for t in range(table.ticks):
-        if table.permute[t] == Permute.EARLY:
-            now = np.zeros_like(now)
-        held[t] = now
-        now = now | np.stack([slotted.send[t] == 1, slotted.send[t] == -1], -1)
-        if table.permute[t] == Permute.LATE:
-            now = np.zeros_like(now)
-    return held
-
-
 def results(slotted: SlottedTable) -> dict[tuple[str, int], str]:
     """(F or B, local unit) → the buffer into which the op writes its result on every stage."""
-    table, held, found = slotted.table, _sent(slotted), {}
+    table, held, found = slotted.table, waiting(slotted.table), {}
     for op in (Op.F, Op.B):
         for u in range(units(table)):
             cells = (table.op == op) & (table.local_unit == u)
