@@ -15,7 +15,7 @@ from support import ROOT
 
 from jaxtrain import cli, generate, launch, train
 from jaxtrain.__main__ import COMMANDS
-from jaxtrain.config import checks
+from jaxtrain.config import checks, fields
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices import cluster_environment
 from jaxtrain.schedule import __main__ as schedule_command
@@ -200,13 +200,14 @@ def test_every_rule_is_held_by_a_test_that_exists():
 
 
 def defined_in(path: pathlib.Path) -> set[str]:
-    """The functions, classes, methods ("Class.method") and constants of a Python file."""
+    """The functions, classes, methods and fields ("Class.method") and constants of a Python file."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            found |= {f"{node.name}.{inner.target.id}" for inner in node.body if isinstance(inner, ast.AnnAssign)}
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
     return found
@@ -228,6 +229,35 @@ def test_every_question_is_answered_by_what_exists():
     for row in rows:
         question, answer = row.strip("| ").split(" | ")
         assert question.endswith("?") and check_references(answer, ROOT / "jaxtrain"), row
+
+
+MODULES: dict[str, list[pathlib.Path]] = {}
+for path in sorted((ROOT / "jaxtrain").rglob("*.py")):
+    MODULES.setdefault(path.stem, []).append(path)
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "extending.md"])
+def test_what_a_module_is_said_to_have_exists(name):
+    """Of code such as `columns.results`, where the first word is a module's name and the whole is no setting."""
+    spans = re.findall(r"`(?:[\w/]*/)?(\w+)\.(\w+(?:\.\w+)?)(?:\(\))?`", (ROOT / "docs" / name).read_text())
+    named = [
+        (module, what) for module, what in spans if module in MODULES and what not in ("py", "md") and f"{module}.{what}" not in fields()
+    ]
+    for module, what in named:
+        there = set().union(*(defined_in(path) for path in MODULES[module]))
+        assert what in there | {inner.partition(".")[2] for inner in there}, f"no {module}.py has {what}"
+    assert len(named) > 5 or name != "architecture.md"
+
+
+EXAMPLES = {"run.py", "NAME.py"}  # of paths that users give
+
+
+@pytest.mark.parametrize("folder", ["jaxtrain", "tests", "benchmarks", "scripts", "configs"])
+def test_docstrings_name_files_that_exist(folder):
+    names = {path.name for path in ROOT.rglob("*.py")} | EXAMPLES
+    for path in (ROOT / folder).rglob("*.py"):
+        said = re.findall(r"\w+\.py\b", ast.get_docstring(ast.parse(path.read_text())) or "")
+        assert not (gone := [name for name in said if name not in names]), f"{path.relative_to(ROOT)} speaks of {gone}"
 
 
 def test_what_is_to_be_extended_exists():
