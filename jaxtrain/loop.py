@@ -285,10 +285,10 @@ def _read(out: dict, step: Step, together: bool) -> dict[str, float]:
 
 def _evaluate(evaluation: Callable, held_out: Loader, params: dict) -> float | None:
     """The mean loss over the held-out batches' weighted tokens, in nats; None if there are none."""
-    sums = [evaluation(params, batch) for batch in held_out.iterate()]
-    counts = [float(n) for _, n in sums]
+    means = [evaluation(params, batch) for batch in held_out.iterate()]
+    counts = [float(mean.tokens) for mean in means]
     total = sum(counts)
-    return sum(float(loss) * n for (loss, _), n in zip(sums, counts, strict=True)) / total if total else None
+    return sum(float(mean.loss) * n for mean, n in zip(means, counts, strict=True)) / total if total else None
 
 
 def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: pathlib.Path, at: int, say) -> None:

@@ -19,7 +19,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, STAGE
 from jaxtrain.plan import ops
 from jaxtrain.plan.ops import PERMUTE, SUM, Cost, Sizes
-from jaxtrain.schedule.columns import WAY, columns, permutes
+from jaxtrain.schedule.columns import CELL_OPS, EMBED, EMBED_GRADIENT, HEAD, WAY, cell_op, columns, permute_op, permutes
 from jaxtrain.schedule.table import Permute, wraps
 
 
@@ -86,26 +86,26 @@ def _step(s: Sizes, stage: int) -> Iterator[tuple[str, int, Iterable[Cost]]]:
 
 
 def _table(s: Sizes, stage: int) -> Iterator[tuple[str, int, Iterable[Cost]]]:
-    program, place = s.setup.train, s.setup.placement
-    assert program is not None
-    table, wanted = program.table, {name: int(a[:, stage].sum()) for name, a in columns(program).items()}
-    yield "embed", wanted["embed"], ops.embed(s)
+    slotted, place = s.setup.train, s.setup.placement
+    assert slotted is not None
+    table, runs = slotted.table, {op: int(column[:, stage].sum()) for op, column in columns(slotted).runs.items()}
+    yield "embed", runs[EMBED], ops.embed(s)
     for u in range(place.units_per_stage):
         layers = place.layer_count(u, stage)
         # A layer that stands outside of the loop over layers makes no output that nobody reads.
         outside = int(place.stack_size(u) == 1 or s.zero.gathers_in_ops)
-        for name in "FKRBW":
-            op, times = "F" if name == "K" else name, wanted[f"{name}{u}"]
+        for name in CELL_OPS:
+            op, times = "F" if name == "K" else name, runs[cell_op(name, u)]
             yield op, times, ops.once(s, op)
             yield op, times * layers, _weights(s, op, str(u))
             yield op, times * (layers - outside), ops.layer(s, op)
             yield op, times * outside, ops.layer(s, op, last=name == "R")
-    yield "head", wanted["head"], ops.head(s)
-    yield "embed_gradient", wanted["embed_gradient"], ops.embed_gradient(s)
-    rows = sum(wanted[f"permute_{when.name}"] for when in (Permute.EARLY, Permute.LATE))
+    yield "head", runs[HEAD], ops.head(s)
+    yield "embed_gradient", runs[EMBED_GRADIENT], ops.embed_gradient(s)
+    rounds = sum(runs[permute_op(when)] for when in (Permute.EARLY, Permute.LATE))
     round_ = wraps(table.stage_of, table.stages)
     sends = [way for way in permutes(table) if round_ or 0 <= stage + WAY[way] < table.stages]
-    yield "permute", rows, [Cost(PERMUTE, (STAGE,), s.activation / s.of[MODEL] * s.item) for _ in sends]
+    yield "permute", rounds, [Cost(PERMUTE, (STAGE,), s.activation / s.of[MODEL] * s.item) for _ in sends]
 
 
 def _accumulation(s: Sizes) -> Iterator[tuple[str, int, Iterable[Cost]]]:

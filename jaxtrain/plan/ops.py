@@ -21,7 +21,7 @@ from jaxtrain.models.spec import Spec
 from jaxtrain.parallel.experts import capacity_of
 from jaxtrain.parallel.replicas import BLOCK
 from jaxtrain.parallel.zero import Reduction, Zero
-from jaxtrain.runtime.loss import chunk_number
+from jaxtrain.runtime.loss import cut_count
 from jaxtrain.training.state import Layout
 from jaxtrain.training.step import make_layout, zero_of
 
@@ -63,7 +63,7 @@ class Sizes:
         self.of: dict[str, int] = dict(self.mesh.shape)
         self.setup: Setup = make_setup(config)
         self.layout: Layout = make_layout(config, self.setup, self.mesh)
-        self.shared = self.setup.train is not None and self.setup.table.vocabulary == "parallel"
+        self.shared = self.setup.shares_vocabulary
         self.zero: Zero = zero_of(config)
         self.cpu = cpu
         self.item = jnp.dtype(config.precision.compute).itemsize
@@ -311,7 +311,7 @@ def _prediction(s: Sizes, leaves: dict[str, Leaf]) -> Iterator[Cost]:
 
 def _loss(s: Sizes) -> Iterator[Cost]:
     """The last norm, the product with the output matrix, and the softmax (runtime/loss.py)."""
-    m, n, tokens = s.model, chunk_number(s.rows, s.tokens, s.of[MODEL], s.model.loss_chunk), s.rows * s.tokens
+    m, n, tokens = s.model, cut_count(s.rows, s.tokens, s.of[MODEL], s.model.loss_chunk), s.rows * s.tokens
     for axes in ((MODEL,), (STAGE,) if s.shared else ()):
         for numbers in (1, 2):  # the largest logit; the softmax's sum and the target's logit
             yield from [Cost(SUM, axes, numbers * tokens / n * NUMBER)] * n

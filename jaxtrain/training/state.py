@@ -26,7 +26,7 @@ from jaxtrain.devices.sharding import constrain, restricted, spec
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
 from jaxtrain.parallel import host_memory, replicas
-from jaxtrain.parallel.zero import Reduction, plan
+from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
 
 OUTER = ("anchor", "outer_momentum")
@@ -78,7 +78,7 @@ class Layout:
     def reductions(self) -> dict:
         """Of gradients, inside a replica where these are apart."""
         over = replicas.sum_axes(self.apart)
-        how = lambda s, shape, axes: plan((*axes, *s.axes), (*shape, *s.padded), len(shape), self.mesh, self.zero, over, s.counts)
+        how = lambda s, shape, axes: reduction_of((*axes, *s.axes), (*shape, *s.padded), len(shape), self.mesh, self.zero, over, s.counts)
         return self._map(how)
 
     def _shardings(self, which: str) -> dict:

@@ -15,10 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.config import ConfigError
 from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.devices.mesh import BATCH_AXES, CONTEXT
+from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import Parts, build
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Zero
-from jaxtrain.runtime.runtime import BATCH, Runtime
+from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.optimizer import learning_rate, make_optimizer
 from jaxtrain.training.state import Layout, abstract_state
@@ -36,10 +37,10 @@ class Step:
 
     train:    (state, batch) → (state, {"loss", "grad_norm", "learning_rate", "tokens", with model.mtp_depth "mtp_loss", of experts those of
               balance.metrics}); donates the state
-    evaluate: (params, batch) → (loss, tokens), of state[trained]
+    evaluate: (params, batch) → Losses, of state[trained]
     exchange: state → state, where replicas train apart (training/diloco.py), or None; donates the state
     mean:     a step's metrics, one of each replica then → those of the step
-    gradients: (params, batch) → (loss, tokens, gradients, further losses by name), without an optimizer
+    gradients: (params, batch) → LossesAndGradients, without an optimizer
     slot_bytes: () → of a pipeline, pool of slots → bytes of one on a device (Runtime.slot_bytes); traces a layer
     host_pools: those in the host's memory
     """
@@ -68,7 +69,7 @@ class Step:
     @property
     def batch_sharding(self) -> NamedSharding:
         """Of a batch's arrays [microbatches, rows, tokens]."""
-        return NamedSharding(self.mesh, BATCH)
+        return NamedSharding(self.mesh, BATCH_SPEC)
 
     def abstract_state(self) -> dict:
         return abstract_state(self.layout, self.optimizer)
@@ -76,9 +77,11 @@ class Step:
 
 def make_layout(config, setup: Setup, mesh: Mesh) -> Layout:
     """Where the parameters of a resolved config lie."""
-    apart, shared = config.train.diloco_inner_steps > 0, setup.train is not None and setup.table.vocabulary == "parallel"
+    apart = config.train.diloco_inner_steps > 0
     together = config.data.batch_size // (replicas.count(mesh) if apart else 1)  # sequences whose losses are added up
-    parts = build(config.model, mesh.shape["model"], mesh.shape["stage"] if shared else 1, config.parallel.context, together)
+    parts = build(
+        config.model, mesh.shape["model"], mesh.shape["stage"] if setup.shares_vocabulary else 1, config.parallel.context, together
+    )
     return Layout(
         parts, setup.placement, mesh, config.parallel.zero, jnp.dtype(config.precision.params), apart, "optimizer" in _offloaded(config)
     )
@@ -99,26 +102,36 @@ def make_step(config, mesh: Mesh) -> Step:
     rate = learning_rate(config.optimizer, config.train.steps)
     zero = zero_of(config)
     runtime = functools.partial(
-        Runtime, parts, setup.placement, mesh=mesh, reductions=layout.reductions, zero=zero, loss_chunk=config.model.loss_chunk
+        Runtime,
+        parts,
+        setup.placement,
+        mesh=mesh,
+        reductions=layout.reductions,
+        zero=zero,
+        shares_vocabulary=setup.shares_vocabulary,
+        loss_chunk=config.model.loss_chunk,
+        compute=jnp.dtype(precision.compute),
     )
-    compute, host = jnp.dtype(precision.compute), "activations" in _offloaded(config)
-    gradients = runtime(setup.train, remat=config.pipeline.remat, compute=compute, apart=apart, host=host)
-    evaluate = runtime(setup.evaluate, forward_only=True, compute=compute)
+    offload = "activations" in _offloaded(config)
+    gradients = runtime(setup.train, remat=config.pipeline.remat, independent_replicas=apart, offload_activations=offload)
+    evaluate = runtime(setup.evaluate)
 
     def train(state, batch):
-        def update(params, optimizer_state, loss, tokens, found, more):
+        def update(params, optimizer_state, results: LossesAndGradients):
+            losses, found = results.losses, results.gradients
             grads = balance.gradients(layout.specs, found)
             # Each data shard updates its own part of the parameters, which are then gathered.
             mine = jax.tree.map(lax.with_sharding_constraint, params, layout.scattered)
             updates, optimizer_state = optimizer.update(grads, optimizer_state, mine)
             new = balance.move(layout.specs, optax.apply_updates(mine, updates), found, config.model.balance_rate)
             params = jax.tree.map(lax.with_sharding_constraint, new, layout.shardings)
-            metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": rate(state["step"]), "tokens": tokens}
-            return {"params": params, "optimizer": optimizer_state}, metrics | more | balance.metrics(layout.specs, found)
+            metrics = {"loss": losses.loss, "grad_norm": optax.tree.norm(grads), "learning_rate": rate(state["step"])}
+            metrics |= {"tokens": losses.tokens} | ({"mtp_loss": losses.mtp_loss} if config.model.mtp_depth else {})
+            return {"params": params, "optimizer": optimizer_state}, metrics | balance.metrics(layout.specs, found)
 
-        made = gradients(state["params"], batch)
+        results = gradients.losses_and_gradients(state["params"], batch)
         with jax.named_scope("optimizer"):
-            new, metrics = (replicas.in_each(update) if apart else update)(state["params"], state["optimizer"], *made)
+            new, metrics = (replicas.in_each(update) if apart else update)(state["params"], state["optimizer"], results)
         return state | new | {"step": state["step"] + 1}, metrics
 
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
@@ -134,7 +147,8 @@ def make_step(config, mesh: Mesh) -> Step:
     slot_bytes = functools.partial(
         gradients.slot_bytes, rows, config.data.sequence_length // mesh.shape[CONTEXT], not config.data.attend_across_documents
     )
-    return Step(parts, layout, setup, optimizer, jitted, jit(evaluate), exchange, mean, jit(gradients), slot_bytes, gradients.host_pools)
+    programs = jitted, jit(evaluate.losses), exchange, mean, jit(gradients.losses_and_gradients)
+    return Step(parts, layout, setup, optimizer, *programs, slot_bytes, gradients.host_pools)
 
 
 def _offloaded(config) -> tuple[str, ...]:
