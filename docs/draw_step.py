@@ -177,12 +177,12 @@ def what_it_does(name: str, stage: int) -> str:
         shared = table.vocabulary == "parallel"
         where = f"of stage {table.stage_of[-1]}" if shared else "of this stage"
         part = f"\n1/{table.stages} of vocabulary," if shared else ""
-        lines = [f"activation{slot['head_activation']} →", f"gradient{slot['head_gradient']}", f"{where},", "gradients.head += …"]
+        lines = [f"activation{slot['head_activation']} →", f"gradient{slot['head_gradient']}", f"{where},", "gradients.head"]
         if stage == table.stage_of[-1]:  # the others add zero
-            lines = [*lines[:-1], f"{lines[-1]},", "loss += …"]
+            lines = [*lines[:-1], f"{lines[-1]},", "loss"]
         return "\n".join([f"microbatch {microbatch[name]}:{part}", *lines])
     if name == EMBED_GRADIENT:
-        return f"microbatch {microbatch[name]}:\ngradient{slot['embed_gradient_gradient']}, tokens →\ngradients.embed += …"
+        return f"microbatch {microbatch[name]}:\ngradient{slot['embed_gradient_gradient']}, tokens\n→ gradients.embed"
     (copy,) = (copy for copy in (*TAKES, *SENDS, *STAYS) if copy.op == name)
     return f"{copy.source} →\n{copy.target}{slot[copy.slot] if copy.slot else ''}"
 
@@ -197,7 +197,7 @@ def cell_lines(kind: str, unit: int, slot: dict[str, str]) -> list[str]:
         "K": [f"{activation} →", f"{output},", *residuals],
         "R": [f"{activation} →", *residuals],
         "B": [f"{gradient},", *residuals, f"→ {input_gradient},", stash],
-        "W": [f"{slot['residual_w']},", f"{stash} →", f"gradients.layers.{unit} += …"],
+        "W": [f"{slot['residual_w']},", f"{stash} →", "gradients", f".layers.{unit}"],
     }[kind]
 
 
@@ -244,8 +244,8 @@ def draw_permutes(canvas: Canvas, left: float, width: float, top: float, row: fl
     assert columns[late][TICK].all(), "the picture is of a tick that permutes at its end"
     canvas.text(left + 0.5 * width, top + 22, late, 7.5, family="monospace")
     for way, step in ticks().permutes.items():
-        x = left + {"up": 0.27, "down": 0.73}[way] * width
-        canvas.text(x, top + 7, f"{way} →\n{ARRIVED[way]}", 7)
+        x = left + {"up": 0.23, "down": 0.77}[way] * width
+        canvas.text(x, top + 7, f"{way} →\n{ARRIVED[way]}", 6)
         for s in range(stages):
             to = (s + step) % stages
             if not wraps(table.stage_of, stages) and to != s + step:
