@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
         step = make_step(config, mesh)
         setup, table_columns = step.setup, columns(step.setup.train)
         print(f"table: {setup.describe()}", flush=True)
-        params = initial_state(step.layout, step.optimizer, 0)["params"]
+        params = initial_state(step.layout, step.optimizer, 0).params
         random = np.random.default_rng(0)
         fill = lambda name, a: (
             random.integers(0, config.model.vocab_size, a.shape, np.int32) if name in ("tokens", "targets") else np.ones(a.shape, a.dtype)

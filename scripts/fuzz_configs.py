@@ -16,10 +16,11 @@ from typing import Any
 from jaxtrain import cli, train
 from jaxtrain import config as cfg
 from jaxtrain.config import ConfigError
-from jaxtrain.config.checks import Surroundings, check_run, first_broken
+from jaxtrain.config.checks import check_run, first_broken
 from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.recipes import load_recipe
+from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.schedule.orders import SCHEDULES
 
 RECIPE = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tiny.py"

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.config import Config, ConfigError, replace
-from jaxtrain.config.checks import Surroundings, first_broken
+from jaxtrain.config.checks import first_broken
 from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.schedule.orders import SCHEDULES
 
 AXES = ("replica", "data", "stage", "context", "expert", "model")

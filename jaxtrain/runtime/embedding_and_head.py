@@ -222,7 +222,7 @@ class EmbeddingAndHead:
         x = self._lookup(params, tokens)
         if "positions" in params:
             params["positions"] = self._whole(params["positions"], reductions["positions"])
-        return self.parts.embed(params, psum(x, self._shared_axes) if self.shared else x, positions, method="place")
+        return self.parts.embed(params, psum(x, self._shared_axes) if self.shared else x, positions, method="add_positions")
 
     def embed_gradient(self, sums: Tree, constants: Constants, microbatch, g: jax.Array) -> Tree:
         """The gradient sums of the embedding, and of the dense layers behind it, with those of a microbatch: "embed", and "first" if any.

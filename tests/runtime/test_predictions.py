@@ -65,7 +65,7 @@ def test_the_loss_is_reported_apart():
     for norm in (plain["head"]["norm"], plain["predictors"]["0"]["norm"]):  # a scale that is the same everywhere would not be seen
         norm["scale"] = np.geomspace(0.1, 10, cfg.model.width, dtype=np.float32)
     with jax.set_mesh(step.mesh):
-        params, batch = small.first_state(step, plain)["params"], small.place_batch(step, cfg, arrays)
+        params, batch = small.first_state(step, plain).params, small.place_batch(step, cfg, arrays)
         evaluated, losses = step.evaluate(params, batch), step.gradients(params, batch).losses
 
     @jax.jit
@@ -124,7 +124,7 @@ def test_checkpoints(tmp_path):
                 manager.wait()
             else:
                 state = manager.restore(1, step.abstract_state())
-                jax.tree.map(np.testing.assert_array_equal, small.to_plain(step.layout, jax.device_get(state["params"])), plain)
+                jax.tree.map(np.testing.assert_array_equal, small.to_plain(step.layout, jax.device_get(state.params)), plain)
             manager.close()
     parts, params = load_parameters(tmp_path, 1, cfg)
     assert sorted(params) == ["embed", "head", "layers"] and parts.cfg.mtp_depth == 0

@@ -83,7 +83,7 @@ def compile_program(mesh, schedule, repeats, microbatches, which, changes) -> Co
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()
-        arguments = (state if which == "train" else state["params"], abstract_batch(cfg, step))
+        arguments = (state if which == "train" else state.params, abstract_batch(cfg, step))
         text = getattr(step, which).lower(*arguments).compile().as_text()
     table = step.setup.evaluate if which == "evaluate" else step.setup.train
     return Compiled(cfg, step, table, hlo.Program(text), text)
@@ -291,7 +291,7 @@ def test_slots_are_as_large_as_is_said(changes, monkeypatch):
     cfg = small.config((1, 2, 1), "zb_h1", 1, 4, {"pipeline.remat": "none", "data.batch_size": 16, **changes})
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        step.gradients.trace(step.abstract_state()["params"], abstract_batch(cfg, step))
+        step.gradients.trace(step.abstract_state().params, abstract_batch(cfg, step))
     size = lambda kind: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(getattr(states[-1], kind)))
     said, kinds = step.slot_bytes(), ("activation", "gradient", "residual_b", "residual_w", "weight_stash")
     assert {kind: max(1, step.setup.train.pool_sizes[kind]) * said[kind] for kind in kinds} == {kind: size(kind) for kind in kinds}

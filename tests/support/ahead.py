@@ -143,7 +143,7 @@ def main(platform: str, changes: str, options: str, program: str, file: str) -> 
     state = step.abstract_state()
     with jax.set_mesh(mesh), jax.default_device(devices[0]):
         begin = time.time()
-        lowered = getattr(step, program).lower(state if program == "train" else state["params"], abstract_batch(config, step))
+        lowered = getattr(step, program).lower(state if program == "train" else state.params, abstract_batch(config, step))
         traced = time.time()
         compiled = lowered.compile(compiler_options=json.loads(options))
     pathlib.Path(file).write_text(compiled.as_text())

@@ -12,13 +12,11 @@ import jax
 import numpy as np
 
 from support import ROOT
+from support.pipeline_tables import KINDS
 
 ALONE = ((1, 1, 1), (8, 1, 1), (1, 1, 4))  # data × stage × model
 STAGED = {2: ((1, 2, 1), (2, 2, 2), (4, 2, 1)), 4: ((1, 4, 1), (2, 4, 1), (1, 4, 2)), 8: ((1, 8, 1),)}
-SCHEDULES = (  # with repeats
-    ("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_h1", 1), ("zb_h2", 1), ("zb_v", 2),
-    ("dualpipe_v", 2), ("auto", 0),
-)  # fmt: skip
+SCHEDULES = (*KINDS, ("auto", 0))  # with repeats
 MICROBATCHES = (1, 2, 3, 5, 8, 13, 16)
 LAYERS = (16, 17)  # 17 are uneven on every number of stages
 REMATS = ("full", "selective", "none")
