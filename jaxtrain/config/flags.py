@@ -56,8 +56,8 @@ class UsageError(ValueError):
     def __init__(self, rule: str, fixes: Mapping[str, Any] | None = None, others: Sequence[Any] = (), setting: str = "", advice: str = ""):
         self.rule, self.fixes, self.others, self.setting, self.advice = rule, dict(fixes or {}), tuple(others), setting, advice
         flags = " ".join(cfg.flag_text(name, value) for name, value in self.fixes.items())
-        more = f" (or {', '.join(map(cfg.value_text, others))})" if others else ""
-        use = flags + more or advice
+        alternatives = f" (or {', '.join(map(cfg.value_text, others))})" if others else ""
+        use = flags + alternatives or advice
         super().__init__(rule + (f": use {use}" if use else ""))
 
 
@@ -88,8 +88,8 @@ def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], wit
     while rest:
         token = rest.pop(0)
         if not token.startswith("--") or token == "--":
-            own = texts if before in known and before != "config" and isinstance(known[before].default, str) else {}
-            reading.errors.append(_stray(token, before, own, reading, with_config))
+            continued = texts if before in known and before != "config" and isinstance(known[before].default, str) else {}
+            reading.errors.append(_stray(token, before, continued, reading, with_config))
             continue
         before, equals, text = token[2:].partition("=")
         name = before

@@ -52,9 +52,9 @@ def _mesh_uses_devices(config: Config, devices: int | None) -> Broken | None:
 
 def _mesh_fixes(blame: list[str], fixed: dict[str, int], devices: int) -> Iterator[dict[str, Any]]:
     """Other sizes for one axis, then for two, …, by how far they are from what was asked for."""
-    more = [axis for axis in ("data", "stage", "model") if axis in fixed and axis not in blame]
+    other_axes = [axis for axis in ("data", "stage", "model") if axis in fixed and axis not in blame]
     for number in range(1, len(blame) + 1):
-        for axes in itertools.combinations([*blame, *(more if number == 1 else ())], number):
+        for axes in itertools.combinations([*blame, *(other_axes if number == 1 else ())], number):
             choices = itertools.product(*(near(fixed[axis], divisors(devices)) for axis in axes))
             for sizes in choices:
                 if devices % math.prod(sizes) == 0:

@@ -49,7 +49,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     """
     groups = {group.name: typing.cast(Any, group.type) for group in dataclasses.fields(Config)}
     known = fields()
-    made = {}
+    given = {}
     for group, settings in values.items():
         if group not in groups:
             raise ConfigError(str(group), settings, "is an unknown group of settings", closest(str(group), groups))
@@ -59,8 +59,8 @@ def from_dict(values: dict[str, Any]) -> Config:
         for name, value in settings.items():
             if f"{group}.{name}" not in known:
                 raise unknown_field(f"{group}.{name}", value)
-        made[group] = groups[group](**{name: convert(f"{group}.{name}", value) for name, value in settings.items()})
-    return Config(**made)
+        given[group] = groups[group](**{name: convert(f"{group}.{name}", value) for name, value in settings.items()})
+    return Config(**given)
 
 
 def converted(config: Config) -> Config:

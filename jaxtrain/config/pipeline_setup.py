@@ -68,6 +68,11 @@ class Setup:
     times: Times
     shares: tuple[float, ...]
 
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether embedding and head are split over the stages, which do their ops together."""
+        return self.train is not None and self.table.vocabulary == "parallel"
+
     def simulation(self) -> Simulation:
         """What the table costs in time and memory."""
         return simulate(self.table, self.times, shares=self.shares)

@@ -32,8 +32,8 @@ class RecipeError(ValueError):
 
     def __init__(self, rule: str, nearest: str = DEFAULT_RECIPE, others: Sequence[str] = (), advice: str = ""):
         self.rule, self.nearest, self.others, self.advice = rule, nearest, tuple(others), advice
-        more = f" (or {', '.join(others)})" if others else ""
-        super().__init__(f"{rule}: use " + (flag_text("config", nearest) + more if nearest else advice))
+        alternatives = f" (or {', '.join(others)})" if others else ""
+        super().__init__(f"{rule}: use " + (flag_text("config", nearest) + alternatives if nearest else advice))
 
 
 def shipped_recipes() -> dict[str, pathlib.Path]:
@@ -60,10 +60,10 @@ def find_recipe(name: str) -> pathlib.Path:
 
 def _unknown(rule: str, path: pathlib.Path) -> RecipeError:
     """The error for a path that is no recipe, with the recipe most like it. Where none is like it, all that are shipped."""
-    shipped, here = shipped_recipes(), pathlib.Path()
-    beside = _recipes_in(path.parent) if path.parent != here else []
+    shipped, current = shipped_recipes(), pathlib.Path()
+    beside = _recipes_in(path.parent) if path.parent != current else []
     known: dict[str, str] = {}  # the first of several with one name counts
-    for recipe in [*beside, *map(pathlib.Path, shipped), *_recipes_in(here), *_recipes_in(here / "configs")]:
+    for recipe in [*beside, *map(pathlib.Path, shipped), *_recipes_in(current), *_recipes_in(current / "configs")]:
         known.setdefault(recipe.stem, str(recipe))
     if near := difflib.get_close_matches(path.stem, known, n=1, cutoff=0.5):
         return RecipeError(rule, known[near[0]])

@@ -247,6 +247,11 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
 
+    @property
+    def sequences_per_microbatch(self) -> int:
+        """Sequences of a microbatch, of all devices together."""
+        return self.data.batch_size // self.pipeline.microbatches
+
     def resolve(self) -> "Config":
         """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width, expert_width, max_positions,
         latent_norm_epsilon, router_normalize; reduce; repeats) filled in, and the sizes of latents 0 where there are none. What follows
@@ -299,7 +304,7 @@ def ends_with_layers(m: ModelConfig) -> str:
 def with_values(record: Any, **values: Any) -> Any:
     """dataclasses.replace for the records of this module, which check nothing when they are made: fields are not set one by one, for
     the search for a setting that works makes thousands of configs."""
-    made = object.__new__(type(record))
-    made.__dict__.update(record.__dict__)
-    made.__dict__.update(values)
-    return made
+    copy = object.__new__(type(record))
+    copy.__dict__.update(record.__dict__)
+    copy.__dict__.update(values)
+    return copy

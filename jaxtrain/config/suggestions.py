@@ -95,9 +95,9 @@ def nearest(checks: Checks) -> Changes | None:
             heapq.heappush(heap, (needed, cost, next(order), steps, changes, True))
             continue
         _, reads = broken[0]
-        for more, change in _branches(checks, changes, *broken[0]):
+        for extra_cost, change in _branches(checks, changes, *broken[0]):
             after = steps + (len(change) if reads is not None else 1)
-            heapq.heappush(heap, (max(needed, after), cost + more, next(order), after, changes | change, False))
+            heapq.heappush(heap, (max(needed, after), cost + extra_cost, next(order), after, changes | change, False))
     return None
 
 
@@ -106,13 +106,13 @@ def others(checks: Checks, path: str, used: Any, broken: Broken) -> list[Any]:
     that is used."""
     at = cfg.get(checks.config, path)
     offered = [fix[path] for fix in first_fixes(broken) if list(fix) == [path]]
-    found: list[Any] = []
+    working: list[Any] = []
     for value in _different(offered or checks.values(path), (used, at, -1)):
-        if len(found) + 1 >= broken.show:
+        if len(working) + 1 >= broken.show:
             break
         if checks.first({path: value}) is None:
-            found.append(value)
-    return sorted(found) if all(type(value) is int for value in found) else found
+            working.append(value)
+    return sorted(working) if all(type(value) is int for value in working) else working
 
 
 def towards(checks: Checks, anchor: Config) -> Changes | None:
@@ -172,8 +172,8 @@ def _branches(checks: Checks, changes: Changes, broken: Broken, reads: Reads) ->
             continue
         at = cfg.get(checks.config, path)
         offered = [fix[path] for fix in fixes if list(fix) == [path]]
-        more = () if reads is None else checks.values(path)
-        for step, value in enumerate(_different([*offered, *more], (at,))):
+        further = () if reads is None else checks.values(path)
+        for step, value in enumerate(_different([*offered, *further], (at,))):
             yield costs[path] + min(step, FIELD - 1), {path: value}
     for step, fix in enumerate(fixes):
         if len(fix) > 1 and not changes.keys() & fix.keys():

@@ -4,6 +4,7 @@ A recipe's settings stay when a flag takes away what they are for (`--config.mes
 said. A setting that contradicts another one is an error, and stands in rules.py or mesh_rules.py. Standard library only.
 """
 
+import dataclasses
 import shlex
 from collections.abc import Callable, Iterable
 
@@ -19,61 +20,71 @@ def _under(group: str, names: str | Iterable[str]) -> list[str]:
     return [f"{group}.{name}" for name in (names.split() if isinstance(names, str) else names)]
 
 
-# (settings, whether they have a use, why not: read after "has no use"), for a config whose mesh is known.
-USES: tuple[tuple[list[str], Callable[[Config], object], Callable[[Config], str]], ...] = (
-    (
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What settings are for. used: whether they have a use in a config whose mesh is known; reason: why not, read after "has no use"."""
+
+    settings: list[str]
+    used: Callable[[Config], object]
+    reason: Callable[[Config], str]
+
+
+USES = (
+    Use(
         _under("pipeline", "schedule repeats layers_per_op chunk_layers layer_costs vocabulary permute times memory"),
         lambda c: c.mesh.stage > 1,
         lambda c: "with mesh.stage=1",
     ),
-    (
+    Use(
         _under("pipeline", "layers_per_op permute"),
         lambda c: not c.pipeline.schedule.startswith(CSV),
         lambda c: f"with the table of pipeline.schedule={c.pipeline.schedule!r}",
     ),
-    (["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
-    (["parallel.gather"], lambda c: c.parallel.zero == 3, lambda c: f"with parallel.zero={c.parallel.zero}"),
-    (["parallel.gather", "parallel.reduce"], lambda c: c.mesh.data > 1, lambda c: "with mesh.data=1"),
-    (["parallel.zero"], lambda c: c.mesh.data > 1 or c.parallel.zero < 2, lambda c: "beyond that of 1 with mesh.data=1"),
-    (
+    Use(["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
+    Use(["parallel.gather"], lambda c: c.parallel.zero == 3, lambda c: f"with parallel.zero={c.parallel.zero}"),
+    Use(["parallel.gather", "parallel.reduce"], lambda c: c.mesh.data > 1, lambda c: "with mesh.data=1"),
+    Use(["parallel.zero"], lambda c: c.mesh.data > 1 or c.parallel.zero < 2, lambda c: "beyond that of 1 with mesh.data=1"),
+    Use(
         ["optimizer.outer_learning_rate", "optimizer.outer_momentum", "precision.outer"],
         lambda c: c.train.diloco_inner_steps,
         lambda c: "with train.diloco_inner_steps=0, where replicas do not train apart",
     ),
-    (
+    Use(
         ["optimizer.decay_steps"],
         lambda c: c.optimizer.schedule == "constant",
         lambda c: f"with optimizer.schedule={c.optimizer.schedule!r}",
     ),
-    (
+    Use(
         ["optimizer.final_fraction"],
         lambda c: c.optimizer.schedule != "constant" or c.optimizer.decay_steps,
         lambda c: "with optimizer.schedule='constant' and optimizer.decay_steps=0",
     ),
-    (_under("model", OF_EXPERTS), lambda c: c.model.experts, lambda c: "with model.experts=0"),
-    (["model.router_group_limit", "model.router_group_best"], lambda c: c.model.router_groups > 1, lambda c: "with model.router_groups=1"),
-    (["model.balance_rate"], lambda c: c.model.router_bias or not c.model.balance_rate, lambda c: "with model.router_bias=False"),
-    (
+    Use(_under("model", OF_EXPERTS), lambda c: c.model.experts, lambda c: "with model.experts=0"),
+    Use(
+        ["model.router_group_limit", "model.router_group_best"], lambda c: c.model.router_groups > 1, lambda c: "with model.router_groups=1"
+    ),
+    Use(["model.balance_rate"], lambda c: c.model.router_bias or not c.model.balance_rate, lambda c: "with model.router_bias=False"),
+    Use(
         ["model.mlp_width"],
         lambda c: not c.model.experts or not c.model.expert_width or c.model.dense_layers,
         lambda c: "with model.expert_width, where every layer has experts",
     ),
-    (
+    Use(
         _under("model", "query_rank kv_rank rope_head_dim value_head_dim latent_norm_epsilon"),
         lambda c: c.model.attention == "mla",
         lambda c: f"with model.attention={c.model.attention!r}",
     ),
-    (["model.rotary_base"], lambda c: c.model.positions == "rotary", lambda c: f"with model.positions={c.model.positions!r}"),
-    (["model.max_positions"], lambda c: c.model.positions == "learned", lambda c: f"with model.positions={c.model.positions!r}"),
-    (["model.mtp_weight"], lambda c: c.model.mtp_depth, lambda c: "with model.mtp_depth=0"),
-    (
+    Use(["model.rotary_base"], lambda c: c.model.positions == "rotary", lambda c: f"with model.positions={c.model.positions!r}"),
+    Use(["model.max_positions"], lambda c: c.model.positions == "learned", lambda c: f"with model.positions={c.model.positions!r}"),
+    Use(["model.mtp_weight"], lambda c: c.model.mtp_depth, lambda c: "with model.mtp_depth=0"),
+    Use(
         ["data.loss_mask", "data.text_fields"],
         lambda c: c.data.source != "stdlib" and not c.data.source.endswith(READY),
         lambda c: f"with data.source={c.data.source!r}",
     ),
-    (["data.token_dtype"], lambda c: c.data.source.endswith(".bin"), lambda c: f"with data.source={c.data.source!r}"),
-    (["train.eval_batches"], lambda c: c.data.validation_fraction, lambda c: "with data.validation_fraction=0"),
-    (["train.sample_prompt"], lambda c: c.train.sample_tokens, lambda c: "with train.sample_tokens=0"),
+    Use(["data.token_dtype"], lambda c: c.data.source.endswith(".bin"), lambda c: f"with data.source={c.data.source!r}"),
+    Use(["train.eval_batches"], lambda c: c.data.validation_fraction, lambda c: "with data.validation_fraction=0"),
+    Use(["train.sample_prompt"], lambda c: c.train.sample_tokens, lambda c: "with train.sample_tokens=0"),
 )
 
 
@@ -81,11 +92,11 @@ def unused_settings(config: Config) -> list[str]:
     """A line for every reason why settings that are not at their defaults have no use, such as "pipeline.schedule=interleaved and
     pipeline.repeats=2 have no use with mesh.stage=1". config: not resolved, with the mesh's -1 filled in."""
     notes, known = [], set[str]()
-    for paths, used, reason in USES:
-        changed = [path for path in paths if path not in known and cfg.get(config, path) != cfg.fields()[path].default]
-        if changed and not used(config):
+    for use in USES:
+        changed = [path for path in use.settings if path not in known and cfg.get(config, path) != cfg.fields()[path].default]
+        if changed and not use.used(config):
             known |= set(changed)
             named = [f"{path}={shlex.quote(cfg.value_text(cfg.get(config, path)))}" for path in changed]
             subject = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-            notes.append(cfg.one_line(f"{subject} {'have' if len(changed) > 1 else 'has'} no use {reason(config)}"))
+            notes.append(cfg.one_line(f"{subject} {'have' if len(changed) > 1 else 'has'} no use {use.reason(config)}"))
     return notes

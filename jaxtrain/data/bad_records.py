@@ -38,6 +38,6 @@ class Skipped:
         """For people: the count and the first places; nothing where there are none."""
         if not self.count:
             return []
-        more = [f"  and {self.count - len(self.places):,} more"] if self.count > len(self.places) else []
+        rest = [f"  and {self.count - len(self.places):,} more"] if self.count > len(self.places) else []
         head = f"data.bad_records=skip: {self.count:,} bad record{'s'[: self.count > 1]} of data.source={source} left out:"
-        return [head, *(f"  {place}" for place in self.places), *more]
+        return [head, *(f"  {place}" for place in self.places), *rest]

@@ -41,7 +41,7 @@ def ensure(folder: pathlib.Path, complete: Callable[[pathlib.Path], bool], make:
     """
     if complete(folder):
         return
-    made = [parent for parent in (folder.parent, *folder.parent.parents) if not parent.exists()]
+    added_folders = [parent for parent in (folder.parent, *folder.parent.parents) if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(folder.with_name(folder.name + ".lock"), progress) as alone:
@@ -51,7 +51,7 @@ def ensure(folder: pathlib.Path, complete: Callable[[pathlib.Path], bool], make:
                 _clean(folder)
             _make(folder, complete, make)
     except BaseException:
-        for parent in made:  # those made here, innermost first, unless somebody uses them by now
+        for parent in added_folders:  # those made here, innermost first, unless somebody uses them by now
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise

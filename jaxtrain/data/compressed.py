@@ -93,9 +93,9 @@ class _Gzip:
         return self._member.unused_data
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        found = self._member.decompress(self._member.unconsumed_tail + data, max_length)
-        self.needs_input = len(found) < max_length and not self._member.unconsumed_tail
-        return found
+        output = self._member.decompress(self._member.unconsumed_tail + data, max_length)
+        self.needs_input = len(output) < max_length and not self._member.unconsumed_tail
+        return output
 
 
 DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {

@@ -243,8 +243,8 @@ def _items(text: _JsonText) -> Iterator[tuple[str, str, Any]]:
             text.peek()
         elif following != "]":
             cut = "the list does not end: the file is cut short"
-            found = f"{following!r} stands where a comma or the list's end should" if following else cut
-            raise BadRecord(text.where, f"not valid JSON: {found}")
+            problem = f"{following!r} stands where a comma or the list's end should" if following else cut
+            raise BadRecord(text.where, f"not valid JSON: {problem}")
     text.skip()
     if text.peek():
         raise BadRecord(text.where, "not valid JSON: something stands behind the end of the list")
@@ -305,12 +305,12 @@ def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
     shape = {column.name: shape_of(column.type) for column in schema}
     columns: list[str] = []
     for name in fields:
-        found = _field(shape, name)
-        if found is MISSING:
+        column = _field(shape, name)
+        if column is MISSING:
             raise BadRecord(f"{path}: row 1", _no_field(shape, name), SET_FIELDS)
-        value = found.value_type if isinstance(found, pyarrow.DictionaryType) else found
+        value = column.value_type if isinstance(column, pyarrow.DictionaryType) else column
         if not (value == pyarrow.string() or value == pyarrow.large_string() or value == pyarrow.string_view()):
-            raise BadRecord(f"{path}: row 1", f"field {name!r} is {_kind(found)}, not text")
+            raise BadRecord(f"{path}: row 1", f"field {name!r} is {_kind(column)}, not text")
         columns += [column for column in shape if name == column or name.startswith(f"{column}.")]
     return list(dict.fromkeys(columns))
 
@@ -342,8 +342,8 @@ def _field(value: Any, name: str) -> Any:
     if name in inner:
         return inner[name]
     for at in reversed([match.start() for match in re.finditer(r"\.", name)]):
-        if name[:at] in inner and (found := _field(inner[name[:at]], name[at + 1 :])) is not MISSING:
-            return found
+        if name[:at] in inner and (value_inside := _field(inner[name[:at]], name[at + 1 :])) is not MISSING:
+            return value_inside
     return MISSING
 
 
@@ -365,9 +365,9 @@ def _no_field(value: Any, name: str) -> str:
         if head is None:
             break
         path, value, name = f"{path}{head}.", inner[head], name[len(head) + 1 :]
-    there = ", ".join(map(repr, inner)) or ("none" if isinstance(value, dict | list) else f"none: it is {_kind(value)}")
+    fields_present = ", ".join(map(repr, inner)) or ("none" if isinstance(value, dict | list) else f"none: it is {_kind(value)}")
     inside = f"in {path.removesuffix('.')!r} " if path else ""
-    return f"no field {path + name!r} ({inside}there are {there})"
+    return f"no field {path + name!r} ({inside}there are {fields_present})"
 
 
 def _kind(value: Any) -> str:

@@ -19,7 +19,7 @@ import os
 import pathlib
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxtrain.data.bad_records import BadRecord, Skipped
 from jaxtrain.data.compressed import Reader, is_compressed, unpack, without_suffix
@@ -31,6 +31,8 @@ BLOCK = 1 << 20  # bytes of a text read, and encoded, at a time
 LONGEST = 8 << 20  # characters of a text without a newline after which it is cut all the same
 TOKEN_FORMATS = ("bin", "npy")
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".bin": "bin", ".npy": "npy"}
+RECORD_READERS: dict[str, Callable[[File, Runs], Pieces]] = {"jsonl": read_jsonl, "json": read_json}  # of files read from end to end
+RECORD_FORMATS = {*RECORD_READERS, "parquet"}  # those with fields
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -48,7 +50,7 @@ class Source:
 
     @property
     def has_fields(self) -> bool:
-        return any(file.format in ("json", "jsonl", "parquet") for file in self.files)
+        return any(file.format in RECORD_FORMATS for file in self.files)
 
 
 def find(name: str) -> Source:
@@ -111,10 +113,8 @@ def pieces(
 
 def _read(file: File, runs: Runs, scratch: pathlib.Path, whole: bool) -> Pieces:
     """The pieces of a file. `whole`: those of a text only if all of it can be read."""
-    if file.format == "jsonl":
-        return read_jsonl(file, runs)
-    if file.format == "json":
-        return read_json(file, runs)
+    if file.format in RECORD_READERS:
+        return RECORD_READERS[file.format](file, runs)
     if file.format == "parquet":
         return _parquet(file, runs, scratch)
     if file.format == "python":
@@ -127,12 +127,12 @@ def _read(file: File, runs: Runs, scratch: pathlib.Path, whole: bool) -> Pieces:
 
 def _walk(root: pathlib.Path, left_out: set[str] | frozenset[str]) -> list[str]:
     """Regular files below a folder in the order of their paths; links to folders are not followed."""
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
         paths = (os.path.join(folder, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if os.path.isfile(path)]
-    return sorted(found, key=lambda path: pathlib.PurePath(path).parts)
+        files += [path for path in paths if os.path.isfile(path)]
+    return sorted(files, key=lambda path: pathlib.PurePath(path).parts)
 
 
 def _stat(path: str, format: str) -> File:
@@ -166,8 +166,8 @@ def _text(file: File) -> Iterator[Piece]:
     yield Piece(kept, True, True, 0)
 
 
-def _is_empty(path: str, more: str = "") -> BadRecord:
-    return BadRecord(f"{path}:1", f"the file is empty{more}", "remove it, or let its name begin with a dot")
+def _is_empty(path: str, others: str = "") -> BadRecord:
+    return BadRecord(f"{path}:1", f"the file is empty{others}", "remove it, or let its name begin with a dot")
 
 
 def _parquet(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:

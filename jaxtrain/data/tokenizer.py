@@ -112,10 +112,10 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = {token: self._tokenizer.token_to_id(token) for token in END_OF_DOCUMENT}
-        found = [i for i in ids.values() if i is not None]
-        if not found:
+        separators = [i for i in ids.values() if i is not None]
+        if not separators:
             raise DataError(f"data.tokenizer={path} has no end-of-document token: it needs one of {' '.join(END_OF_DOCUMENT)}")
-        self.end_of_document: int = found[0]
+        self.end_of_document: int = separators[0]
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @functools.cached_property

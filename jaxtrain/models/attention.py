@@ -48,7 +48,9 @@ class Attention(nnx.Module):
     def cached(self, x_BTD, positions_BT, cache, start):
         """T more tokens at `start` after those in the cache (keys and values, each [B, S, K, H]) → output, new cache."""
         q, k, v = self.project(x_BTD, positions_BT)
-        cache = [jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, 1) for old, new in zip(cache, (k, v), strict=True)]
+        cache = [
+            jax.lax.dynamic_update_slice_in_dim(old, fresh.astype(old.dtype), start, 1) for old, fresh in zip(cache, (k, v), strict=True)
+        ]
         t, s = x_BTD.shape[1], cache[0].shape[1]
         mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
         y = attend(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), mask, "xla")

@@ -42,10 +42,10 @@ class LatentAttention(nnx.Module):
     def project(self, x_BTD, positions_BT):
         """→ queries [B, T, N, H + R], latents [B, T, C], split along the sequence, and rotated keys [B, T, R]."""
         y = self.compress(x_BTD)
-        own = y.shape[-1] - self.rank - self.rope_dim
-        ahead, latent_BTC, key_BTR = jnp.split(y, [own, own + self.rank], -1)
+        query_columns = y.shape[-1] - self.rank - self.rope_dim
+        query_part, latent_BTC, key_BTR = jnp.split(y, [query_columns, query_columns + self.rank], -1)
         # Piece by piece: what is cut off a gathered array may be split and gathered again by the partitioner.
-        (q,) = columns(x_BTD if self.query_norm is None else self.query_norm(ahead), self.query)
+        (q,) = columns(x_BTD if self.query_norm is None else self.query_norm(query_part), self.query)
         latent_BTC = self.norm(latent_BTC)
         q_BTNH, q_BTNR = jnp.split(constrain(q.reshape(*q.shape[:2], self.heads, -1), HEADS), [self.head_dim], -1)
         turn = lambda a: rotary(a, positions_BT, self.rotary_base)

@@ -103,14 +103,14 @@ def attend_whole(q, k, v, segments_BT, over: str, implementation: str) -> jax.Ar
             mask = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(jnp.ones((t, t), bool))
         return attend(q, k, v, mask, chosen, causal=True)
 
-    parts, own = context.size(), q.shape[1]
+    parts, tokens = context.size(), q.shape[1]
     if parts == 1:
         return whole(q, k, v, segments_BT)
     if over == "ring":
         return constrain(ring.attend(KERNEL, q, k, v, segments_BT), HEADS)
     if over == "ulysses":
         return context.attend_by_heads(whole, q, k, v, segments_BT)
-    if by_blocks(q, own // 2, own * parts, own // 2 * own * parts):
+    if by_blocks(q, tokens // 2, tokens * parts, tokens // 2 * tokens * parts):
         out = context.attend_by_gather(blockwise.attend, q, k, v, segments_BT)
         return constrain(out, HEADS)
     return context.attend_by_halves(lambda q, k, v, mask: attend(q, k, v, mask, chosen), q, k, v, segments_BT)

@@ -82,8 +82,8 @@ class _Blocks:
         self.size = block_size(self.batch * self.heads, chunk, k.shape[1])
         n = chunk // self.size
         self.steps = sight.pairs * n * n + (n * (n + 1) // 2 * len(whole) if sight.diagonal else 0)
-        own = jnp.arange(1, chunk + 1) if sight.diagonal else jnp.zeros(chunk, jnp.int32)
-        self.limit_IX = (whole[:, None] * chunk + own).reshape(-1, self.size)  # a query sees so many keys: the first ones
+        on_diagonal = jnp.arange(1, chunk + 1) if sight.diagonal else jnp.zeros(chunk, jnp.int32)
+        self.limit_IX = (whole[:, None] * chunk + on_diagonal).reshape(-1, self.size)  # a query sees so many keys: the first ones
         counts = -(-self.limit_IX[:, -1] // self.size)
         self._of_queries = jnp.repeat(jnp.arange(len(counts)), counts, total_repeat_length=self.steps)
         self._of_keys = jnp.arange(self.steps) - (jnp.cumsum(counts) - counts)[self._of_queries]
@@ -114,8 +114,8 @@ class _Blocks:
         s = jnp.einsum("bkrh,bkxh->bkrx", q_BKRH, k_BKXH, preferred_element_type=jnp.float32) * self.head_dim**-0.5
         seen = j * self.size + jnp.arange(self.size) < self.limit_IX[i][:, None]
         if self._segments is not None:
-            own, of_keys = (a[n][:, None, None] for a, n in zip(self._segments, (i, j), strict=True))
-            seen = seen & (own[..., :, None] == of_keys[..., None, :])
+            of_queries, of_keys = (a[n][:, None, None] for a, n in zip(self._segments, (i, j), strict=True))
+            seen = seen & (of_queries[..., :, None] == of_keys[..., None, :])
         by_head = s.reshape(self.batch, self.groups, -1, self.size, self.size)
         return jnp.where(seen, by_head, MASKED).reshape(s.shape)
 
@@ -139,13 +139,13 @@ def forward(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float
 
     def step(i, j, first, carry):
         *held, out, lse = carry
-        sums, top, total = (jnp.where(first, new, old) for new, old in zip(begin, held, strict=True))
+        sums, top, total = (jnp.where(first, start, previous) for start, previous in zip(begin, held, strict=True))
         scores = blocks.scores(q[i], k[j], i, j)
         highest = jnp.maximum(top, scores.max(-1))
         powers, shrink = jnp.exp(scores - highest[..., None]), jnp.exp(top - highest)
         total = total * shrink + powers.sum(-1)
-        more = jnp.einsum("bkrx,bkxv->bkrv", powers.astype(v.dtype), v[j], preferred_element_type=jnp.float32)
-        sums = sums * shrink[..., None] + more
+        update = jnp.einsum("bkrx,bkxv->bkrv", powers.astype(v.dtype), v[j], preferred_element_type=jnp.float32)
+        sums = sums * shrink[..., None] + update
         return sums, highest, total, out.at[i].set((sums / total[..., None]).astype(dtype)), lse.at[i].set(highest + jnp.log(total))
 
     *_, out, lse = blocks.loop(step, (*begin, jnp.zeros((*rows, v.shape[-1]), dtype), jnp.full(rows, MASKED)))
@@ -157,17 +157,17 @@ def backward(q_BTNH, k_BSKH, v_BSKV, g_BTNV, lse_BTN, delta_BTN, sight: Sight, s
     blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
     q, g, lse, inner = (blocks.queries(a) for a in (q_BTNH, g_BTNV, lse_BTN, delta_BTN))
     k, v = blocks.keys(k_BSKH), blocks.keys(v_BSKV)
-    product = lambda how, a, b: jnp.einsum(how, a, b, preferred_element_type=jnp.float32)
+    product = lambda subscripts, a, b: jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
     def step(i, j, first, carry):
-        own, dq, dk, dv = carry
+        dq_block, dq, dk, dv = carry
         weights = jnp.exp(blocks.scores(q[i], k[j], i, j) - lse[i][..., None])
         by_scores = weights * (product("bkrv,bkxv->bkrx", g[i], v[j]) - inner[i][..., None]) * blocks.head_dim**-0.5
         weights, by_scores = weights.astype(g.dtype), by_scores.astype(q.dtype)
-        own = jnp.where(first, 0.0, own) + product("bkrx,bkxh->bkrh", by_scores, k[j])
+        dq_block = jnp.where(first, 0.0, dq_block) + product("bkrx,bkxh->bkrh", by_scores, k[j])
         dk = dk.at[j].add(product("bkrx,bkrh->bkxh", by_scores, q[i]))
         dv = dv.at[j].add(product("bkrx,bkrv->bkxv", weights, g[i]))
-        return own, dq.at[i].set(own.astype(dtype)), dk, dv
+        return dq_block, dq.at[i].set(dq_block.astype(dtype)), dk, dv
 
     zeros = lambda a: jnp.zeros(a.shape, jnp.float32)
     _, dq, dk, dv = blocks.loop(step, (zeros(q[0]), jnp.zeros(q.shape, dtype), zeros(k), zeros(v)))

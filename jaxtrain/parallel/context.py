@@ -106,13 +106,13 @@ def attend_by_gather(attend: Callable, q, k, v, segments):
 
 def attend_by_halves(attend: Callable, q, k, v, segments) -> jax.Array:
     """The same for attend(q, k, v, mask): each chunk of queries by itself, the first with the keys that it sees on any device."""
-    t, own = q.shape[1], positions(q.shape[1])
+    t, query_positions = q.shape[1], positions(q.shape[1])
     k, v, documents = _whole(k, v, segments)
     out = []
     for first, keys in ((0, k.shape[1] // 2), (t // 2, k.shape[1])):
         rows = slice(first, first + t // 2)
         at = jnp.arange(keys, dtype=jnp.int32)[None]
-        mask = own[:, None, rows, None] >= at[:, None, None, :]
+        mask = query_positions[:, None, rows, None] >= at[:, None, None, :]
         if documents is not None:
             mask &= documents[0][:, None, rows, None] == documents[1][:, None, None, :keys]
         out.append(attend(q[:, rows], k[:, :keys], v[:, :keys], mask))

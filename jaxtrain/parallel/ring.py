@@ -92,10 +92,10 @@ def _forward(kernel: Kernel, q, k, v, i, segments):
     def some(sight, k, v, of_keys):
         return kernel.forward(q, k, v, sight, None if segments is None else (segments, of_keys))
 
-    def merge(n, found, held):
-        (out, lse), (more, more_lse) = found, some(_sight(i, n), *held)
-        total = jnp.logaddexp(lse, more_lse)
-        return out * jnp.exp(lse - total)[..., None] + more * jnp.exp(more_lse - total)[..., None], total
+    def merge(n, merged, held):
+        (out, lse), (step_out, step_lse) = merged, some(_sight(i, n), *held)
+        total = jnp.logaddexp(lse, step_lse)
+        return out * jnp.exp(lse - total)[..., None] + step_out * jnp.exp(step_lse - total)[..., None], total
 
     return _round((k, v, segments), lambda held: some(OWN, *held), merge)
 

@@ -13,16 +13,15 @@ import json
 import os
 import pathlib
 import shutil
-import signal
 import sys
 import types
 from collections.abc import Sequence
 
 from jaxtrain import cli
 from jaxtrain.config.flags import Flag, UsageError
+from jaxtrain.run.search_progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats, fits_repeats
-from jaxtrain.schedule.search_progress import SearchProgress
 from jaxtrain.schedule.simulate import Simulation, Times, simulate
 from jaxtrain.schedule.slots import assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, Permute, Table
@@ -107,7 +106,7 @@ def main(argv: list[str]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("stopped: no file is half written", file=sys.stderr, flush=True)
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(cli.INTERRUPTED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,15 +90,19 @@ def _ticks_of(column: np.ndarray, microbatches: int) -> np.ndarray:
     return ticks
 
 
-def waiting(table: Table) -> np.ndarray:
-    """bool [ticks, stages, 2]: whether the send buffer up, down holds a message that is still to leave, when the tick's op begins."""
+def waiting(table: Table) -> dict[int, np.ndarray]:
+    """Way (+1, −1) → bool [ticks, stages]: whether the send buffer of that way holds a message that is still to leave, when the tick's op
+    begins."""
     ways = message_ways(table.stage_of, table.stages)[table.op, table.unit]
-    tick, stage = np.nonzero(ways)
-    down = (ways[tick, stage] < 0).astype(int)
-    leaves = departures(table.permute)[tick]
+    leaves = departures(table.permute)
+    # Of each tick's messages, the first tick whose op finds the buffer free.
     late = table.permute[np.minimum(leaves, table.ticks - 1)] == Permute.LATE
-    gone = np.where(leaves == NEVER, table.ticks, np.where(late, leaves + 1, leaves))  # the first tick whose op finds the buffer free
-    change = np.zeros((table.ticks + 1, table.stages, 2), int)
-    np.add.at(change, (tick + 1, stage, down), 1)
-    np.add.at(change, (gone, stage, down), -1)
-    return np.cumsum(change, axis=0)[:-1] > 0
+    free = np.where(leaves == NEVER, table.ticks, np.where(late, leaves + 1, leaves))
+    buffers = {}
+    for way in (1, -1):
+        tick, stage = np.nonzero(ways == way)
+        change = np.zeros((table.ticks + 1, table.stages), int)
+        np.add.at(change, (tick + 1, stage), 1)
+        np.add.at(change, (free[tick], stage), -1)
+        buffers[way] = np.cumsum(change, axis=0)[:-1] > 0
+    return buffers

@@ -1,4 +1,4 @@
-"""config.py and checks.py: every rule, the nearest setting it names, JSON, and what may change when a run continues."""
+"""Every rule of a config, the nearest setting it names, JSON, and what may change when a run continues."""
 
 import dataclasses
 import importlib.util
@@ -13,7 +13,9 @@ from support.broken_settings import ALLOWED, RULES, UNUSED
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks, flags, suggestions
+from jaxtrain.config.continuing import changes
 from jaxtrain.config.mesh_rules import filled
+from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.unused import USES, unused_settings
 
 BASE = cfg.replace(
@@ -67,8 +69,8 @@ def test_an_error_is_one_line():
 
 def offer(error: ConfigError) -> dict[str, Any]:
     """What an error's text says to use, read as a shell and the command read it."""
-    flags = shlex.split(error.nearest.partition(" (or ")[0])
-    pairs = [flag.removeprefix("--config.").partition("=") for flag in flags]
+    words = shlex.split(error.nearest.partition(" (or ")[0])
+    pairs = [word.removeprefix("--config.").partition("=") for word in words]
     return {path: flags._value(path, text) for path, _, text in pairs}
 
 
@@ -80,7 +82,7 @@ def test_the_nearest_setting_works():
     for _ in range(300):
         path = chance.choice(numbers)
         config = cfg.replace(BASE, {path: chance.choice([-3, 0, 3, 5, 6, 7, 9, 12, 100, 1000])})
-        around = checks.Surroundings(8, "cpu", BASE)
+        around = Surroundings(8, "cpu", BASE)
         try:
             checks.check(config, around)
         except ConfigError as error:
@@ -111,7 +113,7 @@ def test_all_rules_and_devices_at_once(devices, changes, flags):
 def test_what_was_asked_for_elsewhere_is_not_changed():
     """`zb_h1` and 6 sequences were asked for; the recipe's repeats and microbatches have to follow."""
     config = cfg.replace(BASE, {"pipeline.schedule": "zb_h1", "data.batch_size": 6})
-    error = checks.refusal(config, checks.Surroundings(8, "cpu", BASE))
+    error = checks.refusal(config, Surroundings(8, "cpu", BASE))
     assert error and error.nearest == "--config.pipeline.repeats=1 --config.pipeline.microbatches=3"
 
 
@@ -124,7 +126,7 @@ def test_the_search_is_cut_by_configs_and_still_ends_with_what_works(monkeypatch
         checks.check_devices(cfg.replace(BASE, spoilt | changes), devices)
         for idle in changes:
             fewer = {path: value for path, value in changes.items() if path != idle}
-            assert checks.refusal(cfg.replace(BASE, spoilt | fewer), checks.Surroundings(devices)), idle
+            assert checks.refusal(cfg.replace(BASE, spoilt | fewer), Surroundings(devices)), idle
 
 
 def test_what_resolved_settings_follow_is_known():
@@ -181,7 +183,7 @@ def test_a_recipe_as_it_is_shipped_has_no_notes(name):
 
 
 def test_every_setting_that_may_have_no_use_is_tried():
-    paths = {path for paths, _, _ in USES for path in paths}
+    paths = {path for use in USES for path in use.settings}
     assert paths <= cfg.fields().keys()
     tried = {path for changes, _ in UNUSED for path in changes}
     assert len(paths - tried) < len(paths) / 2
@@ -243,7 +245,7 @@ def test_the_nearest_mesh_works(devices):
 
 
 def test_a_kernel_and_a_mesh_at_once():
-    error = checks.refusal(cfg.replace(BASE, {"model.attention_kernel": "cudnn"}), checks.Surroundings(2, "cpu"))
+    error = checks.refusal(cfg.replace(BASE, {"model.attention_kernel": "cudnn"}), Surroundings(2, "cpu"))
     assert error and set(offer(error)) in ({path, "model.attention_kernel"} for path in ("mesh.stage", "mesh.model"))
 
 
@@ -251,7 +253,7 @@ def test_a_kernel_and_a_mesh_at_once():
 
 
 def test_files(tmp_path):
-    files = checks.Surroundings(files=True)
+    files = Surroundings(files=True)
     (tmp_path / "corpus.jsonl").write_text("{}")
     checks.check(BASE, files)
     checks.check(cfg.replace(BASE, {"data.source": str(tmp_path / "corpus.jsonl"), "data.tokenizer": str(tmp_path)}), files)
@@ -373,7 +375,7 @@ def test_what_can_continue():
 def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
     """In the form in which it was asked for: what follows a setting needs no flag; and the mesh has to fit what is put back."""
     asked = {"model.width": 256, "model.heads": 16, "data.seed": 3, "train.seed": 2, "mesh.model": 16}
-    around = checks.Surroundings(64, "cpu", BASE)
+    around = Surroundings(64, "cpu", BASE)
     base = cfg.replace(BASE, {"model.kv_heads": 0, "pipeline.microbatches": 1})
     with pytest.raises(ConfigError) as raised:
         checks.refuse_to_continue(base.resolve(), cfg.replace(base, asked), around)
@@ -457,11 +459,11 @@ def test_tiny_runs_on_eight_devices():
 def test_what_a_resume_changes_is_listed():
     """Resolved values, as they are written in flags, in the order of the settings; nothing where nothing differs."""
     old = cfg.replace(BASE, {"optimizer.learning_rate": 0.003, "mesh.data": 4, "pipeline.repeats": 0, "pipeline.schedule": "1f1b"})
-    assert checks.changes(old, old) == []
-    assert checks.changes(old, old.resolve()) == []  # a default that was filled in is no change
+    assert changes(old, old) == []
+    assert changes(old, old.resolve()) == []  # a default that was filled in is no change
     stored = cfg.to_dict(old.resolve())
     del stored["checkpoint"]["minutes"]  # as an earlier version left it
-    assert checks.changes(cfg.from_dict(json.loads(json.dumps(stored))), old) == []
+    assert changes(cfg.from_dict(json.loads(json.dumps(stored))), old) == []
     new = {
         "optimizer.learning_rate": 0.1,
         "mesh.data": 2,
@@ -471,7 +473,7 @@ def test_what_a_resume_changes_is_listed():
         "checkpoint.minutes": 0.0,
     }
     old = cfg.replace(old, {"train.sample_prompt": "def "})
-    assert checks.changes(old, cfg.replace(old, new)) == [
+    assert changes(old, cfg.replace(old, new)) == [
         "mesh.data: 4 → 2",
         "pipeline.times: none → 1.0,2.5,1.0,0.1",
         "optimizer.learning_rate: 0.003 → 0.1",

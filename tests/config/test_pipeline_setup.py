@@ -8,8 +8,9 @@ from support import small
 
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
-from jaxtrain.config.checks import Surroundings, refusal
+from jaxtrain.config.checks import refusal
 from jaxtrain.config.pipeline_setup import layer_parameters, make_setup, times_of
+from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import SCHEDULES
 from jaxtrain.schedule.table import Op

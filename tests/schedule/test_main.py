@@ -13,6 +13,7 @@ import pytest
 from support import ROOT
 
 from jaxtrain.schedule import __main__ as schedule
+from jaxtrain.schedule.by_name import NAMES
 from jaxtrain.schedule.orders import SCHEDULES
 
 KEYS = {"ticks", "step_time", "bubble_fraction", "bubble_fraction_span", "bubble_fraction_coupled", "peak_residuals", "pool_sizes"}
@@ -72,9 +73,9 @@ def test_files_and_back(tmp_path):
 def test_compare_is_best_first_within_the_memory():
     flags = ("--compare", "--stages=4", "--microbatches=8", "--times=2,2,1,0.1", "--memory=4")
     rows = figures(*flags)
-    assert len(rows) == 8 and sum(r["schedule"].startswith("auto") for r in rows) == 1
+    assert len(rows) == len(NAMES) and sum(r["schedule"].startswith("auto") for r in rows) == 1
     fitting = [r for r in rows if r["fits"]]
-    assert rows[: len(fitting)] == fitting and 2 <= len(fitting) < 8
+    assert rows[: len(fitting)] == fitting and 2 <= len(fitting) < len(NAMES)
     assert all(r["memory"] <= 4 for r in fitting) and all(r["memory"] > 4 for r in rows[len(fitting) :])
     times = [r["step_time_coupled"] for r in fitting]
     assert times == sorted(times) and any(r["schedule"].startswith("auto") for r in fitting if r["step_time_coupled"] == times[0])
@@ -83,7 +84,7 @@ def test_compare_is_best_first_within_the_memory():
 
 
 def test_every_schedule_by_name():
-    for name in ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto"):
+    for name in NAMES:
         assert figures(f"--schedule={name}", "--stages=3", "--microbatches=4", "--head=1", "--vocabulary=end_stages")["microbatches"] == 4
 
 
@@ -219,7 +220,7 @@ def test_help_and_a_start_without_jax():
         ),
         (
             ["--schedule=nonsense"],
-            "'nonsense' is unknown: use --schedule=gpipe (or 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v, auto)",
+            f"'nonsense' is unknown: use --schedule=gpipe (or {', '.join(NAMES[1:])})",
         ),
         (["--schedule=zbh1"], "--schedule='zbh1' is unknown: use --schedule=zb_h1"),
         (["--stages=0"], "--stages=0 must be at least 1: use --stages=1"),

@@ -109,7 +109,7 @@ def test_csv_columns_left_out_are_filled_in(tmp_path):
         ("stage 0,stage 1,head\nF0.0,,\n\n,F0.0,\n,B0.0,0\nB0.0,W0.0,\nW0.0,,\n",
          "line 5 (tick 2), column 'stage 1': B0.0 waits for head of microbatch 0 in line 5: move it to line 6 or later"),
         ("stage 0,head\n\nF0.0,\nB0.0,\nW0.0,\n",
-         "column 'head': microbatch 0 is missing (1 in all): write it in line 3, the row of F0.0, or after"),
+         "column 'head': microbatch 0 is missing (1 in all): write it in line 3, the tick of F0.0, or after"),
         ("stage 0,permute,head,embed,embed_gradient\nF0.1,,1,0,\nF0.0,,0,1,\n",
          "line 2 (tick 0), column 'stage 0': F0.1 waits for embed of microbatch 1"),
     ],

@@ -38,27 +38,28 @@ def test_arrivals_of_late_and_early_permutes():
         check(dataclasses.replace(late, permute=np.array([2, 0, 0, 0], np.int32)))  # it sends what was made before its tick
 
 
-def buffers_tick_by_tick(table) -> np.ndarray:
-    """`waiting`, by a runtime's way through the table."""
+def agree(table) -> bool:
+    """Whether `waiting` says what a runtime's way through the ticks finds."""
     ways = message_ways(table.stage_of, table.stages)[table.op, table.unit]
-    holds, shown = np.zeros((table.stages, 2), bool), []
-    for tick, when in enumerate(table.permute):
-        holds &= when != EARLY
-        shown.append(holds.copy())
-        holds |= np.stack([ways[tick] > 0, ways[tick] < 0], -1)
-        holds &= when != LATE
-    return np.array(shown)
+    found = waiting(table)
+    for way in (1, -1):
+        holds = np.zeros(table.stages, bool)
+        for tick, when in enumerate(table.permute):
+            holds &= when != EARLY
+            if (found[way][tick] != holds).any():
+                return False
+            holds |= ways[tick] == way
+            holds &= when != LATE
+    return True
 
 
 @pytest.mark.parametrize("permute", ["late", "aligned", "early", "spaced"])
 def test_what_waits_in_the_buffers(permute):
     for table in grid(permute):
-        assert (waiting(table) == buffers_tick_by_tick(table)).all(), table.name
+        assert agree(table), table.name
 
 
 def test_what_waits_in_the_buffers_of_random_tables():
     for seed in range(40):
         table = random_table(random.Random(seed))
-        assert (waiting(table) == buffers_tick_by_tick(table)).all(), seed
-        never = dataclasses.replace(table, permute=np.zeros_like(table.permute))
-        assert (waiting(never) == buffers_tick_by_tick(never)).all(), seed
+        assert agree(table) and agree(dataclasses.replace(table, permute=np.zeros_like(table.permute))), seed

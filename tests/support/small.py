@@ -4,6 +4,8 @@
 [L, ...].
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.training.state import Layout, abstract_state
+from jaxtrain.training.state import Layout, TrainState, abstract_state
 
 SMALL = configs.replace(
     Config(),
@@ -124,8 +126,8 @@ def from_plain(layout: Layout, plain: dict) -> dict:
     return jax.device_put(arrays, layout.shardings)
 
 
-def first_state(step, plain: dict) -> dict:
+def first_state(step, plain: dict) -> TrainState:
     """The state before the first step with plain parameters, without compiling anything."""
     abstract = abstract_state(step.layout, step.optimizer)
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
-    return state | {"params": from_plain(step.layout, plain)}
+    return dataclasses.replace(state, params=from_plain(step.layout, plain))
