@@ -46,7 +46,7 @@ def timed(schedule: str, repeats: int) -> Simulation:
 
 def costs(simulation: Simulation, repeats: int) -> str:
     """What a schedule costs, in words."""
-    kept = max(simulation.peak_activations) / repeats
+    kept = max(simulation.peak_residuals) / repeats
     return f"idle {simulation.bubble_fraction_coupled:.0%}, activations of {kept:g} microbatches"
 
 

@@ -135,9 +135,9 @@ def check_workdir(workdir: str) -> None:
     if "://" in workdir:
         fail(f"--workdir={workdir!r} is an address, not a folder: use --workdir={os.path.join('runs', os.path.basename(workdir))!r}")
     path = pathlib.Path(workdir)
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        use = cfg.flag_text("workdir", str(there.with_name(there.name + "_run")))
-        fail(f"--workdir={workdir!r}: {str(there)!r} is not a folder: use {use}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        fail(f"--workdir={workdir!r}: {str(there)!r} may not be written: use {cfg.flag_text('workdir', os.path.join('runs', path.name))}")
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        use = cfg.flag_text("workdir", str(nearest.with_name(nearest.name + "_run")))
+        fail(f"--workdir={workdir!r}: {str(nearest)!r} is not a folder: use {use}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        fail(f"--workdir={workdir!r}: {str(nearest)!r} may not be written: use {cfg.flag_text('workdir', os.path.join('runs', path.name))}")

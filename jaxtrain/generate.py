@@ -4,7 +4,8 @@
           → parameters on 1 device, or `--model` of them → text on stdout, as it comes
           → on stderr: figures, why it stopped, and how much of the text is beyond the length that the model was trained on
 
-A checkpoint of any mesh, stages and schedule will do. Sampling itself is in generation/sampling.py. A single process: no jax.distributed.
+A checkpoint of any mesh, stages and schedule will do. Ids are made in generation/sampling.py, and become text in generation/text.py.
+A single process: no jax.distributed.
 """
 
 import contextlib
@@ -69,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
 
     from jaxtrain.checkpoint.manager import wrong_arrays
     from jaxtrain.checkpoint.parameters import load_parameters
-    from jaxtrain.generation.sampling import Sampler, prompt_ids
+    from jaxtrain.generation.sampling import Sampler
+    from jaxtrain.generation.text import prompt_ids
 
     folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True), remark)
     try:
@@ -263,7 +265,7 @@ def show(batches: "Iterable[np.ndarray]", tokenizer: "Tokenizer", ids: list[int]
 
     batches: ids [samples, n], −1 where a sample has ended; ids: the prompt's.
     """
-    from jaxtrain.generation.sampling import TextStream
+    from jaxtrain.generation.text import TextStream
 
     streams = [TextStream(tokenizer, ids) for _ in range(flags.samples)]
     if isinstance(sys.stdout, io.TextIOWrapper):

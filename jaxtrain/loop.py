@@ -27,7 +27,7 @@ from jaxtrain.data.loader import Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.generation.sampling import prompt_ids, sample_text
+from jaxtrain.generation.text import prompt_ids, sample_text
 from jaxtrain.plan.report import introduction
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress

@@ -61,9 +61,9 @@ async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
         async with _transaction() as transaction:
             await asyncio.gather(*[ts.open(spec, create=True, open=True, context=context, transaction=transaction) for spec in specs])
 
-    mine = [(spec, value) for spec, value in zip(specs, values) if value.blocks]
-    arrays = await asyncio.gather(*[ts.open(spec, open=True, assume_metadata=True, context=context) for spec, _ in mine])
-    blocks = [(array, *block) for array, (_, value) in zip(arrays, mine, strict=True) for block in value.blocks]
+    written = [(spec, value) for spec, value in zip(specs, values, strict=True) if value.blocks]
+    arrays = await asyncio.gather(*[ts.open(spec, open=True, assume_metadata=True, context=context) for spec, _ in written])
+    blocks = [(array, *block) for array, (_, value) in zip(arrays, written, strict=True) for block in value.blocks]
     while blocks:
         async with _transaction() as transaction:
             writes, size = [], 0
