@@ -87,7 +87,7 @@ def main() -> None:
         state = initial_state(step.layout, step.optimizer, 0)
         plain = plain_step(config, step.parts, step.optimizer)
         unstack = lambda p: {**p, "layers": jax.tree.map(lambda a: a[0].copy(), p["layers"])}
-        params = jax.tree.map(lambda a: a.copy(), unstack(state["params"]))
+        params = jax.tree.map(lambda a: a.copy(), unstack(state.params))
         moments = step.optimizer.init(params)
         loop = plain.lower(params, moments, batch).compile()
 
@@ -101,7 +101,7 @@ def main() -> None:
         for round_ in range(options.rounds + 1):
             (state, out), ours = timed(lambda: table(state, batch))  # noqa: B023
             (params, moments, loss), theirs = timed(lambda: loop(params, moments, batch))  # noqa: B023
-            losses.append((float(out["loss"]), float(loss)))
+            losses.append((float(out.loss), float(loss)))
             if round_:
                 ratios.append(ours / theirs)
                 print(f"round {round_}: table {ours:.2f} CPU-s, loop {theirs:.2f} CPU-s, ratio {ours / theirs:.3f}", flush=True)

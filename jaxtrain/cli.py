@@ -7,6 +7,7 @@ start_jax(namespace)    devices, compilation cache, other processes  the first t
 import dataclasses
 import os
 import pathlib
+import signal
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
+
+INTERRUPTED = 128 + signal.SIGINT  # the status that shells give a process that Ctrl-C has ended
 
 
 def parse(argv: Sequence[str], description: str, extra_flags: Sequence[Flag] = ()) -> tuple[Config, types.SimpleNamespace]:
@@ -132,9 +135,9 @@ def check_workdir(workdir: str) -> None:
     if "://" in workdir:
         fail(f"--workdir={workdir!r} is an address, not a folder: use --workdir={os.path.join('runs', os.path.basename(workdir))!r}")
     path = pathlib.Path(workdir)
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        use = cfg.flag_text("workdir", str(there.with_name(there.name + "_run")))
-        fail(f"--workdir={workdir!r}: {str(there)!r} is not a folder: use {use}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        fail(f"--workdir={workdir!r}: {str(there)!r} may not be written: use {cfg.flag_text('workdir', os.path.join('runs', path.name))}")
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        use = cfg.flag_text("workdir", str(nearest.with_name(nearest.name + "_run")))
+        fail(f"--workdir={workdir!r}: {str(nearest)!r} is not a folder: use {use}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        fail(f"--workdir={workdir!r}: {str(nearest)!r} may not be written: use {cfg.flag_text('workdir', os.path.join('runs', path.name))}")

@@ -93,6 +93,14 @@ class Job:
                 self.tails[number].append(line)
                 print(f"[{number}] {line}", flush=True)
 
+    def kill_and_show_rest(self) -> None:
+        """Kills what still runs, and prints the lines that are left."""
+        self.send(signal.SIGKILL)
+        for reader in self.readers:
+            reader.join(timeout=1)
+        while not self.output.empty():
+            self.show(seconds=0.05)
+
     def close(self) -> None:
         """Kills whatever is left, and lets the guard go."""
         self.send(signal.SIGKILL)
@@ -121,12 +129,12 @@ class Job:
 
 
 def watch(job: Job, signals: list[int]) -> int:
-    """Prints and waits until all processes have ended, and gives the status of the run: 0, or that of the first that failed.
+    """The status of the run, 0 or that of the first process that failed, once all have ended. Prints their lines as they come.
 
     signals: the numbers of the signals received so far; the first is passed on to the processes, so that they can save and stop, and
     a second one kills them.
     """
-    passed_on, first, deadline = 0, None, float("inf")
+    passed_on, failed, deadline = 0, None, float("inf")
     while True:
         job.show(seconds=0.05)
         running = len(job.ended) < len(job.processes)
@@ -134,24 +142,20 @@ def watch(job: Job, signals: list[int]) -> int:
         if len(signals) > passed_on:
             passed_on += 1
             job.send(signals[0] if passed_on == 1 else signal.SIGKILL)
-        if first is None:
-            first = next((number for number in list(job.ended) if statuses[number]), None)
-            if first is not None:
+        if failed is None:
+            failed = next((number for number in list(job.ended) if statuses[number]), None)
+            if failed is not None:
                 deadline = time.monotonic() + (SIGNALLED_GRACE if signals else FAILED_GRACE)
                 if not signals:
                     job.send(signal.SIGTERM)
         if not running or time.monotonic() > deadline:
             break
-    job.send(signal.SIGKILL)
-    for reader in job.readers:
-        reader.join(timeout=1)
-    while not job.output.empty():
-        job.show(seconds=0.05)
-    if first is None:
+    job.kill_and_show_rest()
+    if failed is None:
         return 0
-    status = job.statuses()[first] or 1
+    status = job.statuses()[failed] or 1
     if not signals:
-        print(f"process {first} failed with status {status}; its last lines:", *job.tails[first], sep="\n", file=sys.stderr, flush=True)
+        print(f"process {failed} failed with status {status}; its last lines:", *job.tails[failed], sep="\n", file=sys.stderr, flush=True)
     return status
 
 
@@ -168,8 +172,8 @@ def commands(module: str, arguments: Sequence[str], processes: int, devices: int
     Without this folder on its path (as the installed `jaxtrain launch` is), the launcher starts its own package without it too: a folder
     that is called jaxtrain would hide the package.
     """
-    here = any(os.path.abspath(path) == os.getcwd() for path in sys.path)
-    safe = ["-P"] if module.startswith("jaxtrain.") and not here else []
+    on_path = any(os.path.abspath(path) == os.getcwd() for path in sys.path)
+    safe = ["-P"] if module.startswith("jaxtrain.") and not on_path else []
     common = [sys.executable, *safe, "-m", module, *arguments, f"--coordinator=localhost:{port}", f"--processes={processes}"]
     if devices:
         common.append(f"--cpu_devices={devices}")
@@ -183,7 +187,7 @@ def environments(processes: int, gpus: int) -> list[dict[str, str]]:
         return [dict(common) for _ in range(processes)]
     share = gpus // processes
     ids = [range(number * share, (number + 1) * share) for number in range(processes)]
-    return [dict(common, JAX_LOCAL_DEVICE_IDS=",".join(map(str, mine))) for mine in ids]
+    return [dict(common, JAX_LOCAL_DEVICE_IDS=",".join(map(str, share_ids))) for share_ids in ids]
 
 
 def main(argv: Sequence[str]) -> int:

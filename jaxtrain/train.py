@@ -1,7 +1,9 @@
 """python -m jaxtrain.train: trains what a recipe describes. Flags are parsed in cli.py, the training itself is in loop.py."""
 
 import contextlib
+import dataclasses
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -9,12 +11,11 @@ import time
 from jaxtrain import cli
 from jaxtrain.config import Config, ConfigError, flags, one_line
 from jaxtrain.config.checks import check_run
-from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
-from jaxtrain.schedule.search_progress import SearchProgress
+from jaxtrain.run.search_progress import SearchProgress
 
-STOPPED = 128 + signal.SIGINT  # what shells say of a process that Ctrl-C ends
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
 
@@ -48,29 +49,39 @@ def main(argv: list[str]) -> int:
     from jaxtrain.devices import cluster
     from jaxtrain.plan.report import dry_run
     from jaxtrain.run.run_lock import FolderError
+    from jaxtrain.training.reporting import LossError
 
     try:
-        unresolved, found = config, check_and_find_tables(config, flags.recipe)
-        if not found:
-            return _leave(STOPPED)
-        config = found
-        for note in unused_settings(config) if cluster.is_main() else ():
+        ready = check_and_find_tables(config, flags.recipe)
+        if not ready:
+            return _leave(cli.INTERRUPTED)
+        for note in unused_settings(ready.config) if cluster.is_main() else ():
             print(f"note: {note}", file=sys.stderr, flush=True)
         if flags.dry_run:
-            made = dry_run(config.resolve())
-            if cluster.is_main():
-                print(made.json() if flags.json else "\n".join(made.lines()), flush=True)
+            plan = dry_run(ready.resolved)
+            cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
         else:
-            loop.run(config.resolve(), flags.workdir, began, unresolved, flags.recipe)
-    except (ConfigError, DataError, CheckpointError, FolderError, loop.LossError) as error:
+            loop.run(ready.resolved, ready.setup, pathlib.Path(flags.workdir), began, unresolved=config, recipe=flags.recipe)
+    except (ConfigError, DataError, CheckpointError, FolderError, LossError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
-        return _leave(1 if isinstance(error, loop.LossError) else 2)
+        return _leave(1 if isinstance(error, LossError) else 2)
     return 0
 
 
-def check_and_find_tables(config: Config, recipe: Config) -> Config | None:
-    """The config with its mesh known, once everything about it is checked and its tables are found, which are remembered; None if Ctrl-C
-    stopped it. Shows how far it is where that lasts. Raises ConfigError as `check_run` and `make_setup` do."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ready:
+    """A config that every check has passed, with its mesh known; the same resolved; and the tables that were found for it."""
+
+    config: Config
+    resolved: Config
+    setup: Setup
+
+
+def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
+    """The config, checked, and its tables; None if Ctrl-C has stopped the search. Shows how far the search is where that lasts.
+
+    Raises ConfigError as `check_run` and `make_setup` do.
+    """
     import jax
 
     from jaxtrain.devices import cluster
@@ -80,8 +91,9 @@ def check_and_find_tables(config: Config, recipe: Config) -> Config | None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with SearchProgress("searching for a table", shown=cluster.is_main()) as progress:
-            config = check_run(config, jax.device_count(), jax.default_backend(), recipe, progress)
-            make_setup(config.resolve(), progress)
+            checked = check_run(config, jax.device_count(), jax.default_backend(), recipe, progress)
+            resolved = checked.resolve()
+            return Ready(checked, resolved, make_setup(resolved, progress))
     except KeyboardInterrupt:
         if cluster.is_main():
             print("stopped before training began: nothing was written", file=sys.stderr, flush=True)
@@ -89,7 +101,6 @@ def check_and_find_tables(config: Config, recipe: Config) -> Config | None:
     finally:
         if before is signal.SIG_DFL:
             signal.signal(signal.SIGINT, before)
-    return config
 
 
 def _leave(status: int) -> int:

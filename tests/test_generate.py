@@ -21,6 +21,7 @@ from jaxtrain import config as configs
 from jaxtrain import generate
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.parameters import load_parameters
+from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.data.tokenizer import ByteTokenizer, NoTokenizer
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.models.transformer import forward
@@ -240,9 +241,9 @@ def test_too_few_devices(run, here, capsys, monkeypatch):
 )
 def test_metas_that_do_not_say_enough(meta, message):
     good = {"config": configs.to_dict(small.config()), "tokenizer": ByteTokenizer().describe()}
-    assert generate.understand(good, "7", "run")[0] == small.config()
+    assert generate.understand(Meta.from_json(good), "7", "run")[0] == small.config()
     with pytest.raises(ValueError, match=message):
-        generate.understand(good | meta, "7", "run")
+        generate.understand(Meta.from_json(good | meta), "7", "run")
 
 
 def test_flags_are_checked_without_jax(tmp_path):

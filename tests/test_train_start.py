@@ -5,7 +5,7 @@ import signal
 import pytest
 from support import small
 
-from jaxtrain import train
+from jaxtrain import cli, train
 from jaxtrain.config import ConfigError
 from jaxtrain.config.pipeline_setup import make_setup
 
@@ -31,7 +31,7 @@ def test_ctrl_c_is_one_line_there_and_the_handler_is_as_before(config, monkeypat
         assert heard == [signal.default_int_handler] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "stopped before training began: nothing was written\n" and train.STOPPED == 130
+    assert capsys.readouterr().err == "stopped before training began: nothing was written\n" and cli.INTERRUPTED == 130
 
 
 def test_tables_are_found_once_and_a_report_is_told(config):

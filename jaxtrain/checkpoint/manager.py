@@ -15,7 +15,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +25,9 @@ from etils import epath
 
 from jaxtrain.checkpoint import steps
 from jaxtrain.checkpoint.layout import stored_arrays
-from jaxtrain.checkpoint.steps import BROKEN, META, STATE, TO_TRAIN, CheckpointError, Choice, Stranger, choose, read_meta
+from jaxtrain.checkpoint.steps import BROKEN, META, STATE, TO_TRAIN, CheckpointError, Choice, Meta, Stranger, choose, read_meta
 from jaxtrain.checkpoint.storage import host_tree, read_tree, tree_handler
 from jaxtrain.config import Config
-from jaxtrain.config.history import stored_config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, REPLICA
 from jaxtrain.models.transformer import build
@@ -65,15 +64,16 @@ def choose_together(directory: str | os.PathLike) -> Choice:
         return dataclasses.asdict(choice)
 
     values = cluster.from_main(decide, CheckpointError)
-    return Choice(values["step"], values["meta"], tuple(values["steps"]), tuple(Stranger(**s) for s in values["strangers"]))
+    meta = Meta(**values["meta"]) if values["meta"] else None
+    return Choice(values["step"], meta, tuple(values["steps"]), tuple(Stranger(**stranger) for stranger in values["strangers"]))
 
 
-def wrong_arrays(meta: dict, state: pathlib.Path, trained_alone: bool = False) -> str:
+def wrong_arrays(meta: Meta, state: pathlib.Path, trained_alone: bool = False) -> str:
     """Which array of a state is missing or is not as the config in its meta makes it, in words; "" if none.
 
     trained_alone: of the parameters that are evaluated and used.
     """
-    stored, config = steps.stored_shapes(state), stored_config(meta).resolve()
+    stored, config = steps.stored_shapes(state), meta.stored_config().resolve()
     trained = "anchor/" if config.train.diloco_inner_steps else "params/"
     for name, shape in expected_shapes(config).items():
         if trained_alone and not name.startswith(trained):
@@ -87,14 +87,34 @@ def wrong_arrays(meta: dict, state: pathlib.Path, trained_alone: bool = False) -
 
 def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Array → shape of the state that a resolved config's checkpoints hold. No device is used."""
-    apart = config.train.diloco_inner_steps > 0
-    sizes = [config.mesh.replica if apart and axis == REPLICA else 1 for axis in AXES]
+    independent = config.train.diloco_inner_steps > 0
+    sizes = [config.mesh.replica if independent and axis == REPLICA else 1 for axis in AXES]
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes), AXES)
     parts, placement = build(config.model, 1), Placement(config.model.layers)
-    layout = Layout(parts, placement, mesh, 0, jnp.dtype(config.precision.params), apart)
+    layout = Layout(parts, placement, mesh, 0, jnp.dtype(config.precision.params), independent)
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
     arrays = stored_arrays(abstract_state(layout, optimizer), stored_shapes(layout, optimizer), placement)
     return {array.name: array.shape for array in arrays}
+
+
+def restore(directory: str | os.PathLike, step: int, abstract: Any, stored_shapes: Any, placement: Placement) -> Any:
+    """The state of a step, laid out as `abstract` says; padding and unused rows are zero.
+
+    Args:
+      directory: where the steps lie.
+      abstract: the state, or some of it, with a jax.ShapeDtypeStruct with sharding for each array.
+      stored_shapes, placement: as in Checkpointer, for the same arrays.
+
+    Raises:
+      CheckpointError: no such step, or an array that is not stored or has another shape or dtype.
+      ValueError: `abstract` is not laid out as the placement says.
+    """
+    directory = pathlib.Path(directory).absolute()
+    folder = directory / str(step) / STATE
+    if not folder.exists():
+        raise CheckpointError(f"{directory} has no checkpoint of step {step}")
+    arrays = stored_arrays(abstract, stored_shapes, placement)
+    return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays, placement))
 
 
 class Checkpointer:
@@ -125,7 +145,7 @@ class Checkpointer:
         self._keep, self._broken, self._say = keep, broken, say
         self._manager: ocp.CheckpointManager | None = None
 
-    def save(self, step: int, state: Any, meta: dict) -> bool:
+    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
         """Begins to save, and returns once the state is copied to the host: it may be changed or donated then.
 
         A save that is under way is finished first. Checkpoints beyond `keep` are deleted when this one is finished.
@@ -149,7 +169,7 @@ class Checkpointer:
         if cluster.is_main() and os.path.lexists(self._directory / str(step)):
             self._set_aside(str(step), "it has come since the last save")
         tree = host_tree(stored_arrays(state, self._stored_shapes, self._placement), state, self._placement)
-        args = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(tree), META: ocp.args.JsonSave(meta)})
+        args = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(tree), META: ocp.args.JsonSave(dict(meta))})
         # `force`: Orbax has ideas of its own about which steps are worth saving.
         return self._manager.save(step, args=args, force=True)
 
@@ -171,9 +191,9 @@ class Checkpointer:
 
     def _set_all_aside(self) -> None:
         """Before Orbax counts the steps: it would take all of these for steps, and delete whole ones for them."""
-        found = {s.name: s for s in (*steps.strangers(self._directory), *self._broken) if s.step is not None}
-        whole = [s for s in choose(self._directory, {}).steps if str(s) not in found]
-        for stranger in found.values():
+        broken = {s.name: s for s in (*steps.strangers(self._directory), *self._broken) if s.step is not None}
+        whole = [step for step in choose(self._directory, {}).steps if str(step) not in broken]
+        for stranger in broken.values():
             path = self._directory / stranger.name
             if sum(step > (stranger.step or 0) for step in whole) >= self._keep and path.is_dir() and not path.is_symlink():
                 # So many newer ones are whole that it would be deleted if it were: a deletion was interrupted.
@@ -201,29 +221,16 @@ class Checkpointer:
         """The JSON that was saved with a step. Raises CheckpointError if there is none."""
         return read_meta(self._directory, step)
 
-    def restore(self, step: int, abstract: dict) -> dict:
-        """The state of a step, laid out as `abstract` says; padding and unused rows are zero.
+    def restore(self, step: int, abstract: Any) -> Any:
+        """The state of a step, laid out as `abstract` says. Arguments and errors as of the function `restore`."""
+        return restore(self._directory, step, abstract, self._stored_shapes, self._placement)
 
-        Args:
-          abstract: the state with a jax.ShapeDtypeStruct with sharding for each array, or some of the state's top-level entries:
-            `{"params": abstract["params"]}` reads the parameters alone.
-
-        Raises:
-          CheckpointError: no such step, or an array that is not stored or has another shape or dtype.
-          ValueError: `abstract` is not laid out as the placement says.
-        """
-        folder = self._directory / str(step) / STATE
-        if not folder.exists():
-            raise CheckpointError(f"{self._directory} has no checkpoint of step {step}")
-        arrays = stored_arrays(abstract, {k: self._stored_shapes[k] for k in abstract}, self._placement)
-        return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays, self._placement))
-
-    def wait(self):
+    def wait(self) -> None:
         """Returns when no save is under way; raises what made one fail."""
         if self._manager is not None:
             self._manager.wait_until_finished()
 
-    def close(self):
+    def close(self) -> None:
         """Waits, and ends Orbax's threads. The checkpointer cannot save any more."""
         if self._manager is not None:
             self._manager.close()

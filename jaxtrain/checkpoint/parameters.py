@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.manager import restore
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, make_mesh
 from jaxtrain.models.spec import Spec
@@ -41,7 +41,7 @@ def load_parameters(
     layout = Layout(parts, Placement(config.model.layers), mesh, 0, jnp.dtype(config.precision.params))
     abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), layout.shapes, layout.shardings)
     name = "anchor" if config.train.diloco_inner_steps else "params"
-    restored = Checkpointer(directory, layout.placement, {name: layout.stored_shapes}).restore(step, {name: abstract})[name]
+    restored = restore(directory, step, {name: abstract}, {name: layout.stored_shapes}, layout.placement)[name]
     specs = parts.specs | {"layers": parts.specs["layer"]}
     layers, specs["layers"] = restored["layers"].pop("0"), specs.pop("layer")
     compute = jnp.dtype(config.precision.compute)

@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from jaxtrain.config import ConfigError, from_dict
+from jaxtrain.config import Config, ConfigError, from_dict, history
 
 STATE, META = "state", "meta"
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
@@ -37,6 +37,36 @@ _TYPES = {dict: "an object", int: "an integer", str: "a string"}
 
 class CheckpointError(Exception):
     """A checkpoint that cannot be read as asked; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """What a run stores beside its state, as a JSON object with these keys.
+
+    config:    the run's whole config, by group and setting
+    version:   of the code that wrote it (config/history.py); version 1 did not write it
+    step:      the number of steps done
+    wall_s:    seconds that the run had run
+    checksum:  of the corpus
+    tokenizer: what Tokenizer.describe gives
+    """
+
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    version: int = 1
+    step: int = 0
+    wall_s: float = 0.0
+    checksum: str = ""
+    tokenizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Meta":
+        """The meta that a JSON object holds; what it lacks, or has of another type, is as by default."""
+        kinds: dict[str, Any] = {"config": dict, "version": int, "step": int, "wall_s": (int, float), "checksum": str, "tokenizer": dict}
+        return cls(**{name: values[name] for name, kind in kinds.items() if isinstance(values.get(name), kind)})
+
+    def stored_config(self) -> Config:
+        """The config, not resolved; settings that have come since are what the code did then. ConfigError for what is no config."""
+        return history.stored_config(self.config, self.version)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +87,10 @@ class Stranger:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The newest whole step, None if there is none, with its meta; the whole ones by their meta, in order; and all strangers."""
+    """The newest whole step with its meta, or None and None; the steps that are whole by their meta, in order; and all strangers."""
 
     step: int | None
-    meta: dict
+    meta: Meta | None
     steps: tuple[int, ...]
     strangers: tuple[Stranger, ...]
 
@@ -68,13 +98,18 @@ class Choice:
         return ", ".join(map(str, self.strangers))
 
 
-def choose(directory: str | os.PathLike, needs: Mapping[str, type], wrong: Callable[[dict, Any], str] = lambda meta, folder: "") -> Choice:
-    """Looks for the newest whole step.
+def nothing_wrong(meta: Meta, state: pathlib.Path) -> str:
+    """The `wrong` of `choose` that finds nothing."""
+    return ""
+
+
+def choose(directory: str | os.PathLike, needs: Mapping[str, type], wrong: Callable[[Meta, pathlib.Path], str] = nothing_wrong) -> Choice:
+    """The newest whole step, and what else is there.
 
     Args:
       directory: the folder of checkpoints; it need not exist.
       needs: what a meta must have, as TO_TRAIN.
-      wrong: (meta, the state's folder) → what is wrong beside that, in words, or "". Asked of the newest step, then of the one before, …
+      wrong: (meta, the state's folder) → what is wrong beside that, in words, or "". Asked of the newest step, then of the one before.
 
     Raises:
       CheckpointError: the folder cannot be read.
@@ -82,12 +117,13 @@ def choose(directory: str | os.PathLike, needs: Mapping[str, type], wrong: Calla
     folder = pathlib.Path(directory)
     metas, strangers = _look(folder, needs)
     for step in sorted(metas, reverse=True):
-        why = incomplete(folder / str(step) / STATE) or wrong(metas[step], folder / str(step) / STATE)
+        state = folder / str(step) / STATE
+        why = incomplete(state) or wrong(metas[step], state)
         if not why:
             return Choice(step, metas[step], tuple(sorted(metas)), _sorted(strangers))
         strangers.append(Stranger(str(step), why, step, holds=True))
         del metas[step]
-    return Choice(None, {}, (), _sorted(strangers))
+    return Choice(None, None, (), _sorted(strangers))
 
 
 def strangers(directory: str | os.PathLike) -> tuple[Stranger, ...]:
@@ -103,14 +139,14 @@ def read_meta(directory: str | os.PathLike, step: int) -> dict:
     return meta
 
 
-def _sorted(found: list[Stranger]) -> tuple[Stranger, ...]:
-    return tuple(sorted(found, key=lambda s: (math.inf if s.step is None else s.step, s.name)))
+def _sorted(strangers: list[Stranger]) -> tuple[Stranger, ...]:
+    return tuple(sorted(strangers, key=lambda s: (math.inf if s.step is None else s.step, s.name)))
 
 
-def _look(folder: pathlib.Path, needs: Mapping[str, type]) -> tuple[dict[int, dict], list[Stranger]]:
-    """(step → meta of those that have both parts, strangers)."""
-    metas: dict[int, dict] = {}
-    found: list[Stranger] = []
+def _look(folder: pathlib.Path, needs: Mapping[str, type]) -> tuple[dict[int, Meta], list[Stranger]]:
+    """The metas of the steps that have both parts, by step; and the strangers."""
+    metas: dict[int, Meta] = {}
+    strangers: list[Stranger] = []
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
@@ -121,18 +157,22 @@ def _look(folder: pathlib.Path, needs: Mapping[str, type]) -> tuple[dict[int, di
         if name.startswith(".") or ORBAX_UNFINISHED in name or BROKEN in name:
             continue
         if not _STEP.fullmatch(name):
-            found.append(Stranger(name, "no step's name"))
+            strangers.append(Stranger(name, "no step's name"))
             continue
         meta = _look_at_step(folder / name, int(name), needs)
         if isinstance(meta, Stranger):
-            found.append(meta)
+            strangers.append(meta)
         else:
             metas[int(name)] = meta
-    return metas, found
+    return metas, strangers
 
 
-def _look_at_step(folder: pathlib.Path, step: int, needs: Mapping[str, type]) -> dict | Stranger:
-    stranger = lambda why, holds=True: Stranger(folder.name, why, step, holds)
+def _look_at_step(folder: pathlib.Path, step: int, needs: Mapping[str, type]) -> Meta | Stranger:
+    """The meta of a step's folder, or what the folder is instead."""
+
+    def stranger(why: str, holds: bool = True) -> Stranger:
+        return Stranger(folder.name, why, step, holds)
+
     try:
         if not folder.exists():
             return stranger("a link to nothing", False)
@@ -148,7 +188,7 @@ def _look_at_step(folder: pathlib.Path, step: int, needs: Mapping[str, type]) ->
     if isinstance(meta, str):
         return stranger(meta)
     why = _lacks(meta, step, needs) or _orbax_stumbles(folder / "_CHECKPOINT_METADATA")
-    return stranger(why) if why else meta
+    return stranger(why) if why else Meta.from_json(meta)
 
 
 def _meta(folder: pathlib.Path) -> dict | str:

@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from jaxtrain.checkpoint.layout import Bounds, Part, StoredArray, chunk_shape, holders, regions, writers
+from jaxtrain.checkpoint.layout import Bounds, Part, StoredArray, holders, piece_shape, regions, writers
 from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.parallel import host_memory
 from jaxtrain.schedule.placement import Placement
@@ -32,12 +32,12 @@ WRITE_BYTES = 128 * 2**20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostArray:
-    """A stored array, and the pieces of it that this process writes: (region, numbers)."""
+    """A stored array, and what this process writes of it: (index in the stored array, numbers). It is stored in pieces of `piece`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunk: tuple[int, ...]
-    pieces: list[tuple[tuple, np.ndarray]]
+    piece: tuple[int, ...]
+    blocks: list[tuple[tuple, np.ndarray]]
 
 
 class HostArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -51,7 +51,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):
 
 
 async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
-    """Writes this process's pieces, about WRITE_BYTES at a time: a transaction copies what it writes."""
+    """Writes this process's blocks, about WRITE_BYTES at a time: a transaction copies what it writes."""
     for info in infos:
         await info.await_path_creation()
     # One context: TensorStore shares the database's cache by it.
@@ -61,16 +61,16 @@ async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
         async with _transaction() as transaction:
             await asyncio.gather(*[ts.open(spec, create=True, open=True, context=context, transaction=transaction) for spec in specs])
 
-    mine = [(spec, value) for spec, value in zip(specs, values) if value.pieces]
-    arrays = await asyncio.gather(*[ts.open(spec, open=True, assume_metadata=True, context=context) for spec, _ in mine])
-    pieces = [(array, *piece) for array, (_, value) in zip(arrays, mine) for piece in value.pieces]
-    while pieces:
+    written = [(spec, value) for spec, value in zip(specs, values, strict=True) if value.blocks]
+    arrays = await asyncio.gather(*[ts.open(spec, open=True, assume_metadata=True, context=context) for spec, _ in written])
+    blocks = [(array, *block) for array, (_, value) in zip(arrays, written, strict=True) for block in value.blocks]
+    while blocks:
         async with _transaction() as transaction:
             writes, size = [], 0
-            while pieces and size < WRITE_BYTES:
-                array, region, numbers = pieces.pop()
+            while blocks and size < WRITE_BYTES:
+                array, index, numbers = blocks.pop()
                 size += numbers.nbytes
-                writes.append(array.with_transaction(transaction)[region].write(numbers, can_reference_source_data_indefinitely=True))
+                writes.append(array.with_transaction(transaction)[index].write(numbers, can_reference_source_data_indefinitely=True))
             await asyncio.gather(*writes)
 
 
@@ -85,7 +85,7 @@ async def _transaction():
 def _write_spec(value: HostArray, info: Any) -> ts.Spec:
     # Each process writes to a database of its own, which Orbax joins at the end.
     spec = ocp.type_handlers.get_json_tspec_write(
-        info, use_ocdbt=True, global_shape=value.shape, local_shape=value.chunk, dtype=value.dtype, process_index=jax.process_index()
+        info, use_ocdbt=True, global_shape=value.shape, local_shape=value.piece, dtype=value.dtype, process_index=jax.process_index()
     )
     return ts.Spec(spec)
 
@@ -104,26 +104,26 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
     Returns when the copies are made: the state may be changed or donated then.
     """
     leaves = jax.tree.leaves(state)
-    mine: dict[int, list[tuple[Bounds, jax.Array]]] = {}
+    written: dict[int, list[tuple[Bounds, jax.Array]]] = {}  # by leaf: the shards that this process writes
     for part in [part for array in arrays for part in array.parts]:
-        here = {s.device: s.data for s in leaves[part.leaf].addressable_shards}
-        mine[part.leaf] = [(bounds, here[device]) for device, bounds in writers(part).items() if device in here]
+        shards = {shard.device: shard.data for shard in leaves[part.leaf].addressable_shards}
+        written[part.leaf] = [(bounds, shards[device]) for device, bounds in writers(part).items() if device in shards]
         # All copies are under way before the first is waited for.
-        for _, data in mine[part.leaf]:
+        for _, data in written[part.leaf]:
             data.copy_to_host_async()
 
     tree: dict = {}
     for array in arrays:
-        pieces = []
+        blocks = []
         for part in array.parts:
-            for bounds, data in mine.pop(part.leaf):
+            for bounds, data in written.pop(part.leaf):
                 numbers = _to_host(data)
-                pieces += [(region, numbers[local]) for local, region in regions(part, bounds, array.shape, placement)]
+                blocks += [(region.stored, numbers[region.local]) for region in regions(part, bounds, array.shape, placement)]
         *folders, name = array.name.split("/")
         at = tree
         for folder in folders:
             at = at.setdefault(folder, {})
-        at[name] = HostArray(array.shape, array.dtype, chunk_shape(array), pieces)
+        at[name] = HostArray(array.shape, array.dtype, piece_shape(array), blocks)
     return tree
 
 
@@ -161,14 +161,14 @@ def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorSto
 
     sources = []
     for array, opening in [(array, begin(array)) for array in arrays]:
-        wanted = f"{array.dtype}{list(array.shape)} is wanted"
+        expected = f"{array.dtype}{list(array.shape)} is wanted"
         try:
             source = opening.result()
         except ValueError as error:
-            missing = f"; {wanted}" * str(error).startswith("NOT_FOUND")
+            missing = f"; {expected}" * str(error).startswith("NOT_FOUND")
             raise CheckpointError(f"{directory}: {array.name} {_in_words(error)}{missing}") from error
         if (source.shape, source.dtype.numpy_dtype) != (array.shape, array.dtype):
-            raise CheckpointError(f"{directory}: {array.name} is stored as {source.dtype.name}{list(source.shape)}; {wanted}")
+            raise CheckpointError(f"{directory}: {array.name} is stored as {source.dtype.name}{list(source.shape)}; {expected}")
         sources.append(source)
     return sources
 
@@ -181,14 +181,13 @@ def _in_words(error: ValueError) -> str:
 
 def _read_part(source: ts.TensorStore, array: StoredArray, part: Part, placement: Placement) -> jax.Array:
     """One leaf, read and laid on this process's devices."""
-    here = {bounds: [d for d in devices if d.process_index == jax.process_index()] for bounds, devices in holders(part).items()}
     buffers, reads = [], []
-    for bounds, devices in here.items():
-        if devices:
+    for bounds, devices in holders(part).items():
+        if local_devices := [device for device in devices if device.process_index == jax.process_index()]:
             buffer = np.zeros([stop - start for start, stop in bounds], array.dtype)
-            buffers.append((buffer, devices))
-            for local, region in regions(part, bounds, array.shape, placement):
-                reads.append(ts.array(buffer[local]).write(source[region]))
+            buffers.append((buffer, local_devices))
+            for region in regions(part, bounds, array.shape, placement):
+                reads.append(ts.array(buffer[region.local]).write(source[region.stored]))
     for read in reads:
         read.result()
     kind = part.sharding.memory_kind

@@ -17,12 +17,12 @@ from jaxtrain.config.surroundings import NOTHING, Surroundings
 VERSION = 2
 
 
-def stored_config(meta: dict[str, Any]) -> Config:
-    """The config in a checkpoint's meta, which has to have one; settings that have come since are what the code did then.
+def stored_config(values: dict[str, Any], version: int) -> Config:
+    """The config that a checkpoint's meta holds as `values`, written by `version`. Settings that have come since are what the code did.
 
     Raises ConfigError for what is no config.
     """
-    config, version = cfg.from_dict(meta["config"]), meta.get("version", 1)
+    config = cfg.from_dict(values)
     return config if version > 1 else cfg.replace(config, {"model.router_group_best": _group_best_1(config.model)})
 
 
@@ -33,12 +33,13 @@ def _group_best_1(m: ModelConfig) -> int:
     return -(-m.experts_per_token // m.router_group_limit)
 
 
-def refuse_to_continue(meta: dict[str, Any], config: Config, around: Surroundings = NOTHING) -> None:
-    """Raises ConfigError naming the first field for which a run of this config cannot go on from the checkpoint that the meta is of.
+def refuse_to_continue(values: dict[str, Any], version: int, config: Config, around: Surroundings = NOTHING) -> None:
+    """Raises ConfigError naming the first field for which a run of this config cannot continue a checkpoint.
 
-    config: as it was asked for, not resolved; around: what a suggestion has to fit.
+    values, version: of the checkpoint, as in `stored_config`; config: as it was asked for, not resolved; around: what a suggestion
+    has to fit.
     """
-    checks.refuse_to_continue(stored_config(meta), config, around)
-    if meta.get("version", 1) < 2 and config.model.mtp_depth:
+    checks.refuse_to_continue(stored_config(values, version), config, around)
+    if version < 2 and config.model.mtp_depth:
         rule = "cannot continue a checkpoint whose modules of prediction read the stream before the norm, as they did before version 2"
         raise ConfigError("model.mtp_depth", config.model.mtp_depth, rule, "--workdir=runs/again (or any other)")

@@ -15,7 +15,7 @@ from jaxtrain.schedule.orders import CSV, SCHEDULES
 from jaxtrain.schedule.placement import Placement, cut, spread
 from jaxtrain.schedule.search import ANY_REPEATS, Cost, Problem, Report, cost
 from jaxtrain.schedule.simulate import Simulation, Times, simulate
-from jaxtrain.schedule.slots import Program, assign_slots
+from jaxtrain.schedule.slots import SlottedTable, assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, Table
 from jaxtrain.schedule.table_csv import read_csv
 from jaxtrain.schedule.validator import check
@@ -37,10 +37,15 @@ class Setup:
 
     placement: Placement
     table: Table
-    train: Program | None
-    evaluate: Program | None
+    train: SlottedTable | None
+    evaluate: SlottedTable | None
     times: Times
     shares: tuple[float, ...]
+
+    @property
+    def shares_vocabulary(self) -> bool:
+        """Whether embedding and head are split over the stages, which do their ops together."""
+        return self.train is not None and self.table.vocabulary == "parallel"
 
     def simulation(self) -> Simulation:
         """What the table costs in time and memory."""
@@ -127,8 +132,8 @@ def _search(config: Config, report: Report) -> Setup:
     _, table, sizes, shares = min(made, key=lambda candidate: weighed(*candidate[:2]))
     report("check, slots, evaluation", 1.0)
     check(table)
-    placement = Placement(config.model.layers, stages, place=table.place, sizes=sizes)
-    forward = by_name.make_forward_table(table.place, stages, p.microbatches, vocabulary=table.vocabulary)
+    placement = Placement(config.model.layers, stages, stage_of=table.stage_of, sizes=sizes)
+    forward = by_name.make_forward_table(table.stage_of, stages, p.microbatches, vocabulary=table.vocabulary)
     return Setup(placement, table, assign_slots(table), assign_slots(forward), times_of(config, stages), shares)
 
 
@@ -183,7 +188,7 @@ def _make(config: Config, repeats: int, vocabulary: str, memory: float | None, r
     if own:
         table = read_csv(p.schedule.removeprefix(CSV))
         _fits(config, table)
-        groups = tuple(table.chunk.count(c) for c in sorted(set(table.chunk)))
+        groups = tuple(table.chunk_of.count(c) for c in sorted(set(table.chunk_of)))
         chunks = p.chunk_layers or spread(layers, len(groups), p.layer_costs)
         sizes = tuple(n for size, parts in zip(chunks, groups, strict=True) for n in spread(size, parts))
     else:
@@ -231,7 +236,7 @@ def _fits(config: Config, table: Table) -> None:
 def _wanted(config: Config, table: Table) -> dict[str, tuple[str, Any]]:
     """Setting → (what is wrong with it for a file's table, the value that the table wants)."""
     p, name = config.pipeline, config.pipeline.schedule
-    groups = [table.chunk.count(c) for c in sorted(set(table.chunk))]
+    groups = [table.chunk_of.count(c) for c in sorted(set(table.chunk_of))]
     chunks = len(groups)
     wrong: dict[str, tuple[str, Any]] = {}
     for path, wanted in (("mesh.stage", table.stages), ("pipeline.microbatches", table.microbatches)):

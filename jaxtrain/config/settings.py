@@ -247,6 +247,11 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
 
+    @property
+    def sequences_per_microbatch(self) -> int:
+        """Sequences of a microbatch, of all devices together."""
+        return self.data.batch_size // self.pipeline.microbatches
+
     def resolve(self) -> "Config":
         """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width, expert_width, max_positions,
         latent_norm_epsilon, router_normalize; reduce; repeats) filled in, and the sizes of latents 0 where there are none. What follows

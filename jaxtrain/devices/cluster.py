@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from jax.stages import Compiled, Wrapped
 
 from jaxtrain.devices.cluster_environment import job, local_gpus, several_processes, visible_gpus
 
@@ -52,6 +53,23 @@ def _leave_at_once(kind: type[BaseException], error: BaseException, trace: types
 def is_main() -> bool:
     """Whether this process writes the logs."""
     return jax.process_index() == 0
+
+
+def say(*lines: str) -> None:
+    """Prints lines on standard output, in the process that writes the logs alone."""
+    if is_main():
+        for line in lines:
+            print(line, flush=True)
+
+
+def compile_everywhere(name: str, function: Wrapped, *arguments: Any) -> Compiled:
+    """The compiled program, when every process has it: none runs it and waits for others that still compile.
+
+    name: of the program, used once; arguments: arrays, or what stands for them.
+    """
+    program = function.lower(*arguments).compile()
+    barrier(f"compiled: {name}")
+    return program
 
 
 def barrier(name: str) -> None:

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import types
 from collections.abc import Mapping
+from typing import Any
 
 SIMULATED_DEVICES = 8  # where nothing says how many and there is no accelerator
 
@@ -48,12 +49,13 @@ def simulated_devices(namespace: types.SimpleNamespace, environment: Mapping[str
 
 def _has_plugins() -> bool:
     """Whether something is installed by which jax might find GPUs or TPUs."""
-    here = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
-    return here or bool(importlib.metadata.entry_points(group="jax_plugins"))
+    modules = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
+    return modules or bool(importlib.metadata.entry_points(group="jax_plugins"))
 
 
-def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dict:
-    """Address, number and id for jax.distributed.initialize: from the flags, else from Open MPI; what is not here jax finds out.
+def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The address, number and id that jax.distributed.initialize takes as keywords: from the flags, else from Open MPI. jax finds out what
+    is left out.
 
     Open MPI 5 no longer tells where its launcher is, so there jax finds no address: processes of one machine meet at a port made from
     the job's name, and those of several need --coordinator or JAX_COORDINATOR_ADDRESS.
@@ -61,17 +63,17 @@ def job(namespace: types.SimpleNamespace, environment: Mapping[str, str]) -> dic
     address = namespace.coordinator or environment.get("JAX_COORDINATOR_ADDRESS", "")
     if namespace.processes > 1:
         return {"coordinator_address": address, "num_processes": namespace.processes, "process_id": namespace.process_id}
-    found: dict = {"coordinator_address": address} if address else {}
+    arguments: dict[str, Any] = {"coordinator_address": address} if address else {}
     if "OMPI_COMM_WORLD_SIZE" in environment:
-        found |= {"num_processes": int(environment["OMPI_COMM_WORLD_SIZE"]), "process_id": int(environment["OMPI_COMM_WORLD_RANK"])}
+        arguments |= {"num_processes": int(environment["OMPI_COMM_WORLD_SIZE"]), "process_id": int(environment["OMPI_COMM_WORLD_RANK"])}
         if not address and "OMPI_MCA_orte_hnp_uri" not in environment:
             if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environment["OMPI_COMM_WORLD_SIZE"]:
                 raise RuntimeError("Open MPI does not say where process 0 is: use --coordinator=HOST:PORT, with a free port of its machine")
             name = environment.get("PMIX_NAMESPACE", "jaxtrain")
-            found["coordinator_address"] = f"localhost:{20000 + sum(map(ord, name)) % 10000}"
+            arguments["coordinator_address"] = f"localhost:{20000 + sum(map(ord, name)) % 10000}"
     elif namespace.coordinator and environment_processes(environment) == 1:
-        return found | {"num_processes": 1, "process_id": 0}
-    return found
+        return arguments | {"num_processes": 1, "process_id": 0}
+    return arguments
 
 
 def local_gpus(environment: Mapping[str, str], visible: int) -> list[int]:

@@ -11,7 +11,8 @@ Six axes, slowest network first; all always exist, with size 1 where they are no
 """
 
 import collections
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,11 @@ REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES = ("replica", "data", "stage
 BATCH_AXES = (REPLICA, DATA, EXPERT)
 SUM_AXES = (*BATCH_AXES, CONTEXT)  # devices with tokens of their own: losses and gradients are summed over them
 MANUAL_AXES = (REPLICA, DATA, STAGE, CONTEXT, EXPERT)  # the runtime's own; `model` is left to the partitioner
+
+
+def batch_shards(axis_sizes: Mapping[str, int]) -> int:
+    """Into how many parts the sequences of a batch are split, by the sizes of the axes."""
+    return math.prod(axis_sizes[axis] for axis in BATCH_AXES)
 
 
 def sizes_of(mesh: Any) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain.devices.mesh import BATCH_AXES, EXPERT, MODEL, STAGE, manual_size
+from jaxtrain.devices.mesh import BATCH_AXES, CONTEXT, EXPERT, MODEL, STAGE, manual_size
 
 RULES: dict[str, tuple[str, ...]] = {
     # parameters
@@ -36,11 +36,13 @@ RULES: dict[str, tuple[str, ...]] = {
     "token": (),  # inside a block: the whole sequence, split by heads or MLP columns
 }
 
+BATCH_SPEC = PartitionSpec(None, BATCH_AXES, CONTEXT)  # of a batch's arrays [microbatches, sequences, tokens]
+
 Axes = tuple[str | None, ...]
 
 
 def spec(axes: Axes) -> PartitionSpec:
-    """Logical axes → PartitionSpec. Raises KeyError for an unknown name, ValueError if two dimensions want one mesh axis."""
+    """The PartitionSpec of logical axes. Raises KeyError for an unknown name, ValueError if two dimensions want one mesh axis."""
     parts = [RULES[a] if a is not None else () for a in axes]
     used: dict[str, str | None] = {}
     for name, part in zip(axes, parts, strict=True):
@@ -73,7 +75,7 @@ def restricted(whole: PartitionSpec, names: Container[str]) -> PartitionSpec:
     return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in left))
 
 
-def _here(axes: Axes) -> PartitionSpec | None:
+def _partitioner_spec(axes: Axes) -> PartitionSpec | None:
     """The spec restricted to what the partitioner may split at this point of the trace; None if that is nothing."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -84,16 +86,16 @@ def _here(axes: Axes) -> PartitionSpec | None:
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Lays `x` out by its logical axes, as far as the partitioner decides here; the identity on one device."""
-    here = _here(axes)
-    return x if here is None else lax.with_sharding_constraint(x, here)
+    partition = _partitioner_spec(axes)
+    return x if partition is None else lax.with_sharding_constraint(x, partition)
 
 
 def shards(axis: str) -> int:
     """Into how many parts the partitioner splits this logical axis here."""
-    here = _here((axis,))
-    if here is None or here[0] is None:
+    partition = _partitioner_spec((axis,))
+    if partition is None or partition[0] is None:
         return 1
-    return math.prod(jax.sharding.get_abstract_mesh().shape[n] for n in mesh_axes(here[0]))
+    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in mesh_axes(partition[0]))
 
 
 def is_split(axis: str) -> bool:
@@ -111,4 +113,12 @@ def reshard(x: jax.Array, before: Axes, after: Axes) -> jax.Array:
     return constrain(x, after)
 
 
-reshard.defvjp(lambda x, before, after: (constrain(x, after), None), lambda before, after, _, g: (constrain(g, before),))
+def _reshard_forward(x: jax.Array, before: Axes, after: Axes) -> tuple[jax.Array, None]:
+    return constrain(x, after), None
+
+
+def _reshard_backward(before: Axes, after: Axes, residuals: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (constrain(gradient, before),)
+
+
+reshard.defvjp(_reshard_forward, _reshard_backward)

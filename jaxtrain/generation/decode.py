@@ -13,10 +13,13 @@ Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/val
 D width, V vocabulary.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.config import ModelConfig
 from jaxtrain.devices.sharding import Axes, constrain
 from jaxtrain.models.transformer import Parts
 from jaxtrain.parallel.tensor import heads_here
@@ -24,26 +27,34 @@ from jaxtrain.parallel.tensor import heads_here
 Cache = tuple[jax.Array, ...]
 
 
-def _kept(cfg) -> tuple[tuple[tuple[int, ...], Axes], ...]:
-    """Of each array of a cache, what it has of one token in one layer: shape and axes."""
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """What an array of a cache has of one token in one layer."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+
+
+def _kept(cfg: ModelConfig) -> tuple[_Kept, ...]:
+    """One for each array of a cache."""
     if cfg.attention == "mla":
-        return (((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
-    return (((heads_here(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
+        return (_Kept((cfg.kv_rank + cfg.rope_head_dim,), (None,)),)
+    return (_Kept((heads_here(cfg.kv_heads), cfg.head_dim), ("kv_heads", None)),) * 2
 
 
-def cache_axes(cfg) -> tuple[Axes, ...]:
+def cache_axes(cfg: ModelConfig) -> tuple[Axes, ...]:
     """The logical axes of the arrays of a cache."""
-    return tuple(("layer", "batch", "token", *axes) for _, axes in _kept(cfg))
+    return tuple(("layer", "batch", "token", *kept.axes) for kept in _kept(cfg))
 
 
-def empty_cache(cfg, batch: int, slots: int, dtype) -> Cache:
+def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
     """The cache of no token, of `dtype`, for a resolved model config."""
-    arrays = (jnp.zeros((cfg.dense_layers + cfg.layers, batch, slots, *shape), dtype) for shape, _ in _kept(cfg))
+    arrays = (jnp.zeros((cfg.dense_layers + cfg.layers, batch, slots, *kept.shape), dtype) for kept in _kept(cfg))
     return tuple(map(constrain, arrays, cache_axes(cfg)))
 
 
 def extend(parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start: jax.Array, dtype) -> tuple[jax.Array, Cache]:
-    """The blocks over T tokens at positions start, start + 1, … → (their residual stream [B, T, D], the cache with them).
+    """The residual stream [B, T, D] of T tokens at positions start, start + 1, … behind the blocks, and the cache with them in it.
 
     params: {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}. start + T must not be beyond S: XLA would move the tokens back.
     Where the sequence is split over devices, T must divide by their number.
@@ -55,17 +66,16 @@ def extend(parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start
         positions_1T = jnp.minimum(positions_1T, parts.cfg.max_positions - 1)
     x_BTD = parts.embed(params["embed"], tokens_BT, positions_1T, dtype)
 
-    def layer(carry, row, block=parts.block):
+    def layer(carry, index_and_weights, block=parts.block):
         x_BTD, cache = carry
-        index, weights = row
-        mine = [lax.dynamic_index_in_dim(c, index, 0, keepdims=False) for c in cache]
-        x_BTD, mine = block(weights, x_BTD, positions_1T, mine, start, method="cached")
-        # Only the T new slots go back into the cache: the carried arrays are updated in place, not copied layer by layer.
-        new = [lax.dynamic_slice_in_dim(m, start, t, 1) for m in mine]
-        return (
-            x_BTD,
-            tuple(lax.dynamic_update_slice(c, n[None], (index, 0, start, *(0,) * (c.ndim - 3))) for c, n in zip(cache, new, strict=True)),
-        ), None
+        index, weights = index_and_weights
+        of_layer = [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in cache]
+        x_BTD, of_layer = block(weights, x_BTD, positions_1T, of_layer, start, method="cached")
+        # Only the T slots of these tokens go back into the cache: the carried arrays are updated in place, not copied layer by layer.
+        written = [lax.dynamic_slice_in_dim(array, start, t, 1) for array in of_layer]
+        at = lambda array: (index, 0, start, *(0,) * (array.ndim - 3))
+        cache = tuple(lax.dynamic_update_slice(array, part[None], at(array)) for array, part in zip(cache, written, strict=True))
+        return (x_BTD, cache), None
 
     for index in range(parts.cfg.dense_layers):
         (x_BTD, cache), _ = layer((x_BTD, cache), (index, params["first"][str(index)]), parts.first)
@@ -80,7 +90,7 @@ def tied_table(parts: Parts, params: dict, dtype) -> jax.Array | None:
 
 
 def next_logits(parts: Parts, params: dict, x_BTD: jax.Array, table_VD: jax.Array | None) -> jax.Array:
-    """Residual stream [B, T, D] → float32 logits of what follows its first token, [B, V].
+    """Float32 logits [B, V] of what follows the first token of a residual stream [B, T, D].
 
     They are whole on every device, and without the rows that pad the vocabulary. table_VD: `tied_table`.
     """

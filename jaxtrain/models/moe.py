@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import WHOLE, matmul
-from jaxtrain.models.spec import parameter
+from jaxtrain.models.spec import Parameter, parameter
 from jaxtrain.parallel import context, experts
 
 TINY = 1e-18  # beside a sum of scores, all of which may underflow; its square is a number, too
@@ -35,6 +35,11 @@ def with_counts(y: jax.Array, parameters: list, counts: list) -> jax.Array:
 with_counts.defvjp(lambda y, parameters, counts: (y, counts), lambda counts, g: (g, counts, None))
 
 
+def _counter(experts: int) -> Parameter:
+    """A parameter [E] whose gradient is a count."""
+    return parameter((experts,), ("expert",), counts=True)
+
+
 class Router(nnx.Module):
     """Chooses `choices` of the experts for a token.
 
@@ -44,15 +49,16 @@ class Router(nnx.Module):
     released code; a bias counts there, too). Where there is no bias, `load` has its place as the parameter on which the load is hung.
     """
 
-    def __init__(self, cfg, rows: int):
+    def __init__(self, cfg, batch_size: int):
         self.kind, self.experts, self.choices, self.scale = cfg.router, cfg.experts, cfg.experts_per_token, cfg.router_scale
         self.groups, self.group_limit, self.normalized = cfg.router_groups, cfg.router_group_limit, cfg.router_normalize == "always"
         self.group_best = min(cfg.router_group_best, cfg.experts // cfg.router_groups)
-        self.balance_loss, self.z_loss, self.rows = cfg.balance_loss, cfg.z_loss, rows
+        self.balance_loss, self.z_loss, self.batch_size = cfg.balance_loss, cfg.z_loss, batch_size
         self.capacity = cfg.capacity_factor
         self.weight = parameter((cfg.width, cfg.experts), ("width", "expert"), std=cfg.init_std, exact=True)
-        counter = lambda wanted: parameter((cfg.experts,), ("expert",), counts=True) if wanted else None
-        self.bias, self.load, self.dropped = counter(cfg.router_bias), counter(not cfg.router_bias), counter(self.capacity)
+        self.bias = _counter(cfg.experts) if cfg.router_bias else None
+        self.load = None if cfg.router_bias else _counter(cfg.experts)
+        self.dropped = _counter(cfg.experts) if self.capacity else None
 
     def __call__(self, x_BTD, drops: bool):
         """x, whole along the sequence → (weights of the choices float32 [B, T, K], where their rows go).
@@ -72,13 +78,13 @@ class Router(nnx.Module):
             gates_BTK = gates_BTK / (gates_BTK.sum(-1, keepdims=True) + TINY)
         counted, parameters = [experts.counts(chosen_BTK, self.experts).sum(0)], [load[...]]
         if self.capacity and drops:
-            plan, dropped = experts.by_capacity(chosen_BTK, self.experts, self.capacity)
+            routing, dropped = experts.by_capacity(chosen_BTK, self.experts, self.capacity)
             assert self.dropped is not None
             counted, parameters = [*counted, dropped], [*parameters, self.dropped[...]]
         else:
-            plan = experts.dropless(chosen_BTK, self.experts)
+            routing = experts.dropless(chosen_BTK, self.experts)
         gates_BTK = with_counts(gates_BTK * self.scale, parameters, counted)
-        return with_loss(gates_BTK, self._losses(logits_BTE, scores_BTE)), plan
+        return with_loss(gates_BTK, self._losses(logits_BTE, scores_BTE)), routing
 
     def _choose(self, scores_BTE) -> jax.Array:
         """int32 [B, T, K]."""
@@ -102,36 +108,37 @@ class Router(nnx.Module):
             loss += self.balance_loss * (load_BE * shares_BE).sum()
         if self.z_loss:
             loss += self.z_loss * (jax.nn.logsumexp(logits_BTE, -1) ** 2).sum() / tokens
-        return loss / self.rows
+        return loss / self.batch_size
 
 
 class MoE(nnx.Module):
     """Experts, each an MLP of `expert_width` columns, of which a token takes some; and `shared_experts` that all tokens take.
 
-    rows: sequences in a step, over which the router's losses are a mean.
+    batch_size: sequences in a step, over which the router's losses are a mean.
     """
 
-    def __init__(self, cfg, residual_std, rows: int):
+    def __init__(self, cfg, residual_std, batch_size: int):
         d, f, shared = cfg.width, cfg.expert_width, cfg.shared_experts * cfg.expert_width
         self.experts = cfg.experts
-        self.router = Router(cfg, rows)
+        self.router = Router(cfg, batch_size)
         gated = cfg.activation == "swiglu"
-        into = lambda *shape: parameter(shape, ("experts", "width", "mlp")[-len(shape) :], std=cfg.init_std)
-        back = lambda *shape: parameter(shape, ("experts", "mlp", "width")[-len(shape) :], std=residual_std)
-        self.up, self.gate, self.down = into(cfg.experts, d, f), into(cfg.experts, d, f) if gated else None, back(cfg.experts, f, d)
-        self.shared_up = into(d, shared) if shared else None
-        self.shared_gate = into(d, shared) if shared and gated else None
-        self.shared_down = back(shared, d) if shared else None
+        up_EDF, down_EFD = ("experts", "width", "mlp"), ("experts", "mlp", "width")
+        self.up = parameter((cfg.experts, d, f), up_EDF, std=cfg.init_std)
+        self.gate = parameter((cfg.experts, d, f), up_EDF, std=cfg.init_std) if gated else None
+        self.down = parameter((cfg.experts, f, d), down_EFD, std=residual_std)
+        self.shared_up = parameter((d, shared), up_EDF[1:], std=cfg.init_std) if shared else None
+        self.shared_gate = parameter((d, shared), up_EDF[1:], std=cfg.init_std) if shared and gated else None
+        self.shared_down = parameter((shared, d), down_EFD[1:], std=residual_std) if shared else None
 
     def __call__(self, x_BTD, drops: bool = True) -> jax.Array:
         """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` every token is served, whatever the capacity."""
         b, t, d = x_BTD.shape
         whole_BTD, x_MBTD = experts.spread(x_BTD)
-        gates_BTK, plan = self.router(whole_BTD, drops)
+        gates_BTK, routing = self.router(whole_BTD, drops)
         size = experts.Size(self.experts, b, t)
-        rows, gates = experts.send(x_MBTD, gates_BTK, plan, size)
+        rows, gates = experts.send(x_MBTD, gates_BTK, routing, size)
         weigh = functools.partial(experts.weigh, gates=gates)
-        y_MBTD = experts.receive(_mlp(rows, self.up, self.gate, self.down, plan.sizes, weigh), plan, size)
+        y_MBTD = experts.receive(_mlp(rows, self.up, self.gate, self.down, routing.sizes, weigh), routing, size)
         if self.shared_up is not None:
             one_MERD = x_MBTD.reshape(x_MBTD.shape[0], 1, b * t, d)
             y_MBTD += _mlp(one_MERD, self.shared_up, self.shared_gate, self.shared_down).reshape(y_MBTD.shape)

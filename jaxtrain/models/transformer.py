@@ -44,14 +44,14 @@ class Embedder(nnx.Module):
 
     def __call__(self, tokens_BT, positions_BT, dtype) -> jax.Array:
         """tokens int32 [B, T], positions int32 [B or 1, T] → [B, T, D] of `dtype`."""
-        return self.place(self.lookup(tokens_BT, dtype), positions_BT)
+        return self.add_positions(self.lookup(tokens_BT, dtype), positions_BT)
 
     def lookup(self, tokens_BT, dtype) -> jax.Array:
         """The tokens' rows of the table alone; zero for a token that is not in it."""
         return lookup(self.table[...], tokens_BT).astype(dtype)
 
-    def place(self, x_BTD, positions_BT) -> jax.Array:
-        """With their positions, where these are learned."""
+    def add_positions(self, x_BTD, positions_BT) -> jax.Array:
+        """Embeddings [B, T, D] with those of their positions, where these are learned."""
         if self.positions is not None:
             x_BTD = x_BTD + constrain(self.positions[...].astype(x_BTD.dtype)[positions_BT], (None, *SPLIT[1:]))
         return constrain(x_BTD, SPLIT)
@@ -68,12 +68,12 @@ def add_position_gradient(positions_PD, positions_BT, g_BTD) -> jax.Array:
 class Block(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, cfg, over="all_gather", rows=1, dense=False):
+    def __init__(self, cfg, over="all_gather", batch_size=1, dense=False):
         # GPT-2: the residual stream's variance stays put with depth.
         residual_std = cfg.init_std / math.sqrt(2 * (cfg.dense_layers + cfg.layers))
         self.attention_norm, self.mlp_norm = Norm(cfg), Norm(cfg)
         self.attention = ATTENTION[cfg.attention](cfg, residual_std, over)
-        self.mlp = MoE(cfg, residual_std, rows) if cfg.experts and not dense else MLP(cfg, residual_std)
+        self.mlp = MoE(cfg, residual_std, batch_size) if cfg.experts and not dense else MLP(cfg, residual_std)
 
     def __call__(self, x_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """[B, T, D] → [B, T, D]."""
@@ -101,9 +101,9 @@ class Predictor(nnx.Module):
         self.project = Dense(2 * cfg.width, cfg.width, ("width", "width"), cfg.init_std, cfg.biases)
         self.block = Block(cfg, over, batch_size)
 
-    def __call__(self, x_BTD, ahead_BTD, positions_BT, segments_BT=None) -> jax.Array:
+    def __call__(self, x_BTD, next_BTD, positions_BT, segments_BT=None) -> jax.Array:
         """The stream of the module before after its norm, and embeddings of the tokens that it predicts → residual stream [B, T, D]."""
-        both = jnp.concatenate([self.hidden_norm(x_BTD), self.token_norm(ahead_BTD)], -1)
+        both = jnp.concatenate([self.hidden_norm(x_BTD), self.token_norm(next_BTD)], -1)
         return self.block(constrain(self.project(both), SPLIT), positions_BT, segments_BT)
 
 

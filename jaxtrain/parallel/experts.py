@@ -7,14 +7,15 @@ choice of an expert is a row. There are two ways for rows to travel:
                 with their experts (ragged_dot). There is room for all choices that can fall on a device: those of all devices' tokens, of
                 each the fewer of its choices and the experts of a device. XLA's CPU backend has no ragged all-to-all: a plain one, in
                 which each device sends to each as many rows as that can be
-    capacity    in a plain all-to-all, for each expert and sequence a number of slots; who comes late in the sequence finds them taken and
-                is dropped
+    capacity    in a plain all-to-all, for each expert and sequence a number of positions; who comes late in the sequence finds them
+                taken and is dropped
 
 Everything that is split over `model` has a leading dimension for it, [M, …], with one part on each device: what experts make there is
 a part of a sum, which `collect` makes of tokens again. Sending and receiving are each other's transposes, so the backward of one is the
 other. Inside the runtime's manual region `expert` counts; elsewhere all experts are here.
 
-Shape suffixes: M parts over model, B batch, T tokens, K choices of a token, D width, E experts here, S slots, R rows of experts.
+Shape suffixes: M parts over model, B batch, T tokens, K choices of a token, D width, E experts here, S positions of what is sent,
+R rows of experts.
 """
 
 import functools
@@ -34,19 +35,19 @@ PART, WHOLE = P(MODEL), P()
 COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)  # of experts' matrices [E, in, out]: who is cut over model
 
 
-class Plan(NamedTuple):
+class Routing(NamedTuple):
     """Where rows lie, as int32.
 
-    choice: [S] which of the choices (token by token) is in a slot on its way; their number where it is empty
-    slot:   [choices] the slot of a choice; S where it was dropped
-    sizes:  [E] rows of each expert; None where all have as many
-    travel: [devices, devices] rows from each to each; None where they are fixed, or where there is one device
-    source: [R] as which row a row of the experts has arrived; None where they arrive in order
-    row:    [R] the opposite
+    choice:   [S] which of the choices (token by token) is sent at a position; their number where it is empty
+    position: [choices] the position of a choice; S where it was dropped
+    sizes:    [E] rows of each expert; None where all have as many
+    travel:   [devices, devices] rows from each to each; None where they are fixed, or where there is one device
+    source:   [R] as which row a row of the experts has arrived; None where they arrive in order
+    row:      [R] the opposite
     """
 
     choice: jax.Array
-    slot: jax.Array
+    position: jax.Array
     sizes: jax.Array | None = None
     travel: jax.Array | None = None
     source: jax.Array | None = None
@@ -78,7 +79,7 @@ def _sorted(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Arr
     return order, ordered, jnp.searchsorted(ordered, jnp.arange(number + 1)).astype(jnp.int32)
 
 
-def dropless(chosen: jax.Array, experts: int) -> Plan:
+def dropless(chosen: jax.Array, experts: int) -> Routing:
     """chosen int32 [B, T, K], of all experts."""
     b, t, k = chosen.shape
     devices = manual_size(EXPERT)
@@ -86,24 +87,24 @@ def dropless(chosen: jax.Array, experts: int) -> Plan:
     order, ordered, begin = _sorted(chosen.reshape(-1), experts)
     sizes = jnp.diff(begin)
     if devices == 1:
-        return Plan(order, _inverse(order), sizes)
-    every = lax.all_gather(sizes.reshape(devices, local_experts), EXPERT)  # [from, to, expert]
-    travel, mine = every.sum(-1), every[:, lax.axis_index(EXPERT)]
+        return Routing(order, _inverse(order), sizes)
+    all_sizes = lax.all_gather(sizes.reshape(devices, local_experts), EXPERT)  # [from, to, expert]
+    travel, mine = all_sizes.sum(-1), all_sizes[:, lax.axis_index(EXPERT)]
     # What arrives lies device by device, each device's rows by expert; empty rows come last.
     expert = jnp.tile(jnp.arange(local_experts, dtype=jnp.int32), devices)
     filled = jnp.repeat(expert, mine.reshape(-1), total_repeat_length=devices * b * t * min(k, local_experts))
     expert = jnp.where(jnp.arange(filled.size) < mine.sum(), filled, local_experts)
     source = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    return Plan(order, _inverse(order), mine.sum(0), travel, source, _inverse(source))
+    return Routing(order, _inverse(order), mine.sum(0), travel, source, _inverse(source))
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
-    """Slots of an expert for a sequence of so many tokens: `factor` times its share of the choices, at most one for each token."""
+    """Positions of an expert for a sequence of so many tokens: `factor` times its share of the choices, at most one for each token."""
     return min(tokens, math.ceil(factor * tokens * choices / experts))
 
 
-def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Plan, jax.Array]:
-    """→ (plan, float32 [experts]: how many choices of each were dropped). A sequence that is split over devices is still one."""
+def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Routing, jax.Array]:
+    """→ (routing, float32 [experts]: how many choices of each were dropped). A sequence that is split over devices is still one."""
     b, t, k = chosen.shape
     parts = manual_size(CONTEXT)
     limit = capacity_of(t * parts, k, experts, factor)
@@ -119,16 +120,16 @@ def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Plan, j
         every = in_text_order(lax.all_gather(number, CONTEXT, axis=1, tiled=True), parts)
         before = own_chunks(jnp.cumsum(every, 1) - every, parts)
     kept = jnp.clip(limit - before, 0, number)
-    first = jnp.concatenate([jnp.zeros_like(kept[:, :1]), kept[:, :-1]], 1)  # slots of the half before, on this device
+    first = jnp.concatenate([jnp.zeros_like(kept[:, :1]), kept[:, :-1]], 1)  # positions taken by the half before, on this device
     place = chosen * b + jnp.arange(b, dtype=jnp.int32)[:, None, None]
-    slots = experts * b * local_limit
-    slot = place.reshape(-1) * local_limit + first.reshape(-1)[keys] + rank
-    slot = jnp.where(rank < kept.reshape(-1)[keys], slot, slots)
-    choice = jnp.full((slots,), slot.size, jnp.int32).at[slot].set(jnp.arange(slot.size, dtype=jnp.int32), mode="drop")
-    return Plan(choice, slot), (number - kept).sum((0, 1)).astype(jnp.float32)
+    positions = experts * b * local_limit
+    position = place.reshape(-1) * local_limit + first.reshape(-1)[keys] + rank
+    position = jnp.where(rank < kept.reshape(-1)[keys], position, positions)
+    choice = jnp.full((positions,), position.size, jnp.int32).at[position].set(jnp.arange(position.size, dtype=jnp.int32), mode="drop")
+    return Routing(choice, position), (number - kept).sum((0, 1)).astype(jnp.float32)
 
 
-# --- the way there and back, on one device's part ----------------------------------------------------------------------------------
+# --- to the experts and back, on one device's part ----------------------------------------------------------------------------------
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -148,61 +149,61 @@ def _ragged(rows: jax.Array, travel: jax.Array, room: int, most: int) -> jax.Arr
         return lax.ragged_all_to_all(rows, out, starts[me], to, lands[me], from_, axis_name=EXPERT)
 
     def padded(rows):
-        slots = _take(rows, jnp.where(jnp.arange(most) < to[:, None], starts[me][:, None] + jnp.arange(most), rows.shape[0]).reshape(-1))
-        slots = lax.all_to_all(slots, EXPERT, 0, 0, tiled=True)
+        sent = _take(rows, jnp.where(jnp.arange(most) < to[:, None], starts[me][:, None] + jnp.arange(most), rows.shape[0]).reshape(-1))
+        sent = lax.all_to_all(sent, EXPERT, 0, 0, tiled=True)
         row = jnp.arange(room)
         device = jnp.searchsorted(jnp.cumsum(from_), row, side="right")
-        return _take(slots, jnp.where(device < devices, device * most + row - _take(lands[:, me], device), slots.shape[0]))
+        return _take(sent, jnp.where(device < devices, device * most + row - _take(lands[:, me], device), sent.shape[0]))
 
     return lax.platform_dependent(rows, cpu=padded, default=exactly)
 
 
-def _exchange(slots: jax.Array) -> jax.Array:
-    """[S, …], as many slots for each device → those that all devices have for this one."""
-    return lax.all_to_all(slots, EXPERT, 0, 0, tiled=True) if manual_size(EXPERT) > 1 else slots
+def _exchange(sent: jax.Array) -> jax.Array:
+    """[S, …], as many for each device → what all devices have for this one."""
+    return lax.all_to_all(sent, EXPERT, 0, 0, tiled=True) if manual_size(EXPERT) > 1 else sent
 
 
-def _arrive(slots: jax.Array, plan: Plan, experts: int) -> jax.Array:
-    """Slots [S, …] → rows of the experts here: [R, …] sorted by expert, or [E, R, …]."""
-    if plan.travel is not None:
-        assert plan.source is not None
-        return _take(_ragged(slots, plan.travel, plan.source.size, plan.most), plan.source)
-    if plan.sizes is not None:
-        return slots
+def _arrive(sent: jax.Array, routing: Routing, experts: int) -> jax.Array:
+    """What is sent [S, …] → rows of the experts here: [R, …] sorted by expert, or [E, R, …]."""
+    if routing.travel is not None:
+        assert routing.source is not None
+        return _take(_ragged(sent, routing.travel, routing.source.size, routing.most), routing.source)
+    if routing.sizes is not None:
+        return sent
     devices = manual_size(EXPERT)
-    by_expert = _exchange(slots).reshape(devices, experts // devices, -1, *slots.shape[1:]).swapaxes(0, 1)
-    return by_expert.reshape(experts // devices, -1, *slots.shape[1:])
+    by_expert = _exchange(sent).reshape(devices, experts // devices, -1, *sent.shape[1:]).swapaxes(0, 1)
+    return by_expert.reshape(experts // devices, -1, *sent.shape[1:])
 
 
-def _leave(rows: jax.Array, plan: Plan, experts: int) -> jax.Array:
-    """The opposite."""
-    if plan.travel is not None:
-        assert plan.row is not None
-        return _ragged(_take(rows, plan.row), plan.travel.T, plan.slot.size, plan.most)
-    if plan.sizes is not None:
+def _leave(rows: jax.Array, routing: Routing, experts: int) -> jax.Array:
+    """Rows of the experts here → what is sent back [S, …]: the opposite of `_arrive`."""
+    if routing.travel is not None:
+        assert routing.row is not None
+        return _ragged(_take(rows, routing.row), routing.travel.T, routing.position.size, routing.most)
+    if routing.sizes is not None:
         return rows
     devices = manual_size(EXPERT)
     by_device = rows.reshape(experts // devices, devices, -1, *rows.shape[2:]).swapaxes(0, 1)
     return _exchange(by_device.reshape(-1, *rows.shape[2:]))
 
 
-def _out(x_BTD: jax.Array, plan: Plan, experts: int) -> jax.Array:
+def _out(x_BTD: jax.Array, routing: Routing, experts: int) -> jax.Array:
     """Tokens → rows."""
     tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
-    return _arrive(_take(tokens, plan.choice // (plan.slot.size // tokens.shape[0])), plan, experts)
+    return _arrive(_take(tokens, routing.choice // (routing.position.size // tokens.shape[0])), routing, experts)
 
 
-def _back(rows: jax.Array, plan: Plan, experts: int, b: int, t: int) -> jax.Array:
+def _back(rows: jax.Array, routing: Routing, experts: int, b: int, t: int) -> jax.Array:
     """Rows → the sum of each token's [B, T, D]."""
-    choices = _take(_leave(rows, plan, experts), plan.slot)
+    choices = _take(_leave(rows, routing, experts), routing.position)
     return choices.reshape(b, t, -1, rows.shape[-1]).sum(2)
 
 
 # --- the same on all parts, with gradients -----------------------------------------------------------------------------------------
 
 
-def _run(fn, in_specs, out_specs, plan: Plan, *args):
-    return over_model(lambda plan, *a: fn(plan, *a), (jax.tree.map(lambda _: WHOLE, plan), *in_specs), out_specs)(plan, *args)
+def _run(fn, in_specs, out_specs, routing: Routing, *args):
+    return over_model(lambda routing, *a: fn(routing, *a), (jax.tree.map(lambda _: WHOLE, routing), *in_specs), out_specs)(routing, *args)
 
 
 class Size(NamedTuple):
@@ -214,32 +215,32 @@ class Size(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def send(x_MBTD: jax.Array, gates_BTK: jax.Array, plan: Plan, size: Size) -> tuple[jax.Array, jax.Array]:
+def send(x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing, size: Size) -> tuple[jax.Array, jax.Array]:
     """→ rows of the experts here [M, R, D] (or [M, E, R, D] by capacity), and the weight of each."""
-    rows = _run(lambda p, x: _out(x[0], p, size.experts)[None], (PART,), PART, plan, x_MBTD)
-    return rows, _run(lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size.experts), (WHOLE,), WHOLE, plan, gates_BTK)
+    rows = _run(lambda p, x: _out(x[0], p, size.experts)[None], (PART,), PART, routing, x_MBTD)
+    return rows, _run(lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size.experts), (WHOLE,), WHOLE, routing, gates_BTK)
 
 
-def _send_backward(size, plan, gradients):
+def _send_backward(size, routing, gradients):
     rows, gates = gradients
-    to_gates = lambda p, g: _take(_leave(g, p, size.experts), p.slot).reshape(size.batch, size.tokens, -1)
-    return receive(rows, plan, size), _run(to_gates, (WHOLE,), WHOLE, plan, gates), None
+    to_gates = lambda p, g: _take(_leave(g, p, size.experts), p.position).reshape(size.batch, size.tokens, -1)
+    return receive(rows, routing, size), _run(to_gates, (WHOLE,), WHOLE, routing, gates), None
 
 
-send.defvjp(lambda x, gates, plan, size: (send(x, gates, plan, size), plan), _send_backward)
+send.defvjp(lambda x, gates, routing, size: (send(x, gates, routing, size), routing), _send_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def receive(rows: jax.Array, plan: Plan, size: Size) -> jax.Array:
+def receive(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Rows → the sum of each token's, [M, B, T, D]: a part of the sum over M."""
-    return _run(lambda p, y: _back(y[0], p, *size)[None], (PART,), PART, plan, rows)
+    return _run(lambda p, y: _back(y[0], p, *size)[None], (PART,), PART, routing, rows)
 
 
-def _receive_backward(size, plan, g):
-    return _run(lambda p, g: _out(g[0], p, size.experts)[None], (PART,), PART, plan, g), None
+def _receive_backward(size, routing, g):
+    return _run(lambda p, g: _out(g[0], p, size.experts)[None], (PART,), PART, routing, g), None
 
 
-receive.defvjp(lambda rows, plan, size: (receive(rows, plan, size), plan), _receive_backward)
+receive.defvjp(lambda rows, routing, size: (receive(rows, routing, size), routing), _receive_backward)
 
 
 @jax.custom_vjp

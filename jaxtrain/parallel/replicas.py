@@ -25,9 +25,9 @@ def count(mesh: Mesh) -> int:
     return mesh.shape[REPLICA]
 
 
-def sum_axes(apart: bool) -> tuple[str, ...]:
+def sum_axes(independent_replicas: bool) -> tuple[str, ...]:
     """The mesh axes over which losses and gradients are summed."""
-    return tuple(a for a in SUM_AXES if a != REPLICA) if apart else SUM_AXES
+    return tuple(a for a in SUM_AXES if a != REPLICA) if independent_replicas else SUM_AXES
 
 
 def leading(spec: PartitionSpec) -> PartitionSpec:
@@ -115,15 +115,14 @@ def _mean_int8(shares: list[jax.Array]) -> list[jax.Array]:
 
 def _moved(move: Callable, parts: list[jax.Array]) -> list[jax.Array]:
     """Arrays [replicas or 1, blocks, block] through a collective over the first dimension, in int8; all of them in one message."""
-    flat = lambda a: a.reshape(a.shape[0], -1)
     kinds = zip(*map(quantise, parts), strict=True)
     numbers, scales = ([*kind] for kind in kinds)
-    came = []
+    arrived = []
     for arrays in (numbers, scales):
         ends = np.cumsum([a[0].size for a in arrays])[:-1]
-        pieces = jnp.split(move(jnp.concatenate([flat(a) for a in arrays], 1)), ends, 1)
-        came.append([piece.reshape(-1, *a.shape[1:]) for piece, a in zip(pieces, arrays, strict=True)])
-    return [dequantise(*pair) for pair in zip(*came, strict=True)]
+        pieces = jnp.split(move(jnp.concatenate([a.reshape(a.shape[0], -1) for a in arrays], 1)), ends, 1)
+        arrived.append([piece.reshape(-1, *a.shape[1:]) for piece, a in zip(pieces, arrays, strict=True)])
+    return [dequantise(*pair) for pair in zip(*arrived, strict=True)]
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:

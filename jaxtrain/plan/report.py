@@ -14,7 +14,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
-from jaxtrain.plan.account import Row, account, busiest, exchange_account
+from jaxtrain.plan.account import Entry, account, busiest, exchange_account
 from jaxtrain.plan.ops import NUMBER, Sizes
 from jaxtrain.training.state import OUTER, bytes_per_device
 from jaxtrain.training.step import Step, abstract_batch, make_step
@@ -29,8 +29,8 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
     d, m = config.data, config.pipeline.microbatches
     lines = meshes.describe(step.mesh)
     lines.append(f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}")
-    rows = d.batch_size // m
-    lines.append(f"step: {d.batch_size * d.sequence_length:,} tokens in {m} microbatches of {rows} sequences of {d.sequence_length}")
+    parts = f"{m} microbatches of {config.sequences_per_microbatch} sequences of {d.sequence_length}"
+    lines.append(f"step: {d.batch_size * d.sequence_length:,} tokens in {parts}")
     if every := config.train.diloco_inner_steps:
         lines.append(
             f"replicas: {config.mesh.replica} train apart and exchange {config.precision.outer} every {every} steps and after the last"
@@ -42,7 +42,7 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
         size = step.slot_bytes()
-        pools = {kind: (n, size[kind]) for kind, n in step.setup.train.slots.items() if n}
+        pools = {kind: (n, size[kind]) for kind, n in step.setup.train.pool_sizes.items() if n}
         total = sum(n * each for n, each in pools.values())
         listed = ", ".join(f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in pools.items())
         lines.append(f"slots: {listed} MiB, {mebibytes(total)} in all")
@@ -62,9 +62,9 @@ def whole_over_data(step: Step) -> float:
     layout = step.layout
     if not layout.zero or step.mesh.shape[DATA] == 1:
         return 0.0
-    hows = jax.tree.leaves(layout.reductions, is_leaf=lambda x: isinstance(x, Reduction))
+    reductions = jax.tree.leaves(layout.reductions, is_leaf=lambda x: isinstance(x, Reduction))
     sizes = [math.prod(array.shape) for array in jax.tree.leaves(layout.shapes)]
-    return sum(size for how, size in zip(hows, sizes, strict=True) if not how.over_data) / sum(sizes)
+    return sum(size for reduction, size in zip(reductions, sizes, strict=True) if not reduction.over_data) / sum(sizes)
 
 
 def compiled_memory(compiled) -> dict[str, int] | None:
@@ -81,17 +81,18 @@ def state_memory(config: Config, step: Step) -> dict[str, int]:
     """Bytes on a device by kind: parameters, the optimizer's moments, gradient sums; what replicas that train apart keep; slots. Those in
     the host's memory come after, as "moments on the host"."""
     state, sizes = step.abstract_state(), Sizes(config, cpu=False)
-    kinds = {"parameters": bytes_per_device(state["params"]), "moments": bytes_per_device(state["optimizer"])}
-    kinds |= {name: bytes_per_device(state[name]) for name in OUTER if name in state}
-    shards = lambda leaf: sizes.of[DATA] if sizes.zero.reduces_in_ops and leaf.how.over_data else 1
-    kinds["accumulators"] = sum(leaf.size // shards(leaf) * NUMBER for leaf in sizes.all_leaves())
-    host = {"moments": bytes_per_device(state["optimizer"], host=True)}
+    kinds = {"parameters": bytes_per_device(state.params), "moments": bytes_per_device(state.optimizer)}
+    kinds |= {name: bytes_per_device(getattr(state, name)) for name in OUTER if step.layout.independent_replicas}
+    leaves = sizes.all_leaves()
+    reduced_in_ops = [sizes.zero.reduces_in_ops and leaf.reduction.over_data for leaf in leaves]
+    elements = (leaf.size // (sizes.axis_sizes[DATA] if reduced else 1) for leaf, reduced in zip(leaves, reduced_in_ops, strict=True))
+    kinds["accumulators"] = sum(elements) * NUMBER
+    host = {"moments": bytes_per_device(state.optimizer, host=True)}
     if step.setup.train:
-        size = step.slot_bytes()
-        slots = lambda on_host: sum(
-            n * size[kind] for kind, n in step.setup.train.slots.items() if n and (kind in step.host_pools) == on_host
-        )
-        kinds["slots"], host["slots"] = slots(False), slots(True)
+        slot_bytes = step.slot_bytes()
+        pools = {kind: number * slot_bytes[kind] for kind, number in step.setup.train.pool_sizes.items() if number}
+        host["slots"] = sum(size for kind, size in pools.items() if kind in step.host_pools)
+        kinds["slots"] = sum(pools.values()) - host["slots"]
     return kinds | {f"{kind} on the host": n for kind, n in host.items() if n}
 
 
@@ -104,8 +105,8 @@ class DryRun:
     mesh: dict[str, int]
     device: str
     stage: int
-    rows: list[Row]
-    exchange: list[Row]
+    entries: list[Entry]
+    exchange: list[Entry]
     compiled: dict[str, int] | None
     state: dict[str, int]
 
@@ -117,15 +118,14 @@ class DryRun:
             f"memory per device by kind, MiB: {kinds}",
             "",
             f"collectives of a device in a step{whose}:",
-            *_table(self.rows),
+            *_table(self.entries),
         ]
 
     def json(self) -> str:
-        as_dicts = lambda rows: [dataclasses.asdict(row) | {"bytes": row.bytes} for row in rows]
         memory: dict[str, Any] = {"compiled": self.compiled, "state": self.state}
         mesh = self.mesh | {"devices": math.prod(self.mesh.values()), "device": self.device}
         return json.dumps(
-            {"mesh": mesh, "stage": self.stage, "account": as_dicts(self.rows), "exchange": as_dicts(self.exchange), "memory": memory}
+            {"mesh": mesh, "stage": self.stage, "account": _as_dicts(self.entries), "exchange": _as_dicts(self.exchange), "memory": memory}
         )
 
 
@@ -145,11 +145,17 @@ def dry_run(config: Config) -> DryRun:
     )
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _as_dicts(entries: list[Entry]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(entry) | {"bytes": entry.bytes} for entry in entries]
+
+
+def _table(entries: list[Entry]) -> list[str]:
     cells = [("op", "collective", "over", "devices", "times", "KiB each", "MiB sent")]
-    for r in rows:
-        cells.append((r.op, r.kind, "·".join(r.axes), str(r.devices), f"{r.count:,}", f"{r.size / 1024:,.1f}", mebibytes(r.bytes)))
-    cells.append(("in all", "", "", "", "", "", mebibytes(sum(r.bytes for r in rows))))
+    for entry in entries:
+        size, sent = f"{entry.size / 1024:,.1f}", mebibytes(entry.bytes)
+        cells.append((entry.op, entry.kind, "·".join(entry.axes), str(entry.devices), f"{entry.count:,}", size, sent))
+    cells.append(("in all", "", "", "", "", "", mebibytes(sum(entry.bytes for entry in entries))))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = lambda i, text: text.ljust(widths[i]) if i < 3 else text.rjust(widths[i])
-    return ["  " + "  ".join(left(i, text) for i, text in enumerate(row)) for row in cells]
+    padded = ([text.ljust(width) for text, width in zip(line[:3], widths[:3], strict=True)] for line in cells)
+    numbers = ([text.rjust(width) for text, width in zip(line[3:], widths[3:], strict=True)] for line in cells)
+    return ["  " + "  ".join(words + figures) for words, figures in zip(padded, numbers, strict=True)]

@@ -141,13 +141,13 @@ class MetricsWriter:
         path = workdir / METRICS_FILE
         if path.exists():
             records = read_metrics(workdir) if resume_step > 0 else []
-            kept = [r for r in records if r["step"] <= resume_step]
+            kept = [record for record in records if record["step"] <= resume_step]
             # What is dropped has taken its time too.
             self._ran_before = max([ran_before, *(r["wall_s"] for r in records if isinstance(r.get("wall_s"), (int, float)))])
-            # Beside and renamed: a kill in between must not lose the run's history.
-            new = path.with_suffix(".new")
-            new.write_text("".join(json.dumps(r) + "\n" for r in kept))
-            os.replace(new, path)
+            # A file beside, then renamed: a kill in between must not lose the run's history.
+            beside = path.with_suffix(".new")
+            beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+            os.replace(beside, path)
         self._file = path.open("a", buffering=1)
         if tensorboard:
             from tensorboardX import SummaryWriter
@@ -158,7 +158,7 @@ class MetricsWriter:
         """Seconds that the run has run by now, all its starts together."""
         return round(self._ran_before + time.monotonic() - self._began, 3)
 
-    def write(self, step: int, **values: float | int | str | None):
+    def write(self, step: int, **values: float | int | str | None) -> None:
         """One record, with `time` and `wall_s` in front. Numbers that are not finite become null: JSON has no others."""
         if self._file is None:
             return
@@ -171,7 +171,7 @@ class MetricsWriter:
                 if isinstance(value, (int, float)):
                     self._events.add_scalar(f"{group}/{name}", value, step, walltime=now)
 
-    def close(self):
+    def close(self) -> None:
         """Ends the files."""
         if self._file is not None:
             self._file.close()

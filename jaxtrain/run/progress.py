@@ -3,7 +3,7 @@
     12/150 |██▏            | loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left      as much of it as the terminal is wide
     step 12/150 · loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left                  elsewhere, every few seconds
 
-What lasts, metrics.jsonl and the like, is in metrics.py.
+What lasts, metrics.jsonl and the like, is in metrics.py; the progress of a search for a table is in search_progress.py.
 """
 
 import collections
@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from jaxtrain.run import terminal
+
 WINDOW = 10.0  # seconds of steps whose mean speed is shown
 REDRAW = 0.1  # seconds between drawings of the bar
 BAR_SIZES = (3, 40)  # columns of the bar itself, at least and at most
-COLUMNS = 80  # of a terminal that does not say
-ERASE = "\x1b[K"  # to the end of the line
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -103,10 +103,10 @@ class Progress:
         if self._bar:
             self._draw()
 
-    def update(self, step: int, *, loss: float | None = None, tokens_per_s: float | None = None, mfu: float | None = None):
+    def update(self, step: int, *, loss: float | None = None, tokens_per_s: float | None = None, mfu: float | None = None) -> None:
         """`step` is done. What is not given stays as it was."""
-        new = {"loss": loss, "tokens_per_s": tokens_per_s, "mfu": mfu}
-        self._status |= {k: v for k, v in new.items() if v is not None}
+        figures = {"loss": loss, "tokens_per_s": tokens_per_s, "mfu": mfu}
+        self._status |= {name: figure for name, figure in figures.items() if figure is not None}
         self._step = step
         if self._first is None:
             self._first = step, self._clock()
@@ -142,21 +142,23 @@ class Progress:
         return True
 
     def _draw(self) -> None:
-        """The bar over the line as it was. It leaves a column free: a full line makes some terminals begin the next one."""
+        """Draws the bar over the line as it was."""
         self._last = self._clock()
         marks = EIGHTHS if self._can_show(EIGHTHS) else " #"
-        line = bar_line(self._step, self._total, self._parts(), max(_columns(self._stream) - 1, 1), self._dot(), marks)
-        print(f"\r{line}{ERASE}", end="", file=self._stream, flush=True)
+        line = bar_line(self._step, self._total, self._parts(), terminal.width(self._stream), self._dot(), marks)
+        terminal.draw(self._stream, line)
 
-    def say(self, text: str):
+    def say(self, text: str) -> None:
         """Prints a line without breaking the bar."""
         if not self._shown:
             return
-        print(f"\r{ERASE}{text}" if self._bar else text, file=self._stream, flush=True)
+        if self._bar:
+            terminal.clear(self._stream)
+        print(text, file=self._stream, flush=True)
         if self._bar:
             self._draw()
 
-    def close(self):
+    def close(self) -> None:
         """Leaves the bar as it is and ends its line."""
         if self._bar:
             self._draw()
@@ -187,15 +189,8 @@ def bar_line(step: int, total: int, parts: dict[str, str], width: int, dot: str,
 _IMPORTANT = ("loss", "left", "tokens_per_s", "mfu")
 
 
-def _columns(stream: TextIO) -> int:
-    """A terminal's width; COLUMNS where it has none, as a pseudo-terminal that nobody has given a size."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or COLUMNS
-    except OSError:
-        return COLUMNS
-
-
 def _status_texts(status: dict[str, float]) -> dict[str, str]:
+    """The parts of the line that the last step's figures are, by name."""
     texts = {}
     if "loss" in status:
         texts["loss"] = f"loss {status['loss']:.4f}"
@@ -216,6 +211,7 @@ def _short(number: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+    """4:50, or 1:04:50."""
+    whole_minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(whole_minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -60,8 +60,8 @@ class Process:
 
     def shares_pids_with(self, other: "Process") -> bool:
         """Whether both see each other under their numbers."""
-        mine, theirs = ((p.host, p.boot, p.namespace) for p in (self, other))
-        return mine == theirs and all(mine)
+        known = self.host and self.boot and self.namespace
+        return bool(known) and (self.host, self.boot, self.namespace) == (other.host, other.boot, other.namespace)
 
 
 def this_process() -> Process:
@@ -70,15 +70,23 @@ def this_process() -> Process:
     with contextlib.suppress(OSError):
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
-    state = _state(os.getpid())
-    return Process(socket.gethostname(), boot, namespace, os.getpid(), state[1] if state else 0)
+    entry = _proc_entry(os.getpid())
+    return Process(socket.gethostname(), boot, namespace, os.getpid(), entry.start if entry else 0)
 
 
-def _state(pid: int) -> tuple[str, int] | None:
-    """A process's state letter and start in clock ticks; None where /proc does not show it."""
+@dataclasses.dataclass(frozen=True)
+class _ProcEntry:
+    """What /proc says about a process: its state as a letter (man 5 proc), and its start in clock ticks from boot."""
+
+    state: str
+    start: int
+
+
+def _proc_entry(pid: int) -> _ProcEntry | None:
+    """None where /proc does not show the process."""
     try:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
+        return _ProcEntry(fields[0], int(fields[19]))
     except (OSError, ValueError, IndexError):
         return None
 
@@ -92,19 +100,18 @@ class Fate(enum.Enum):
 
 
 def fate(process: Process) -> Fate:
-    """Of a process that shares its numbers with this one."""
+    """What has become of a process that shares its numbers with this one."""
     try:
-        os.kill(process.pid, 0)
+        with contextlib.suppress(PermissionError):  # of a process that is another user's, but is there
+            os.kill(process.pid, 0)
     except (ProcessLookupError, OverflowError):
         return Fate.GONE
-    except PermissionError:
-        pass  # it is another user's
-    state = _state(process.pid)
-    if state is None:
+    entry = _proc_entry(process.pid)
+    if entry is None:
         return Fate.RUNS
-    if state[0] in "ZX" or state[1] != process.start:
+    if entry.state in "ZX" or entry.start != process.start:
         return Fate.GONE
-    return Fate.STOPPED if state[0] in "Tt" else Fate.RUNS
+    return Fate.STOPPED if entry.state in "Tt" else Fate.RUNS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +127,7 @@ class Holder:
         return f"process {self.process.pid} on {self.process.host}, which started {self.since}"
 
     def line(self, beat: int) -> bytes:
-        """The lock's bytes, as many for every beat: they are overwritten in place."""
+        """The lock's bytes: as many for every beat, since they are overwritten in place."""
         rest = {"process": dataclasses.asdict(self.process), "since": self.since, "token": self.token, "silence_s": self.silence}
         return f'{{"beat": {beat:12}, {json.dumps(rest)[1:]}\n'.encode()
 
@@ -174,6 +181,14 @@ class _Watch:
     silent: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class _SilentHolder:
+    """A holder of whom nothing is heard: who, in words, and the seconds until it counts as dead."""
+
+    who: str
+    left: float
+
+
 class RunLock:
     """The lock of one folder, for one process.
 
@@ -199,7 +214,7 @@ class RunLock:
         self._holder = Holder(self._me, since, secrets.token_hex(8), SILENCE_S)
         self._beats = 0
         self._watches: dict[pathlib.Path, _Watch] = {}
-        self._made: list[pathlib.Path] = []  # folders, the innermost first
+        self._made_folders: list[pathlib.Path] = []  # the innermost first
         self._held, self._over, self._thread = False, threading.Event(), threading.Thread(target=self._beat, daemon=True)
 
     # --- taking ------------------------------------------------------------------------------------------------------------------
@@ -212,17 +227,18 @@ class RunLock:
         told = self._clock()
         try:
             while not self._try(self._path):
-                if self._clock() - told > 2 * BEAT_S and (left := self._seconds_left()):
+                if self._clock() - told > 2 * BEAT_S and (silent := self._silent_holder()):
                     told = self._clock()
-                    say(f"waiting: {self._folder} is locked by {left[0]}; it gives no sign of life, and this run begins in {left[1]:.0f} s")
+                    begins = f"this run begins in {silent.left:.0f} s"
+                    say(f"waiting: {self._folder} is locked by {silent.who}; it gives no sign of life, and {begins}")
                 self._sleep(LOOK_S)
         except OSError as error:
             raise FolderError(f"--workdir={str(self._folder)!r} cannot be locked ({error.strerror}): use another --workdir") from None
         self._held = True
         self._thread.start()
 
-    def _seconds_left(self) -> tuple[str, float] | None:
-        """Who holds the lock elsewhere, and when that counts as dead; None for a holder of this host, or while it may still beat."""
+    def _silent_holder(self) -> "_SilentHolder | None":
+        """The lock's holder elsewhere; None for a holder of this host, or while it may still beat."""
         watch = self._watches.get(self._path)
         if watch is None or watch.silent < BEAT_S:
             return None
@@ -230,25 +246,23 @@ class RunLock:
         if holder and holder.process.shares_pids_with(self._me):
             return None
         who = f"the run of {holder}" if holder else "a process that has not written who it is"
-        return who, max((holder.silence if holder else SILENCE_S) - watch.silent, 0.0)
+        return _SilentHolder(who, max((holder.silence if holder else SILENCE_S) - watch.silent, 0.0))
 
     def _try(self, path: pathlib.Path) -> bool:
         """Whether this process now holds the lock at `path`. FolderError where a live one does."""
         if self._create(path):
             return True
-        found = _read(path)
-        if found is None or not self._is_dead(path, found):
+        file = _read(path)
+        if file is None or not self._is_dead(path, file):
             return False
-        successor = path.with_name(f"{path.name}.{hashlib.sha256(found.text).hexdigest()[:12]}")
+        successor = path.with_name(f"{path.name}.{hashlib.sha256(file.text).hexdigest()[:12]}")
         if not self._try(successor):
             return False
-        try:
-            if _read(path) == found:
+        with contextlib.suppress(FileNotFoundError):  # this process was taken for dead meanwhile
+            if _read(path) == file:
                 os.rename(successor, path)
                 return True
             os.unlink(successor)
-        except FileNotFoundError:  # this process was taken for dead meanwhile
-            pass
         return False
 
     def _create(self, path: pathlib.Path) -> bool:
@@ -268,30 +282,32 @@ class RunLock:
         return True
 
     def _make_folder(self) -> None:
+        """Makes the run's folder, and remembers which ones were not there."""
         missing = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._made = self._made or missing
+        self._made_folders = self._made_folders or missing
 
-    def _is_dead(self, path: pathlib.Path, found: _File) -> bool:
+    def _is_dead(self, path: pathlib.Path, file: _File) -> bool:
         """Whether nobody holds this lock any more; False while that is open. FolderError where its holder lives."""
-        now, holder = self._clock(), found.holder
-        here = fate(holder.process) if holder and holder.process.shares_pids_with(self._me) else None
-        if here is Fate.GONE:
+        now, holder = self._clock(), file.holder
+        known_fate = fate(holder.process) if holder and holder.process.shares_pids_with(self._me) else None
+        if known_fate is Fate.GONE:
             return True
         watch = self._watches.get(path)
-        if watch is None or not found.continues(watch.first):
-            watch = self._watches[path] = _Watch(found, now)
+        if watch is None or not file.continues(watch.first):
+            watch = self._watches[path] = _Watch(file, now)
         # This process may have been stopped between two looks, or the file system away: that is no silence of the holder's.
         watch.silent += min(now - watch.last_look, 2 * LOOK_S)
         watch.last_look = now
         silent = watch.silent >= (holder.silence if holder else SILENCE_S)
-        if found != watch.first or here is Fate.STOPPED or (silent and here):
+        if file != watch.first or known_fate is Fate.STOPPED or (silent and known_fate):
             raise FolderError(f"--workdir={str(self._folder)!r} is in use by the run of {holder}: stop that run, or use another --workdir")
         return silent
 
     # --- holding -----------------------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
+        """Beats until the lock is released, or lost."""
         while not self._over.wait(BEAT_S):
             try:
                 problem = self.beat()
@@ -312,9 +328,9 @@ class RunLock:
             return f"{self._path} is gone, so another run may use the folder: this run ends without saving; the same command goes on"
         try:
             # What is written goes into the file that was read, even if the name has come to mean another one.
-            found = read_holder(os.read(file, 4096))
-            if found is None or found.token != self._holder.token:
-                whose = f"the run of {found}" if found else "something else"
+            holder = read_holder(os.read(file, 4096))
+            if holder is None or holder.token != self._holder.token:
+                whose = f"the run of {holder}" if holder else "something else"
                 return f"{self._folder} was taken over by {whose}: this run ends without saving"
             self._beats += 1
             os.pwrite(file, self._holder.line(self._beats), 0)
@@ -329,17 +345,17 @@ class RunLock:
             self._held = False
             if self._thread is not threading.current_thread():
                 self._thread.join(timeout=BEAT_S)
-            found = _read(self._path)
-            if found and found.holder and found.holder.token == self._holder.token:
+            file = _read(self._path)
+            if file and file.holder and file.holder.token == self._holder.token:
                 self._path.unlink(missing_ok=True)
-        for folder in self._made:
+        for folder in self._made_folders:
             try:
                 folder.rmdir()
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.ENOENT, errno.EEXIST):
                     raise
                 break
-        self._made = []
+        self._made_folders = []
 
 
 def _end_process(problem: str) -> NoReturn:

@@ -13,16 +13,15 @@ import json
 import os
 import pathlib
 import shutil
-import signal
 import sys
 import types
 from collections.abc import Sequence
 
 from jaxtrain import cli
 from jaxtrain.config.flags import Flag, UsageError
+from jaxtrain.run.search_progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
-from jaxtrain.schedule.search_progress import SearchProgress
 from jaxtrain.schedule.simulate import Simulation, Times, simulate
 from jaxtrain.schedule.slots import assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, Permute, Table
@@ -49,8 +48,8 @@ permute makes a stage wait for its neighbours). What --json prints, and the time
   bubble_fraction           1 - busiest stage's work / step_time
   bubble_fraction_span      1 - busiest stage's work / longest time from a stage's first op to its last, independent clock
   bubble_fraction_coupled   1 - busiest stage's work / step_time_coupled
-  peak_activations          of each stage, the most chunk stashes at once, each from its F to the end of its B
-                            (peak_activations_with_stash: to the end of its W)
+  peak_residuals          of each stage, the most chunk stashes at once, each from its F to the end of its B
+                            (peak_residuals_with_weight_stash: to the end of its W)
   slots                     buffers a stage needs of each kind"""
 
 FLAGS = (
@@ -114,7 +113,7 @@ def main(argv: list[str]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("stopped: no file is half written", file=sys.stderr, flush=True)
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(cli.INTERRUPTED)
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
@@ -236,7 +235,7 @@ def make(flags: types.SimpleNamespace, problem: search.Problem, name: str, repea
     """The checked table of a schedule; of `auto`, the best with any of these numbers of chunks on a stage."""
     if flags.table is not None:
         return flags.table
-    modes = search.MODES if flags.permute == "auto" else (flags.permute,)
+    modes = search.PACKINGS if flags.permute == "auto" else (flags.permute,)
     if name == "auto":
         bound = flags.memory / (flags.repeats or 1) if flags.memory else None
         table = search.search(problem, repeats, bound, modes, flags.ops_per_chunk, report)
@@ -275,11 +274,11 @@ def one(flags: types.SimpleNamespace, problem: search.Problem, report: search.Re
 
 def figures(table: Table, result: Simulation) -> dict:
     """What --json prints."""
-    program = assign_slots(table)
+    slotted = assign_slots(table)
     return {
         "schedule": table.name,
         "stages": table.stages,
-        "repeats": max(1, len(set(table.chunk)) // table.stages),
+        "repeats": max(1, len(set(table.chunk_of)) // table.stages),
         "microbatches": table.microbatches,
         "permutes": {when.name.lower(): int((table.permute == when).sum()) for when in Permute},
         "ticks": table.ticks,
@@ -288,10 +287,10 @@ def figures(table: Table, result: Simulation) -> dict:
         "bubble_fraction": result.bubble_fraction,
         "bubble_fraction_span": result.bubble_fraction_span,
         "bubble_fraction_coupled": result.bubble_fraction_coupled,
-        "peak_activations": result.peak_activations,
-        "peak_activations_with_stash": result.peak_activations_with_stash,
-        "slots": program.slots,
-        "slots_per_stage": {kind: list(counts) for kind, counts in program.counts.items()},
+        "peak_residuals": result.peak_residuals,
+        "peak_residuals_with_weight_stash": result.peak_residuals_with_weight_stash,
+        "pool_sizes": slotted.pool_sizes,
+        "slots_per_stage": {kind: list(counts) for kind, counts in slotted.slots_per_stage.items()},
     }
 
 
@@ -303,9 +302,9 @@ def summary(report: dict) -> str:
         f"step time           {report['step_time']:g} independent, {report['step_time_coupled']:g} coupled",
         f"bubble              {report['bubble_fraction']:.2%} of the step, {report['bubble_fraction_span']:.2%} of the longest span, "
         f"{report['bubble_fraction_coupled']:.2%} coupled",
-        f"peak activations    {_numbers(report['peak_activations'])} chunks on each stage; with what B leaves for W "
-        f"{_numbers(report['peak_activations_with_stash'])}",
-        f"slots               {', '.join(f'{kind} {n}' for kind, n in report['slots'].items())}",
+        f"peak activations    {_numbers(report['peak_residuals'])} chunks on each stage; with what B leaves for W "
+        f"{_numbers(report['peak_residuals_with_weight_stash'])}",
+        f"slots               {', '.join(f'{kind} {n}' for kind, n in report['pool_sizes'].items())}",
     ]
     return "\n".join(lines)
 

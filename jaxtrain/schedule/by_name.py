@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from jaxtrain.schedule import orders as orders_
 from jaxtrain.schedule import search
 from jaxtrain.schedule.orders import CSV, SCHEDULES, fits_repeats
-from jaxtrain.schedule.packing import MODES, Tasks, lay
+from jaxtrain.schedule.packing import PACKINGS, Tasks, pack_into_ticks
 from jaxtrain.schedule.simulate import Times
 from jaxtrain.schedule.table import Table
 from jaxtrain.schedule.table_csv import read_csv
 
 NAMES = (*SCHEDULES, "auto")
-PERMUTES = ("auto", *MODES)
+PERMUTES = ("auto", *PACKINGS)
 
 
 def check_repeats(schedule: str, stages: int, repeats: int) -> None:
@@ -63,7 +63,7 @@ def make_table(
     if schedule.startswith(CSV):
         return _read(schedule.removeprefix(CSV), stages, microbatches)
     problem = search.Problem(stages, microbatches, times or Times(), remat_full, groups, shares, vocabulary)
-    modes = MODES if permute == "auto" else (permute,)
+    modes = PACKINGS if permute == "auto" else (permute,)
     if schedule == "auto":
         return search.search(problem, (repeats,), None if memory is None else memory / repeats, modes, report=report)
     if schedule not in SCHEDULES:
@@ -82,8 +82,8 @@ def _read(path: str, stages: int, microbatches: int) -> Table:
 
 
 def make_forward_table(
-    place: tuple[int, ...], stages: int, microbatches: int, *, permute: str = "late", vocabulary: str = "parallel"
+    stage_of: tuple[int, ...], stages: int, microbatches: int, *, permute: str = "late", vocabulary: str = "parallel"
 ) -> Table:
     """Forwards and losses alone, for evaluation, of units on these stages: those of the training table."""
-    cells = orders_.forward(place, stages, microbatches)
-    return lay(Tasks(cells, place, stages, microbatches), "forward", permute, forward_only=True, vocabulary=vocabulary)
+    cells = orders_.forward(stage_of, stages, microbatches)
+    return pack_into_ticks(Tasks(cells, stage_of, stages, microbatches), "forward", permute, forward_only=True, vocabulary=vocabulary)

@@ -41,10 +41,10 @@ def ink(colour: tuple[int, int, int]) -> str:
 def _local_chunks(table: Table) -> tuple[list[int], list[int]]:
     """(of each unit, which of its stage's chunks it is in; of each stage, its number of chunks)."""
     own: list[list[int]] = [[] for _ in range(table.stages)]
-    for g, s in enumerate(table.place):
-        if table.chunk[g] not in own[s]:
-            own[s].append(table.chunk[g])
-    return [own[s].index(table.chunk[g]) for g, s in enumerate(table.place)], [len(chunks) for chunks in own]
+    for g, s in enumerate(table.stage_of):
+        if table.chunk_of[g] not in own[s]:
+            own[s].append(table.chunk_of[g])
+    return [own[s].index(table.chunk_of[g]) for g, s in enumerate(table.stage_of)], [len(chunks) for chunks in own]
 
 
 # --- text ------------------------------------------------------------------------------------------------------------------------
@@ -56,8 +56,8 @@ def text(table: Table, width: int = 120, colour: bool = False) -> str:
     Of a table that would take more than some MOST_LINES lines, the first and the last blocks.
     """
     local, chunks = _local_chunks(table)
-    index, several = local_index(table.place), len(table.place) > table.stages
-    rows = table.rows()
+    index, several = local_index(table.stage_of), len(table.stage_of) > table.stages
+    rows = table.cells()
     cells = [[_label(cell, index, several) if cell else "" for cell in row] for row in rows]
     marks = [PERMUTE_MARKS[Permute(when)] for when in table.permute.tolist()]
     heads = ["" if k < 0 else str(k) for k in table.head.tolist()]
@@ -191,7 +191,7 @@ def _names(timeline: Timeline) -> list[str]:
 
 def _describe(table: Table, e: Event) -> str:
     """An op in words."""
-    what = f"chunk {table.chunk[e.unit]}, " if e.unit >= 0 else ""
+    what = f"chunk {table.chunk_of[e.unit]}, " if e.unit >= 0 else ""
     return f"{MEANINGS[e.name]}, {what}microbatch {e.microbatch}: {e.start:g} to {e.end:g}"
 
 
@@ -242,8 +242,8 @@ def _named_ink(colour: tuple[int, int, int]) -> str:
 
 def stage_chunks(table: Table) -> str:
     """One line: which chunks each stage has; of many stages, the first and the last ones."""
-    own = units_of(table.place, table.stages)
-    listed = [f"stage {s}: {', '.join(str(c) for c in dict.fromkeys(table.chunk[g] for g in own[s]))}" for s in range(table.stages)]
+    own = units_of(table.stage_of, table.stages)
+    listed = [f"stage {s}: {', '.join(str(c) for c in dict.fromkeys(table.chunk_of[g] for g in own[s]))}" for s in range(table.stages)]
     if table.stages > MOST_STAGES:
         listed[MOST_STAGES // 2 : -MOST_STAGES // 2] = ["…"]
     return "; ".join(listed)

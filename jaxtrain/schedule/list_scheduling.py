@@ -11,7 +11,7 @@ Choice = tuple[float, int, int]  # when it could begin, op, chunk
 
 
 def list_schedule(
-    place: tuple[int, ...], stages: int, microbatches: int, bound: int, times: Times, patience: float, forward_first: bool
+    stage_of: tuple[int, ...], stages: int, microbatches: int, bound: int, times: Times, patience: float, forward_first: bool
 ) -> Orders | None:
     """Each stage's ops on chunks, in order; None if the bound leaves a stage nothing to do.
 
@@ -21,9 +21,9 @@ def list_schedule(
     forward_first: whether F and B take turns where both are there; otherwise B goes first. Of several B's the one of the earliest
                    microbatch is taken, of several F's the one furthest through the model.
     """
-    state = _State(place, stages, microbatches, bound, times)
+    state = _State(stage_of, stages, microbatches, bound, times)
     wait, last_op = patience * times.W, [F] * stages
-    for _ in range(3 * len(place) * microbatches):
+    for _ in range(3 * len(stage_of) * microbatches):
         begin = min(state.begin)
         if begin == NEVER:
             return None
@@ -51,22 +51,22 @@ def list_schedule(
 class _State:
     """What has been done, and when."""
 
-    def __init__(self, place: tuple[int, ...], stages: int, microbatches: int, bound: int, times: Times):
-        self.place, self.m, self.message, self.last = place, microbatches, times.message, len(place) - 1
-        self.ways, self.own = directions(place, stages), units_of(place, stages)
+    def __init__(self, stage_of: tuple[int, ...], stages: int, microbatches: int, bound: int, times: Times):
+        self.stage_of, self.m, self.message, self.last = stage_of, microbatches, times.message, len(stage_of) - 1
+        self.ways, self.own = directions(stage_of, stages), units_of(stage_of, stages)
         # Of each chunk, the stashes that its stage may hold before another F of it.
-        self.room = [bound - (len(self.own[s]) - 1 - index) for s, index in zip(place, local_index(place), strict=True)]
+        self.room = [bound - (len(self.own[s]) - 1 - index) for s, index in zip(stage_of, local_index(stage_of), strict=True)]
         self.time_f, self.time_b, self.time_w = times.F, times.B, times.W
         # The next microbatch of each chunk; and, by microbatch, when what F and B need is there: it comes in order.
-        self.next_f, self.next_b = [0] * len(place), [0] * len(place)
-        self.came_f: list[list[float]] = [[0.0] * microbatches, *([] for _ in place[1:])]
-        self.came_b: list[list[float]] = [[] for _ in place]
+        self.next_f, self.next_b = [0] * len(stage_of), [0] * len(stage_of)
+        self.came_f: list[list[float]] = [[0.0] * microbatches, *([] for _ in stage_of[1:])]
+        self.came_b: list[list[float]] = [[] for _ in stage_of]
         self.held, self.clock = [0] * stages, [0.0] * stages
         self.weights: list[collections.deque[tuple[int, int]]] = [collections.deque() for _ in range(stages)]
         self.orders: Orders = [[] for _ in range(stages)]
         self.choices: list[list[Choice]] = [[] for _ in range(stages)]  # what each stage could do next
         self.begin = [NEVER] * stages  # and when it could do something
-        self.look(place[0])
+        self.look(stage_of[0])
 
     def look(self, s: int) -> None:
         """Finds a stage's choices, each from the time at which it could begin."""
@@ -96,8 +96,8 @@ class _State:
             end = self.clock[s] = begin + self.time_f
             to, came = (g + 1, self.came_f) if g < self.last else (g, self.came_b)
             came[to].append(end + (self.message if self.ways[g] else 0.0))
-            if self.place[to] != s:
-                self.look(self.place[to])
+            if self.stage_of[to] != s:
+                self.look(self.stage_of[to])
         else:
             k = self.next_b[g]
             self.next_b[g] += 1
@@ -105,7 +105,7 @@ class _State:
             end = self.clock[s] = begin + self.time_b
             if g > 0:
                 self.came_b[g - 1].append(end + (self.message if self.ways[g - 1] else 0.0))
-                if self.place[g - 1] != s:
-                    self.look(self.place[g - 1])
+                if self.stage_of[g - 1] != s:
+                    self.look(self.stage_of[g - 1])
         self.orders[s].append((op, g, k))
         self.look(s)

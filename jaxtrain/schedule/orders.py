@@ -202,10 +202,10 @@ def accumulate(p: int, v: int, m: int) -> Orders:
     return [[(op, c, k) for k in range(m) for op, c in [*((F, c) for c in range(v)), *back]]]
 
 
-def forward(place: tuple[int, ...], p: int, m: int) -> Orders:
+def forward(stage_of: tuple[int, ...], p: int, m: int) -> Orders:
     """Evaluation: each stage takes what is furthest through the model of what has come, so that no stage collects inputs."""
     ready: list[list[tuple[int, int]]] = [[] for _ in range(p)]  # heaps of (−unit, microbatch)
-    ready[place[0]] = [(0, k) for k in range(m)]
+    ready[stage_of[0]] = [(0, k) for k in range(m)]
     orders: Orders = [[] for _ in range(p)]
     while any(ready):
         taken = [heapq.heappop(cells) if cells else None for cells in ready]
@@ -214,8 +214,8 @@ def forward(place: tuple[int, ...], p: int, m: int) -> Orders:
                 continue
             g, k = -cell[0], cell[1]
             orders[s].append((F, g, k))
-            if g + 1 < len(place):
-                heapq.heappush(ready[place[g + 1]], (-(g + 1), k))
+            if g + 1 < len(stage_of):
+                heapq.heappush(ready[stage_of[g + 1]], (-(g + 1), k))
     return orders
 
 

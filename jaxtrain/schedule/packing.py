@@ -1,6 +1,6 @@
-"""From the order of each stage's ops to a table: chunks become units, and cells get their rows and rows their permutes.
+"""From the order of each stage's ops to a table: chunks become units, cells get their ticks and ticks their permutes.
 
-Four ways to lay an order into rows, for the coupled clock of simulate.py:
+Four ways to pack an order into ticks, for the coupled clock of simulate.py:
 
     late      every row that makes messages ends with a permute. The fewest rows; a row lasts as long as the longest op near it
     early     every row begins with a permute, under its ops; what it brings is read a row later. A stage waits for its neighbours'
@@ -23,11 +23,11 @@ from typing import NoReturn
 import numpy as np
 
 from jaxtrain.schedule.orders import Orders
-from jaxtrain.schedule.table import Cell, Op, Permute, Table, TableError, from_cells, message_ways, task
+from jaxtrain.schedule.table import Cell, Op, Permute, Table, TableError, from_arrays, message_ways, task
 
 NEVER = np.iinfo(np.int64).max
 
-MODES = ("late", "aligned", "early", "spaced")
+PACKINGS = ("late", "aligned", "early", "spaced")
 IN_ORDER = ("late", "early", "spaced")  # those that keep each stage's order, so that they all hold as many stashes
 PAIR = 2  # rows of F and B between two rows of W in `aligned`
 
@@ -69,14 +69,14 @@ class Tasks:
     A *fact* is a number: that a message can be read, or that a task is done. `known[fact]` is the row from which on it holds.
     """
 
-    def __init__(self, orders: Orders, place: tuple[int, ...], stages: int, microbatches: int):
-        self.place, self.stages, self.microbatches = place, stages, microbatches
-        units, m = len(place), microbatches
+    def __init__(self, orders: Orders, stage_of: tuple[int, ...], stages: int, microbatches: int):
+        self.stage_of, self.stages, self.microbatches = stage_of, stages, microbatches
+        units, m = len(stage_of), microbatches
         closed = [np.array([*order, (Op.IDLE, 0, 0)], np.int32).reshape(-1, 3) for order in orders]
         self.begin = np.cumsum([0, *map(len, closed[:-1])])  # of each stage, its first cell
         self.end = self.begin + [len(order) - 1 for order in closed]
         self.op, self.unit, self.microbatch = np.concatenate(closed).T.copy()
-        ways = message_ways(place, stages)
+        ways = message_ways(stage_of, stages)
         self.way = ways[self.op, self.unit].astype(np.int64)
         size = units * m
         fact = lambda kind, unit: (kind * units + unit) * m + self.microbatch
@@ -98,7 +98,7 @@ class Tasks:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known yet: another table can be laid."""
+        """Nothing is known yet: another table can be packed."""
         self.known = np.full(self.nobody + 1, NEVER)
         self.known[self.always] = 0
 
@@ -121,16 +121,16 @@ class Tasks:
         s = int(np.flatnonzero(self.op[waiting])[0])
         op, unit, microbatch = (int(a[waiting[s]]) for a in (self.op, self.unit, self.microbatch))
         raise TableError(
-            f"the order of {name!r} never finishes: {task((op, unit, microbatch), self.place)} is next and waits for ever", t, s
+            f"the order of {name!r} never finishes: {task((op, unit, microbatch), self.stage_of)} is next and waits for ever", t, s
         )
 
 
-def lay(
+def pack_into_ticks(
     tasks: Tasks,
     name: str,
     mode: str,
     *,
-    chunk: tuple[int, ...] | None = None,
+    chunk_of: tuple[int, ...] | None = None,
     recompute: bool = False,
     recompute_last: bool = False,
     forward_only: bool = False,
@@ -139,16 +139,16 @@ def lay(
     """The table of an order of units, by mode. Raises TableError for an order that can never finish."""
     tasks.forget()
     if mode == "aligned":
-        rows, permutes = _lay_aligned(tasks, name)
+        rows, permutes = _pack_aligned(tasks, name)
     else:
-        rows, permutes = _lay_in_order(tasks, name, early=mode != "late", rows_of_f=2 if mode == "spaced" else 1)
-    return from_cells(
+        rows, permutes = _pack_in_order(tasks, name, early=mode != "late", rows_of_f=2 if mode == "spaced" else 1)
+    return from_arrays(
         *tasks.table(rows, len(permutes)),
         name,
-        tasks.place,
+        tasks.stage_of,
         tasks.stages,
         tasks.microbatches,
-        chunk=chunk,
+        chunk_of=chunk_of,
         permute=permutes,
         recompute=recompute,
         recompute_last=recompute_last,
@@ -160,7 +160,7 @@ def lay(
 MOST_IDLE_ROWS = 3  # one after the other, in a table that ends
 
 
-def _lay_in_order(tasks: Tasks, name: str, early: bool, rows_of_f: int) -> tuple[np.ndarray, list[int]]:
+def _pack_in_order(tasks: Tasks, name: str, early: bool, rows_of_f: int) -> tuple[np.ndarray, list[int]]:
     """(the row of each cell, the permute of each row): every cell in the first row in which it fits, in order; an F keeps its stage for
     `rows_of_f` rows.
 
@@ -259,7 +259,7 @@ class _Lanes:
         return bool(self.tasks.op[self.main[self.at_main]].any() or self.tasks.op[self.weights[self.at_weights]].any())
 
 
-def _lay_aligned(tasks: Tasks, name: str) -> tuple[np.ndarray, list[int]]:
+def _pack_aligned(tasks: Tasks, name: str) -> tuple[np.ndarray, list[int]]:
     """(the row of each cell, the permute of each row): two rows of F and B (or of W and R where there is none to do), then a row of W and
     R; with recompute, two."""
     lanes = _Lanes(tasks)

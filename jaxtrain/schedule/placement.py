@@ -1,8 +1,8 @@
 """Which layer lives where: layers → chunks → units → stages.
 
 A model of L layers is cut into consecutive chunks, each chunk into one or more units (an op's layers), and unit g lies on stage
-`place[g]`. In memory the u-th units of all stages are one stacked array [stages, rows(u), ...]; a stage with fewer layers there, or
-without such a unit, has unused rows, which are zero, have no gradient, and are in no count, norm or checkpoint.
+`stage_of[g]`. In memory the u-th units of all stages are one stacked array [stages, stack_size(u), ...]. A stage with fewer layers there,
+or without such a unit, has unused rows, which are zero, have no gradient, and are in no count, norm or checkpoint.
 
       L = 7, stages = 2, chunks = 2          stage 0     stage 1
                                     unit 0   0 1         2 3
@@ -54,63 +54,65 @@ def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tup
 class Placement:
     """Layers over stages.
 
-    chunks: units on a stage, the most of all stages; the circular placement has exactly so many on each
-    place:  the stage of each unit, in model order; left out: circular, unit g on stage g mod stages
-    sizes:  the layers of each unit, in model order; left out: evenly
+    units_per_stage: units on a stage, the most of all stages; the circular placement has exactly so many on each
+    stage_of: the stage of each unit, in model order; left out: circular, unit g on stage g mod stages
+    sizes:    the layers of each unit, in model order; left out: evenly
 
     Raises ValueError if there are more units than layers.
     """
 
     layers: int
     stages: int = 1
-    chunks: int = 1
-    place: tuple[int, ...] = ()
+    units_per_stage: int = 1
+    stage_of: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
 
     def __post_init__(self):
-        place = self.place or tuple(g % self.stages for g in range(self.stages * self.chunks))
-        if len(place) > self.layers:
-            raise ValueError(f"{self.stages} stages of {self.chunks} chunks need at least {len(place)} layers, not {self.layers}")
-        sizes = self.sizes or spread(self.layers, len(place))
-        if len(sizes) != len(place) or sum(sizes) != self.layers or min(sizes) < 1:
-            raise ValueError(f"units of {sizes} layers on stages {place} are not {self.layers} layers")
-        object.__setattr__(self, "place", place)
+        stage_of = self.stage_of or tuple(g % self.stages for g in range(self.stages * self.units_per_stage))
+        if len(stage_of) > self.layers:
+            raise ValueError(
+                f"{self.stages} stages of {self.units_per_stage} chunks need at least {len(stage_of)} layers, not {self.layers}"
+            )
+        sizes = self.sizes or spread(self.layers, len(stage_of))
+        if len(sizes) != len(stage_of) or sum(sizes) != self.layers or min(sizes) < 1:
+            raise ValueError(f"units of {sizes} layers on stages {stage_of} are not {self.layers} layers")
+        object.__setattr__(self, "stage_of", stage_of)
         object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(self, "chunks", max(place.count(s) for s in range(self.stages)))
-        units = [[g for g, there in enumerate(place) if there == s] for s in range(self.stages)]
+        object.__setattr__(self, "units_per_stage", max(stage_of.count(s) for s in range(self.stages)))
+        units = [[g for g, there in enumerate(stage_of) if there == s] for s in range(self.stages)]
         object.__setattr__(self, "_units", units)
 
-    def unit(self, chunk: int, stage: int) -> int | None:
-        """The unit, in model order, that is a stage's `chunk`-th; None if the stage has fewer."""
+    def unit_at(self, local_unit: int, stage: int) -> int | None:
+        """The unit, in model order, that is a stage's `local_unit`-th; None if the stage has fewer."""
         own = self._units[stage]  # type: ignore[attr-defined]
-        return own[chunk] if chunk < len(own) else None
+        return own[local_unit] if local_unit < len(own) else None
 
-    def first_layer(self, chunk: int, stage: int) -> int:
+    def first_layer(self, local_unit: int, stage: int) -> int:
         """The first layer of a stage's unit; 0 where there is none."""
-        g = self.unit(chunk, stage)
+        g = self.unit_at(local_unit, stage)
         return 0 if g is None else sum(self.sizes[:g])
 
-    def count(self, chunk: int, stage: int) -> int:
+    def layer_count(self, local_unit: int, stage: int) -> int:
         """The number of layers in a stage's unit."""
-        g = self.unit(chunk, stage)
+        g = self.unit_at(local_unit, stage)
         return 0 if g is None else self.sizes[g]
 
-    def rows(self, chunk: int) -> int:
+    def stack_size(self, local_unit: int) -> int:
         """Rows of the stacked array of these units: the most layers that a stage has in it."""
-        return max(self.count(chunk, s) for s in range(self.stages))
+        return max(self.layer_count(local_unit, s) for s in range(self.stages))
 
-    def layer_index(self, chunk: int) -> np.ndarray:
-        """[stages, rows(chunk)] int32: the layer in each row of the stacked array, −1 in an unused row."""
-        index = np.full((self.stages, self.rows(chunk)), -1, np.int32)
+    def layer_index(self, local_unit: int) -> np.ndarray:
+        """int32 [stages, stack_size(local_unit)]: the layer in each row of the stacked array, −1 in an unused row."""
+        index = np.full((self.stages, self.stack_size(local_unit)), -1, np.int32)
         for s in range(self.stages):
-            first, n = self.first_layer(chunk, s), self.count(chunk, s)
+            first, n = self.first_layer(local_unit, s), self.layer_count(local_unit, s)
             index[s, :n] = np.arange(first, first + n)
         return index
 
     def describe(self) -> str:
         """One line for people: the number of layers on each stage, unit by unit."""
-        if self.stages == 1 and self.chunks == 1:
+        if self.stages == 1 and self.units_per_stage == 1:
             return f"{self.layers} layers on one stage"
-        counts = [[self.count(c, s) for c in range(self.chunks)] for s in range(self.stages)]
+        counts = [[self.layer_count(u, s) for u in range(self.units_per_stage)] for s in range(self.stages)]
         listed = ", ".join("+".join(str(n) for n in row if n) for row in counts)
-        return f"{self.layers} layers over {self.stages} stages × {self.chunks} chunk{'s'[: self.chunks != 1]}: {listed}"
+        return f"{self.layers} layers over {self.stages} stages × {self.units_per_stage} chunk{'s'[: self.units_per_stage != 1]}: {listed}"

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from jaxtrain.schedule import orders as orders_
 from jaxtrain.schedule.list_scheduling import list_schedule
 from jaxtrain.schedule.orders import PLACES, SCHEDULES, Orders, fits_repeats
-from jaxtrain.schedule.packing import IN_ORDER, MODES, Tasks, expand, lay
+from jaxtrain.schedule.packing import IN_ORDER, PACKINGS, Tasks, expand, pack_into_ticks
 from jaxtrain.schedule.simulate import Times, walk
-from jaxtrain.schedule.table import Op, Table, peak_stashes
+from jaxtrain.schedule.table import Op, Table, peak_residuals
 
 ANY_REPEATS = (1, 2)  # what `auto` tries where the number of chunks a stage is left to it
 ROOM = 1e-9
@@ -64,20 +64,20 @@ class Problem:
     vocabulary: str = "parallel"
 
 
-def lay_chunks(problem: Problem, name: str, placement: str, repeats: int, orders: Orders) -> Callable[[str], Table]:
+def pack_chunks(problem: Problem, name: str, placement: str, repeats: int, orders: Orders) -> Callable[[str], Table]:
     """From a mode to the table of an order of chunks. Raises ValueError for `groups` of another number of chunks."""
     chunks = PLACES[placement](problem.stages, repeats)
     if problem.groups is not None and len(problem.groups) != len(chunks):
         raise ValueError(f"groups has {len(problem.groups)} numbers, and {name} has {len(chunks)} chunks: give one number for each")
     last_too = problem.remat_full and _most_kept(orders, len(chunks) - 1) > MOST_KEPT
-    cells, chunk = expand(orders, problem.groups or [1] * len(chunks), problem.remat_full, last_too)
-    tasks = Tasks(cells, tuple(chunks[c] for c in chunk), problem.stages, problem.microbatches)
-    return lambda mode: lay(
+    cells, chunk_of = expand(orders, problem.groups or [1] * len(chunks), problem.remat_full, last_too)
+    tasks = Tasks(cells, tuple(chunks[c] for c in chunk_of), problem.stages, problem.microbatches)
+    return lambda mode: pack_into_ticks(
         tasks,
         name,
         mode,
-        chunk=chunk,
-        recompute=problem.remat_full and len(chunk) > 1,
+        chunk_of=chunk_of,
+        recompute=problem.remat_full and len(chunk_of) > 1,
         recompute_last=last_too,
         vocabulary=problem.vocabulary,
     )
@@ -100,14 +100,14 @@ def cost(table: Table, problem: Problem) -> Cost:
 
 def memory_of(table: Table) -> float:
     """The most stashes of a chunk that any stage holds at once, with what B leaves for W."""
-    return max(peak_stashes(table, count_stash=True))
+    return max(peak_residuals(table, count_weight_stash=True))
 
 
-def named(schedule: str, repeats: int, problem: Problem, modes: Sequence[str] = MODES, report: Report = silent) -> Table:
+def named(schedule: str, repeats: int, problem: Problem, modes: Sequence[str] = PACKINGS, report: Report = silent) -> Table:
     """A named schedule's table, laid in the way of least coupled time that takes no more memory than late permutes do."""
     known, p = SCHEDULES[schedule], problem.stages
     orders = (known.order if p > 1 else orders_.accumulate)(p, repeats, problem.microbatches)
-    at = lay_chunks(problem, schedule, known.placement, repeats, orders)
+    at = pack_chunks(problem, schedule, known.placement, repeats, orders)
     modes = modes if p > 1 else ("late",)  # one stage has no permutes
     tables = []
     for i, mode in enumerate(modes):
@@ -134,7 +134,7 @@ def search(
     problem: Problem,
     repeats: Sequence[int] = ANY_REPEATS,
     memory: float | None = None,
-    modes: Sequence[str] = MODES,
+    modes: Sequence[str] = PACKINGS,
     ops_per_chunk: int = 1,
     report: Report = silent,
 ) -> Table:
@@ -154,7 +154,7 @@ def search(
         report(f"{name}, {v} chunk{'s'[: v != 1]} a stage", done / whole)
         orders = candidate.orders()
         full = False  # whether an order holds too much, as it stands
-        at = None if orders is None else lay_chunks(cut, name, candidate.placement, v, orders)
+        at = None if orders is None else pack_chunks(cut, name, candidate.placement, v, orders)
         for i, mode in enumerate(candidate.modes if at else ()):
             report(f"{name} {mode}, {v} chunk{'s'[: v != 1]} a stage", (done + v * (i + 1) / (len(candidate.modes) + 1)) / whole)
             if at is None or (full and mode in IN_ORDER):
@@ -200,10 +200,10 @@ def _list_schedules(problem: Problem, v: int, bound: int, modes: Sequence[str]) 
     if rules != RULES[0][1]:
         modes = [mode for mode in modes if mode != "aligned"] or modes
     for placement in PLACES if v > 1 else ["circular"]:
-        place = PLACES[placement](p, v)
+        stage_of = PLACES[placement](p, v)
         for patience, forward_first in rules:
             yield Candidate(
-                "list", placement, v, modes, functools.partial(list_schedule, place, p, m, bound, times, patience, forward_first)
+                "list", placement, v, modes, functools.partial(list_schedule, stage_of, p, m, bound, times, patience, forward_first)
             )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jaxtrain.schedule.table import Op, Permute, Table, message_ways, peak_stashes, task, wraps
+from jaxtrain.schedule.table import Op, Permute, Table, message_ways, peak_residuals, task, wraps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Simulation:
                                        (Qi et al. 2023: the optimizer's step follows on each stage without a barrier)
     bubble_fraction_coupled            1 − busiest stage's work / step_time_coupled
     imbalance                          busiest stage's work / mean work of a stage
-    peak_activations                   `peak_stashes`: in chunk stashes, from F to the end of B
-    peak_activations_with_stash        the same, to the end of W
+    peak_residuals                     `table.peak_residuals`: in chunk stashes, from F to the end of B
+    peak_residuals_with_weight_stash        the same, to the end of W
     timeline, timeline_coupled         by each clock
     """
 
@@ -96,8 +96,8 @@ class Simulation:
     bubble_fraction_span: float
     bubble_fraction_coupled: float
     imbalance: float
-    peak_activations: list[float]
-    peak_activations_with_stash: list[float]
+    peak_residuals: list[float]
+    peak_residuals_with_weight_stash: list[float]
     timeline: Timeline
     timeline_coupled: Timeline
 
@@ -126,8 +126,8 @@ def simulate(table: Table, times: Times, *, shares: Sequence[float] | None = Non
         _bubble(most, span),
         _bubble(most, step_coupled),
         most * table.stages / sum(busy) if most else 1.0,
-        peak_stashes(table),
-        peak_stashes(table, count_stash=True),
+        peak_residuals(table),
+        peak_residuals(table, count_weight_stash=True),
         timeline,
         timeline_coupled,
     )
@@ -163,9 +163,9 @@ class _Shared:
 def _shared(table: Table, times: Times) -> dict[int, _Shared]:
     p = table.stages if table.vocabulary == "parallel" else 1
     ops = {
-        EMBED: (table.embed, "E", times.embed, table.place[0]),
-        HEAD: (table.head, "H", times.head, table.place[-1]),
-        EMBED_GRADIENT: (table.embed_gradient, "E", times.embed, table.place[0]),
+        EMBED: (table.embed, "E", times.embed, table.stage_of[0]),
+        HEAD: (table.head, "H", times.head, table.stage_of[-1]),
+        EMBED_GRADIENT: (table.embed_gradient, "E", times.embed, table.stage_of[0]),
     }
     return {op: _Shared(column, name, time / p, home, p > 1 and time > 0) for op, (column, name, time, home) in ops.items()}
 
@@ -195,14 +195,14 @@ class _Steps:
         g = lambda unit, k: (units + 2 + unit) * m + k  # of unit −1: what the embedding's gradient reads
         self.facts = (2 * units + 2) * m
         row, stage = np.nonzero(table.op)
-        op, unit, k = (array[row, stage] for array in (table.op, table.model_unit, table.microbatch))
-        way = message_ways(table.place, table.stages)[op, unit]
+        op, unit, k = (array[row, stage] for array in (table.op, table.unit, table.microbatch))
+        way = message_ways(table.stage_of, table.stages)[op, unit]
         needs = np.select([op == Op.F, op == Op.B], [x(unit, k), g(unit, k)], -1)
         gives = np.select([op == Op.F, op == Op.B], [x(unit + 1, k), g(unit - 1, k)], -1)
         if fused_backward:  # what moves leaves after W
             gives[(op == Op.B) & (way != 0)] = -1
             w = op == Op.W
-            gives[w], way[w] = g(unit - 1, k)[w], message_ways(table.place, table.stages)[Op.B, unit[w]]
+            gives[w], way[w] = g(unit - 1, k)[w], message_ways(table.stage_of, table.stages)[Op.B, unit[w]]
         delay = np.where(way != 0, times.message, 0.0)
         nothing, cells = np.zeros(len(op)), np.full(len(op), CELL)
         time = _durations(table, times, shares)[op, unit]
@@ -234,7 +234,7 @@ class _Steps:
         ends = (self.name[after] == Op.W) & np.all([a[cells] == a[after] for a in (self.stage, self.unit, self.microbatch)], axis=0)
         if len(alone := cells[(self.name[cells] == Op.B) & ~ends]):
             cell = int(Op.B), int(self.unit[alone[0]]), int(self.microbatch[alone[0]])
-            raise ValueError(f"fused_backward needs W right after its B; {table.name} has {task(cell, table.place)} on its own")
+            raise ValueError(f"fused_backward needs W right after its B; {table.name} has {task(cell, table.stage_of)} on its own")
 
 
 def _run(steps: _Steps, table: Table) -> np.ndarray:
@@ -285,7 +285,7 @@ def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -
     shared_starts: dict[int, list[tuple[int, float]]] = {EMBED: [], HEAD: [], EMBED_GRADIENT: []}
     walk(table, times, shares, starts, shared_starts)
     row, stage = np.nonzero(table.op)
-    op, unit, k = (array[row, stage] for array in (table.op, table.model_unit, table.microbatch))
+    op, unit, k = (array[row, stage] for array in (table.op, table.unit, table.microbatch))
     start = np.array(starts).reshape(table.op.shape)[row, stage]
     parts: list[tuple] = [(row, np.full(len(row), CELL), stage, op, unit, k, start, start + _durations(table, times, shares)[op, unit])]
     for kind, its in _shared(table, times).items():
@@ -308,7 +308,7 @@ def walk(
     """The coupled step time. If given, adds to `starts` when each row's cells start, float64 [stages], and to `shared_starts` the (row,
     time) at which each column's op does that takes time."""
     p, message, shared = table.stages, times.message, _shared(table, times)
-    closed = p > 2 and wraps(table.place, p)  # stage 0 and the last one are neighbours too
+    closed = p > 2 and wraps(table.stage_of, p)  # stage 0 and the last one are neighbours too
 
     def share(kind: int, t: int, clock: np.ndarray) -> np.ndarray:
         """The clocks after a column's op in row t."""
@@ -328,7 +328,7 @@ def walk(
 
     columns = {kind: its.column.tolist() for kind, its in shared.items()}
     start = np.zeros(p)
-    duration = _durations(table, times, shares)[table.op, table.model_unit]
+    duration = _durations(table, times, shares)[table.op, table.unit]
     for t, when in enumerate(table.permute.tolist()):
         if times.row:
             start = start + times.row

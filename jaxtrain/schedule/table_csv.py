@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 
 from jaxtrain.schedule.orders import PLACES
-from jaxtrain.schedule.table import VOCABULARIES, Cell, Op, Permute, Table, TableError, from_rows, local_index, units_of
+from jaxtrain.schedule.table import VOCABULARIES, Cell, Op, Permute, Table, TableError, from_cells, local_index, units_of
 from jaxtrain.schedule.validator import check
 
 COLUMNS = ("permute", "head", "embed", "embed_gradient")
@@ -28,13 +28,13 @@ NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*", re.ASCII)
 
 def to_csv(table: Table) -> str:
     """The text of a table's CSV file."""
-    settings = [f"name={re.sub(r'[^A-Za-z0-9_.-]', '_', table.name)}", f"place={_numbers(table.place)}"]
-    if table.chunk != tuple(range(table.units)):
-        settings.append(f"chunk={_numbers(table.chunk)}")
+    settings = [f"name={re.sub(r'[^A-Za-z0-9_.-]', '_', table.name)}", f"place={_numbers(table.stage_of)}"]
+    if table.chunk_of != tuple(range(table.units)):
+        settings.append(f"chunk={_numbers(table.chunk_of)}")
     lines = [f"# {' '.join([*settings, f'vocabulary={table.vocabulary}'])}"]
     lines.append(",".join([*(f"stage {s}" for s in range(table.stages)), *COLUMNS]))
-    index = local_index(table.place)
-    for t, row in enumerate(table.rows()):
+    index = local_index(table.stage_of)
+    for t, row in enumerate(table.cells()):
         cells = [f"{Op(c[0]).name}{index[c[1]]}.{c[2]}" if c else "" for c in row]
         numbers = [int(getattr(table, name)[t]) for name in COLUMNS[1:]]
         lines.append(",".join([*cells, Permute(int(table.permute[t])).name.lower(), *("" if n < 0 else str(n) for n in numbers)]))
@@ -127,9 +127,9 @@ def _parse(text: str, stem: str, lines: list[int]) -> Table:
             named[name].append(_column_value(name, field, number))
     _check_numbers(rows, lines, header)
     cells = [cell for row in rows for cell in row if cell]
-    place = _place(settings, stages, 1 + max(u for _, u, _ in cells))
-    chunk = _chunk(settings, place)
-    own = units_of(place, stages)
+    stage_of = _place(settings, stages, 1 + max(u for _, u, _ in cells))
+    chunk_of = _chunk(settings, stage_of)
+    own = units_of(stage_of, stages)
     in_order: list[list[Cell | None]] = []
     for number, row in zip(lines, rows, strict=True):
         in_order.append([])
@@ -147,17 +147,17 @@ def _parse(text: str, stem: str, lines: list[int]) -> Table:
     vocabulary, number = settings.get("vocabulary", ("parallel", 0))
     if vocabulary not in VOCABULARIES:
         raise _FileError(f"vocabulary={vocabulary!r} is unknown: use {_nearest(vocabulary, VOCABULARIES)}", number)
-    return from_rows(
+    return from_cells(
         in_order,
         settings.get("name", (stem, 0))[0],
-        place,
+        stage_of,
         stages,
         microbatches,
-        chunk=chunk,
+        chunk_of=chunk_of,
         permute=named.pop("permute", None),
         columns=dict(named),
         recompute=any(op == Op.R for op, _, _ in cells),
-        recompute_last=any(cell and cell[:2] == (Op.R, len(place) - 1) for row in in_order for cell in row),
+        recompute_last=any(cell and cell[:2] == (Op.R, len(stage_of) - 1) for row in in_order for cell in row),
         forward_only=all(op == Op.F for op, _, _ in cells),
         vocabulary=vocabulary,
     )
@@ -307,24 +307,24 @@ def _place(settings: dict[str, tuple[str, int]], stages: int, repeats: int) -> t
         near = difflib.get_close_matches(text.lower(), PLACES, n=1, cutoff=0.6)
         right = near[0] if near else "circular, v, or the stage of each unit with commas between and no spaces"
         raise _FileError(f"place={text!r} is no place: use {right}", number)
-    place = tuple(map(int, text.split(",")))
-    if max(place) >= stages:
+    stage_of = tuple(map(int, text.split(",")))
+    if max(stage_of) >= stages:
         raise _FileError(
-            f"place={text!r} names stage {max(place)}, and the header has {_count(stages, 'stage')}: use {_range(stages)}", number
+            f"place={text!r} names stage {max(stage_of)}, and the header has {_count(stages, 'stage')}: use {_range(stages)}", number
         )
-    for g, (a, b) in enumerate(zip(place, place[1:], strict=False)):
+    for g, (a, b) in enumerate(zip(stage_of, stage_of[1:], strict=False)):
         if (b - a) % stages not in (0, 1, stages - 1):
             rule = f"unit {g} is on stage {a} and unit {g + 1} on stage {b}: put them on one stage or on neighbours"
             raise _FileError(f"place={text!r}: {rule}", number)
-    return place
+    return stage_of
 
 
-def _chunk(settings: dict[str, tuple[str, int]], place: tuple[int, ...]) -> tuple[int, ...] | None:
+def _chunk(settings: dict[str, tuple[str, int]], stage_of: tuple[int, ...]) -> tuple[int, ...] | None:
     if "chunk" not in settings:
         return None
     text, number = settings["chunk"]
-    chunk = tuple(map(int, text.split(","))) if NUMBERS.fullmatch(text) else ()
-    steps = [b - a for a, b in zip(chunk, chunk[1:], strict=False)]
-    if len(chunk) != len(place) or chunk[0] != 0 or set(steps) - {0, 1}:
-        raise _FileError(f"chunk={text!r}: use {_count(len(place), 'number')}, from 0 on, each the one before or one more", number)
-    return chunk
+    chunk_of = tuple(map(int, text.split(","))) if NUMBERS.fullmatch(text) else ()
+    steps = [b - a for a, b in zip(chunk_of, chunk_of[1:], strict=False)]
+    if len(chunk_of) != len(stage_of) or chunk_of[0] != 0 or set(steps) - {0, 1}:
+        raise _FileError(f"chunk={text!r}: use {_count(len(stage_of), 'number')}, from 0 on, each the one before or one more", number)
+    return chunk_of

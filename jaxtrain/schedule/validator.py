@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 
-from jaxtrain.schedule.table import VOCABULARIES, Op, Permute, Table, TableError, message_ways, peak_stashes, task, unit_lookup
+from jaxtrain.schedule.table import VOCABULARIES, Op, Permute, Table, TableError, message_ways, peak_residuals, task, unit_lookup
 
 NEVER = np.iinfo(np.int32).max  # the row of what does not come
 
 
-def check(table: Table, memory: float | None = None, count_stash: bool = False) -> None:
+def check(table: Table, memory: float | None = None, count_weight_stash: bool = False) -> None:
     """Raises TableError, for the first row that is wrong, unless a runtime that follows the table does every task once and right.
 
     memory: the most stashes that a stage may hold, as `peak_stashes` counts them.
@@ -22,7 +22,7 @@ def check(table: Table, memory: float | None = None, count_stash: bool = False) 
         raise TableError(f"permute holds {sorted(set(table.permute.tolist()))}: use 0, 1 or 2")
     arrivals(table)
     if memory is not None:
-        for s, peak in enumerate(peak_stashes(table, count_stash)):
+        for s, peak in enumerate(peak_residuals(table, count_weight_stash)):
             if peak > memory + 1e-9:
                 raise TableError(f"{peak:g} stashes at once are more than the bound of {memory:g}", stage=s)
 
@@ -33,13 +33,13 @@ def check(table: Table, memory: float | None = None, count_stash: bool = False) 
 def _check_shape(table: Table) -> None:
     """TableError for arrays of wrong shapes and types, and places that do not exist."""
     p, m, ticks = table.stages, table.microbatches, table.ticks
-    if p < 1 or m < 1 or not table.place or set(table.place) - set(range(p)):
-        raise TableError(f"{p} stages, {m} microbatches, units on stages {table.place}: every number from 1 up, every unit on a stage")
-    if len(table.chunk) != len(table.place) or table.vocabulary not in VOCABULARIES:
-        raise TableError(f"{len(table.place)} units, {len(table.chunk)} chunk numbers, vocabulary {table.vocabulary!r}")
-    for name in ("op", "unit", "microbatch", "permute", "head", "embed", "embed_gradient"):
+    if p < 1 or m < 1 or not table.stage_of or set(table.stage_of) - set(range(p)):
+        raise TableError(f"{p} stages, {m} microbatches, units on stages {table.stage_of}: every number from 1 up, every unit on a stage")
+    if len(table.chunk_of) != len(table.stage_of) or table.vocabulary not in VOCABULARIES:
+        raise TableError(f"{len(table.stage_of)} units, {len(table.chunk_of)} chunk numbers, vocabulary {table.vocabulary!r}")
+    for name in ("op", "local_unit", "microbatch", "permute", "head", "embed", "embed_gradient"):
         array = getattr(table, name)
-        wanted = (ticks, p) if name in ("op", "unit", "microbatch") else (ticks,)
+        wanted = (ticks, p) if name in ("op", "local_unit", "microbatch") else (ticks,)
         if array.shape != wanted or array.dtype != np.int32:
             raise TableError(f"{name} is {array.dtype} {array.shape}: use int32 {wanted}")
 
@@ -47,9 +47,9 @@ def _check_shape(table: Table) -> None:
 def _check_cells(table: Table) -> None:
     """TableError for cells that are foreign, there twice or missing."""
     m, units = table.microbatches, table.units
-    lookup = unit_lookup(table.place, table.stages)
-    rows, stages = np.nonzero((table.op != Op.IDLE) | (table.unit != -1) | (table.microbatch != -1))
-    op, local, k = (array[rows, stages] for array in (table.op, table.unit, table.microbatch))
+    lookup = unit_lookup(table.stage_of, table.stages)
+    rows, stages = np.nonzero((table.op != Op.IDLE) | (table.local_unit != -1) | (table.microbatch != -1))
+    op, local, k = (array[rows, stages] for array in (table.op, table.local_unit, table.microbatch))
     inside = (op >= Op.F) & (op <= Op.W) & (local >= 0) & (local < lookup.shape[1]) & (k >= 0) & (k < m)
     g = np.where(inside, lookup[stages, np.where(inside, local, 0)], -1)
     wanted = _wanted(table)
@@ -65,12 +65,12 @@ def _check_cells(table: Table) -> None:
         i = int(wrong[0])
         t, s = int(rows[i]), int(stages[i])
         if g[i] < 0:
-            many = sum(stage == s for stage in table.place)
+            many = sum(stage == s for stage in table.stage_of)
             raise TableError(f"op {op[i]}, unit {local[i]}, microbatch {k[i]}: no such cell on a stage with {many} units", t, s)
         cell = (int(op[i]), int(g[i]), int(k[i]))
         if foreign[i]:
-            raise TableError(f"{task(cell, table.place)} does not belong in this table: leave the cell empty", t, s)
-        raise TableError(f"{task(cell, table.place)} stands already in {{}}: use it once", t, s, rows=(int(rows[earlier[i]]),))
+            raise TableError(f"{task(cell, table.stage_of)} does not belong in this table: leave the cell empty", t, s)
+        raise TableError(f"{task(cell, table.stage_of)} stands already in {{}}: use it once", t, s, rows=(int(rows[earlier[i]]),))
     there = np.zeros((len(Op), units, m), bool)
     there[op, g, k] = True
     missing = wanted[:, :-1, None] & ~there
@@ -79,8 +79,8 @@ def _check_cells(table: Table) -> None:
         earlier_op, on = (Op.F, g0 - 1) if o == Op.F else (int(_before(table)[o, g0]), g0)
         after = (earlier_op, on, k0) if on >= 0 and there[earlier_op, on, k0] else None
         at = tuple(rows[(op == earlier_op) & (g == on) & (k == k0)].tolist()[:1]) if after else ()
-        right = f"write it after {task(after, table.place)} in {{}}" if after else "write each task once"
-        name, stage = task((o, g0, k0), table.place), table.place[g0]
+        right = f"write it after {task(after, table.stage_of)} in {{}}" if after else "write each task once"
+        name, stage = task((o, g0, k0), table.stage_of), table.stage_of[g0]
         raise TableError(f"{name} is missing ({count} in all): {right}", stage=stage, rows=at)
 
 
@@ -108,8 +108,8 @@ def _check_column(table: Table, name: str) -> None:
     if len(seen) < wanted:
         missing = min(set(range(wanted)) - set(seen))
         op, g = {"embed": (Op.F, 0), "head": (Op.F, table.units - 1), "embed_gradient": (Op.B, 0)}[name]
-        cells = (table.op == op) & (table.model_unit == g) & (table.microbatch == missing)
-        right = f"write it in {{}}, the row of {task((op, g, missing), table.place)}, or {'before' if name == 'embed' else 'after'}"
+        cells = (table.op == op) & (table.unit == g) & (table.microbatch == missing)
+        right = f"write it in {{}}, the row of {task((op, g, missing), table.stage_of)}, or {'before' if name == 'embed' else 'after'}"
         rows = (int(np.flatnonzero(cells.any(axis=1))[0]),)
         raise TableError(f"microbatch {missing} is missing ({wanted - len(seen)} in all): {right}", column=name, rows=rows)
 
@@ -121,12 +121,13 @@ def _check_column(table: Table, name: str) -> None:
 class Arrivals:
     """The first row in which each message can be read, NEVER for one that never comes.
 
-    x: int32 [units + 1, microbatches], input of each unit; of unit G, the head's, from the row in which it is made
-    g: int32 [units + 1, microbatches], gradient of each unit's output; g[-1], of the embedding, from the row in which it is made
+    activation: int32 [units + 1, microbatches], input of each unit; of unit G, the head's, from the row in which it is made
+    gradient: int32 [units + 1, microbatches], gradient of each unit's output; gradient[-1], of the embedding, from the row in which it
+              is made
     """
 
-    x: np.ndarray
-    g: np.ndarray
+    activation: np.ndarray
+    gradient: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,8 +150,8 @@ def arrivals(table: Table) -> Arrivals:
     overwritten. Cells must be those that `check` wants.
     """
     row, stage = np.nonzero(table.op)
-    op, unit, microbatch = (array[row, stage] for array in (table.op, table.model_unit, table.microbatch))
-    way = message_ways(table.place, table.stages)[op, unit]
+    op, unit, microbatch = (array[row, stage] for array in (table.op, table.unit, table.microbatch))
+    way = message_ways(table.stage_of, table.stages)[op, unit]
     cells = _Cells(row, stage, op, unit, microbatch, way, np.where(way != 0, _sending_row(table)[row], NEVER))
     last, p = table.units - 1, table.microbatches
     x, g = (np.full((table.units + 1, p), NEVER, np.int32) for _ in range(2))
@@ -192,22 +193,22 @@ def _check_order(table: Table, cells: _Cells, found: Arrivals) -> None:
     same = (cells.stage[one] == cells.stage[two]) & (cells.way[one] == cells.way[two]) & (cells.sent[one] == cells.sent[two])
     lost = sorted(zip(two[same].tolist(), one[same].tolist(), strict=True))[:1]  # cells stand by rows and stages
     wrong += [(int(cells.row[i]), 1, int(cells.stage[i]), i, j) for i, j in lost]
-    for phase, (name, come) in enumerate((("head", found.x[-1]), ("embed_gradient", found.g[-1])), 2):
+    for phase, (name, come) in enumerate((("head", found.activation[-1]), ("embed_gradient", found.gradient[-1])), 2):
         column = getattr(table, name)
         rows = np.flatnonzero(column >= 0)
         wrong += [(int(t), phase, 0, int(column[t]), int(come[column[t]])) for t in _first(come[column[rows]] > rows, rows)]
     if not wrong:
         return
     t, phase, s, i, j = min(wrong)
-    place, last = table.place, table.units - 1
+    stage_of, last = table.stage_of, table.units - 1
     if phase == 0:
         raise _waits(table, found, t, s, (int(cells.op[i]), int(cells.unit[i]), int(cells.microbatch[i])))
     if phase == 1:
-        over, lost_cell = (task((int(cells.op[n]), int(cells.unit[n]), int(cells.microbatch[n])), place) for n in (i, j))
+        over, lost_cell = (task((int(cells.op[n]), int(cells.unit[n]), int(cells.microbatch[n])), stage_of) for n in (i, j))
         since = int(cells.row[j])
         raise TableError(f"{over} overwrites the message of {lost_cell} in {{}}: send that by a permute before", t, s, rows=(since,))
-    source = task((Op.F, last, i), place) if phase == 2 else task((Op.B, 0, i), place)
-    stage = place[last if phase == 2 else 0]
+    source = task((Op.F, last, i), stage_of) if phase == 2 else task((Op.B, 0, i), stage_of)
+    stage = stage_of[last if phase == 2 else 0]
     column = "head" if phase == 2 else "embed_gradient"
     raise TableError(f"microbatch {i} waits for {source} of stage {stage} in {{}}: not before it", t, column=column, rows=(j,))
 
@@ -237,7 +238,7 @@ def _early_cells(table: Table, cells: _Cells, found: Arrivals) -> np.ndarray:
     """bool [cells]: whether what a cell reads is not there in its row."""
     rows, before = _own_rows(table, cells), _before(table)[cells.op, cells.unit]
     early = (before > 0) & (rows[before, cells.unit, cells.microbatch] >= cells.row)
-    for op, come in ((Op.F, found.x), (Op.B, found.g)):
+    for op, come in ((Op.F, found.activation), (Op.B, found.gradient)):
         early |= (cells.op == op) & (come[cells.unit, cells.microbatch] > cells.row)
     return early
 
@@ -245,18 +246,18 @@ def _early_cells(table: Table, cells: _Cells, found: Arrivals) -> np.ndarray:
 def _waits(table: Table, found: Arrivals, t: int, s: int, cell: tuple[int, int, int]) -> TableError:
     """The error of a cell in row t that stands too early."""
     op, g, k = cell
-    place, name = table.place, task(cell, table.place)
-    row_of = lambda o, u: int(np.flatnonzero(((table.op == o) & (table.model_unit == u) & (table.microbatch == k)).any(axis=1))[0])
+    stage_of, name = table.stage_of, task(cell, table.stage_of)
+    row_of = lambda o, u: int(np.flatnonzero(((table.op == o) & (table.unit == u) & (table.microbatch == k)).any(axis=1))[0])
     before = int(_before(table)[op, g])
     if before and (own := row_of(before, g)) >= t:
-        return TableError(f"{name} waits for its {task((before, g, k), place)} in {{}}: move it after that", t, s, rows=(own,))
-    come = int((found.x if op == Op.F else found.g)[g, k])
+        return TableError(f"{name} waits for its {task((before, g, k), stage_of)} in {{}}: move it after that", t, s, rows=(own,))
+    come = int((found.activation if op == Op.F else found.gradient)[g, k])
     source = (Op.F, g - 1) if op == Op.F else (Op.B, g + 1)
     if not 0 <= source[1] < table.units:
         column = "embed" if op == Op.F else "head"
         where = int(np.flatnonzero(getattr(table, column) == k)[0])
         return TableError(f"{name} waits for {column} of microbatch {k} in {{}}: move it to {{}} or later", t, s, rows=(where, come))
-    waits = f"{name} waits for {task((*source, k), place)} of stage {place[source[1]]} in {{}}"
+    waits = f"{name} waits for {task((*source, k), stage_of)} of stage {stage_of[source[1]]} in {{}}"
     if come == NEVER:
         return TableError(f"{waits}, whose message no permute sends: send it by one in that row or after", t, s, rows=(row_of(*source),))
     return TableError(f"{waits}, whose message can be read from {{}} on: move it there or later", t, s, rows=(row_of(*source), come))

@@ -6,11 +6,12 @@ import jax
 import optax
 from jax import lax
 
+from jaxtrain.config import OptimizerConfig
 from jaxtrain.models.spec import Spec
 from jaxtrain.parallel.host_memory import read, write
 
 
-def learning_rate(cfg, steps: int) -> Callable:
+def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:
     """step → learning rate: linear warm-up over `warmup_steps`, then down to `final_fraction` of the peak by step `steps`.
 
     cosine, linear: all the way; constant: only over the last `decay_steps` (none if 0).
@@ -32,7 +33,7 @@ def learning_rate(cfg, steps: int) -> Callable:
     return optax.join_schedules([optax.linear_schedule(peak / warm, peak, max(1, warm - 1)), decay], [warm])
 
 
-def make_optimizer(cfg, steps: int, specs: dict, offload: bool = False) -> optax.GradientTransformation:
+def make_optimizer(cfg: OptimizerConfig, steps: int, specs: dict, offload: bool = False) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) with clipping by the global norm; matrices decay, norm scales and biases do not.
 
     specs: a pytree like the parameters, of Specs. offload: the moments lie in the host's memory, and `update` fetches them leaf by leaf.
@@ -50,41 +51,54 @@ def make_optimizer(cfg, steps: int, specs: dict, offload: bool = False) -> optax
 
 
 def leaf_by_leaf(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner`, which treats each matrix by itself and needs no parameters, with what it keeps for each in the host's memory: fetched and
-    put back leaf by leaf, and of stacks of layers, leaves [stages, rows, ...] under "layers", row by row."""
+    """`inner`, with its state in the host's memory: fetched and put back leaf by leaf, and of stacks of layers row by row.
+
+    inner: treats each matrix by itself and needs no parameters. Stacks are leaves [stages, rows, ...] under "layers".
+    """
 
     def update(updates, state, params=None):
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         follows = lambda part: jax.tree.structure(part) == tree
-        parts, whole = jax.tree.flatten(state, is_leaf=follows)
-        by_leaf = [jax.tree.leaves(part) if follows(part) else [part] * len(leaves) for part in parts]
-        made = []
+        # Parts of the state: trees like the parameters (each moment), and what there is once for all parameters (the count of steps).
+        parts, outline = jax.tree.flatten(state, is_leaf=follows)
+        columns = [jax.tree.leaves(part) if follows(part) else [part] * len(leaves) for part in parts]
+        results = []
         for i, (path, gradient) in enumerate(leaves):
             rows = gradient.shape[1] if path[0].key == "layers" else 0
-            made.append(_in_turn(inner, gradient, [own[i] for own in by_leaf], whole, rows))
-        outs, news = zip(*made, strict=True)
-        new = [
-            jax.tree.unflatten(tree, own) if follows(part) else own[-1] for part, own in zip(parts, zip(*news, strict=True), strict=True)
+            results.append(_in_turn(inner, gradient, [column[i] for column in columns], outline, rows))
+        new_updates, new_states = zip(*results, strict=True)
+        new_columns = zip(*new_states, strict=True)
+        new_parts = [
+            jax.tree.unflatten(tree, column) if follows(part) else column[-1] for part, column in zip(parts, new_columns, strict=True)
         ]
-        return jax.tree.unflatten(tree, outs), jax.tree.unflatten(whole, new)
+        return jax.tree.unflatten(tree, new_updates), jax.tree.unflatten(outline, new_parts)
 
     return optax.GradientTransformation(inner.init, update)
 
 
-def _in_turn(inner, gradient: jax.Array, state: list, whole, rows: int) -> tuple[jax.Array, list]:
+def _in_turn(
+    inner: optax.GradientTransformation, gradient: jax.Array, state: list[jax.Array], outline: jax.tree_util.PyTreeDef, rows: int
+) -> tuple[jax.Array, list[jax.Array]]:
     """The update of one parameter, and its state, by a loop over the rows of a stack; of something else (0 rows) all at once.
+
+    state: the leaves of `outline`, which is the structure of inner's state for a single parameter.
 
     XLA runs one loop after the other. Without loops it fetches several parameters' states, and begins during the pipeline, where memory
     is scarcest; so what is done once is a loop, too, of a number of trips that XLA does not see.
     """
 
-    def row(r, carry):
-        gradient, new = carry  # the gradient's rows become the update's
-        start = lambda a: (0, r if rows else 0, *[0] * (a.ndim - 2))[: a.ndim]
-        own = lambda a: read(a, start(a), (a.shape[0], 1, *a.shape[2:]) if rows else a.shape)
-        here = [own(a) if a.ndim else old for a, old in zip(new, state, strict=True)]
-        out, here = inner.update(own(gradient), jax.tree.unflatten(whole, here))
-        new = [write(a, b, start(a)) if a.ndim else b for a, b in zip(new, jax.tree.leaves(here), strict=True)]
-        return write(gradient, out, start(gradient)), new
+    def start(row: jax.Array, a: jax.Array) -> tuple:
+        return (0, row if rows else 0, *[0] * (a.ndim - 2))[: a.ndim]
 
-    return lax.fori_loop(0, rows if rows > 1 else lax.optimization_barrier(1), row, (gradient, state))
+    def read_row(row: jax.Array, a: jax.Array) -> jax.Array:
+        return read(a, start(row, a), (a.shape[0], 1, *a.shape[2:]) if rows else a.shape)
+
+    def update_row(row: jax.Array, carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
+        gradient, leaves = carry  # the gradient's rows become the update's
+        # A scalar counts steps: every row begins from the count before the step.
+        row_state = [read_row(row, a) if a.ndim else before for a, before in zip(leaves, state, strict=True)]
+        update, new_state = inner.update(read_row(row, gradient), jax.tree.unflatten(outline, row_state))
+        pairs = zip(leaves, jax.tree.leaves(new_state), strict=True)
+        return write(gradient, update, start(row, gradient)), [write(a, b, start(row, a)) if a.ndim else b for a, b in pairs]
+
+    return lax.fori_loop(0, rows if rows > 1 else lax.optimization_barrier(1), update_row, (gradient, state))

@@ -1,18 +1,20 @@
 """The training state: its shapes, where each array lies, and its first values.
 
-    state = {"params": {"embed": …, "layers": {"0": …, "1": …}, "head": …}, "optimizer": optax state, "step": int32}
+    TrainState(params={"embed": …, "layers": {"0": …, "1": …}, "head": …}, optimizer=optax's state, step=int32)
 
 and "predictors" beside "head" where the model predicts further tokens.
 
-"layers"[c] holds chunk c of all stages, leaves [stages, rows, …] (schedule/placement.py). What is whole on every data shard, and what
-is scattered over it, is ZeRO's stage (parallel/zero.py).
+"layers"[u] holds local unit u of all stages, leaves [stages, rows, …] (schedule/placement.py). ZeRO's stage says what is whole on every
+data shard, and what is scattered over the shards (parallel/zero.py).
 
-Where replicas train apart (training/diloco.py), parameters and optimizer state have a leading dimension [replicas], split over them, and
-`Layout.outer` is there once more for each name in OUTER: "anchor", the parameters of the last exchange, and "outer_momentum".
+With independent replicas (training/diloco.py) parameters and optimizer state have a leading dimension [replicas], split over them, and the
+state has two more trees: `anchor`, the parameters of the last exchange, and `outer_momentum`.
 """
 
 import dataclasses
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +28,33 @@ from jaxtrain.devices.sharding import constrain, restricted, spec
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
 from jaxtrain.parallel import host_memory, replicas
-from jaxtrain.parallel.zero import Reduction, plan
+from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
 
-OUTER = ("anchor", "outer_momentum")
+OUTER = ("anchor", "outer_momentum")  # the state's fields that independent replicas have in common
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a step changes and a checkpoint keeps; arrays, or what stands for them (shapes, shardings).
+
+    params:    the model's parameters, a dict by name; [replicas, …] where replicas are independent
+    optimizer: optax's state for them
+    step:      the number of steps done, int32
+    anchor, outer_momentum: float32, shaped like one replica's parameters; None where replicas are not independent
+    """
+
+    params: Any
+    optimizer: Any
+    step: Any
+    anchor: Any = None
+    outer_momentum: Any = None
+
+    @property
+    def trained(self) -> Any:
+        """The parameters that are evaluated and used: of independent replicas those of the last exchange."""
+        return self.params if self.anchor is None else self.anchor
 
 
 def _is_spec(x) -> bool:
@@ -45,28 +70,31 @@ class Layout:
     mesh: Mesh
     zero: int = 1
     dtype: jnp.dtype = jnp.dtype("float32")
-    apart: bool = False  # each replica has parameters of its own
+    independent_replicas: bool = False  # each replica has parameters of its own
     offload: bool = False  # the optimizer's state lies in the host's memory
 
     @property
     def specs(self) -> dict:
-        """A Spec for each parameter; one layer's for each chunk's stack."""
-        ends, layer = self.parts.ends, self.parts.specs["layer"]
-        return {**ends, "layers": {str(c): layer for c in range(self.placement.chunks)}}
+        """A Spec for each parameter; one layer's for the stack of each local unit."""
+        layer = self.parts.specs["layer"]
+        return {**self.parts.ends, "layers": {str(unit): layer for unit in range(self.placement.units_per_stage)}}
 
-    def _map(self, fn) -> dict:
+    def _map(self, fn: Callable[[Spec, tuple[int, ...], tuple[str, ...]], Any]) -> dict:
         """fn(spec, leading shape, leading axes) over all parameters."""
 
-        def part(key, tree):
-            if key != "layers":
-                return jax.tree.map(lambda s: fn(s, (), ()), tree, is_leaf=_is_spec)
-            stack = lambda c: lambda s: fn(s, (self.placement.stages, self.placement.rows(int(c))), ("stage", "layer"))
-            return {c: jax.tree.map(stack(c), t, is_leaf=_is_spec) for c, t in tree.items()}
+        def of_parameters(tree: dict, lead: tuple[int, ...], axes: tuple[str, ...]) -> dict:
+            return jax.tree.map(lambda s: fn(s, lead, axes), tree, is_leaf=_is_spec)
 
-        return {k: part(k, t) for k, t in self.specs.items()}
+        specs = self.specs
+        stacks = {
+            unit: of_parameters(tree, (self.placement.stages, self.placement.stack_size(int(unit))), ("stage", "layer"))
+            for unit, tree in specs.pop("layers").items()
+        }
+        return of_parameters(specs, (), ()) | {"layers": stacks}
 
     @property
     def shapes(self) -> dict:
+        """ShapeDtypeStructs of the parameters, or of one replica's; without shardings."""
         return self._map(lambda s, shape, _: jax.ShapeDtypeStruct((*shape, *s.padded), self.dtype))
 
     @property
@@ -76,10 +104,13 @@ class Layout:
 
     @property
     def reductions(self) -> dict:
-        """Of gradients, inside a replica where these are apart."""
-        over = replicas.sum_axes(self.apart)
-        how = lambda s, shape, axes: plan((*axes, *s.axes), (*shape, *s.padded), len(shape), self.mesh, self.zero, over, s.counts)
-        return self._map(how)
+        """A Reduction for each parameter's gradient: inside a replica where replicas are independent."""
+        sum_axes = replicas.sum_axes(self.independent_replicas)
+
+        def reduction(s: Spec, lead: tuple[int, ...], axes: tuple[str, ...]) -> Reduction:
+            return reduction_of((*axes, *s.axes), (*lead, *s.padded), len(lead), self.mesh, self.zero, sum_axes, s.counts)
+
+        return self._map(reduction)
 
     def _shardings(self, which: str) -> dict:
         return jax.tree.map(
@@ -88,41 +119,41 @@ class Layout:
 
     @property
     def shardings(self) -> dict:
-        """Of the parameters, or one replica's."""
+        """Shardings of the parameters, or of one replica's."""
         return self._shardings("sharded" if self.zero == 3 else "whole")
 
     @property
     def scattered(self) -> dict:
-        """Of the reduced gradients, and of the parameters while they are updated."""
+        """Shardings of the reduced gradients, and of the parameters while they are updated."""
         return self._shardings("storage")
 
     @property
     def moments(self) -> dict:
-        """Of what the optimizer keeps for each parameter."""
+        """Shardings of what the optimizer keeps for each parameter."""
         return jax.tree.map(host_memory.on_host, self.scattered) if self.offload else self.scattered
 
     @property
     def outer(self) -> dict:
         """What replicas exchange, float32: abstract arrays shaped like the parameters, each device's part as small as ZeRO makes it."""
-        small = dataclasses.replace(self, zero=max(self.zero, 1)).scattered
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s), self.shapes, small)
+        shardings = dataclasses.replace(self, zero=max(self.zero, 1)).scattered
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s), self.shapes, shardings)
 
     def keys(self, seed: int) -> list[np.ndarray]:
         """The random keys of the parameters, in the order of their leaves: [*leading, 2] uint32, from seed, name and layer alone.
 
-        Made on the host: as part of the program below they would take as long to compile as the values.
+        The host makes them: as part of the program below they would take as long to compile as the values.
         """
 
-        def own(path, s):
-            name, index = _name(path), self._index(path)
-            each = [np.random.SeedSequence([seed, zlib.crc32(name.encode()), int(i)]).generate_state(2) for i in np.maximum(index, 0).flat]
-            return np.array(each, np.uint32).reshape(*index.shape, 2)
+        def keys_of(path: tuple) -> np.ndarray:
+            name, layers = zlib.crc32(_name(path).encode()), self._index(path)
+            keys = [np.random.SeedSequence([seed, name, int(layer)]).generate_state(2) for layer in np.maximum(layers, 0).flat]
+            return np.array(keys, np.uint32).reshape(*layers.shape, 2)
 
         leaves, _ = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
-        return [own(path, s) for path, s in leaves]
+        return [keys_of(path) for path, _ in leaves]
 
     def initial(self, keys: list[jax.Array]) -> dict:
-        """The parameters' initial values from `keys`: the same for every mesh and placement.
+        """The parameters' initial values, of `dtype`, from `keys`: the same for every mesh and placement.
 
         Parameters of one shape and one sharding are drawn together: random generators are most of what this program costs to compile.
         """
@@ -160,36 +191,42 @@ class Layout:
 
 
 def _name(path: tuple) -> str:
-    """A parameter's name, the same for all chunks."""
+    """A parameter's name, the same for all local units."""
     return jax.tree_util.keystr((path[0], *path[2:]) if path[0].key == "layers" else path)
 
 
-def _optimizer_tree(optimizer: optax.GradientTransformation, shapes: dict, like: dict, other) -> object:
+def _optimizer_tree(optimizer: optax.GradientTransformation, shapes: dict, like: dict, other: object) -> Any:
     """A pytree like the optimizer's state: `like`'s leaves where it follows the parameters, `other` elsewhere."""
     state = jax.eval_shape(optimizer.init, shapes)
     return optax.tree_utils.tree_map_params(optimizer, lambda _, leaf: leaf, state, like, transform_non_params=lambda _: other)
 
 
-def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> dict:
+def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> TrainState:
     """The state as ShapeDtypeStructs with shardings."""
+
+    def laid_out(arrays, shardings):
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arrays, shardings)
+
     whole = NamedSharding(layout.mesh, P())
-    shapes = layout.shapes
-    state = {"params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes)}
-    shardings = {"params": layout.shardings, "optimizer": _optimizer_tree(optimizer, shapes, layout.moments, whole)}
-    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, shardings)
-    if layout.apart:
-        state = jax.tree.map(replicas.each, state) | dict.fromkeys(OUTER, layout.outer)
-    return state | {"step": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)}
+    params = laid_out(layout.shapes, layout.shardings)
+    moments = _optimizer_tree(optimizer, layout.shapes, layout.moments, whole)
+    optimizer_state = laid_out(jax.eval_shape(optimizer.init, layout.shapes), moments)
+    state = TrainState(params, optimizer_state, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
+    if not layout.independent_replicas:
+        return state
+    params, optimizer_state = jax.tree.map(replicas.each, (params, optimizer_state))
+    return TrainState(params, optimizer_state, state.step, anchor=layout.outer, outer_momentum=layout.outer)
 
 
-def stored_shapes(layout: Layout, optimizer: optax.GradientTransformation) -> dict:
-    """The state's shapes in a checkpoint, as a pytree of its structure whose leaves are `Stored`."""
-    parameters = jax.tree.map(Stored, layout.stored_shapes, is_leaf=lambda x: isinstance(x, tuple))
-    state = {"params": parameters, "optimizer": _optimizer_tree(optimizer, layout.shapes, parameters, Stored(()))}
-    if layout.apart:
-        lead = (replicas.count(layout.mesh),)
-        state = jax.tree.map(lambda stored: Stored(stored.shape, lead), state) | dict.fromkeys(OUTER, parameters)
-    return state | {"step": Stored(())}
+def stored_shapes(layout: Layout, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state's shapes in a checkpoint: a state whose leaves are `Stored`."""
+    one = jax.tree.map(Stored, layout.stored_shapes, is_leaf=lambda x: isinstance(x, tuple))
+    state = TrainState(one, _optimizer_tree(optimizer, layout.shapes, one, Stored(())), Stored(()))
+    if not layout.independent_replicas:
+        return state
+    lead = (replicas.count(layout.mesh),)
+    params, moments = jax.tree.map(lambda stored: Stored(stored.shape, lead), (state.params, state.optimizer))
+    return TrainState(params, moments, state.step, anchor=one, outer_momentum=one)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,27 +240,27 @@ class Stored:
     lead: tuple[int, ...] = ()
 
 
-def initial_state(layout: Layout, optimizer: optax.GradientTransformation, seed: int) -> dict:
+def initial_state(layout: Layout, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
     """The state before the first step; each device makes its own shards."""
     leaves, tree = jax.tree.flatten(abstract_state(layout, optimizer))
-    hosts = [host_memory.is_host(a.sharding) for a in leaves]
+    on_host = [host_memory.is_host(a.sharding) for a in leaves]
 
-    def make(keys):
+    def make(keys: list[jax.Array]) -> list[jax.Array]:
         params = layout.initial(keys)
-        state = {"params": params, "optimizer": optimizer.init(params)}
-        if layout.apart:
-            state = replicas.copies(state, layout.mesh) | {"anchor": params, "outer_momentum": jax.tree.map(jnp.zeros_like, params)}
-        state |= {"step": jnp.zeros((), jnp.int32)}
-        return [a for a, host in zip(jax.tree.leaves(state), hosts, strict=True) if not host]
+        state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+        if layout.independent_replicas:
+            params_each, optimizer_each = replicas.copies((params, state.optimizer), layout.mesh)
+            state = TrainState(params_each, optimizer_each, state.step, params, jax.tree.map(jnp.zeros_like, params))
+        return [a for a, host in zip(jax.tree.leaves(state), on_host, strict=True) if not host]
 
     with jax.set_mesh(layout.mesh):
-        shardings = [a.sharding for a, host in zip(leaves, hosts, strict=True) if not host]
-        made = iter(jax.jit(make, out_shardings=shardings)(layout.keys(seed)))
+        shardings = [a.sharding for a, host in zip(leaves, on_host, strict=True) if not host]
+        on_device = iter(jax.jit(make, out_shardings=shardings)(layout.keys(seed)))
     # Moments begin at zero. Those on the host are made there: a program would have them in the device's memory first.
-    return jax.tree.unflatten(tree, [host_memory.zeros(a) if host else next(made) for a, host in zip(leaves, hosts, strict=True)])
+    return jax.tree.unflatten(tree, [host_memory.zeros(a) if host else next(on_device) for a, host in zip(leaves, on_host, strict=True)])
 
 
-def bytes_per_device(abstract, host: bool = False) -> int:
+def bytes_per_device(abstract: Any, host: bool = False) -> int:
     """Bytes of a pytree of abstract arrays on one device: in its own memory, or in the host's."""
-    here = [a for a in jax.tree.leaves(abstract) if host_memory.is_host(a.sharding) == host]
-    return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in here)
+    arrays = [a for a in jax.tree.leaves(abstract) if host_memory.is_host(a.sharding) == host]
+    return sum(int(np.prod(a.sharding.shard_shape(a.shape))) * a.dtype.itemsize for a in arrays)

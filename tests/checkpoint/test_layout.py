@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.checkpoint_state import Layout, abstract_state, stored_shapes
 
-from jaxtrain.checkpoint.layout import chunk_shape, holders, regions, stored_arrays, writers
+from jaxtrain.checkpoint.layout import holders, piece_shape, regions, stored_arrays, writers
 
 LAYOUTS = [
     Layout(7, padded=13),
@@ -31,10 +31,10 @@ def test_every_stored_number_is_written_once(layout):
         written = np.zeros(array.shape, int)
         for part in array.parts:
             for bounds in writers(part).values():
-                for local, region in regions(part, bounds, array.shape, layout.placement):
+                for region in regions(part, bounds, array.shape, layout.placement):
                     shard = np.empty([stop - start for start, stop in bounds])
-                    assert shard[local].shape == written[region].shape, array.name
-                    written[region] += 1
+                    assert shard[region.local].shape == written[region.stored].shape, array.name
+                    written[region.stored] += 1
         assert (written == 1).all(), array.name
 
 
@@ -42,23 +42,23 @@ def test_every_stored_number_is_written_once(layout):
 @pytest.mark.parametrize("limit", [16, 64, 10**9])
 def test_a_piece_is_never_written_by_two_devices(layout, limit):
     for array in arrays_of(layout):
-        chunk = chunk_shape(array, limit)
-        writer = np.full([-(-n // c) for n, c in zip(array.shape, chunk)], -1)
+        piece = piece_shape(array, limit)
+        writer = np.full([-(-n // c) for n, c in zip(array.shape, piece)], -1)
         for part, (device, bounds) in [(p, w) for p in array.parts for w in writers(p).items()]:
-            for _, region in regions(part, bounds, array.shape, layout.placement):
-                spans = [range(r.start // c, -(-r.stop // c)) for r, c in zip(region, chunk)]
-                for piece in itertools.product(*spans):
-                    assert writer[piece] in (-1, device.id), (array.name, piece)
-                    writer[piece] = device.id
+            for region in regions(part, bounds, array.shape, layout.placement):
+                spans = [range(r.start // c, -(-r.stop // c)) for r, c in zip(region.stored, piece)]
+                for index in itertools.product(*spans):
+                    assert writer[index] in (-1, device.id), (array.name, index)
+                    writer[index] = device.id
 
 
 def test_pieces_stay_under_the_limit():
     array = next(a for a in arrays_of(LAYOUTS[1]) if a.name == "params/layers/mlp/w")
     assert (array.shape, array.parts[0].sharding.shard_shape(array.parts[0].shape)) == ((7, 8, 16), (1, 2, 8, 8))
-    assert chunk_shape(array) == (1, 8, 8)
+    assert piece_shape(array) == (1, 8, 8)
     # The dimension that is not sharded goes first; the other is halved within the shard.
-    assert chunk_shape(array, limit=64) == (1, 2, 8)
-    assert chunk_shape(array, limit=16) == (1, 1, 4)
+    assert piece_shape(array, limit=64) == (1, 2, 8)
+    assert piece_shape(array, limit=16) == (1, 1, 4)
 
 
 def test_pieces_of_odd_shards_stay_under_the_limit_too():
@@ -66,14 +66,14 @@ def test_pieces_of_odd_shards_stay_under_the_limit_too():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
     state = {"w": jax.ShapeDtypeStruct((30, 14), np.float32, sharding=sharding)}
     (array,) = stored_arrays(state, {"w": (29, 14)}, LAYOUTS[0].placement)  # shards of 15 × 7
-    assert [chunk_shape(array, limit) for limit in (4 * 105, 4 * 104, 4 * 34, 4 * 5, 4)] == [(15, 7), (5, 7), (5, 1), (5, 1), (1, 1)]
+    assert [piece_shape(array, limit) for limit in (4 * 105, 4 * 104, 4 * 34, 4 * 5, 4)] == [(15, 7), (5, 7), (5, 1), (5, 1), (1, 1)]
 
 
 def test_replicas_take_turns():
     """Four data shards hold the parameters: each of them writes some."""
     layout = Layout(7, stages=2, chunks=3, data=4)
     parts = [p for a in arrays_of(layout) if a.name.startswith("params/") for p in a.parts]
-    assert all(len(devices) == (4 if p.chunk is not None else 8) for p in parts for devices in holders(p).values())
+    assert all(len(devices) == (4 if p.unit is not None else 8) for p in parts for devices in holders(p).values())
     busy = {device for p in parts for device in writers(p)}
     assert len({d.id // 2 for d in busy}) == 4
 

@@ -27,8 +27,8 @@ from support.checkpoint_state import (
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import steps, storage
-from jaxtrain.checkpoint.manager import Checkpointer, expected_shapes, latest_step, wrong_arrays
-from jaxtrain.checkpoint.steps import CheckpointError, Stranger, choose, read_meta
+from jaxtrain.checkpoint.manager import Checkpointer, expected_shapes, latest_step, restore, wrong_arrays
+from jaxtrain.checkpoint.steps import CheckpointError, Meta, Stranger, choose, read_meta
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training import state as state_module
 from jaxtrain.training.step import make_step
@@ -241,7 +241,8 @@ def test_a_failed_save_is_reported_and_can_be_repeated(tmp_path, monkeypatch):
 def test_parameters_alone(saved):
     folder, _ = saved
     layout = Layout(7, stages=1)
-    restored = checkpointer(folder, layout).restore(5, {"params": abstract_state(layout)["params"]})
+    part = lambda state: {"params": state["params"]}
+    restored = restore(folder, 5, part(abstract_state(layout)), part(stored_shapes(layout)), layout.placement)
     assert_same(restored, {"params": state(layout)["params"]})
 
 
@@ -352,12 +353,12 @@ def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
     """Expected without a device, by the config alone: compared with what a run of it stores."""
     config = configs.replace(small.config((1, 2, 1)), changed).resolve()
     save_of(config, tmp_path, 3)
-    meta, stored = {"config": configs.to_dict(config)}, tmp_path / "3" / "state"
+    meta, stored = Meta(configs.to_dict(config)), tmp_path / "3" / "state"
     assert expected_shapes(config) == steps.stored_shapes(stored)
     assert wrong_arrays(meta, stored) == ""
-    wider = {"config": configs.to_dict(configs.replace(config, {"model.mlp_width": 99}))}
+    wider = Meta(configs.to_dict(configs.replace(config, {"model.mlp_width": 99})))
     assert re.fullmatch(r"its state's \S+mlp\S+ is \[.*\], not \[.*99.*\]", wrong_arrays(wider, stored))
-    assert wrong_arrays({"config": configs.to_dict(configs.replace(config, {"model.biases": True}))}, stored).startswith("its state lacks ")
+    assert wrong_arrays(Meta(configs.to_dict(configs.replace(config, {"model.biases": True}))), stored).startswith("its state lacks ")
 
 
 def test_orbax_s_warnings_stay_inside(saved, caplog):
@@ -372,16 +373,16 @@ def test_orbax_s_warnings_stay_inside(saved, caplog):
 def test_a_state_of_another_placement_is_refused(tmp_path):
     layout = Layout(18, stages=2, chunks=2)
     for other, message in {
-        (2, 1): r"\[2, 5, 8, 16\] is not chunk 0 of 18 layers over 2 stages × 1 chunk",
-        (4, 2): r"\[2, 5, 8, 16\] is not chunk 0 of 18 layers over 4 stages × 2 chunks",
-        (2, 3): r"\[2, 5, 8, 16\] is not chunk 0 of 18 layers over 2 stages × 3 chunks",
+        (2, 1): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 2 stages × 1 chunk",
+        (4, 2): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 4 stages × 2 chunks",
+        (2, 3): r"\[2, 5, 8, 16\] is not unit 0 of 18 layers over 2 stages × 3 chunks",
     }.items():
         c = Checkpointer(tmp_path / "run", Placement(18, *other), stored_shapes(layout))
         with pytest.raises(ValueError, match=message):
             c.save(1, state(layout), {})
     live, shapes = state(layout), stored_shapes(layout)
     del live["params"]["layers"]["1"], shapes["params"]["layers"]["1"]
-    with pytest.raises(ValueError, match="params/layers/mlp/w: 1 chunks are not the 2 of 18 layers over 2 stages × 2 chunks"):
+    with pytest.raises(ValueError, match="params/layers/mlp/w: 1 units are not the 2 of 18 layers over 2 stages × 2 chunks"):
         Checkpointer(tmp_path / "run", layout.placement, shapes).save(1, live, {})
     assert not any((tmp_path / "run").iterdir())
 

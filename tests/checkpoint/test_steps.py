@@ -17,6 +17,7 @@ from jaxtrain.checkpoint.steps import (
     TO_GENERATE,
     TO_TRAIN,
     CheckpointError,
+    Meta,
     Stranger,
     choose,
     read_meta,
@@ -70,7 +71,7 @@ def folder(original, tmp_path):
 
 def test_the_newest_by_number(folder):
     choice = choose(folder, TO_TRAIN)
-    assert (choice.step, choice.meta, choice.steps, choice.strangers) == (12, meta_of(12), (9, 12), ())
+    assert (choice.step, choice.meta, choice.steps, choice.strangers) == (12, Meta.from_json(meta_of(12)), (9, 12), ())
     assert read_meta(folder, 9) == meta_of(9)
     assert stored_shapes(folder / "12" / "state") == SHAPES
     assert choose(folder / "none", TO_TRAIN).step is None
@@ -140,7 +141,7 @@ BROKEN = {
 def test_a_step_that_is_not_whole_is_passed_over(folder, why):
     BROKEN[why](folder / "12")
     choice = choose(folder, TO_TRAIN)
-    assert (choice.step, choice.meta, choice.steps) == (9, meta_of(9), (9,))
+    assert (choice.step, choice.meta, choice.steps) == (9, Meta.from_json(meta_of(9)), (9,))
     (found,) = choice.strangers
     assert (found.name, found.step, found.holds) == ("12", 12, True)
     assert found.why.startswith(why.strip()), found.why
@@ -151,8 +152,8 @@ def test_the_caller_s_own_check_is_asked_from_the_newest_on(folder):
     asked = []
 
     def wrong(meta, state):
-        asked.append((meta["step"], state))
-        return "of another model" if meta["step"] == 12 else ""
+        asked.append((meta.step, state))
+        return "of another model" if meta.step == 12 else ""
 
     choice = choose(folder, TO_GENERATE, wrong)
     assert asked == [(12, folder / "12" / "state"), (9, folder / "9" / "state")]
@@ -163,7 +164,7 @@ def test_nothing_whole(folder):
     for step in (9, 12):
         (folder / str(step) / "meta" / "metadata").unlink()
     choice = choose(folder, TO_TRAIN)
-    assert (choice.step, choice.meta, choice.steps) == (None, {}, ()) and all(s.holds for s in choice.strangers)
+    assert (choice.step, choice.meta, choice.steps) == (None, None, ()) and all(s.holds for s in choice.strangers)
     assert strangers(folder) == choice.strangers
 
 

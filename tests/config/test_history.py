@@ -20,10 +20,10 @@ def made(changes: dict) -> Config:
     return cfg.replace(Config(), changes).resolve()
 
 
-def version_1(changes: dict) -> dict:
-    """The meta that a run with these settings has left: without the fields of version 2."""
+def version_1(changes: dict) -> tuple[dict, int]:
+    """The config and version that a run with these settings has left: without the fields of version 2."""
     values = cfg.to_dict(made(changes))
-    return {"config": values | {"model": {name: value for name, value in values["model"].items() if name not in NEW}}}
+    return values | {"model": {name: value for name, value in values["model"].items() if name not in NEW}}, 1
 
 
 # settings of a run of version 1, what version 2 has to change to go on in the same way (None: it cannot)
@@ -44,9 +44,9 @@ GOES_ON = {
 @pytest.mark.parametrize("case", GOES_ON)
 def test_version_1_goes_on(case):
     settings, same = GOES_ON[case]
-    meta = version_1(settings)
-    refuse_to_continue(meta, made(settings | same))
-    assert stored_config(meta).resolve() == made(settings | same)  # generation, too, does what the run did
+    stored = version_1(settings)
+    refuse_to_continue(*stored, made(settings | same))
+    assert stored_config(*stored).resolve() == made(settings | same)  # generation, too, does what the run did
 
 
 REFUSED = {
@@ -79,13 +79,12 @@ REFUSED = {
 def test_version_1_is_refused_by_the_field_that_changed(message):
     settings, changes = REFUSED[message]
     with pytest.raises(ConfigError) as error:
-        refuse_to_continue(version_1(settings), made(settings | changes))
+        refuse_to_continue(*version_1(settings), made(settings | changes))
     assert str(error.value) == message
 
 
 def test_this_version_goes_on():
     for settings in (groups(4, 2, 2), {"model.mtp_depth": 2}, LATENT, EXPERTS | {"model.router_bias": False}):
         config = made(settings)
-        meta = {"config": cfg.to_dict(config), "version": VERSION}
-        refuse_to_continue(meta, config)
-        assert stored_config(meta) == config
+        refuse_to_continue(cfg.to_dict(config), VERSION, config)
+        assert stored_config(cfg.to_dict(config), VERSION) == config

@@ -23,7 +23,7 @@ def setup(schedule="1f1b", repeats=0, stages=4, microbatches=8, **changes):
 
 def test_repeats_are_the_schedules_fewest():
     for schedule, known in SCHEDULES.items():
-        assert len(setup(schedule).table.place) == 4 * known.least_repeats, schedule
+        assert len(setup(schedule).table.stage_of) == 4 * known.least_repeats, schedule
 
 
 def test_remat_decides_about_recompute_ops():
@@ -33,21 +33,21 @@ def test_remat_decides_about_recompute_ops():
 
 def test_gpipe_computes_its_last_unit_again_too():
     """Its Bs do not follow their Fs: residuals of one microbatch at a time, where there would be all."""
-    slots = setup("gpipe").train.slots
+    slots = setup("gpipe").train.pool_sizes
     assert (slots["residual_b"], slots["residual_w"]) == (1, 1)
-    assert setup("gpipe", **{"pipeline.remat": "none"}).train.slots["residual_b"] == 8
+    assert setup("gpipe", **{"pipeline.remat": "none"}).train.pool_sizes["residual_b"] == 8
 
 
 def test_units_of_uneven_chunks():
     made = setup(**{"pipeline.chunk_layers": (2, 5, 3, 2), "pipeline.layers_per_op": 2})
-    assert made.placement.sizes == (2, 2, 2, 1, 2, 1, 2) and made.table.place == (0, 1, 1, 1, 2, 2, 3)
+    assert made.placement.sizes == (2, 2, 2, 1, 2, 1, 2) and made.table.stage_of == (0, 1, 1, 1, 2, 2, 3)
     assert made.shares == tuple(n / 3 for n in made.placement.sizes)  # of a stage's work, 12 layers over 4 stages
 
 
 def test_chunks_by_costs():
     costs = (1.0,) * 8 + (4.0,) * 4  # six a stage: no cut does better than eight
     made = setup(**{"pipeline.layer_costs": costs})
-    shares = [made.shares[made.table.place.index(s)] for s in range(4)]
+    shares = [made.shares[made.table.stage_of.index(s)] for s in range(4)]
     assert max(shares) == pytest.approx(8 / 6) and sum(shares) == pytest.approx(4)
 
 
@@ -76,7 +76,7 @@ def test_a_file_is_followed(tmp_path):
     table = make_table("zb_v", 4, 2, 8, vocabulary="end_stages")
     path.write_text(to_csv(table))
     made = setup(f"csv:{path}", **{"pipeline.remat": "none"})
-    assert made.table.place == table.place and (made.table.op == table.op).all() and made.table.vocabulary == "end_stages"
+    assert made.table.stage_of == table.stage_of and (made.table.op == table.op).all() and made.table.vocabulary == "end_stages"
     wrong = {
         "pipeline.remat='full' needs R ops": {},
         "pipeline.vocabulary='parallel' is not that of csv:": {"pipeline.remat": "none", "pipeline.vocabulary": "parallel"},
@@ -129,7 +129,7 @@ def test_without_a_bound_of_its_own_auto_always_finds_a_table(permute, repeats):
     for stages, remat in itertools.product((2, 4), ("full", "none")):
         changes = {"pipeline.permute": permute, "pipeline.remat": remat}
         table = setup("auto", repeats, stages, **changes).table
-        assert table.name.startswith("auto-") and (not repeats or len(table.place) == repeats * stages)
+        assert table.name.startswith("auto-") and (not repeats or len(table.stage_of) == repeats * stages)
 
 
 @pytest.mark.parametrize("chunks", [(5, 7), (2, 4, 3, 3)])

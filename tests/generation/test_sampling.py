@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from support import small
 from support.plain_model import plain_model
 
-from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer
+from jaxtrain.data.tokenizer import NoTokenizer
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.generation import sampling
-from jaxtrain.generation.sampling import Sampler, Sampling, TextStream, choose, likely, prompt_ids, sample_text
+from jaxtrain.generation.sampling import Sampler, Sampling, choose, likely
+from jaxtrain.generation.text import sample_text
 from jaxtrain.models.transformer import forward
 
 VOCABULARY = 61
@@ -202,68 +202,6 @@ def test_prompts_of_different_lengths_share_programs():
 def test_what_cannot_be_continued(prompt, tokens):
     with pytest.raises(ValueError):
         sampler().start(prompt, tokens)
-
-
-# --- text ------------------------------------------------------------------------------------------------------------------------
-
-TEXT = "naïve 日本語 😀👍🏽\n\tend"
-
-
-@pytest.fixture(scope="module")
-def byte_pairs(tmp_path_factory) -> FileTokenizer:
-    """A byte-level tokenizers file with few merges, so that characters are split over tokens."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=270, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator([TEXT], trainer)
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
-    return FileTokenizer(path)
-
-
-@pytest.fixture(params=["bytes", "file"])
-def tokenizer(request):
-    return ByteTokenizer() if request.param == "bytes" else request.getfixturevalue("byte_pairs")
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_text_comes_whole_characters_at_a_time(tokenizer, size):
-    text = TEXT * 10  # longer than what is decoded again
-    encoded = tokenizer.encode(text).tolist()
-    assert len(encoded) > len(text)
-    stream = TextStream(tokenizer, tokenizer.encode("before "))
-    pieces = [stream.push(encoded[i : i + size]) for i in range(0, len(encoded), size)]
-    assert "".join(pieces) + stream.finish() == text
-    assert not any(sampling.NOT_TEXT in piece for piece in pieces)
-    assert sum(map(bool, pieces)) > len(pieces) / 3  # as it comes, not at the end
-
-
-def test_bytes_that_are_no_text_hold_nothing_up():
-    stream = TextStream(ByteTokenizer())
-    broken = [0xFF] * 100 + list(b"a") + [0xF0, 0x9F]
-    pieces = [stream.push([i]) for i in broken]
-    assert len("".join(pieces[:100])) >= 97
-    assert "".join(pieces) + stream.finish() == bytes(broken).decode(errors="replace")
-
-
-def test_ids_without_a_tokenizer_keep_their_spaces():
-    stream = TextStream(NoTokenizer(100), [7, 8])
-    assert [stream.push([1]), stream.push([22, 3]), stream.finish()] == [" 1", " 22 3", ""]
-
-
-def test_prompts_without_ids():
-    assert prompt_ids(ByteTokenizer(), "", 257) == [256]
-    assert prompt_ids(NoTokenizer(10), "0 9", 10) == [0, 9]
-    with pytest.raises(DataError, match="no end-of-document id to start from: use one id or more"):
-        prompt_ids(NoTokenizer(10), " ", 10)
-    with pytest.raises(DataError, match="has id 100, and the model knows 61"):
-        prompt_ids(ByteTokenizer(), "abcd", 61)
-    with pytest.raises(DataError, match="not UTF-8"):
-        prompt_ids(ByteTokenizer(), "\udcff", 257)
 
 
 def test_sample_text_fits_a_prompt_into_the_learned_positions():

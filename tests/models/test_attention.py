@@ -1,12 +1,11 @@
 """Attention against plain numpy, one query at a time; through a cache; and the choice of an implementation."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.config import ModelConfig
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.spec import functional, specs
 from jaxtrain.parallel.attention import attend, causal_blocks, choose_implementation
@@ -85,7 +84,7 @@ def test_bfloat16_sums_in_float32():
 
 def attention(**fields):
     defaults = {"width": WIDTH, "heads": 6, "kv_heads": 2, "head_dim": HEAD, "positions": "learned", "rotary_base": 100.0}
-    cfg = types.SimpleNamespace(**defaults | {"attention_kernel": "auto", "biases": True, "init_std": 0.1} | fields)
+    cfg = ModelConfig(**defaults | {"biases": True, "init_std": 0.1} | fields)
     module = Attention(cfg, 0.1)
     random = np.random.default_rng(0)
     return functional(module), jax.tree.map(lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module))

@@ -1,12 +1,11 @@
 """Latent attention against plain numpy, written down from the paper's equations, and through its cache."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.config import ModelConfig
 from jaxtrain.models.latent import LatentAttention
 from jaxtrain.models.spec import functional, specs
 
@@ -15,12 +14,10 @@ EPSILON = 0.3  # large enough to be seen, and not that of the other norms
 CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
 
 
-def latent(query_rank=QUERIES, **fields):
-    cfg = types.SimpleNamespace(
-        **{"width": WIDTH, "heads": HEADS, "head_dim": HEAD, "rope_head_dim": ROTATED, "value_head_dim": VALUE, "kv_rank": RANK},
-        **{"query_rank": query_rank, "rotary_base": 100.0, "attention_kernel": "auto", "init_std": 0.1, "biases": True},
-        **{"norm": "rmsnorm", "norm_epsilon": 1e-5, "latent_norm_epsilon": EPSILON},
-    )
+def latent(query_rank=QUERIES):
+    sizes = {"width": WIDTH, "heads": HEADS, "head_dim": HEAD, "rope_head_dim": ROTATED, "value_head_dim": VALUE, "kv_rank": RANK}
+    others = {"rotary_base": 100.0, "init_std": 0.1, "biases": True, "latent_norm_epsilon": EPSILON}
+    cfg = ModelConfig(**sizes, **others, attention="mla", query_rank=query_rank)
     module, random = LatentAttention(cfg, 0.1), np.random.default_rng(0)
     return functional(module), jax.tree.map(lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module))
 

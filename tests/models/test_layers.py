@@ -1,12 +1,11 @@
 """Norms, rotary positions and the MLP against plain numpy."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.config import ModelConfig
 from jaxtrain.models.layers import MLP, Norm, rotary
 from jaxtrain.models.spec import functional, specs
 
@@ -21,7 +20,7 @@ def config(**fields):
         "biases": False,
         "init_std": 0.1,
     }
-    return types.SimpleNamespace(**defaults | fields)
+    return ModelConfig(**defaults | fields)
 
 
 def weights(module, seed=0) -> dict:

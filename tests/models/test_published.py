@@ -58,7 +58,7 @@ def test_a_training_step_with_predictions():
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         params = small.from_plain(step.layout, jax.tree.map(np.asarray, plain))
-        loss, _, gradients, more = jax.device_get(step.gradients(params, small.place_batch(step, cfg, batch)))
-    np.testing.assert_allclose([loss, more["mtp_loss"]], [case["loss"], case["mtp_loss"]], rtol=1e-5)
-    (gradients,) = back(small.to_plain(step.layout, gradients))
+        results = jax.device_get(step.gradients(params, small.place_batch(step, cfg, batch)))
+    np.testing.assert_allclose([results.losses.loss, results.losses.mtp_loss], [case["loss"], case["mtp_loss"]], rtol=1e-5)
+    (gradients,) = back(small.to_plain(step.layout, results.gradients))
     assert_same_gradients(gradients, case["gradients"])

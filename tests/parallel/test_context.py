@@ -72,7 +72,7 @@ def test_the_ring_evaluates():
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         params = small.from_plain(step.layout, plain_loop.weights(cfg))
-        loss, _ = step.evaluate(params, small.place_batch(step, cfg, small.batch(cfg, 0)))
+        loss = step.evaluate(params, small.place_batch(step, cfg, small.batch(cfg, 0))).loss
     np.testing.assert_allclose(loss, reference(replace(cfg, {"optimizer.clip_norm": CLIP})).losses[0], rtol=1e-5)
 
 
@@ -91,7 +91,7 @@ def compiled(size: int, **changes):
     cfg = small.config((1, 1, 1), "1f1b", 1, 2, shapes | changes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        made = step.gradients.lower(step.abstract_state()["params"], abstract_batch(cfg, step)).compile()
+        made = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
     return step, hlo.Program(made.as_text())
 
 
@@ -108,7 +108,7 @@ def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
         cfg = small.config((1, 1, 1), "1f1b", 1, 2, changes)
         step = make_step(cfg, small.mesh_of(cfg))
         with jax.set_mesh(step.mesh):
-            step.gradients.trace(step.abstract_state()["params"], abstract_batch(cfg, step))
+            step.gradients.trace(step.abstract_state().params, abstract_batch(cfg, step))
     whole, *parts = [split.residual_bytes() for split in splits]
     assert [n * part <= 1.1 * whole for n, part in zip((2, 4), parts, strict=True)] == [True, True]
 

@@ -4,6 +4,7 @@ Simulated devices have a host memory of their own by name, in which programs and
 only programs for real ones show (tests/runtime/test_ahead.py).
 """
 
+import dataclasses
 import functools
 import types
 
@@ -58,11 +59,11 @@ def test_the_state_lies_where_it_is_said_to():
     usual, offloaded = (initial_state(s.layout, s.optimizer, 0) for s in (device, host))
     jax.tree.map(np.testing.assert_array_equal, offloaded, usual)
     jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"), offloaded, host.abstract_state())
-    moments = host.abstract_state()["optimizer"][1]
+    moments = host.abstract_state().optimizer[1]
     kinds = {a.sharding.memory_kind for a in jax.tree.leaves((moments.mu, moments.nu))}
     assert kinds == {"pinned_host"} != {a.sharding.memory_kind for a in jax.tree.leaves(usual)}
     whole = device.abstract_state()
-    there = bytes_per_device((whole["optimizer"][1].mu, whole["optimizer"][1].nu))
+    there = bytes_per_device((whole.optimizer[1].mu, whole.optimizer[1].nu))
     assert bytes_per_device(host.abstract_state(), host=True) == there > 0 == bytes_per_device(whole, host=True)
     assert bytes_per_device(host.abstract_state()) == bytes_per_device(whole) - there
 
@@ -75,12 +76,12 @@ def test_the_program_has_what_is_said_on_the_host(offload):
         traced = step.train.trace(step.abstract_state(), abstract_batch(cfg, step))
     on_host = lambda avals: [a.shape for a in avals if a.memory_space == jax.memory.Space.Host]
     arguments = on_host(traced.jaxpr.in_avals)
-    moments = [a.shape for a in jax.tree.leaves(step.abstract_state()["params"])] * 2
+    moments = [a.shape for a in jax.tree.leaves(step.abstract_state().params)] * 2
     assert sorted(arguments) == sorted(on_host(traced.jaxpr.out_avals)) == (sorted(moments) if offload == "optimizer" else [])
     (region,) = [e for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map"]
     (scan,) = [e for e in region.params["jaxpr"].eqns if e.primitive.name == "scan"]
     slots = on_host([v.aval for v in scan.outvars])
-    counts, layers = step.setup.train.slots, max(step.setup.placement.sizes)
+    counts, layers = step.setup.train.pool_sizes, max(step.setup.placement.sizes)
     assert step.host_pools == (("residual_b", "residual_w") if offload == "activations" else ())
     assert sorted({s[0] for s in slots}) == sorted({counts[pool] * layers for pool in step.host_pools})
     assert (len(slots) > 5) == (offload == "activations")
@@ -93,10 +94,10 @@ def test_any_checkpoint_continues_with_any_offload(tmp_path):
 
     def filled(step):
         state = small.first_state(step, plain)
-        moments = state["optimizer"][1]
+        moments = state.optimizer[1]
         put = lambda a, like: jax.device_put(np.asarray(a), like.sharding)
-        new = moments._replace(mu=jax.tree.map(put, state["params"], moments.mu))
-        return state | {"optimizer": (state["optimizer"][0], new, *state["optimizer"][2:])}
+        new = moments._replace(mu=jax.tree.map(put, state.params, moments.mu))
+        return dataclasses.replace(state, optimizer=(state.optimizer[0], new, *state.optimizer[2:]))
 
     for at, (one, other) in enumerate(((first, second), (second, first))):
         saves = keeper(one)
@@ -119,7 +120,7 @@ def test_a_device_without_a_host_memory_is_refused(monkeypatch):
     "offload, mesh, remat, lies",
     [
         ("optimizer", (2, 2, 1), "none", "MiB of the optimizer's state"),
-        ("both", (2, 2, 1), "full", "MiB of the optimizer's state; slots x"),
+        ("both", (2, 2, 1), "full", "MiB of the optimizer's state; slots activation"),
         ("activations", (2, 1, 1), "full", "what layers keep for the backward"),
         ("none", (2, 2, 1), "none", ""),
     ],

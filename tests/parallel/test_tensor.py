@@ -32,7 +32,7 @@ def compiled(case: str) -> hlo.Program:
     cfg = small.config((1, 2, MODEL_SIZE), "1f1b", 1, 4, BASE | CASES[case])
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        made = step.gradients.lower(step.abstract_state()["params"], abstract_batch(cfg, step)).compile()
+        made = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
     return hlo.Program(made.as_text())
 
 

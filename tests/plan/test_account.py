@@ -11,7 +11,7 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices.mesh import AXES
-from jaxtrain.plan.account import Row, account, busiest, exchange_account, sent
+from jaxtrain.plan.account import Entry, account, busiest, exchange_account, sent
 from jaxtrain.training.step import make_step
 
 SHAPES = {"model.width": 64, "model.mlp_width": 192, "model.vocab_size": 256, "data.sequence_length": 32, "model.layers": 8}
@@ -141,7 +141,7 @@ def test_bytes_of_the_ring_algorithms():
     """Of 8 devices: a gather brings 7 parts by every link, a permute sends all that there is."""
     assert [sent(kind, 800, 8) for kind in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")] == [700, 700, 700, 1400]
     assert sent("collective-permute", 800, 8) == 800
-    assert Row("F", "all-gather", ("data",), 8, 3, 800).bytes == 2100
+    assert Entry("F", "all-gather", ("data",), 8, 3, 800).bytes == 2100
 
 
 @pytest.mark.parametrize("outer", ["float32", "int8"])

@@ -57,7 +57,7 @@ def child():
 
 
 def as_holder(pid: int) -> Process:
-    return dataclasses.replace(this_process(), pid=pid, start=run_lock._state(pid)[1])
+    return dataclasses.replace(this_process(), pid=pid, start=run_lock._proc_entry(pid).start)
 
 
 # --- alone -----------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def temporary_bytes(schedule: str, repeats: int, stages: int, remat: str, microb
     cfg = small.config((1, stages, 1), schedule, repeats, microbatches, changes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        compiled = step.gradients.lower(step.abstract_state()["params"], abstract_batch(cfg, step)).compile()
+        compiled = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -48,10 +48,12 @@ def test_look_ahead():
     """The text a b c d e f with a document's end after c: the token one place on, its target, and no weight where that is another's."""
     text = np.array([[[1, 2, 3, 4, 5, 6]]])
     batch = {"tokens": text[..., :5], "targets": text[..., 1:], "weights": jnp.ones((1, 1, 5)), "segments": np.array([[[1, 1, 1, 2, 2]]])}
-    made = look_ahead(batch, 2)
-    assert made["ahead_tokens0"].tolist() == [[[2, 3, 4, 5, 0]]] and made["ahead_targets0"].tolist() == [[[3, 4, 5, 6, 0]]]
-    assert made["ahead_weights0"].tolist() == [[[1, 1, 0, 1, 0]]]
-    assert made["ahead_targets1"].tolist() == [[[4, 5, 6, 0, 0]]] and made["ahead_weights1"].tolist() == [[[1, 0, 0, 0, 0]]]
+    ahead = look_ahead(batch, 2)
+    first, second = ahead["mtp"]["0"], ahead["mtp"]["1"]
+    assert first["tokens"].tolist() == [[[2, 3, 4, 5, 0]]] and first["targets"].tolist() == [[[3, 4, 5, 6, 0]]]
+    assert first["weights"].tolist() == [[[1, 1, 0, 1, 0]]]
+    assert second["targets"].tolist() == [[[4, 5, 6, 0, 0]]] and second["weights"].tolist() == [[[1, 0, 0, 0, 0]]]
+    assert look_ahead(batch, 0) == batch
 
 
 def test_the_loss_is_reported_apart():
@@ -63,9 +65,8 @@ def test_the_loss_is_reported_apart():
     for norm in (plain["head"]["norm"], plain["predictors"]["0"]["norm"]):  # a scale that is the same everywhere would not be seen
         norm["scale"] = np.geomspace(0.1, 10, cfg.model.width, dtype=np.float32)
     with jax.set_mesh(step.mesh):
-        params, batch = small.first_state(step, plain)["params"], small.place_batch(step, cfg, arrays)
-        evaluated, _ = step.evaluate(params, batch)
-        loss, _, _, more = step.gradients(params, batch)
+        params, batch = small.first_state(step, plain).params, small.place_batch(step, cfg, arrays)
+        evaluated, losses = step.evaluate(params, batch), step.gradients(params, batch).losses
 
     @jax.jit
     def expected(plain):
@@ -81,8 +82,9 @@ def test_the_loss_is_reported_apart():
             losses.append(mean(x @ plain["head"]["table"].T, arrays["targets"][:, k:], arrays["weights"][:, k:]))
         return losses
 
+    assert evaluated.mtp_loss is None
     first, *further = expected(plain)
-    np.testing.assert_allclose([evaluated, loss, more["mtp_loss"]], [first, first, np.mean(further)], rtol=1e-5)
+    np.testing.assert_allclose([evaluated.loss, losses.loss, losses.mtp_loss], [first, first, np.mean(further)], rtol=1e-5)
 
 
 def test_where_the_modules_stand():
@@ -122,7 +124,7 @@ def test_checkpoints(tmp_path):
                 manager.wait()
             else:
                 state = manager.restore(1, step.abstract_state())
-                jax.tree.map(np.testing.assert_array_equal, small.to_plain(step.layout, jax.device_get(state["params"])), plain)
+                jax.tree.map(np.testing.assert_array_equal, small.to_plain(step.layout, jax.device_get(state.params)), plain)
             manager.close()
     parts, params = load_parameters(tmp_path, 1, cfg)
     assert sorted(params) == ["embed", "head", "layers"] and parts.cfg.mtp_depth == 0

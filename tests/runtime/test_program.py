@@ -19,8 +19,9 @@ from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, STAGE
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.runtime import runtime, tick
+from jaxtrain.runtime.tick_state import TickState, merged, only
 from jaxtrain.schedule.columns import permutes
-from jaxtrain.schedule.slots import Program
+from jaxtrain.schedule.slots import SlottedTable
 from jaxtrain.schedule.table import Permute, wraps
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
@@ -51,7 +52,7 @@ class Compiled:
 
     cfg: Config
     step: Step
-    table: Program | None
+    table: SlottedTable | None
     program: hlo.Program
     text: str
 
@@ -82,7 +83,7 @@ def compile_program(mesh, schedule, repeats, microbatches, which, changes) -> Co
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()
-        arguments = (state if which == "train" else state["params"], abstract_batch(cfg, step))
+        arguments = (state if which == "train" else state.params, abstract_batch(cfg, step))
         text = getattr(step, which).lower(*arguments).compile().as_text()
     table = step.setup.evaluate if which == "evaluate" else step.setup.train
     return Compiled(cfg, step, table, hlo.Program(text), text)
@@ -117,7 +118,7 @@ def misplaced_permutes(c: Compiled) -> list:
     table = c.table.table if c.table else None
     wanted = len(permutes(table)) * len(set(table.permute.tolist()) - {Permute.NONE}) if table else 0
     shape = tuple(c.step.mesh.shape.values())
-    closed = not table or table.stages == 2 or wraps(table.place, table.stages)
+    closed = not table or table.stages == 2 or wraps(table.stage_of, table.stages)
     around = [text for text in everywhere.values() if not closed and hlo.goes_round(text, shape, AXES.index(STAGE))]
     lifted = len(inside) != len(some) * len(permutes(table)) if table else False
     return elsewhere + around + [f"{len(here)} permutes"] * (len(here) != wanted) + ["in every row"] * lifted
@@ -139,11 +140,11 @@ def wide_collectives(c: Compiled) -> list:
 
 
 def large_copies(c: Compiled) -> list:
-    """Copies of a stash, or of a matrix's size, anywhere in the scan, also in ops; filling a new buffer with zeros is none."""
+    """Copies of a pool, or of a matrix's size, anywhere in the scan, also in ops; filling a new buffer with zeros is none."""
     assert c.table is not None
-    stashes = {(n, *c.payload) for n in c.table.slots.values() if n > 1}
+    pools = {(n, *c.payload) for n in c.table.pool_sizes.values() if n > 1}
     copies = [i for i in c.program.below(c.tick) if i.opcode in ("copy", "copy-start")]
-    large = [i for i in copies if max(i.sizes) >= c.smallest_matrix or i.shapes[0] in stashes]
+    large = [i for i in copies if max(i.sizes) >= c.smallest_matrix or i.shapes[0] in pools]
     return [i.text for i in large if not c.program.is_fill(i.operands[0])]
 
 
@@ -220,48 +221,52 @@ def test_without_the_barrier_matmuls_are_lifted_into_every_tick(monkeypatch):
 
 
 def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
-    def once(self, row, name, reads, writes, fn, state):
-        if not self.columns[name].any():
+    def once(self, op, state, columns):
+        if not self.ticks.columns.runs[op.name].any():
             return state
-        carried = {k: state[k] for k in {*reads, *writes} if k in state}
-        fixed = {k: self.constants[k] for k in reads if k not in carried}
-        return {**state, **lax.cond(row[name] > 0, lambda c: {**c, **fn({**fixed, **c}, row)}, lambda c: c, carried)}
+        carried, fixed = only(state, op.carried), only(self.constants, op.fixed)
+        runs = lambda carried: op.run(carried, fixed, columns)
+        return merged(state, lax.cond(columns.runs[op.name] > 0, runs, lambda carried: carried, carried))
 
     monkeypatch.setattr(tick.Tick, "_once", once)
     assert large_moves(compile_program(*SMALLEST))
 
 
 def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
-    def call(self, state, row, original=tick.Tick.__call__):
-        new = original(self, state, row)
-        return {**new, "grad0": jax.tree.map(lambda a, b: a + 0.5 * (b - a), state["grad0"], new["grad0"])}
+    def call(self, state, columns, original=tick.Tick.__call__):
+        changed = original(self, state, columns)
+        before, after = (s.gradients["layers"]["0"] for s in (state, changed))
+        halved = jax.tree.map(lambda a, b: a + 0.5 * (b - a), before, after)
+        return merged(changed, TickState(gradients={"layers": {"0": halved}}))
 
     monkeypatch.setattr(tick.Tick, "__call__", call)
     assert large_moves(compile_program(*SMALLEST))
 
 
-def test_a_copied_stash_is_found(monkeypatch):
-    def forward(self, c, s, row, original=tick.Tick._forward):
-        changed = lax.fori_loop(0, row["microbatch"], lambda i, x: x.at[i].set(s["up"]), s["x"])
-        kept = s["x"][changed.sum().astype(int) % 2]  # the old stash is read after the loop has updated the new one
-        return {name: y + kept for name, y in original(self, c, s, row).items()}
+def test_a_copied_pool_is_found(monkeypatch):
+    def forward(self, unit, state, constants, columns, original=tick.Tick._forward):
+        changed = lax.fori_loop(0, columns.microbatch, lambda i, x: x.at[i].set(state.up), state.activation)
+        kept = state.activation[changed.sum().astype(int) % 2]  # the old pool is read after the loop has updated the new one
+        after = original(self, unit, state, constants, columns)
+        return dataclasses.replace(after, up=after.up + kept)
 
     monkeypatch.setattr(tick.Tick, "_forward", forward)
     assert large_copies(compile_program(*SMALLEST))
 
 
 def test_a_permute_in_an_op_is_found(monkeypatch):
-    def embed(self, s, row, original=tick.Tick._embed):
-        return {name: lax.ppermute(x, STAGE, [(0, 1), (1, 0)]) for name, x in original(self, s, row).items()}
+    def embed(self, state, constants, columns, original=tick.Tick._embed):
+        after = original(self, state, constants, columns)
+        return dataclasses.replace(after, activation=lax.ppermute(after.activation, STAGE, [(0, 1), (1, 0)]))
 
     monkeypatch.setattr(tick.Tick, "_embed", embed)
     assert len(misplaced_permutes(compile_program(*SMALLEST))) == 1
 
 
 def test_a_reduction_in_the_scan_is_found(monkeypatch):
-    def backward(self, c, s, row, original=tick.Tick._weight_gradient):
-        new = original(self, c, s, row)
-        return {**new, f"grad{c}": jax.tree.map(lambda a: lax.psum(a, "data"), new[f"grad{c}"])}
+    def backward(self, unit, state, constants, columns, original=tick.Tick._weight_gradient):
+        after = original(self, unit, state, constants, columns)
+        return dataclasses.replace(after, gradients=jax.tree.map(lambda a: lax.psum(a, "data"), after.gradients))
 
     monkeypatch.setattr(tick.Tick, "_weight_gradient", backward)
     assert wide_collectives(compile_program((2, 2, 1), *SMALLEST[1:]))
@@ -270,8 +275,8 @@ def test_a_reduction_in_the_scan_is_found(monkeypatch):
 def test_a_gradient_gathered_over_model_is_found(monkeypatch):
     """What the partitioner makes of a reduce-scatter that leaves `model` to it."""
 
-    def reduce(gradient, how, dtype):
-        return lax.psum_scatter(gradient, how.scatter_axes, scatter_dimension=how.axis(gradient.ndim), tiled=True)
+    def reduce(gradient, reduction, dtype):
+        return lax.psum_scatter(gradient, reduction.scatter_axes, scatter_dimension=reduction.axis(gradient.ndim), tiled=True)
 
     monkeypatch.setattr(runtime, "reduce", reduce)
     found = odd_reductions(compile_program((2, 2, 2), *SMALLEST[1:]))
@@ -281,12 +286,12 @@ def test_a_gradient_gathered_over_model_is_found(monkeypatch):
 @pytest.mark.parametrize("changes", [{"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}, {"mesh.context": 2}, {}], ids=str)
 def test_slots_are_as_large_as_is_said(changes, monkeypatch):
     """Also where what an op keeps depends on the devices of other axes."""
-    found, make = {}, runtime.Runtime._buffers
-    monkeypatch.setattr(runtime.Runtime, "_buffers", lambda *given: found.update(made := make(*given)) or made)
+    states, make = [], runtime.Runtime._with_buffers
+    monkeypatch.setattr(runtime.Runtime, "_with_buffers", lambda *given: states.append(make(*given)) or states[-1])
     cfg = small.config((1, 2, 1), "zb_h1", 1, 4, {"pipeline.remat": "none", "data.batch_size": 16, **changes})
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        step.gradients.trace(step.abstract_state()["params"], abstract_batch(cfg, step))
-    size = lambda kind: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(found[kind]))
-    said, kinds = step.slot_bytes(), ("x", "g", "residual_b", "residual_w", "stash")
-    assert {kind: max(1, step.setup.train.slots[kind]) * said[kind] for kind in kinds} == {kind: size(kind) for kind in kinds}
+        step.gradients.trace(step.abstract_state().params, abstract_batch(cfg, step))
+    size = lambda kind: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(getattr(states[-1], kind)))
+    said, kinds = step.slot_bytes(), ("activation", "gradient", "residual_b", "residual_w", "weight_stash")
+    assert {kind: max(1, step.setup.train.pool_sizes[kind]) * said[kind] for kind in kinds} == {kind: size(kind) for kind in kinds}

@@ -4,13 +4,14 @@ import random
 
 import numpy as np
 import pytest
-from support.pipeline_tables import expected, grid, random_table
-from support.symbolic_tick import Replay
+from support.pipeline_tables import grid, random_table
+from support.symbolic_tick import Replay, by_name, changed, expected
 
 from jaxtrain.schedule.by_name import make_forward_table, make_table
-from jaxtrain.schedule.columns import columns, results
+from jaxtrain.schedule.columns import CELL_OPS, STAYS, TAKES, TickColumns, cell_op, columns, result_buffers, units
 from jaxtrain.schedule.orders import PLACES
-from jaxtrain.schedule.slots import assign_slots
+from jaxtrain.schedule.slots import SlottedTable, assign_slots
+from jaxtrain.schedule.table import Op
 
 
 @pytest.mark.parametrize("permute", ["late", "aligned", "early", "spaced"])
@@ -33,29 +34,28 @@ def test_replay_of_forward_tables():
                 assert Replay(assign_slots(table)).run() == expected(table)
 
 
-def reads_of(name: str, program) -> np.ndarray:
+def read_places(name: str, slotted: SlottedTable, found: TickColumns) -> np.ndarray:
     """bool [ticks, stages]: where something depends on a column of slots or microbatches."""
-    found, stages = columns(program), np.arange(program.table.stages)
-    ran = lambda *ops: np.any([found[f"{op}{u}"] for op in "FKRBW" if op in ops for u in range(2) if f"{op}{u}" in found], axis=0)
-    ops = {"x": "FKR", "g": "B", "residual_b": "KRB", "residual_w": "KRBW", "stash": "BW", "microbatch": "FKRBW"}
-    what = name.removesuffix("_slot")
-    if what in ops:
-        return ran(*ops[what])
-    if what.startswith(("up", "down")):
-        return found[f"take_{what}"] > 0
-    if what.startswith("stay"):
-        return np.any([found[column] for column in found if column.startswith(f"{what}_") and not column.endswith("_slot")], axis=0)
-    op = next(op for op in ("embed_gradient", "embed", "head") if what.startswith(op))
-    return (found[op] > 0) & (stages == program.table.place[-1 if op == "head" else 0])
+    table, stages = slotted.table, np.arange(slotted.table.stages)
+    cells = lambda kinds: np.any([found.runs[cell_op(kind, u)] for kind in CELL_OPS if kind in kinds for u in range(units(table))], axis=0)
+    kinds = {"activation": "FKR", "gradient": "B", "residual_b": "KRB", "residual_w": "KRBW", "weight_stash": "BW", "microbatch": "FKRBW"}
+    name = name.removeprefix("slot ")
+    if name in kinds:
+        return cells(kinds[name])
+    copies = [copy.op for copy in (*TAKES, *STAYS) if copy.slot == name]
+    if copies:
+        return np.any([found.runs[op] for op in copies], axis=0)
+    op = next(op for op in ("embed_gradient", "embed", "head") if name.startswith(op))
+    return (found.runs[op] > 0) & (stages == table.stage_of[-1 if op == "head" else 0])
 
 
-def places_of(name: str, program) -> list[list[int]]:
+def places_of(name: str, slotted: SlottedTable, found: TickColumns) -> list[list[int]]:
     """[tick, stage] of entries whose change matters; none for a column that is everywhere 0."""
-    column = columns(program)[name]
-    if name.endswith(("_slot", "microbatch")):
-        return np.argwhere(reads_of(name, program) & (column.max() > 0)).tolist()
-    if name.startswith("permute"):  # of a row that sends something
-        sends = (program.send != 0).any(axis=1)
+    column = by_name(found)[name]
+    if name.startswith("slot ") or name.endswith("microbatch"):
+        return np.argwhere(read_places(name, slotted, found) & (column.max() > 0)).tolist()
+    if name.startswith("permute"):  # of a tick that sends something
+        sends = (slotted.send != 0).any(axis=1)
         return np.argwhere(column & np.roll(sends, name == "permute_EARLY")[:, None]).tolist()
     return np.argwhere(column).tolist()
 
@@ -68,18 +68,18 @@ def test_every_change_of_a_column_is_seen(permute):
     """Another slot or microbatch, or an op left out: each column at several places where the runtime reads it."""
     schedule, repeats, remat_full = CASES[permute]
     source = random.Random(permute)
-    program = assign_slots(make_table(schedule, 4, repeats, 6, permute=permute, remat_full=remat_full))
-    seen = set()
-    for name, column in columns(program).items():
-        places = places_of(name, program)
+    slotted = assign_slots(make_table(schedule, 4, repeats, 6, permute=permute, remat_full=remat_full))
+    found, seen = columns(slotted), set()
+    for name, column in by_name(found).items():
+        places = places_of(name, slotted, found)
         for tick, stage in source.sample(places, min(3, len(places))):
-            changed, most = column.copy(), int(column.max())
-            if name.endswith(("_slot", "microbatch")):
-                changed[tick, stage] = (column[tick, stage] + source.randint(1, most)) % (most + 1)
+            other, most = column.copy(), int(column.max())
+            if name.startswith("slot ") or name.endswith("microbatch"):
+                other[tick, stage] = (column[tick, stage] + source.randint(1, most)) % (most + 1)
             else:
-                changed[tick, ... if name.startswith("permute") else stage] = 0
+                other[tick, ... if name.startswith("permute") else stage] = 0
             try:
-                assert Replay(program, {name: changed}).run() == expected(program.table)
+                assert Replay(slotted, changed(found, name, other)).run() == expected(slotted.table)
             except AssertionError:
                 seen.add(name)
             else:
@@ -89,6 +89,6 @@ def test_every_change_of_a_column_is_seen(permute):
 
 def test_results_go_through_the_buffers_of_their_way():
     """A unit whose message always goes up needs no copy of it; one on both arms of a V has none that fits."""
-    found = results(assign_slots(make_table("1f1b", 4, 1, 8, permute="late")))
-    assert found["F", 0] == "up" and found["B", 0] == "down"
-    assert set(results(assign_slots(make_table("zb_v", 4, 2, 8, permute="late"))).values()) >= {"up", "down"}
+    found = result_buffers(assign_slots(make_table("1f1b", 4, 1, 8, permute="late")))
+    assert found[Op.F, 0] == "up" and found[Op.B, 0] == "down"
+    assert set(result_buffers(assign_slots(make_table("zb_v", 4, 2, 8, permute="late"))).values()) >= {"up", "down"}

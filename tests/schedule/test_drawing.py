@@ -30,7 +30,8 @@ def test_text_has_every_cell_in_its_place(width):
             stages[int(match[1])] += match[2].split()
     for s, cells in stages.items():
         wanted = [
-            f"{Op(o).name}{u}.{k}" if o else "." for o, u, k in zip(table.op[:, s], table.unit[:, s], table.microbatch[:, s], strict=True)
+            f"{Op(o).name}{u}.{k}" if o else "."
+            for o, u, k in zip(table.op[:, s], table.local_unit[:, s], table.microbatch[:, s], strict=True)
         ]
         assert cells == wanted
     heads = [n for line in shown.splitlines() if line.startswith("head ") for n in line.split()[1:]]

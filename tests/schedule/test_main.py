@@ -16,7 +16,7 @@ from jaxtrain.schedule import __main__ as schedule
 from jaxtrain.schedule.by_name import NAMES
 from jaxtrain.schedule.orders import SCHEDULES
 
-KEYS = {"ticks", "step_time", "bubble_fraction", "bubble_fraction_span", "bubble_fraction_coupled", "peak_activations", "slots"}
+KEYS = {"ticks", "step_time", "bubble_fraction", "bubble_fraction_span", "bubble_fraction_coupled", "peak_residuals", "pool_sizes"}
 PUBLISHED = "--times=18.522,18.086,9.337,0.601"  # Qi et al. 2023, in ms, with 8 stages and 24 microbatches
 
 
@@ -47,11 +47,11 @@ def test_the_timeline_and_the_figures():
 def test_json():
     report = figures("--schedule=zb_v", "--stages=4", "--microbatches=8", "--repeats=2")
     assert report.keys() >= KEYS
-    assert report["bubble_fraction_span"] == 0 and report["peak_activations"] == [8, 8, 8, 8]
+    assert report["bubble_fraction_span"] == 0 and report["peak_residuals"] == [8, 8, 8, 8]
     # 48 chunk ops of half a unit each, and 3 of idle time.
     assert (report["ticks"], report["step_time"], report["step_time_coupled"]) == (51, 25.5, 25.5)
     assert report["bubble_fraction"] == pytest.approx(3 / 51)
-    assert set(report["slots"]) == {"x", "g", "residual_b", "residual_w", "stash"}
+    assert set(report["pool_sizes"]) == {"activation", "gradient", "residual_b", "residual_w", "weight_stash"}
 
 
 def test_published_rates():
@@ -92,7 +92,7 @@ def test_vocabulary_parallelism_shares_a_large_head():
     flags = ("--schedule=1f1b", "--stages=4", "--microbatches=16", "--head=4")
     shared, alone = (figures(*flags, f"--vocabulary={v}") for v in ("parallel", "end_stages"))
     assert shared["step_time_coupled"] < alone["step_time_coupled"]
-    assert max(shared["peak_activations"]) <= max(alone["peak_activations"]) + 2
+    assert max(shared["peak_residuals"]) <= max(alone["peak_residuals"]) + 2
 
 
 def test_colour_on_a_terminal_alone():

@@ -7,9 +7,9 @@ import pytest
 from jaxtrain.schedule import orders
 from jaxtrain.schedule.by_name import NAMES, check_repeats, make_forward_table, make_table
 from jaxtrain.schedule.orders import PLACES
-from jaxtrain.schedule.packing import Tasks, lay
+from jaxtrain.schedule.packing import Tasks, pack_into_ticks
 from jaxtrain.schedule.simulate import Times, simulate
-from jaxtrain.schedule.table import Op, peak_stashes
+from jaxtrain.schedule.table import Op, peak_residuals
 from jaxtrain.schedule.table_csv import to_csv
 from jaxtrain.schedule.validator import check
 
@@ -50,7 +50,7 @@ def check_bounds(schedule: str, repeats: int, stages: int, microbatches: int, **
         assert result.step_time - work <= idle_bound(stages, repeats) + 1e-9, where
         if no_idle_between:
             assert result.bubble_fraction_span == pytest.approx(0, abs=1e-12), where
-    for peak in (result.peak_activations, result.peak_activations_with_stash):
+    for peak in (result.peak_residuals, result.peak_residuals_with_weight_stash):
         assert max(peak) <= peak_bound(stages, repeats, microbatches), where
 
 
@@ -77,7 +77,7 @@ def test_the_best_way_of_laying_in_unit_times_keeps_the_bounds(schedule, repeats
 
 @pytest.mark.parametrize(("schedule", "repeats"), [(s, r) for s, r in BOUNDS if s != "gpipe"])
 def test_memory_does_not_grow_with_the_microbatches(schedule, repeats):
-    peaks = [peak_stashes(make_table(schedule, 4, repeats, m, permute="early"), count_stash=True) for m in (8, 16, 40)]
+    peaks = [peak_residuals(make_table(schedule, 4, repeats, m, permute="early"), count_weight_stash=True) for m in (8, 16, 40)]
     assert peaks[0] == peaks[1] == peaks[2]
 
 
@@ -110,7 +110,7 @@ def test_between_h1_and_h2_memory_buys_time():
                 held += {Op.F: 1, Op.W: -1}.get(op, 0)
                 peak = max(peak, held)
             assert peak <= bound, (bound, s)
-        table = lay(Tasks(order, tuple(range(8)), 8, 24), "between", "late")
+        table = pack_into_ticks(Tasks(order, tuple(range(8)), 8, 24), "between", "late")
         check(table)
         times.append(table.ticks)
     assert times == sorted(times, reverse=True)
@@ -124,7 +124,7 @@ def test_one_stage_is_accumulation(permute):
         check(table)
         assert not table.permute.any() and table.idle_fraction == 0
         assert [Op(o).name for o in table.op[:6, 0]] == ["F", "F", "B", "W", "B", "W"]
-        assert peak_stashes(table) == [2]
+        assert peak_residuals(table) == [2]
 
 
 @pytest.mark.parametrize("placement", ["circular", "v"])
@@ -141,11 +141,11 @@ def test_groups_are_ops_of_their_own():
     whole = make_table("1f1b", 3, 1, 4, permute="late")
     cut = make_table("1f1b", 3, 1, 4, permute="late", groups=[1, 3, 2], remat_full=True)
     check(cut)
-    assert cut.place == (0, 1, 1, 1, 2, 2) and cut.chunk == (0, 1, 1, 1, 2, 2)
-    assert max(peak_stashes(cut)) == max(peak_stashes(whole)) == 3
-    middle = [(Op(int(o)).name, int(u)) for o, u in zip(cut.op[:, 1], cut.unit[:, 1], strict=True) if o in (Op.R, Op.B, Op.W)]
+    assert cut.stage_of == (0, 1, 1, 1, 2, 2) and cut.chunk_of == (0, 1, 1, 1, 2, 2)
+    assert max(peak_residuals(cut)) == max(peak_residuals(whole)) == 3
+    middle = [(Op(int(o)).name, int(u)) for o, u in zip(cut.op[:, 1], cut.local_unit[:, 1], strict=True) if o in (Op.R, Op.B, Op.W)]
     assert middle[:9] == [(op, u) for u in (2, 1, 0) for op in "RBW"]  # one group rebuilt at a time
-    assert not ((cut.op[:, 2] == Op.R) & (cut.unit[:, 2] == 1)).any()  # the last unit needs no R
+    assert not ((cut.op[:, 2] == Op.R) & (cut.local_unit[:, 2] == 1)).any()  # the last unit needs no R
 
 
 def test_csv_schedules(tmp_path):

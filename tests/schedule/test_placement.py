@@ -13,22 +13,22 @@ ALL = [Placement(n, s, c) for n, s, c in itertools.product(range(1, 26), range(1
 @pytest.mark.parametrize("placement", ALL[:: len(ALL) // 40], ids=str)
 def test_every_layer_once_in_circular_order(placement):
     # Walking round the circle, chunk by chunk and stage by stage, the layers come in order.
-    order = [placement.layer_index(c)[s] for c in range(placement.chunks) for s in range(placement.stages)]
+    order = [placement.layer_index(c)[s] for c in range(placement.units_per_stage) for s in range(placement.stages)]
     assert [int(layer) for rows in order for layer in rows if layer >= 0] == list(range(placement.layers))
 
 
 def test_counts_differ_by_one_at_most_and_index_agrees():
     for placement in ALL:
-        counts = [placement.count(c, s) for c in range(placement.chunks) for s in range(placement.stages)]
+        counts = [placement.layer_count(c, s) for c in range(placement.units_per_stage) for s in range(placement.stages)]
         assert min(counts) >= 1 and max(counts) - min(counts) <= 1 and sum(counts) == placement.layers
         assert counts == sorted(counts, reverse=True)  # the first have one more: the last stage has the head as well
-        for c in range(placement.chunks):
+        for c in range(placement.units_per_stage):
             index = placement.layer_index(c)
-            assert index.shape == (placement.stages, placement.rows(c)) and index.dtype == np.int32
+            assert index.shape == (placement.stages, placement.stack_size(c)) and index.dtype == np.int32
             for s in range(placement.stages):
                 used = index[s] >= 0
-                assert used.sum() == placement.count(c, s) and index[s, 0] == placement.first_layer(c, s)
-                assert used[: placement.count(c, s)].all()  # unused rows come last
+                assert used.sum() == placement.layer_count(c, s) and index[s, 0] == placement.first_layer(c, s)
+                assert used[: placement.layer_count(c, s)].all()  # unused rows come last
 
 
 def test_the_example():
@@ -47,15 +47,15 @@ def test_more_chunks_than_layers():
 
 def test_any_place():
     """In a V, and with more units on one stage than on another: rows that a stage does not have are unused."""
-    placement = Placement(7, 2, place=(0, 1, 1, 0, 0), sizes=(2, 1, 1, 2, 1))
-    assert placement.chunks == 3 and [placement.rows(u) for u in range(3)] == [2, 2, 1]
+    placement = Placement(7, 2, stage_of=(0, 1, 1, 0, 0), sizes=(2, 1, 1, 2, 1))
+    assert placement.units_per_stage == 3 and [placement.stack_size(u) for u in range(3)] == [2, 2, 1]
     assert placement.layer_index(0).tolist() == [[0, 1], [2, -1]]
     assert placement.layer_index(1).tolist() == [[4, 5], [3, -1]]
     assert placement.layer_index(2).tolist() == [[6], [-1]]
-    assert placement.unit(2, 1) is None and placement.count(2, 1) == 0
+    assert placement.unit_at(2, 1) is None and placement.layer_count(2, 1) == 0
     assert placement.describe() == "7 layers over 2 stages × 3 chunks: 2+2+1, 1+1"
     with pytest.raises(ValueError, match="are not 7 layers"):
-        Placement(7, 2, place=(0, 1), sizes=(2, 1))
+        Placement(7, 2, stage_of=(0, 1), sizes=(2, 1))
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])

@@ -10,7 +10,7 @@ from jaxtrain.schedule.list_scheduling import list_schedule
 from jaxtrain.schedule.orders import PLACES, SCHEDULES, default_repeats, fits_repeats
 from jaxtrain.schedule.search import Problem, memory_of, named
 from jaxtrain.schedule.simulate import Times, simulate, walk
-from jaxtrain.schedule.table import Op, peak_stashes
+from jaxtrain.schedule.table import Op, peak_residuals
 from jaxtrain.schedule.validator import check
 
 SMALL = Problem(8, 24, Times(18.522, 18.086, 9.337, 0.601))  # Qi et al. 2023, op times in ms
@@ -43,7 +43,7 @@ def test_the_best_way_takes_no_more_memory(schedule):
     for problem in (SMALL, Problem(4, 8, Times()), Problem(3, 7, Times(1, 2, 1, 0.3, 1), remat_full=True)):
         best, late = named(schedule, repeats, problem), named(schedule, repeats, problem, ("late",))
         check(best)
-        assert memory_of(best) <= memory_of(late) and max(peak_stashes(best)) <= max(peak_stashes(late))
+        assert memory_of(best) <= memory_of(late) and max(peak_residuals(best)) <= max(peak_residuals(late))
         assert walk(best, problem.times) <= walk(late, problem.times)
 
 
@@ -64,7 +64,7 @@ def test_auto_is_never_worse_than_a_named_schedule_at_equal_memory(problem, repe
             continue
         table = named(schedule, repeats, problem)
         auto = search.search(problem, (repeats,), memory_of(table) / repeats)
-        check(auto, memory=memory_of(table), count_stash=True)
+        check(auto, memory=memory_of(table), count_weight_stash=True)
         assert walk(auto, problem.times) <= walk(table, problem.times) * (1 + 1e-9), schedule
 
 
@@ -74,7 +74,7 @@ def test_auto_beats_the_named_schedules_where_its_own_orders_do():
     assert walk(one, SMALL.times) < 0.997 * walk(named("zb_h2", 1, SMALL), SMALL.times)
     # At 12 stashes ZB-H2 does not fit: an order between it and ZB-H1 uses what there is.
     between = search.search(SMALL, (1,), 12)
-    check(between, memory=12, count_stash=True)
+    check(between, memory=12, count_weight_stash=True)
     assert walk(between, SMALL.times) < 0.985 * walk(named("zb_h1", 1, SMALL), SMALL.times)
 
 
@@ -93,7 +93,7 @@ def test_auto_is_the_same_every_time():
 
 def test_auto_by_name():
     table = make_table("auto", 4, 2, 8, times=Times(2, 2, 1, 0.1), memory=8)
-    check(table, memory=8, count_stash=True)
+    check(table, memory=8, count_weight_stash=True)
     assert table.units == 8
     cut = make_table("auto", 3, 1, 4, groups=[1, 2, 1], remat_full=True, permute="late")
     check(cut)
@@ -103,24 +103,24 @@ def test_auto_by_name():
 @pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize("bound", [2, 3, 5, 9])
 def test_list_schedules_keep_their_bound(placement, bound):
-    place = PLACES[placement](3, 2)
+    stage_of = PLACES[placement](3, 2)
     for patience, forward_first in ((0.0, False), (0.5, True), (1.0, False)):
-        orders = list_schedule(place, 3, 6, bound, Times(2, 2, 1, 0.1), patience, forward_first)
+        orders = list_schedule(stage_of, 3, 6, bound, Times(2, 2, 1, 0.1), patience, forward_first)
         for s, cells in enumerate(orders):
             held = peak = 0
             for op, g, _ in cells:
-                assert place[g] == s
+                assert stage_of[g] == s
                 held += {Op.F: 1, Op.W: -1}.get(op, 0)
                 peak = max(peak, held)
             assert peak <= bound and len(cells) == 3 * 2 * 6
-    assert list_schedule(place, 3, 6, 1, Times(), 0.5, False) is None  # the second chunk never gets a slot
+    assert list_schedule(stage_of, 3, 6, 1, Times(), 0.5, False) is None  # the second chunk never gets a slot
 
 
 # --- large problems --------------------------------------------------------------------------------------------------------------
 
 
 def rules_of(problem: Problem, v: int, memory: float | None = None) -> list[search.Candidate]:
-    return [c for c in search.candidates(problem, (v,), memory, search.MODES) if c.name == "list"]
+    return [c for c in search.candidates(problem, (v,), memory, search.PACKINGS) if c.name == "list"]
 
 
 def test_the_larger_a_problem_the_fewer_list_schedules_and_all_named_ones():
@@ -129,7 +129,7 @@ def test_the_larger_a_problem_the_fewer_list_schedules_and_all_named_ones():
         counts = {m: len(rules_of(Problem(64, m, times), 1, memory)) for m in (1, 512, 513, 4096, 4097)}
         assert counts == {1: 4, 512: 4, 513: 2, 4096: 2, 4097: 1}
         assert [len(rules_of(Problem(64, m, times), 2, memory)) for m in (256, 257, 2049)] == [8, 4, 2]
-    small, large = (search.candidates(Problem(64, m, Times()), (1, 2), None, search.MODES) for m in (2, 10_000))
+    small, large = (search.candidates(Problem(64, m, Times()), (1, 2), None, search.PACKINGS) for m in (2, 10_000))
     others = lambda tried: [(c.name, c.placement, c.repeats, c.modes) for c in tried if c.name != "list"]
     assert others(small) == others(large) and {name for name, *_ in others(large)} == {*SCHEDULES, "between"}
     assert all(c.modes == ["late", "early", "spaced"] for c in large if c.name == "list")

@@ -7,7 +7,7 @@ import pytest
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats
 from jaxtrain.schedule.simulate import Times, simulate, walk
-from jaxtrain.schedule.table import Op, from_rows
+from jaxtrain.schedule.table import Op, from_cells
 
 F, B, W = int(Op.F), int(Op.B), int(Op.W)
 # Qi et al. 2023: stages, microbatches, times of F, B, W and a message in ms, and the bubble rates of 1F1B and ZB-H1.
@@ -17,7 +17,7 @@ PUBLISHED = [(8, 24, Times(18.522, 18.086, 9.337, 0.601), 0.2431, 0.1585), (16, 
 def two_stages(permute, head=None):
     """F on stage 0, F B W on stage 1, B W on stage 0, one microbatch."""
     rows = [[(F, 0, 0), None], [None, (F, 1, 0)], [None, (B, 1, 0)], [None, (W, 1, 0)], [(B, 0, 0), None], [(W, 0, 0), None]]
-    return from_rows(rows, "two", (0, 1), 2, 1, permute=permute, vocabulary=head or "parallel")
+    return from_cells(rows, "two", (0, 1), 2, 1, permute=permute, vocabulary=head or "parallel")
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def test_independent_by_hand():
     ]
     assert result.bubble_fraction == pytest.approx(1 - 10 / 20)
     assert result.bubble_fraction_span == pytest.approx(1 - 10 / 20)
-    assert result.peak_activations == [1, 1]
+    assert result.peak_residuals == [1, 1]
 
 
 def test_coupled_by_hand():

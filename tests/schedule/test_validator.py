@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from support.pipeline_tables import broken, execute, grid, random_table
 
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.table import Op, Permute, TableError, directions, from_rows, local_index, peak_stashes, units_of, wraps
+from jaxtrain.schedule.table import Op, Permute, TableError, directions, from_cells, local_index, peak_residuals, units_of, wraps
 from jaxtrain.schedule.table_csv import read_csv, to_csv
 from jaxtrain.schedule.validator import arrivals, check
 
-COLUMNS = ("op", "unit", "microbatch", "permute", "head", "embed", "embed_gradient")
+COLUMNS = ("op", "local_unit", "microbatch", "permute", "head", "embed", "embed_gradient")
 FB = (int(Op.F), int(Op.B))
 
 
@@ -28,7 +28,7 @@ def accepted(table) -> bool:
 
 
 def same(one, two) -> bool:
-    fields = ("name", "place", "chunk", "stages", "microbatches", "recompute", "recompute_last", "forward_only", "vocabulary")
+    fields = ("name", "stage_of", "chunk_of", "stages", "microbatches", "recompute", "recompute_last", "forward_only", "vocabulary")
     return all(getattr(one, f) == getattr(two, f) for f in fields) and all(
         np.array_equal(getattr(one, c), getattr(two, c)) for c in COLUMNS
     )
@@ -65,7 +65,7 @@ def test_the_validator_accepts_what_computes_and_nothing_else():
 
 
 def changed(table, row, stage, op, unit, microbatch):
-    arrays = {name: getattr(table, name).copy() for name in ("op", "unit", "microbatch")}
+    arrays = {name: getattr(table, name).copy() for name in ("op", "local_unit", "microbatch")}
     for array, value in zip(arrays.values(), (op, unit, microbatch), strict=True):
         array[row, stage] = value
     return dataclasses.replace(table, **arrays)
@@ -107,8 +107,8 @@ ROW_OF_HEAD = int(np.argwhere(GOOD.head == 1)[0, 0])
          "row 0, stage 0: F0.0 waits for embed of microbatch 0 in row 1: move it to row 1 or later"),
         (dataclasses.replace(GOOD, embed_gradient=np.roll(GOOD.embed_gradient, -1)),
          "row 4, embed_gradient: microbatch 0 waits for B0.0 of stage 0 in row 5: not before it"),
-        (dataclasses.replace(GOOD, place=(0, 2, 0)), "row 1, stage 1: op 1, unit 0, microbatch 0: no such cell on a stage with 0 units"),
-        (dataclasses.replace(GOOD, place=(0, 1, 5)), "every unit on a stage"),
+        (dataclasses.replace(GOOD, stage_of=(0, 2, 0)), "row 1, stage 1: op 1, unit 0, microbatch 0: no such cell on a stage with 0 units"),
+        (dataclasses.replace(GOOD, stage_of=(0, 1, 5)), "every unit on a stage"),
         (dataclasses.replace(GOOD, op=GOOD.op.astype(np.int64)), "op is int64"),
         (dataclasses.replace(GOOD, vocabulary="none"), "vocabulary 'none'"),
     ],
@@ -127,7 +127,7 @@ def test_an_op_before_its_own_earlier_one():
         (Op.R, Op.B, "B0.2 waits for its R0.2"),
         (Op.B, Op.W, "W0.2 waits for its B0.2"),
     ):
-        arrays = {name: getattr(table, name).copy() for name in ("op", "unit", "microbatch")}
+        arrays = {name: getattr(table, name).copy() for name in ("op", "local_unit", "microbatch")}
         a, b = own[early, 2], own[late, 2]
         for array in arrays.values():
             array[[a, b], 0] = array[[b, a], 0]
@@ -157,13 +157,13 @@ def test_stashes_are_counted_from_f_to_b_or_w():
         [(Op.B, 0, 2)],
         *[[(Op.W, 0, k)] for k in range(3)],
     ]
-    table = from_rows(rows, "t", (0,), 1, 3)
+    table = from_cells(rows, "t", (0,), 1, 3)
     check(table)
-    assert peak_stashes(table) == [2] and peak_stashes(table, count_stash=True) == [3]
-    halves = from_rows(
-        [[(Op.F, 0, 0)], [(Op.F, 1, 0)], [(Op.B, 1, 0)], [(Op.B, 0, 0)], [(Op.W, 1, 0)], [(Op.W, 0, 0)]], "t", (0, 0), 1, 1, chunk=(0, 0)
+    assert peak_residuals(table) == [2] and peak_residuals(table, count_weight_stash=True) == [3]
+    halves = from_cells(
+        [[(Op.F, 0, 0)], [(Op.F, 1, 0)], [(Op.B, 1, 0)], [(Op.B, 0, 0)], [(Op.W, 1, 0)], [(Op.W, 0, 0)]], "t", (0, 0), 1, 1, chunk_of=(0, 0)
     )
-    assert peak_stashes(halves) == [1]
+    assert peak_residuals(halves) == [1]
 
 
 # --- places ----------------------------------------------------------------------------------------------------------------------
@@ -179,8 +179,8 @@ def test_places():
 
 def test_arrivals_of_late_and_early_permutes():
     rows = [[(Op.F, 0, 0), None], [None, None], [None, None], [None, (Op.F, 1, 0)]]
-    late, early = (from_rows(rows, "t", (0, 1), 2, 1, permute=when, forward_only=True) for when in ([0, 1, 0, 0], [0, 0, 2, 0]))
-    assert arrivals(late).x[1, 0] == 2 and arrivals(early).x[1, 0] == 3
+    late, early = (from_cells(rows, "t", (0, 1), 2, 1, permute=when, forward_only=True) for when in ([0, 1, 0, 0], [0, 0, 2, 0]))
+    assert arrivals(late).activation[1, 0] == 2 and arrivals(early).activation[1, 0] == 3
     check(late), check(early)
     with pytest.raises(
         TableError, match="whose message no permute sends: send it by one in that row or after"
@@ -210,7 +210,7 @@ def test_csv_columns_left_out_are_filled_in(tmp_path):
     path.write_text("# a schedule of my own\n\n" + "\n".join(lines) + "\n")
     assert same(read_csv(str(path)), dataclasses.replace(table, name="mine"))
     path.write_text("# place=v\n0,1\nF0.0,\n,F0.0\n,F1.0\nF1.0,\nB1.0,\nW1.0,B1.0\n,W1.0\n,B0.0\n,W0.0\nB0.0,\nW0.0,\n")
-    assert read_csv(str(path)).place == (0, 1, 1, 0)
+    assert read_csv(str(path)).stage_of == (0, 1, 1, 0)
 
 
 @pytest.mark.parametrize(

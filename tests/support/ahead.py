@@ -146,7 +146,7 @@ def main(platform: str, changes: str, options: str, program: str, file: str) -> 
     state = step.abstract_state()
     with jax.set_mesh(mesh), jax.default_device(devices[0]):
         begin = time.time()
-        lowered = getattr(step, program).lower(state if program == "train" else state["params"], abstract_batch(config, step))
+        lowered = getattr(step, program).lower(state if program == "train" else state.params, abstract_batch(config, step))
         traced = time.time()
         compiled = lowered.compile(compiler_options=json.loads(options))
     pathlib.Path(file).write_text(compiled.as_text())
@@ -158,7 +158,7 @@ def main(platform: str, changes: str, options: str, program: str, file: str) -> 
     narrowest = min(model.heads * model.head_dim, model.kv_heads * model.head_dim, model.mlp_width)
     sizes = {"payload": rows * config.data.sequence_length * model.width, "smallest_matrix": narrowest * model.width}
     size = step.slot_bytes()
-    on_host = sum(step.setup.train.slots[pool] * size[pool] for pool in step.host_pools)
+    on_host = sum(step.setup.train.pool_sizes[pool] * size[pool] for pool in step.host_pools)
     print(json.dumps({name: size // m.model for name, size in sizes.items()} | {"memory": memory, "on_host": on_host}))
 
 

@@ -12,11 +12,11 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.devices.mesh import AXES
 from jaxtrain.parallel import replicas
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.state import Stored
 
-AXES = ("replica", "data", "stage", "context", "expert", "model")
 VOCABULARY, WIDTH, HIDDEN = 13, 8, 16
 
 # What is stored: one layer's shape, or the whole leaf's without padding.
@@ -77,7 +77,7 @@ def abstract_state(layout: Layout) -> dict:
         head = {"w": leaf((WIDTH, layout.padded), dtype, None, vocabulary)}
         layers = {}
         for c in range(layout.chunks):
-            rows = (layout.stages, placement.rows(c))
+            rows = (layout.stages, placement.stack_size(c))
             w = leaf((*rows, WIDTH, HIDDEN), dtype, "stage", None, data, "model")
             layers[str(c)] = {"mlp": {"w": w}, "norm": leaf((*rows, WIDTH), dtype, "stage", None, data)}
         return {"embed": embed, "layers": layers, "head": head}

@@ -7,10 +7,11 @@ import random
 from collections.abc import Iterator
 
 from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.columns import MESSAGES
 from jaxtrain.schedule.orders import PLACES, SCHEDULES
 from jaxtrain.schedule.slots import KINDS as SLOT_KINDS
-from jaxtrain.schedule.slots import Program
-from jaxtrain.schedule.table import Op, Permute, Table, directions, from_rows, makes, needs, tasks, units_of
+from jaxtrain.schedule.slots import SlottedTable
+from jaxtrain.schedule.table import Op, Permute, Table, directions, from_cells, makes, needs, tasks, units_of
 
 # Every schedule with the fewest chunks on a stage that it is made for, and one more where it is for any number of them.
 KINDS = [
@@ -34,10 +35,10 @@ def random_table(source: random.Random) -> Table:
     stages, recompute, forward_only = source.randint(1, 5), source.random() < 0.5, source.random() < 0.15
     repeats, microbatches = source.randint(1, 3), source.randint(1, 6)
     chunks = PLACES[source.choice(["circular", "v"])](stages, repeats)
-    place = tuple(s for s in chunks for _ in range(source.randint(1, 2)))
-    ways, last = directions(place, stages), len(place) - 1
+    stage_of = tuple(s for s in chunks for _ in range(source.randint(1, 2)))
+    ways, last = directions(stage_of, stages), len(stage_of) - 1
     kinds = {"recompute": recompute, "recompute_last": recompute and source.random() < 0.3, "forward_only": forward_only}
-    shape = from_rows([], "random", place, stages, microbatches, **kinds)
+    shape = from_cells([], "random", stage_of, stages, microbatches, **kinds)
     todo = set(tasks(shape))
     there, done, rows, permutes = {}, set(), [], []
     columns = {name: [] for name in ("head", "embed", "embed_gradient")}
@@ -53,11 +54,11 @@ def random_table(source: random.Random) -> Table:
         op, g, k = cell
         before = {Op.R: Op.F, Op.B: Op.R if shape.recomputes(g) else Op.F, Op.W: Op.B}.get(op)
         message = needs(cell)
-        made = makes(cell, place, ways)
+        made = makes(cell, stage_of, ways)
         return (
             (before is None or (before, g, k) in done)
             and (message is None or there.get(message, t + 1) <= t)
-            and not (made and made[1] and made[1] in buffers[place[g]])
+            and not (made and made[1] and made[1] in buffers[stage_of[g]])
         )
 
     def some(candidates, chance):
@@ -71,24 +72,24 @@ def random_table(source: random.Random) -> Table:
             send(t)
         embed = some(set(range(microbatches)) - ended["embed"], 0.6)
         if embed >= 0:
-            there["x", 0, embed] = t
+            there["activation", 0, embed] = t
         row = []
         for s in range(stages):
-            cells = sorted(c for c in todo if place[c[1]] == s and fits(c, t))
+            cells = sorted(c for c in todo if stage_of[c[1]] == s and fits(c, t))
             row.append(source.choice(cells) if cells and source.random() < 0.8 else None)
         for s, cell in enumerate(row):
             if cell:
                 todo.remove(cell)
                 done.add(cell)
-                made = makes(cell, place, ways)
+                made = makes(cell, stage_of, ways)
                 if made and made[1]:
                     buffers[s][made[1]] = made[0]
                 elif made:
                     there[made[0]] = t + (0 <= made[0][1] <= last)
-        head = some({k for kind, g, k in there if kind == "x" and g == last + 1} - ended["head"], 0.6)
+        head = some({k for kind, g, k in there if kind == "activation" and g == last + 1} - ended["head"], 0.6)
         if head >= 0:
-            there["g", last, head] = t + 1
-        gradient = some({k for kind, g, k in there if (kind, g) == ("g", -1)} - ended["embed_gradient"], 0.6)
+            there["gradient", last, head] = t + 1
+        gradient = some({k for kind, g, k in there if (kind, g) == ("gradient", -1)} - ended["embed_gradient"], 0.6)
         for name, k in (("embed", embed), ("head", head), ("embed_gradient", gradient)):
             columns[name].append(k)
             ended[name] |= {k} - {-1}
@@ -96,20 +97,20 @@ def random_table(source: random.Random) -> Table:
             send(t)
         rows.append(row)
         permutes.append(int(when))
-    return from_rows(rows, "random", place, stages, microbatches, permute=permutes, columns=columns, **kinds)
+    return from_cells(rows, "random", stage_of, stages, microbatches, permute=permutes, columns=columns, **kinds)
 
 
-def replay(program: Program) -> set[tuple]:
+def replay(slotted: SlottedTable) -> set[tuple]:
     """Executes a program on symbols in place of arrays, with nothing but its columns → the tasks done.
 
     Fails where an op finds something else in its slot. Send buffers keep their contents, as they do in a runtime.
     """
-    t, p, last = program.table, program.table.stages, program.table.units - 1
-    own = units_of(t.place, p)
-    pools = {kind: [[None] * n for n in program.counts[kind]] for kind in SLOT_KINDS}
+    t, p, last = slotted.table, slotted.table.stages, slotted.table.units - 1
+    own = units_of(t.stage_of, p)
+    pools = {kind: [[None] * n for n in slotted.slots_per_stage[kind]] for kind in SLOT_KINDS}
     buffers = {+1: [None] * p, -1: [None] * p}
     arrived = {+1: [None] * p, -1: [None] * p}
-    done, first, end = set(), t.place[0], t.place[-1]
+    done, first, end = set(), t.stage_of[0], t.stage_of[-1]
 
     def permute():
         arrived[+1] = buffers[+1][-1:] + buffers[+1][:-1]
@@ -121,38 +122,38 @@ def replay(program: Program) -> set[tuple]:
     for row in range(t.ticks):
         for s in range(p):
             for way, name in ((+1, "up"), (-1, "down")):
-                for kind in "xg":
-                    if (slot := getattr(program, f"{name}_{kind}")[row, s]) >= 0:
+                for kind in MESSAGES:
+                    if (slot := getattr(slotted, f"{name}_{kind}")[row, s]) >= 0:
                         pools[kind][s][slot] = arrived[way][s]
         if t.permute[row] == Permute.EARLY:
             permute()
         if (k := int(t.embed[row])) >= 0:
-            pools["x"][first][program.embed_x[row]] = ("x", 0, k)
+            pools["activation"][first][slotted.embed_activation[row]] = ("activation", 0, k)
         for s in range(p):
             op, k = Op(t.op[row, s]), int(t.microbatch[row, s])
             if op == Op.IDLE:
-                assert all(getattr(program, kind)[row, s] == -1 for kind in SLOT_KINDS) and program.send[row, s] == 0
+                assert all(getattr(slotted, kind)[row, s] == -1 for kind in SLOT_KINDS) and slotted.send[row, s] == 0
                 continue
-            g = own[s][t.unit[row, s]]
-            slot = {kind: int(getattr(program, kind)[row, s]) for kind in SLOT_KINDS}
+            g = own[s][t.local_unit[row, s]]
+            slot = {kind: int(getattr(slotted, kind)[row, s]) for kind in SLOT_KINDS}
             message = None
             if op in (Op.F, Op.R):
-                read("x", s, slot["x"], ("x", g, k))
-                message = ("x", g + 1, k) if op == Op.F else None
+                read("activation", s, slot["activation"], ("activation", g, k))
+                message = ("activation", g + 1, k) if op == Op.F else None
                 assert (slot["residual_b"] >= 0) == (not t.forward_only and (op == Op.R or not t.recomputes(g)))
                 if slot["residual_b"] >= 0:
                     pools["residual_b"][s][slot["residual_b"]] = pools["residual_w"][s][slot["residual_w"]] = ("residual", g, k)
             elif op == Op.B:
-                read("g", s, slot["g"], ("g", g, k))
+                read("gradient", s, slot["gradient"], ("gradient", g, k))
                 read("residual_b", s, slot["residual_b"], ("residual", g, k))
                 read("residual_w", s, slot["residual_w"], ("residual", g, k))
-                pools["stash"][s][slot["stash"]] = ("stash", g, k)
-                message = ("g", g - 1, k)
+                pools["weight_stash"][s][slot["weight_stash"]] = ("weight_stash", g, k)
+                message = ("gradient", g - 1, k)
             else:
-                read("stash", s, slot["stash"], ("stash", g, k))
+                read("weight_stash", s, slot["weight_stash"], ("weight_stash", g, k))
                 read("residual_w", s, slot["residual_w"], ("residual", g, k))
-            stays = int(program.stay_x[row, s]) if op == Op.F else int(program.stay_g[row, s])
-            way = int(program.send[row, s])
+            stays = int(slotted.stay_activation[row, s]) if op == Op.F else int(slotted.stay_gradient[row, s])
+            way = int(slotted.send[row, s])
             assert (message is None) == (stays < 0 and way == 0) and not (stays >= 0 and way)
             if stays >= 0:
                 pools[message[0]][s][stays] = message
@@ -160,12 +161,12 @@ def replay(program: Program) -> set[tuple]:
                 buffers[way][s] = message
             done.add((op.name, g, k))
         if (k := int(t.head[row])) >= 0:
-            read("x", end, program.head_x[row], ("x", last + 1, k))
+            read("activation", end, slotted.head_activation[row], ("activation", last + 1, k))
             if not t.forward_only:
-                pools["g"][end][program.head_g[row]] = ("g", last, k)
+                pools["gradient"][end][slotted.head_gradient[row]] = ("gradient", last, k)
             done.add(("H", k))
         if (k := int(t.embed_gradient[row])) >= 0:
-            read("g", first, program.embed_gradient_g[row], ("g", -1, k))
+            read("gradient", first, slotted.embed_gradient_gradient[row], ("gradient", -1, k))
             done.add(("E", k))
         if t.permute[row] == Permute.LATE:
             permute()
@@ -183,8 +184,8 @@ def expected(table) -> set[tuple]:
 def execute(table: Table) -> bool:
     """Whether a table computes everything once on the right values: with room for all values, but one send buffer a direction that every
     message overwrites. It knows nothing of the validator."""
-    p, place = table.stages, table.place
-    ways, last = directions(place, p), len(place) - 1
+    p, stage_of = table.stages, table.stage_of
+    ways, last = directions(stage_of, p), len(stage_of) - 1
     there: list[set] = [set() for _ in range(p)]
     buffers = {+1: [None] * p, -1: [None] * p}
     arrived = {+1: [None] * p, -1: [None] * p}
@@ -194,7 +195,7 @@ def execute(table: Table) -> bool:
         arrived[+1] = buffers[+1][-1:] + buffers[+1][:-1]
         arrived[-1] = buffers[-1][1:] + buffers[-1][:1]
 
-    for t, row in enumerate(table.rows()):
+    for t, row in enumerate(table.cells()):
         staying = []
         for way in (+1, -1):
             for s in range(p):
@@ -202,7 +203,7 @@ def execute(table: Table) -> bool:
         if table.permute[t] == Permute.EARLY:
             permute()
         if table.embed[t] >= 0:
-            there[place[0]].add(("x", 0, int(table.embed[t])))
+            there[stage_of[0]].add(("activation", 0, int(table.embed[t])))
             done.append(("embed", int(table.embed[t])))
         for s, cell in enumerate(row):
             if cell is None:
@@ -212,7 +213,7 @@ def execute(table: Table) -> bool:
             if (before is not None and (before, g, k) not in done) or (needs(cell) is not None and needs(cell) not in there[s]):
                 return False
             done.append(cell)
-            made = makes(cell, place, ways)
+            made = makes(cell, stage_of, ways)
             if made and made[1]:
                 buffers[made[1]][s] = made[0]
             elif made:
@@ -221,7 +222,7 @@ def execute(table: Table) -> bool:
             k = int(table.head[t])
             if (Op.F, last, k) not in done:
                 return False
-            staying.append((place[last], ("g", last, k)))
+            staying.append((stage_of[last], ("gradient", last, k)))
             done.append(("head", k))
         if table.embed_gradient[t] >= 0:
             if (Op.B, 0, int(table.embed_gradient[t])) not in done:
@@ -242,16 +243,16 @@ def execute(table: Table) -> bool:
 
 def broken(table: Table, source: random.Random) -> Table:
     """The table with one change, of a kind that most often breaks it."""
-    arrays = {n: getattr(table, n).copy() for n in ("op", "unit", "microbatch", "permute", "head", "embed", "embed_gradient")}
+    arrays = {n: getattr(table, n).copy() for n in ("op", "local_unit", "microbatch", "permute", "head", "embed", "embed_gradient")}
     kind = source.choice(["swap", "swap", "move", "drop", "permute", "column", "microbatch"])
     s, rows = source.randrange(table.stages), range(table.ticks)
     busy = [t for t in rows if table.op[t, s]]
     a, b = source.choice(busy), source.choice(rows)
     if kind == "swap" or (kind == "move" and not table.op[b, s]):
-        for n in ("op", "unit", "microbatch"):
+        for n in ("op", "local_unit", "microbatch"):
             arrays[n][[a, b], s] = arrays[n][[b, a], s]
     elif kind == "drop":
-        arrays["op"][a, s], arrays["unit"][a, s], arrays["microbatch"][a, s] = 0, -1, -1
+        arrays["op"][a, s], arrays["local_unit"][a, s], arrays["microbatch"][a, s] = 0, -1, -1
     elif kind == "permute":
         arrays["permute"][b] = (arrays["permute"][b] + source.choice([1, 2])) % 3
     elif kind == "column":

@@ -137,15 +137,15 @@ def train(cfg: Config, steps: int = STEPS) -> Run:
                 state, new = step.train(state, batch)
                 metrics.append(jax.device_get(new))
                 if moment is None:
-                    moment = jax.device_get(optax.tree_utils.tree_get(state["optimizer"], "mu"))
-        params = jax.device_get(state["params"])
-    assert [int(m["tokens"]) for m in metrics] == [int(small.batch(cfg, i)["weights"].sum()) for i in range(steps)]
-    norm = float(metrics[0]["grad_norm"])
+                    moment = jax.device_get(optax.tree_utils.tree_get(state.optimizer, "mu"))
+        params = jax.device_get(state.params)
+    assert [int(m.tokens) for m in metrics] == [int(small.batch(cfg, i)["weights"].sum()) for i in range(steps)]
+    norm = float(metrics[0].grad_norm)
     assert norm > cfg.optimizer.clip_norm, "the gradients were meant to be clipped"
     scale = norm / cfg.optimizer.clip_norm / (1 - cfg.optimizer.b1)
     gradients = jax.tree.map(lambda a: a * np.float32(scale), small.to_plain(step.layout, moment))
     # to_plain fails where padding is not zero: after weight decay, too
-    return Run([float(m["loss"]) for m in metrics], norm, gradients, small.to_plain(step.layout, params))
+    return Run([float(m.loss) for m in metrics], norm, gradients, small.to_plain(step.layout, params))
 
 
 def assert_same(got: Run, expected: Run) -> None:

@@ -4,6 +4,8 @@
 [L, ...].
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.training.state import Layout, abstract_state
+from jaxtrain.training.state import Layout, TrainState, abstract_state
 
 SMALL = configs.replace(
     Config(),
@@ -91,7 +93,7 @@ def to_plain(layout: Layout, tree: dict) -> dict:
     """Parameters (or anything shaped like them) in a layout → plain. Fails unless all padding is exactly zero."""
     tree, placement = jax.tree.map(np.asarray, tree), layout.placement
     rows = {}
-    for c in range(placement.chunks):
+    for c in range(placement.units_per_stage):
         for place, layer in np.ndenumerate(placement.layer_index(c)):
             row = jax.tree.map(lambda a, place=place: a[place], tree["layers"][str(c)])
             if layer >= 0:
@@ -120,12 +122,12 @@ def from_plain(layout: Layout, plain: dict) -> dict:
         return np.pad(a, [(0, full - n) for full, n in zip(spec.padded, a.shape, strict=True)])
 
     arrays = {k: jax.tree.map(pad, specs, plain[k]) for k, specs in layout.parts.ends.items()}
-    arrays["layers"] = {str(c): jax.tree.map(lambda a, c=c: stack(c, a), plain["layers"]) for c in range(placement.chunks)}
+    arrays["layers"] = {str(c): jax.tree.map(lambda a, c=c: stack(c, a), plain["layers"]) for c in range(placement.units_per_stage)}
     return jax.device_put(arrays, layout.shardings)
 
 
-def first_state(step, plain: dict) -> dict:
+def first_state(step, plain: dict) -> TrainState:
     """The state before the first step with plain parameters, without compiling anything."""
     abstract = abstract_state(step.layout, step.optimizer)
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
-    return state | {"params": from_plain(step.layout, plain)}
+    return dataclasses.replace(state, params=from_plain(step.layout, plain))

@@ -126,15 +126,15 @@ def train(cfg: Config) -> tuple[Run, Step, dict[str, hlo.Program]]:
         losses = []
         for i, batch in enumerate(batches):
             state, metrics = inner(state, batch)
-            losses.append(list(map(float, metrics["loss"])))
-            means, tokens = step.mean(metrics), np.asarray(metrics["tokens"])
-            np.testing.assert_allclose(means["loss"], (losses[-1] * tokens).sum() / tokens.sum(), rtol=1e-6)
-            assert int(means["tokens"]) == small.batch(cfg, i)["weights"].sum()
+            losses.append(list(map(float, metrics.loss)))
+            means, tokens = step.mean_metrics(metrics), np.asarray(metrics.tokens)
+            np.testing.assert_allclose(means.loss, (losses[-1] * tokens).sum() / tokens.sum(), rtol=1e-6)
+            assert int(means.tokens) == small.batch(cfg, i)["weights"].sum()
             if (i + 1) % INNER == 0:
                 state = exchange(state)
     state = jax.device_get(state)
-    own = [jax.tree.map(lambda a, r=r: a[r], state["params"]) for r in range(cfg.mesh.replica)]
-    run = Run(losses, small.to_plain(step.layout, state["anchor"]), [small.to_plain(step.layout, p) for p in own])
+    own = [jax.tree.map(lambda a, r=r: a[r], state.params) for r in range(cfg.mesh.replica)]
+    run = Run(losses, small.to_plain(step.layout, state.anchor), [small.to_plain(step.layout, p) for p in own])
     return run, step, {name: hlo.Program(made.as_text()) for name, made in (("train", inner), ("exchange", exchange))}
 
 
@@ -261,7 +261,7 @@ def test_gradients_are_summed_inside_first(zero, context):
     cfg = small.config((2, 1, 1), "1f1b", 1, 2, changes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        program = hlo.Program(step.gradients.lower(step.abstract_state()["params"], abstract_batch(cfg, step)).compile().as_text())
+        program = hlo.Program(step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile().as_text())
     met = across(program, step.mesh)
     sizes = [size for i in met for size in i.sizes]
     assert {i.collective for i in met} == {"all-reduce"} and sizes.count(1) == 2  # the loss and the number of tokens

@@ -58,15 +58,15 @@ def test_what_is_logged_of_the_load(counter):
     state = small.first_state(step, plain_loop.weights(cfg))
     with jax.set_mesh(step.mesh):
         batch = small.place_batch(step, cfg, small.batch(cfg, 0))
-        found = step.gradients(state["params"], batch)[2]
+        found = step.gradients(state.params, batch).gradients
         state, metrics = step.train(state, batch)
     router = small.to_plain(step.layout, found)["layers"]["mlp"]["router"]
     load, dropped = router[counter], router["dropped"]
-    moved = small.to_plain(step.layout, state["params"])["layers"]["mlp"]["router"][counter]
+    moved = small.to_plain(step.layout, state.params)["layers"]["mlp"]["router"][counter]
     before = plain_loop.weights(cfg)["layers"]["mlp"]["router"][counter]
     assert (moved != before).any() == cfg.model.router_bias
     tokens = cfg.data.batch_size * cfg.data.sequence_length
     np.testing.assert_array_equal(load.sum(-1), [tokens * cfg.model.experts_per_token] * cfg.model.layers)
     assert (dropped.sum(-1) >= load.sum(-1) / 2 - 1).all() and (dropped <= load).all()  # half of the choices have a slot
-    np.testing.assert_allclose(metrics["expert_load"], (load.max(-1) / load.mean(-1)).max(), rtol=1e-6)
-    np.testing.assert_allclose(metrics["dropped"], dropped.sum() / load.sum(), rtol=1e-6)
+    np.testing.assert_allclose(metrics.expert_load, (load.max(-1) / load.mean(-1)).max(), rtol=1e-6)
+    np.testing.assert_allclose(metrics.dropped, dropped.sum() / load.sum(), rtol=1e-6)

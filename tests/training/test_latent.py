@@ -47,7 +47,7 @@ def test_what_crosses_model():
     cfg = small.config((1, 1, 2), "1f1b", 1, 1, LATENT | shapes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        made = step.gradients.lower(step.abstract_state()["params"], abstract_batch(cfg, step)).compile()
+        made = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
     program, found = hlo.Program(made.as_text()), collections.Counter()
     for i, times in program.executed(program.entry):
         if i.collective == "all-gather":

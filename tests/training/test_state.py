@@ -38,7 +38,7 @@ def initial(name: str, seed: int = 0):
 @functools.cache
 def plain_initial(name: str = "one", seed: int = 0) -> dict:
     step, state = initial(name, seed)
-    return small.to_plain(step.layout, state["params"])  # which fails where padding is not zero
+    return small.to_plain(step.layout, state.params)  # which fails where padding is not zero
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -67,9 +67,9 @@ def test_weights_depend_on_the_seed():
 
 def test_padding_of_the_vocabulary_and_unused_rows_are_zero():
     step, state = initial("1x4x2")
-    assert state["params"]["head"]["table"].shape == (64, 32)  # 61 rows over 4 stages × 2
-    assert state["params"]["layers"]["0"]["mlp"]["up"]["weight"].shape == (4, 2, 32, 64)  # 2 + 1 + 1 + 1 layers
-    np.testing.assert_array_equal(state["params"]["layers"]["0"]["mlp_norm"]["scale"][1:, 1], 0)
+    assert state.params["head"]["table"].shape == (64, 32)  # 61 rows over 4 stages × 2
+    assert state.params["layers"]["0"]["mlp"]["up"]["weight"].shape == (4, 2, 32, 64)  # 2 + 1 + 1 + 1 layers
+    np.testing.assert_array_equal(state.params["layers"]["0"]["mlp_norm"]["scale"][1:, 1], 0)
     assert step.layout.parts.parameter_count == sum(a.size for a in jax.tree.leaves(plain_initial()))
 
 
@@ -81,15 +81,15 @@ def test_the_state_lies_where_it_is_said_to():
         for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(described), strict=True):
             assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
             assert got.sharding.is_equivalent_to(wanted.sharding, got.ndim)
-        assert int(state["step"]) == 0 and not any(a.any() for a in jax.tree.leaves(optax.tree_utils.tree_get(state["optimizer"], "nu")))
+        assert int(state.step) == 0 and not any(a.any() for a in jax.tree.leaves(optax.tree_utils.tree_get(state.optimizer, "nu")))
 
 
 def test_optimizer_state_is_shared_out_over_data():
-    moments = lambda zero: optax.tree_utils.tree_get(step_of((8, 1, 1), parallel__zero=zero).abstract_state()["optimizer"], "mu")
+    moments = lambda zero: optax.tree_utils.tree_get(step_of((8, 1, 1), parallel__zero=zero).abstract_state().optimizer, "mu")
     whole, shared = bytes_per_device(moments(0)), bytes_per_device(moments(1))
     assert whole == 4 * initial("one")[0].layout.parts.parameter_count
     assert shared == whole / 8  # every dimension of this model divides
-    parameters = bytes_per_device(step_of((8, 1, 1)).abstract_state()["params"])
+    parameters = bytes_per_device(step_of((8, 1, 1)).abstract_state().params)
     assert parameters == whole
 
 
@@ -97,9 +97,9 @@ def test_embedding_and_head_are_shared_out_over_stages_as_well():
     """Their optimizer state always, the tables where the stages share the vocabulary, whose 61 rows are padded for 4 of them."""
     for where, rows, shards in (("parallel", 64, 4), ("end_stages", 61, 1)):
         state = step_of((2, 4, 1), pipeline__vocabulary=where).abstract_state()
-        mu = optax.tree_utils.tree_get(state["optimizer"], "mu")
+        mu = optax.tree_utils.tree_get(state.optimizer, "mu")
         assert bytes_per_device(mu["embed"]) == rows * 32 * 4 / 8
-        assert bytes_per_device(state["params"]["embed"]) == rows * 32 * 4 / shards
+        assert bytes_per_device(state.params["embed"]) == rows * 32 * 4 / shards
 
 
 def test_stored_shapes_have_no_padding_and_no_layout():
@@ -107,10 +107,10 @@ def test_stored_shapes_have_no_padding_and_no_layout():
     shapes = stored_shapes(step.layout, step.optimizer)
     described = step.abstract_state()
     assert jax.tree.structure(shapes) == jax.tree.structure(described)
-    assert shapes["params"]["embed"]["table"].shape == (61, 32)
-    assert shapes["params"]["layers"]["0"]["mlp"]["up"]["weight"].shape == (32, 64)
-    assert optax.tree_utils.tree_get(shapes["optimizer"], "nu")["head"]["table"].shape == (61, 32)
-    assert shapes["step"].shape == ()
+    assert shapes.params["embed"]["table"].shape == (61, 32)
+    assert shapes.params["layers"]["0"]["mlp"]["up"]["weight"].shape == (32, 64)
+    assert optax.tree_utils.tree_get(shapes.optimizer, "nu")["head"]["table"].shape == (61, 32)
+    assert shapes.step.shape == ()
 
 
 def test_each_device_makes_its_own_shards():

@@ -52,9 +52,9 @@ def test_same_training(name):
 @pytest.mark.parametrize("name", ["grouped queries, documents apart, chunks of the loss", "replicas, one microbatch"])
 def test_evaluation_is_the_loss_of_training(name):
     cfg = variant(name)
-    loss, tokens = jax.device_get(run(cfg, "evaluate"))
-    assert int(tokens) == int(small.batch(cfg, 0)["weights"].sum())
-    np.testing.assert_allclose(loss, plain_loop.reference(cfg).losses[0], rtol=1e-5)
+    losses = jax.device_get(run(cfg, "evaluate"))
+    assert int(losses.tokens) == int(small.batch(cfg, 0)["weights"].sum())
+    np.testing.assert_allclose(losses.loss, plain_loop.reference(cfg).losses[0], rtol=1e-5)
 
 
 def test_gradients_without_an_optimizer():

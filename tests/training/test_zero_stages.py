@@ -51,7 +51,7 @@ def compiled(which: str, **changes):
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()
-        argument = state if which == "train" else state["params"]
+        argument = state if which == "train" else state.params
         made = getattr(step, which).lower(argument, abstract_batch(cfg, step)).compile()
     return step, hlo.Program(made.as_text()), made.memory_analysis()
 

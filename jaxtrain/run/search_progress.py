@@ -4,12 +4,13 @@ terminal    tables [########............] 40 % list late, 2 chunks a stage, 0:12
 elsewhere   tables: 40 %, list late, 2 chunks a stage, 0:12
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
+
+from jaxtrain.run import terminal
 
 FIRST, EVERY = 1.0, 5.0  # seconds before anything is said on a terminal; before each line elsewhere
 BAR, REDRAW = 20, 0.1  # characters; seconds between two pictures of it
@@ -18,9 +19,11 @@ BAR, REDRAW = 20, 0.1  # characters; seconds between two pictures of it
 class SearchProgress:
     """A search.Report that shows what it is told, and a context that clears its line at the end.
 
-    title:  what is being made.
-    stream: where it goes, standard error if not given.
-    shown:  False for the processes that say nothing.
+    Args:
+      title: what is searched for.
+      stream: where the line goes, standard error if not given.
+      shown: False for the processes that say nothing.
+      clock: seconds.
     """
 
     def __init__(self, title: str, stream: TextIO | None = None, shown: bool = True, clock: Callable[[], float] = time.monotonic):
@@ -41,8 +44,7 @@ class SearchProgress:
             filled = int(BAR * done)
             line = f"{self._title} [{'#' * filled}{'.' * (BAR - filled)}] {done:4.0%} {text}"
             self._drawn, self._next = True, now + REDRAW  # before it is: Ctrl-C may come in between
-            self._stream.write("\r\x1b[K" + line[: self._columns() - 1])
-            self._stream.flush()
+            terminal.draw(self._stream, line[: terminal.width(self._stream)])
         else:
             print(f"{self._title}: {done:.0%}, {text}", file=self._stream, flush=True)
             self._next = now + EVERY
@@ -52,11 +54,4 @@ class SearchProgress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._drawn:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-    def _columns(self) -> int:
-        try:
-            return os.get_terminal_size(self._stream.fileno()).columns or 80
-        except (OSError, ValueError):
-            return 80
+            terminal.clear(self._stream)

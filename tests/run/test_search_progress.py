@@ -2,7 +2,7 @@
 
 import io
 
-from jaxtrain.schedule.search_progress import SearchProgress
+from jaxtrain.run.search_progress import SearchProgress
 
 
 class Terminal(io.StringIO):
@@ -26,9 +26,12 @@ def test_lines_every_few_seconds_where_there_is_no_terminal():
 
 def test_one_line_in_place_on_a_terminal_and_none_left():
     text = said(Terminal(), [0.5, 1.0, 1.05, 70.0])
-    drawn = text.split("\r\x1b[K")
-    assert drawn[0] == "" and drawn[-1] == "" and "\n" not in text
-    assert drawn[1:-1] == ["tables [#####...............]  25% order 1, 0:01", "tables [###############.....]  75% order 3, 1:10"]
+    drawn = text.removesuffix("\r\x1b[K").split("\r")
+    assert drawn[0] == "" and text.endswith("\x1b[K\r\x1b[K") and "\n" not in text
+    assert [line.removesuffix("\x1b[K") for line in drawn[1:]] == [
+        "tables [#####...............]  25% order 1, 0:01",
+        "tables [###############.....]  75% order 3, 1:10",
+    ]
 
 
 def test_nothing_where_it_is_short_or_another_process_speaks():

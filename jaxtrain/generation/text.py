@@ -1,0 +1,89 @@
+"""Text to ids and back: a prompt's ids, and the text of ids as they come."""
+
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+
+from jaxtrain.data.tokenizer import DataError, Tokenizer
+from jaxtrain.generation.sampling import Sampler, Sampling, room
+from jaxtrain.models.transformer import Parts
+
+NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
+    """A prompt's ids; an empty one is the end of the document before. DataError for a text or an id that cannot be."""
+    try:
+        ids = [int(i) for i in tokenizer.encode(prompt)]
+    except UnicodeEncodeError:
+        raise DataError("the prompt holds bytes that are not UTF-8: use UTF-8 text") from None
+    if not ids:
+        if tokenizer.end_of_document is None:
+            raise DataError(
+                "the prompt is empty, and this tokenizer has no end-of-document id to start from: use one id or more, such as 0"
+            )
+        ids = [tokenizer.end_of_document]
+    if max(ids) >= vocab_size:
+        raise DataError(f"the prompt has id {max(ids)}, and the model knows {vocab_size}: use the tokenizer that it was trained with")
+    return ids
+
+
+class TextStream:
+    """The text of ids as soon as it is certain: a character whose bytes are not all there is held back.
+
+    A tokenizer may put spaces or nothing before a token, depending on the one before. So each piece is what the text has grown by.
+    """
+
+    CONTEXT = 8  # ids decoded again, so that long texts are not decoded from their beginning each time
+
+    def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = ()):
+        """context: ids of the text before, which is not part of what is given out."""
+        self._tokenizer = tokenizer
+        self._ids = list(context)[-self.CONTEXT :]
+        self._given = len(tokenizer.decode(self._ids))  # characters of the text of these ids that are given out
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that has become certain with these ids."""
+        self._ids += [int(i) for i in ids]
+        text = self._tokenizer.decode(self._ids)
+        # A character's first bytes are one mark, or up to three where the tokenizer has a token for each byte.
+        held = min(3, len(text) - len(text.rstrip(NOT_TEXT)))
+        certain = text[self._given : len(text) - held]
+        self._given = max(self._given, len(text) - held)
+        if not held and len(self._ids) > 4 * self.CONTEXT:
+            self._ids = self._ids[-self.CONTEXT :]
+            self._given = len(self._tokenizer.decode(self._ids))
+        return certain
+
+    def finish(self) -> str:
+        """What is left, with marks for broken characters."""
+        return self._tokenizer.decode(self._ids)[self._given :]
+
+
+def sample_text(
+    parts: Parts,
+    params: dict,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    dtype=jnp.float32,
+) -> str:
+    """The text that the model continues a prompt with (without the prompt), up to `tokens` long or to the end of its document.
+
+    parts, params and dtype as in `Sampler`. Where a learned position table is too short, the prompt's beginning is left out first and
+    then fewer tokens are made. Raises DataError as `prompt_ids`.
+    """
+    ids = prompt_ids(tokenizer, prompt, parts.cfg.vocab_size)
+    if parts.cfg.positions == "learned":
+        ids = ids[-max(1, parts.cfg.max_positions - tokens) :]
+    tokens = min(tokens, room(parts.cfg, len(ids)))
+    if tokens < 1:
+        return ""
+    stream = TextStream(tokenizer, ids)
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    bursts = Sampler(parts, params, dtype).start(ids, tokens, sampling, stop=tokenizer.end_of_document, vocabulary=tokenizer.vocab_size)
+    return "".join([*(stream.push(burst[0]) for burst in bursts), stream.finish()])

@@ -1,0 +1,43 @@
+"""After which steps of a run what is due. No jax."""
+
+import dataclasses
+
+from jaxtrain.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Calendar:
+    """What is due after step `at`, counted from 1. After the last step everything is; an interval of 0 means: then alone."""
+
+    last: int
+    save_every: int
+    evaluate_every: int
+    log_every: int
+    exchange_every: int  # 0: replicas are not independent, and never exchange
+
+    @classmethod
+    def of(cls, config: Config) -> "Calendar":
+        train = config.train
+        return cls(train.steps, config.checkpoint.every, train.eval_every, config.metrics.log_every, train.diloco_inner_steps)
+
+    def is_last(self, at: int) -> bool:
+        return at == self.last
+
+    def saves(self, at: int) -> bool:
+        return self._due(at, self.save_every)
+
+    def evaluates(self, at: int) -> bool:
+        return self._due(at, self.evaluate_every)
+
+    def exchanges(self, at: int) -> bool:
+        return self.exchange_every > 0 and self._due(at, self.exchange_every)
+
+    def logs(self, at: int) -> bool:
+        return at == 1 or self._due(at, self.log_every)
+
+    def meets(self, at: int) -> bool:
+        """Whether processes may ask each other something: independent replicas do not wait for each other in between."""
+        return self.exchange_every == 0 or self.exchanges(at) or self._due(at, self.log_every)
+
+    def _due(self, at: int, every: int) -> bool:
+        return at == self.last or (every > 0 and at % every == 0)

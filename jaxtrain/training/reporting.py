@@ -1,0 +1,150 @@
+"""What is done with a step's results: they are awaited one step behind, written to the log, and shown."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jaxtrain.config import Config
+from jaxtrain.run import metrics
+from jaxtrain.run.progress import Progress, StepTimer
+from jaxtrain.training.calendar import Calendar
+from jaxtrain.training.metrics import StepMetrics
+from jaxtrain.training.requests import Answer, Request
+from jaxtrain.training.step import Step
+
+
+class LossError(RuntimeError):
+    """A loss that is not finite; the message names the step's batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A step that has been dispatched: its number, and its results, which the devices may still be at work on.
+
+    metrics: of each replica where replicas are independent; answer: what processes ask of the loop after it.
+    """
+
+    at: int
+    metrics: StepMetrics
+    answer: Answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Means over some steps. mfu: model FLOPs utilisation, 0 to 1; None where a device's peak is not known."""
+
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float | None
+
+
+class Speedometer:
+    """Speed over the last seconds and since the last record, without what is paused for.
+
+    Args:
+      config: a resolved config.
+      step: of this config.
+      start: the step that the run begins with.
+    """
+
+    def __init__(self, config: Config, step: Step, start: int):
+        model, length = config.model, config.data.sequence_length
+        self.tokens_per_step = config.data.batch_size * length
+        self._flops_per_token = metrics.model_flops_per_token(
+            step.parts.matmul_parameters, model.dense_layers + model.layers + model.mtp_depth, step.parts.attention_width, length
+        )
+        self._devices, self._kind, self._dtype = step.mesh.size, step.mesh.devices.flat[0].device_kind, config.precision.compute
+        self._timer = StepTimer(start)
+        self.lap, self.pause = self._timer.lap, self._timer.pause
+
+    def recent(self) -> Speed:
+        """The mean over the last seconds."""
+        return self._speed(self._timer.recent())
+
+    def since_asked(self) -> Speed:
+        """The mean over the steps since this was asked before."""
+        return self._speed(self._timer.since_asked())
+
+    def _speed(self, seconds: float) -> Speed:
+        tokens_per_s = self.tokens_per_step / seconds
+        return Speed(seconds, tokens_per_s, metrics.mfu(tokens_per_s, self._flops_per_token, self._devices, self._kind, self._dtype))
+
+
+class Reporter:
+    """Reads steps' results one step behind, so that the devices never wait for the host; logs and shows them.
+
+    Args:
+      calendar: says which steps are logged.
+      mean_metrics: as in Step.
+      position: step → the rows of its batch in words, for the error about a loss that is not finite.
+      speedometer, log, progress: get every step, every logged step, and every step.
+    """
+
+    def __init__(
+        self,
+        calendar: Calendar,
+        mean_metrics: Callable[[StepMetrics], StepMetrics] | None,
+        position: Callable[[int], str],
+        speedometer: Speedometer,
+        log: metrics.MetricsWriter,
+        progress: Progress,
+    ):
+        self._calendar, self._mean_metrics, self._position = calendar, mean_metrics, position
+        self._speedometer, self._log, self._progress = speedometer, log, progress
+        self._pending: Pending | None = None
+
+    def add(self, pending: Pending) -> Request:
+        """Takes a step that has just been dispatched and reports the one before. What was asked after that; LossError as `finish`."""
+        before, self._pending = self._pending, pending
+        return Request.NOTHING if before is None else self._report(before, together=False, logged=self._calendar.logs(before.at))
+
+    def finish(self, stopping: bool) -> Request:
+        """Reports the step that was added last, and returns what was asked after it. It is logged if the run stops with it.
+
+        Raises LossError for a loss that is not finite.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return Request.NOTHING
+        return self._report(pending, together=True, logged=stopping or self._calendar.logs(pending.at))
+
+    def pause(self) -> contextlib.AbstractContextManager[None]:
+        """What happens inside does not count for the speed."""
+        return self._speedometer.pause()
+
+    def validation(self, at: int, loss: float | None) -> None:
+        """Logs and shows a validation loss in nats a token, if there is one."""
+        if loss is not None:
+            self._log.write(at, validation_loss=loss)
+            self._progress.say(f"step {at}: validation loss {loss:.4f} nats a token")
+
+    def _report(self, pending: Pending, together: bool, logged: bool) -> Request:
+        """together: all processes are at this step, so that independent replicas' results can be put together."""
+        together = together or logged or self._mean_metrics is None
+        values = self._read(pending.metrics, together) | {"tokens": pending.at * self._speedometer.tokens_per_step}
+        self._speedometer.lap(pending.at)
+        # One replica's loss does not end the run: all see it when they meet.
+        finite = not together or (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
+        recent = self._speedometer.recent()
+        self._progress.update(pending.at, loss=values["loss"], tokens_per_s=recent.tokens_per_s, mfu=recent.mfu)
+        if logged or not finite:
+            self._log.write(pending.at, **values, **dataclasses.asdict(self._speedometer.since_asked()))
+        if not finite:
+            loss = f"the loss is {values['loss']} (gradient norm {values['grad_norm']})"
+            raise LossError(f"{loss} at {self._position(pending.at - 1)}; the last checkpoint is kept")
+        return pending.answer()
+
+    def _read(self, metrics: StepMetrics, together: bool) -> dict[str, float]:
+        """A step's metrics by name. Of independent replicas: of all `together`, or of those that this process has a part of."""
+        if self._mean_metrics is not None and together:
+            metrics = self._mean_metrics(metrics)
+        return {name: _number(value) for name, value in metrics.by_name().items()}
+
+
+def _number(value: jax.Array) -> float:
+    """A scalar that every device has, or the mean over the replicas whose values are in this process."""
+    return float(value) if value.is_fully_replicated else float(np.mean([shard.data for shard in value.addressable_shards]))

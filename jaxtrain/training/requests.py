@@ -1,0 +1,85 @@
+"""What the processes of a run want of its loop, to stop or to save. All must do it after the same step, so they ask each other."""
+
+import enum
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.devices import cluster
+from jaxtrain.run.signals import Signals
+
+
+class Request(enum.Flag):
+    """What is asked of the loop."""
+
+    NOTHING = 0
+    STOP = enum.auto()  # a signal has reached some process
+    SAVE = enum.auto()  # process 0 finds that it is time
+
+    @property
+    def stop(self) -> bool:
+        return Request.STOP in self
+
+
+Answer = Callable[[], Request]  # waits for what all processes together ask
+
+
+def no_request() -> Request:
+    """The answer after a step at which nobody is asked."""
+    return Request.NOTHING
+
+
+class Saves(Protocol):
+    """Of checkpoint.manager.Checkpointer: whether a save is under way."""
+
+    @property
+    def busy(self) -> bool: ...
+
+
+class Requests:
+    """Asks all processes. The question goes through the devices, behind the step that is running, and is answered with its results.
+
+    Args:
+      mesh: the devices of all processes.
+      signals: this process's.
+      saves: no save is asked for while one is under way, which the next would wait for.
+      minutes: after a save until it is time for the next; 0 means never.
+      clock: seconds.
+    """
+
+    def __init__(self, mesh: Mesh, signals: Signals, saves: Saves, minutes: float, clock: Callable[[], float] = time.monotonic):
+        self._signals, self._saves = signals, saves
+        self._interval = 60 * minutes if minutes else math.inf
+        self._clock, self._last_save = clock, clock()
+        self._devices = mesh.size
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._any = jax.jit(lambda flags: flags.max(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def saved(self) -> None:
+        """A save begins now: the time until the next is counted from here."""
+        self._last_save = self._clock()
+
+    def ask(self) -> Answer:
+        """A function that waits for the answer. Every process must call this after the same step."""
+        if jax.process_count() == 1:
+            return self._of_this_process
+        request = self._of_this_process()
+        flags = np.tile(np.array([flag in request for flag in Request], np.int32), (self._devices, 1))
+        answer = self._any(jax.make_array_from_callback(flags.shape, self._sharding, flags.__getitem__))
+
+        def wait() -> Request:
+            asked = Request.NOTHING
+            for flag, count in zip(Request, np.asarray(answer), strict=True):
+                asked |= flag if count else Request.NOTHING
+            return asked
+
+        return wait
+
+    def _of_this_process(self) -> Request:
+        late = cluster.is_main() and self._clock() - self._last_save >= self._interval and not self._saves.busy
+        return (Request.STOP if self._signals.asked else Request.NOTHING) | (Request.SAVE if late else Request.NOTHING)

@@ -1,0 +1,132 @@
+"""What becomes of a step's results: one step behind, logged when due, an error where the loss is not finite."""
+
+import contextlib
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.devices.mesh import REPLICA, make_mesh
+from jaxtrain.training.calendar import Calendar
+from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
+from jaxtrain.training.reporting import LossError, Pending, Reporter, Speed
+from jaxtrain.training.requests import Request, no_request
+
+
+class Log:
+    """A log, a progress bar and a speedometer that remember what they are told."""
+
+    def __init__(self):
+        self.written, self.shown, self.laps, self.tokens_per_step = {}, [], [], 100
+
+    def write(self, at, **values):
+        self.written[at] = values
+
+    def update(self, at, **figures):
+        self.shown.append((at, figures["loss"]))
+
+    def say(self, line):
+        self.shown.append(line)
+
+    def lap(self, at):
+        self.laps.append(at)
+
+    def pause(self):
+        return contextlib.nullcontext()
+
+    def recent(self):
+        return Speed(0.5, 200.0, None)
+
+    since_asked = recent
+
+
+def reporter(log_every: int = 4, mean_metrics=None) -> tuple[Reporter, Log]:
+    log = Log()
+    calendar = Calendar(last=10, save_every=0, evaluate_every=0, log_every=log_every, exchange_every=0 if mean_metrics is None else 5)
+    return Reporter(calendar, mean_metrics, lambda step: f"step {step}: its rows", log, log, log), log
+
+
+def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
+    return Pending(at, StepMetrics(jnp.float32(loss), jnp.float32(0.5), jnp.float32(0.1), jnp.float32(7)), answer)
+
+
+def test_one_step_behind_and_logged_when_due():
+    reports, log = reporter()
+    for at in range(1, 6):
+        assert reports.add(pending(at)) is Request.NOTHING
+        assert log.laps == [*range(1, at)]
+    assert [*log.written] == [1, 4]
+    assert reports.finish(stopping=False) is Request.NOTHING and log.laps[-1] == 5 and [*log.written] == [1, 4]
+    figures = {"step_time_s": 0.5, "tokens_per_s": 200.0, "mfu": None}
+    assert log.written[4] == pytest.approx({"loss": 2.0, "grad_norm": 0.5, "learning_rate": 0.1, "tokens": 400, **figures})
+
+
+def test_a_run_that_stops_logs_its_last_step():
+    reports, log = reporter()
+    reports.add(pending(2))
+    reports.finish(stopping=True)
+    assert [*log.written] == [2]
+
+
+def test_the_answer_is_that_of_the_step_before():
+    reports, _ = reporter()
+    reports.add(pending(1, answer=lambda: Request.STOP))
+    assert reports.add(pending(2, answer=lambda: Request.SAVE)) is Request.STOP
+    assert reports.finish(stopping=True) is Request.SAVE
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_logged_and_ends_the_run(loss):
+    reports, log = reporter()
+    reports.add(pending(3, loss))
+    with pytest.raises(LossError, match=r"the loss is (nan|inf) \(gradient norm 0.5\) at step 2: its rows; the last checkpoint is kept"):
+        reports.add(pending(4))
+    assert [*log.written] == [3]
+
+
+def test_independent_replicas_are_put_together_only_where_they_meet():
+    calls = []
+
+    def mean(metrics):
+        calls.append(metrics)
+        return mean_over_replicas(metrics)
+
+    reports, log = reporter(mean_metrics=mean)
+    over_replicas = NamedSharding(make_mesh((2, 1, 1, 1, 1, 1), jax.devices()[:2]), PartitionSpec(REPLICA))
+    each = StepMetrics(*(jax.device_put(np.float32(pair), over_replicas) for pair in ([1, np.nan], [1, 1], [0.1, 0.1], [10, 30])))
+    reports.add(Pending(2, each, no_request))
+    reports.add(Pending(3, each, no_request))  # step 2 is not logged: a replica's loss ends nothing yet
+    assert not calls and not log.written
+    with pytest.raises(LossError):
+        reports.finish(stopping=False)
+    assert len(calls) == 1
+
+
+def test_losses_are_weighted_by_tokens():
+    each = StepMetrics(jnp.array([1.0, 3.0]), jnp.array([1.0, 2.0]), jnp.array([0.1, 0.1]), jnp.array([10.0, 30.0]))
+    mean = {name: float(value) for name, value in mean_over_replicas(each).by_name().items()}
+    assert mean == pytest.approx({"loss": 2.5, "grad_norm": 1.5, "learning_rate": 0.1, "tokens": 40.0})
+
+
+def test_validation_is_logged_where_there_is_any():
+    reports, log = reporter()
+    reports.validation(4, None)
+    reports.validation(5, 1.25)
+    assert log.written == {5: {"validation_loss": 1.25}} and log.shown == ["step 5: validation loss 1.2500 nats a token"]
+
+
+def test_evaluation_weighs_batches_by_their_tokens():
+    from jaxtrain.training.evaluation import Evaluation
+
+    compiled = []
+    lowered = types.SimpleNamespace(compile=lambda: compiled.append(1) or (lambda params, batch: batch))
+    evaluate = types.SimpleNamespace(lower=lambda *arguments: lowered)
+    held_out = types.SimpleNamespace(batches=2, iterate=lambda: iter([(1.0, 10.0), (2.0, 30.0)]), specification=dict)
+    evaluation = Evaluation(evaluate, {}, held_out)
+    assert not compiled  # only when it is asked for
+    assert evaluation.loss({}) == evaluation.loss({}) == 1.75 and len(compiled) == 1
+    assert Evaluation(evaluate, {}, types.SimpleNamespace(batches=0)).loss({}) is None
+    assert Evaluation(evaluate, {}, types.SimpleNamespace(batches=1, iterate=lambda: [(0.0, 0.0)], specification=dict)).loss({}) is None
