@@ -101,7 +101,7 @@ def plain_step(cfg: Config):
     optimizer = make_optimizer(cfg.optimizer, cfg.train.steps, specs)
 
     def mean_loss(params, batch):
-        losses = optax.softmax_cross_entropy_with_integer_labels(transformer.forward(parts, params, batch["tokens"]), batch["targets"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(transformer.logits(parts, params, batch["tokens"]), batch["targets"])
         return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
     @jax.jit
