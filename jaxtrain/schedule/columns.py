@@ -63,7 +63,7 @@ Array = Any  # numpy's or JAX's
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TickColumns:
-    """The table for one stage after the other, or with leading dimensions [ticks] or [ticks, stages] for more of it; int32.
+    """A table by ops: int32 arrays [ticks, stages]; [ticks] inside the runtime, where a device has its own stage's; scalars inside a tick.
 
     microbatch:  of the cell
     embed_microbatch, head_microbatch, embed_gradient_microbatch: of these ops

@@ -29,6 +29,7 @@ LAYERS_PER_OP = (0, 1)
 # The sample's own values, so that few models serve all of its cases: one batch, and fewer layers where that many are not needed.
 SAMPLE_SEQUENCES = 48
 SAMPLE_MICROBATCHES = (1, 3, 6, 8, 12)
+SAMPLE_LAYERS_PER_OP = (0, 2)
 FEW_LAYERS = (8, 9)  # 9 are uneven on 2 and 4 stages
 DRAWS = 3  # of what is left open, for every combination from which the sample is chosen
 
@@ -51,27 +52,24 @@ class Case:
     def __str__(self) -> str:
         name, repeats = self.schedule
         text = f"{'x'.join(map(str, self.mesh))}-{name}{repeats}-{self.remat}-{self.microbatches}mb-{self.layers}L{'-tied' * self.tied}"
-        return f"{text}-{self.permute}-{self.vocabulary}{'-by_layer' * self.layers_per_op}"
+        return f"{text}-{self.permute}-{self.vocabulary}{f'-{self.layers_per_op}_per_op' * (self.layers_per_op > 0)}"
+
+    @property
+    def longest_chunk(self) -> int:
+        """Layers; at least so many where `auto` may choose two chunks a stage."""
+        return -(-self.layers // (self.mesh[1] * (self.schedule[1] or 2)))
 
     @property
     def factors(self) -> dict[str, object]:
         """What the compiled program and its arithmetic depend on. That each schedule's table is right is shown without compiling
         (tests/schedule/test_columns.py), so schedules count by family here, and microbatches by what they are to the stages."""
         data, stages, model = self.mesh
-        found: dict[str, object] = {
-            "stages": stages,
-            "data": data > 1,
-            "model": model > 1,
-            "microbatches": to_stages(self.microbatches, stages),
-        }
+        found: dict[str, object] = {"stages": stages, "data": data > 1, "model": model > 1}
+        found["microbatches"] = to_stages(self.microbatches, stages)
         found |= {"remat": self.remat, "uneven": bool(self.layers % 2), "tied": self.tied}
         if stages > 1:
-            found |= {
-                "family": family(*self.schedule),
-                "permute": self.permute,
-                "vocabulary": self.vocabulary,
-                "by layer": self.layers_per_op,
-            }
+            found |= {"family": family(*self.schedule), "permute": self.permute, "vocabulary": self.vocabulary}
+            found["cut"] = 0 < self.layers_per_op < self.longest_chunk
         return found
 
     @property
@@ -122,9 +120,9 @@ def sample() -> tuple[Case, ...]:
     cases = []
     for _, stages, schedule, remat, m in itertools.product(range(DRAWS), STAGED, SCHEDULES, REMATS, SAMPLE_MICROBATCHES):
         meshes = [mesh for mesh in STAGED[stages] if SAMPLE_SEQUENCES % (m * mesh[0]) == 0]
-        layers = FEW_LAYERS if stages * max(2, schedule[1]) <= min(FEW_LAYERS) else LAYERS  # `auto` may choose two chunks
+        layers = FEW_LAYERS if stages <= 4 and schedule[1] <= 2 else LAYERS  # `auto` may choose two chunks
         if meshes and stages * schedule[1] <= min(layers):
-            cases.append(draw(random, meshes, schedule, remat, m, layers, SAMPLE_SEQUENCES))
+            cases.append(draw(random, meshes, schedule, remat, m, layers, SAMPLE_SEQUENCES, SAMPLE_LAYERS_PER_OP))
     for mesh, remat, m in itertools.product(ALONE, REMATS, SAMPLE_MICROBATCHES):
         if SAMPLE_SEQUENCES % (m * mesh[0]) == 0:
             cases.append(draw(random, [mesh], ("1f1b", 1), remat, m, FEW_LAYERS, SAMPLE_SEQUENCES))
@@ -139,6 +137,7 @@ def draw(
     microbatches: int,
     layers: Sequence[int],
     sequences: int,
+    layers_per_op: Sequence[int] = LAYERS_PER_OP,
 ) -> Case:
     """A case whose other factors are chosen by chance; those that mean nothing on one stage are always the same there."""
     pick = lambda values: values[random.integers(len(values))]
@@ -151,7 +150,7 @@ def draw(
         tied=bool(pick((0, 1))),
         permute=pick(PERMUTES),
         vocabulary=pick(VOCABULARIES),
-        layers_per_op=pick(LAYERS_PER_OP),
+        layers_per_op=pick(layers_per_op),
         sequences=sequences,
     )
     return case if case.mesh[1] > 1 else dataclasses.replace(case, permute="auto", vocabulary="parallel", layers_per_op=0)

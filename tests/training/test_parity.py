@@ -52,7 +52,7 @@ def test_the_sample_has_every_pair():
         "remat": set(matrix.REMATS),
         "permute": set(matrix.PERMUTES),
         "vocabulary": set(matrix.VOCABULARIES),
-        "layers_per_op": set(matrix.LAYERS_PER_OP),
+        "layers_per_op": set(matrix.SAMPLE_LAYERS_PER_OP),
         "tied": {False, True},
         "microbatches": set(matrix.SAMPLE_MICROBATCHES),
     }
