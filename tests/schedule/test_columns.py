@@ -12,6 +12,7 @@ from jaxtrain.schedule.columns import CELL_OPS, STAYS, TAKES, TickColumns, cell_
 from jaxtrain.schedule.orders import PLACES
 from jaxtrain.schedule.slots import SlottedTable, assign_slots
 from jaxtrain.schedule.table import Op
+from jaxtrain.schedule.validator import check
 
 
 @pytest.mark.parametrize("permute", ["late", "aligned", "early", "spaced"])
@@ -23,6 +24,7 @@ def test_replay_of_every_schedule(permute):
 @pytest.mark.parametrize("seed", range(30))
 def test_replay_of_random_tables(seed):
     table = random_table(random.Random(seed))
+    check(table)
     assert Replay(assign_slots(table)).run() == expected(table)
 
 

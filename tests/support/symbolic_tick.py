@@ -17,7 +17,6 @@ from jaxtrain.schedule.columns import (
     SENDS,
     STAYS,
     TAKES,
-    WAY,
     Copy,
     TickColumns,
     cell_op,
