@@ -60,12 +60,12 @@ def times_of(found: dict[str, float], table, shares):
     """The simulator's Times: of a microbatch on a whole stage."""
     from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, cell_op, permute_op
     from jaxtrain.schedule.simulate import Times
-    from jaxtrain.schedule.table import Permute, local_index
+    from jaxtrain.schedule.table import Permute, local_unit_of
 
     per_stage = {}
     for op, kinds in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
         seconds, part = 0.0, 0.0
-        for g, u in enumerate(local_index(table.stage_of)):
+        for g, u in enumerate(local_unit_of(table.stage_of)):
             measured = [found[cell_op(kind, u)] for kind in kinds if cell_op(kind, u) in found]
             if measured:
                 seconds, part = seconds + statistics.mean(measured), part + shares[g]

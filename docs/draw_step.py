@@ -38,6 +38,7 @@ from jaxtrain.schedule.columns import (  # noqa: E402
 )
 from jaxtrain.schedule.slots import assign_slots  # noqa: E402
 from jaxtrain.schedule.table import Op, Permute, wraps  # noqa: E402
+from jaxtrain.schedule.table_spec import TableSpec  # noqa: E402
 from jaxtrain.schedule.validator import check  # noqa: E402
 
 PICTURE = ROOT / "docs" / "step.svg"
@@ -59,7 +60,7 @@ NARROW, PERMUTE = 0.32, 1.1  # widths of an op that no stage runs in the tick, a
 @functools.cache
 def ticks() -> TickTable:
     """The ticks of the picture's table."""
-    table = make_table(SCHEDULE, STAGES, REPEATS, MICROBATCHES, permute="late", vocabulary="parallel")
+    table = make_table(TableSpec(SCHEDULE, STAGES, REPEATS, MICROBATCHES, permute="late", vocabulary="parallel"))
     check(table)
     return tick_table(assign_slots(table))
 

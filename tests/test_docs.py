@@ -22,6 +22,7 @@ from jaxtrain.schedule import __main__ as schedule_command
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import CSV, SCHEDULES
 from jaxtrain.schedule.slots import assign_slots
+from jaxtrain.schedule.table_spec import TableSpec
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
 README, ARCHITECTURE, FEATURES = ((ROOT / name).read_text() for name in ("README.md", "docs/architecture.md", "docs/features.md"))
@@ -284,7 +285,7 @@ def test_the_slots_are_those_of_the_tables():
     for name, repeats, *shown in rows:
         assert int(repeats or 1) == SCHEDULES[name].least_repeats
         for (kind, full), numbers in zip((("activation", True), ("residual_w", False), ("weight_stash", False)), shown, strict=True):
-            tables = [make_table(name, 4, int(repeats or 1), m, permute="late", remat_full=full) for m in (8, 64)]
+            tables = [make_table(TableSpec(name, 4, int(repeats or 1), m, permute="late", remat_full=full)) for m in (8, 64)]
             assert [assign_slots(table).pool_sizes[kind] for table in tables] == [int(n) for n in numbers.split(", ")], (name, kind)
 
 

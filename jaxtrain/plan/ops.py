@@ -310,7 +310,7 @@ def head(sizes: Sizes) -> Iterator[Collective]:
 
 
 def _prediction(sizes: Sizes, leaves: dict[str, Leaf]) -> Iterator[Collective]:
-    """Of a module, forward and backward at once (Ends._predict)."""
+    """Of a module, forward and backward at once (EmbeddingAndHead._predict)."""
     width = sizes.model.width
     yield from gathers(sizes, leaves)
     yield from reductions_in_op(sizes, leaves)

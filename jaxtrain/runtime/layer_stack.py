@@ -3,7 +3,8 @@
 The number of layers may differ between stages; the loop's bound is then this stage's own, and a stage with fewer layers
 does less work. A single layer needs no loop.
 
-Shape suffixes are not used: x, y and their gradients g are [B, T, D] of the compute type, `extra` what a layer reads beside them.
+x and y are the unit's input and output, g the gradient of one of them: [B, T, D] of the compute type. `extra` is what a layer reads
+beside x.
 """
 
 import dataclasses

@@ -215,21 +215,21 @@ class Runtime:
     def _scan(self, constants: Constants, state: TickState, columns: TickColumns) -> TickState:
         """The state after the last tick, from what it has of losses and gradient sums before the first."""
         stage_of = self.placement.stage_of
-        ends = EmbeddingAndHead(
+        embedding_and_head = EmbeddingAndHead(
             self.parts, self.loss_chunk, self.compute, stage_of[0], stage_of[-1], self.shares_vocabulary, self.zero, self.reductions
         )
         message = (*constants.batch["tokens"].shape[1:], self.parts.cfg.width)
-        split = self._split(message, jax.eval_shape(lambda batch: ends.extra(batch, 0), constants.batch))
+        split = self._split(message, jax.eval_shape(lambda batch: embedding_and_head.extra(batch, 0), constants.batch))
         stacks = [
             LayerStack(self._layer, split, self.placement, u, lax.axis_index(STAGE), self.zero, self.reductions["layers"][str(u)])
             for u in range(self.placement.units_per_stage)
         ]
         tick: Callable[[TickState, TickColumns], TickState]
         if self._ticks is None:
-            one = Accumulate(ends, stacks[0], self.remat == "full", self.offload_activations, constants)
+            one = Accumulate(embedding_and_head, stacks[0], self.remat == "full", self.offload_activations, constants)
             tick = one.add_loss if state.gradients is None else one.add_gradients
         else:
-            tick, state = Tick(ends, stacks, self._ticks, constants), self._with_buffers(state, self._ticks, split, message)
+            tick, state = Tick(embedding_and_head, stacks, self._ticks, constants), self._with_buffers(state, self._ticks, split, message)
         ticks = jax.tree.map(lambda column: column[:, 0], columns)
         return lax.scan(lambda state, columns: (tick(state, columns), None), state, ticks)[0]
 

@@ -41,6 +41,7 @@ from jaxtrain.schedule.columns import (
 )
 from jaxtrain.schedule.table import Op, Permute, wraps
 
+# Here, as schedule/ does without JAX.
 jax.tree_util.register_dataclass(TickColumns, data_fields=sorted(fields(TickColumns)), meta_fields=[])
 
 Run = Callable[[TickState, Constants, TickColumns], TickState]
@@ -115,20 +116,19 @@ class Accumulate:
     def add_gradients(self, state: TickState, columns: TickColumns) -> TickState:
         """The state with the microbatch's losses and gradients."""
         constants, microbatch = self._constants(columns)
-        ends, layers = self.embedding_and_head, constants.params["layers"]["0"]
-        extra = ends.extra(constants.batch, microbatch)
+        params, extra = constants.params["layers"]["0"], self.embedding_and_head.extra(constants.batch, microbatch)
         with jax.named_scope(EMBED):
-            x = ends.embed(constants, microbatch)
+            x = self.embedding_and_head.embed(constants, microbatch)
         with jax.named_scope(cell_op("F", 0)):
             keeping: Callable = self.stack.output_keeping_inputs if self.recompute else self.stack.output_keeping_residuals
-            y, kept = keeping(layers, x, extra, self.on_host)
+            y, kept = keeping(params, x, extra, self.on_host)
         with jax.named_scope(HEAD):
-            state, g = ends.loss_and_gradients(state, constants, microbatch, y)
+            state, g = self.embedding_and_head.loss_and_gradients(state, constants, microbatch, y)
         with jax.named_scope(cell_op("B", 0)):
             gradients_from: Callable = self.stack.gradients_from_inputs if self.recompute else self.stack.gradients_from_residuals
-            sums, g = gradients_from(layers, state.gradients["layers"]["0"], extra, kept, g)
+            sums, g = gradients_from(params, state.gradients["layers"]["0"], extra, kept, g)
         with jax.named_scope(EMBED_GRADIENT):
-            embedding = ends.embed_gradient(state.gradients, constants, microbatch, g)
+            embedding = self.embedding_and_head.embed_gradient(state.gradients, constants, microbatch, g)
         return merged(state, TickState(gradients={"layers": {"0": sums}, **embedding}))
 
 
@@ -315,12 +315,18 @@ class Tick:
     def _input_gradient(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
         pools, slots = Residuals(state.residual_b, state.residual_w), self._residual_slots(columns)
         g, extra = read_at(state.gradient, columns.slots["gradient"]), self._extra(constants, columns)
-        layers, stash = constants.params["layers"][str(unit)], (state.weight_stash, columns.slots["weight_stash"])
-        g, weight_stash = self.stacks[unit].input_gradient(layers, extra, pools, slots, g, *stash)
+        params, slot = constants.params["layers"][str(unit)], columns.slots["weight_stash"]
+        g, weight_stash = self.stacks[unit].input_gradient(params, extra, pools, slots, g, state.weight_stash, slot)
         return dataclasses.replace(state, weight_stash=weight_stash, **{self.ticks.result_buffers[Op.B, unit]: g})
 
     def _weight_gradient(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
-        layers, sums = constants.params["layers"][str(unit)], state.gradients["layers"][str(unit)]
-        for_w, stash = (state.residual_w, columns.slots["residual_w"]), (state.weight_stash, columns.slots["weight_stash"])
-        sums = self.stacks[unit].weight_gradient(layers, sums, self._extra(constants, columns), *for_w, *stash)
+        sums = self.stacks[unit].weight_gradient(
+            constants.params["layers"][str(unit)],
+            state.gradients["layers"][str(unit)],
+            self._extra(constants, columns),
+            state.residual_w,
+            columns.slots["residual_w"],
+            state.weight_stash,
+            columns.slots["weight_stash"],
+        )
         return dataclasses.replace(state, gradients={"layers": {str(unit): sums}})

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.schedule.slots import KINDS, SHARED_SLOTS, SlottedTable
+from jaxtrain.schedule.slots import MESSAGES, POOLS, SHARED_SLOTS, SlottedTable
 from jaxtrain.schedule.table import Op, Permute, Table, directions
+from jaxtrain.schedule.transport import waiting
 
 RESULT = "result"
 WAY = {"up": 1, "down": -1}  # buffer by which a message leaves → the step from its stage to the other one
 BUFFERS = (*WAY, RESULT)
 ARRIVED = {"up": "up_arrived", "down": "down_arrived"}  # that buffer → the one in which its message is found on the other stage
-MESSAGES = ("activation", "gradient")
 CELL_OPS = ("F", "K", "R", "B", "W")
 EMBED, HEAD, EMBED_GRADIENT = "embed", "head", "embed_gradient"
 
@@ -56,14 +56,14 @@ class Copy:
 TAKES = tuple(Copy(f"take_{way}_{message}", ARRIVED[way], message, f"{way}_{message}") for message in MESSAGES for way in WAY)
 SENDS = tuple(Copy(f"send_{way}", RESULT, way) for way in WAY)
 STAYS = tuple(Copy(f"stay_{message}_{buffer}", buffer, message, f"stay_{message}") for message in MESSAGES for buffer in BUFFERS)
-TICK_SLOTS = (*KINDS, *dict.fromkeys(copy.slot for copy in (*TAKES, *STAYS)))  # the slots that differ between stages
+TICK_SLOTS = (*POOLS, *dict.fromkeys(copy.slot for copy in (*TAKES, *STAYS)))  # the slots that differ between stages
 
 Array = Any  # numpy's or JAX's
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TickColumns:
-    """The table for one stage after the other, or with leading dimensions [ticks] or [ticks, stages] for more of it; int32.
+    """A table by ops: int32 arrays [ticks, stages]; [ticks] inside the runtime, where a device has its own stage's; scalars inside a tick.
 
     microbatch:  of the cell
     embed_microbatch, head_microbatch, embed_gradient_microbatch: of these ops
@@ -124,31 +124,17 @@ def permutes(table: Table) -> dict[str, int]:
 
 def result_buffers(slotted: SlottedTable) -> dict[tuple[Op, int], str]:
     """(F or B, local unit) → the buffer into which the op writes its result on every stage."""
-    table, unsent, buffers = slotted.table, _unsent(slotted), {}
+    table, buffers = slotted.table, {}
+    unsent = waiting(table)
     for op in (Op.F, Op.B):
         for u in range(units(table)):
             cells = (table.op == op) & (table.local_unit == u)
             leaves_by = [way for way, step in WAY.items() if (cells & (slotted.send == step)).any()]
             stays = cells & (slotted.send == 0)
             # A result that stays passes through the buffer too, which must not hold a message then.
-            direct = len(leaves_by) == 1 and not (unsent[leaves_by[0]] & stays).any()
+            direct = len(leaves_by) == 1 and not (unsent[WAY[leaves_by[0]]] & stays).any()
             buffers[op, u] = leaves_by[0] if direct else RESULT
     return buffers
-
-
-def _unsent(slotted: SlottedTable) -> dict[str, np.ndarray]:
-    """Buffer → bool [ticks, stages]: whether it holds a message that is still to leave, before the tick's op writes."""
-    table, unsent = slotted.table, {}
-    for way, step in WAY.items():
-        unsent[way], waiting = np.zeros(table.op.shape, bool), np.zeros(table.stages, bool)
-        for t in range(table.ticks):
-            if table.permute[t] == Permute.EARLY:
-                waiting = np.zeros_like(waiting)
-            unsent[way][t] = waiting
-            waiting = waiting | (slotted.send[t] == step)
-            if table.permute[t] == Permute.LATE:
-                waiting = np.zeros_like(waiting)
-    return unsent
 
 
 def _columns(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> TickColumns:

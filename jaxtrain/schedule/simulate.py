@@ -1,34 +1,39 @@
 """What a table costs in time and memory, by two clocks.
 
     independent   each stage goes through its cells on its own and waits for messages only: what the papers on schedules assume
-    coupled       the rows as this runtime executes them: a permute is one operation of all stages, so a stage waits for its neighbours
+    coupled       the ticks as this runtime executes them: a permute is one operation of all stages, so a stage waits for its neighbours
 
-The coupled clock, for row t on stage s, with its neighbours n (only those it exchanges messages with) and the cell's time:
+The coupled clock, for one tick on stage s, with its neighbours n (only those it exchanges messages with) and the cell's time:
 
-    end[s] = start[s] + cell                                                           row without permute: next start[s] = end[s]
+    end[s] = start[s] + cell                                                           tick without permute: next start[s] = end[s]
     late permute     next start[s] = max(end[s], end[n] + message)                     begins when the op is done
-    early permute    next start[s] = max(end[s], start[n] + message)                   begins with the row, under the op
+    early permute    next start[s] = max(end[s], start[n] + message)                   begins with the tick, under the op
 
-A row's head: computed by the last unit's stage alone it takes `head` there. With the vocabulary over all stages it begins when all are
-there and the last unit's output has come (`message`), and takes head / stages on each. The embedding and its gradient likewise, with the
-first unit's stage and `embed`. What takes no time is no event and makes nobody wait.
+A tick's head takes `head` on the last unit's stage if that computes it alone. With the vocabulary over all stages it begins when all have
+come to it and the last unit's output has arrived (`message`), and takes head / stages on each. The embedding and its gradient likewise,
+with the first unit's stage and `embed`. What takes no time is no event and makes nobody wait.
 
 Times are of one microbatch on a whole stage; an op on a unit takes its share, by default stages / units. No JAX here.
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxtrain.schedule.table import Op, Permute, Table, message_ways, peak_residuals, task, wraps
+from jaxtrain.schedule.table import Cell, Op, Permute, Table, cell_name, message_ways, peak_residuals, wraps
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds, milliseconds or any other unit: of F, B, W and R for one microbatch on a whole stage, of a message, and, of one microbatch
-    on one stage, of the whole head (with loss and gradients) and of the embedding or of its gradient. `row` is what every row of the
-    table costs, also an idle one: it concerns the coupled clock."""
+    """Times of ops, in seconds, milliseconds or any other unit.
+
+    F, B, W, R:  of one microbatch on a whole stage
+    message:     of a message from a stage to its neighbour
+    head, embed: of one microbatch on one stage, the whole head with loss and gradients; the embedding, and as much for its gradient
+    tick:        of every tick of the table beside its ops, also of an idle one, by the coupled clock
+    """
 
     F: float = 1.0
     B: float = 1.0
@@ -36,7 +41,7 @@ class Times:
     message: float = 0.0
     R: float = 0.0
     head: float = 0.0
-    row: float = 0.0
+    tick: float = 0.0
     embed: float = 0.0
 
 
@@ -58,7 +63,7 @@ NAMES = ("", "F", "R", "B", "W", "H", "E")  # of events, by number: those of the
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline(Iterable[Event]):
-    """Events as arrays of one length, int32 and, of times, float64; iterated, as Events. `name` is a place in NAMES."""
+    """Events as arrays of one length, int64 and, of times, float64; iterated, as Events. `name` is a place in NAMES."""
 
     stage: np.ndarray
     name: np.ndarray
@@ -72,7 +77,8 @@ class Timeline(Iterable[Event]):
 
     def __iter__(self) -> Iterator[Event]:
         columns = (getattr(self, field.name).tolist() for field in dataclasses.fields(self))
-        return (Event(stage, NAMES[name], *others) for stage, name, *others in zip(*columns, strict=True))
+        for stage, name, unit, microbatch, start, end in zip(*columns, strict=True):
+            yield Event(stage, NAMES[name], unit, microbatch, start, end)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +91,8 @@ class Simulation:
                                        (Qi et al. 2023: the optimizer's step follows on each stage without a barrier)
     bubble_fraction_coupled            1 − busiest stage's work / step_time_coupled
     imbalance                          busiest stage's work / mean work of a stage
-    peak_residuals                     `table.peak_residuals`: in chunk stashes, from F to the end of B
-    peak_residuals_with_weight_stash        the same, to the end of W
+    peak_residuals                     of each stage, by `table.peak_residuals`: in chunks', from F to the end of B
+    peak_residuals_with_weight_stash   the same, to the end of W
     timeline, timeline_coupled         by each clock
     """
 
@@ -111,25 +117,23 @@ def simulate(table: Table, times: Times, *, shares: Sequence[float] | None = Non
     """
     timeline = independent(table, times, shares, fused_backward)
     timeline_coupled = coupled(table, times, shares)
-    p = table.stages
-    busy = np.bincount(timeline.stage, timeline.end - timeline.start, p).tolist()
-    first, last = np.full(p, np.inf), np.zeros(p)
+    busy = np.bincount(timeline.stage, timeline.end - timeline.start, table.stages).tolist()
+    first, last = np.full(table.stages, np.inf), np.zeros(table.stages)
     np.minimum.at(first, timeline.stage, timeline.start)
     np.maximum.at(last, timeline.stage, timeline.end)
-    most, step = max(busy), float(last.max())
-    span = float((last - first).max())
-    step_coupled = float(timeline_coupled.end.max())
+    busiest, step_time = max(busy), float(last.max())
+    step_time_coupled = float(timeline_coupled.end.max())
     return Simulation(
-        step,
-        step_coupled,
-        _bubble(most, step),
-        _bubble(most, span),
-        _bubble(most, step_coupled),
-        most * table.stages / sum(busy) if most else 1.0,
-        peak_residuals(table),
-        peak_residuals(table, count_weight_stash=True),
-        timeline,
-        timeline_coupled,
+        step_time=step_time,
+        step_time_coupled=step_time_coupled,
+        bubble_fraction=_bubble(busiest, step_time),
+        bubble_fraction_span=_bubble(busiest, float((last - first).max())),
+        bubble_fraction_coupled=_bubble(busiest, step_time_coupled),
+        imbalance=busiest * table.stages / sum(busy) if busiest else 1.0,
+        peak_residuals=peak_residuals(table),
+        peak_residuals_with_weight_stash=peak_residuals(table, count_weight_stash=True),
+        timeline=timeline,
+        timeline_coupled=timeline_coupled,
     )
 
 
@@ -141,33 +145,56 @@ def _durations(table: Table, times: Times, shares: Sequence[float] | None) -> np
     """float64 [ops, units + 1] → time; the last column is 0, so that −1 stands for an idle cell."""
     if shares is None:
         shares = [table.stages / table.units] * table.units
-    base = {Op.IDLE: 0.0, Op.F: times.F, Op.R: times.R, Op.B: times.B, Op.W: times.W}
-    return np.array([[*(base[op] * share for share in shares), 0.0] for op in Op])
+    whole = {Op.IDLE: 0.0, Op.F: times.F, Op.R: times.R, Op.B: times.B, Op.W: times.W}
+    return np.array([[*(whole[op] * share for share in shares), 0.0] for op in Op])
 
 
-EMBED, CELL, HEAD, EMBED_GRADIENT = range(4)  # what a row has, in this order
+EMBED, CELL, HEAD, EMBED_GRADIENT = range(4)  # the parts of a tick, in this order
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shared:
-    """A column's op: the row's microbatch or −1, what it is called, its time on a stage, the stage that has it, and whether instead all
-    stages take part and wait for each other."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ColumnOp:
+    """An op that a column of the table names, and not a cell.
+
+    column: int32 [ticks], its microbatch in each tick or −1; name: of its events, a place in NAMES; time: on a stage
+    home: the stage that has it; together: whether instead all stages take part and wait for each other
+    """
 
     column: np.ndarray
-    name: str
+    name: int
     time: float
     home: int
     together: bool
 
+    def run(self, clock: np.ndarray, lag: float) -> tuple[float, np.ndarray]:
+        """(when it begins, the stages' clocks after it). lag: what the home stage's value takes to come to all, where all take part."""
+        if self.together:
+            begin = max(clock.max(), clock[self.home] + lag)
+            return begin, np.full(len(clock), begin + self.time)
+        begin, after = clock[self.home], clock.copy()
+        after[self.home] = begin + self.time
+        return begin, after
 
-def _shared(table: Table, times: Times) -> dict[int, _Shared]:
-    p = table.stages if table.vocabulary == "parallel" else 1
-    ops = {
-        EMBED: (table.embed, "E", times.embed, table.stage_of[0]),
-        HEAD: (table.head, "H", times.head, table.stage_of[-1]),
-        EMBED_GRADIENT: (table.embed_gradient, "E", times.embed, table.stage_of[0]),
+
+def _column_ops(table: Table, times: Times) -> dict[int, _ColumnOp]:
+    """Part of a tick → its op."""
+    sharing = table.stages if table.vocabulary == "parallel" else 1
+    first, last = table.stage_of[0], table.stage_of[-1]
+    head, embed = NAMES.index("H"), NAMES.index("E")
+    return {
+        EMBED: _ColumnOp(table.embed, embed, times.embed / sharing, first, sharing > 1 and times.embed > 0),
+        HEAD: _ColumnOp(table.head, head, times.head / sharing, last, sharing > 1 and times.head > 0),
+        EMBED_GRADIENT: _ColumnOp(table.embed_gradient, embed, times.embed / sharing, first, sharing > 1 and times.embed > 0),
     }
-    return {op: _Shared(column, name, time / p, home, p > 1 and time > 0) for op, (column, name, time, home) in ops.items()}
+
+
+def _records(kind: np.dtype, **fields: Any) -> np.ndarray:
+    """[n]: records with these fields, which are broadcast against each other and flattened."""
+    arrays = np.broadcast_arrays(*fields.values())
+    records = np.zeros(arrays[0].size, kind)
+    for name, array in zip(fields, arrays, strict=True):
+        records[name] = array.ravel()
+    return records
 
 
 # --- the independent clock -------------------------------------------------------------------------------------------------------
@@ -175,167 +202,250 @@ def _shared(table: Table, times: Times) -> dict[int, _Shared]:
 
 def independent(table: Table, times: Times, shares: Sequence[float] | None = None, fused_backward: bool = False) -> Timeline:
     """The timeline of stages that wait for messages only, each in its own order; events stand by stage and time."""
-    steps = _Steps(table, times, shares, fused_backward)
-    start = _run(steps, table)
-    shown = (steps.time > 0) | (steps.unit >= 0)
-    parts = (steps.stage, steps.name, steps.unit, steps.microbatch, start, start + steps.time)
-    return Timeline(*(part[shown] for part in parts))
+    messages = _Messages(table.units, table.microbatches)
+    parts = [_cell_steps(table, times, shares, messages, fused_backward)]
+    meetings = 0
+    for part, op in _column_ops(table, times).items():
+        parts.append(_column_steps(table, times, part, op, messages, meetings))
+        meetings += len(parts[-1]) // table.stages if op.together else 0
+    steps = np.concatenate(parts)
+    steps = steps[np.lexsort((steps["part"], steps["tick"], steps["stage"]))]
+    if fused_backward:
+        _check_fused(table, steps)
+    start = _run(table, steps, messages.count, meetings)
+    shown = (steps["time"] > 0) | (steps["unit"] >= 0)
+    end = start + steps["time"]
+    steps, start, end = steps[shown], start[shown], end[shown]
+    return Timeline(steps["stage"], steps["name"], steps["unit"], steps["microbatch"], start, end)
 
 
-class _Steps:
-    """What every stage does, one after the other, as arrays with an entry a step: a cell, or a column's op on one stage.
-
-    A *fact* is the number of a message; `needs` and `gives` are −1 where there is none. `lag` is added to the time of what a step needs,
-    `delay` to the time at which its message can be read. `meeting` is the number of what all stages do together, else −1.
-    """
-
-    def __init__(self, table: Table, times: Times, shares: Sequence[float] | None, fused_backward: bool):
-        units, m, shared = table.units, table.microbatches, _shared(table, times)
-        x = lambda unit, k: unit * m + k  # of unit G: what the head reads
-        g = lambda unit, k: (units + 2 + unit) * m + k  # of unit −1: what the embedding's gradient reads
-        self.facts = (2 * units + 2) * m
-        row, stage = np.nonzero(table.op)
-        op, unit, k = (array[row, stage] for array in (table.op, table.unit, table.microbatch))
-        way = message_ways(table.stage_of, table.stages)[op, unit]
-        needs = np.select([op == Op.F, op == Op.B], [x(unit, k), g(unit, k)], -1)
-        gives = np.select([op == Op.F, op == Op.B], [x(unit + 1, k), g(unit - 1, k)], -1)
-        if fused_backward:  # what moves leaves after W
-            gives[(op == Op.B) & (way != 0)] = -1
-            w = op == Op.W
-            gives[w], way[w] = g(unit - 1, k)[w], message_ways(table.stage_of, table.stages)[Op.B, unit[w]]
-        delay = np.where(way != 0, times.message, 0.0)
-        nothing, cells = np.zeros(len(op)), np.full(len(op), CELL)
-        time = _durations(table, times, shares)[op, unit]
-        parts: list[tuple] = [(stage, row, cells, op, unit, k, needs, gives, nothing, delay, time, np.full(len(op), -1))]
-        meetings = 0
-        for kind, its in shared.items():
-            rows = np.flatnonzero(its.column >= 0)
-            k = its.column[rows]
-            stages = np.arange(table.stages) if its.together else np.array([its.home])
-            needs = {HEAD: x(units, k), EMBED_GRADIENT: g(-1, k)}.get(kind, np.full(len(k), -1))
-            gives = {HEAD: g(units - 1, k), EMBED: x(0, k)}.get(kind, np.full(len(k), -1))
-            lag = times.message if its.together else 0.0
-            meeting = np.arange(len(k)) + meetings if its.together else np.full(len(k), -1)
-            meetings += len(k) if its.together else 0
-            one = (rows, kind, NAMES.index(its.name), -1, k, needs, gives, lag, 0.0, its.time, meeting)
-            parts.append(tuple(np.broadcast_arrays(stages[:, None], *one)))
-        columns = [np.concatenate([np.ravel(part[i]) for part in parts]) for i in range(12)]
-        order = np.lexsort((columns[2], columns[1], columns[0]))
-        self.stage, _, self.kind, self.name, self.unit, self.microbatch, *others = (column[order] for column in columns)
-        self.needs, self.gives, self.lag, self.delay, self.time, self.meeting = others
-        self.begin = np.searchsorted(self.stage, np.arange(table.stages + 1)).tolist()
-        self.meetings = meetings
-        if fused_backward:
-            self._check_fused(table)
-
-    def _check_fused(self, table: Table) -> None:
-        cells = np.flatnonzero(self.kind == CELL)
-        after = np.append(cells[1:], cells[:1])
-        ends = (self.name[after] == Op.W) & np.all([a[cells] == a[after] for a in (self.stage, self.unit, self.microbatch)], axis=0)
-        if len(alone := cells[(self.name[cells] == Op.B) & ~ends]):
-            cell = int(Op.B), int(self.unit[alone[0]]), int(self.microbatch[alone[0]])
-            raise ValueError(f"fused_backward needs W right after its B; {table.name} has {task(cell, table.stage_of)} on its own")
+STEP = np.dtype(
+    [
+        ("stage", int),
+        ("tick", int),
+        ("part", int),  # of the tick
+        ("name", int),  # a place in NAMES
+        ("unit", int),  # −1: of none
+        ("microbatch", int),
+        ("needs", int),  # the number of a message, −1: none
+        ("gives", int),  # the number of a message, −1: none
+        ("lag", float),  # from when the message can be read until the step can begin
+        ("delay", float),  # from the step's end until its message can be read
+        ("time", float),
+        ("meeting", int),  # the number of what all stages do together, −1: nothing
+    ]
+)  # what a stage does after another: a cell, or a column's op
 
 
-def _run(steps: _Steps, table: Table) -> np.ndarray:
-    """When each step starts. Lists and one loop: there are hundreds of thousands of steps, each waits for others."""
-    needs, gives, meeting = steps.needs.tolist(), steps.gives.tolist(), steps.meeting.tolist()
-    lag, delay, time = steps.lag.tolist(), steps.delay.tolist(), steps.time.tolist()
-    there = [-1.0] * steps.facts  # when each message can be read
-    came, begins, counted = [0] * steps.meetings, [0.0] * steps.meetings, [False] * len(needs)
+@dataclasses.dataclass(frozen=True)
+class _Messages:
+    """Numbers of messages: activations for units 0 … units (the head), gradients for units −1 (the embedding's) … units − 1."""
+
+    units: int
+    microbatches: int
+
+    @property
+    def count(self) -> int:
+        """Messages in all."""
+        return (2 * self.units + 2) * self.microbatches
+
+    def activation(self, unit: Any, microbatch: np.ndarray) -> np.ndarray:
+        """The input of a unit."""
+        return unit * self.microbatches + microbatch
+
+    def gradient(self, unit: Any, microbatch: np.ndarray) -> np.ndarray:
+        """The gradient of a unit's output."""
+        return (self.units + 2 + unit) * self.microbatches + microbatch
+
+
+def _cell_steps(table: Table, times: Times, shares: Sequence[float] | None, messages: _Messages, fused_backward: bool) -> np.ndarray:
+    """The steps of the cells, STEP [cells]."""
+    tick, stage = np.nonzero(table.op)
+    op, unit, microbatch = (array[tick, stage] for array in (table.op, table.unit, table.microbatch))
+    ways = message_ways(table.stage_of, table.stages)
+    way = ways[op, unit]
+    forward, backward = op == Op.F, op == Op.B
+    needs = np.select([forward, backward], [messages.activation(unit, microbatch), messages.gradient(unit, microbatch)], -1)
+    gives = np.select([forward, backward], [messages.activation(unit + 1, microbatch), messages.gradient(unit - 1, microbatch)], -1)
+    if fused_backward:  # what moves leaves after W
+        gives[backward & (way != 0)] = -1
+        weights = op == Op.W
+        gives[weights] = messages.gradient(unit - 1, microbatch)[weights]
+        way[weights] = ways[Op.B, unit[weights]]
+    return _records(
+        STEP,
+        stage=stage,
+        tick=tick,
+        part=CELL,
+        name=op,
+        unit=unit,
+        microbatch=microbatch,
+        needs=needs,
+        gives=gives,
+        lag=0.0,
+        delay=np.where(way != 0, times.message, 0.0),
+        time=_durations(table, times, shares)[op, unit],
+        meeting=-1,
+    )
+
+
+def _column_steps(table: Table, times: Times, part: int, op: _ColumnOp, messages: _Messages, meetings: int) -> np.ndarray:
+    """The steps of a column's op, STEP [stages that take part · microbatches]; meetings are numbered from `meetings` on."""
+    ticks = np.flatnonzero(op.column >= 0)
+    microbatch = op.column[ticks]
+    needs, gives = np.full(len(ticks), -1), np.full(len(ticks), -1)
+    if part == EMBED:
+        gives = messages.activation(0, microbatch)
+    elif part == HEAD:
+        needs, gives = messages.activation(table.units, microbatch), messages.gradient(table.units - 1, microbatch)
+    else:
+        needs = messages.gradient(-1, microbatch)
+    stages = np.arange(table.stages) if op.together else np.array([op.home])
+    return _records(
+        STEP,
+        stage=stages[:, None],
+        tick=ticks,
+        part=part,
+        name=op.name,
+        unit=-1,
+        microbatch=microbatch,
+        needs=needs,
+        gives=gives,
+        lag=times.message if op.together else 0.0,
+        delay=0.0,
+        time=op.time,
+        meeting=np.arange(len(ticks)) + meetings if op.together else -1,
+    )
+
+
+def _check_fused(table: Table, steps: np.ndarray) -> None:
+    """ValueError for a B whose W is not the next cell of its stage."""
+    cells = steps[steps["part"] == CELL]
+    following = np.roll(cells, -1)
+    same = np.all([cells[name] == following[name] for name in ("stage", "unit", "microbatch")], axis=0)
+    alone = cells[(cells["name"] == Op.B) & ~(same & (following["name"] == Op.W))]
+    if len(alone):
+        cell = Cell(int(Op.B), int(alone[0]["unit"]), int(alone[0]["microbatch"]))
+        raise ValueError(f"fused_backward needs W right after its B; {table.name} has {cell_name(cell, table.stage_of)} on its own")
+
+
+def _run(table: Table, steps: np.ndarray, messages: int, meetings: int) -> np.ndarray:
+    """float64 [steps]: when each step starts. Lists and one loop: there are hundreds of thousands of steps, each waits for others."""
+    needs, gives, meeting = steps["needs"].tolist(), steps["gives"].tolist(), steps["meeting"].tolist()
+    lag, delay, time = steps["lag"].tolist(), steps["delay"].tolist(), steps["time"].tolist()
+    bounds = np.searchsorted(steps["stage"], np.arange(table.stages + 1)).tolist()
+    readable = [-1.0] * messages  # when each message can be read
+    arrived, begins, counted = [0] * meetings, [0.0] * meetings, [False] * len(needs)
     start = [0.0] * len(needs)
-    at, clock = steps.begin[:-1], [0.0] * table.stages
-    todo = [s for s in range(table.stages) if at[s] < steps.begin[s + 1]]
-    while todo:
-        before = list(at)
-        for s in todo:
-            now, i, end = clock[s], at[s], steps.begin[s + 1]
-            while i < end:
+    following, clock = bounds[:-1], [0.0] * table.stages
+    unfinished = [stage for stage in range(table.stages) if following[stage] < bounds[stage + 1]]
+    while unfinished:
+        before = list(following)
+        for stage in unfinished:
+            now, step, end = clock[stage], following[stage], bounds[stage + 1]
+            while step < end:
                 begin = now
-                if needs[i] >= 0:
-                    come = there[needs[i]]
+                if needs[step] >= 0:
+                    come = readable[needs[step]]
                     if come < 0:
                         break
-                    begin = max(begin, come + lag[i])
-                if meeting[i] >= 0:
-                    n = meeting[i]
-                    if not counted[i]:
-                        counted[i], came[n], begins[n] = True, came[n] + 1, max(begins[n], begin)
-                    if came[n] < table.stages:
+                    begin = max(begin, come + lag[step])
+                if meeting[step] >= 0:
+                    together = meeting[step]
+                    if not counted[step]:
+                        counted[step], arrived[together], begins[together] = True, arrived[together] + 1, max(begins[together], begin)
+                    if arrived[together] < table.stages:
                         break
-                    begin = begins[n]
-                start[i] = begin
-                now = begin + time[i]
-                if gives[i] >= 0:
-                    there[gives[i]] = now + delay[i]
-                i += 1
-            clock[s], at[s] = now, i
-        if at == before:
-            raise ValueError(f"{table.name}: stages {todo} wait for each other; check the table first")
-        todo = [s for s in todo if at[s] < steps.begin[s + 1]]
+                    begin = begins[together]
+                start[step] = begin
+                now = begin + time[step]
+                if gives[step] >= 0:
+                    readable[gives[step]] = now + delay[step]
+                step += 1
+            clock[stage], following[stage] = now, step
+        if following == before:
+            raise ValueError(f"{table.name}: stages {unfinished} wait for each other; check the table first")
+        unfinished = [stage for stage in unfinished if following[stage] < bounds[stage + 1]]
     return np.array(start)
 
 
 # --- the coupled clock -----------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class Starts:
+    """When things start by the coupled clock, as `walk` finds it.
+
+    cells: of each tick, float64 [stages]; column_ops: part of a tick → the (tick, time) of its op, where it takes time
+    """
+
+    cells: list[np.ndarray] = dataclasses.field(default_factory=list)
+    column_ops: dict[int, list[tuple[int, float]]] = dataclasses.field(default_factory=lambda: {EMBED: [], HEAD: [], EMBED_GRADIENT: []})
+
+
+STARTED = np.dtype(
+    [("tick", int), ("part", int), ("stage", int), ("name", int), ("unit", int), ("microbatch", int), ("start", float), ("end", float)]
+)
+
+
 def coupled(table: Table, times: Times, shares: Sequence[float] | None = None) -> Timeline:
-    """The timeline of the rows as this runtime executes them; events stand by row, in the order of what a row has, and by stage."""
-    starts: list[np.ndarray] = []
-    shared_starts: dict[int, list[tuple[int, float]]] = {EMBED: [], HEAD: [], EMBED_GRADIENT: []}
-    walk(table, times, shares, starts, shared_starts)
-    row, stage = np.nonzero(table.op)
-    op, unit, k = (array[row, stage] for array in (table.op, table.unit, table.microbatch))
-    start = np.array(starts).reshape(table.op.shape)[row, stage]
-    parts: list[tuple] = [(row, np.full(len(row), CELL), stage, op, unit, k, start, start + _durations(table, times, shares)[op, unit])]
-    for kind, its in _shared(table, times).items():
-        stages = np.arange(table.stages) if its.together else np.array([its.home])
-        rows, begins = (np.array([pair[i] for pair in shared_starts[kind]], kind_of) for i, kind_of in ((0, int), (1, float)))
-        k, begin = its.column[rows][:, None], begins[:, None]
-        parts.append(tuple(np.broadcast_arrays(rows[:, None], kind, stages, NAMES.index(its.name), -1, k, begin, begin + its.time)))
-    columns = [np.concatenate([np.ravel(part[i]) for part in parts]) for i in range(8)]
-    order = np.lexsort((columns[2], columns[1], columns[0]))
-    return Timeline(*(column[order] for column in columns[2:]))
+    """The timeline of the ticks as this runtime executes them; events stand by tick, in the order of a tick's parts, and by stage."""
+    starts = Starts()
+    walk(table, times, shares, starts)
+    tick, stage = np.nonzero(table.op)
+    op, unit, microbatch = (array[tick, stage] for array in (table.op, table.unit, table.microbatch))
+    start = np.array(starts.cells).reshape(table.op.shape)[tick, stage]
+    end = start + _durations(table, times, shares)[op, unit]
+    parts = [_records(STARTED, tick=tick, part=CELL, stage=stage, name=op, unit=unit, microbatch=microbatch, start=start, end=end)]
+    for part, column_op in _column_ops(table, times).items():
+        stages = np.arange(table.stages) if column_op.together else np.array([column_op.home])
+        ticks = np.array([tick for tick, _ in starts.column_ops[part]], int)[:, None]
+        begin = np.array([begin for _, begin in starts.column_ops[part]], float)[:, None]
+        parts.append(
+            _records(
+                STARTED,
+                tick=ticks,
+                part=part,
+                stage=stages,
+                name=column_op.name,
+                unit=-1,
+                microbatch=column_op.column[ticks],
+                start=begin,
+                end=begin + column_op.time,
+            )
+        )
+    events = np.concatenate(parts)
+    events = events[np.lexsort((events["stage"], events["part"], events["tick"]))]
+    return Timeline(*(events[field.name] for field in dataclasses.fields(Timeline)))
 
 
-def walk(
-    table: Table,
-    times: Times,
-    shares: Sequence[float] | None = None,
-    starts: list[np.ndarray] | None = None,
-    shared_starts: dict[int, list[tuple[int, float]]] | None = None,
-) -> float:
-    """The coupled step time. If given, adds to `starts` when each row's cells start, float64 [stages], and to `shared_starts` the (row,
-    time) at which each column's op does that takes time."""
-    p, message, shared = table.stages, times.message, _shared(table, times)
-    closed = p > 2 and wraps(table.stage_of, p)  # stage 0 and the last one are neighbours too
+def walk(table: Table, times: Times, shares: Sequence[float] | None = None, starts: Starts | None = None) -> float:
+    """The coupled step time. If given, `starts` gets when everything starts."""
+    message, ops = times.message, _column_ops(table, times)
+    closed = table.stages > 2 and wraps(table.stage_of, table.stages)  # stage 0 and the last one are neighbours too
+    # What takes no time is left out: none of its ticks.
+    columns = {part: op.column.tolist() if op.time else [-1] * table.ticks for part, op in ops.items()}
+    # All need the home stage's value first, but for the embedding, which reads tokens.
+    lags = {EMBED: -np.inf, HEAD: message, EMBED_GRADIENT: message}
 
-    def share(kind: int, t: int, clock: np.ndarray) -> np.ndarray:
-        """The clocks after a column's op in row t."""
-        its = shared[kind]
-        if its.time == 0 or columns[kind][t] < 0:
+    def after(part: int, tick: int, clock: np.ndarray) -> np.ndarray:
+        """The stages' clocks after a column's op in a tick."""
+        if columns[part][tick] < 0:
             return clock
-        begin = clock.max() if its.together else clock[its.home]
-        if its.together and kind != EMBED:  # all need the home stage's value first
-            begin = max(begin, clock[its.home] + message)
-        if shared_starts is not None:
-            shared_starts[kind].append((t, float(begin)))
-        if its.together:
-            return np.full(p, begin + its.time)
-        clock = clock.copy()
-        clock[its.home] = begin + its.time
+        begin, clock = ops[part].run(clock, lags[part])
+        if starts is not None:
+            starts.column_ops[part].append((tick, float(begin)))
         return clock
 
-    columns = {kind: its.column.tolist() for kind, its in shared.items()}
-    start = np.zeros(p)
+    start = np.zeros(table.stages)
     duration = _durations(table, times, shares)[table.op, table.unit]
-    for t, when in enumerate(table.permute.tolist()):
-        if times.row:
-            start = start + times.row
-        begin = share(EMBED, t, start)
+    for tick, when in enumerate(table.permute.tolist()):
+        if times.tick:
+            start = start + times.tick
+        begin = after(EMBED, tick, start)
         if starts is not None:
-            starts.append(begin)
-        end = share(EMBED_GRADIENT, t, share(HEAD, t, begin + duration[t]))
+            starts.cells.append(begin)
+        end = after(EMBED_GRADIENT, tick, after(HEAD, tick, begin + duration[tick]))
         if when != Permute.NONE:
             come = (start if when == Permute.EARLY else end) + message
             end = end.copy()

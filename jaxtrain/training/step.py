@@ -74,9 +74,8 @@ def make_layout(config: Config, setup: Setup, mesh: Mesh) -> Layout:
     """Where the parameters of a resolved config lie."""
     independent = config.train.diloco_inner_steps > 0
     together = config.data.batch_size // (replicas.count(mesh) if independent else 1)  # sequences whose losses are added up
-    parts = build(
-        config.model, mesh.shape["model"], mesh.shape["stage"] if setup.shares_vocabulary else 1, config.parallel.context, together
-    )
+    vocabulary_stages = mesh.shape["stage"] if setup.shares_vocabulary else 1
+    parts = build(config.model, mesh.shape["model"], vocabulary_stages, config.parallel.context, together)
     return Layout(
         parts,
         setup.placement,

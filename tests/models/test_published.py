@@ -39,7 +39,7 @@ def test_logits_and_gradients(name):
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def run(given):
-        logits = transformer.forward(parts, published.parameters_of(case["kind"], cfg, given), published.tokens()[:, :-1])
+        logits = transformer.logits(parts, published.parameters_of(case["kind"], cfg, given), published.tokens()[:, :-1])
         return (logits * published.random("cotangent", *logits.shape)).sum(), logits
 
     (_, logits), gradients = run(given)

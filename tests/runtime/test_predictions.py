@@ -101,9 +101,10 @@ def test_where_the_modules_stand():
 
 def test_a_table_of_ones_own_that_shares_the_head(tmp_path):
     from jaxtrain.schedule import by_name, table_csv
+    from jaxtrain.schedule.table_spec import TableSpec
 
     file = tmp_path / "mine.csv"
-    file.write_text(table_csv.to_csv(by_name.make_table("1f1b", 2, 1, 4, remat_full=True, vocabulary="parallel")))
+    file.write_text(table_csv.to_csv(by_name.make_table(TableSpec("1f1b", 2, 1, 4, remat_full=True, vocabulary="parallel"))))
     cfg = small.config((1, 2, 1), f"csv:{file}", changes={"model.mtp_depth": 1})
     with pytest.raises(ConfigError, match=re.escape("model.mtp_depth=1 needs embedding and head on one stage, and csv:")):
         make_setup(cfg)

@@ -4,61 +4,69 @@ import random
 
 import numpy as np
 import pytest
-from support.pipeline_tables import grid, random_table
-from support.symbolic_tick import Replay, by_name, changed, expected
+from support.pipeline_tables import expected, grid, random_table
+from support.symbolic_tick import Replay, by_name
 
 from jaxtrain.schedule.by_name import make_forward_table, make_table
-from jaxtrain.schedule.columns import CELL_OPS, STAYS, TAKES, TickColumns, cell_op, columns, result_buffers, units
-from jaxtrain.schedule.orders import PLACES
-from jaxtrain.schedule.slots import SlottedTable, assign_slots
-from jaxtrain.schedule.table import Op
+from jaxtrain.schedule.columns import CELL_OPS, EMBED, EMBED_GRADIENT, HEAD, STAYS, TickTable, permute_op, result_buffers, tick_table
+from jaxtrain.schedule.orders import PLACEMENTS
+from jaxtrain.schedule.slots import assign_slots
+from jaxtrain.schedule.table import Op, Permute, Table
+from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check
+
+
+def replay(table: Table) -> set[tuple]:
+    return Replay(tick_table(assign_slots(table))).run()
 
 
 @pytest.mark.parametrize("permute", ["late", "aligned", "early", "spaced"])
 def test_replay_of_every_schedule(permute):
     for table in grid(permute):
-        assert Replay(assign_slots(table)).run() == expected(table), table.name
+        assert replay(table) == expected(table), table.name
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_replay_of_random_tables(seed):
     table = random_table(random.Random(seed))
     check(table)
-    assert Replay(assign_slots(table)).run() == expected(table)
+    assert replay(table) == expected(table)
 
 
 def test_replay_of_forward_tables():
     for placement in ("circular", "v"):
         for stages, repeats, microbatches in ((1, 1, 3), (2, 2, 5), (4, 2, 9)):
             for permute in ("late", "early"):
-                table = make_forward_table(PLACES[placement](stages, repeats), stages, microbatches, permute=permute)
-                assert Replay(assign_slots(table)).run() == expected(table)
+                table = make_forward_table(PLACEMENTS[placement](stages, repeats), stages, microbatches, permute=permute)
+                assert replay(table) == expected(table)
 
 
-def read_places(name: str, slotted: SlottedTable, found: TickColumns) -> np.ndarray:
+def reads_of(name: str, ticks: TickTable) -> np.ndarray:
     """bool [ticks, stages]: where something depends on a column of slots or microbatches."""
-    table, stages = slotted.table, np.arange(slotted.table.stages)
-    cells = lambda kinds: np.any([found.runs[cell_op(kind, u)] for kind in CELL_OPS if kind in kinds for u in range(units(table))], axis=0)
-    kinds = {"activation": "FKR", "gradient": "B", "residual_b": "KRB", "residual_w": "KRBW", "weight_stash": "BW", "microbatch": "FKRBW"}
-    name = name.removeprefix("slot ")
-    if name in kinds:
-        return cells(kinds[name])
-    copies = [copy.op for copy in (*TAKES, *STAYS) if copy.slot == name]
-    if copies:
-        return np.any([found.runs[op] for op in copies], axis=0)
-    op = next(op for op in ("embed_gradient", "embed", "head") if name.startswith(op))
-    return (found.runs[op] > 0) & (stages == table.stage_of[-1 if op == "head" else 0])
+    runs, table = ticks.columns.runs, ticks.slotted.table
+    any_of = lambda *ops: np.any([runs[op] for op in ops if op in runs], axis=0)
+    cells = {
+        "activation": "FKR", "gradient": "B", "residual_b": "KRB", "residual_w": "KRBW", "weight_stash": "BW", "microbatch": CELL_OPS,
+    }  # fmt: skip
+    slot = name.removesuffix("_slot")
+    if slot in cells:
+        return any_of(*(f"{kind}{unit}" for kind in cells[slot] for unit in range(2)))
+    if slot.startswith(("up", "down")):
+        return runs[f"take_{slot}"] > 0
+    if slot.startswith("stay"):
+        return any_of(*(copy.op for copy in STAYS if copy.slot == slot))
+    op = next(op for op in (EMBED_GRADIENT, EMBED, HEAD) if slot.startswith(op))
+    return (runs[op] > 0) & (np.arange(table.stages) == table.stage_of[-1 if op == HEAD else 0])
 
 
-def places_of(name: str, slotted: SlottedTable, found: TickColumns) -> list[list[int]]:
+def places_of(name: str, ticks: TickTable) -> list[list[int]]:
     """[tick, stage] of entries whose change matters; none for a column that is everywhere 0."""
-    column = by_name(found)[name]
-    if name.startswith("slot ") or name.endswith("microbatch"):
-        return np.argwhere(read_places(name, slotted, found) & (column.max() > 0)).tolist()
+    column = by_name(ticks.columns)[name]
+    if name.endswith(("_slot", "microbatch")):
+        return np.argwhere(reads_of(name, ticks) & (column.max() > 0)).tolist()
     if name.startswith("permute"):  # of a tick that sends something
-        sends = (slotted.send != 0).any(axis=1)
-        return np.argwhere(column & np.roll(sends, name == "permute_EARLY")[:, None]).tolist()
+        sends = (ticks.slotted.send != 0).any(axis=1)
+        return np.argwhere(column & np.roll(sends, name == permute_op(Permute.EARLY))[:, None]).tolist()
     return np.argwhere(column).tolist()
 
 
@@ -70,18 +78,19 @@ def test_every_change_of_a_column_is_seen(permute):
     """Another slot or microbatch, or an op left out: each column at several places where the runtime reads it."""
     schedule, repeats, remat_full = CASES[permute]
     source = random.Random(permute)
-    slotted = assign_slots(make_table(schedule, 4, repeats, 6, permute=permute, remat_full=remat_full))
-    found, seen = columns(slotted), set()
-    for name, column in by_name(found).items():
-        places = places_of(name, slotted, found)
+    table = make_table(TableSpec(schedule, 4, repeats, 6, permute=permute, remat_full=remat_full))
+    ticks = tick_table(assign_slots(table))
+    seen = set()
+    for name, column in by_name(ticks.columns).items():
+        places = places_of(name, ticks)
         for tick, stage in source.sample(places, min(3, len(places))):
-            other, most = column.copy(), int(column.max())
-            if name.startswith("slot ") or name.endswith("microbatch"):
-                other[tick, stage] = (column[tick, stage] + source.randint(1, most)) % (most + 1)
+            changed, most = column.copy(), int(column.max())
+            if name.endswith(("_slot", "microbatch")):
+                changed[tick, stage] = (column[tick, stage] + source.randint(1, most)) % (most + 1)
             else:
-                other[tick, ... if name.startswith("permute") else stage] = 0
+                changed[tick, ... if name.startswith("permute") else stage] = 0
             try:
-                assert Replay(slotted, changed(found, name, other)).run() == expected(slotted.table)
+                assert Replay(ticks, {name: changed}).run() == expected(table)
             except AssertionError:
                 seen.add(name)
             else:
@@ -91,6 +100,6 @@ def test_every_change_of_a_column_is_seen(permute):
 
 def test_results_go_through_the_buffers_of_their_way():
     """A unit whose message always goes up needs no copy of it; one on both arms of a V has none that fits."""
-    found = result_buffers(assign_slots(make_table("1f1b", 4, 1, 8, permute="late")))
-    assert found[Op.F, 0] == "up" and found[Op.B, 0] == "down"
-    assert set(result_buffers(assign_slots(make_table("zb_v", 4, 2, 8, permute="late"))).values()) >= {"up", "down"}
+    buffers = result_buffers(assign_slots(make_table(TableSpec("1f1b", 4, 1, 8, permute="late"))))
+    assert buffers[Op.F, 0] == "up" and buffers[Op.B, 0] == "down"
+    assert set(result_buffers(assign_slots(make_table(TableSpec("zb_v", 4, 2, 8, permute="late")))).values()) >= {"up", "down"}

@@ -6,15 +6,17 @@ import random
 import numpy as np
 
 from jaxtrain.schedule.by_name import make_forward_table, make_table
-from jaxtrain.schedule.orders import PLACES
+from jaxtrain.schedule.orders import PLACEMENTS
 from jaxtrain.schedule.slots import assign_slots, colour
+from jaxtrain.schedule.table_spec import TableSpec
 
 
 def test_forward_tables_keep_nothing_for_a_backward():
     for placement in ("circular", "v"):
         for stages, repeats, microbatches in ((1, 1, 3), (2, 2, 5), (4, 2, 9), (5, 1, 2)):
             for permute in ("late", "early"):
-                slotted = assign_slots(make_forward_table(PLACES[placement](stages, repeats), stages, microbatches, permute=permute))
+                table = make_forward_table(PLACEMENTS[placement](stages, repeats), stages, microbatches, permute=permute)
+                slotted = assign_slots(table)
                 assert slotted.pool_sizes["residual_b"] == slotted.pool_sizes["weight_stash"] == 0
                 assert slotted.pool_sizes["activation"] <= 2 * stages + 2  # and not the number of microbatches
 
@@ -31,13 +33,15 @@ def test_colouring_takes_as_many_slots_as_are_alive_at_once():
 
 
 def test_slots_of_1f1b_do_not_grow_with_the_microbatches():
-    few, many = (assign_slots(make_table("1f1b", 4, 1, m, permute="late")) for m in (8, 32))
+    few, many = (assign_slots(make_table(TableSpec("1f1b", 4, 1, m, permute="late"))) for m in (8, 32))
     # The first stage's four microbatches in flight; on the last one the output of F beside its input, which the head reads.
     assert few.slots_per_stage == many.slots_per_stage
     assert few.slots_per_stage["residual_b"] == (4, 3, 2, 1) and few.slots_per_stage["weight_stash"] == (1, 1, 1, 1)
 
 
 def test_recompute_keeps_inputs_in_place_of_residuals():
-    kept, rebuilt = (assign_slots(make_table("1f1b", 4, 1, 12, permute="late", remat_full=full)).slots_per_stage for full in (False, True))
+    kept, rebuilt = (
+        assign_slots(make_table(TableSpec("1f1b", 4, 1, 12, permute="late", remat_full=full))).slots_per_stage for full in (False, True)
+    )
     assert kept["residual_b"][0] == 4 and rebuilt["residual_b"] == (1, 1, 1, 1)
     assert rebuilt["activation"][0] == 4

@@ -9,176 +9,151 @@ import dataclasses
 import numpy as np
 
 from jaxtrain.schedule.columns import (
+    ARRIVED,
     BUFFERS,
     CELL_OPS,
     EMBED,
     EMBED_GRADIENT,
     HEAD,
+    RESULT,
     SENDS,
     STAYS,
     TAKES,
-    Copy,
     TickColumns,
+    TickTable,
     cell_op,
     permute_op,
-    tick_table,
-    units,
 )
-from jaxtrain.schedule.slots import KINDS as POOLS
-from jaxtrain.schedule.slots import SlottedTable
-from jaxtrain.schedule.table import Op, Permute, Table, tasks, units_of, wraps
+from jaxtrain.schedule.columns import units as units_per_stage
+from jaxtrain.schedule.slots import POOLS
+from jaxtrain.schedule.table import Op, Permute, units_of, wraps
 
 SHARED = (EMBED, HEAD, EMBED_GRADIENT)  # all stages do them together where they share the vocabulary
 Value = tuple | None  # such as ("activation", unit, microbatch); None: nothing has been written there
 
 
+def by_name(columns: TickColumns) -> dict[str, np.ndarray]:
+    """Every column by a name of its own: the fields', the ops', and the slots' with "_slot" behind them."""
+    microbatches = ("microbatch", "embed_microbatch", "head_microbatch", "embed_gradient_microbatch")
+    fields = {name: getattr(columns, name) for name in (*microbatches, "busy")}
+    return fields | columns.runs | {f"{slot}_slot": column for slot, column in columns.slots.items()}
+
+
 @dataclasses.dataclass
 class Stage:
-    """What a stage holds: pools of slots by name, and buffers: those that leave, and those in which a message arrives."""
+    """What a stage holds: pools of slots by name; the buffers that leave; what has come from the stage before (up) and after (down)."""
 
     pools: dict[str, list[Value]]
-    buffers: dict[str, Value] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """The columns of one tick on one stage."""
-
-    columns: TickColumns
-    tick: int
-    stage: int
-
-    def runs(self, op: str) -> bool:
-        return bool(self.columns.runs[op][self.tick, self.stage])
-
-    def slot(self, name: str) -> int:
-        return int(self.columns.slots[name][self.tick, self.stage])
-
-    def microbatch(self, op: str = "") -> int:
-        """That of the cell, or of an op that is no cell's."""
-        return int(getattr(self.columns, f"{op}_microbatch" if op else "microbatch")[self.tick, self.stage])
+    buffers: dict[str, Value] = dataclasses.field(default_factory=lambda: dict.fromkeys(BUFFERS))
+    arrived: dict[str, Value] = dataclasses.field(default_factory=lambda: dict.fromkeys(ARRIVED.values()))
 
 
 class Replay:
     """A table's execution. `done` has the tasks: (op, unit, microbatch), ("H", microbatch) of the head, ("E", microbatch) of the gradient
     of the embedding. AssertionError where an op does not find what it needs, or does again what has been done."""
 
-    def __init__(self, slotted: SlottedTable, columns: TickColumns | None = None):
-        """`columns`: in place of the table's own."""
-        ticks = tick_table(slotted)
-        self.table, self.result_buffers, self.permutes = slotted.table, ticks.result_buffers, ticks.permutes
-        self.columns = columns or ticks.columns
+    def __init__(self, ticks: TickTable, changed: dict[str, np.ndarray] | None = None):
+        """`changed`: columns, by name, that stand in place of the table's own."""
+        self.table, self.ticks = ticks.slotted.table, ticks
+        self.columns = by_name(ticks.columns) | (changed or {})
         self.units = units_of(self.table.stage_of, self.table.stages)
         self.done: set[tuple] = set()
-        self.stages = [Stage({pool: [None] * max(1, n) for pool, n in slotted.pool_sizes.items()}) for _ in range(self.table.stages)]
+        sizes = {pool: max(1, slots) for pool, slots in ticks.slotted.pool_sizes.items()}
+        self.stages = [Stage({pool: [None] * slots for pool, slots in sizes.items()}) for _ in range(self.table.stages)]
 
     def run(self) -> set[tuple]:
-        for tick in range(self.table.ticks):
-            rows = [Row(self.columns, tick, stage) for stage in range(self.table.stages)]
-            for stage, row in zip(self.stages, rows, strict=True):
-                for copy in TAKES:
-                    self.copy(copy, stage, row)
-            self.permute(Permute.EARLY, rows)
-            for op in SHARED:
-                together = self.table.vocabulary == "parallel"
-                assert not together or len({row.runs(op) for row in rows}) == 1, f"{op} waits for stages that do not run it"
-            for row in rows:
-                self.ops(row)
-            self.permute(Permute.LATE, rows)
+        """The tasks that are done."""
+        for t in range(self.table.ticks):
+            tick = {name: column[t].tolist() for name, column in self.columns.items()}
+            for s in range(self.table.stages):
+                self.take_in(s, {name: values[s] for name, values in tick.items()})
+            self.permute(tick[permute_op(Permute.EARLY)])
+            for name in SHARED:
+                assert self.table.vocabulary != "parallel" or len(set(tick[name])) == 1, f"{name} waits for stages that do not run it"
+            for s in range(self.table.stages):
+                self.ops(s, {name: values[s] for name, values in tick.items()})
+            self.permute(tick[permute_op(Permute.LATE)])
         return self.done
 
-    def permute(self, when: Permute, rows: list[Row]) -> None:
-        """Sends the buffers to the neighbours, if the tick does so now; all stages want it or none does."""
-        wanted = {row.runs(permute_op(when)) for row in rows}
-        assert len(wanted) == 1, "a permute waits for stages that do not run it"
-        if wanted == {False}:
+    def permute(self, runs: list[int]) -> None:
+        """Sends the buffers to the neighbours, if the tick does; all stages do it or none does."""
+        assert len(set(runs)) == 1, "a permute waits for stages that do not run it"
+        if not runs[0]:
             return
         stages, closed = self.table.stages, wraps(self.table.stage_of, self.table.stages)
-        for way, step in self.permutes.items():
-            sent = [stage.buffers.get(way) for stage in self.stages]
-            for number, stage in enumerate(self.stages):
-                source = number - step
-                stage.buffers[f"{way}_arrived"] = sent[source % stages] if closed or 0 <= source < stages else None
+        for way, step in self.ticks.permutes.items():
+            sent = [stage.buffers[way] for stage in self.stages]
+            for s, stage in enumerate(self.stages):
+                source = s - step
+                stage.arrived[ARRIVED[way]] = sent[source % stages] if closed or 0 <= source < stages else None
 
-    def copy(self, copy: Copy, stage: Stage, row: Row) -> None:
-        if not row.runs(copy.op):
-            return
-        value = stage.buffers.get(copy.source)
-        if copy.target in BUFFERS:
-            stage.buffers[copy.target] = value
-        else:
-            assert value and value[0] == copy.target, f"{copy.op} finds {value}"
-            stage.pools[copy.target][row.slot(copy.slot)] = value
+    def take_in(self, s: int, tick: dict[str, int]) -> None:
+        """What arrived goes into its slots."""
+        stage = self.stages[s]
+        for copy in TAKES:
+            if tick[copy.op]:
+                value = stage.arrived[copy.source]
+                assert value and value[0] == copy.target, f"{copy.op} finds {value}"
+                stage.pools[copy.target][tick[f"{copy.slot}_slot"]] = value
 
-    def ops(self, row: Row) -> None:
-        """What a tick may compute on a stage, in order."""
-        stage, table, last = self.stages[row.stage], self.table, self.table.units - 1
-        cells = [(kind, u) for u in range(units(table)) for kind in CELL_OPS]
-        every = [*SHARED, *(cell_op(*cell) for cell in cells), *(copy.op for copy in (*SENDS, *STAYS))]
-        wanted = [op for op in every if row.runs(op)]
-        assert bool(row.columns.busy[row.tick, row.stage]) == bool(wanted), f"the runtime may skip {wanted}"
-        first_stage, last_stage = row.stage == table.stage_of[0], row.stage == table.stage_of[-1]
-        if row.runs(EMBED) and first_stage:
-            stage.pools["activation"][row.slot("embed_activation")] = ("activation", 0, row.microbatch(EMBED))
-        for kind, u in cells:
-            if row.runs(cell_op(kind, u)):
-                self.compute(kind, u, row)
-        for copy in (*SENDS, *STAYS):
-            self.copy(copy, stage, row)
-        if row.runs(HEAD) and last_stage:
-            self.find(stage, "activation", row.slot("head_activation"), ("activation", last + 1, row.microbatch(HEAD)))
-            self.count(("H", row.microbatch(HEAD)))
+    def ops(self, s: int, tick: dict[str, int]) -> None:
+        """All that a stage computes in a tick, in order."""
+        stage, table = self.stages[s], self.table
+        of_units = [cell_op(kind, u) for u in range(units_per_stage(table)) for kind in CELL_OPS]
+        run = [name for name in (*SHARED, *of_units, *(copy.op for copy in (*SENDS, *STAYS))) if tick[name]]
+        assert bool(tick["busy"]) == bool(run), f"the runtime may skip {run}"
+        activations, gradients, last = stage.pools["activation"], stage.pools["gradient"], table.units - 1
+        if tick[EMBED] and s == table.stage_of[0]:
+            activations[tick["embed_activation_slot"]] = ("activation", 0, tick["embed_microbatch"])
+        for u in range(units_per_stage(table)):
+            for kind in CELL_OPS:
+                if tick[cell_op(kind, u)]:
+                    self.compute(kind, u, s, tick)
+        for copy in SENDS:
+            if tick[copy.op]:
+                stage.buffers[copy.target] = stage.buffers[RESULT]
+        for copy in STAYS:
+            if tick[copy.op]:
+                stage.pools[copy.target][tick[f"{copy.slot}_slot"]] = stage.buffers[copy.source]
+        if tick[HEAD] and s == table.stage_of[-1]:
+            k = tick["head_microbatch"]
+            self.find(activations[tick["head_activation_slot"]], ("activation", last + 1, k))
+            self.count(("H", k))
             if not table.forward_only:
-                stage.pools["gradient"][row.slot("head_gradient")] = ("gradient", last, row.microbatch(HEAD))
-        if row.runs(EMBED_GRADIENT) and first_stage:
-            message = ("gradient", -1, row.microbatch(EMBED_GRADIENT))
-            self.find(stage, "gradient", row.slot("embed_gradient_gradient"), message)
-            self.count(("E", row.microbatch(EMBED_GRADIENT)))
+                gradients[tick["head_gradient_slot"]] = ("gradient", last, k)
+        if tick[EMBED_GRADIENT] and s == table.stage_of[0]:
+            k = tick["embed_gradient_microbatch"]
+            self.find(gradients[tick["embed_gradient_gradient_slot"]], ("gradient", -1, k))
+            self.count(("E", k))
 
-    def compute(self, kind: str, u: int, row: Row) -> None:
+    def compute(self, kind: str, u: int, s: int, tick: dict[str, int]) -> None:
         """An op of local unit u: F, K (the F that keeps what the backward reads), R, B or W."""
-        stage, unit, k = self.stages[row.stage], self.units[row.stage][u], row.microbatch()
-        slot = {pool: row.slot(pool) for pool in POOLS}
-        read = {"F": ["activation"], "K": ["activation"], "R": ["activation"], "W": ["residual_w", "weight_stash"]}
-        read["B"] = ["gradient", "residual_b", "residual_w"]
-        fills = {"K": ["residual_b", "residual_w"], "R": ["residual_b", "residual_w"], "B": ["weight_stash"]}
-        for pool in read[kind]:
-            self.find(stage, pool, slot[pool], (pool, unit, k))
-        for pool in fills.get(kind, []):
-            stage.pools[pool][slot[pool]] = (pool, unit, k)
-        if kind in "FK":
-            stage.buffers[self.result_buffers[Op.F, u]] = ("activation", unit + 1, k)
+        stage, unit, k = self.stages[s], self.units[s][u], tick["microbatch"]
+        slot = {pool: tick[f"{pool}_slot"] for pool in POOLS}
+        held = lambda pool: stage.pools[pool][slot[pool]]
+        residuals = ("residuals", unit, k)
+        if kind in "FKR":
+            self.find(held("activation"), ("activation", unit, k))
+        if kind in "KR":
+            for pool in ("residual_b", "residual_w"):
+                stage.pools[pool][slot[pool]] = residuals
         if kind == "B":
-            stage.buffers[self.result_buffers[Op.B, u]] = ("gradient", unit - 1, k)
+            self.find(held("gradient"), ("gradient", unit, k))
+            self.find(held("residual_b"), residuals)
+            stage.pools["weight_stash"][slot["weight_stash"]] = ("weight_stash", unit, k)
+        if kind in "BW":
+            self.find(held("residual_w"), residuals)
+        if kind == "W":
+            self.find(held("weight_stash"), ("weight_stash", unit, k))
+        if kind in "FK":
+            stage.buffers[self.ticks.result_buffers[Op.F, u]] = ("activation", unit + 1, k)
+        if kind == "B":
+            stage.buffers[self.ticks.result_buffers[Op.B, u]] = ("gradient", unit - 1, k)
         self.count(("F" if kind == "K" else kind, unit, k))
 
-    def find(self, stage: Stage, pool: str, slot: int, wanted: tuple) -> None:
-        value = stage.pools[pool][slot]
+    def find(self, value: Value, wanted: tuple) -> None:
         assert value == wanted, f"{value} in place of {wanted}"
 
     def count(self, task: tuple) -> None:
         assert task not in self.done, f"{task} is done again"
         self.done.add(task)
-
-
-def expected(table: Table) -> set[tuple]:
-    """What a replay of a table has to do."""
-    heads = {("H", k) for k in range(table.microbatches)}
-    cells = {(Op(op).name, unit, k) for op, unit, k in tasks(table)}
-    return cells | heads if table.forward_only else cells | heads | {("E", k) for k in range(table.microbatches)}
-
-
-def by_name(columns: TickColumns) -> dict[str, np.ndarray]:
-    """Every column by name: those of `runs` by op, of `slots` as "slot NAME"."""
-    numbers = {field.name: getattr(columns, field.name) for field in dataclasses.fields(columns)}
-    numbers = {name: column for name, column in numbers.items() if isinstance(column, np.ndarray)}
-    return numbers | columns.runs | {f"slot {name}": column for name, column in columns.slots.items()}
-
-
-def changed(columns: TickColumns, name: str, column: np.ndarray) -> TickColumns:
-    """The columns with another one in place of that of a name in `by_name`."""
-    if name.startswith("slot "):
-        return dataclasses.replace(columns, slots=columns.slots | {name.removeprefix("slot "): column})
-    if name in columns.runs:
-        return dataclasses.replace(columns, runs=columns.runs | {name: column})
-    return dataclasses.replace(columns, **{name: column})

@@ -22,7 +22,7 @@ from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
 from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
-from jaxtrain.training.diloco import mean_metrics
+from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
@@ -101,7 +101,7 @@ def plain_step(cfg: Config):
     optimizer = make_optimizer(cfg.optimizer, cfg.train.steps, specs)
 
     def mean_loss(params, batch):
-        losses = optax.softmax_cross_entropy_with_integer_labels(transformer.forward(parts, params, batch["tokens"]), batch["targets"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(transformer.logits(parts, params, batch["tokens"]), batch["targets"])
         return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
     @jax.jit
@@ -237,8 +237,8 @@ def test_mean_across_replicas(layout):
 
 
 def test_a_batch_without_a_valid_token_has_no_loss():
-    metrics = {"loss": jnp.zeros(2), "tokens": jnp.zeros(2, jnp.int32), "grad_norm": jnp.zeros(2)}
-    assert all(float(a) == 0 for a in mean_metrics(metrics).values())
+    metrics = StepMetrics(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jnp.zeros(2, jnp.int32))
+    assert all(float(value) == 0 for value in mean_over_replicas(metrics).by_name().values())
 
 
 def test_rounding_to_int8():

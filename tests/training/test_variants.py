@@ -59,10 +59,10 @@ def test_evaluation_is_the_loss_of_training(name):
 
 def test_gradients_without_an_optimizer():
     cfg = variant("nothing sharded over data")
-    loss, _, gradients, _ = jax.device_get(run(cfg, "gradients"))
+    results = jax.device_get(run(cfg, "gradients"))
     expected = plain_loop.reference(cfg)
     layout = make_step(cfg, small.mesh_of(cfg)).layout
-    got = plain_loop.Run([float(loss)], expected.norm, small.to_plain(layout, gradients), {})
+    got = plain_loop.Run([float(results.losses.loss)], expected.norm, small.to_plain(layout, results.gradients), {})
     plain_loop.assert_same(got, plain_loop.Run(expected.losses[:1], expected.norm, expected.gradients, {}))
 
 
