@@ -1,5 +1,5 @@
-"""Tables for the tests of several files: a grid over all schedules, random ones that are right by construction, broken ones; and two
-executions on symbols, of a table and of a table with its slots."""
+"""Tables for the tests of several files: a grid over all schedules, random ones that are right by construction, broken ones; and an
+execution on symbols that knows no slots (symbolic_tick.py has one by the columns of the runtime)."""
 
 import dataclasses
 import itertools
