@@ -58,8 +58,8 @@ def op_seconds(columns, run_ticks) -> tuple[dict[str, float], float]:
 
 def times_of(found: dict[str, float], table, shares):
     """The simulator's Times: of a microbatch on a whole stage."""
+    from jaxtrain.schedule.clock import Times
     from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, cell_op, permute_op
-    from jaxtrain.schedule.simulate import Times
     from jaxtrain.schedule.table import Permute, local_unit_of
 
     per_stage = {}

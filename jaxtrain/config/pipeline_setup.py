@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from jaxtrain.config import Config, ConfigError, ModelConfig, ends_with_layers, get
 from jaxtrain.schedule import by_name, search
+from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.orders import CSV, SCHEDULES
 from jaxtrain.schedule.placement import Placement, cut, spread
 from jaxtrain.schedule.search import ANY_REPEATS, Cost, Report, cost, part_of
-from jaxtrain.schedule.simulate import Simulation, Times, simulate
+from jaxtrain.schedule.simulate import Simulation, simulate
 from jaxtrain.schedule.slots import SlottedTable, assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, Table
 from jaxtrain.schedule.table_csv import read_csv
@@ -188,7 +189,7 @@ def _candidates(config: Config, memory: float | None, report: Report) -> list[_C
     """The tables for each number of chunks on a stage and place of the vocabulary. Raises MemoryTooSmall, with the least, if none fits."""
     candidates, too_small = [], []
     tried = list(itertools.product(_repeats(config), _vocabularies(config)))
-    whole, done = sum(repeats for repeats, _ in tried), 0  # the work grows with the chunks
+    whole, done = max(1, sum(repeats for repeats, _ in tried)), 0  # the work grows with the chunks; of a file's table there is none
     for repeats, vocabulary in tried:
         part = part_of(report, done / whole, repeats / whole)
         try:

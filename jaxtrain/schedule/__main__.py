@@ -21,10 +21,11 @@ from jaxtrain import cli
 from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.run.search_progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
+from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.figures import comparison, figures, summary
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats, fits_repeats
-from jaxtrain.schedule.simulate import Simulation, Times, simulate
-from jaxtrain.schedule.slots import assign_slots
-from jaxtrain.schedule.table import VOCABULARIES, Permute, Table
+from jaxtrain.schedule.simulate import Simulation, simulate
+from jaxtrain.schedule.table import VOCABULARIES, Table
 from jaxtrain.schedule.table_csv import read_csv, to_csv
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check
@@ -317,47 +318,6 @@ def _content(flag: str, table: Table, result: Simulation) -> bytes:
     return drawing.png(table, result.timeline_coupled, title)
 
 
-def figures(table: Table, result: Simulation) -> dict:
-    """What --json prints."""
-    slotted = assign_slots(table)
-    return {
-        "schedule": table.name,
-        "stages": table.stages,
-        "repeats": max(1, len(set(table.chunk_of)) // table.stages),
-        "microbatches": table.microbatches,
-        "permutes": {when.name.lower(): int((table.permute == when).sum()) for when in Permute},
-        "ticks": table.ticks,
-        "step_time": result.step_time,
-        "step_time_coupled": result.step_time_coupled,
-        "bubble_fraction": result.bubble_fraction,
-        "bubble_fraction_span": result.bubble_fraction_span,
-        "bubble_fraction_coupled": result.bubble_fraction_coupled,
-        "peak_residuals": result.peak_residuals,
-        "peak_residuals_with_weight_stash": result.peak_residuals_with_weight_stash,
-        "pool_sizes": slotted.pool_sizes,
-        "slots_per_stage": {pool: list(counts) for pool, counts in slotted.slots_per_stage.items()},
-    }
-
-
-def summary(values: dict) -> str:
-    """The figures in words."""
-    permutes = ", ".join(f"{count} {when}" for when, count in values["permutes"].items() if count)
-    lines = [
-        f"ticks               {values['ticks']} (permutes: {permutes})",
-        f"step time           {values['step_time']:g} independent, {values['step_time_coupled']:g} coupled",
-        f"bubble              {values['bubble_fraction']:.2%} of the step, {values['bubble_fraction_span']:.2%} of the longest span, "
-        f"{values['bubble_fraction_coupled']:.2%} coupled",
-        f"peak residuals      {_numbers(values['peak_residuals'])} chunks on each stage; with what B leaves for W "
-        f"{_numbers(values['peak_residuals_with_weight_stash'])}",
-        f"slots               {', '.join(f'{pool} {count}' for pool, count in values['pool_sizes'].items())}",
-    ]
-    return "\n".join(lines)
-
-
-def _numbers(values: list[float]) -> str:
-    return " ".join(f"{value:g}" for value in values)
-
-
 # --- all schedules ---------------------------------------------------------------------------------------------------------------
 
 
@@ -376,22 +336,7 @@ def compare(request: Request, progress: search.Report) -> Shown:
         values["fits"] = not flags.memory or values["memory"] <= flags.memory + search.ROOM
         listed.append(values)
     listed.sort(key=lambda values: (not values["fits"], float(f"{values['step_time_coupled']:.9g}"), values["memory"]))
-    return Shown(json.dumps(listed) + "\n" if flags.json else _comparison(listed, asked))
-
-
-def _comparison(listed: list[dict], repeats: int) -> str:
-    """The figures of schedules side by side, a line each. repeats: the number of chunks on a stage that was asked for, 0 for none."""
-    width = max(len(values["schedule"]) for values in listed)
-    lines = [f"{'schedule':{width}}  repeats  ticks  step coupled  independent  bubble coupled  independent    span  residuals"]
-    for values in listed:
-        lines.append(
-            f"{values['schedule']:{width}}  {values['repeats']:7}  {values['ticks']:5}  {values['step_time_coupled']:12.6g}  "
-            f"{values['step_time']:11.6g}  {values['bubble_fraction_coupled']:14.2%}  {values['bubble_fraction']:11.2%}  "
-            f"{values['bubble_fraction_span']:6.2%}  {values['memory']:9.4g}" + ("" if values["fits"] else "  more than --memory")
-        )
-    unit = "of a stage" if repeats in (0, 1) else f"of 1/{repeats} of a stage"
-    lines.append(f"residuals: the most at once on any stage, {unit} for one microbatch, from F to the end of W")
-    return "\n".join(lines) + "\n"
+    return Shown(json.dumps(listed) + "\n" if flags.json else comparison(listed, asked))
 
 
 def _repeats_to_compare(name: str, repeats: int) -> int:

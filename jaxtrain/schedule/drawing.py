@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.schedule.simulate import NAMES, Event, Timeline
+from jaxtrain.schedule.clock import NAMES, Event, Timeline
 from jaxtrain.schedule.table import Cell, Op, Permute, Table, local_unit_of, units_of
 
 Colour = tuple[int, int, int]  # red, green, blue, 0 to 255

@@ -2,8 +2,8 @@
 
 import collections
 
+from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.orders import B, F, Orders, W
-from jaxtrain.schedule.simulate import Times
 from jaxtrain.schedule.table import directions, local_unit_of, units_of
 
 NO_TIME = float("inf")

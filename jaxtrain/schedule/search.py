@@ -1,6 +1,6 @@
 """Tables for given op times: the best way to pack a named schedule, and `auto`, the best table found under a memory bound.
 
-`auto` compares, by the coupled clock (simulate.walk),
+`auto` compares, by the coupled clock (coupled_clock.walk),
     - every named schedule that fits, packed in every way: so it never does worse than one of them with the same memory;
     - the orders between 1F1B, ZB-H1 and ZB-H2 that use just the memory there is;
     - orders made for the op times by list scheduling (list_schedule), under several rules.
@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxtrain.schedule import orders as orders_
+from jaxtrain.schedule.coupled_clock import walk
 from jaxtrain.schedule.list_scheduling import list_schedule
 from jaxtrain.schedule.orders import PLACEMENTS, SCHEDULES, Orders, fits_repeats
 from jaxtrain.schedule.packing import IN_ORDER, Tasks, cut_into_units, pack_into_ticks
-from jaxtrain.schedule.simulate import walk
 from jaxtrain.schedule.table import Op, Table, TableShape, peak_residuals
 from jaxtrain.schedule.table_spec import TableSpec
 

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.packing import PACKINGS
-from jaxtrain.schedule.simulate import Times
 
 
 @dataclasses.dataclass(frozen=True)

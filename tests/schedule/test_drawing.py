@@ -8,7 +8,8 @@ import pytest
 
 from jaxtrain.schedule import drawing
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.simulate import Times, simulate
+from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.simulate import simulate
 from jaxtrain.schedule.table import Op
 from jaxtrain.schedule.table_spec import TableSpec
 

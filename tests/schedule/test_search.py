@@ -7,10 +7,12 @@ import pytest
 
 from jaxtrain.schedule import search
 from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.coupled_clock import walk
 from jaxtrain.schedule.list_scheduling import list_schedule
 from jaxtrain.schedule.orders import PLACEMENTS, SCHEDULES, default_repeats, fits_repeats
 from jaxtrain.schedule.search import memory_of
-from jaxtrain.schedule.simulate import Times, simulate, walk
+from jaxtrain.schedule.simulate import simulate
 from jaxtrain.schedule.table import Op, Table, peak_residuals
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check

@@ -5,8 +5,10 @@ import itertools
 import pytest
 
 from jaxtrain.schedule.by_name import make_table
+from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.coupled_clock import Starts, walk
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats
-from jaxtrain.schedule.simulate import Starts, Times, simulate, walk
+from jaxtrain.schedule.simulate import simulate
 from jaxtrain.schedule.table import Op, TableShape, from_cells
 from jaxtrain.schedule.table_spec import TableSpec
 
