@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import small
 from support.plain_loop import CLIP, assert_same, mean, reference, train, weights
+from support.small import Case
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.manager import Checkpointer
@@ -23,24 +24,31 @@ from jaxtrain.training.step import make_step
 APART, TIED = {"data.attend_across_documents": False}, {"model.tied_embeddings": True}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 LATENT = {"model.attention": "mla", "model.kv_rank": 20, "model.rope_head_dim": 6}
-# (data × stage × model, context), schedule, repeats, microbatches, depth, changes
 CASES = {
-    "zero 3, documents": ((2, 2, 2), 1, "interleaved", 2, 2, 2, {**APART, **SELECTIVE, "parallel.zero": 3}),
-    "context, tied": ((1, 2, 1), 2, "zb_h1", 1, 3, 1, {**NONE, **TIED, **APART}),
+    "zero 3, documents": Case((2, 2, 2), "interleaved", 2, changes={"model.mtp_depth": 2, **APART, **SELECTIVE, "parallel.zero": 3}),
+    "context, tied": Case((1, 2, 1), "zb_h1", 1, 3, changes={"mesh.context": 2, "model.mtp_depth": 1, **NONE, **TIED, **APART}),
 }
 MORE = {
-    "one stage, zero 3, tied": ((4, 1, 1), 2, "1f1b", 1, 2, 1, {**TIED, "parallel.zero": 3}),
-    "zb_v, zero 2": ((2, 2, 1), 1, "zb_v", 2, 4, 1, {"parallel.zero": 2, "model.positions": "learned"}),
-    "experts": ((1, 2, 1), 2, "1f1b", 1, 2, 1, {"mesh.expert": 2, "model.experts": 4, "model.balance_loss": 0.01, "parallel.zero": 2}),
-    "latent": ((1, 2, 2), 1, "1f1b", 1, 2, 2, {**LATENT, "model.loss_chunk": 8}),
+    "one stage, zero 3, tied": Case((4, 1, 1), changes={"mesh.context": 2, "model.mtp_depth": 1, **TIED, "parallel.zero": 3}),
+    "zb_v, zero 2": Case((2, 2, 1), "zb_v", 2, 4, changes={"model.mtp_depth": 1, "parallel.zero": 2, "model.positions": "learned"}),
+    "experts": Case(
+        (1, 2, 1),
+        changes={
+            "mesh.context": 2,
+            "model.mtp_depth": 1,
+            "mesh.expert": 2,
+            "model.experts": 4,
+            "model.balance_loss": 0.01,
+            "parallel.zero": 2,
+        },
+    ),
+    "latent": Case((1, 2, 2), changes={"model.mtp_depth": 2, **LATENT, "model.loss_chunk": 8}),
 }
 
 
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_training(case):
-    mesh, size, schedule, repeats, microbatches, depth, changes = (CASES | MORE)[case]
-    shared = {"mesh.context": size, "data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP, "model.mtp_depth": depth}
-    cfg = small.config(mesh, schedule, repeats, microbatches, shared | changes)
+    cfg = (CASES | MORE)[case].config({"optimizer.clip_norm": CLIP})
     assert_same(train(cfg), reference(cfg))
 
 
