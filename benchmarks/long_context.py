@@ -2,7 +2,7 @@
 
     python benchmarks/long_context.py [--lengths=131072,524288] [--modes=all_gather,ulysses,ring] [--json=FILE] [-- --config.mesh.model=8 …]
 
-Needs jax's compilers for GPUs (tests/support/ahead.py, `install_command`), and neither a GPU nor a driver. A data shard has one sequence
+Needs jax's compilers for GPUs (requirements-compilers.txt), and neither a GPU nor a driver. A data shard has one sequence
 and a step one microbatch, with full recomputation and ZeRO-3, documents kept apart, and attention in plain XLA (cuDNN is not there to
 compile for). XLA's GPU compiler refuses no program for its memory: what counts is its account of arguments and temporary memory.
 """
@@ -71,8 +71,9 @@ def main() -> None:
 
     from jaxtrain.config.recipes import find_recipe, load_recipe
 
+    sys.path.append(str(ahead.COMPILERS))
     if ahead.PLATFORMS["h100"].missing:
-        parser.error(f"no compiler for H100s here: {ahead.install_command(jax.__version__)}")
+        parser.error(f"no compiler for H100s here: {ahead.INSTALL_COMMAND}")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     topology = {**ahead.PLATFORMS["h100"].topology, "topology": f"1x{DEVICES // 8}x8"}

@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline.py [--cpu_devices=N] [--config=configs/tiny.py] [--config.GROUP.FIELD=VALUE …]
 
-It compiles the step's gradients once with the rows of the table as an argument. Rows in which all stages run one op and nothing else time
-that op, inside the very program that is measured; empty rows time what every row costs and what comes before and after. The prediction
+It compiles the step's gradients once with the ticks of the table as an argument. Ticks in which all stages run one op and nothing else time
+that op, inside the very program that is measured; empty ticks time what every tick costs and what comes before and after. The prediction
 is the coupled clock's (`jaxtrain.schedule.simulate`). On simulated devices, which share this machine's cores, op times are CPU-seconds a
 device, and the step takes the longer of the coupled clock's time and of all the work over the cores; so CPU-seconds are compared too.
 Without flags: 2 stages of one CPU device each. The last line has the times as `--config.pipeline.times` takes them.
@@ -16,7 +16,7 @@ import sys
 import time
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-ROWS = 12  # of an op, in a timing
+TICKS = 12  # of an op, in a timing
 DEFAULTS = (
     "model.layers=8", "model.width=256", "model.heads=8", "model.mlp_width=1024", "model.vocab_size=2048", "data.sequence_length=256",
     "data.batch_size=16", "precision.compute=float32", "mesh.data=1", "mesh.stage=2", "mesh.model=1", "pipeline.schedule=1f1b",
@@ -38,41 +38,42 @@ def measure(run, repeats: int = 5) -> tuple[float, float]:
     return statistics.median(wall), statistics.median(cpu)
 
 
-def op_seconds(program, run_rows) -> tuple[dict[str, float], float]:
-    """(op → seconds on a device, seconds of everything but rows). run_rows: columns → seconds on a device."""
+def op_seconds(columns, run_ticks) -> tuple[dict[str, float], float]:
+    """(op → seconds on a device, seconds of everything but ticks). columns: the table's; run_ticks: columns → seconds on a device."""
+    import jax
     import numpy as np
 
-    from jaxtrain.schedule.columns import columns
-
-    own = columns(program)
-    empty = {name: np.zeros((ROWS, program.table.stages), np.int32) for name in own}
-    base = run_rows(empty)
-    ops = [name for name, column in own.items() if column.any() and name != "busy" and not name.endswith(("slot", "microbatch"))]
-    always = {name for name in ops if own[name].all()}  # has no loop of its own: every row has it, the empty ones too
+    empty = jax.tree.map(lambda column: np.zeros((TICKS, column.shape[1]), np.int32), columns)
+    base = run_ticks(empty)
     found = {}
-    for name in ops:
-        one = {**empty, name: empty[name] + 1, "busy": empty[name] + 1}  # with early permutes all ops are in a loop of busy rows
-        found[name] = 0.0 if name in always else max(0.0, run_rows(one) - base) / ROWS
+    for op, column in columns.runs.items():
+        if column.all():  # has no loop: every tick has it, the empty ones too
+            found[op] = 0.0
+        elif column.any():
+            # With early permutes all ops are in a loop of busy ticks.
+            one = dataclasses.replace(empty, runs={**empty.runs, op: empty.runs[op] + 1}, busy=empty.busy + 1)
+            found[op] = max(0.0, run_ticks(one) - base) / TICKS
     return found, base
 
 
 def times_of(found: dict[str, float], table, shares):
     """The simulator's Times: of a microbatch on a whole stage."""
-    from jaxtrain.schedule.simulate import Times
-    from jaxtrain.schedule.table import local_index
+    from jaxtrain.schedule.clock import Times
+    from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, cell_op, permute_op
+    from jaxtrain.schedule.table import Permute, local_unit_of
 
     per_stage = {}
-    for op, names in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
+    for op, kinds in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
         seconds, part = 0.0, 0.0
-        for g, u in enumerate(local_index(table.stage_of)):
-            kinds = [found[f"{n}{u}"] for n in names if f"{n}{u}" in found]
-            if kinds:
-                seconds, part = seconds + statistics.mean(kinds), part + shares[g]
+        for g, u in enumerate(local_unit_of(table.stage_of)):
+            measured = [found[cell_op(kind, u)] for kind in kinds if cell_op(kind, u) in found]
+            if measured:
+                seconds, part = seconds + statistics.mean(measured), part + shares[g]
         per_stage[op] = seconds / part if part else 0.0
     together = table.stages if table.vocabulary == "parallel" else 1
-    message = max(found.get("permute_LATE", 0.0), found.get("permute_EARLY", 0.0))
-    embed = (found["embed"] + found["embed_gradient"]) / 2
-    return Times(**per_stage, message=message, head=found["head"] * together, embed=embed * together)
+    message = max(found.get(permute_op(when), 0.0) for when in (Permute.LATE, Permute.EARLY))
+    embed = (found[EMBED] + found[EMBED_GRADIENT]) / 2
+    return Times(**per_stage, message=message, head=found[HEAD] * together, embed=embed * together)
 
 
 def main(argv: list[str]) -> None:
@@ -103,7 +104,7 @@ def main(argv: list[str]) -> None:
     simulated, cores = jax.default_backend() == "cpu", len(os.sched_getaffinity(0))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)
-        setup, program = step.setup, step.setup.train
+        setup, table_columns = step.setup, columns(step.setup.train)
         print(f"table: {setup.describe()}", flush=True)
         params = initial_state(step.layout, step.optimizer, 0).params
         random = np.random.default_rng(0)
@@ -111,12 +112,12 @@ def main(argv: list[str]) -> None:
             random.integers(0, config.model.vocab_size, a.shape, np.int32) if name in ("tokens", "targets") else np.ones(a.shape, a.dtype)
         )
         batch = {name: jax.device_put(fill(name, a), a.sharding) for name, a in abstract_batch(config, step).items()}
-        rows_of = lambda columns: step.gradients.lower(params, batch, columns).compile()
-        short = rows_of({name: a[:1].repeat(ROWS, 0) for name, a in columns(program).items()})
+        compiled = lambda columns: step.gradients.lower(params, batch, columns).compile()
+        short = compiled(jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns))
         per_device = lambda seconds: seconds[1] / mesh.size if simulated else seconds[0]
-        found, base = op_seconds(program, lambda rows: per_device(measure(lambda: short(params, batch, rows))))
-        whole = rows_of(columns(program))
-        wall, cpu = measure(lambda: whole(params, batch, columns(program)))
+        found, base = op_seconds(table_columns, lambda ticks: per_device(measure(lambda: short(params, batch, ticks))))
+        whole = compiled(table_columns)
+        wall, cpu = measure(lambda: whole(params, batch, table_columns))
 
     times = times_of(found, setup.table, setup.shares)
     result = dataclasses.replace(setup, times=times).simulation()
@@ -124,7 +125,7 @@ def main(argv: list[str]) -> None:
     print(f"\n{'op':16} ms on a device")
     for name, seconds in found.items():
         print(f"{name:16} {1e3 * seconds:8.3f}")
-    print(f"{'around the rows':16} {1e3 * base:8.3f}\n")
+    print(f"{'around the ticks':16} {1e3 * base:8.3f}\n")
     alone = result.step_time_coupled + base
     print(f"predicted step, a device each   {1e3 * alone:9.1f} ms, bubble {result.bubble_fraction_coupled:.1%} by the coupled clock, ")
     print(f"                                {'':9}     {result.bubble_fraction:.1%} if stages ran on their own")

@@ -13,8 +13,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from jaxtrain.schedule.by_name import make_table  # noqa: E402
+from jaxtrain.schedule.clock import Event, Times  # noqa: E402
 from jaxtrain.schedule.drawing import COLOURS, ink, shade  # noqa: E402
-from jaxtrain.schedule.simulate import Event, Simulation, Times, simulate  # noqa: E402
+from jaxtrain.schedule.simulate import Simulation, simulate  # noqa: E402
+from jaxtrain.schedule.table_spec import TableSpec  # noqa: E402
 
 PICTURE = ROOT / "docs" / "idea.svg"
 STAGES, MICROBATCHES, LAYERS = 4, 8, 8
@@ -41,12 +43,12 @@ def box(x: float, y: float, width: float, height: float, fill: str, stroke: str 
 
 def timed(schedule: str, repeats: int) -> Simulation:
     """A schedule in unit times: F, B and W of a stage's layers take 1 each."""
-    return simulate(make_table(schedule, STAGES, repeats, MICROBATCHES, permute="late"), Times())
+    return simulate(make_table(TableSpec(schedule, STAGES, repeats, MICROBATCHES, permute="late")), Times())
 
 
 def costs(simulation: Simulation, repeats: int) -> str:
     """What a schedule costs, in words."""
-    kept = max(simulation.peak_activations) / repeats
+    kept = max(simulation.peak_residuals) / repeats
     return f"idle {simulation.bubble_fraction_coupled:.0%}, activations of {kept:g} microbatches"
 
 

@@ -7,6 +7,7 @@ fingerprint in the file with the one of the present table and script, so a chang
 """
 
 import argparse
+import functools
 import hashlib
 import pathlib
 import sys
@@ -20,9 +21,24 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Polygon, Rectangle  # noqa: E402
 
 from jaxtrain.schedule.by_name import make_table  # noqa: E402
-from jaxtrain.schedule.columns import MESSAGES, columns, permutes, results, units  # noqa: E402
-from jaxtrain.schedule.slots import SlottedTable, assign_slots  # noqa: E402
+from jaxtrain.schedule.columns import (  # noqa: E402
+    ARRIVED,
+    CELL_OPS,
+    EMBED,
+    EMBED_GRADIENT,
+    HEAD,
+    SENDS,
+    STAYS,
+    TAKES,
+    TickTable,
+    cell_op,
+    permute_op,
+    tick_table,
+    units,
+)
+from jaxtrain.schedule.slots import assign_slots  # noqa: E402
 from jaxtrain.schedule.table import Op, Permute, wraps  # noqa: E402
+from jaxtrain.schedule.table_spec import TableSpec  # noqa: E402
 from jaxtrain.schedule.validator import check  # noqa: E402
 
 PICTURE = ROOT / "docs" / "step.svg"
@@ -35,26 +51,25 @@ COLORS = {
     "W": ("#86c98a", "#bfe3c0"),
     "other": ("#d9dde2", "#d9dde2"),
 }
-NAMES = ("take_", "embed", "F", "K", "R", "B", "W", "send_", "stay_", "head")  # how the names of ops begin
-NUMBERS = ("_slot", "microbatch")  # and how those of slots and microbatches end
 INK, FAINT = "#20262d", "#9aa4ae"
 LEFT, WIDTH = 66.0, 900.0  # of both panels, in points
 HEIGHT = 560.0
 NARROW, PERMUTE = 0.32, 1.1  # widths of an op that no stage runs in the tick, and of the permute; one that runs: 1
 
 
-def slotted_table() -> SlottedTable:
-    """The table of the picture, with its slots."""
-    table = make_table(SCHEDULE, STAGES, REPEATS, MICROBATCHES, permute="late", vocabulary="parallel")
+@functools.cache
+def ticks() -> TickTable:
+    """The ticks of the picture's table."""
+    table = make_table(TableSpec(SCHEDULE, STAGES, REPEATS, MICROBATCHES, permute="late", vocabulary="parallel"))
     check(table)
-    return assign_slots(table)
+    return tick_table(assign_slots(table))
 
 
 def fingerprint() -> str:
     """Of everything that the picture depends on."""
-    digest, p = hashlib.sha256(pathlib.Path(__file__).read_bytes()), slotted_table()
-    shown = {name: a for name, a in columns(p).items() if name in ops(p) or name.startswith("permute") or name.endswith(NUMBERS)}
-    for name, array in sorted(shown.items()):
+    digest, columns = hashlib.sha256(pathlib.Path(__file__).read_bytes()), ticks().columns
+    microbatches = {f"{op or 'cell'} microbatch": column for op, column in microbatch_columns().items()}
+    for name, array in sorted((columns.runs | columns.slots | microbatches).items()):
         digest.update(name.encode() + np.ascontiguousarray(array, np.int32).tobytes())
     return digest.hexdigest()[:16]
 
@@ -63,10 +78,22 @@ def color(kind: str, unit: int = 0) -> str:
     return COLORS["F" if kind == "K" else kind][unit % 2]
 
 
-def ops(p: SlottedTable) -> list[str]:
-    """The names of the ops of a tick that some stage runs in some row, in order."""
-    wanted = columns(p)
-    return [name for name in wanted if name.startswith(NAMES) and not name.endswith(NUMBERS) and wanted[name].any()]
+def microbatch_columns() -> dict[str, np.ndarray]:
+    """Op → the column of its microbatch; "" for the cells."""
+    columns = ticks().columns
+    shared = {EMBED: columns.embed_microbatch, HEAD: columns.head_microbatch, EMBED_GRADIENT: columns.embed_gradient_microbatch}
+    return {"": columns.microbatch, **shared}
+
+
+def ops() -> list[str]:
+    """The names of the ops of a tick that some stage runs in some tick, in order; without the permutes."""
+    permutes = {permute_op(when) for when in Permute}
+    return [name for name, column in ticks().columns.runs.items() if name not in permutes and column.any()]
+
+
+def cells() -> dict[str, tuple[str, int]]:
+    """The op of a cell → its kind and its local unit."""
+    return {cell_op(kind, unit): (kind, unit) for kind in CELL_OPS for unit in range(units(ticks().slotted.table))}
 
 
 class Canvas:
@@ -94,9 +121,9 @@ class Canvas:
 # --- the table -------------------------------------------------------------------------------------------------------------------
 
 
-def draw_table(canvas: Canvas, p: SlottedTable, top: float, row: float, strip: float) -> tuple[float, float, float]:
+def draw_table(canvas: Canvas, top: float, row: float, strip: float) -> tuple[float, float, float]:
     """Stages down, ticks to the right, and below them what a row says for all stages; gives the blown-up tick's edges and bottom."""
-    table = p.table
+    table = ticks().slotted.table
     cell = (WIDTH - LEFT) / table.ticks
     for s in range(table.stages):
         canvas.text(LEFT - 8, top - (s + 0.5) * row, f"stage {s}", 8, "right")
@@ -137,47 +164,42 @@ def draw_table(canvas: Canvas, p: SlottedTable, top: float, row: float, strip: f
 # --- the tick --------------------------------------------------------------------------------------------------------------------
 
 
-def what_it_does(p: SlottedTable, name: str, s: int) -> str:
+def what_it_does(name: str, stage: int) -> str:
     """The text in the box of an op that a stage runs in the tick."""
-    now = {key: int(a[TICK, s]) for key, a in columns(p).items()}
-    into, slot = results(p), {key.removesuffix("_slot"): n for key, n in now.items() if key.endswith("_slot")}
-    activation, gradient, stash = (f"{pool}[{slot[pool]}]" for pool in ("activation", "gradient", "weight_stash"))
-    for_b, for_w = f"residual_b[{slot['residual_b']}]", f"residual_w[{slot['residual_w']}]"
-    if name[0] in "FKRBW":
-        op, unit = name[0], int(name[1:])
-        lines = {
-            "F": [f"{activation} →", f"{into.get(('F', unit))}"],
-            "K": [f"{activation} →", f"{into.get(('F', unit))},", f"{for_b},", for_w],
-            "R": [f"{activation} →", f"{for_b},", for_w],
-            "B": [f"{gradient},", f"{for_b},", f"{for_w}", f"→ {into.get(('B', unit))},", stash],
-            "W": [f"{for_w},", stash, f"→ grad{unit} += …"],
-        }[op]
-        return "\n".join([f"microbatch {now['microbatch']}:", *lines])
-    if name == "embed":
-        return f"microbatch {now['embed_microbatch']}:\ntokens → activation[{slot['embed_activation']}]"
-    if name == "head":
-        where = f"of stage {p.table.stage_of[-1]}" if p.table.vocabulary == "parallel" else "of this stage"
-        part = f"\n1/{p.table.stages} of vocabulary," if p.table.vocabulary == "parallel" else ""
-        lines = [
-            f"microbatch {now['head_microbatch']}:{part}",
-            f"activation[{slot['head_activation']}] →",
-            f"gradient[{slot['head_gradient']}]",
-            f"{where},",
-            "grad_head += …",
-        ]
-        if s == p.table.stage_of[-1]:  # the others add zero
-            lines = [*lines[:-1], f"{lines[-1]},", "loss += …"]
-        return "\n".join(lines)
-    if name == "embed_gradient":
-        return f"microbatch {now['embed_gradient_microbatch']}:\ngradient[{slot['embed_gradient_gradient']}], tokens →\ngrad_embed += …"
-    verb, *rest = name.split("_")
-    if verb == "take":
-        way, kind = rest
-        return f"{way}_in →\n{kind}[{slot[f'{way}_{kind}']}]"
-    if verb == "stay":
-        kind, buffer = rest
-        return f"{buffer} →\n{kind}[{slot[f'stay_{kind}']}]"
-    return f"y → {rest[0]}"
+    columns, table = ticks().columns, ticks().slotted.table
+    microbatch = {op: int(column[TICK, stage]) for op, column in microbatch_columns().items()}
+    slot = {slot: f"[{int(column[TICK, stage])}]" for slot, column in columns.slots.items()}
+    if name in cells():
+        kind, unit = cells()[name]
+        return "\n".join([f"microbatch {microbatch['']}:", *cell_lines(kind, unit, {pool: f"{pool}{at}" for pool, at in slot.items()})])
+    if name == EMBED:
+        return f"microbatch {microbatch[name]}:\ntokens → activation{slot['embed_activation']}"
+    if name == HEAD:
+        shared = table.vocabulary == "parallel"
+        where = f"of stage {table.stage_of[-1]}" if shared else "of this stage"
+        part = f"\n1/{table.stages} of vocabulary," if shared else ""
+        lines = [f"activation{slot['head_activation']} →", f"gradient{slot['head_gradient']}", f"{where},", "gradients.head"]
+        if stage == table.stage_of[-1]:  # the others add zero
+            lines = [*lines[:-1], f"{lines[-1]},", "loss"]
+        return "\n".join([f"microbatch {microbatch[name]}:{part}", *lines])
+    if name == EMBED_GRADIENT:
+        return f"microbatch {microbatch[name]}:\ngradient{slot['embed_gradient_gradient']}, tokens\n→ gradients.embed"
+    (copy,) = (copy for copy in (*TAKES, *SENDS, *STAYS) if copy.op == name)
+    return f"{copy.source} →\n{copy.target}{slot[copy.slot] if copy.slot else ''}"
+
+
+def cell_lines(kind: str, unit: int, slot: dict[str, str]) -> list[str]:
+    """What a cell's op reads and writes. slot: pool → its name with the slot."""
+    output, input_gradient = (ticks().result_buffers[op, unit] for op in (Op.F, Op.B))
+    activation, gradient, stash = slot["activation"], slot["gradient"], slot["weight_stash"]
+    residuals = [f"{slot['residual_b']},", slot["residual_w"]]
+    return {
+        "F": [f"{activation} →", output],
+        "K": [f"{activation} →", f"{output},", *residuals],
+        "R": [f"{activation} →", *residuals],
+        "B": [f"{gradient},", *residuals, f"→ {input_gradient},", stash],
+        "W": [f"{slot['residual_w']},", f"{stash} →", "gradients", f".layers.{unit}"],
+    }[kind]
 
 
 def broken(name: str) -> str:
@@ -185,10 +207,10 @@ def broken(name: str) -> str:
     return name.replace("_activation", "_\nactivation").replace("_gradient", "_\ngradient")
 
 
-def draw_tick(canvas: Canvas, p: SlottedTable, top: float, row: float) -> None:
+def draw_tick(canvas: Canvas, top: float, row: float) -> None:
     """Stages down, the tick's ops to the right: a filled box is a loop of one trip, a dotted one of zero trips."""
-    table, wanted, names = p.table, columns(p), ops(p)
-    busy = [bool(wanted[n][TICK].any()) for n in names]
+    table, columns, names = ticks().slotted.table, ticks().columns.runs, ops()
+    busy = [bool(columns[name][TICK].any()) for name in names]
     unit = (WIDTH - LEFT) / (sum(1.0 if b else NARROW for b in busy) + PERMUTE)
     x = LEFT
     for name, runs in zip(names, busy, strict=True):
@@ -199,36 +221,37 @@ def draw_tick(canvas: Canvas, p: SlottedTable, top: float, row: float) -> None:
             canvas.text(x + width / 2, top + 4, broken(name), 7, family="monospace", color=FAINT, rotation=90, va="bottom")
         for s in range(table.stages):
             middle = top - (s + 0.5) * row
-            if not wanted[name][TICK, s]:
+            if not columns[name][TICK, s]:
                 canvas.empty(x + width / 2 - 7, middle - 7, 14, 14)
                 canvas.text(x + width / 2, middle, "0", 7, color=FAINT)
                 continue
             box = FancyBboxPatch((x + 2, middle - row / 2 + 5), width - 4, row - 10, boxstyle="round,pad=0,rounding_size=4")
-            computes = name[0] in "FKRBW"
-            box.set(facecolor=color(name[0], int(name[1:])) if computes else color("other"), edgecolor="none")
+            kind, unit_of_op = cells().get(name, ("other", 0))
+            box.set(facecolor=color(kind, unit_of_op), edgecolor="none")
             canvas.axes.add_patch(box)
-            canvas.text(x + width / 2, middle, what_it_does(p, name, s), 7, linespacing=1.25)
+            canvas.text(x + width / 2, middle, what_it_does(name, s), 7, linespacing=1.25)
         x += width
     for s in range(table.stages):
         canvas.text(LEFT - 8, top - (s + 0.5) * row, f"stage {s}", 8, "right")
         if s:
             canvas.line(top - s * row)
-    draw_permutes(canvas, p, x, PERMUTE * unit, top, row)
+    draw_permutes(canvas, x, PERMUTE * unit, top, row)
 
 
-def draw_permutes(canvas: Canvas, p: SlottedTable, left: float, width: float, top: float, row: float) -> None:
+def draw_permutes(canvas: Canvas, left: float, width: float, top: float, row: float) -> None:
     """The permutes of the row: what the next row takes in is dark, what travels unread is faint."""
-    stages, wanted, steps = p.table.stages, columns(p), permutes(p.table)
-    assert wanted["permute_LATE"][TICK].all(), "the picture is of a row that permutes at its end"
-    canvas.text(left + 0.5 * width, top + 22, "permute_LATE", 7.5, family="monospace")
-    for way, step in steps.items():
-        x = left + {"up": 0.27, "down": 0.73}[way] * width
-        canvas.text(x, top + 7, f"{way} →\n{way}_in", 7)
+    table, columns, late = ticks().slotted.table, ticks().columns.runs, permute_op(Permute.LATE)
+    stages = table.stages
+    assert columns[late][TICK].all(), "the picture is of a tick that permutes at its end"
+    canvas.text(left + 0.5 * width, top + 22, late, 7.5, family="monospace")
+    for way, step in ticks().permutes.items():
+        x = left + {"up": 0.23, "down": 0.77}[way] * width
+        canvas.text(x, top + 7, f"{way} →\n{ARRIVED[way]}", 6)
         for s in range(stages):
             to = (s + step) % stages
-            if not wraps(p.table.stage_of, stages) and to != s + step:
+            if not wraps(table.stage_of, stages) and to != s + step:
                 continue  # no link between the last stage and the first
-            read = any(wanted[f"take_{way}_{kind}"][TICK + 1, to] for kind in MESSAGES)
+            read = any(columns[copy.op][TICK + 1, to] for copy in TAKES if copy.source == ARRIVED[way])
             style = {"color": INK if read else FAINT, "linewidth": 1.5 if read else 0.9, "linestyle": "-" if read else ":"}
             curve = "arc3,rad=-0.22" if abs(to - s) > 1 else "arc3"  # the ring closes beside the other arrows
             ends = [(x, top - (stage + 0.5) * row) for stage in (s, to)]
@@ -241,11 +264,12 @@ def draw_permutes(canvas: Canvas, p: SlottedTable, left: float, width: float, to
 def draw() -> Canvas:
     """The picture."""
     matplotlib.rcParams.update({"svg.hashsalt": "jaxtrain", "svg.fonttype": "path", "font.family": "DejaVu Sans"})
-    p, canvas = slotted_table(), Canvas()
-    t = p.table
-    title = f"The table: {t.name}, {t.stages} stages of {units(t)} chunks, {t.microbatches} microbatches, {t.ticks} ticks"
+    table, canvas = ticks().slotted.table, Canvas()
+    title = (
+        f"The table: {table.name}, {table.stages} stages of {units(table)} chunks, {table.microbatches} microbatches, {table.ticks} ticks"
+    )
     canvas.text(LEFT, 545, title, 10, "left", fontweight="bold")
-    chunks = "; ".join(f"stage {s}: {' and '.join(str(g) for g, at in enumerate(t.stage_of) if at == s)}" for s in range(t.stages))
+    chunks = "; ".join(f"stage {s}: {' and '.join(str(g) for g, at in enumerate(table.stage_of) if at == s)}" for s in range(table.stages))
     canvas.text(
         LEFT,
         531,
@@ -259,7 +283,7 @@ def draw() -> Canvas:
         canvas.box(x, 514, 9, 9, color(kind))
         canvas.text(x + 13, 518.5, f"{kind}  {text}", 7.5, "left")
         x += 46 + 4.4 * len(text)
-    left, right, bottom = draw_table(canvas, p, top=494, row=32, strip=12)
+    left, right, bottom = draw_table(canvas, top=494, row=32, strip=12)
     panel = 316.0
     canvas.axes.add_patch(
         Polygon([(left, bottom), (right, bottom), (WIDTH, panel), (LEFT, panel)], facecolor="#eef1f4", edgecolor="none", zorder=0)
@@ -269,7 +293,7 @@ def draw() -> Canvas:
         f"what its B and W read. Solid arrows are read in tick {TICK + 1}, dotted ones never."
     )
     canvas.text(LEFT, panel - 10, said, 8, "left")
-    draw_tick(canvas, p, top=228, row=74)
+    draw_tick(canvas, top=228, row=74)
     return canvas
 
 

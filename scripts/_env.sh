@@ -1,6 +1,7 @@
 # Sourced by train.sh and test.sh: makes .venv once and sets `python` to its interpreter.
 #
 #   prepare_env requirements.txt …     installs these files into .venv, unless a stamp says that this has been done
+#   prepare_folder FOLDER FILE         installs a file's packages alone into a folder beside .venv, unless its stamp says so
 #
 # A stamp in .venv holds the Python version and a hash of the files. Interrupted, the next call starts the environment again (downloads
 # stay in pip's cache). Two calls at a time wait for each other. Environment variables: PYTHON, the interpreter to start from (python3);
@@ -57,4 +58,15 @@ install_once() {
     echo "$extras" >"$root/.venv/.extras"
     echo "$wanted" >"$stamp"
     rm -f "$busy"
+}
+
+prepare_folder() {
+    local folder="$root/$1" file="$root/$2" wanted
+    wanted="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') $(cat "$file")"
+    if [[ $(cat "$folder/.installed" 2>/dev/null) == "$wanted" ]]; then return; fi
+    echo "installing $2 into $1 (once)" >&2
+    rm -rf "$folder"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" -r "$file" ||
+        stop "pip could not install: see above; the next call tries again"
+    echo "$wanted" >"$folder/.installed"
 }

@@ -17,7 +17,7 @@ from jaxtrain import cli, train
 from jaxtrain import config as cfg
 from jaxtrain.config import ConfigError
 from jaxtrain.config.checks import check_run, first_broken
-from jaxtrain.config.mesh_rules import filled
+from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.recipes import load_recipe
 from jaxtrain.config.surroundings import Surroundings
@@ -25,7 +25,6 @@ from jaxtrain.schedule.orders import SCHEDULES
 
 RECIPE = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tiny.py"
 DEVICES = (1, 2, 3, 4, 6, 7, 8, 8, 8, 12, 16)
-AXES = ("replica", "data", "stage", "context", "expert", "model")
 ODD_SIZES = (-7, -1, 0, 1, 2, 3, 5, 6, 7, 9, 11, 12, 13, 16, 17, 64, 1000, 1_000_003, 2**31 - 1, 2**31)
 NO_VALUES = ("", "x", "1.5", "1e3", "nan", "-inf", "true", "None", "(1,)", '("a"', "3,2,2,1", "1,,x", "3 2", "'")
 WORDS = ("auto", "none", "1f1b", "csv:absent.csv", "csv:", "ring", "inteleaved", "Float32", "step ", "")

@@ -11,12 +11,11 @@ from typing import Any
 
 from jaxtrain.config import Config, ConfigError, replace
 from jaxtrain.config.checks import first_broken
-from jaxtrain.config.mesh_rules import filled
+from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.schedule.orders import SCHEDULES
 
-AXES = ("replica", "data", "stage", "context", "expert", "model")
 MOST_DEVICES = 14
 TRIES = 2000
 # What the run itself must have: two steps, every one logged, and nothing beside them.

@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
-# Lint, format, types and tests: scripts/test.sh [--full] [arguments of pytest]. --full adds the tests that take long.
+# Lint, format, types and tests: scripts/test.sh [--full [--part=K/N]] [arguments of pytest].
+#
+# --full adds the tests that take long, and installs the compilers that some of them need; --part=2/4 runs the second of four parts.
+# There are as many workers as cores; JAXTRAIN_TEST_WORKERS says otherwise.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 prepare_env requirements.txt requirements-dev.txt
+if [[ " $* " == *" --full "* ]]; then prepare_folder .venv-compilers requirements-compilers.txt; fi
 cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-exec "$python" -m pytest -n "${JAXTRAIN_TEST_WORKERS:-2}" --dist=loadgroup "$@"
+workers=${JAXTRAIN_TEST_WORKERS:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)}
+exec "$python" -m pytest -n "$workers" --dist=loadgroup "$@"

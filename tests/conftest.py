@@ -1,9 +1,9 @@
-"""What all tests share: 8 simulated CPU devices in this process, and `--full`.
+"""What all tests share: 8 simulated CPU devices in this process; `--full`, `--part`, and the slowest files at the end.
 
 There is no cache of compiled programs: one that comes out of it can hang on several CPU devices (jaxtrain/cli.py, use_compilation_cache).
 
-The environment is set before jax starts, and the processes that tests start inherit it. Helper modules beside this file
-(small.py, hlo.py) can be imported from every test folder.
+The environment is set before jax starts, and the processes that tests start inherit it. Helper modules are in
+support/, and can be imported from every test folder.
 """
 
 import os
@@ -17,7 +17,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 DEVICES = 8
 sys.path += [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
 
-from jaxtrain.devices.startup import set_xla_flags  # noqa: E402 (the path comes first)
+from support import suite  # noqa: E402 (the path comes first)
+
+from jaxtrain.devices.startup import set_xla_flags  # noqa: E402
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl-C, and what tests start would inherit that.
@@ -37,9 +39,13 @@ jax.config.update("jax_enable_compilation_cache", False)
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
+    parser.addoption("--part", type=suite.parse_part, default=(1, 1), metavar="K/N", help="run the K-th of N parts of the tests")
 
 
 def pytest_collection_modifyitems(config, items):
+    part = config.getoption("--part")
+    config.hook.pytest_deselected(items=[item for item in items if not suite.in_part(item.nodeid, part)])
+    items[:] = [item for item in items if suite.in_part(item.nodeid, part)]
     items.sort(key=lambda item: item.path.parent != ROOT / "tests")  # whole runs take longest: at the end they would run alone
     for item in items:  # a file's tests share what they have compiled, so they stay in one process
         if item.get_closest_marker("xdist_group") is None:
@@ -48,3 +54,11 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("full"):
                 item.add_marker(pytest.mark.skip(reason="takes long: run with --full"))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    reports = [report for found in terminalreporter.stats.values() for report in found if isinstance(report, pytest.TestReport)]
+    if len({report.nodeid.partition("::")[0] for report in reports}) > 1:
+        terminalreporter.section("cost")
+        for line in suite.slowest_files(reports, config.getoption("numprocesses", None) or 1):
+            terminalreporter.write_line(line)

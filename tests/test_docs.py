@@ -1,4 +1,4 @@
-"""The documents say what is there: the map of files, the commands, the links, the tests that hold the rules, and the picture."""
+"""The documents say what is there: maps of files, commands, links, functions, the tests that hold the rules, and pictures."""
 
 import ast
 import importlib.util
@@ -7,22 +7,27 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 
 import pytest
+import test_imports  # its list of rooms
 from support import ROOT
 
 from jaxtrain import cli, generate, launch, train
 from jaxtrain.__main__ import COMMANDS
-from jaxtrain.config import checks
+from jaxtrain.config import checks, fields
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices import cluster_environment
 from jaxtrain.schedule import __main__ as schedule_command
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import CSV, SCHEDULES
 from jaxtrain.schedule.slots import assign_slots
+from jaxtrain.schedule.table_spec import TableSpec
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
-README, ARCHITECTURE = ((ROOT / name).read_text() for name in ("README.md", "docs/architecture.md"))
+README, ARCHITECTURE, FEATURES = ((ROOT / name).read_text() for name in ("README.md", "docs/architecture.md", "docs/features.md"))
+README_BYTES = 9 * 1024
+GLOSSARY_LINES = 20
 
 
 def section(text: str, title: str) -> str:
@@ -58,10 +63,21 @@ def test_the_map_has_every_file_and_no_other():
     assert len(set(mapped())) == len(mapped())
 
 
+def test_the_readme_is_short_and_has_every_room():
+    assert len(README.encode()) <= README_BYTES
+    folders = [line.split()[0].rstrip("/") for line in fences(section(README, "Rooms"), "text")[0].splitlines()]
+    assert sorted(folders) == sorted(["jaxtrain", "configs", "benchmarks", "scripts", "tests", "docs", *test_imports.ROOMS])
+
+
+def test_the_readme_leads_to_every_document():
+    links = set(re.findall(r"\]\(([^)#]+)", README))
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= links
+
+
 # --- the commands ----------------------------------------------------------------------------------------------------------------
 
 
-TABLE = re.findall(r"^\| [^|]+ \| `([^`]+)` \|$", section(README, "What works"), re.MULTILINE)
+TABLE = re.findall(r"^\| [^|]+ \| `([^`]+)` \|$", FEATURES, re.MULTILINE)
 FENCED = [line for path in DOCUMENTS for block in fences(path.read_text(), "bash") for line in block.splitlines() if line]
 MISTAKES = [tuple(block.strip().split("\n")) for path in DOCUMENTS for block in fences(path.read_text(), "text") if block.startswith("$ ")]
 
@@ -125,8 +141,11 @@ def check_module(module: str, arguments: list[str]) -> None:
 
 
 def test_there_are_commands():
-    assert len(TABLE) > 15 and len(FENCED) > 10 and MISTAKES
-    assert section(README, "What works").count("\n| ") == len(TABLE) + 1, "a line of README's table has no command"
+    assert len(TABLE) > 50 and len(FENCED) > 10 and MISTAKES
+    rows = [line for line in FEATURES.splitlines() if line.startswith("| ") and line != "| what | command |"]
+    assert len(rows) == len(TABLE), "a line of features.md has no command"
+    folders = [word for command in TABLE for word in words_of(command) if word.startswith("--workdir=") and not word.endswith("/tiny")]
+    assert len(set(folders)) == len(folders), "two commands share a folder"
 
 
 @pytest.mark.parametrize("command", sorted({*TABLE, *FENCED}))
@@ -181,9 +200,81 @@ def test_every_rule_is_held_by_a_test_that_exists():
                 assert holder in names_in(path), f"{path.name} has no {holder}"
 
 
-def test_the_table_of_rooms_is_the_tested_one():
-    import test_imports  # the list that is held
+def defined_in(path: pathlib.Path) -> set[str]:
+    """The functions, classes, methods and fields ("Class.method") and constants of a Python file."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            found |= {f"{node.name}.{inner.target.id}" for inner in node.body if isinstance(inner, ast.AnnAssign)}
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
 
+
+def check_references(text: str, folder: pathlib.Path) -> int:
+    """Fails unless each `path/file.py: name` of a text is there; gives their number."""
+    references = re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
+    for path, name in references:
+        assert (folder / path).is_file(), f"{path} does not exist"
+        assert name in defined_in(folder / path), f"{path} has no {name}"
+    return len(references)
+
+
+def test_every_question_is_answered_by_what_exists():
+    where = section(ARCHITECTURE, "Where is …")
+    rows = [line for line in where.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 10
+    for row in rows:
+        question, answer = row.strip("| ").split(" | ")
+        assert question.endswith("?") and check_references(answer, ROOT / "jaxtrain"), row
+
+
+MODULES: dict[str, list[pathlib.Path]] = {}
+for path in sorted((ROOT / "jaxtrain").rglob("*.py")):
+    MODULES.setdefault(path.stem, []).append(path)
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "extending.md"])
+def test_what_a_module_is_said_to_have_exists(name):
+    """Of code such as `columns.results`, where the first word is a module's name and the whole is no setting."""
+    spans = re.findall(r"`(?:[\w/]*/)?(\w+)\.(\w+(?:\.\w+)?)(?:\(\))?`", (ROOT / "docs" / name).read_text())
+    named = [(module, what) for module, what in spans if module in MODULES and what not in ("py", "md")]
+    named = [(module, what) for module, what in named if f"{module}.{what}" not in fields()]
+    for module, what in named:
+        there = set().union(*(defined_in(path) for path in MODULES[module]))
+        assert what in there | {inner.partition(".")[2] for inner in there}, f"no {module}.py has {what}"
+    assert len(named) > 5 or name != "architecture.md"
+
+
+SOURCES = [path for folder in ("jaxtrain", "tests", "benchmarks", "scripts", "configs", "docs") for path in (ROOT / folder).rglob("*.py")]
+EXAMPLES = {"run.py", "NAME.py"}  # of paths that users give
+
+
+def test_docstrings_name_files_that_exist():
+    names = {path.name for path in SOURCES} | EXAMPLES
+    for path in SOURCES:
+        said = re.findall(r"\w+\.py\b", ast.get_docstring(ast.parse(path.read_text())) or "")
+        assert not (gone := [name for name in said if name not in names]), f"{path.relative_to(ROOT)} speaks of {gone}"
+
+
+def test_what_is_to_be_extended_exists():
+    text = (ROOT / "docs/extending.md").read_text()
+    assert check_references(text, ROOT) > 10
+    paths = re.findall(r"`((?:jaxtrain|tests|configs|docs)/[\w/.]*)`", text)
+    assert len(paths) > 30 and not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_glossary_is_short():
+    rows = [line for line in section(ARCHITECTURE, "Glossary").splitlines() if line.startswith("| ")][1:]
+    assert 10 < len(rows) <= GLOSSARY_LINES
+    words = [word for row in rows for word in row.split(" | ")[0].strip("| ").split(", ")]
+    assert len(words) == len(set(words))
+
+
+def test_the_table_of_rooms_is_the_tested_one():
     rows = re.findall(r"^\| `(\w+)/` \|", section(ARCHITECTURE, "Rooms of the package"), re.MULTILINE)
     assert rows == test_imports.ROOMS[::-1]
 
@@ -194,12 +285,23 @@ def test_the_slots_are_those_of_the_tables():
     for name, repeats, *shown in rows:
         assert int(repeats or 1) == SCHEDULES[name].least_repeats
         for (kind, full), numbers in zip((("activation", True), ("residual_w", False), ("weight_stash", False)), shown, strict=True):
-            tables = [make_table(name, 4, int(repeats or 1), m, permute="late", remat_full=full) for m in (8, 64)]
+            tables = [make_table(TableSpec(name, 4, int(repeats or 1), m, permute="late", remat_full=full)) for m in (8, 64)]
             assert [assign_slots(table).pool_sizes[kind] for table in tables] == [int(n) for n in numbers.split(", ")], (name, kind)
 
 
-def test_the_picture_is_of_the_present_table():
-    spec = importlib.util.spec_from_file_location("draw_step", ROOT / "docs" / "draw_step.py")
-    draw_step = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw_step)
+def drawing(name: str) -> types.ModuleType:
+    """A script of docs/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_a_tick_is_of_the_present_table():
+    draw_step = drawing("draw_step")
     assert f"fingerprint {draw_step.fingerprint()}" in draw_step.PICTURE.read_text(), "run python docs/draw_step.py, and look at it"
+
+
+def test_the_picture_of_the_idea_is_of_the_present_tables():
+    draw_idea = drawing("draw_idea")
+    assert draw_idea.draw() == draw_idea.PICTURE.read_text(), "run python docs/draw_idea.py, and look at it"

@@ -24,7 +24,7 @@ from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.data.tokenizer import ByteTokenizer, NoTokenizer
 from jaxtrain.devices.mesh import make_mesh
-from jaxtrain.models.transformer import forward
+from jaxtrain.models import transformer
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
 
@@ -60,7 +60,7 @@ def run(tmp_path_factory) -> pathlib.Path:
 def greedy(prompt: list[int], tokens: int) -> list[int]:
     """The continuation by whole forwards."""
     parts, params = plain_model(config())
-    logits = jax.jit(lambda tokens: forward(parts, params, tokens)[0])
+    logits = jax.jit(lambda tokens: transformer.logits(parts, params, tokens)[0])
     made = list(prompt)
     for _ in range(tokens):
         made.append(int(logits(jnp.array([made + [0] * (40 - len(made))]))[len(made) - 1].argmax()))

@@ -3,6 +3,7 @@
 The launcher by itself is in test_launch.py.
 """
 
+import itertools
 import os
 import pathlib
 import re
@@ -14,9 +15,9 @@ import pytest
 from support import train_runs as runs
 from support.train_runs import settings
 
-STEPS = 24
-# Of the recipe's two chunks a stage. A smaller program: on CPU jax keeps those of process 0 alone, and the others compile each time.
-ONE_CHUNK = settings(pipeline__schedule="1f1b", pipeline__repeats=1)
+STEPS = 12
+DEVICES = 4  # of all processes together: 2 stages × 2
+MESH = settings(mesh__model=2)
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(folder):
-    """The workdir of one process with 8 devices."""
+    """The workdir of one process."""
     workdir = folder / "single"
-    runs.train(workdir, *settings(train__steps=STEPS))
+    train(workdir, 1, *settings(train__steps=STEPS))
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def large(folder):
+    """The workdir of one process with the larger model on 8 devices."""
+    workdir = folder / "large"
+    train(workdir, 1, *runs.large("1x4x2"), *settings(train__steps=24), devices=8)
     return workdir
 
 
@@ -43,18 +52,18 @@ def workdir(folder, request):
     shutil.rmtree(workdir, ignore_errors=True)
 
 
-def launch(workdir: pathlib.Path, processes: int, *flags: str) -> list[str]:
-    """The words of a launcher of so many processes with 8 devices in all."""
-    own = ["jaxtrain.launch", f"--processes={processes}", f"--devices_per_process={8 // processes}"]
-    return [*own, "--", "--config=recipe.py", f"--workdir={workdir.name}", *flags]
+def launch(workdir: pathlib.Path, processes: int, *flags: str, devices: int = DEVICES) -> list[str]:
+    """The words of a launcher of so many processes with so many devices in all."""
+    own = ["jaxtrain.launch", f"--processes={processes}", f"--devices_per_process={devices // processes}"]
+    return [*own, "--", "--config=recipe.py", f"--workdir={workdir.name}", *MESH, *flags]
 
 
-def train(workdir: pathlib.Path, processes: int, *flags: str, status: int | None = 0) -> runs.Done:
+def train(workdir: pathlib.Path, processes: int, *flags: str, devices: int = DEVICES) -> runs.Done:
     """Runs the training command to its end, in one process or by the launcher in several."""
     if processes == 1:
-        return runs.train(workdir, *flags, status=status)
-    with runs.running(workdir.parent, *launch(workdir, processes, *flags)) as command:
-        return command.end(status)
+        return runs.train(workdir, *MESH, *flags, devices=devices)
+    with runs.running(workdir.parent, *launch(workdir, processes, *flags, devices=devices)) as command:
+        return command.end()
 
 
 def assert_same_trajectory(found: dict, expected: dict) -> None:
@@ -89,20 +98,20 @@ def assert_gone(pids: list[int]) -> None:
 
 
 def test_two_processes_have_the_losses_of_one(single, workdir):
-    done = train(workdir, 2, *settings(train__steps=10, train__sample_tokens=4))
+    done = train(workdir, 2, *settings(train__steps=5, train__sample_tokens=4))
     assert_same_trajectory(runs.losses(workdir), runs.losses(single))
-    assert list(runs.losses(workdir)) == list(range(1, 11))
+    assert list(runs.losses(workdir)) == list(range(1, 6))
     # One of them talks and keeps the logs.
-    assert "[0] mesh: stage 4 × model 2 (8 × cpu, 2 processes)" in done.out.splitlines()
+    assert "[0] mesh: stage 2 × model 2 (4 × cpu, 2 processes)" in done.out.splitlines()
     assert "[0] sample, " in done.out
     assert not [line for line in done.out.splitlines() if re.match(r"\[1\] (mesh|step|validation|sample)", line)]
-    assert runs.checkpoints(workdir) == [3, 6, 9, 10] and not runs.unfinished(workdir)
+    assert runs.checkpoints(workdir) == [3, 5] and not runs.unfinished(workdir)
 
 
 @pytest.mark.full
 def test_a_replica_in_each_process(workdir):
     """Replicas that train apart: rows of the log are of both, also where the processes have not met since the last one."""
-    flags = settings(mesh__replica=2, mesh__stage=2, train__diloco_inner_steps=4, metrics__log_every=3, train__steps=10)
+    flags = settings(mesh__replica=2, mesh__model=1, train__diloco_inner_steps=4, metrics__log_every=3, train__steps=10)
     train(workdir, 2, *flags)
     one = workdir.with_name("one")
     train(one, 1, *flags, *settings(checkpoint__every=0, checkpoint__minutes=0.00001))
@@ -113,41 +122,42 @@ def test_a_replica_in_each_process(workdir):
     assert len(runs.checkpoints(one)) > 1 and set(runs.checkpoints(one)) <= {4, 5, 7, 9, 10}
 
 
-def assert_continue_each_other(single, workdir, numbers: list[int], *flags: str) -> None:
+def assert_continue_each_other(whole, workdir, numbers: list[int], *flags: str, devices: int = DEVICES) -> None:
     """A run of one process, continued by other numbers of processes: the trajectory of the run that was never stopped."""
-    runs.copy_up_to(3, single, workdir)
-    for start, processes in zip(range(3, STEPS, 3), numbers):
-        done = train(workdir, processes, *settings(train__steps=start + 3), *(flags if processes > 1 else ()))
+    runs.copy_up_to(3, whole, workdir)
+    for start, processes in zip(itertools.count(3, 3), numbers):
+        done = train(workdir, processes, *flags, *settings(train__steps=start + 3), devices=devices)
         assert f"continuing from step {start}" in done.out
     found = runs.losses(workdir)
     assert list(found) == list(range(1, 3 * len(numbers) + 4))
-    assert_same_trajectory(found, runs.losses(single))
+    assert_same_trajectory(found, runs.losses(whole))
 
 
 def test_processes_continue_each_other(single, workdir):
-    assert_continue_each_other(single, workdir, [2, 4, 1], *ONE_CHUNK)
+    assert_continue_each_other(single, workdir, [2, 1])
 
 
 @pytest.mark.full
-def test_processes_continue_each_other_with_the_recipe(single, workdir):
-    assert_continue_each_other(single, workdir, [4, 2, 1, 4, 1, 2])
+def test_processes_of_the_larger_model_continue_each_other(large, workdir):
+    assert_continue_each_other(large, workdir, [4, 2, 1, 4, 1, 2], *runs.large("1x4x2"), devices=8)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("mesh", ["2x2x2", "8x1x1", "1x8x1"])
-def test_processes_on_other_meshes(single, workdir, processes, mesh):
+def test_processes_on_other_meshes(large, workdir, processes, mesh):
     """Each process reads the rows of its own devices, where the batch is split over processes."""
-    train(workdir, processes, *settings(train__steps=6), *runs.mesh(mesh))
-    runs.train(workdir, *settings(train__steps=9))
+    model = settings(mesh__model=1)  # where the mesh does not say otherwise
+    train(workdir, processes, *model, *runs.large(mesh), *settings(train__steps=6), devices=8)
+    train(workdir, 1, *runs.large("1x4x2"), *settings(train__steps=9), devices=8)
     # The gradient's norm in step 7 is so steep that one process on these meshes is 1.6e-5 off, too.
-    assert_same_trajectory(runs.losses(workdir), runs.losses(single))
+    assert_same_trajectory(runs.losses(workdir), runs.losses(large))
 
 
 def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
     """The launcher gets SIGTERM, and the run is saved. Then one process is killed: the launcher says so, nothing is left behind, and
     what was saved by time is there."""
-    flags = settings(train__steps=10_000, checkpoint__every=0) + ONE_CHUNK
+    flags = settings(train__steps=10_000, checkpoint__every=0)
     with runs.running(workdir.parent, *launch(workdir, 2, *flags)) as command:
         command.wait_for(lambda: runs.last_step(workdir) > 2, "a step")
         started = children(command.process.pid)
@@ -170,10 +180,8 @@ def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
     assert_gone(started)
 
     step = runs.checkpoints(workdir)[-1]
-    done = runs.train(workdir, *settings(train__steps=step + 2))
-    assert f"continuing from step {step}" in done.out
     found = runs.losses(workdir)
-    assert list(found) == list(range(1, step + 3))
+    assert step in found
     assert_same_trajectory({s: values for s, values in found.items() if s <= STEPS}, runs.losses(single))
 
 

@@ -12,6 +12,7 @@ import sys
 import pytest
 from support import ROOT
 
+REQUIREMENTS = ("requirements.txt", "requirements-dev.txt", "requirements-compilers.txt")
 STAND_IN = f"""#!/usr/bin/env bash
 case "$*" in
     *version_info*) echo "${{FAKE_VERSION:-3.12}}" ;;
@@ -21,6 +22,7 @@ case "$*" in
         mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-c import pip") ;;
     "-m pip install --quiet "*)
+        if [[ $* == *--target* ]]; then mkdir -p "${{@:8:1}}"; fi
         echo "pip ${{*:5}}" | sed "s|$FAKE_ROOT/||g" >>"$FAKE_LOG"
         sleep "${{FAKE_SLOW:-0}}"
         exit "${{FAKE_PIP:-0}}" ;;
@@ -37,7 +39,7 @@ def repository(tmp_path):
     root.mkdir()
     shutil.copytree(ROOT / "scripts", root / "scripts")
     shutil.copytree(ROOT / ".ci", root / ".ci")
-    for name in ("requirements.txt", "requirements-dev.txt"):
+    for name in REQUIREMENTS:
         shutil.copy(ROOT / name, root / name)
     stand_in = tmp_path / "bin" / "python3"
     stand_in.parent.mkdir()
@@ -125,14 +127,33 @@ def test_an_accelerator_s_extras_are_remembered(repository):
     assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
 
 
+CHECKS = ["<ruff><check><.>", "<ruff><format><--check><.>", "<mypy>"]
+
+
 @pytest.mark.parametrize("script", ["scripts/test.sh", ".ci/run"])
 def test_tests(repository, script):
-    """All four checks, in the repository's folder; the development requirements are added to the environment that training made."""
+    """All four checks, in the repository's folder, by as many workers as cores; the development requirements are added to the environment
+    that training made."""
     run(repository, "scripts/train.sh")
-    status, err, log = run(repository, script, "--full", "-k", "a b")
+    status, err, log = run(repository, script, "-k", "a b")
     assert status == 0, err
-    steps = ["<ruff><check><.>", "<ruff><format><--check><.>", "<mypy>", "<pytest><-n><2><--dist=loadgroup><--full><-k><a b>"]
+    cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
+    steps = [*CHECKS, f"<pytest><-n><{cores}><--dist=loadgroup><-k><a b>"]
     assert log == [f"{INSTALL} -r requirements-dev.txt", *(f"{step}<{repository}>" for step in steps)]
+    assert run(repository, script, JAXTRAIN_TEST_WORKERS="3")[2][-1] == f"<pytest><-n><3><--dist=loadgroup><{repository}>"
+
+
+def test_the_long_tests_have_their_compilers(repository):
+    """In a folder of their own, once, and again after a change."""
+    run(repository, "scripts/train.sh")
+    compilers = "pip --disable-pip-version-check --no-deps --target .venv-compilers -r requirements-compilers.txt"
+    _, _, log = run(repository, "scripts/test.sh", "--full", "--part=2/4", JAXTRAIN_TEST_WORKERS="1")
+    assert log[1] == compilers and log[-1] == f"<pytest><-n><1><--dist=loadgroup><--full><--part=2/4><{repository}>"
+    assert compilers not in run(repository, "scripts/test.sh", "--full")[2]
+    (repository / "requirements-compilers.txt").write_text("libtpu==1\n")
+    assert compilers not in run(repository, "scripts/test.sh")[2]
+    assert run(repository, "scripts/test.sh", "--full", FAKE_PIP="1")[0] == 2
+    assert compilers in run(repository, "scripts/test.sh", "--full")[2]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +172,6 @@ def test_what_cannot_be(repository, environment, message):
 
 
 def test_every_requirement_is_pinned():
-    for name in ("requirements.txt", "requirements-dev.txt"):
+    for name in REQUIREMENTS:
         lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
         assert lines and all("==" in line.partition(";")[0] for line in lines)

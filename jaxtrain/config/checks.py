@@ -1,9 +1,9 @@
 """Checks of a config: each setting on its own, all rules between settings, and what surrounds a run; with the nearest flags that work.
 
 `check(config)` for what can be known without devices, `check_devices` with their number, `check_run` with all that a run meets before
-anything is compiled (devices, files, tables), `refuse_to_continue` before a checkpoint is resumed, and `changes` for what that
-changes. What they suggest passes all the checks that are known by then (suggestions.py). A setting's own type, bounds and choices
-stand at its field in config.py. No jax.
+anything is compiled (devices, files, tables), and `refuse_to_continue` before a checkpoint is resumed (continuing.py has what that
+changes). What they suggest passes all the checks that are known by then (suggestions.py). A setting's own type, bounds and choices
+stand at its field in settings.py. No jax.
 """
 
 import dataclasses

@@ -44,7 +44,7 @@ class Loader:
       sharding: of [microbatches, rows, T], over any axes of any mesh.
       microbatches: into which the batch is cut; divides B.
       batches: the most that are made of the validation split (None: all of it).
-      apart: replicas that train apart, along the slowest axis of the rows.
+      independent_replicas: replicas that train apart, along the slowest axis of the rows.
 
     Raises DataError if the train split is empty.
     """
@@ -57,7 +57,7 @@ class Loader:
         sharding: jax.sharding.NamedSharding,
         microbatches: int = 1,
         batches: int | None = None,
-        apart: int = 1,
+        independent_replicas: int = 1,
     ):
         if split not in ("train", "validation"):
             raise ValueError(f"split {split!r}: use train or validation")
@@ -79,7 +79,7 @@ class Loader:
             self.batches = available if batches is None else min(batches, available)
         self._order = order
         self.shape = (microbatches, self._batch_size // microbatches, data.sequence_length)
-        self._local, self._place = _local_rows(sharding, self.shape, apart)
+        self._local, self._place = _local_rows(sharding, self.shape, independent_replicas)
         self._ahead = data.prefetch
         self._threads = concurrent.futures.ThreadPoolExecutor(max(1, data.prefetch), thread_name_prefix=f"jaxtrain-{split}")
 
@@ -170,10 +170,10 @@ class Loader:
             return jax.make_array_from_callback(self.shape, self._sharding, block)
 
 
-def _local_rows(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], apart: int) -> tuple[list[int], np.ndarray]:
+def _local_rows(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], independent_replicas: int) -> tuple[list[int], np.ndarray]:
     """The rows of a batch that this process's devices hold, ascending; and [microbatches, rows] the place of each in that list, or −1."""
     microbatches, rows, _ = shape
-    row = np.arange(microbatches * rows).reshape(apart, microbatches, -1).swapaxes(0, 1).reshape(microbatches, rows)
+    row = np.arange(microbatches * rows).reshape(independent_replicas, microbatches, -1).swapaxes(0, 1).reshape(microbatches, rows)
     needed = np.zeros(shape[:2], bool)
     indices: Any = sharding.addressable_devices_indices_map(shape)
     for index in indices.values():

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain.devices.mesh import BATCH_AXES, EXPERT, MODEL, STAGE, manual_size
+from jaxtrain.devices.mesh import BATCH_AXES, CONTEXT, EXPERT, MODEL, STAGE, manual_size
 
 RULES: dict[str, tuple[str, ...]] = {
     # parameters
@@ -35,6 +35,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "sequence": (MODEL,),  # between blocks: norms and residuals are split along the sequence
     "token": (),  # inside a block: the whole sequence, split by heads or MLP columns
 }
+
+BATCH_SPEC = PartitionSpec(None, BATCH_AXES, CONTEXT)  # of a batch's arrays [microbatches, sequences, tokens]
 
 Axes = tuple[str | None, ...]
 

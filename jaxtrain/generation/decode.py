@@ -7,7 +7,7 @@
 Every query sees the slots up to its own. So what lies beyond the newest token (padding of an earlier call) is never read, and is
 written over when its turn comes.
 
-Which token follows is chosen in generation/sampling.py; whole sequences without a cache go through transformer.forward.
+Which token follows is chosen in generation/sampling.py; whole sequences without a cache go through transformer.logits.
 
 Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/value heads, H head dimension, C latent and rotated key,
 D width, V vocabulary.

@@ -223,7 +223,7 @@ def trunk(parts: Parts, params: dict, tokens_BT, positions_BT=None, segments_BT=
     return jax.lax.scan(lambda x, layer: (parts.block(layer, x, positions_BT, segments_BT), None), x_BTD, params["layers"])[0]
 
 
-def forward(parts: Parts, params: dict, tokens_BT, positions_BT=None, segments_BT=None, dtype=jnp.float32) -> jax.Array:
+def logits(parts: Parts, params: dict, tokens_BT, positions_BT=None, segments_BT=None, dtype=jnp.float32) -> jax.Array:
     """The whole model → float32 logits [B, T, V]. params: those of `trunk` and "head"."""
     x_BTD = trunk(parts, params, tokens_BT, positions_BT, segments_BT, dtype)
     return parts.head(params["head"], x_BTD, params["embed"]["table"] if parts.cfg.tied_embeddings else None)

@@ -19,7 +19,7 @@ from jaxtrain.parallel.heads import over_heads
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
 LARGEST_MASK = 1 << 28  # elements of a mask that a kernel may be given; longer sequences go block by block
-KERNEL = ring.Kernel(blockwise.forward, blockwise.backward, blockwise.delta)
+KERNEL = ring.Kernel(blockwise.output_and_lse, blockwise.gradients, blockwise.delta)
 CUDNN_TYPES = (jnp.bfloat16, jnp.float16)
 
 

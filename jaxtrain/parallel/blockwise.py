@@ -49,15 +49,15 @@ def attend(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) -> jax.Array:
 
 
 def _attend(q, k, v, sight, segments):
-    out, lse = by_heads(functools.partial(forward, dtype=v.dtype), (q, k, v), (sight, segments))
+    out, lse = by_heads(functools.partial(output_and_lse, dtype=v.dtype), (q, k, v), (sight, segments))
     return out, (q, k, v, sight, segments, out, lse)
 
 
 def _attend_backward(kept, g):
     q, k, v, sight, segments, out, lse = kept
-    run = lambda q, k, v, g, out, lse, *fixed: backward(q, k, v, g, lse, delta(g, out), *fixed, dtype=q.dtype)
-    gradients = by_heads(run, (q, k, v, g, out, lse), (sight, segments))
-    return *(d.astype(a.dtype) for d, a in zip(gradients, (q, k, v), strict=True)), None, None
+    run = lambda q, k, v, g, out, lse, *fixed: gradients(q, k, v, g, lse, delta(g, out), *fixed, dtype=q.dtype)
+    by_inputs = by_heads(run, (q, k, v, g, out, lse), (sight, segments))
+    return *(d.astype(a.dtype) for d, a in zip(by_inputs, (q, k, v), strict=True)), None, None
 
 
 attend.defvjp(_attend, _attend_backward)
@@ -130,7 +130,7 @@ class _Blocks:
         return lax.while_loop(lambda state: state[0] < self.steps, body, (0, carry))[1]
 
 
-def forward(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+def output_and_lse(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
     """→ output [B, T, N, V] of `dtype`, log-sum-exp of the scores float32 [B, T, N]: of a query that sees nothing, next to −∞."""
     blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
     q, k, v = blocks.queries(q_BTNH), blocks.keys(k_BSKH), blocks.keys(v_BSKV)
@@ -152,7 +152,7 @@ def forward(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float
     return blocks.whole_queries(out), blocks.whole_queries(lse)
 
 
-def backward(q_BTNH, k_BSKH, v_BSKV, g_BTNV, lse_BTN, delta_BTN, sight: Sight, segments=None, dtype=jnp.float32):
+def gradients(q_BTNH, k_BSKH, v_BSKV, g_BTNV, lse_BTN, delta_BTN, sight: Sight, segments=None, dtype=jnp.float32):
     """→ gradients of queries, of `dtype`, and of keys and values, float32. `lse` may be that of more keys than these."""
     blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
     q, g, lse, inner = (blocks.queries(a) for a in (q_BTNH, g_BTNV, lse_BTN, delta_BTN))

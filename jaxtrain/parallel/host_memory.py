@@ -45,10 +45,10 @@ def to_device(tree):
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
-def slots(shape: tuple[int, ...], dtype, host: bool) -> jax.Array:
+def empty_pool(shape: tuple[int, ...], dtype, on_host: bool) -> jax.Array:
     """Inside jit: an array of which nothing is read before it is written; zeros, but XLA fills none in on the host."""
     # Of a scalar there, not zeros that are moved there: those would be in the device's memory first.
-    return lax.broadcast(to_host(jnp.zeros((), dtype)), shape) if host else jnp.zeros(shape, dtype)
+    return lax.broadcast(to_host(jnp.zeros((), dtype)), shape) if on_host else jnp.zeros(shape, dtype)
 
 
 def is_on_host(a: jax.Array) -> bool:
@@ -67,11 +67,11 @@ def write(a: jax.Array, part: jax.Array, start) -> jax.Array:
     return lax.dynamic_update_slice(a, to_host(part) if is_on_host(a) else part, start)
 
 
-def row(a: jax.Array, i) -> jax.Array:
-    """Inside jit: a[i] on the device."""
+def read_at(a: jax.Array, i) -> jax.Array:
+    """Inside jit: a[i] on the device, wherever `a` lies; i is a traced int32."""
     return read(a, (i, *[0] * (a.ndim - 1)), (1, *a.shape[1:])).reshape(a.shape[1:])
 
 
-def with_row(a: jax.Array, value: jax.Array, i) -> jax.Array:
-    """Inside jit: `a` with a[i] replaced."""
+def write_at(a: jax.Array, value: jax.Array, i) -> jax.Array:
+    """Inside jit: `a`, wherever it lies, with a[i] replaced by a value on the device, cast to its dtype."""
     return write(a, value[None].astype(a.dtype), (i, *[0] * (a.ndim - 1)))

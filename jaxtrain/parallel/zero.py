@@ -74,20 +74,20 @@ class Reduction:
         return self.dim + ndim - (len(self.whole) - self.lead)
 
 
-def plan(
+def reduction_of(
     axes: tuple[str | None, ...],
     shape: tuple[int, ...],
-    own: int,
+    lead: int,
     mesh: Mesh,
     zero: int,
     sum_axes: tuple[str, ...] = SUM_AXES,
     counts: bool = False,
 ) -> Reduction:
-    """The reduction of a gradient, or of `counts`, with logical `axes` and `shape`, whose first `own` dimensions are not the parameter's
+    """The reduction of a gradient, or of `counts`, with logical `axes` and `shape`, whose first `lead` dimensions are not the parameter's
     own (stage, layer), over `sum_axes`, and `stage` where all stages hold it. Where no dimension divides, it is summed and stays whole."""
     whole = spec(axes)
-    own_axes = {name for part in whole for name in mesh_axes(part)}
-    copies = tuple(name for name in (*sum_axes, STAGE) if name not in own_axes)
+    taken = {name for part in whole for name in mesh_axes(part)}
+    copies = tuple(name for name in (*sum_axes, STAGE) if name not in taken)
     candidates: list[tuple[str, ...]] = [(DATA, STAGE), (DATA,), (STAGE,)] if STAGE in copies else [(DATA,)]
 
     def shared(dim: int, names: tuple[str, ...]) -> PartitionSpec:
@@ -98,68 +98,77 @@ def plan(
     for names in candidates if zero else []:
         names = tuple(n for n in names if mesh.shape[n] > 1)
         size = math.prod(mesh.shape[n] for n in names)
-        for dim in range(own, len(shape)):
+        for dim in range(lead, len(shape)):
             if size > 1 and whole[dim] is None and shape[dim] % size == 0:
                 rest = tuple(a for a in copies if a not in names)
                 sharded = shared(dim, tuple(n for n in names if n == DATA))
-                return Reduction(rest, names, dim - own, own, whole, sharded, shared(dim, names), counts)
-    return Reduction(copies, (), 0, own, whole, whole, whole, counts)
+                return Reduction(rest, names, dim - lead, lead, whole, sharded, shared(dim, names), counts)
+    return Reduction(copies, (), 0, lead, whole, whole, whole, counts)
 
 
 def _on_parts(fn: Callable, split: PartitionSpec, x: jax.Array) -> jax.Array:
     return over_model(fn, (split,), split)(x)
 
 
-def _own_split(how: Reduction, x: jax.Array) -> PartitionSpec:
-    return PartitionSpec(*(MODEL if MODEL in mesh_axes(part) else None for part in how.whole[len(how.whole) - x.ndim :]))
+def _model_split(reduction: Reduction, x: jax.Array) -> PartitionSpec:
+    """How `model` splits a parameter's array, a stack's or a layer's."""
+    return PartitionSpec(*(MODEL if MODEL in mesh_axes(part) else None for part in reduction.whole[len(reduction.whole) - x.ndim :]))
 
 
-def gather(part: jax.Array, how: Reduction) -> jax.Array:
+def gather(part: jax.Array, reduction: Reduction) -> jax.Array:
     """A parameter of stage 3, whole on each data shard."""
-    if not how.over_data:
+    if not reduction.over_data:
         return part
-    dim = how.axis(part.ndim)
-    return _on_parts(lambda a: lax.all_gather(a, DATA, axis=dim, tiled=True), _own_split(how, part), part)
+    dim = reduction.axis(part.ndim)
+    return _on_parts(lambda a: lax.all_gather(a, DATA, axis=dim, tiled=True), _model_split(reduction, part), part)
 
 
-def reduce(gradient: jax.Array, how: Reduction, dtype, axes: tuple[str, ...] | None = None) -> jax.Array:
-    """This device's sum → float32, the sum over all devices, its own part where that is scattered; over these mesh `axes` alone.
+def reduce(gradient: jax.Array, reduction: Reduction, dtype, axes: tuple[str, ...] | None = None) -> jax.Array:
+    """This device's sum → float32, the sum over all devices, this device's part where that is scattered; over these mesh `axes` alone.
 
     Inside a replica first, so that only the scattered part crosses to others."""
-    scatter = tuple(a for a in how.scatter_axes if axes is None or a in axes)
-    sums = tuple(a for a in how.sum_axes if axes is None or a in axes)
+    scatter = tuple(a for a in reduction.scatter_axes if axes is None or a in axes)
+    sums = tuple(a for a in reduction.sum_axes if axes is None or a in axes)
 
     def move(part):
-        part = part.astype(jnp.float32 if how.counts else dtype)
+        part = part.astype(jnp.float32 if reduction.counts else dtype)
         if scatter:
-            part = psum_scatter(part, scatter, how.axis(part.ndim))
+            part = psum_scatter(part, scatter, reduction.axis(part.ndim))
         return sum_inside_first(part, sums).astype(jnp.float32)
 
-    return _on_parts(move, _own_split(how, gradient), gradient)
+    return _on_parts(move, _model_split(reduction, gradient), gradient)
 
 
-def reduce_in_op(gradient: jax.Array, how: Reduction, dtype) -> jax.Array:
-    """A microbatch's gradient, summed over data, this device's part of it; whole and its own where it is not shared out over data."""
-    return reduce(gradient, how, dtype, (DATA,)) if how.over_data else gradient
+def reduce_in_op(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:
+    """A microbatch's gradient, summed over `data`: this device's part of it. What is not shared out over `data` stays as it is."""
+    return reduce(gradient, reduction, dtype, (DATA,)) if reduction.over_data else gradient
 
 
-def reduce_rest(gradient: jax.Array, how: Reduction, dtype) -> jax.Array:
+def reduce_rest(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:
     """After the step, what `reduce_in_op` left to do."""
-    rest = tuple(a for a in (*how.scatter_axes, *how.sum_axes) if not (how.over_data and a == DATA))
-    return reduce(gradient, how, dtype, rest)
+    rest = tuple(a for a in (*reduction.scatter_axes, *reduction.sum_axes) if not (reduction.over_data and a == DATA))
+    return reduce(gradient, reduction, dtype, rest)
 
 
-def resized(shape: tuple[int, ...], how: Reduction, shards: int, up: bool) -> tuple[int, ...]:
-    """A device's shape of a parameter that is whole over data, from the one with `shards` parts of it (`up`), or the other way."""
-    dim = how.axis(len(shape))
-    size = shape[dim] * shards if up else shape[dim] // shards
-    return (*shape[:dim], size, *shape[dim + 1 :]) if how.over_data else shape
+def whole_shape(shape: tuple[int, ...], reduction: Reduction, shards: int) -> tuple[int, ...]:
+    """The shape on a device of a parameter that is whole over `data`, from that of one of its `shards` parts."""
+    return _resized(shape, reduction, lambda size: size * shards)
+
+
+def part_shape(shape: tuple[int, ...], reduction: Reduction, shards: int) -> tuple[int, ...]:
+    """The opposite: that of one of `shards` parts, from that of the whole."""
+    return _resized(shape, reduction, lambda size: size // shards)
+
+
+def _resized(shape: tuple[int, ...], reduction: Reduction, resize: Callable[[int], int]) -> tuple[int, ...]:
+    dim = reduction.axis(len(shape))
+    return (*shape[:dim], resize(shape[dim]), *shape[dim + 1 :]) if reduction.over_data else shape
 
 
 # --- a table shared out by columns: the tokens' rows travel, not the table --------------------------------------------------------------
 
 
-def all_rows(x: jax.Array) -> jax.Array:
+def all_sequences(x: jax.Array) -> jax.Array:
     """[batch, …] of each data shard → [shards · batch, …]."""
     return lax.all_gather(x, DATA, axis=0, tiled=True)
 
@@ -168,8 +177,8 @@ def _activation(x: jax.Array) -> PartitionSpec:
     return PartitionSpec(None, MODEL if is_split("sequence") else None)
 
 
-def to_own_rows(x: jax.Array) -> jax.Array:
-    """This device's columns of all shards' rows → all columns of its own rows: [shards · batch, T, D/shards] → [batch, T, D]."""
+def to_own_sequences(x: jax.Array) -> jax.Array:
+    """This device's columns of all shards' sequences → all columns of its own: [shards · batch, T, D/shards] → [batch, T, D]."""
     return _on_parts(lambda a: lax.all_to_all(a, DATA, 0, 2, tiled=True), _activation(x), x)
 
 

@@ -19,7 +19,7 @@ from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, STAGE
 from jaxtrain.plan import ops
 from jaxtrain.plan.ops import PERMUTE, SUM, Collective, Sizes
-from jaxtrain.schedule.columns import WAY, columns, permutes
+from jaxtrain.schedule.columns import CELL_OPS, EMBED, EMBED_GRADIENT, HEAD, WAY, cell_op, columns, permute_op, permutes
 from jaxtrain.schedule.table import Permute, wraps
 
 
@@ -88,21 +88,21 @@ def _step(sizes: Sizes, stage: int) -> Iterator[tuple[str, int, Iterable[Collect
 def _table(sizes: Sizes, stage: int) -> Iterator[tuple[str, int, Iterable[Collective]]]:
     slotted, placement = sizes.setup.train, sizes.setup.placement
     assert slotted is not None
-    table, times_of = slotted.table, {name: int(a[:, stage].sum()) for name, a in columns(slotted).items()}
-    yield "embed", times_of["embed"], ops.embed(sizes)
+    table, times_of = slotted.table, {op: int(column[:, stage].sum()) for op, column in columns(slotted).runs.items()}
+    yield "embed", times_of[EMBED], ops.embed(sizes)
     for u in range(placement.units_per_stage):
         layers = placement.layer_count(u, stage)
         # A layer that stands outside of the loop over layers makes no output that nobody reads.
         outside = int(placement.stack_size(u) == 1 or sizes.zero.gathers_in_ops)
-        for name in "FKRBW":
-            op, times = "F" if name == "K" else name, times_of[f"{name}{u}"]
+        for name in CELL_OPS:
+            op, times = "F" if name == "K" else name, times_of[cell_op(name, u)]
             yield op, times, ops.once(sizes, op)
             yield op, times * layers, _weights(sizes, op, str(u))
             yield op, times * (layers - outside), ops.layer(sizes, op)
             yield op, times * outside, ops.layer(sizes, op, last=name == "R")
-    yield "head", times_of["head"], ops.head(sizes)
-    yield "embed_gradient", times_of["embed_gradient"], ops.embed_gradient(sizes)
-    ticks = sum(times_of[f"permute_{when.name}"] for when in (Permute.EARLY, Permute.LATE))
+    yield "head", times_of[HEAD], ops.head(sizes)
+    yield "embed_gradient", times_of[EMBED_GRADIENT], ops.embed_gradient(sizes)
+    ticks = sum(times_of[permute_op(when)] for when in (Permute.EARLY, Permute.LATE))
     round_ = wraps(table.stage_of, table.stages)
     sends = [way for way in permutes(table) if round_ or 0 <= stage + WAY[way] < table.stages]
     yield "permute", ticks, [Collective(PERMUTE, (STAGE,), sizes.activation / sizes.axis_sizes[MODEL] * sizes.item) for _ in sends]

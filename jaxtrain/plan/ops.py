@@ -21,7 +21,7 @@ from jaxtrain.models.spec import Spec
 from jaxtrain.parallel.experts import capacity_of
 from jaxtrain.parallel.replicas import BLOCK
 from jaxtrain.parallel.zero import Reduction, Zero
-from jaxtrain.runtime.loss import chunk_number
+from jaxtrain.runtime.loss import cut_count
 from jaxtrain.training.state import Layout
 from jaxtrain.training.step import make_layout, zero_of
 
@@ -63,7 +63,7 @@ class Sizes:
         self.axis_sizes: dict[str, int] = dict(self.mesh.shape)
         self.setup: Setup = make_setup(config)
         self.layout: Layout = make_layout(config, self.setup, self.mesh)
-        self.shared = self.setup.train is not None and self.setup.table.vocabulary == "parallel"
+        self.shared = self.setup.shares_vocabulary
         self.zero: Zero = zero_of(config)
         self.cpu = cpu
         self.item = jnp.dtype(config.precision.compute).itemsize
@@ -310,7 +310,7 @@ def head(sizes: Sizes) -> Iterator[Collective]:
 
 
 def _prediction(sizes: Sizes, leaves: dict[str, Leaf]) -> Iterator[Collective]:
-    """Of a module, forward and backward at once (Ends._predict)."""
+    """Of a module, forward and backward at once (EmbeddingAndHead._predict)."""
     width = sizes.model.width
     yield from gathers(sizes, leaves)
     yield from reductions_in_op(sizes, leaves)
@@ -328,7 +328,7 @@ def _loss(sizes: Sizes) -> Iterator[Collective]:
     """The last norm, the product with the output matrix, and the softmax (runtime/loss.py)."""
     m, n, tokens = (
         sizes.model,
-        chunk_number(sizes.sequences, sizes.tokens, sizes.axis_sizes[MODEL], sizes.model.loss_chunk),
+        cut_count(sizes.sequences, sizes.tokens, sizes.axis_sizes[MODEL], sizes.model.loss_chunk),
         sizes.sequences * sizes.tokens,
     )
     for axes in ((MODEL,), (STAGE,) if sizes.shared else ()):

@@ -1,26 +1,30 @@
 """One layer cut into the ops of a schedule by partitioning the trace of its vjp.
 
-    forward(params, x, extra)                        → y, residuals
-    input_gradient(params, extra, residuals, g)      → gradient of x, stash          B
-    weight_gradient(params, extra, residuals, stash) → gradients of params           W
-    backward(params, extra, residuals, g)            → gradients of params, of x     both at once, where nothing comes between
+    output_and_residuals(params, x, extra)              → y, residuals                 F
+    input_gradient(params, extra, residuals, g)         → gradient of x, weight stash  B
+    weight_gradient(params, extra, for_w, weight_stash) → gradients of params          W
+    gradients(params, extra, residuals, g)              → gradients of params, of x    B and W at once, where nothing comes between
 
 Residuals cross from the forward to the backward: no weights, nor anything made from weights, positions and constants alone, no masks,
-reshapes, broadcasts or transposes, no sums and products of other residuals; `keep` decides about the rest, and what it does not let
-cross is computed again. The stash crosses from B to W: the gradients that W multiplies with, and what B had to compute again for itself.
+reshapes, broadcasts or transposes, no sums and products of other residuals; a `KeepRule` decides about the rest, and what it does not let
+cross is computed again. The weight stash crosses from B to W: the gradients that W multiplies with, and what B had to compute again for
+itself.
 
 Calls are inlined and inner scans unrolled; an inner `while` is one equation and stays whole (parallel/blockwise.py). What `jax.checkpoint`
 inside the layer computes again stays in the backward.
 """
 
+import dataclasses
+import enum
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-# Values that cost no arithmetic: a stash keeps what they were made from.
+# Values that cost no arithmetic: what they were made from crosses in their place.
 VIEWS = frozenset(
     "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice split concatenate sharding_constraint layout_constraint "
     "all_gather "  # costs no arithmetic either: a device keeps its own part
@@ -33,15 +37,40 @@ SUMS = frozenset("reduce_scatter add convert_element_type".split())
 CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat2 checkpoint".split())
 AGAIN = "computed_again"  # the name scope of what jax.checkpoint computes again in the backward
 
-Keep = Callable[..., bool]
+KeepRule = Callable[..., bool]  # equation → whether what it makes may cross from the forward to the backward
 
 
-def keep_all(equation) -> bool:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What the forward leaves for the backward, by its last reader.
+
+    for_b: what B alone reads
+    for_w: what W reads; B may read it, too
+
+    The lists hold arrays of one layer and microbatch, their shapes and dtypes (`LayerSplit.residuals`), or pools of slots for them.
+    """
+
+    for_b: list[Any]
+    for_w: list[Any]
+
+
+class LayerOp(enum.Enum):
+    """What is run of one layer. WHOLE: the layer as it is written, not its trace; BACKWARD: B and W at once."""
+
+    WHOLE = enum.auto()
+    FORWARD = enum.auto()
+    INPUT_GRADIENT = enum.auto()
+    WEIGHT_GRADIENT = enum.auto()
+    BACKWARD = enum.auto()
+
+
+def keep_everything(equation) -> bool:
     """`remat` none: whatever the backward reads crosses."""
     return True
 
 
-def keep_matmuls(equation) -> bool:
+def keep_products(equation) -> bool:
     """`remat` selective: results of products with weights cross, and those of a loop, which is attention block by block: its output and
     log-sum-exp. Attention's inside and elementwise work are computed again (Korthikanti et al. 2022, section 5). A router's choices cross,
     too: rows that cross lie in their order, and choices made again could differ by a rounding."""
@@ -62,12 +91,16 @@ def _bind(equation, values):
     return out if equation.primitive.multiple_results else [out]
 
 
+def _value(atom, env: dict):
+    """A jaxpr's literal, or the value of its variable."""
+    return atom.val if isinstance(atom, Literal) else env[atom]
+
+
 def _inline(jaxpr, consts, args):
     """Evaluates a jaxpr, going into calls and scans: traced again, it is flat."""
     env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
-    read = lambda a: a.val if isinstance(a, Literal) else env[a]
     for equation in jaxpr.eqns:
-        values, params, name = [read(a) for a in equation.invars], equation.params, equation.primitive.name
+        values, params, name = [_value(a, env) for a in equation.invars], equation.params, equation.primitive.name
         inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
         if name == "scan":
             out = _unrolled(params, values)
@@ -81,7 +114,7 @@ def _inline(jaxpr, consts, args):
         else:
             out = _bind(equation, values)
         env.update(zip(equation.outvars, out, strict=True))
-    return [read(a) for a in jaxpr.outvars]
+    return [_value(a, env) for a in jaxpr.outvars]
 
 
 def _unrolled(params, values) -> list:
@@ -90,22 +123,28 @@ def _unrolled(params, values) -> list:
         fixed, carried, _ = map(len, params["ft_in"].unpack())
     else:
         fixed, carried = params["num_consts"], params["num_carry"]
-    consts, carry, xs = values[:fixed], list(values[fixed : fixed + carried]), values[fixed + carried :]
-    body, rows = params["jaxpr"], []
+    consts, carry, stacked = values[:fixed], list(values[fixed : fixed + carried]), values[fixed + carried :]
+    body, results = params["jaxpr"], []
     order = range(params["length"])
     for i in reversed(order) if params["reverse"] else order:
-        out = _inline(body.jaxpr, body.consts, [*consts, *carry, *(jax.lax.index_in_dim(x, i, keepdims=False) for x in xs)])
+        out = _inline(body.jaxpr, body.consts, [*consts, *carry, *(jax.lax.index_in_dim(x, i, keepdims=False) for x in stacked)])
         carry = out[:carried]
-        rows.append(out[carried:])
+        results.append(out[carried:])
     if params["reverse"]:
-        rows.reverse()
-    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+        results.reverse()
+    return [*carry, *(jnp.stack(column) for column in zip(*results, strict=True))]
 
 
 def _is(equation, names: frozenset) -> bool:
     """Whether it is one of these, or is nothing but these on each device (a layout in memory, for one)."""
     name = equation.primitive.name
     return name in names or (name == "shard_map" and all(_is(e, names) for e in equation.params["jaxpr"].eqns))
+
+
+def _is_view(equation) -> bool:
+    if equation.primitive.name == "convert_element_type":  # keep the narrower of the two
+        return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
+    return _is(equation, VIEWS)
 
 
 def _gathers(equation) -> bool:
@@ -121,212 +160,207 @@ def _bytes(atoms: Iterable) -> int:
     return sum(int(np.prod(a.aval.shape)) * a.aval.dtype.itemsize for a in atoms)
 
 
+def _shapes(values: Iterable) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in values]
+
+
 # --- the partition ---------------------------------------------------------------------------------------------------------------
 
 
-class Split:
+class LayerSplit:
     """A layer `fn(params, x, extra) → y`, cut.
 
-    x and y have the same shape and dtype; `params` and `extra` are pytrees of arrays. Only shapes and dtypes of the example
-    arguments matter. `residuals` and `stash` list the shapes and dtypes that cross, `for_weights` says of each residual whether W
-    reads it: the others end with B. `gathered` says of each of the stash whether B has gathered it, so that devices hold the same.
+    Args:
+      fn: the layer; y has the shape and dtype of x.
+      params, x, extra: examples, pytrees of arrays or ShapeDtypeStructs; only shapes and dtypes matter.
+      keep: what may cross from the forward to the backward.
+
+    residuals: Residuals of the shapes and dtypes of what the forward leaves
+    weight_stash: shapes and dtypes of what B leaves for W; `gathered` says of each whether B has gathered it, so that the devices of
+        `model` hold the same
     """
 
-    def __init__(self, fn: Callable, params, x, extra, keep: Keep = keep_all):
+    def __init__(self, fn: Callable, params, x, extra, keep: KeepRule = keep_everything):
+        self._trace(fn, params, x, extra)
+        kept = self._without_cheap(self._kept_values(keep))
+        self._stashed, for_weights = self._crossing_to_weights(kept)
+        self._for_b, self._for_w = [a for a in kept if a not in for_weights], [a for a in kept if a in for_weights]
+        self.residuals = Residuals(_shapes(self._for_b), _shapes(self._for_w))
+        self.weight_stash = _shapes(self._stashed)
+        self.gathered = [a in self._maker and _gathers(self._maker[a]) for a in self._stashed]
+        self._equations = {
+            LayerOp.FORWARD: self._needed([self._y, *kept], ()),
+            LayerOp.INPUT_GRADIENT: self._needed([self._dx, *self._stashed], kept),
+            LayerOp.WEIGHT_GRADIENT: self._needed(self._dp, {*for_weights, *self._stashed}),
+            LayerOp.BACKWARD: self._needed([self._dx, *self._dp], kept),
+        }
+
+    def _trace(self, fn: Callable, params, x, extra) -> None:
+        """Traces the layer and its vjp to one flat jaxpr, and sorts its values: what every op can make, and what the backward makes."""
         leaves, self._tree = jax.tree.flatten(params)
         extras, self._extra_tree = jax.tree.flatten(extra)
         n, e = len(leaves), len(extras)
 
-        def whole(*args):
+        def output_and_gradients(*args):
             given = jax.tree.unflatten(self._extra_tree, args[n : n + e])
             y, vjp = jax.vjp(lambda p, x: fn(jax.tree.unflatten(self._tree, p), x, given), list(args[:n]), args[n + e])
             gradients, dx = vjp(args[-1])
             return [y, dx, *gradients]
 
         examples = [*leaves, *extras, x, x]
-        traced = jax.make_jaxpr(whole)(*examples)
-        closed = jax.make_jaxpr(lambda *a: _inline(traced.jaxpr, traced.consts, a))(*examples)
+        traced = jax.make_jaxpr(output_and_gradients)(*examples)
+        closed = jax.make_jaxpr(lambda *args: _inline(traced.jaxpr, traced.consts, args))(*examples)
         jaxpr = closed.jaxpr
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._params, self._extras = jaxpr.invars[:n], jaxpr.invars[n : n + e]
         self._x, self._g = jaxpr.invars[n + e :]
-        self._maker = {out: eq for eq in jaxpr.eqns for out in eq.outvars}
-        self._order = {id(eq): i for i, eq in enumerate(jaxpr.eqns)}
+        self._maker = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
+        self._order = {id(equation): i for i, equation in enumerate(jaxpr.eqns)}
         self._y, self._dx, *self._dp = jaxpr.outvars
         self._free = {*self._params, *self._extras, *jaxpr.constvars}  # what every op can make by itself
         self._late = {self._g}  # what depends on the incoming gradient, or is computed again
-        for eq in jaxpr.eqns:
-            inputs = _variables(eq.invars)
-            if AGAIN in str(eq.source_info.name_stack) or any(a in self._late for a in inputs):
-                self._late.update(eq.outvars)
+        for equation in jaxpr.eqns:
+            inputs = _variables(equation.invars)
+            if AGAIN in str(equation.source_info.name_stack) or any(a in self._late for a in inputs):
+                self._late.update(equation.outvars)
             elif all(a in self._free for a in inputs):
-                self._free.update(eq.outvars)
-        self._kept = self._without_cheap(self._kept_values(keep))
-        self._stashed, for_weights = self._crossing_to_weights()
-        shapes = lambda values: [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in values]
-        self.residuals, self.stash = shapes(self._kept), shapes(self._stashed)
-        self.for_weights = [a in for_weights for a in self._kept]
-        self.gathered = [a in self._maker and _gathers(self._maker[a]) for a in self._stashed]
-        self._equations = {
-            "forward": self._needed([self._y, *self._kept], ()),
-            "input": self._needed([self._dx, *self._stashed], self._kept),
-            "weight": self._needed(self._dp, {*for_weights, *self._stashed}),
-            "both": self._needed([self._dx, *self._dp], self._kept),
-        }
+                self._free.update(equation.outvars)
 
     # ------------------------------------------------------------------ what crosses
 
     def _position(self, value) -> int:
         return self._order[id(self._maker[value])] if value in self._maker else -1
 
-    def _back(self, values: Iterable, on: Callable) -> None:
-        """Goes back from values to what they are made from, past each that `on(value)` is true of; never to what every op can make."""
+    def _back(self, values: Iterable, goes_on: Callable) -> None:
+        """Goes back from values to what they are made from, past each that `goes_on(value)` is true of; never to what every op can make."""
         todo, seen = list(values), set()
         while todo:
             value = todo.pop()
             if value not in seen and value not in self._free:
                 seen.add(value)
-                todo += _variables(self._maker[value].invars) if on(value) else ()
+                todo += _variables(self._maker[value].invars) if goes_on(value) else ()
 
-    def _kept_values(self, keep: Keep) -> set:
+    def _kept_values(self, keep: KeepRule) -> set:
         """What the forward leaves, so that the backward can make all that it reads."""
         backward = [eq for eq in self._needed([self._dx, *self._dp], ()) if any(o in self._late for o in eq.outvars)]
         kept = set()
 
-        def on(value) -> bool:
-            crosses = value is self._x or (keep(self._maker[value]) and not self._is_view(self._maker[value]))
+        def goes_on(value) -> bool:
+            crosses = value is self._x or (keep(self._maker[value]) and not _is_view(self._maker[value]))
             if crosses:
                 kept.add(value)
             return not crosses
 
-        read = [a for eq in backward for a in _variables(eq.invars)]
-        self._back([a for a in (*read, *_variables(self._dp)) if a not in self._late], on)
+        reads = [a for eq in backward for a in _variables(eq.invars)]
+        self._back([a for a in (*reads, *_variables(self._dp)) if a not in self._late], goes_on)
         return kept
 
     def _without_cheap(self, kept: set) -> list:
         """`kept` without what a pass over other values of it makes, in the order of their making."""
         left = set(kept)
         for value in sorted(kept, key=self._position, reverse=True):
-            if value is not self._x and self._derived(value, left - {value}) is not None:
+            if value is not self._x and self._sources(value, left - {value}) is not None:
                 left.remove(value)
         return sorted(left, key=self._position)
 
-    def _derived(self, value, given: set) -> set | None:
+    def _sources(self, value, given: set) -> set | None:
         """Those of `given` from which cheap equations alone make the value; None if they do not."""
-        found, other = set(), set()
+        sources, others = set(), set()
 
-        def on(v) -> bool:
-            cheap = not (v in self._late or v is self._x) and _is(self._maker[v], CHEAP)
-            if v in given:
-                found.add(v)
+        def goes_on(value) -> bool:
+            cheap = not (value in self._late or value is self._x) and _is(self._maker[value], CHEAP)
+            if value in given:
+                sources.add(value)
             elif not cheap:
-                other.add(v)
-            return cheap and v not in given
+                others.add(value)
+            return cheap and value not in given
 
-        self._back([value], on)
-        return None if other else found
+        self._back([value], goes_on)
+        return None if others else sources
 
-    def _crossing_to_weights(self) -> tuple[list, set]:
+    def _crossing_to_weights(self, kept: list) -> tuple[list, set]:
         """(what B leaves for W, the residuals that W reads).
 
         Where a residual or a few make a value that W reads, the fewer bytes are held on from B to W: the value, or they. A tenth more
         is given for not stashing: B need not make the value then.
         """
-        kept, in_b = set(self._kept), {o for eq in self._needed([self._dx], self._kept) for o in eq.outvars}
-        stash, residuals, made = set(), set(), {}
+        crossing, in_b = set(kept), {o for eq in self._needed([self._dx], kept) for o in eq.outvars}
+        stash, residuals, sources_of = set(), set(), {}
 
-        def on(value) -> bool:
-            if value in kept:
+        def goes_on(value) -> bool:
+            if value in crossing:
                 residuals.add(value)
             elif value is self._g or (value in in_b and value in self._late and _gathers(self._maker[value])):
                 stash.add(value)  # a gradient that B gathers is not gathered twice, as it is made late and ends soon
-            elif self._is_view(self._maker[value]):
+            elif _is_view(self._maker[value]):
                 return True
-            elif (sources := self._derived(value, kept)) is not None:
-                made[value] = sources
+            elif (sources := self._sources(value, crossing)) is not None:
+                sources_of[value] = sources
             elif value in in_b:
                 stash.add(value)
             else:
                 return True
             return False
 
-        self._back(_variables(self._dp), on)
-        for value in sorted(made, key=lambda v: (-_bytes([v]), self._position(v))):
-            if _bytes(made[value] - residuals) > 1.1 * _bytes([value]):
+        self._back(_variables(self._dp), goes_on)
+        for value in sorted(sources_of, key=lambda v: (-_bytes([v]), self._position(v))):
+            if _bytes(sources_of[value] - residuals) > 1.1 * _bytes([value]):
                 stash.add(value)
             else:
-                residuals |= made[value]
+                residuals |= sources_of[value]
         return sorted(stash, key=self._position), residuals
-
-    @staticmethod
-    def _is_view(equation) -> bool:
-        if equation.primitive.name == "convert_element_type":  # keep the narrower of the two
-            return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
-        return _is(equation, VIEWS)
 
     def _needed(self, outputs, given) -> list:
         """The equations that make `outputs` from the inputs and `given`, in order."""
         given, seen, todo = set(given), {}, _variables(outputs)
         while todo:
             value = todo.pop()
-            eq = self._maker.get(value)
-            if value in given or eq is None or id(eq) in seen:
+            equation = self._maker.get(value)
+            if value in given or equation is None or id(equation) in seen:
                 continue
-            seen[id(eq)] = eq
-            todo += _variables(eq.invars)
-        return sorted(seen.values(), key=lambda eq: self._order[id(eq)])
+            seen[id(equation)] = equation
+            todo += _variables(equation.invars)
+        return sorted(seen.values(), key=lambda equation: self._order[id(equation)])
 
     # ------------------------------------------------------------------ the ops
 
-    def _run(self, op: str, params, extra, more: dict, outputs) -> list:
+    def _run(self, op: LayerOp, params, extra, values: dict, outputs) -> list:
         env = self._consts | dict(zip(self._params, jax.tree.leaves(params), strict=True))
-        env |= dict(zip(self._extras, jax.tree.leaves(extra), strict=True)) | more
-        read = lambda a: a.val if isinstance(a, Literal) else env[a]
-        for eq in self._equations[op]:
-            env.update(zip(eq.outvars, _bind(eq, [read(a) for a in eq.invars]), strict=True))
-        return [read(a) for a in outputs]
+        env |= dict(zip(self._extras, jax.tree.leaves(extra), strict=True)) | values
+        for equation in self._equations[op]:
+            env.update(zip(equation.outvars, _bind(equation, [_value(a, env) for a in equation.invars]), strict=True))
+        return [_value(a, env) for a in outputs]
 
-    def reads(self, op: str) -> list[bool]:
-        """Which of the parameters' leaves an op reads: "forward", "input", "weight", "both"; the "whole" layer reads all."""
-        used = {a for eq in self._equations.get(op, ()) for a in _variables(eq.invars)}
-        return [op == "whole" or p in used for p in self._params]
+    def reads(self, op: LayerOp) -> list[bool]:
+        """Which of the parameters' leaves an op reads, in the order of the leaves."""
+        used = {a for equation in self._equations.get(op, ()) for a in _variables(equation.invars)}
+        return [op is LayerOp.WHOLE or p in used for p in self._params]
 
-    def _with_residuals(self, residuals: Sequence) -> dict:
-        return dict(zip(self._kept, residuals, strict=True))
+    def _by_variable(self, residuals: Residuals) -> dict:
+        return dict(zip(self._for_b, residuals.for_b, strict=True)) | dict(zip(self._for_w, residuals.for_w, strict=True))
 
-    def forward(self, params, x, extra):
-        """→ y, list of residuals."""
-        y, *residuals = self._run("forward", params, extra, {self._x: x}, [self._y, *self._kept])
-        return y, residuals
+    def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, Residuals]:
+        """(y, which has the shape of x; what the backward reads)."""
+        y, *kept = self._run(LayerOp.FORWARD, params, extra, {self._x: x}, [self._y, *self._for_b, *self._for_w])
+        return y, Residuals(kept[: len(self._for_b)], kept[len(self._for_b) :])
 
-    def input_gradient(self, params, extra, residuals, g):
-        """→ gradient of x, list of what W needs beside the residuals."""
-        dx, *stash = self._run("input", params, extra, {self._g: g, **self._with_residuals(residuals)}, [self._dx, *self._stashed])
+    def input_gradient(self, params, extra, residuals: Residuals, g: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """(the gradient of x, the weight stash), from the gradient g of y."""
+        values = {self._g: g, **self._by_variable(residuals)}
+        dx, *stash = self._run(LayerOp.INPUT_GRADIENT, params, extra, values, [self._dx, *self._stashed])
         return dx, stash
 
-    def weight_gradient(self, params, extra, residuals, stash):
-        """→ gradients of params. residuals: those that are `for_weights`."""
-        kept = [a for a, wanted in zip(self._kept, self.for_weights, strict=True) if wanted]
-        more = dict(zip(kept, residuals, strict=True)) | dict(zip(self._stashed, stash, strict=True))
-        return jax.tree.unflatten(self._tree, self._run("weight", params, extra, more, self._dp))
+    def weight_gradient(self, params, extra, for_w: Sequence[jax.Array], weight_stash: Sequence[jax.Array]):
+        """The gradients of params, from the residuals' `for_w` and what B has left."""
+        values = dict(zip(self._for_w, for_w, strict=True)) | dict(zip(self._stashed, weight_stash, strict=True))
+        return jax.tree.unflatten(self._tree, self._run(LayerOp.WEIGHT_GRADIENT, params, extra, values, self._dp))
 
-    def backward(self, params, extra, residuals, g):
-        """→ gradients of params, gradient of x."""
-        dx, *gradients = self._run("both", params, extra, {self._g: g, **self._with_residuals(residuals)}, [self._dx, *self._dp])
+    def gradients(self, params, extra, residuals: Residuals, g: jax.Array) -> tuple[Any, jax.Array]:
+        """(the gradients of params, the gradient of x), from the gradient g of y."""
+        values = {self._g: g, **self._by_variable(residuals)}
+        dx, *gradients = self._run(LayerOp.BACKWARD, params, extra, values, [self._dx, *self._dp])
         return jax.tree.unflatten(self._tree, gradients), dx
-
-    # ------------------------------------------------------------------ residuals by their last reader
-
-    def sort(self, residuals: Sequence) -> tuple[list, list]:
-        """(those that end with B, those that W reads)."""
-        pairs = list(zip(residuals, self.for_weights, strict=True))
-        return [r for r, wanted in pairs if not wanted], [r for r, wanted in pairs if wanted]
-
-    def merge(self, for_b: Sequence, for_w: Sequence) -> list:
-        """The opposite of `sort`."""
-        b, w = iter(for_b), iter(for_w)
-        return [next(w) if wanted else next(b) for wanted in self.for_weights]
 
     def residual_bytes(self) -> int:
         """Bytes that one layer keeps for one microbatch."""
-        return _bytes(self._kept)
+        return _bytes(self._for_b) + _bytes(self._for_w)

@@ -2,8 +2,12 @@
 
 The number of layers may differ between stages; the loop's bound is then this stage's own, and a stage with fewer layers
 does less work. A single layer needs no loop.
+
+x and y are the unit's input and output, g the gradient of one of them: [B, T, D] of the compute type. `extra` is what a layer reads
+beside x.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +17,24 @@ from jax import lax
 
 from jaxtrain.parallel import host_memory
 from jaxtrain.parallel.zero import Zero, gather, reduce_in_op
-from jaxtrain.runtime.backward_split import Split
+from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, Residuals
 from jaxtrain.schedule.placement import Placement
 
 Arrays = list[jax.Array]
+Shapes = Sequence[jax.ShapeDtypeStruct]
 NO_GATHERS = Zero()  # nor reductions: gradients are summed up whole
 
 
+@dataclasses.dataclass(frozen=True)
+class ResidualSlots:
+    """The slots of one unit's residuals in the pools of `Residuals`: traced int32 scalars, or ints."""
+
+    for_b: Any
+    for_w: Any
+
+
 def _row(tree, i):
+    """Row i of stacked parameters."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
 
 
@@ -33,148 +47,190 @@ def slot_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) < 4 else (*shape[:-2], shape[-2] * shape[-1])
 
 
-def slots(number: int, rows: int, like: Sequence[jax.ShapeDtypeStruct], host: bool = False) -> Arrays:
-    """Empty slots for arrays like these, of each of `rows` layers: [slots · rows, ...]; in the memory of the device or the host.
+def empty_pool(slots: int, layers: int, shapes: Shapes, on_host: bool = False) -> Arrays:
+    """A pool of so many slots, each for arrays of these shapes of each of `layers` layers: [slots · layers, ...], in the memory of the
+    device or the host. Nothing of it may be read before it is written.
 
     One dimension for both: copies between a TPU and its host cut one dimension alone.
     """
-    return [host_memory.slots((number * rows, *slot_shape(a.shape)), a.dtype, host) for a in like]
+    return [host_memory.empty_pool((slots * layers, *slot_shape(a.shape)), a.dtype, on_host) for a in shapes]
 
 
-def read(arrays: Arrays, like: Sequence[jax.ShapeDtypeStruct], at) -> Arrays:
-    """What lies at an index of slots, in the shapes of `like`."""
-    return [host_memory.row(a, at).reshape(own.shape) for a, own in zip(arrays, like, strict=True)]
+def read_pool(pool: Arrays, shapes: Shapes, index) -> Arrays:
+    """What lies at an index of a pool, in these shapes."""
+    return [host_memory.read_at(a, index).reshape(like.shape) for a, like in zip(pool, shapes, strict=True)]
 
 
-def write(arrays: Arrays, values: Arrays, at) -> Arrays:
-    """The slots with what lies at an index replaced."""
-    return [host_memory.with_row(a, v.reshape(a.shape[1:]), at) for a, v in zip(arrays, values, strict=True)]
+def write_pool(pool: Arrays, values: Arrays, index) -> Arrays:
+    """The pool with what lies at an index replaced."""
+    return [host_memory.write_at(a, value.reshape(a.shape[1:]), index) for a, value in zip(pool, values, strict=True)]
 
 
 class LayerStack:
-    """The blocks of unit `unit` (a local index) on this `stage` (a traced index).
+    """The blocks of the unit with the local index `unit` on this stage.
 
-    layer: (params of one layer, x, extra) → x; `split` its partition. Stacked parameters have leaves [rows, ...]; `how` is like them, of
-    Reductions, by which `zero` gathers each layer's parameters before its use and reduces its gradients after it, if it does. What ops
-    leave for each other lies in `slots`, in the order of the split's residuals and stash.
+    Args:
+      layer: (params of one layer, x, extra) → y, of the shape and dtype of x.
+      split: its partition, whose residuals and weight stash say what lies in the pools, in which order.
+      placement: how many layers the unit has on each stage.
+      unit: the local unit.
+      stage: this device's stage, a traced int32.
+      zero, reductions: whether each layer's parameters are gathered before they are used and its gradients reduced after they are made,
+        and how; `reductions` is a pytree like one layer's parameters.
+
+    The methods take `params`, the stacked parameters, with leaves [stack_size, ...], and `sums`, float32 sums of their gradients.
     """
 
-    def __init__(self, layer: Callable, split: Split, placement: Placement, unit: int, stage, zero: Zero = NO_GATHERS, how: Any = None):
+    def __init__(
+        self,
+        layer: Callable,
+        split: LayerSplit,
+        placement: Placement,
+        unit: int,
+        stage,
+        zero: Zero = NO_GATHERS,
+        reductions: Any = None,
+    ):
+        self._layer, self._split, self._zero, self._reductions = layer, split, zero, reductions
         counts = [placement.layer_count(unit, s) for s in range(placement.stages)]
-        self._layer, self._split, self._rows, self._zero, self._how = layer, split, placement.stack_size(unit), zero, how
-        self._for_b, self._for_w = split.sort(split.residuals)
         self._count = counts[0] if len(set(counts)) == 1 else jnp.asarray(counts)[stage]
-        self._room = max(placement.sizes)  # layers that a slot has room for
-        self._single = self._rows == 1  # then every stage that has the unit has that one
+        self._stack_size = placement.stack_size(unit)
+        self._is_single = self._stack_size == 1  # then every stage that has the unit has that one layer
+        self._layers_per_slot = max(placement.sizes)
 
-    def _at(self, slot, i):
-        """The index of layer i of a slot."""
-        return slot * self._room + i
+    def _index(self, slot, i):
+        """Where in a pool layer i of a slot lies."""
+        return slot * self._layers_per_slot + i
 
-    def _weights(self, params, i, op: str):
+    def _parameters(self, params, i, op: LayerOp):
         """Row i of the parameters: whole, where the op reads them."""
         row = _row(params, i)
         if not self._zero.gathers_in_ops:
             return row
         reads = jax.tree.unflatten(jax.tree.structure(row), self._split.reads(op))
         with jax.named_scope("gather"):
-            return jax.tree.map(lambda a, how, read: gather(a, how) if read else a, row, self._how, reads)
+            return jax.tree.map(lambda a, reduction, read: gather(a, reduction) if read else a, row, self._reductions, reads)
 
-    def _each(self, op: str, fn: Callable, params, carry, reverse: bool = False):
-        """carry = fn(i, parameters of layer i, carry) for every layer. Where parameters are gathered, the next layer's are on their way
+    def _each_layer(self, op: LayerOp, body: Callable, params, carry, reverse: bool = False):
+        """carry = body(i, parameters of layer i, carry) for every layer. Where parameters are gathered, the next layer's are on their way
         while this one's are at work."""
-        if self._single:
-            return fn(0, self._weights(params, 0, op), carry)
+        if self._is_single:
+            return body(0, self._parameters(params, 0, op), carry)
         last = self._count - 1
-        at = lambda i: last - i if reverse else i
+
+        def layer(i):
+            return last - i if reverse else i
+
+        def step(i, carry):
+            return body(layer(i), self._parameters(params, layer(i), op), carry)
+
+        def step_with_next(i, parameters_and_carry):
+            parameters, carry = parameters_and_carry
+            following = self._parameters(params, layer(i + 1), op)
+            return following, body(layer(i), parameters, carry)
+
         if not self._zero.gathers_in_ops or not any(self._split.reads(op)):
-            return lax.fori_loop(0, self._count, lambda i, c: fn(at(i), self._weights(params, at(i), op), c), carry)
+            return lax.fori_loop(0, self._count, step, carry)
+        parameters, carry = lax.fori_loop(0, last, step_with_next, (self._parameters(params, layer(0), op), carry))
+        return body(layer(last), parameters, carry)
 
-        def with_next(i, held):
-            weights, carry = held
-            following = self._weights(params, at(i + 1), op)
-            return following, fn(at(i), weights, carry)
+    # ------------------------------------------------------------------ an op alone
 
-        weights, carry = lax.fori_loop(0, last, with_next, (self._weights(params, at(0), op), carry))
-        return fn(at(last), weights, carry)
+    def output(self, params, x: jax.Array, extra) -> jax.Array:
+        """The unit's output."""
+        return self._each_layer(LayerOp.WHOLE, lambda i, p, x: self._layer(p, x, extra), params, x)
 
-    # ------------------------------------------------------------------ ops of their own
-
-    def forward(self, params, x, extra):
-        """x [B, T, D] → the same shape."""
-        return self._each("whole", lambda i, p, x: self._layer(p, x, extra), params, x)
-
-    def forward_keeping(self, params, x, extra, residual_b: Arrays, residual_w: Arrays, slot_b, slot_w):
-        """→ output, and the slots with what the backward needs."""
+    def output_and_residuals(self, params, x: jax.Array, extra, pools: Residuals, slots: ResidualSlots) -> tuple[jax.Array, Residuals]:
+        """(the unit's output, the pools with what the backward reads in these slots)."""
 
         def layer(i, p, carry):
-            x, for_b, for_w = carry
-            y, kept = self._split.forward(p, x, extra)
-            b, w = self._split.sort(kept)
-            return y, write(for_b, b, self._at(slot_b, i)), write(for_w, w, self._at(slot_w, i))
+            x, pools = carry
+            y, residuals = self._split.output_and_residuals(p, x, extra)
+            for_b = write_pool(pools.for_b, residuals.for_b, self._index(slots.for_b, i))
+            return y, Residuals(for_b, write_pool(pools.for_w, residuals.for_w, self._index(slots.for_w, i)))
 
-        return self._each("forward", layer, params, (x, residual_b, residual_w))
+        return self._each_layer(LayerOp.FORWARD, layer, params, (x, pools))
 
-    def input_gradient(self, params, extra, residual_b: Arrays, residual_w: Arrays, slot_b, slot_w, g, stash: Arrays, slot):
-        """→ (gradient of the unit's input, the stash with what W needs)."""
+    def input_gradient(
+        self, params, extra, pools: Residuals, slots: ResidualSlots, g: jax.Array, stash_pool: Arrays, stash_slot
+    ) -> tuple[jax.Array, Arrays]:
+        """(the gradient of the unit's input, the pool with the weight stash in its slot), from the gradient g of its output."""
+        shapes = self._split.residuals
 
         def layer(i, p, carry):
-            g, stash = carry
-            for_b = read(residual_b, self._for_b, self._at(slot_b, i))
-            kept = self._split.merge(for_b, read(residual_w, self._for_w, self._at(slot_w, i)))
-            g, left = self._split.input_gradient(p, extra, kept, g)
-            return g, write(stash, left, self._at(slot, i))
+            g, stash_pool = carry
+            for_b = read_pool(pools.for_b, shapes.for_b, self._index(slots.for_b, i))
+            residuals = Residuals(for_b, read_pool(pools.for_w, shapes.for_w, self._index(slots.for_w, i)))
+            g, stash = self._split.input_gradient(p, extra, residuals, g)
+            return g, write_pool(stash_pool, stash, self._index(stash_slot, i))
 
-        return self._each("input", layer, params, (g, stash), reverse=True)
+        return self._each_layer(LayerOp.INPUT_GRADIENT, layer, params, (g, stash_pool), reverse=True)
 
-    def weight_gradient(self, params, sums, extra, residual_w: Arrays, slot_w, stash: Arrays, slot):
-        """→ float32 sums + gradients of the parameters."""
+    def weight_gradient(self, params, sums, extra, for_w_pool: Arrays, for_w_slot, stash_pool: Arrays, stash_slot):
+        """`sums` + the gradients of the parameters."""
 
         def layer(i, p, sums):
-            kept = read(residual_w, self._for_w, self._at(slot_w, i))
-            left = read(stash, self._split.stash, self._at(slot, i))
-            return self._add(sums, self._split.weight_gradient(p, extra, kept, left), i)
+            for_w = read_pool(for_w_pool, self._split.residuals.for_w, self._index(for_w_slot, i))
+            stash = read_pool(stash_pool, self._split.weight_stash, self._index(stash_slot, i))
+            return self._add(sums, self._split.weight_gradient(p, extra, for_w, stash), i)
 
-        return self._each("weight", layer, params, sums)
+        return self._each_layer(LayerOp.WEIGHT_GRADIENT, layer, params, sums)
 
     def _add(self, sums, gradients, i):
         if self._zero.reduces_in_ops:
             with jax.named_scope("reduce"):
-                gradients = jax.tree.map(lambda g, how: reduce_in_op(g, how, self._zero.dtype), gradients, self._how)
-        if self._single:
-            return jax.tree.map(lambda s, d: s + d[None].astype(s.dtype), sums, gradients)
-        return jax.tree.map(lambda s, d: s.at[i].add(d.astype(s.dtype)), sums, gradients)
+                gradients = jax.tree.map(lambda g, r: reduce_in_op(g, r, self._zero.dtype), gradients, self._reductions)
+        if self._is_single:
+            return jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), sums, gradients)
+        return jax.tree.map(lambda a, g: a.at[i].add(g.astype(a.dtype)), sums, gradients)
 
     # ------------------------------------------------------------------ forward and backward at once: one stage
 
-    def forward_with(self, params, x, extra, recompute: bool, host: bool = False):
-        """→ output, and for each layer its input (`recompute`) or its residuals: slots of one microbatch, in the device's or the `host`'s
-        memory."""
-        keep = (lambda p, x: (self._layer(p, x, extra), [x])) if recompute else lambda p, x: self._split.forward(p, x, extra)
-        like = [jax.ShapeDtypeStruct(x.shape, x.dtype)] if recompute else self._split.residuals
-        op = "whole" if recompute else "forward"
-        if self._single and not host:
-            y, kept = keep(self._weights(params, 0, op), x)
-            return y, [k[None] for k in kept]
+    def output_keeping_inputs(self, params, x: jax.Array, extra, on_host: bool = False) -> tuple[jax.Array, jax.Array]:
+        """(the unit's output, each layer's input [stack_size, B, T, D] in the device's or the host's memory)."""
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return self._output_keeping(LayerOp.WHOLE, lambda p, x: (self._layer(p, x, extra), x), params, x, shape, on_host)
+
+    def output_keeping_residuals(self, params, x: jax.Array, extra, on_host: bool = False) -> tuple[jax.Array, Residuals]:
+        """(the unit's output, each layer's residuals [stack_size, ...] in the device's or the host's memory)."""
+        run = lambda p, x: self._split.output_and_residuals(p, x, extra)
+        return self._output_keeping(LayerOp.FORWARD, run, params, x, self._split.residuals, on_host)
+
+    def _output_keeping(self, op: LayerOp, run: Callable, params, x: jax.Array, shapes, on_host: bool):
+        """(the unit's output, what `run` leaves of each layer, a pytree like `shapes`). run: (params of one layer, x) → (y, values)."""
+        if self._is_single and not on_host:
+            y, values = run(self._parameters(params, 0, op), x)
+            return y, jax.tree.map(lambda value: value[None], values)
 
         def layer(i, p, carry):
             x, kept = carry
-            y, new = keep(p, x)
-            return y, [host_memory.with_row(a, k, i) for a, k in zip(kept, new, strict=True)]
+            y, values = run(p, x)
+            return y, jax.tree.map(lambda a, value: host_memory.write_at(a, value, i), kept, values)
 
-        return self._each(op, layer, params, (x, [host_memory.slots((self._rows, *k.shape), k.dtype, host) for k in like]))
+        empty = jax.tree.map(lambda a: host_memory.empty_pool((self._stack_size, *a.shape), a.dtype, on_host), shapes)
+        return self._each_layer(op, layer, params, (x, empty))
 
-    def backward_with(self, params, sums, extra, kept: Arrays, g, recompute: bool):
-        """→ (float32 sums + gradients of the parameters, gradient of the input)."""
+    def gradients_from_inputs(self, params, sums, extra, inputs: jax.Array, g: jax.Array):
+        """(`sums` + the gradients of the parameters, the gradient of the unit's input); each layer is run once more."""
 
+        def gradients(p, x, g):
+            return jax.vjp(lambda p, x: self._layer(p, x, extra), p, x)[1](g)
+
+        return self._gradients(LayerOp.WHOLE, gradients, params, sums, inputs, g)
+
+    def gradients_from_residuals(self, params, sums, extra, residuals: Residuals, g: jax.Array):
+        """(`sums` + the gradients of the parameters, the gradient of the unit's input)."""
+
+        def gradients(p, kept, g):
+            return self._split.gradients(p, extra, kept, g)
+
+        return self._gradients(LayerOp.BACKWARD, gradients, params, sums, residuals, g)
+
+    def _gradients(self, op: LayerOp, gradients_of: Callable, params, sums, kept, g: jax.Array):
         def layer(i, p, carry):
             g, sums = carry
-            own = [host_memory.row(a, i) for a in kept]
-            if recompute:
-                gradients, g = jax.vjp(lambda p, x: self._layer(p, x, extra), p, own[0])[1](g)
-            else:
-                gradients, g = self._split.backward(p, extra, own, g)
+            gradients, g = gradients_of(p, jax.tree.map(lambda a: host_memory.read_at(a, i), kept), g)
             return g, self._add(sums, gradients, i)
 
-        g, sums = self._each("whole" if recompute else "both", layer, params, (g, sums), reverse=True)
+        g, sums = self._each_layer(op, layer, params, (g, sums), reverse=True)
         return sums, g

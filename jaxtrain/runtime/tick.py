@@ -1,233 +1,332 @@
-"""One row of the table: an ordered list of ops (columns.py), each a loop of zero trips or one.
+"""One tick of the table: an ordered list of ops (schedule/columns.py), each a loop of zero trips or one.
 
 A stage that does not want an op pays nothing, and what an op writes is updated in place. Three rules keep XLA from
 undoing that (tests read them off the compiled program):
 
   · an op's body begins with an optimization barrier, or loop-invariant code motion lifts its matmuls into every tick;
   · state that an op only reads is carried through its loop as well, or nothing orders the reader before the next writer
-    and whole stashes are copied;
+    and whole pools are copied;
   · no permute stands inside an op: stages run different ops in one tick, and XLA's CPU backend waits for all devices.
 
-The state, on each stage:
-
-    activation, gradient    inputs of units, and gradients of their outputs, by slot [slots, B, T, D]
-    residual_b, residual_w, weight_stash    what the forward leaves for B alone, for B and W, and B for W: lists of arrays
-                            [slots · rows, ...]
-    up, down     what leaves to the next and to the previous stage; y: a result that does neither; up_in, down_in: what came from them
-    grad…        float32 gradient sums: embed, first, head, predictors and one for each unit; loss, ahead_loss: the sums so far
+The state and the constants are in tick_state.py.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.devices.mesh import STAGE
-from jaxtrain.parallel.host_memory import row as row_of
-from jaxtrain.parallel.host_memory import with_row
-from jaxtrain.runtime.embedding_and_head import Ends, State
-from jaxtrain.runtime.layer_stack import LayerStack
-from jaxtrain.schedule.columns import STAYS, TAKES, WAY, columns, permutes, results
-from jaxtrain.schedule.slots import SlottedTable
-from jaxtrain.schedule.table import Permute, wraps
+from jaxtrain.parallel.host_memory import read_at, write_at
+from jaxtrain.runtime.backward_split import Residuals
+from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead
+from jaxtrain.runtime.layer_stack import LayerStack, ResidualSlots
+from jaxtrain.runtime.tick_state import Constants, Field, TickState, fields, keys_of, merged, only
+from jaxtrain.schedule.columns import (
+    ARRIVED,
+    EMBED,
+    EMBED_GRADIENT,
+    HEAD,
+    SENDS,
+    STAYS,
+    TAKES,
+    Copy,
+    TickColumns,
+    TickTable,
+    cell_op,
+    permute_op,
+)
+from jaxtrain.schedule.table import Op, Permute, wraps
+
+# Here, as schedule/ does without JAX.
+jax.tree_util.register_dataclass(TickColumns, data_fields=sorted(fields(TickColumns)), meta_fields=[])
+
+Run = Callable[[TickState, Constants, TickColumns], TickState]
+
+
+@dataclasses.dataclass(frozen=True)
+class TickOp:
+    """An op of a tick.
+
+    name: its column in `TickColumns.runs`, and its scope in a profile
+    reads: fields of `TickState` and `Constants`
+    writes: fields of `TickState`
+    run: the state and the constants with nothing but these fields, the tick's columns → that state, changed
+
+    Raises ValueError for a name that is no field.
+    """
+
+    name: str
+    reads: tuple[Field, ...]
+    writes: tuple[Field, ...]
+    run: Run
+
+    def __post_init__(self):
+        state, constants = fields(TickState), fields(Constants)
+        for field in (*self.reads, *self.writes):
+            known = state if field in self.writes else state | constants
+            if keys_of(field)[0] not in known:
+                verb, records = ("writes", "TickState") if field in self.writes else ("reads", "TickState or Constants")
+                raise ValueError(f"op {self.name} {verb} {field!r}, which is no field of {records}: use one of {', '.join(sorted(known))}")
+
+    @property
+    def carried(self) -> tuple[Field, ...]:
+        """What goes through its loop: the state that it reads or writes."""
+        return tuple(field for field in (*self.reads, *self.writes) if keys_of(field)[0] in fields(TickState))
+
+    @property
+    def fixed(self) -> tuple[Field, ...]:
+        """The constants that it reads."""
+        return tuple(field for field in self.reads if keys_of(field)[0] in fields(Constants))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulate:
-    """One microbatch on one stage, forward and backward at once: what a table with one stage is. `recompute`: full remat; `host`: what is
-    kept for the backward lies in the host's memory."""
+    """One microbatch on one stage, forward and backward at once: what a table with one stage is.
 
-    ends: Ends
+    recompute: full remat; on_host: what is kept for the backward lies in the host's memory
+    """
+
+    embedding_and_head: EmbeddingAndHead
     stack: LayerStack
     recompute: bool
-    forward_only: bool
-    host: bool
-    constants: State
+    on_host: bool
+    constants: Constants
 
-    def __call__(self, state: State, row: Mapping[str, jax.Array]) -> State:
-        constants, k = self.constants, row["microbatch"]
-        if self.ends.zero.gathers_in_ops:  # or XLA gathers once, before the scan, what does not depend on the microbatch
-            constants, k = lax.optimization_barrier((constants, k))
-        s = {**constants, **state}
-        layers, extra = s["layers0"], self.ends.extra(s, k)
-        with jax.named_scope("embed"):
-            x = self.ends.embed(s, k)
-        if self.forward_only:
-            with jax.named_scope("F0"):
-                y = self.stack.forward(layers, x, extra)
-            with jax.named_scope("head"):
-                return {**state, **self.ends.loss(s, k, y)}
-        with jax.named_scope("F0"):
-            y, kept = self.stack.forward_with(layers, x, extra, self.recompute, self.host)
-        with jax.named_scope("head"):
-            new, g = self.ends.loss_and_gradients(s, k, y)
-        s |= new
-        with jax.named_scope("B0"):
-            new["grad0"], g = self.stack.backward_with(layers, s["grad0"], extra, kept, g, self.recompute)
-        with jax.named_scope("embed_gradient"):
-            return {**state, **new, **self.ends.embed_gradient(s, k, g)}
+    def _constants(self, columns: TickColumns) -> tuple[Constants, jax.Array]:
+        """(the constants, the microbatch)."""
+        if self.embedding_and_head.zero.gathers_in_ops:  # or XLA gathers once, before the scan, what does not depend on the microbatch
+            return lax.optimization_barrier((self.constants, columns.microbatch))
+        return self.constants, columns.microbatch
+
+    def add_loss(self, state: TickState, columns: TickColumns) -> TickState:
+        """The state with the microbatch's loss."""
+        constants, microbatch = self._constants(columns)
+        extra = self.embedding_and_head.extra(constants.batch, microbatch)
+        with jax.named_scope(EMBED):
+            x = self.embedding_and_head.embed(constants, microbatch)
+        with jax.named_scope(cell_op("F", 0)):
+            y = self.stack.output(constants.params["layers"]["0"], x, extra)
+        with jax.named_scope(HEAD):
+            return dataclasses.replace(state, loss=state.loss + self.embedding_and_head.loss(constants, microbatch, y))
+
+    def add_gradients(self, state: TickState, columns: TickColumns) -> TickState:
+        """The state with the microbatch's losses and gradients."""
+        constants, microbatch = self._constants(columns)
+        params, extra = constants.params["layers"]["0"], self.embedding_and_head.extra(constants.batch, microbatch)
+        with jax.named_scope(EMBED):
+            x = self.embedding_and_head.embed(constants, microbatch)
+        with jax.named_scope(cell_op("F", 0)):
+            keeping: Callable = self.stack.output_keeping_inputs if self.recompute else self.stack.output_keeping_residuals
+            y, kept = keeping(params, x, extra, self.on_host)
+        with jax.named_scope(HEAD):
+            state, g = self.embedding_and_head.loss_and_gradients(state, constants, microbatch, y)
+        with jax.named_scope(cell_op("B", 0)):
+            gradients_from: Callable = self.stack.gradients_from_inputs if self.recompute else self.stack.gradients_from_residuals
+            sums, g = gradients_from(params, state.gradients["layers"]["0"], extra, kept, g)
+        with jax.named_scope(EMBED_GRADIENT):
+            embedding = self.embedding_and_head.embed_gradient(state.gradients, constants, microbatch, g)
+        return merged(state, TickState(gradients={"layers": {"0": sums}, **embedding}))
 
 
 class Tick:
-    """tick(state, row) → state. `constants` (parameters in the compute type, the batch) are what no op changes."""
+    """tick(state, columns) → state, for the columns of one tick."""
 
-    def __init__(self, ends: Ends, stacks: list[LayerStack], program: SlottedTable, constants: State):
-        self.ends, self.stacks, self.table, self.constants = ends, stacks, program.table, constants
-        self.columns, self.results, self.permutes = columns(program), results(program), permutes(program.table)
+    def __init__(self, embedding_and_head: EmbeddingAndHead, stacks: list[LayerStack], ticks: TickTable, constants: Constants):
+        self.embedding_and_head, self.stacks, self.constants = embedding_and_head, stacks, constants
+        self.ticks, self.table = ticks, ticks.slotted.table
         self._stage = lax.axis_index(STAGE)
+        self._takes = [self._copy_op(copy) for copy in TAKES]
+        cells = [op for unit in range(len(stacks)) for op in self._cell_ops(unit)]
+        copies = [self._copy_op(copy) for copy in (*SENDS, *STAYS)]
+        self._ops = [self._embed_op(), *cells, *copies, *self._end_ops()]
 
-    def __call__(self, state: State, row: Mapping[str, jax.Array]) -> State:
-        s = state
-        for name in TAKES:
-            _, way, kind = name.split("_")
-            s = self._once(row, name, [f"{way}_in"], [kind], functools.partial(self._take_in, way, kind), s)
-        early = self.columns["permute_EARLY"]
-        if not early.all():
-            return self._permute(Permute.LATE, row, self._ops(self._permute(Permute.EARLY, row, s), row))
+    def __call__(self, state: TickState, columns: TickColumns) -> TickState:
+        state = self._run(self._takes, state, columns)
+        if not self.ticks.columns.runs[permute_op(Permute.EARLY)].all():
+            state = self._run(self._ops, self._permute(Permute.EARLY, state, columns), columns)
+            return self._permute(Permute.LATE, state, columns)
         # What arrived last is in its slot before anything is sent: then what arrives next lands where that was. A copy instead would let
         # XLA's GPU scheduler finish the permutes before the ops.
-        s = s | lax.optimization_barrier({k: s[k] for k in ("activation", "gradient", *self.permutes) if k in s})
-        s = self._permute(Permute.EARLY, row, s)
+        state = merged(state, lax.optimization_barrier(only(state, ("activation", "gradient", *self.ticks.permutes))))
+        state = self._permute(Permute.EARLY, state, columns)
         # One loop around all ops: XLA's TPU scheduler starts a permute as late as the loops behind it take, were they to run, and the
         # last ones mostly do not. Only as a whole do they stand beside it.
-        carried = {k: a for k, a in s.items() if not k.endswith("_in")}
-        return {**s, **lax.fori_loop(0, row["busy"], lambda _, s: self._ops(s, row), carried)}
-
-    def _ops(self, s: State, row: Mapping[str, jax.Array]) -> State:
-        """All that a row may compute, in order."""
-        run, op = functools.partial(self._once, row), functools.partial
-        cfg = self.ends.parts.cfg
-        first = ["first"] if cfg.dense_layers else []
-        s = run("embed", ["embed", *first, "batch"], ["activation"], self._embed, s)
-        residuals = ["residual_b", "residual_w"]
-        for u in range(len(self.stacks)):
-            fixed = [f"layers{u}", "batch"]
-            forward, backward = self.results["F", u], self.results["B", u]
-            s = run(f"F{u}", [*fixed, "activation"], [forward], op(self._forward, u), s)
-            s = run(f"K{u}", [*fixed, "activation"], [forward, *residuals], op(self._forward_keeping, u), s)
-            s = run(f"R{u}", [*fixed, "activation"], residuals, op(self._recompute, u), s)
-            s = run(f"B{u}", [*fixed, "gradient", *residuals], [backward, "weight_stash"], op(self._input_gradient, u), s)
-            s = run(f"W{u}", [*fixed, "residual_w", "weight_stash"], [f"grad{u}"], op(self._weight_gradient, u), s)
-        for way in WAY:
-            s = run(f"send_{way}", ["y"], [way], op(self._send, way), s)
-        for name in STAYS:
-            _, kind, buffer = name.split("_")
-            s = run(name, [buffer], [kind], op(self._stay, kind, buffer), s)
-        if self.table.forward_only:
-            s = run("head", ["embed", "head", "batch", "activation"], ["loss"], self._loss, s)
-        else:
-            made = ["loss", "gradient", "grad_head", *(["grad_embed"] if cfg.tied_embeddings or cfg.mtp_depth else [])]
-            made += ["ahead_loss", "grad_predictors"] if cfg.mtp_depth else []
-            reads = ["embed", "head", *(["predictors"] if cfg.mtp_depth else []), "batch", "activation"]
-            s = run("head", reads, made, self._loss_and_gradients, s)
-            reads = ["gradient", "embed", "first", "batch"] if first else ["gradient", "batch"]
-            s = run("embed_gradient", reads, ["grad_embed", *(f"grad_{name}" for name in first)], self._embed_gradient, s)
-        return s
+        carried = only(state, fields(TickState) - set(ARRIVED.values()))
+        return merged(state, lax.fori_loop(0, columns.busy, lambda _, carried: self._run(self._ops, carried, columns), carried))
 
     # ------------------------------------------------------------------ how an op is run
 
-    def _once(self, row, name: str, reads: list[str], writes: list[str], fn: Callable[[State, Any], State], state: State) -> State:
-        """Runs `fn` where the row wants it. An op that no stage ever wants, or every stage always, needs no loop."""
-        column = self.columns[name]
+    def _run(self, ops: list[TickOp], state: TickState, columns: TickColumns) -> TickState:
+        for op in ops:
+            state = self._once(op, state, columns)
+        return state
+
+    def _once(self, op: TickOp, state: TickState, columns: TickColumns) -> TickState:
+        """Runs the op where the tick wants it. An op that no stage ever wants, or every stage always, needs no loop."""
+        column = self.ticks.columns.runs[op.name]
         if not column.any():
             return state
+        carried, constants = only(state, op.carried), only(self.constants, op.fixed)
         if column.all():
-            with jax.named_scope(name):
-                return {**state, **fn({**self.constants, **state}, row)}
-        carried = {k: state[k] for k in {*reads, *writes} if k in state}
-        fixed = {k: self.constants[k] for k in reads if k not in carried}
+            with jax.named_scope(op.name):
+                return merged(state, op.run(carried, constants, columns))
 
         def body(i, carried):
-            i, carried, here = lax.optimization_barrier((i, carried, fixed))
-            with jax.named_scope(name):
-                return {**carried, **fn({**here, **carried}, row)}
+            i, carried, fixed = lax.optimization_barrier((i, carried, constants))
+            with jax.named_scope(op.name):
+                return op.run(carried, fixed, columns)
 
-        return {**state, **lax.fori_loop(0, row[name], body, carried)}
+        return merged(state, lax.fori_loop(0, columns.runs[op.name], body, carried))
 
-    def _permute(self, when: Permute, row, state: State) -> State:
-        """Sends `up` to the next stage and `down` to the previous one, if this row does so now."""
-        name, p = f"permute_{when.name}", self.table.stages
-        column = self.columns[name]
-        if not column.any() or not self.permutes:
+    def _permute(self, when: Permute, state: TickState, columns: TickColumns) -> TickState:
+        """Sends `up` to the next stage and `down` to the previous one, if this tick does so now."""
+        name, stages, ways = permute_op(when), self.table.stages, self.ticks.permutes
+        column = self.ticks.columns.runs[name]
+        if not column.any() or not ways:
             return state
-        closed = wraps(self.table.stage_of, p)
+        closed = wraps(self.table.stage_of, stages)
 
-        def send(sources):
-            pairs = lambda step: [(i, (i + step) % p) for i in range(p) if closed or 0 <= i + step < p]
+        def send(state: TickState) -> TickState:
+            arrived = {}
             with jax.named_scope(name):
-                return {f"{way}_in": lax.ppermute(sources[way], STAGE, pairs(step)) for way, step in self.permutes.items()}
+                for way, step in ways.items():
+                    pairs = [(i, (i + step) % stages) for i in range(stages) if closed or 0 <= i + step < stages]
+                    arrived[ARRIVED[way]] = lax.ppermute(getattr(state, way), STAGE, pairs)
+            return TickState(**arrived)
 
         if column.all():
-            return {**state, **send(state)}
+            return merged(state, send(state))
 
-        def body(i, carried):
-            # No trip changes what is sent: without the barrier it would be sent before the loop, in every row.
-            _, sources = lax.optimization_barrier((i, {way: state[way] for way in self.permutes}))
+        def body(i, _):
+            # No trip changes what is sent: without the barrier it would be sent before the loop, in every tick.
+            _, sources = lax.optimization_barrier((i, only(state, ways)))
             return send(sources)
 
-        carried = {f"{way}_in": state[f"{way}_in"] for way in self.permutes}
-        return {**state, **lax.fori_loop(0, row[name], body, carried)}
+        carried = only(state, [ARRIVED[way] for way in ways])
+        return merged(state, lax.fori_loop(0, columns.runs[name], body, carried))
 
-    # ------------------------------------------------------------------ the ops
+    # ------------------------------------------------------------------ the ops: names, what they read and write
 
-    def _take_in(self, way: str, kind: str, s: State, row) -> State:
-        return {kind: with_row(s[kind], s[f"{way}_in"], row[f"{way}_{kind}_slot"])}
+    def _copy_op(self, copy: Copy) -> TickOp:
+        return TickOp(copy.op, (copy.source,), (copy.target,), functools.partial(self._copy, copy))
 
-    def _send(self, way: str, s: State, row) -> State:
-        return {way: s["y"]}
+    def _embed_op(self) -> TickOp:
+        first = [("params", "first")] if self.embedding_and_head.parts.cfg.dense_layers else []
+        return TickOp(EMBED, (("params", "embed"), *first, "batch"), ("activation",), self._embed)
 
-    def _stay(self, kind: str, buffer: str, s: State, row) -> State:
-        return {kind: with_row(s[kind], s[buffer], row[f"stay_{kind}_slot"])}
+    def _cell_ops(self, unit: int) -> list[TickOp]:
+        """F, K, R, B and W of a local unit."""
+        fixed = (("params", "layers", str(unit)), "batch")
+        output, input_gradient = (self.ticks.result_buffers[op, unit] for op in (Op.F, Op.B))
+        residuals = ("residual_b", "residual_w")
 
-    def _own(self, new, old, stage: int):
-        """Of a shared op's result: `new` on the stage that keeps it, `old` on the others."""
-        return jnp.where(self._stage == stage, new.astype(old.dtype), old) if self.ends.shared else new
+        def cell(kind: str, reads: tuple[Field, ...], writes: tuple[Field, ...], run: Callable) -> TickOp:
+            return TickOp(cell_op(kind, unit), (*fixed, *reads), writes, functools.partial(run, unit))
 
-    def _embed(self, s: State, row) -> State:
-        slot = row["embed_activation_slot"]
-        new = self.ends.embed(s, row["embed_microbatch"])
-        return {"activation": with_row(s["activation"], self._own(new, row_of(s["activation"], slot), self.table.stage_of[0]), slot)}
+        return [
+            cell("F", ("activation",), (output,), self._forward),
+            cell("K", ("activation",), (output, *residuals), self._forward_keeping),
+            cell("R", ("activation",), residuals, self._recompute),
+            cell("B", ("gradient", *residuals), (input_gradient, "weight_stash"), self._input_gradient),
+            cell("W", ("residual_w", "weight_stash"), (("gradients", "layers", str(unit)),), self._weight_gradient),
+        ]
 
-    def _embed_gradient(self, s: State, row) -> State:
-        return self.ends.embed_gradient(s, row["embed_gradient_microbatch"], row_of(s["gradient"], row["embed_gradient_gradient_slot"]))
+    def _end_ops(self) -> list[TickOp]:
+        """The head and the embedding's gradient; in evaluation the loss."""
+        cfg = self.embedding_and_head.parts.cfg
+        head: tuple[Field, ...] = (("params", "embed"), ("params", "head"))
+        if self.table.forward_only:
+            return [TickOp(HEAD, (*head, "batch", "activation"), ("loss",), self._loss)]
+        writes: tuple[Field, ...] = ("loss", "gradient", ("gradients", "head"))
+        if cfg.tied_embeddings or cfg.mtp_depth:
+            writes += (("gradients", "embed"),)
+        if cfg.mtp_depth:
+            head, writes = (*head, ("params", "predictors")), (*writes, "mtp_loss", ("gradients", "predictors"))
+        first = ("first",) if cfg.dense_layers else ()
+        dense = (("params", "embed"), ("params", "first")) if first else ()
+        sums = tuple(("gradients", name) for name in ("embed", *first))
+        return [
+            TickOp(HEAD, (*head, "batch", "activation"), writes, self._loss_and_gradients),
+            TickOp(EMBED_GRADIENT, ("gradient", *dense, "batch"), sums, self._embed_gradient),
+        ]
 
-    def _loss(self, s: State, row) -> State:
-        return self.ends.loss(s, row["head_microbatch"], row_of(s["activation"], row["head_activation_slot"]))
+    # ------------------------------------------------------------------ the ops: what they do
 
-    def _loss_and_gradients(self, s: State, row) -> State:
-        slot = row["head_gradient_slot"]
-        new, g = self.ends.loss_and_gradients(s, row["head_microbatch"], row_of(s["activation"], row["head_activation_slot"]))
-        return {**new, "gradient": with_row(s["gradient"], self._own(g, row_of(s["gradient"], slot), self.table.stage_of[-1]), slot)}
+    def _copy(self, copy: Copy, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        value = getattr(state, copy.source)
+        if copy.slot:
+            value = write_at(getattr(state, copy.target), value, columns.slots[copy.slot])
+        return dataclasses.replace(state, **{copy.target: value})
 
-    def _input(self, u: int, s: State, row):
-        return s[f"layers{u}"], row_of(s["activation"], row["activation_slot"]), self.ends.extra(s, row["microbatch"])
+    def _on_stage(self, result, kept, stage: int):
+        """Of an op that all stages share: its result on the stage that keeps it, on the others what they kept before."""
+        return jnp.where(self._stage == stage, result.astype(kept.dtype), kept) if self.embedding_and_head.shared else result
 
-    def _forward(self, u: int, s: State, row) -> State:
-        return {self.results["F", u]: self.stacks[u].forward(*self._input(u, s, row))}
+    def _embed(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        slot, pool = columns.slots["embed_activation"], state.activation
+        x = self.embedding_and_head.embed(constants, columns.embed_microbatch)
+        x = self._on_stage(x, read_at(pool, slot), self.table.stage_of[0])
+        return dataclasses.replace(state, activation=write_at(pool, x, slot))
 
-    def _keeping(self, u: int, s: State, row) -> tuple[jax.Array, State]:
-        layers, x, extra = self._input(u, s, row)
-        slots = row["residual_b_slot"], row["residual_w_slot"]
-        y, b, w = self.stacks[u].forward_keeping(layers, x, extra, s["residual_b"], s["residual_w"], *slots)
-        return y, {"residual_b": b, "residual_w": w}
+    def _embed_gradient(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        g = read_at(state.gradient, columns.slots["embed_gradient_gradient"])
+        sums = self.embedding_and_head.embed_gradient(state.gradients, constants, columns.embed_gradient_microbatch, g)
+        return dataclasses.replace(state, gradients=sums)
 
-    def _forward_keeping(self, u: int, s: State, row) -> State:
-        y, kept = self._keeping(u, s, row)
-        return {self.results["F", u]: y, **kept}
+    def _loss(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        y = read_at(state.activation, columns.slots["head_activation"])
+        return dataclasses.replace(state, loss=state.loss + self.embedding_and_head.loss(constants, columns.head_microbatch, y))
 
-    def _recompute(self, u: int, s: State, row) -> State:
-        return self._keeping(u, s, row)[1]
+    def _loss_and_gradients(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        slot, y = columns.slots["head_gradient"], read_at(state.activation, columns.slots["head_activation"])
+        state, g = self.embedding_and_head.loss_and_gradients(state, constants, columns.head_microbatch, y)
+        g = self._on_stage(g, read_at(state.gradient, slot), self.table.stage_of[-1])
+        return dataclasses.replace(state, gradient=write_at(state.gradient, g, slot))
 
-    def _input_gradient(self, u: int, s: State, row) -> State:
-        kept, slots = (s["residual_b"], s["residual_w"]), (row["residual_b_slot"], row["residual_w_slot"])
-        g, extra = row_of(s["gradient"], row["gradient_slot"]), self.ends.extra(s, row["microbatch"])
-        g, stash = self.stacks[u].input_gradient(s[f"layers{u}"], extra, *kept, *slots, g, s["weight_stash"], row["weight_stash_slot"])
-        return {self.results["B", u]: g, "weight_stash": stash}
+    def _extra(self, constants: Constants, columns: TickColumns):
+        return self.embedding_and_head.extra(constants.batch, columns.microbatch)
 
-    def _weight_gradient(self, u: int, s: State, row) -> State:
-        extra, at = self.ends.extra(s, row["microbatch"]), (row["residual_w_slot"], s["weight_stash"], row["weight_stash_slot"])
-        return {f"grad{u}": self.stacks[u].weight_gradient(s[f"layers{u}"], s[f"grad{u}"], extra, s["residual_w"], *at)}
+    def _forward(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        x, extra = read_at(state.activation, columns.slots["activation"]), self._extra(constants, columns)
+        y = self.stacks[unit].output(constants.params["layers"][str(unit)], x, extra)
+        return dataclasses.replace(state, **{self.ticks.result_buffers[Op.F, unit]: y})
+
+    def _output_and_residuals(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> tuple[jax.Array, TickState]:
+        """(the unit's output, the state with its residuals)."""
+        x, extra = read_at(state.activation, columns.slots["activation"]), self._extra(constants, columns)
+        pools, slots = Residuals(state.residual_b, state.residual_w), self._residual_slots(columns)
+        y, pools = self.stacks[unit].output_and_residuals(constants.params["layers"][str(unit)], x, extra, pools, slots)
+        return y, dataclasses.replace(state, residual_b=pools.for_b, residual_w=pools.for_w)
+
+    def _residual_slots(self, columns: TickColumns) -> ResidualSlots:
+        return ResidualSlots(columns.slots["residual_b"], columns.slots["residual_w"])
+
+    def _forward_keeping(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        y, state = self._output_and_residuals(unit, state, constants, columns)
+        return dataclasses.replace(state, **{self.ticks.result_buffers[Op.F, unit]: y})
+
+    def _recompute(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        return self._output_and_residuals(unit, state, constants, columns)[1]
+
+    def _input_gradient(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        pools, slots = Residuals(state.residual_b, state.residual_w), self._residual_slots(columns)
+        g, extra = read_at(state.gradient, columns.slots["gradient"]), self._extra(constants, columns)
+        params, slot = constants.params["layers"][str(unit)], columns.slots["weight_stash"]
+        g, weight_stash = self.stacks[unit].input_gradient(params, extra, pools, slots, g, state.weight_stash, slot)
+        return dataclasses.replace(state, weight_stash=weight_stash, **{self.ticks.result_buffers[Op.B, unit]: g})
+
+    def _weight_gradient(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+        sums = self.stacks[unit].weight_gradient(
+            constants.params["layers"][str(unit)],
+            state.gradients["layers"][str(unit)],
+            self._extra(constants, columns),
+            state.residual_w,
+            columns.slots["residual_w"],
+            state.weight_stash,
+            columns.slots["weight_stash"],
+        )
+        return dataclasses.replace(state, gradients={"layers": {str(unit): sums}})

@@ -4,7 +4,7 @@
 
     --compare    all schedules side by side, best first
 
-The coupled clock is that of the runtime, which executes rows. No jax.
+The coupled clock is that of the runtime, which executes ticks. No jax.
 """
 
 import dataclasses
@@ -21,11 +21,13 @@ from jaxtrain import cli
 from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.run.search_progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
-from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
-from jaxtrain.schedule.simulate import Simulation, Times, simulate
-from jaxtrain.schedule.slots import assign_slots
-from jaxtrain.schedule.table import VOCABULARIES, Permute, Table
+from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.figures import comparison, figures, summary
+from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats, fits_repeats
+from jaxtrain.schedule.simulate import Simulation, simulate
+from jaxtrain.schedule.table import VOCABULARIES, Table
 from jaxtrain.schedule.table_csv import read_csv, to_csv
+from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check
 
 DESCRIPTION = """usage: jaxtrain schedule [flags]      (or python -m jaxtrain.schedule …)
@@ -41,16 +43,16 @@ your own table (write one with --csv and change it).
 Ops: F forward, B gradient of the input, W gradient of the weights, R recompute. Times are of one microbatch on a whole stage, in any unit;
 an op on one of a stage's `repeats` chunks takes its part of that.
 
-Two clocks: independent (stages wait for messages alone, as papers assume) and coupled (the rows as this runtime executes them, where a
+Two clocks: independent (stages wait for messages alone, as papers assume) and coupled (the ticks as this runtime executes them, where a
 permute makes a stage wait for its neighbours). What --json prints, and the timeline shows below it:
-  ticks                     rows of the table
+  ticks                     of the table: what every stage does between two permutes
   step_time                 by the independent clock; step_time_coupled by the coupled one
   bubble_fraction           1 - busiest stage's work / step_time
   bubble_fraction_span      1 - busiest stage's work / longest time from a stage's first op to its last, independent clock
   bubble_fraction_coupled   1 - busiest stage's work / step_time_coupled
-  peak_residuals          of each stage, the most chunk stashes at once, each from its F to the end of its B
+  peak_residuals            of each stage, the most chunks whose residuals it holds at once, each from its F to the end of its B
                             (peak_residuals_with_weight_stash: to the end of its W)
-  slots                     buffers a stage needs of each kind"""
+  pool_sizes                slots that a stage needs of each pool; slots_per_stage: on each stage"""
 
 FLAGS = (
     Flag("schedule", "1f1b", f"{', '.join(by_name.NAMES)} or csv:FILE"),
@@ -61,17 +63,20 @@ FLAGS = (
     Flag("recompute", "", "time of R: full recomputation, with R ops on all chunks but the last; empty: none"),
     Flag("head", 0.0, "time of the head, loss and gradients of one microbatch on one stage", at_least=0),
     Flag("embed", 0.0, "time of the embedding of one microbatch on one stage, and of its gradient", at_least=0),
-    Flag("row", 0.0, "time that every row of the table costs every stage, coupled clock", at_least=0),
+    Flag("row", 0.0, "time that every tick of the table costs every stage, coupled clock", at_least=0),
     Flag(
         "vocabulary",
         "parallel",
         "parallel: all stages share head and embedding; end_stages: the last unit's stage and the first's have them",
     ),
     Flag("fused_backward", False, "the gradient leaves after W, as where B and W are one op; 1f1b, interleaved, gpipe; independent clock"),
-    Flag("permute", "auto", "when rows send messages: auto (best for the times), late, aligned, early or spaced"),
+    Flag("permute", "auto", "when ticks send messages: auto (best for the times), late, aligned, early or spaced"),
     Flag("ops_per_chunk", 1, "ops that each chunk's layers are cut into", at_least=1),
     Flag(
-        "memory", 0.0, "bound for auto and --compare: stashes at once, W's counted, in chunks of 1/repeats of a stage; 0: none", at_least=0
+        "memory",
+        0.0,
+        "bound for auto and --compare: residuals at once, with what W waits for, in those of a chunk, 1/repeats of a stage; 0: none",
+        at_least=0,
     ),
     Flag("compare", False, "all schedules side by side, best coupled time first; those within --memory before the others"),
     Flag("json", False, "print the figures as JSON in place of the timeline"),
@@ -89,31 +94,41 @@ def main(argv: list[str]) -> None:
     and status 130; a file is written whole or not at all."""
     flags = cli.parse_flags(argv, DESCRIPTION, FLAGS)
     try:
-        try:
-            problem = check_flags(flags)
-            with SearchProgress(flags.schedule if not flags.compare else "all schedules") as progress:
-                if flags.compare:
-                    output, files = compare(flags, problem, progress), dict[str, bytes]()
-                else:
-                    output, files = one(flags, problem, progress)
-        except search.MemoryTooSmall as error:
-            least = error.least * (flags.repeats or 1)
-            cli.fail(str(UsageError(f"--memory={flags.memory:g} is too little for any table found", {"memory": least})))
-        except (ValueError, OSError) as error:
-            cli.fail(str(error))
-        for path, content in files.items():
+        shown = _shown(flags)
+        for path, content in shown.files.items():
             try:
                 _write(pathlib.Path(path), content)
             except OSError as error:
                 cli.fail(f"{path!r} cannot be written ({error.strerror}): use a file in a folder with room, of your own")
         try:
-            sys.stdout.write(output)
+            sys.stdout.write(shown.text)
             sys.stdout.flush()
         except BrokenPipeError:  # `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("stopped: no file is half written", file=sys.stderr, flush=True)
         sys.exit(cli.INTERRUPTED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What the command has to show: text for standard output, and the contents of files by their paths."""
+
+    text: str
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)
+
+
+def _shown(flags: types.SimpleNamespace) -> Shown:
+    """What the flags ask for; ends the process with one line where they cannot be."""
+    try:
+        request = check_flags(flags)
+        with SearchProgress(flags.schedule if not flags.compare else "all schedules") as progress:
+            return compare(request, progress) if flags.compare else one(request, progress)
+    except search.MemoryTooSmall as error:
+        least = error.least * (flags.repeats or 1)
+        cli.fail(str(UsageError(f"--memory={flags.memory:g} is too little for any table found", {"memory": least})))
+    except (ValueError, OSError) as error:
+        cli.fail(str(error))
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
@@ -133,36 +148,67 @@ def _write(path: pathlib.Path, content: bytes) -> None:
 # --- flags -----------------------------------------------------------------------------------------------------------------------
 
 
-def check_flags(flags: types.SimpleNamespace) -> search.Problem:
-    """What the flags ask for; fills in `stages` and `microbatches`, and `table`, a CSV file's. Raises ValueError for what cannot be."""
-    name, flags.table = flags.schedule, None
-    if not name.startswith("csv:"):
-        _check_choice("schedule", name, by_name.NAMES)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """What checked flags ask for. spec: with `repeats` 0 where it is left to the schedule; table: a CSV file's, None for others."""
+
+    flags: types.SimpleNamespace
+    spec: TableSpec
+    table: Table | None
+
+
+def check_flags(flags: types.SimpleNamespace) -> Request:
+    """What the flags ask for. Raises ValueError for what cannot be."""
+    of_file = flags.schedule.startswith(CSV)
+    if not of_file:
+        _check_choice("schedule", flags.schedule, by_name.NAMES)
     for flag, known in (("vocabulary", VOCABULARIES), ("permute", by_name.PERMUTES)):
         _check_choice(flag, getattr(flags, flag), known)
     times = read_times(flags)
-    if name.startswith("csv:"):
-        _check_csv_flags(flags)
-    flags.stages, flags.microbatches = flags.stages or DEFAULT_STAGES, flags.microbatches or DEFAULT_MICROBATCHES
-    size = flags.stages * max(2, flags.repeats) * flags.microbatches * flags.ops_per_chunk
+    table = _read_table(flags) if of_file else None
+    spec = TableSpec(
+        flags.schedule,
+        table.stages if table else flags.stages or DEFAULT_STAGES,
+        flags.repeats,
+        table.microbatches if table else flags.microbatches or DEFAULT_MICROBATCHES,
+        times=times,
+        permute=flags.permute,
+        remat_full=bool(flags.recompute),
+        vocabulary=flags.vocabulary,
+        memory=flags.memory / (flags.repeats or 1) or None,
+    )
+    _check_size(flags, spec)
+    _check_schedule(flags, spec)
+    for flag in ("csv", "svg", "png"):
+        _check_output(flag, getattr(flags, flag))
+    return Request(flags, spec, table)
+
+
+def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
+    """UsageError for a table of more tasks than can be made in a while."""
+    size = spec.stages * max(2, spec.repeats) * spec.microbatches * flags.ops_per_chunk
     if size > MOST_CELLS:
-        most = max(1, MOST_CELLS * flags.microbatches // size)
-        rule = f"--microbatches={flags.microbatches} with these stages and chunks is more than {MOST_CELLS} tasks"
+        most = max(1, MOST_CELLS * spec.microbatches // size)
+        rule = f"--microbatches={spec.microbatches} with these stages and chunks is more than {MOST_CELLS} tasks"
         raise UsageError(rule, {"microbatches": most})
-    if flags.repeats and name in SCHEDULES and flags.stages > 1 and not flags.compare and not fits_repeats(name, flags.repeats):
+
+
+def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
+    """UsageError for flags that do not go with the schedule, or with all of them."""
+    if flags.compare:
+        if given := [flag for flag in ("csv", "svg", "png") if getattr(flags, flag)]:
+            raise UsageError(f"--{given[0]} needs one schedule, and --compare shows all", {"compare": False})
+        return
+    name = spec.schedule
+    if spec.repeats and name in SCHEDULES:
         try:
-            by_name.check_repeats(name, flags.stages, flags.repeats)
+            by_name.check_repeats(name, spec.stages, spec.repeats)
         except ValueError as error:
             rule = str(error).partition(": use ")[0]
             raise UsageError(f"--{rule}", {"repeats": max(1, default_repeats(name))}) from None
-    if flags.fused_backward and not flags.compare and name not in FUSED and not name.startswith("csv:"):
+    if flags.fused_backward and name not in FUSED and not name.startswith(CSV):
         rule = f"--fused_backward does not fit --schedule={name!r}, whose W's stand apart"
         raise UsageError(rule, {"schedule": FUSED[0]}, FUSED[1:])
-    if flags.compare and (given := [f for f in ("csv", "svg", "png") if getattr(flags, f)]):
-        raise UsageError(f"--{given[0]} needs one schedule, and --compare shows all", {"compare": False})
-    for flag in ("csv", "svg", "png"):
-        _check_output(flag, getattr(flags, flag))
-    return search.Problem(flags.stages, flags.microbatches, times, bool(flags.recompute), None, None, flags.vocabulary)
 
 
 def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
@@ -172,15 +218,15 @@ def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
         raise UsageError(f"--{flag}={value!r} is unknown", {flag: near[0]}, near[1:])
 
 
-def _check_csv_flags(flags: types.SimpleNamespace) -> None:
-    """Reads the file once, so that its numbers are known, and refuses flags that do not go with it."""
-    flags.table = table = read_csv(flags.schedule.removeprefix("csv:"))
+def _read_table(flags: types.SimpleNamespace) -> Table:
+    """The CSV file's table. Raises UsageError for flags that do not go with it."""
+    table = read_csv(flags.schedule.removeprefix(CSV))
     for flag in ("stages", "microbatches"):
         if getattr(flags, flag) not in (0, getattr(table, flag)):
             raise UsageError(f"--{flag}={getattr(flags, flag)} is not what the CSV file has", {flag: getattr(table, flag)})
-        setattr(flags, flag, getattr(table, flag))
     if flags.recompute and not table.recompute:
         raise UsageError(f"--recompute={flags.recompute} is the time of R, and the CSV file has no R", {"recompute": ""})
+    return table
 
 
 def read_times(flags: types.SimpleNamespace) -> Times:
@@ -195,17 +241,12 @@ def read_times(flags: types.SimpleNamespace) -> Times:
     if len(numbers) != 4 or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers[:3]) > 0:
         rule = f"--times={flags.times!r} is not four times F,B,W,message, of which F, B or W is more than 0"
         raise UsageError(rule, {"times": "1,1,1,0"})
-    for flag, value in (
-        ("recompute", recompute),
-        ("head", flags.head),
-        ("embed", flags.embed),
-        ("row", flags.row),
-        ("memory", flags.memory),
-    ):
+    values = {"recompute": recompute} | {flag: getattr(flags, flag) for flag in ("head", "embed", "row", "memory")}
+    for flag, value in values.items():
         if not 0 <= value < float("inf"):
             raise UsageError(f"--{flag}={value} must be a number from 0 up", {flag: 0})
-    F, B, W, message = numbers
-    return Times(F, B, W, message, recompute, flags.head, flags.row, flags.embed)
+    forward, backward, weights, message = numbers
+    return Times(forward, backward, weights, message, R=recompute, head=flags.head, tick=flags.row, embed=flags.embed)
 
 
 def _is_number(text: str) -> bool:
@@ -231,125 +272,71 @@ def _check_output(flag: str, name: str) -> None:
 # --- one schedule ----------------------------------------------------------------------------------------------------------------
 
 
-def make(flags: types.SimpleNamespace, problem: search.Problem, name: str, repeats: Sequence[int], report: search.Report) -> Table:
+def make(request: Request, name: str, repeats: Sequence[int], report: search.Report) -> Table:
     """The checked table of a schedule; of `auto`, the best with any of these numbers of chunks on a stage."""
-    if flags.table is not None:
-        return flags.table
-    modes = search.PACKINGS if flags.permute == "auto" else (flags.permute,)
-    if name == "auto":
-        bound = flags.memory / (flags.repeats or 1) if flags.memory else None
-        table = search.search(problem, repeats, bound, modes, flags.ops_per_chunk, report)
-    else:
-        groups = [flags.ops_per_chunk] * (problem.stages * repeats[0])
-        table = search.named(name, repeats[0], dataclasses.replace(problem, groups=groups), modes, report)
+    if request.table is not None:
+        return request.table
+    specs = []
+    for count in repeats:
+        groups = [request.flags.ops_per_chunk] * (request.spec.stages * count)
+        specs.append(dataclasses.replace(request.spec, schedule=name, repeats=count, groups=groups))
+    table = search.search(specs, report) if name == "auto" else search.named(specs[0], report)
     check(table)
     return table
 
 
-def one(flags: types.SimpleNamespace, problem: search.Problem, report: search.Report) -> tuple[str, dict[str, bytes]]:
-    """(what to print, what to write into which files) for one schedule."""
-    default = search.ANY_REPEATS if flags.schedule == "auto" else (max(1, default_repeats(flags.schedule)),)
-    table = make(flags, problem, flags.schedule, (flags.repeats,) if flags.repeats else default, report)
+def one(request: Request, report: search.Report) -> Shown:
+    """What there is to show of one schedule."""
+    flags, spec = request.flags, request.spec
+    default = search.ANY_REPEATS if spec.schedule == "auto" else (max(1, default_repeats(spec.schedule)),)
+    table = make(request, spec.schedule, (spec.repeats,) if spec.repeats else default, report)
     report("clocks and slots", 1.0)
-    result = simulate(table, problem.times, fused_backward=flags.fused_backward)
-    found = figures(table, result)
-    title = f"{table.name}: {table.stages} stages, {table.microbatches} microbatches, coupled bubble {result.bubble_fraction_coupled:.1%}"
+    result = simulate(table, spec.times, fused_backward=flags.fused_backward)
+    values = figures(table, result)
     files = {}
-    for flag, draw in (
-        ("csv", lambda: to_csv(table).encode()),
-        ("svg", lambda: drawing.svg(table, result.timeline_coupled, title).encode()),
-        ("png", lambda: drawing.png(table, result.timeline_coupled, title)),
-    ):
+    for flag in ("csv", "svg", "png"):
         if path := getattr(flags, flag):
             report(f"--{flag}", 1.0)
-            files[path] = draw()
+            files[path] = _content(flag, table, result)
     if flags.json:
-        return json.dumps(found) + "\n", files
+        return Shown(json.dumps(values) + "\n", files)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((140, 24)).columns
-    lines = [f"{table.name}: {table.stages} stages, {table.microbatches} microbatches; chunks of {drawing.stage_chunks(table)}"]
-    lines += ["", drawing.text(table, width, colour)]
-    return "\n".join([*lines, summary(found)]) + "\n", files
+    chunks = f"chunks of {drawing.stage_chunks(table)}"
+    lines = [f"{table.name}: {table.stages} stages, {table.microbatches} microbatches; {chunks}", "", drawing.text(table, width, colour)]
+    return Shown("\n".join([*lines, summary(values)]) + "\n", files)
 
 
-def figures(table: Table, result: Simulation) -> dict:
-    """What --json prints."""
-    slotted = assign_slots(table)
-    return {
-        "schedule": table.name,
-        "stages": table.stages,
-        "repeats": max(1, len(set(table.chunk_of)) // table.stages),
-        "microbatches": table.microbatches,
-        "permutes": {when.name.lower(): int((table.permute == when).sum()) for when in Permute},
-        "ticks": table.ticks,
-        "step_time": result.step_time,
-        "step_time_coupled": result.step_time_coupled,
-        "bubble_fraction": result.bubble_fraction,
-        "bubble_fraction_span": result.bubble_fraction_span,
-        "bubble_fraction_coupled": result.bubble_fraction_coupled,
-        "peak_residuals": result.peak_residuals,
-        "peak_residuals_with_weight_stash": result.peak_residuals_with_weight_stash,
-        "pool_sizes": slotted.pool_sizes,
-        "slots_per_stage": {kind: list(counts) for kind, counts in slotted.slots_per_stage.items()},
-    }
-
-
-def summary(report: dict) -> str:
-    """The figures in words."""
-    permutes = ", ".join(f"{n} {when}" for when, n in report["permutes"].items() if n)
-    lines = [
-        f"rows                {report['ticks']} (permutes: {permutes})",
-        f"step time           {report['step_time']:g} independent, {report['step_time_coupled']:g} coupled",
-        f"bubble              {report['bubble_fraction']:.2%} of the step, {report['bubble_fraction_span']:.2%} of the longest span, "
-        f"{report['bubble_fraction_coupled']:.2%} coupled",
-        f"peak activations    {_numbers(report['peak_residuals'])} chunks on each stage; with what B leaves for W "
-        f"{_numbers(report['peak_residuals_with_weight_stash'])}",
-        f"slots               {', '.join(f'{kind} {n}' for kind, n in report['pool_sizes'].items())}",
-    ]
-    return "\n".join(lines)
-
-
-def _numbers(values: list[float]) -> str:
-    return " ".join(f"{value:g}" for value in values)
+def _content(flag: str, table: Table, result: Simulation) -> bytes:
+    """The content of the file that --csv, --svg or --png names."""
+    if flag == "csv":
+        return to_csv(table).encode()
+    sizes = f"{table.stages} stages, {table.microbatches} microbatches"
+    title = f"{table.name}: {sizes}, coupled bubble {result.bubble_fraction_coupled:.1%}"
+    if flag == "svg":
+        return drawing.svg(table, result.timeline_coupled, title).encode()
+    return drawing.png(table, result.timeline_coupled, title)
 
 
 # --- all schedules ---------------------------------------------------------------------------------------------------------------
 
 
-def compare(flags: types.SimpleNamespace, problem: search.Problem, progress: search.Report) -> str:
-    """All make_table, best first: those within the memory bound by coupled time, then the others."""
-    rows = []
-    chosen: dict[str, Sequence[int]] = {name: (_repeats_to_compare(name, flags.repeats),) for name in SCHEDULES}
-    chosen["auto"] = tuple(sorted({*(v for values in chosen.values() for v in values), *search.ANY_REPEATS}))
-    done = 0.0
-    for name, repeats in chosen.items():
+def compare(request: Request, progress: search.Report) -> Shown:
+    """All schedules, best first: those within the memory bound by coupled time, then the others."""
+    flags, asked = request.flags, request.spec.repeats
+    repeats: dict[str, Sequence[int]] = {name: (_repeats_to_compare(name, asked),) for name in SCHEDULES}
+    repeats["auto"] = tuple(sorted({*(count for counts in repeats.values() for count in counts), *search.ANY_REPEATS}))
+    listed, done = [], 0.0
+    for name, counts in repeats.items():
         part = 0.5 if name == "auto" else 0.5 / len(SCHEDULES)
-        table = make(flags, problem, name, repeats, _part(progress, done, part))
+        table = make(request, name, counts, search.part_of(progress, done, part))
         done += part
-        result = simulate(table, problem.times, fused_backward=flags.fused_backward and name in FUSED)
-        report = figures(table, result)
-        report["memory"] = search.memory_of(table) / report["repeats"] * (flags.repeats or 1)
-        report["fits"] = not flags.memory or report["memory"] <= flags.memory + search.ROOM
-        rows.append(report)
-    rows.sort(key=lambda r: (not r["fits"], float(f"{r['step_time_coupled']:.9g}"), r["memory"]))
-    if flags.json:
-        return json.dumps(rows) + "\n"
-    width = max(len(r["schedule"]) for r in rows)
-    unit = "of a stage" if flags.repeats in (0, 1) else f"of 1/{flags.repeats} of a stage"
-    lines = [f"{'schedule':{width}}  repeats  rows  step coupled  independent  bubble coupled  independent    span  stashes"]
-    for r in rows:
-        lines.append(
-            f"{r['schedule']:{width}}  {r['repeats']:7}  {r['ticks']:4}  {r['step_time_coupled']:12.6g}  {r['step_time']:11.6g}  "
-            f"{r['bubble_fraction_coupled']:14.2%}  {r['bubble_fraction']:11.2%}  {r['bubble_fraction_span']:6.2%}  {r['memory']:7.4g}"
-            + ("" if r["fits"] else "  more than --memory")
-        )
-    lines.append(f"stashes: the most at once on any stage, {unit} for one microbatch, from F to the end of W")
-    return "\n".join(lines) + "\n"
-
-
-def _part(report: search.Report, done: float, part: float) -> search.Report:
-    """A report of what is `part` of the whole, after `done` of it."""
-    return lambda what, of: report(what, done + of * part)
+        values = figures(table, simulate(table, request.spec.times, fused_backward=flags.fused_backward and name in FUSED))
+        values["memory"] = search.memory_of(table) / values["repeats"] * (asked or 1)
+        values["fits"] = not flags.memory or values["memory"] <= flags.memory + search.ROOM
+        listed.append(values)
+    listed.sort(key=lambda values: (not values["fits"], float(f"{values['step_time_coupled']:.9g}"), values["memory"]))
+    return Shown(json.dumps(listed) + "\n" if flags.json else comparison(listed, asked))
 
 
 def _repeats_to_compare(name: str, repeats: int) -> int:

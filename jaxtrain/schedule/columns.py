@@ -1,108 +1,117 @@
-"""What a tick reads of the table: for each op whether this stage runs it in this row, and with which microbatch and slots.
+"""What a tick reads of the table: for each op whether this stage runs it in this tick, and with which microbatch and slots.
 
 The ops of a tick, in order:
 
     take_up_activation, take_down_activation, take_up_gradient, take_down_gradient
                                       what the last permute brought goes into its slot
     permute_EARLY
-    busy                              whether the row has any of what follows
     embed                             the first unit's input
     F, K, R, B, W of each unit        forward; forward that keeps what the backward reads; recompute; gradients
     send_up, send_down                a result that goes by another buffer than its op writes, into that buffer
-    stay_activation, stay_gradient    a result that stays on its stage, from the buffer `up`, `down` or `y` into its slot
+    stay_activation_…, stay_gradient_…    a result that stays on its stage, from the buffer `up`, `down` or `result` into its slot
     head, embed_gradient
     permute_LATE
 
 F, K and B write their result into the buffer by which it leaves, `up` or `down`, where the table allows that for the unit on every
-stage, and into `y` where it does not. No JAX here.
+stage, and into `result` where it does not. No JAX here.
 """
+
+import dataclasses
+from typing import Any
 
 import numpy as np
 
-from jaxtrain.schedule.slots import KINDS, SHARED_SLOTS, SlottedTable
-from jaxtrain.schedule.table import Op, Permute, Table, directions, units_of
+from jaxtrain.schedule.slots import MESSAGES, POOLS, SHARED_SLOTS, SlottedTable
+from jaxtrain.schedule.table import Op, Permute, Table, directions
+from jaxtrain.schedule.transport import waiting
 
-MESSAGES = ("activation", "gradient")
-BUFFERS = ("up", "down", "y")
-WAY = {"up": 1, "down": -1}
-TAKES = tuple(f"take_{way}_{kind}" for kind in MESSAGES for way in WAY)
-STAYS = tuple(f"stay_{kind}_{buffer}" for kind in MESSAGES for buffer in BUFFERS)
-SLOTS = (*KINDS, *(f"{way}_{kind}" for way in ("up", "down", "stay") for kind in MESSAGES))
+RESULT = "result"
+WAY = {"up": 1, "down": -1}  # buffer by which a message leaves → the step from its stage to the other one
+BUFFERS = (*WAY, RESULT)
+ARRIVED = {"up": "up_arrived", "down": "down_arrived"}  # that buffer → the one in which its message is found on the other stage
+CELL_OPS = ("F", "K", "R", "B", "W")
+EMBED, HEAD, EMBED_GRADIENT = "embed", "head", "embed_gradient"
+
+
+def cell_op(kind: str, local_unit: int) -> str:
+    """The name of an op of a unit, one of CELL_OPS."""
+    return f"{kind}{local_unit}"
+
+
+def permute_op(when: Permute) -> str:
+    """The name of a tick's permute."""
+    return f"permute_{when.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """An op that moves a message on its stage. source, target: buffers, or pools; slot: of the pool, as `TickColumns.slots` has it."""
+
+    op: str
+    source: str
+    target: str
+    slot: str = ""
+
+
+TAKES = tuple(Copy(f"take_{way}_{message}", ARRIVED[way], message, f"{way}_{message}") for message in MESSAGES for way in WAY)
+SENDS = tuple(Copy(f"send_{way}", RESULT, way) for way in WAY)
+STAYS = tuple(Copy(f"stay_{message}_{buffer}", buffer, message, f"stay_{message}") for message in MESSAGES for buffer in BUFFERS)
+TICK_SLOTS = (*POOLS, *dict.fromkeys(copy.slot for copy in (*TAKES, *STAYS)))  # the slots that differ between stages
+
+Array = Any  # numpy's or JAX's
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TickColumns:
+    """A table by ops: int32 arrays [ticks, stages]; [ticks] inside the runtime, where a device has its own stage's; scalars inside a tick.
+
+    microbatch:  of the cell
+    embed_microbatch, head_microbatch, embed_gradient_microbatch: of these ops
+    runs:        op → 1 where the stage runs it, else 0
+    busy:        1 where it runs any but those that take in what has arrived, and permutes
+    slots:       name of a slot in `SlottedTable` → the slot
+
+    Microbatches and slots are 0 where there are none. On one stage, where a tick is a microbatch, there is nothing but `microbatch`.
+    """
+
+    microbatch: Array
+    embed_microbatch: Array = None
+    head_microbatch: Array = None
+    embed_gradient_microbatch: Array = None
+    busy: Array = None
+    runs: dict[str, Array] = dataclasses.field(default_factory=dict)
+    slots: dict[str, Array] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TickTable:
+    """What the runtime knows of a table when it makes its ops.
+
+    columns:        arrays [ticks, stages]
+    result_buffers: as `result_buffers` says
+    permutes:       as `permutes` says
+    """
+
+    slotted: SlottedTable
+    columns: TickColumns
+    result_buffers: dict[tuple[Op, int], str]
+    permutes: dict[str, int]
+
+
+def tick_table(slotted: SlottedTable) -> TickTable:
+    """The ticks of a table."""
+    buffers = result_buffers(slotted)
+    return TickTable(slotted, _columns(slotted, buffers), buffers, permutes(slotted.table))
+
+
+def columns(slotted: SlottedTable) -> TickColumns:
+    """The columns of a table, arrays [ticks, stages]."""
+    return _columns(slotted, result_buffers(slotted))
 
 
 def units(table: Table) -> int:
     """Units on a stage, the most of all stages."""
     return max(table.stage_of.count(s) for s in range(table.stages))
-
-
-def _sent(slotted: SlottedTable) -> np.ndarray:
-    """bool [ticks, stages, 2]: whether the buffer up, down holds a message that is still to leave, before the row's op writes."""
-    table = slotted.table
-    held, now = np.zeros((*table.op.shape, 2), bool), np.zeros((table.stages, 2), bool)
-    for t in range(table.ticks):
-        if table.permute[t] == Permute.EARLY:
-            now = np.zeros_like(now)
-        held[t] = now
-        now = now | np.stack([slotted.send[t] == 1, slotted.send[t] == -1], -1)
-        if table.permute[t] == Permute.LATE:
-            now = np.zeros_like(now)
-    return held
-
-
-def results(slotted: SlottedTable) -> dict[tuple[str, int], str]:
-    """(F or B, local unit) → the buffer into which the op writes its result on every stage."""
-    table, held, found = slotted.table, _sent(slotted), {}
-    for op in (Op.F, Op.B):
-        for u in range(units(table)):
-            cells = (table.op == op) & (table.local_unit == u)
-            ways = set(slotted.send[cells].tolist()) - {0}
-            buffer = "y"
-            if len(ways) == 1:
-                way = "up" if ways == {1} else "down"
-                # A result that stays passes through the buffer too, which must not hold a message then.
-                if not (held[..., 0 if way == "up" else 1] & cells & (slotted.send == 0)).any():
-                    buffer = way
-            found[op.name, u] = buffer
-    return found
-
-
-def _keeps(table: Table) -> np.ndarray:
-    """bool [ticks, stages]: whether a cell is an F that keeps what the backward reads."""
-    own = units_of(table.stage_of, table.stages)
-    keeping = [[not table.forward_only and not table.recomputes(g) for g in own[s]] for s in range(table.stages)]
-    ticks = zip(table.op, table.local_unit, strict=True)
-    return np.array([[o == Op.F and keeping[s][u] for s, (o, u) in enumerate(zip(*tick, strict=True))] for tick in ticks])
-
-
-def columns(slotted: SlottedTable) -> dict[str, np.ndarray]:
-    """Name → int32 [ticks, stages]: 1 where the stage runs the op; slots and microbatches, 0 where there are none."""
-    t, n = slotted.table, units(slotted.table)
-    keeps, everywhere = _keeps(t), np.arange(t.stages)[None]
-    whole = lambda column: np.broadcast_to(column[:, None], t.op.shape)
-    at = lambda stage: np.full((1, t.stages), True) if t.vocabulary == "parallel" else everywhere == stage
-    wanted = {name: getattr(slotted, name.removeprefix("take_")) >= 0 for name in TAKES}
-    wanted["embed"] = whole(t.embed >= 0) & at(t.stage_of[0])
-    for u in range(n):
-        of = lambda op, u=u: (t.op == op) & (t.local_unit == u)
-        wanted |= {f"F{u}": of(Op.F) & ~keeps, f"K{u}": of(Op.F) & keeps, f"R{u}": of(Op.R), f"B{u}": of(Op.B), f"W{u}": of(Op.W)}
-    into = results(slotted)
-    through = {b: np.zeros(t.op.shape, bool) for b in BUFFERS}
-    for (op, u), buffer in into.items():
-        through[buffer] |= (t.op == Op[op]) & (t.local_unit == u)
-    wanted |= {f"send_{way}": (slotted.send == step) & through["y"] for way, step in WAY.items()}
-    for kind in MESSAGES:
-        wanted |= {f"stay_{kind}_{b}": (getattr(slotted, f"stay_{kind}") >= 0) & through[b] for b in BUFFERS}
-    wanted["head"] = whole(t.head >= 0) & at(t.stage_of[-1])
-    wanted["embed_gradient"] = whole(t.embed_gradient >= 0) & at(t.stage_of[0])
-    takes = {name: wanted.pop(name) for name in TAKES}
-    wanted = takes | {"busy": np.any(list(wanted.values()), axis=0)} | wanted
-    wanted |= {f"permute_{when.name}": whole(t.permute == when) for when in (Permute.EARLY, Permute.LATE)}
-    numbers = {f"{name}_slot": getattr(slotted, name) for name in SLOTS}
-    numbers |= {f"{name}_slot": whole(getattr(slotted, name)) for name in SHARED_SLOTS}
-    numbers |= {"microbatch": t.microbatch} | {
-        f"{name}_microbatch": whole(getattr(t, name)) for name in ("embed", "head", "embed_gradient")
-    }
-    return {k: a.astype(np.int32) for k, a in (wanted | {k: np.maximum(a, 0) for k, a in numbers.items()}).items()}
 
 
 def permutes(table: Table) -> dict[str, int]:
@@ -111,3 +120,76 @@ def permutes(table: Table) -> dict[str, int]:
     if not table.forward_only:
         ways |= {-d for d in ways}
     return {name: step for name, step in WAY.items() if step in ways}
+
+
+def result_buffers(slotted: SlottedTable) -> dict[tuple[Op, int], str]:
+    """(F or B, local unit) → the buffer into which the op writes its result on every stage."""
+    table, buffers = slotted.table, {}
+    unsent = waiting(table)
+    for op in (Op.F, Op.B):
+        for u in range(units(table)):
+            cells = (table.op == op) & (table.local_unit == u)
+            leaves_by = [way for way, step in WAY.items() if (cells & (slotted.send == step)).any()]
+            stays = cells & (slotted.send == 0)
+            # A result that stays passes through the buffer too, which must not hold a message then.
+            direct = len(leaves_by) == 1 and not (unsent[WAY[leaves_by[0]]] & stays).any()
+            buffers[op, u] = leaves_by[0] if direct else RESULT
+    return buffers
+
+
+def _columns(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> TickColumns:
+    table = slotted.table
+
+    def of_all(column: np.ndarray) -> np.ndarray:
+        """What a tick says for all stages, for each of them."""
+        return np.broadcast_to(column[:, None], table.op.shape)
+
+    takes = {copy.op: getattr(slotted, copy.slot) >= 0 for copy in TAKES}
+    runs = {
+        EMBED: of_all(table.embed >= 0) & _takes_part(table, table.stage_of[0]),
+        **_cells(table),
+        **_copies(slotted, buffers),
+        HEAD: of_all(table.head >= 0) & _takes_part(table, table.stage_of[-1]),
+        EMBED_GRADIENT: of_all(table.embed_gradient >= 0) & _takes_part(table, table.stage_of[0]),
+    }
+    sends = {permute_op(when): of_all(table.permute == when) for when in (Permute.EARLY, Permute.LATE)}
+    slots = {name: getattr(slotted, name) for name in TICK_SLOTS} | {name: of_all(getattr(slotted, name)) for name in SHARED_SLOTS}
+    return TickColumns(
+        _numbers(table.microbatch),
+        _numbers(of_all(table.embed)),
+        _numbers(of_all(table.head)),
+        _numbers(of_all(table.embed_gradient)),
+        busy=np.any(list(runs.values()), axis=0).astype(np.int32),
+        runs={op: column.astype(np.int32) for op, column in (takes | runs | sends).items()},
+        slots={name: _numbers(column) for name, column in slots.items()},
+    )
+
+
+def _numbers(column: np.ndarray) -> np.ndarray:
+    return np.maximum(column, 0).astype(np.int32)
+
+
+def _takes_part(table: Table, stage: int) -> np.ndarray:
+    """bool [1, stages]: whether a stage takes part in the embedding or the head, whose end stage this is."""
+    return (np.arange(table.stages) == stage)[None] | (table.vocabulary == "parallel")
+
+
+def _cells(table: Table) -> dict[str, np.ndarray]:
+    """Op of a unit → bool [ticks, stages]."""
+    recomputed = np.array([table.forward_only or table.recomputes(g) for g in range(table.units)])
+    keeps = (table.op == Op.F) & ~recomputed[table.unit]
+    runs: dict[str, np.ndarray] = {}
+    for u in range(units(table)):
+        kinds = {"F": (table.op == Op.F) & ~keeps, "K": keeps, "R": table.op == Op.R, "B": table.op == Op.B, "W": table.op == Op.W}
+        runs |= {cell_op(kind, u): kinds[kind] & (table.local_unit == u) for kind in CELL_OPS}
+    return runs
+
+
+def _copies(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> dict[str, np.ndarray]:
+    """Op that moves a result → bool [ticks, stages]."""
+    table = slotted.table
+    written = {buffer: np.zeros(table.op.shape, bool) for buffer in BUFFERS}
+    for (op, u), buffer in buffers.items():
+        written[buffer] |= (table.op == op) & (table.local_unit == u)
+    sends = {copy.op: (slotted.send == WAY[copy.target]) & written[copy.source] for copy in SENDS}
+    return sends | {copy.op: (getattr(slotted, copy.slot) >= 0) & written[copy.source] for copy in STAYS}

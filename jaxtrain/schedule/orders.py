@@ -1,10 +1,12 @@
-"""The named schedules: small functions from stages p, chunks a stage v and microbatches m to the order of each stage's ops.
+"""The named schedules: small functions from the sizes of a pipeline to the order of each stage's ops.
 
-    order(p, v, m) → for each stage its cells (op, chunk, microbatch), chunks in model order
+    order(p, v, m) → for each stage its tasks (op, chunk, microbatch), chunks in model order
+
+The letters are those of the papers: p stages, v chunks on a stage, m microbatches; s is a stage, c a chunk, k a microbatch.
 
 Chunks are placed round a circle (chunk c on stage c mod p) or, for `zb_v` and `dualpipe_v`, in a V: down the stages and back up, so that
-the last chunk is on stage 0 and the message stays where the V turns. Nothing here says in which row a cell stands: packing.py does. The
-figures in unit times (F = B = W, no message time) and the most stashes at once, in chunks, of tables with late permutes:
+the last chunk is on stage 0 and the message stays where the V turns. Nothing here says in which tick a task stands: packing.py does. The
+figures are in unit times (F = B = W, no message time); the peak is the most residuals at once, in chunks', of tables with late permutes:
 
               placement   idle time of the whole step                peak
     gpipe     circular    2 (p − 1)                                  m v
@@ -16,13 +18,15 @@ figures in unit times (F = B = W, no message time) and the most stashes at once,
     dualpipe_v V          2 (p − 1) chunks, m ≥ 2 p                  2 p + 1
 """
 
+import collections
 import dataclasses
 import heapq
 from collections.abc import Callable
 
-from jaxtrain.schedule.table import Cell, Op
+from jaxtrain.schedule.table import Op
 
-Orders = list[list[Cell]]
+Task = tuple[int, int, int]  # op, chunk or unit, microbatch: no table.Cell, since a search makes millions of them
+Orders = list[list[Task]]
 F, B, W = int(Op.F), int(Op.B), int(Op.W)
 
 
@@ -37,7 +41,7 @@ def v_shape(stages: int, chunks: int) -> tuple[int, ...]:
     return tuple(s for c in range(chunks) for s in (down if c % 2 == 0 else down[::-1]))
 
 
-PLACES: dict[str, Callable[[int, int], tuple[int, ...]]] = {"circular": circular, "v": v_shape}
+PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"circular": circular, "v": v_shape}
 
 
 # --- circular placement ----------------------------------------------------------------------------------------------------------
@@ -68,7 +72,7 @@ def zb_h2(p: int, v: int, m: int) -> Orders:
 
 
 def between(p: int, m: int, bound: int) -> Orders:
-    """The order of this family for a bound of stashes: ZB-H1 at p, ZB-H2 at 2 p − 1, fewer forwards ahead than 1F1B's below p.
+    """The order of this family for a bound on the chunks' residuals: ZB-H1 at p, ZB-H2 at 2 p − 1, fewer forwards first than 1F1B below p.
 
     Stage s holds warm-up plus W's put off; what there is beyond p goes first to the warm-up and then, down the stages, to the W's.
     """
@@ -79,17 +83,17 @@ def between(p: int, m: int, bound: int) -> Orders:
     return orders
 
 
-def _steady(s: int, m: int, warmup: int, behind: int) -> list[Cell]:
+def _steady(s: int, m: int, warmup: int, behind: int) -> list[Task]:
     """`warmup` forwards, then B, W, F in turn, W being `behind` microbatches behind B."""
     ahead = min(warmup, m)
-    cells = [(F, s, k) for k in range(ahead)]
+    tasks = [(F, s, k) for k in range(ahead)]
     for k in range(m):
-        cells.append((B, s, k))
+        tasks.append((B, s, k))
         if k >= behind:
-            cells.append((W, s, k - behind))
+            tasks.append((W, s, k - behind))
         if k + ahead < m:
-            cells.append((F, s, k + ahead))
-    return cells + [(W, s, k) for k in range(max(0, m - behind), m)]
+            tasks.append((F, s, k + ahead))
+    return tasks + [(W, s, k) for k in range(max(0, m - behind), m)]
 
 
 def interleaved(p: int, v: int, m: int) -> Orders:
@@ -105,12 +109,12 @@ def interleaved(p: int, v: int, m: int) -> Orders:
     orders = []
     for s in range(p):
         first = min(len(forward), 2 * (p - s - 1) + ahead + 1)
-        cells: list[Cell] = [(F, c * p + s, k) for c, k in forward[:first]]
+        tasks: list[Task] = [(F, c * p + s, k) for c, k in forward[:first]]
         for i, (c, k) in enumerate(backward):
-            cells += [(B, c * p + s, k), (W, c * p + s, k)]
+            tasks += [(B, c * p + s, k), (W, c * p + s, k)]
             if first + i < len(forward):
-                cells.append((F, forward[first + i][0] * p + s, forward[first + i][1]))
-        orders.append(cells)
+                tasks.append((F, forward[first + i][0] * p + s, forward[first + i][1]))
+        orders.append(tasks)
     return orders
 
 
@@ -121,6 +125,24 @@ def _groups(p: int, m: int) -> list[range]:
 
 
 # --- V placement -----------------------------------------------------------------------------------------------------------------
+
+
+class _CountedOrder:
+    """A stage's order, of ops on chunks; each takes its next microbatch. `count`: how many of each there are."""
+
+    def __init__(self) -> None:
+        self._tasks: list[Task] = []
+        self.count: collections.Counter[tuple[int, int]] = collections.Counter()
+
+    def add(self, times: int, *ops: tuple[int, int]) -> None:
+        """Adds these (op, chunk), one after the other, so many times."""
+        for op in ops * times:
+            self._tasks.append((*op, self.count[op]))
+            self.count[op] += 1
+
+    def of_microbatches(self, m: int) -> list[Task]:
+        """The order without the tasks of microbatches from m on."""
+        return [task for task in self._tasks if task[2] < m]
 
 
 def zb_v(p: int, v: int, m: int) -> Orders:
@@ -134,30 +156,19 @@ def zb_v(p: int, v: int, m: int) -> Orders:
     orders = []
     for s in range(p):
         down, back = s, 2 * p - 1 - s
-        cells: list[Cell] = []
-        count = {(op, c): 0 for op in (F, B, W) for c in (down, back)}
-
-        def add(*ops: tuple[int, int], cells=cells, count=count) -> None:
-            for op in ops:
-                cells.append((op[0], op[1], count[op]))
-                count[op] += 1
-
-        add(*[(F, down)] * (2 * (p - s) - 1))
-        for _ in range(s):
-            add((F, back), (F, down))
-        for _ in range(p - s):
-            add((F, back), (B, back), (W, back))
-        while count[F, back] < full:
-            if count[F, down] < full:
-                add((F, down))
-            add((B, down), (W, down), (F, back), (B, back), (W, back))
-        for _ in range(s):
-            add((B, down), (B, back))
-        while count[B, down] < full:
-            add((B, down), (W, down))
+        order = _CountedOrder()
+        order.add(2 * (p - s) - 1, (F, down))
+        order.add(s, (F, back), (F, down))
+        order.add(p - s, (F, back), (B, back), (W, back))
+        while order.count[F, back] < full:
+            if order.count[F, down] < full:
+                order.add(1, (F, down))
+            order.add(1, (B, down), (W, down), (F, back), (B, back), (W, back))
+        order.add(s, (B, down), (B, back))
+        order.add(full - order.count[B, down], (B, down), (W, down))
         for c in (back, down):
-            add(*[(W, c)] * (full - count[W, c]))
-        orders.append([cell for cell in cells if cell[2] < m])
+            order.add(full - order.count[W, c], (W, c))
+        orders.append(order.of_microbatches(m))
     return orders
 
 
@@ -171,14 +182,8 @@ def dualpipe_v(p: int, v: int, m: int) -> Orders:
     orders = []
     for s in range(p):
         down, back = s, 2 * p - 1 - s
-        count = {(op, c): 0 for op in (F, B, W) for c in (down, back)}
-        cells: list[Cell] = []
-
-        def add(times: int, *ops: tuple[int, int], cells=cells, count=count) -> None:
-            for op in ops * times:
-                cells.append((op[0], op[1], count[op]))
-                count[op] += 1
-
+        order = _CountedOrder()
+        add, count = order.add, order.count
         whole = {c: ((B, c), (W, c)) for c in (down, back)}
         add(2 * (p - s - 1), (F, down))
         add(s + 1, (F, down), (F, back))
@@ -192,7 +197,7 @@ def dualpipe_v(p: int, v: int, m: int) -> Orders:
             add(1, (W, back if count[W, back] < count[B, back] else down), (B, down))
         for c in (back, down):
             add(full - count[W, c], (W, c))
-        orders.append([cell for cell in cells if cell[2] < m])
+        orders.append(order.of_microbatches(m))
     return orders
 
 
@@ -203,19 +208,19 @@ def accumulate(p: int, v: int, m: int) -> Orders:
 
 
 def forward(stage_of: tuple[int, ...], p: int, m: int) -> Orders:
-    """Evaluation: each stage takes what is furthest through the model of what has come, so that no stage collects inputs."""
+    """Evaluation, an order of units: each stage takes what is furthest through the model of what has come, so that none collects inputs."""
     ready: list[list[tuple[int, int]]] = [[] for _ in range(p)]  # heaps of (−unit, microbatch)
     ready[stage_of[0]] = [(0, k) for k in range(m)]
     orders: Orders = [[] for _ in range(p)]
     while any(ready):
-        taken = [heapq.heappop(cells) if cells else None for cells in ready]
-        for s, cell in enumerate(taken):
-            if cell is None:
+        taken = [heapq.heappop(heap) if heap else None for heap in ready]
+        for s, furthest in enumerate(taken):
+            if furthest is None:
                 continue
-            g, k = -cell[0], cell[1]
-            orders[s].append((F, g, k))
-            if g + 1 < len(stage_of):
-                heapq.heappush(ready[stage_of[g + 1]], (-(g + 1), k))
+            unit, k = -furthest[0], furthest[1]
+            orders[s].append((F, unit, k))
+            if unit + 1 < len(stage_of):
+                heapq.heappush(ready[stage_of[unit + 1]], (-(unit + 1), k))
     return orders
 
 

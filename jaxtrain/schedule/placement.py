@@ -1,7 +1,7 @@
 """Which layer lives where: layers → chunks → units → stages.
 
-A model of L layers is cut into consecutive chunks, each chunk into one or more units (an op's layers), and unit g lies on stage
-`stage_of[g]`. In memory the u-th units of all stages are one stacked array [stages, stack_size(u), ...]. A stage with fewer layers there,
+A model of L layers is cut into consecutive chunks, each chunk into one or more units (an op's layers), and unit u lies on stage
+`stage_of[u]`. In memory the u-th units of all stages are one stacked array [stages, stack_size(u), ...]. A stage with fewer layers there,
 or without such a unit, has unused rows, which are zero, have no gradient, and are in no count, norm or checkpoint.
 
       L = 7, stages = 2, chunks = 2          stage 0     stage 1
@@ -10,9 +10,20 @@ or without such a unit, has unused rows, which are zero, have no gradient, and a
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+from jaxtrain.schedule.table import units_of
+
+
+class _Cut(NamedTuple):
+    """A cut of the first layers into chunks: the cost of the dearest chunk, and the layer at which the last one begins."""
+
+    cost: float
+    begin: int
 
 
 def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, ...]:
@@ -22,22 +33,21 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
     costs least; among those cuts, the later chunks are filled first.
     """
     if not costs:
-        size, more = divmod(layers, chunks)
-        return tuple(size + (c < more) for c in range(chunks))
+        size, longer = divmod(layers, chunks)
+        return tuple(size + (chunk < longer) for chunk in range(chunks))
     total = np.concatenate([[0.0], np.cumsum(costs)])
-    # best[c][n]: the cost of the dearest of c chunks that hold the first n layers, and where the last one begins
-    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
-    for c in range(1, chunks + 1):
-        row = {}
-        for n in range(c, layers - (chunks - c) + 1):
-            options = [(max(best[c - 1][i][0], float(total[n] - total[i])), i) for i in range(c - 1, n) if i in best[c - 1]]
-            row[n] = min(options)
-        best.append(row)
+    cuts = [{0: _Cut(0.0, 0)}]  # of so many chunks: the first layers that they hold → how best to cut these
+    for count in range(1, chunks + 1):
+        fewer, best = cuts[-1], {}
+        for end in range(count, layers - (chunks - count) + 1):
+            begins = (begin for begin in range(count - 1, end) if begin in fewer)
+            best[end] = _Cut(*min((max(fewer[begin].cost, float(total[end] - total[begin])), begin) for begin in begins))
+        cuts.append(best)
     sizes, end = [], layers
-    for c in range(chunks, 0, -1):
-        start = best[c][end][1]
-        sizes.append(end - start)
-        end = start
+    for count in range(chunks, 0, -1):
+        begin = cuts[count][end].begin
+        sizes.append(end - begin)
+        end = begin
     return tuple(reversed(sizes))
 
 
@@ -46,8 +56,8 @@ def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tup
 
     A chunk whose layers do not divide has units as equal as can be.
     """
-    groups = tuple(-(-n // layers_per_op) if layers_per_op else 1 for n in chunks)
-    return groups, tuple(size for n, parts in zip(chunks, groups, strict=True) for size in spread(n, parts))
+    groups = tuple(-(-size // layers_per_op) if layers_per_op else 1 for size in chunks)
+    return groups, tuple(size for chunk, units in zip(chunks, groups, strict=True) for size in spread(chunk, units))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Placement:
     """Layers over stages.
 
     units_per_stage: units on a stage, the most of all stages; the circular placement has exactly so many on each
-    stage_of: the stage of each unit, in model order; left out: circular, unit g on stage g mod stages
+    stage_of: the stage of each unit, in model order; left out: circular, unit u on stage u mod stages
     sizes:    the layers of each unit, in model order; left out: evenly
 
     Raises ValueError if there are more units than layers.
@@ -68,51 +78,53 @@ class Placement:
     sizes: tuple[int, ...] = ()
 
     def __post_init__(self):
-        stage_of = self.stage_of or tuple(g % self.stages for g in range(self.stages * self.units_per_stage))
+        stages, units_per_stage = self.stages, self.units_per_stage
+        stage_of = self.stage_of or tuple(unit % stages for unit in range(stages * units_per_stage))
         if len(stage_of) > self.layers:
-            raise ValueError(
-                f"{self.stages} stages of {self.units_per_stage} chunks need at least {len(stage_of)} layers, not {self.layers}"
-            )
+            raise ValueError(f"{stages} stages of {units_per_stage} chunks need at least {len(stage_of)} layers, not {self.layers}")
         sizes = self.sizes or spread(self.layers, len(stage_of))
         if len(sizes) != len(stage_of) or sum(sizes) != self.layers or min(sizes) < 1:
             raise ValueError(f"units of {sizes} layers on stages {stage_of} are not {self.layers} layers")
         object.__setattr__(self, "stage_of", stage_of)
         object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(self, "units_per_stage", max(stage_of.count(s) for s in range(self.stages)))
-        units = [[g for g, there in enumerate(stage_of) if there == s] for s in range(self.stages)]
-        object.__setattr__(self, "_units", units)
+        object.__setattr__(self, "units_per_stage", max(stage_of.count(stage) for stage in range(stages)))
+
+    @functools.cached_property
+    def _units(self) -> tuple[tuple[int, ...], ...]:
+        return units_of(self.stage_of, self.stages)
 
     def unit_at(self, local_unit: int, stage: int) -> int | None:
         """The unit, in model order, that is a stage's `local_unit`-th; None if the stage has fewer."""
-        own = self._units[stage]  # type: ignore[attr-defined]
-        return own[local_unit] if local_unit < len(own) else None
+        units = self._units[stage]
+        return units[local_unit] if local_unit < len(units) else None
 
     def first_layer(self, local_unit: int, stage: int) -> int:
         """The first layer of a stage's unit; 0 where there is none."""
-        g = self.unit_at(local_unit, stage)
-        return 0 if g is None else sum(self.sizes[:g])
+        unit = self.unit_at(local_unit, stage)
+        return 0 if unit is None else sum(self.sizes[:unit])
 
     def layer_count(self, local_unit: int, stage: int) -> int:
-        """The number of layers in a stage's unit."""
-        g = self.unit_at(local_unit, stage)
-        return 0 if g is None else self.sizes[g]
+        """The number of layers in a stage's unit; 0 where there is none."""
+        unit = self.unit_at(local_unit, stage)
+        return 0 if unit is None else self.sizes[unit]
 
     def stack_size(self, local_unit: int) -> int:
         """Rows of the stacked array of these units: the most layers that a stage has in it."""
-        return max(self.layer_count(local_unit, s) for s in range(self.stages))
+        return max(self.layer_count(local_unit, stage) for stage in range(self.stages))
 
     def layer_index(self, local_unit: int) -> np.ndarray:
         """int32 [stages, stack_size(local_unit)]: the layer in each row of the stacked array, −1 in an unused row."""
         index = np.full((self.stages, self.stack_size(local_unit)), -1, np.int32)
-        for s in range(self.stages):
-            first, n = self.first_layer(local_unit, s), self.layer_count(local_unit, s)
-            index[s, :n] = np.arange(first, first + n)
+        for stage in range(self.stages):
+            first, count = self.first_layer(local_unit, stage), self.layer_count(local_unit, stage)
+            index[stage, :count] = np.arange(first, first + count)
         return index
 
     def describe(self) -> str:
         """One line for people: the number of layers on each stage, unit by unit."""
         if self.stages == 1 and self.units_per_stage == 1:
             return f"{self.layers} layers on one stage"
-        counts = [[self.layer_count(u, s) for u in range(self.units_per_stage)] for s in range(self.stages)]
-        listed = ", ".join("+".join(str(n) for n in row if n) for row in counts)
-        return f"{self.layers} layers over {self.stages} stages × {self.units_per_stage} chunk{'s'[: self.units_per_stage != 1]}: {listed}"
+        counts = [[self.layer_count(unit, stage) for unit in range(self.units_per_stage)] for stage in range(self.stages)]
+        listed = ", ".join("+".join(str(count) for count in of_stage if count) for of_stage in counts)
+        chunks = f"{self.units_per_stage} chunk{'s'[: self.units_per_stage != 1]}"
+        return f"{self.layers} layers over {self.stages} stages × {chunks}: {listed}"

@@ -5,20 +5,34 @@
     F0.0,,,late,,0,
     F0.1,F0.0,,late,,1,
 
-A line is a row of the table. A cell is op, local unit, a dot, microbatch, or empty. The four columns at the end may be left out, one by
-one: permutes are then late wherever a message moves, and head, embed and embed_gradient stand in the rows of the last unit's F, the first
-unit's F and the first unit's B. So may the settings in the comment: `place` (also `circular` or `v`; default circular), `chunk` (the
-chunk of each unit), `name` (default: the file's), `vocabulary`. Other lines that begin with # are comments. No JAX here.
+A line is a tick. A cell is op, local unit, a dot, microbatch, or empty. The four columns at the end may be left out, one by one: permutes
+are then late wherever a message moves, and head, embed and embed_gradient stand in the ticks of the last unit's F, the first unit's F and
+the first unit's B. So may the settings in the comment: `place`, the stage of each unit (also `circular` or `v`; default circular),
+`chunk`, the chunk of each unit, `name` (default: the file's), `vocabulary`. Other lines that begin with # are comments. No JAX here.
 """
 
 import csv
+import dataclasses
 import difflib
 import pathlib
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from jaxtrain.schedule.orders import PLACES
-from jaxtrain.schedule.table import VOCABULARIES, Cell, Op, Permute, Table, TableError, from_cells, local_index, units_of
+from jaxtrain.schedule.orders import PLACEMENTS
+from jaxtrain.schedule.table import (
+    VOCABULARIES,
+    Cell,
+    Op,
+    Permute,
+    Table,
+    TableError,
+    TableShape,
+    cell_name,
+    directions,
+    from_cells,
+    units_of,
+)
 from jaxtrain.schedule.validator import check
 
 COLUMNS = ("permute", "head", "embed", "embed_gradient")
@@ -33,11 +47,11 @@ def to_csv(table: Table) -> str:
         settings.append(f"chunk={_numbers(table.chunk_of)}")
     lines = [f"# {' '.join([*settings, f'vocabulary={table.vocabulary}'])}"]
     lines.append(",".join([*(f"stage {s}" for s in range(table.stages)), *COLUMNS]))
-    index = local_index(table.stage_of)
-    for t, row in enumerate(table.cells()):
-        cells = [f"{Op(c[0]).name}{index[c[1]]}.{c[2]}" if c else "" for c in row]
-        numbers = [int(getattr(table, name)[t]) for name in COLUMNS[1:]]
-        lines.append(",".join([*cells, Permute(int(table.permute[t])).name.lower(), *("" if n < 0 else str(n) for n in numbers)]))
+    for tick, cells in enumerate(table.cells()):
+        names = [cell_name(cell, table.stage_of) if cell else "" for cell in cells]
+        permute = Permute(int(table.permute[tick])).name.lower()
+        microbatches = [int(getattr(table, name)[tick]) for name in COLUMNS[1:]]
+        lines.append(",".join([*names, permute, *("" if microbatch < 0 else str(microbatch) for microbatch in microbatches)]))
     return "\n".join(lines) + "\n"
 
 
@@ -47,7 +61,7 @@ def read_csv(path: str) -> Table:
     Raises ValueError, in one line, with file, line as an editor counts, column and what would be right, also for a file that cannot be
     read.
     """
-    lines: list[int] = []  # the line in the file of each row
+    lines: list[int] = []  # the line in the file of each tick
     try:
         table = _parse(_read(path), pathlib.Path(path).stem, lines)
         check(table)
@@ -55,11 +69,11 @@ def read_csv(path: str) -> Table:
         raise ValueError(f"{path}, {error}" if error.located else f"{path}: {error}") from None
     except TableError as error:
         where = [path]
-        if 0 <= error.row < len(lines):
-            where.append(f"line {lines[error.row]} (row {error.row})")
+        if 0 <= error.tick < len(lines):
+            where.append(f"line {lines[error.tick]} (tick {error.tick})")
         if error.stage >= 0 or error.column:
             where.append(f"column {error.column or f'stage {error.stage}'!r}")
-        named = [f"line {lines[t]}" if t < len(lines) else f"a line after {lines[-1]}" for t in error.rows]
+        named = [f"line {lines[tick]}" if tick < len(lines) else f"a line after {lines[-1]}" for tick in error.ticks]
         raise ValueError(f"{', '.join(where)}: {error.rule.format(*named) if named else error.rule}") from None
     return table
 
@@ -95,12 +109,33 @@ def _numbers(values: tuple[int, ...]) -> str:
     return ",".join(map(str, values))
 
 
-Task = tuple[int, int, int]  # op, local unit, microbatch
+class _LocalCell(NamedTuple):
+    """A cell as the file has it."""
+
+    op: int
+    local_unit: int
+    microbatch: int
+
+
+class _Setting(NamedTuple):
+    """The value of a setting, and the line in which it stands."""
+
+    value: str
+    line: int
+
+
+@dataclasses.dataclass
+class _Body:
+    """The lines under a header: of each tick, its line in the file, and its cells; the values of each column that the file has, by tick."""
+
+    lines: list[int]
+    cells: list[list[_LocalCell | None]]
+    columns: dict[str, list[int]]
 
 
 def _parse(text: str, stem: str, lines: list[int]) -> Table:
     """A table, not checked, from a file's text; fills `lines`."""
-    settings: dict[str, tuple[str, int]] = {}
+    settings: dict[str, _Setting] = {}
     table_lines: list[tuple[int, list[str]]] = []
     for number, line in enumerate(text.split("\n"), 1):
         if line.lstrip().startswith("#"):
@@ -109,66 +144,82 @@ def _parse(text: str, stem: str, lines: list[int]) -> Table:
             table_lines.append((number, _split(line, number)))
     if not table_lines:
         what = "has comments alone" if text.strip() else "is empty"
-        raise _FileError(f"the file {what}: write a header line such as 'stage 0,stage 1' and one line for each row of the table")
-    (at, header), body = table_lines[0], table_lines[1:]
-    stages = _stages(header, at)
-    if not body:
-        raise _FileError("no rows follow the header: write one line for each row of the table, such as 'F0.0,'", at)
-    rows: list[list[Task | None]] = []
-    named: dict[str, list[int]] = {name: [] for name in header[stages:]}
-    for number, fields in body:
-        lines.append(number)
-        if len(fields) != len(header):
-            raise _FileError(
-                f"{_count(len(fields), 'cell')} under a header of {len(header)}: use one for each column, empty or not", number
-            )
-        rows.append([_cell(field, number, header[s]) for s, field in enumerate(fields[:stages])])
-        for name, field in zip(named, fields[stages:], strict=True):
-            named[name].append(_column_value(name, field, number))
-    _check_numbers(rows, lines, header)
-    cells = [cell for row in rows for cell in row if cell]
-    stage_of = _place(settings, stages, 1 + max(u for _, u, _ in cells))
-    chunk_of = _chunk(settings, stage_of)
-    own = units_of(stage_of, stages)
-    in_order: list[list[Cell | None]] = []
-    for number, row in zip(lines, rows, strict=True):
-        in_order.append([])
-        for s, cell in enumerate(row):
-            if cell and cell[1] >= len(own[s]):
-                right = f"use unit {_range(len(own[s]))}, or" if own[s] else "leave it empty, or"
-                rule = f"there is no local unit {cell[1]} on a stage with {len(own[s])}: {right} say place=… in a comment"
-                raise _FileError(rule, number, header[s])
-            in_order[-1].append((cell[0], own[s][cell[1]], cell[2]) if cell else None)
-    microbatches = 1 + max(k for _, _, k in cells)
-    for name, values in named.items():
-        for number, k in zip(lines, values, strict=True):
-            if name != "permute" and k >= microbatches:
-                raise _FileError(f"microbatch {k} is in no cell: use {_range(microbatches)}", number, name)
+        raise _FileError(f"the file {what}: write a header line such as 'stage 0,stage 1' and one line for each tick of the table")
+    (header_line, header), rest = table_lines[0], table_lines[1:]
+    stages = _stages(header, header_line)
+    if not rest:
+        raise _FileError("no ticks follow the header: write one line for each tick of the table, such as 'F0.0,'", header_line)
+    body = _Body(lines, [], {name: [] for name in header[stages:]})
+    for number, fields in rest:
+        _read_tick(body, number, fields, header)
+    _check_numbers(body, header)
+    return _table(body, header, settings, stem)
+
+
+def _read_tick(body: _Body, number: int, fields: list[str], header: list[str]) -> None:
+    """Adds a line to the body."""
+    body.lines.append(number)
+    if len(fields) != len(header):
+        counts = f"{_count(len(fields), 'cell')} under a header of {len(header)}"
+        raise _FileError(f"{counts}: use one for each column, empty or not", number)
+    stages = len(header) - len(body.columns)
+    body.cells.append([_cell(field, number, header[stage]) for stage, field in enumerate(fields[:stages])])
+    for name, field in zip(body.columns, fields[stages:], strict=True):
+        body.columns[name].append(_column_value(name, field, number))
+
+
+def _table(body: _Body, header: list[str], settings: dict[str, _Setting], stem: str) -> Table:
+    """The table of a body whose numbers have no gaps."""
+    cells = [cell for tick in body.cells for cell in tick if cell]
+    stages = len(header) - len(body.columns)
+    stage_of = _stage_of(settings, stages, 1 + max(cell.local_unit for cell in cells))
+    in_model_order = _in_model_order(body, header, stage_of)
+    microbatches = 1 + max(cell.microbatch for cell in cells)
+    for name, values in body.columns.items():
+        for number, microbatch in zip(body.lines, values, strict=True):
+            if name != "permute" and microbatch >= microbatches:
+                raise _FileError(f"microbatch {microbatch} is in no cell: use {_range(microbatches)}", number, name)
     vocabulary, number = settings.get("vocabulary", ("parallel", 0))
     if vocabulary not in VOCABULARIES:
         raise _FileError(f"vocabulary={vocabulary!r} is unknown: use {_nearest(vocabulary, VOCABULARIES)}", number)
-    return from_cells(
-        in_order,
-        settings.get("name", (stem, 0))[0],
-        stage_of,
-        stages,
-        microbatches,
-        chunk_of=chunk_of,
-        permute=named.pop("permute", None),
-        columns=dict(named),
-        recompute=any(op == Op.R for op, _, _ in cells),
-        recompute_last=any(cell and cell[:2] == (Op.R, len(stage_of) - 1) for row in in_order for cell in row),
-        forward_only=all(op == Op.F for op, _, _ in cells),
+    recomputed = {cell.unit for tick in in_model_order for cell in tick if cell and cell.op == Op.R}
+    shape = TableShape(
+        name=settings.get("name", _Setting(stem, 0)).value,
+        stage_of=stage_of,
+        stages=stages,
+        microbatches=microbatches,
+        chunk_of=_chunk_of(settings, stage_of),
+        recompute=bool(recomputed),
+        recompute_last=len(stage_of) - 1 in recomputed,
+        forward_only=all(cell.op == Op.F for cell in cells),
         vocabulary=vocabulary,
     )
+    columns = {name: values for name, values in body.columns.items() if name != "permute"}
+    return from_cells(shape, in_model_order, permute=body.columns.get("permute"), columns=columns)
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s'[: n != 1]}"
+def _in_model_order(body: _Body, header: list[str], stage_of: tuple[int, ...]) -> list[list[Cell | None]]:
+    """The cells with units in model order."""
+    units = units_of(stage_of, len(header) - len(body.columns))
+    in_model_order: list[list[Cell | None]] = []
+    for number, cells in zip(body.lines, body.cells, strict=True):
+        in_model_order.append([])
+        for stage, cell in enumerate(cells):
+            count = len(units[stage])
+            if cell and cell.local_unit >= count:
+                fix = f"use unit {_range(count)}, or" if count else "leave it empty, or"
+                rule = f"there is no local unit {cell.local_unit} on a stage with {count}: {fix} say place=… in a comment"
+                raise _FileError(rule, number, header[stage])
+            in_model_order[-1].append(Cell(cell.op, units[stage][cell.local_unit], cell.microbatch) if cell else None)
+    return in_model_order
 
 
-def _range(n: int) -> str:
-    return f"0 to {n - 1}" if n > 1 else "0"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s'[: number != 1]}"
+
+
+def _range(count: int) -> str:
+    return f"0 to {count - 1}" if count > 1 else "0"
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -189,14 +240,14 @@ def _split(line: str, number: int) -> list[str]:
 SETTINGS = ("name", "place", "chunk", "vocabulary")
 
 
-def _read_settings(line: str, number: int, settings: dict[str, tuple[str, int]]) -> None:
+def _read_settings(line: str, number: int, settings: dict[str, _Setting]) -> None:
     """Adds the settings of a comment, each with its line; what is not like one is a remark."""
     for name, value in re.findall(r"(\w+)=(\S*)", line):
         if name not in SETTINGS and (near := difflib.get_close_matches(name.lower(), SETTINGS, n=1, cutoff=0.75)):
             raise _FileError(f"the setting {name!r} is unknown: use {near[0]}", number)
-        if name in settings and name in SETTINGS and settings[name][0] != value:
-            raise _FileError(f"{name}={value!r} is another value than in line {settings[name][1]}: leave one of them out", number)
-        settings[name] = value, number
+        if name in settings and name in SETTINGS and settings[name].value != value:
+            raise _FileError(f"{name}={value!r} is another value than in line {settings[name].line}: leave one of them out", number)
+        settings[name] = _Setting(value, number)
 
 
 SEPARATORS = {";": "a semicolon", "\t": "a tab", "|": "a bar"}
@@ -207,9 +258,9 @@ def _separator(fields: list[str]) -> str | None:
     text = ",".join(fields)
     if "," in text:
         return None
-    found = next((name for mark, name in SEPARATORS.items() if mark in text), None)
+    separator = next((name for mark, name in SEPARATORS.items() if mark in text), None)
     cell = rf"(stage ?\d+|\d+|[A-Za-z]\d+\.\d+|{'|'.join(COLUMNS)})"
-    return found or ("a space" if re.fullmatch(rf"{cell}(\s+{cell})+", text) else None)
+    return separator or ("a space" if re.fullmatch(rf"{cell}(\s+{cell})+", text) else None)
 
 
 def _stages(header: list[str], number: int) -> int:
@@ -217,30 +268,36 @@ def _stages(header: list[str], number: int) -> int:
     if separator := _separator(header):
         raise _FileError(f"the cells are separated by {separator}: use commas", number)
     if any(CELL.fullmatch(name) for name in header):
-        wanted = ",".join(f"stage {s}" for s in range(len(header)))
-        raise _FileError(f"a row stands where the header should: write a line such as {wanted!r} before it", number)
+        example = ",".join(f"stage {stage}" for stage in range(len(header)))
+        raise _FileError(f"a tick stands where the header should: write a line such as {example!r} before it", number)
     if all(name.isdecimal() for name in header if name not in COLUMNS):
         style = "{}"  # bare numbers
     else:
         style = "stage {}"
     stages = sum(name not in COLUMNS and not _like_a_column(name) for name in header)
-    known = [style.format(s) for s in range(stages)]
-    for i, name in enumerate(header):
+    known = [style.format(stage) for stage in range(stages)]
+    for index, name in enumerate(header):
         if name not in known and name not in COLUMNS:
-            right = known[i] if i < stages else _nearest(name, COLUMNS)
-            rest = [other for other in COLUMNS if other not in header]
-            if i >= stages and right in header and rest:
-                right = _nearest(name, rest)
-            if re.fullmatch(r"stage \d+|\d+", name) and right in known:
-                raise _FileError(f"column {right!r} is missing: use {','.join(known)}", number)
-            raise _FileError(f"column {i + 1}, {name!r}, is unknown: use {right!r}", number)
-        if name in header[:i]:
+            raise _unknown_column(header, index, known, number)
+        if name in header[:index]:
             raise _FileError(f"column {name!r} stands twice: use each once", number)
     if not stages:
         raise _FileError("the header has no stage: use 'stage 0' first", number)
     if header[:stages] != known:
         raise _FileError(f"the stages do not come first and in order: use {','.join(known)}", number)
     return stages
+
+
+def _unknown_column(header: list[str], index: int, known: list[str], number: int) -> _FileError:
+    """The error of a header's name at an index; `known`: the names of as many stages as it has."""
+    name, in_stages = header[index], index < len(known)
+    fix = known[index] if in_stages else _nearest(name, COLUMNS)
+    unused = [other for other in COLUMNS if other not in header]
+    if not in_stages and fix in header and unused:
+        fix = _nearest(name, unused)
+    if re.fullmatch(r"stage \d+|\d+", name) and fix in known:
+        return _FileError(f"column {fix!r} is missing: use {','.join(known)}", number)
+    return _FileError(f"column {index + 1}, {name!r}, is unknown: use {fix!r}", number)
 
 
 def _like_a_column(name: str) -> bool:
@@ -250,18 +307,19 @@ def _like_a_column(name: str) -> bool:
 # --- cells -----------------------------------------------------------------------------------------------------------------------
 
 
-def _cell(field: str, number: int, column: str) -> Task | None:
+def _cell(field: str, number: int, column: str) -> _LocalCell | None:
+    """The cell of a field, None for an empty one."""
     if not field:
         return None
     if match := CELL.fullmatch(field):
-        return int(Op[match[1]]), int(match[2]), int(match[3])
+        return _LocalCell(int(Op[match[1]]), int(match[2]), int(match[3]))
     separator = next((name for mark, name in SEPARATORS.items() if mark in field), "a space" if len(field.split()) > 1 else None)
     if separator and all(CELL.fullmatch(part) for part in re.split(r"[;\t|\s]+", field) if part):
         raise _FileError(f"{field!r}: cells are separated by {separator}: use commas", number, column)
     if match := re.fullmatch(r"([A-Za-z]+)(\d{1,6})\.(\d{1,6})", field, re.ASCII):
         op = match[1].upper() if match[1].upper() in Op.__members__ else ""
-        right = f"use {op}{match[2]}.{match[3]}" if op else "use F, R, B or W"
-        raise _FileError(f"{field!r} has the unknown op {match[1]!r}: {right}", number, column)
+        fix = f"use {op}{match[2]}.{match[3]}" if op else "use F, R, B or W"
+        raise _FileError(f"{field!r} has the unknown op {match[1]!r}: {fix}", number, column)
     if re.fullmatch(r"[FRBW]\d+", field):
         raise _FileError(
             f"{field!r} has no microbatch: write op, unit, dot, microbatch, such as {field[0]}0.{field[1:][:6]}", number, column
@@ -270,6 +328,7 @@ def _cell(field: str, number: int, column: str) -> Task | None:
 
 
 def _column_value(name: str, field: str, number: int) -> int:
+    """The Permute or the microbatch that a field of a column says, −1 for none."""
     if name == "permute":
         if (field or "none").upper() not in Permute.__members__:
             near = difflib.get_close_matches(field.lower(), ("late", "early", "none"), n=1, cutoff=0.6)
@@ -280,51 +339,56 @@ def _column_value(name: str, field: str, number: int) -> int:
     return int(field) if field else -1
 
 
-def _check_numbers(rows: list[list[Task | None]], lines: list[int], header: list[str]) -> None:
+def _check_numbers(body: _Body, header: list[str]) -> None:
     """_FileError for a microbatch or a unit far from all others: whatever the file's numbers are, none is left out below the largest."""
-    for i, what in ((2, "microbatch"), (1, "unit")):
-        there = {cell[i] for row in rows for cell in row if cell}
-        if not there:
+    for name, noun in (("microbatch", "microbatch"), ("local_unit", "unit")):
+        present = {getattr(cell, name) for cells in body.cells for cell in cells if cell}
+        if not present:
             raise _FileError("every cell is empty: write tasks such as F0.0, op, unit, dot, microbatch")
-        gap = next(n for n in range(len(there) + 1) if n not in there)
-        if gap <= max(there):
-            beyond = min(n for n in there if n > gap)
-            t, s, cell = next((t, s, c) for t, row in enumerate(rows) for s, c in enumerate(row) if c and c[i] == beyond)
-            name = f"{Op(cell[0]).name}{cell[1]}.{cell[2]}"
-            missing = f"{what} {gap} is in no cell"
-            right = f"use {_range(gap)}" if gap else "use 0"
-            raise _FileError(f"{name} has {what} {beyond}, and {missing}: {right}, or write the tasks of {gap} too", lines[t], header[s])
+        gap = next(number for number in range(len(present) + 1) if number not in present)
+        if gap > max(present):
+            continue
+        beyond = min(number for number in present if number > gap)
+        for line, cells in zip(body.lines, body.cells, strict=True):
+            for column, cell in zip(header, cells, strict=False):
+                if cell and getattr(cell, name) == beyond:
+                    written = f"{Op(cell.op).name}{cell.local_unit}.{cell.microbatch}"
+                    missing = f"{written} has {noun} {beyond}, and {noun} {gap} is in no cell"
+                    fix = f"use {_range(gap)}" if gap else "use 0"
+                    raise _FileError(f"{missing}: {fix}, or write the tasks of {gap} too", line, column)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------------------
 
 
-def _place(settings: dict[str, tuple[str, int]], stages: int, repeats: int) -> tuple[int, ...]:
+def _stage_of(settings: dict[str, _Setting], stages: int, repeats: int) -> tuple[int, ...]:
+    """The stage of each unit, by the setting `place`."""
     text, number = settings.get("place", ("circular", 0))
-    if text in PLACES:
-        return PLACES[text](stages, repeats)
+    if text in PLACEMENTS:
+        return PLACEMENTS[text](stages, repeats)
     if not NUMBERS.fullmatch(text):
-        near = difflib.get_close_matches(text.lower(), PLACES, n=1, cutoff=0.6)
-        right = near[0] if near else "circular, v, or the stage of each unit with commas between and no spaces"
-        raise _FileError(f"place={text!r} is no place: use {right}", number)
+        near = difflib.get_close_matches(text.lower(), PLACEMENTS, n=1, cutoff=0.6)
+        fix = near[0] if near else "circular, v, or the stage of each unit with commas between and no spaces"
+        raise _FileError(f"place={text!r} is no place: use {fix}", number)
     stage_of = tuple(map(int, text.split(",")))
     if max(stage_of) >= stages:
-        raise _FileError(
-            f"place={text!r} names stage {max(stage_of)}, and the header has {_count(stages, 'stage')}: use {_range(stages)}", number
-        )
-    for g, (a, b) in enumerate(zip(stage_of, stage_of[1:], strict=False)):
-        if (b - a) % stages not in (0, 1, stages - 1):
-            rule = f"unit {g} is on stage {a} and unit {g + 1} on stage {b}: put them on one stage or on neighbours"
-            raise _FileError(f"place={text!r}: {rule}", number)
+        known = f"the header has {_count(stages, 'stage')}: use {_range(stages)}"
+        raise _FileError(f"place={text!r} names stage {max(stage_of)}, and {known}", number)
+    try:
+        directions(stage_of, stages)
+    except TableError as error:
+        raise _FileError(f"place={text!r}: {error.rule}", number) from None
     return stage_of
 
 
-def _chunk(settings: dict[str, tuple[str, int]], stage_of: tuple[int, ...]) -> tuple[int, ...] | None:
+def _chunk_of(settings: dict[str, _Setting], stage_of: tuple[int, ...]) -> tuple[int, ...]:
+    """The chunk of each unit, by the setting `chunk`; empty where there is none."""
     if "chunk" not in settings:
-        return None
+        return ()
     text, number = settings["chunk"]
     chunk_of = tuple(map(int, text.split(","))) if NUMBERS.fullmatch(text) else ()
-    steps = [b - a for a, b in zip(chunk_of, chunk_of[1:], strict=False)]
+    steps = [following - chunk for chunk, following in zip(chunk_of, chunk_of[1:], strict=False)]
     if len(chunk_of) != len(stage_of) or chunk_of[0] != 0 or set(steps) - {0, 1}:
-        raise _FileError(f"chunk={text!r}: use {_count(len(stage_of), 'number')}, from 0 on, each the one before or one more", number)
+        numbers = _count(len(stage_of), "number")
+        raise _FileError(f"chunk={text!r}: use {numbers}, from 0 on, each the one before or one more", number)
     return chunk_of

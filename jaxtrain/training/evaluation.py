@@ -2,18 +2,18 @@
 
 from typing import Any
 
-import jax
 from jax.stages import Compiled, Wrapped
 
 from jaxtrain.data.loader import Loader
 from jaxtrain.devices import cluster
+from jaxtrain.runtime.runtime import Losses
 
 
 class Evaluation:
     """The mean loss over the batches of a Loader; its program is compiled when it is asked for first.
 
     Args:
-      evaluate: (params, batch) → (loss, tokens), as Step.evaluate.
+      evaluate: (params, batch) → Losses, as Step.evaluate.
       params: the parameters as ShapeDtypeStructs with shardings.
       held_out: the batches.
     """
@@ -28,7 +28,7 @@ class Evaluation:
             return None
         if self._compiled is None:
             self._compiled = cluster.compile_everywhere("evaluation", self._evaluate, self._params, self._held_out.specification())
-        results: list[tuple[jax.Array, jax.Array]] = [self._compiled(params, batch) for batch in self._held_out.iterate()]
-        tokens = [float(count) for _, count in results]
+        losses: list[Losses] = [self._compiled(params, batch) for batch in self._held_out.iterate()]
+        tokens = [float(batch.tokens) for batch in losses]
         total = sum(tokens)
-        return sum(float(loss) * count for (loss, _), count in zip(results, tokens, strict=True)) / total if total else None
+        return sum(float(batch.loss) * count for batch, count in zip(losses, tokens, strict=True)) / total if total else None

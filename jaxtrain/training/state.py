@@ -28,7 +28,7 @@ from jaxtrain.devices.sharding import constrain, restricted, spec
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
 from jaxtrain.parallel import host_memory, replicas
-from jaxtrain.parallel.zero import Reduction, plan
+from jaxtrain.parallel.zero import Reduction, reduction_of
 from jaxtrain.schedule.placement import Placement
 
 OUTER = ("anchor", "outer_momentum")  # the state's fields that independent replicas have in common
@@ -108,7 +108,7 @@ class Layout:
         sum_axes = replicas.sum_axes(self.independent_replicas)
 
         def reduction(s: Spec, lead: tuple[int, ...], axes: tuple[str, ...]) -> Reduction:
-            return plan((*axes, *s.axes), (*lead, *s.padded), len(lead), self.mesh, self.zero, sum_axes, s.counts)
+            return reduction_of((*axes, *s.axes), (*lead, *s.padded), len(lead), self.mesh, self.zero, sum_axes, s.counts)
 
         return self._map(reduction)
 

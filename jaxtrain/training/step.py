@@ -14,10 +14,11 @@ from jax.stages import Wrapped
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.devices.mesh import CONTEXT, batch_shards
+from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import Parts, build
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Zero
-from jaxtrain.runtime.runtime import BATCH, Runtime
+from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.optimizer import learning_rate, make_optimizer
@@ -35,8 +36,8 @@ class Step:
     """The programs of a run, jitted and not yet compiled, and what they were made from.
 
     train:        (TrainState, batch) → (TrainState, StepMetrics); donates the state
-    evaluate:     (params, batch) → (loss, tokens), of TrainState.trained
-    gradients:    (params, batch) → what Runtime gives, without an optimizer
+    evaluate:     (params, batch) → Losses, of TrainState.trained
+    gradients:    (params, batch) → LossesAndGradients, without an optimizer
     exchange:     TrainState → TrainState, of independent replicas (training/diloco.py), or None; donates the state
     mean_metrics: StepMetrics of each replica → those of the step; None where replicas are not independent
     slot_bytes:   () → of a pipeline, pool of slots → bytes of one slot on a device (Runtime.slot_bytes); traces a layer
@@ -62,7 +63,7 @@ class Step:
     @property
     def batch_sharding(self) -> NamedSharding:
         """The sharding of a batch's arrays [microbatches, sequences, tokens]."""
-        return NamedSharding(self.mesh, BATCH)
+        return NamedSharding(self.mesh, BATCH_SPEC)
 
     def abstract_state(self) -> TrainState:
         """The state as ShapeDtypeStructs with shardings."""
@@ -71,9 +72,10 @@ class Step:
 
 def make_layout(config: Config, setup: Setup, mesh: Mesh) -> Layout:
     """Where the parameters of a resolved config lie."""
-    independent, shared = config.train.diloco_inner_steps > 0, setup.train is not None and setup.table.vocabulary == "parallel"
+    independent = config.train.diloco_inner_steps > 0
     together = config.data.batch_size // (replicas.count(mesh) if independent else 1)  # sequences whose losses are added up
-    parts = build(config.model, mesh.shape["model"], mesh.shape["stage"] if shared else 1, config.parallel.context, together)
+    vocabulary_stages = mesh.shape["stage"] if setup.shares_vocabulary else 1
+    parts = build(config.model, mesh.shape["model"], vocabulary_stages, config.parallel.context, together)
     return Layout(
         parts,
         setup.placement,
@@ -118,8 +120,8 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
         setup,
         optimizer,
         train=jit(_train(config, layout, optimizer, runtime), donate_argnums=0, out_shardings=(state_shardings, metrics_sharding)),
-        evaluate=jit(evaluation),
-        gradients=jit(runtime),
+        evaluate=jit(evaluation.losses),
+        gradients=jit(runtime.losses_and_gradients),
         exchange=exchange,
         mean_metrics=mean_metrics,
         slot_bytes=functools.partial(runtime.slot_bytes, sequences, tokens, documents),
@@ -136,12 +138,17 @@ def _runtimes(config: Config, setup: Setup, layout: Layout) -> tuple[Runtime, Ru
         mesh=layout.mesh,
         reductions=layout.reductions,
         zero=zero_of(config),
+        shares_vocabulary=setup.shares_vocabulary,
         loss_chunk=config.model.loss_chunk,
         compute=jnp.dtype(config.precision.compute),
     )
-    host = "activations" in _offloaded(config)
-    gradients = runtime(setup.train, remat=config.pipeline.remat, apart=layout.independent_replicas, host=host)
-    return gradients, runtime(setup.evaluate, forward_only=True)
+    training = runtime(
+        setup.train,
+        remat=config.pipeline.remat,
+        independent_replicas=layout.independent_replicas,
+        offload_activations="activations" in _offloaded(config),
+    )
+    return training, runtime(setup.evaluate)
 
 
 def _train(
@@ -151,7 +158,8 @@ def _train(
     rate = learning_rate(config.optimizer, config.train.steps)
 
     def train(state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
-        def update(params, optimizer_state, loss, tokens, gradients, further_losses):
+        def update(params, optimizer_state, results: LossesAndGradients):
+            losses, gradients = results.losses, results.gradients
             smooth = balance.without_counts(layout.specs, gradients)
             # Each data shard updates its own part of the parameters, which are then gathered.
             scattered = jax.tree.map(lax.with_sharding_constraint, params, layout.scattered)
@@ -159,20 +167,20 @@ def _train(
             scattered = balance.move(layout.specs, optax.apply_updates(scattered, updates), gradients, config.model.balance_rate)
             params = jax.tree.map(lax.with_sharding_constraint, scattered, layout.shardings)
             metrics = StepMetrics(
-                loss,
+                losses.loss,
                 grad_norm=optax.tree.norm(smooth),
                 learning_rate=rate(state.step),
-                tokens=tokens,
-                mtp_loss=further_losses.get("mtp_loss"),
+                tokens=losses.tokens,
+                mtp_loss=losses.mtp_loss,
                 expert_load=balance.expert_load(layout.specs, gradients),
                 dropped=balance.dropped(layout.specs, gradients),
             )
             return params, optimizer_state, metrics
 
-        results = runtime(state.params, batch)
+        results = runtime.losses_and_gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             update_each = replicas.in_each(update) if layout.independent_replicas else update
-            params, optimizer_state, metrics = update_each(state.params, state.optimizer, *results)
+            params, optimizer_state, metrics = update_each(state.params, state.optimizer, results)
         return dataclasses.replace(state, params=params, optimizer=optimizer_state, step=state.step + 1), metrics
 
     return train

@@ -1,4 +1,4 @@
-"""Round trips between layouts, the stored form, and what happens to checkpoints over a run. Crashes: test_checkpoint_crash.py."""
+"""Round trips between layouts, the stored form, and what happens to checkpoints over a run. Crashes: test_checkpoint_processes.py."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""config.py and checks.py: every rule, the nearest setting it names, JSON, and what may change when a run continues."""
+"""Every rule of a config, the nearest setting it names, JSON, and what may change when a run continues."""
 
 import dataclasses
 import importlib.util

@@ -15,6 +15,7 @@ from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import SCHEDULES
 from jaxtrain.schedule.table import Op
 from jaxtrain.schedule.table_csv import to_csv
+from jaxtrain.schedule.table_spec import TableSpec
 
 
 def setup(schedule="1f1b", repeats=0, stages=4, microbatches=8, **changes):
@@ -73,7 +74,7 @@ def test_a_large_vocabulary_is_shared():
 
 def test_a_file_is_followed(tmp_path):
     path = tmp_path / "mine.csv"
-    table = make_table("zb_v", 4, 2, 8, vocabulary="end_stages")
+    table = make_table(TableSpec("zb_v", 4, 2, 8, vocabulary="end_stages"))
     path.write_text(to_csv(table))
     made = setup(f"csv:{path}", **{"pipeline.remat": "none"})
     assert made.table.stage_of == table.stage_of and (made.table.op == table.op).all() and made.table.vocabulary == "end_stages"
@@ -92,7 +93,7 @@ def test_a_file_is_followed(tmp_path):
 
 def test_a_chunk_with_fewer_layers_than_units_in_the_file_is_refused(tmp_path):
     path = tmp_path / "cut.csv"
-    path.write_text(to_csv(make_table("gpipe", 2, 1, 4, groups=(2, 2))))
+    path.write_text(to_csv(make_table(TableSpec("gpipe", 2, 1, 4, groups=(2, 2)))))
     with pytest.raises(
         ConfigError, match=r"pipeline.chunk_layers=\(11, 1\) leaves a chunk fewer layers than it has units .*chunk_layers=$"
     ):
@@ -102,7 +103,7 @@ def test_a_chunk_with_fewer_layers_than_units_in_the_file_is_refused(tmp_path):
 def test_what_a_file_needs_is_suggested_at_once(tmp_path):
     """Stages, microbatches and remat of the table, with the mesh and the batch that follow from them."""
     path = tmp_path / "my table.csv"
-    path.write_text(to_csv(make_table("zb_v", 4, 2, 6, vocabulary="end_stages")))
+    path.write_text(to_csv(make_table(TableSpec("zb_v", 4, 2, 6, vocabulary="end_stages"))))
     config = configs.replace(configs.Config(), {"model.layers": 8, "mesh.stage": 2, "mesh.model": 3, "pipeline.schedule": f"csv:{path}"})
     around = Surroundings(8, "cpu", configs.Config(), files=True, tables=True)
     error = refusal(config, around)

@@ -83,7 +83,10 @@ def test_microbatches_cut_the_batch_in_order(config, corpus, microbatches, layou
 def test_replicas_that_train_apart_have_rows_of_their_own(config, corpus, microbatches):
     """The same ones whatever the microbatches, in order."""
     layout = sharding(replica=2, data=2)
-    with Loader(corpus, config(), "train", sharding()) as one, Loader(corpus, config(), "train", layout, microbatches, apart=2) as many:
+    with (
+        Loader(corpus, config(), "train", sharding()) as one,
+        Loader(corpus, config(), "train", layout, microbatches, independent_replicas=2) as many,
+    ):
         wanted, got = flat(one.batch(3)), many.batch(3)
         for replica in range(2):
             parts = {k: np.asarray(a).reshape(microbatches, 2, -1, LENGTH)[:, replica].reshape(-1, LENGTH) for k, a in got.items()}

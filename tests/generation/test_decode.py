@@ -8,7 +8,7 @@ from support import small
 from support.plain_model import plain_model
 
 from jaxtrain.generation.decode import empty_cache, extend, next_logits, tied_table
-from jaxtrain.models.transformer import forward
+from jaxtrain.models import transformer
 
 KINDS = {
     "llama": {"model.kv_heads": 2, "model.init_std": 0.3},
@@ -37,7 +37,7 @@ def test_logits_token_by_token_are_those_of_the_whole_sequence(kind):
     cfg = small.config(changes=KINDS[kind])
     parts, params = plain_model(cfg)
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 61)
-    expected = jax.jit(lambda params, tokens: forward(parts, params, tokens))(params, tokens)
+    expected = jax.jit(lambda params, tokens: transformer.logits(parts, params, tokens))(params, tokens)
 
     step = jax.jit(lambda tokens, cache, start: extend(parts, params, tokens, cache, start, jnp.float32))
     cache = empty_cache(cfg.model, 2, 32, jnp.float32)

@@ -14,7 +14,7 @@ from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.generation import sampling
 from jaxtrain.generation.sampling import Sampler, Sampling, choose, likely
 from jaxtrain.generation.text import sample_text
-from jaxtrain.models.transformer import forward
+from jaxtrain.models import transformer
 
 VOCABULARY = 61
 
@@ -98,7 +98,7 @@ def ids(sampler: Sampler, *args, **kwargs) -> np.ndarray:
 def whole_forward(**changes):
     """int32 [1, 44] → logits of one row, [44, V]; what comes after a token changes nothing."""
     parts, params = model(**changes)
-    return jax.jit(lambda tokens: forward(parts, params, tokens)[0])
+    return jax.jit(lambda tokens: transformer.logits(parts, params, tokens)[0])
 
 
 def by_whole_forwards(prompt: list[int], tokens: int, **changes) -> list[int]:

@@ -12,7 +12,7 @@ from jaxtrain.config import Config, ModelConfig
 from jaxtrain.models.moe import MoE, with_counts, with_loss
 from jaxtrain.models.spec import functional, specs
 from jaxtrain.parallel.experts import capacity_of
-from jaxtrain.runtime.backward_split import Split, keep_matmuls
+from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_products
 
 B, T, D, ROWS = 3, 8, 6, 12
 BASE = ModelConfig(width=D, experts=6, experts_per_token=2, expert_width=5, balance_loss=0.0, init_std=0.5)
@@ -180,9 +180,11 @@ def test_hung_on_losses_and_counts():
 def test_choices_are_made_once():
     """Rows that cross from F to B lie in the order of the choices, so these cross as well."""
     _, layer, params = made(router_groups=3, router_group_limit=2)
-    split = Split(lambda p, x, extra: layer(p, x), params, normal(B, T, D), (), keep_matmuls)
-    assert not [eq for op in ("input", "weight") for eq in split._equations[op] if eq.primitive.name == "top_k"]
-    assert [a.shape for a in split.residuals if a.dtype == jnp.int32] == [(B, T, 2)]
+    split = LayerSplit(lambda p, x, extra: layer(p, x), params, normal(B, T, D), (), keep_products)
+    assert not [
+        eq for op in (LayerOp.INPUT_GRADIENT, LayerOp.WEIGHT_GRADIENT) for eq in split._equations[op] if eq.primitive.name == "top_k"
+    ]
+    assert [a.shape for a in jax.tree.leaves(split.residuals) if a.dtype == jnp.int32] == [(B, T, 2)]
 
 
 def test_scores_that_underflow():
@@ -194,12 +196,12 @@ def test_scores_that_underflow():
 def test_b_makes_no_weight_gradients_and_w_little_else():
     """FLOPs of the products with experts' weights: F 3 of them, B 3, W 3."""
     _, layer, params = made(shared_experts=1)
-    split = Split(lambda p, x, extra: layer(p, x), params, normal(B, T, D), ())
+    split = LayerSplit(lambda p, x, extra: layer(p, x), params, normal(B, T, D), ())
     products = lambda op: sum(eq.primitive.name == "ragged_dot_general" for eq in split._equations[op])
-    assert [products(op) for op in ("forward", "input", "weight", "both")] == [3, 3, 3, 6]
-    y, kept = split.forward(params, normal(B, T, D), ())
-    dx, stash = split.input_gradient(params, (), kept, jnp.ones_like(y))
-    dp = split.weight_gradient(params, (), split.sort(kept)[1], stash)
+    assert [products(op) for op in (LayerOp.FORWARD, LayerOp.INPUT_GRADIENT, LayerOp.WEIGHT_GRADIENT, LayerOp.BACKWARD)] == [3, 3, 3, 6]
+    y, residuals = split.output_and_residuals(params, normal(B, T, D), ())
+    dx, stash = split.input_gradient(params, (), residuals, jnp.ones_like(y))
+    dp = split.weight_gradient(params, (), residuals.for_w, stash)
     expected, expected_x = jax.vjp(layer, params, normal(B, T, D))[1](jnp.ones_like(y))
     np.testing.assert_allclose(dx, expected_x, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6), dp, expected)

@@ -39,7 +39,7 @@ def test_logits_and_gradients(name):
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def run(given):
-        logits = transformer.forward(parts, published.parameters_of(case["kind"], cfg, given), published.tokens()[:, :-1])
+        logits = transformer.logits(parts, published.parameters_of(case["kind"], cfg, given), published.tokens()[:, :-1])
         return (logits * published.random("cotangent", *logits.shape)).sum(), logits
 
     (_, logits), gradients = run(given)
@@ -58,7 +58,7 @@ def test_a_training_step_with_predictions():
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         params = small.from_plain(step.layout, jax.tree.map(np.asarray, plain))
-        loss, _, gradients, more = jax.device_get(step.gradients(params, small.place_batch(step, cfg, batch)))
-    np.testing.assert_allclose([loss, more["mtp_loss"]], [case["loss"], case["mtp_loss"]], rtol=1e-5)
-    (gradients,) = back(small.to_plain(step.layout, gradients))
+        results = jax.device_get(step.gradients(params, small.place_batch(step, cfg, batch)))
+    np.testing.assert_allclose([results.losses.loss, results.losses.mtp_loss], [case["loss"], case["mtp_loss"]], rtol=1e-5)
+    (gradients,) = back(small.to_plain(step.layout, results.gradients))
     assert_same_gradients(gradients, case["gradients"])

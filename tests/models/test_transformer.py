@@ -95,7 +95,7 @@ def model(form: str, shards: int = 1):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_token_sees_the_past_alone(form):
     parts, params, tokens = model(form)
-    run = jax.jit(lambda tokens: transformer.forward(parts, params, tokens))
+    run = jax.jit(lambda tokens: transformer.logits(parts, params, tokens))
     changed = tokens.copy()
     changed[:, 9] = (changed[:, 9] + 1) % 61
     before, after = run(tokens), run(changed)
@@ -107,13 +107,13 @@ def test_a_token_sees_the_past_alone(form):
 def test_padding_of_the_vocabulary_gets_no_probability_and_changes_nothing(form):
     (parts, params, tokens), (padded, padded_params, _) = model(form), model(form, shards=8)
     assert padded_params["embed"]["table"].shape == (64, 32)
-    logits = jax.jit(lambda p: transformer.forward(padded, p, tokens))(padded_params)
+    logits = jax.jit(lambda p: transformer.logits(padded, p, tokens))(padded_params)
     assert logits.shape == (2, 16, 64) and np.isneginf(logits[..., 61:]).all()
-    plain = jax.jit(lambda p: transformer.forward(parts, p, tokens))(params)
+    plain = jax.jit(lambda p: transformer.logits(parts, p, tokens))(params)
     np.testing.assert_allclose(logits[..., :61], plain, rtol=1e-5, atol=1e-5)
     assert (jax.nn.softmax(logits)[..., 61:] == 0).all()
 
-    gradients = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(transformer.forward(padded, p, tokens))[..., 5].sum()))(padded_params)
+    gradients = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(transformer.logits(padded, p, tokens))[..., 5].sum()))(padded_params)
     tables = [gradients["embed"]["table"], *([] if form == "gpt2" else [gradients["head"]["table"]])]
     assert all(not t[61:].any() and np.isfinite(t).all() for t in tables)
 
@@ -132,7 +132,7 @@ def test_positions_and_documents_reach_every_layer():
     parts, params, tokens = model("gpt2")
     segments = np.repeat([[0, 1]], 8, axis=1).repeat(2, axis=0)
     positions = np.concatenate([np.arange(8), np.arange(8)])[None].repeat(2, axis=0).astype(np.int32)
-    run = jax.jit(lambda *arrays: transformer.forward(parts, params, *arrays))
+    run = jax.jit(lambda *arrays: transformer.logits(parts, params, *arrays))
     whole, alone = run(tokens, positions, segments), run(tokens[:, 8:])
     np.testing.assert_allclose(whole[:, 8:], alone, rtol=1e-4, atol=1e-4)
 

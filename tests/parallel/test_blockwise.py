@@ -88,12 +88,12 @@ def test_blocks_that_nobody_sees_are_not_computed(block):
     k[:, 12:], v[:, 12:] = np.nan, np.nan
     y = blockwise.attend(q, k, v, CAUSAL)
     assert np.isfinite(y[:, :12]).all() and np.isnan(y[:, 12:]).all()
-    out, lse = blockwise.forward(q[:, :12], k, v, Sight((0, 1), 1))
+    out, lse = blockwise.output_and_lse(q[:, :12], k, v, Sight((0, 1), 1))
     assert np.isfinite(out).all()
     delta = blockwise.delta(g[:, :12], out)
-    _, dk, dv = blockwise.backward(q[:, :12], k, v, g[:, :12], lse, delta, Sight((0, 1), 1))
+    _, dk, dv = blockwise.gradients(q[:, :12], k, v, g[:, :12], lse, delta, Sight((0, 1), 1))
     assert not np.any(dk[:, 12:]) and not np.any(dv[:, 12:])
-    out, lse = blockwise.forward(q[:, :12], k, v, Sight((0, 1), 1, diagonal=False))  # the first chunk sees nothing
+    out, lse = blockwise.output_and_lse(q[:, :12], k, v, Sight((0, 1), 1, diagonal=False))  # the first chunk sees nothing
     assert not np.any(out[:, :6]) and (lse[:, :6] == blockwise.MASKED).all()
 
 

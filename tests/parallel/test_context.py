@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support import hlo, plain_loop, small
 from support.plain_loop import CLIP, assert_same, reference, train
+from support.small import Case
 
 from jaxtrain.config import replace
 from jaxtrain.parallel import blockwise, context
@@ -17,30 +18,27 @@ APART = {"data.attend_across_documents": False}
 GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
 LENGTH = {"data.sequence_length": 24}  # of which 3 devices have whole chunks
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
-# (data × stage × model, context), how, schedule, repeats, microbatches, changes
 CASES = {
-    "gather 8, selective, blocks": ((1, 1, 1), 8, "all_gather", "1f1b", 1, 1, {**SELECTIVE, "data.sequence_length": 64}),
-    "gather 3, learned positions": ((1, 2, 1), 3, "all_gather", "interleaved", 2, 4, {**GPT2, **LENGTH}),
-    "gather 2, grouped heads, blocks": ((1, 2, 2), 2, "all_gather", "zb_v", 2, 4, {**APART, **NONE, "model.kv_heads": 2}),
-    "ulysses 2, documents, blocks": ((2, 1, 2), 2, "ulysses", "1f1b", 1, 2, APART),
-    "ring 3, grouped heads, documents, blocks": (
-        (1, 1, 2),
-        3,
-        "ring",
-        "1f1b",
-        1,
-        2,
-        {**APART, "model.kv_heads": 2, "data.sequence_length": 24},
+    "gather 8, selective, blocks": Case((1, 1, 1), microbatches=1, changes={"mesh.context": 8, **SELECTIVE, "data.sequence_length": 64}),
+    "gather 3, learned positions": Case((1, 2, 1), "interleaved", 2, 4, changes={"mesh.context": 3, **GPT2, **LENGTH}),
+    "gather 2, grouped heads, blocks": Case((1, 2, 2), "zb_v", 2, 4, changes={"mesh.context": 2, **APART, **NONE, "model.kv_heads": 2}),
+    "ulysses 2, documents, blocks": Case((2, 1, 2), changes={"mesh.context": 2, "parallel.context": "ulysses", **APART}),
+    "ring 3, grouped heads, documents, blocks": Case(
+        (1, 1, 2), changes={"mesh.context": 3, "parallel.context": "ring", **APART, "model.kv_heads": 2, "data.sequence_length": 24}
     ),
 }
 MORE = {
-    "gather 2": ((1, 1, 1), 2, "all_gather", "1f1b", 1, 2, {}),
-    "ulysses 4": ((1, 1, 1), 4, "ulysses", "1f1b", 1, 2, {}),
-    "gather 4, documents, zero 3": ((2, 1, 1), 4, "all_gather", "1f1b", 1, 2, {**APART, **NONE, "parallel.zero": 3}),
-    "gather 2, two devices to a head": ((1, 1, 4), 2, "all_gather", "1f1b", 1, 2, {"model.kv_heads": 2, "parallel.zero": 3}),
-    "ulysses 2, zb_h1, zero 2": ((2, 2, 1), 2, "ulysses", "zb_h1", 1, 3, {**SELECTIVE, "parallel.zero": 2}),
-    "ring 2, zero 3, blocks": ((4, 1, 1), 2, "ring", "1f1b", 1, 2, {**NONE, "parallel.zero": 3}),
-    "ring 8, selective, blocks": ((1, 1, 1), 8, "ring", "1f1b", 1, 1, {**SELECTIVE, "data.sequence_length": 64}),
+    "gather 2": Case((1, 1, 1), changes={"mesh.context": 2}),
+    "ulysses 4": Case((1, 1, 1), changes={"mesh.context": 4, "parallel.context": "ulysses"}),
+    "gather 4, documents, zero 3": Case((2, 1, 1), changes={"mesh.context": 4, **APART, **NONE, "parallel.zero": 3}),
+    "gather 2, two devices to a head": Case((1, 1, 4), changes={"mesh.context": 2, "model.kv_heads": 2, "parallel.zero": 3}),
+    "ulysses 2, zb_h1, zero 2": Case(
+        (2, 2, 1), "zb_h1", 1, 3, changes={"mesh.context": 2, "parallel.context": "ulysses", **SELECTIVE, "parallel.zero": 2}
+    ),
+    "ring 2, zero 3, blocks": Case((4, 1, 1), changes={"mesh.context": 2, "parallel.context": "ring", **NONE, "parallel.zero": 3}),
+    "ring 8, selective, blocks": Case(
+        (1, 1, 1), microbatches=1, changes={"mesh.context": 8, "parallel.context": "ring", **SELECTIVE, "data.sequence_length": 64}
+    ),
 }
 
 
@@ -57,10 +55,7 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_training(case, small_blocks):
-    mesh, size, how, schedule, repeats, microbatches, changes = (CASES | MORE)[case]
-    axes = {"mesh.context": size, "parallel.context": how}
-    shared = {"data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP}
-    cfg = small.config(mesh, schedule, repeats, microbatches, axes | shared | changes)
+    cfg = (CASES | MORE)[case].config({"optimizer.clip_norm": CLIP})
     expected = reference(cfg)
     if "blocks" in case:
         small_blocks()
@@ -72,7 +67,7 @@ def test_the_ring_evaluates():
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         params = small.from_plain(step.layout, plain_loop.weights(cfg))
-        loss, _ = step.evaluate(params, small.place_batch(step, cfg, small.batch(cfg, 0)))
+        loss = step.evaluate(params, small.place_batch(step, cfg, small.batch(cfg, 0))).loss
     np.testing.assert_allclose(loss, reference(replace(cfg, {"optimizer.clip_norm": CLIP})).losses[0], rtol=1e-5)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import small
 from support.plain_loop import CLIP, assert_same, reference, train, weights
+from support.small import Case
 
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.config import ConfigError
@@ -22,35 +23,48 @@ from jaxtrain.training.state import bytes_per_device, initial_state, stored_shap
 from jaxtrain.training.step import abstract_batch, make_step
 
 ENDS = {"pipeline.vocabulary": "end_stages"}
-# offload, data × stage × model, schedule, repeats, microbatches, zero, changes
 CASES = {
-    "both, zb_h1, uneven": ("both", (2, 2, 1), "zb_h1", 1, 4, 1, {"pipeline.remat": "none"}),
-    "both, full, zero 3": ("both", (2, 2, 2), "1f1b", 1, 3, 3, {"model.layers": 4, **ENDS}),
-    "both, one stage": ("both", (2, 1, 1), "1f1b", 1, 2, 2, {"pipeline.remat": "selective"}),
+    "both, zb_h1, uneven": Case(
+        (2, 2, 1), "zb_h1", 1, 4, changes={"parallel.offload": "both", "parallel.zero": 1, "pipeline.remat": "none"}
+    ),
+    "both, full, zero 3": Case(
+        (2, 2, 2), microbatches=3, changes={"parallel.offload": "both", "parallel.zero": 3, "model.layers": 4, **ENDS}
+    ),
+    "both, one stage": Case((2, 1, 1), changes={"parallel.offload": "both", "parallel.zero": 2, "pipeline.remat": "selective"}),
 }
 MORE = {
-    "optimizer, interleaved, zero 0": ("optimizer", (2, 2, 1), "interleaved", 2, 4, 0, {}),
-    "optimizer, zero 2": ("optimizer", (4, 1, 2), "1f1b", 1, 2, 2, {}),
-    "activations, one layer, full": ("activations", (1, 1, 2), "1f1b", 1, 2, 1, {"model.layers": 1}),
-    "activations, zb_v": ("activations", (1, 2, 2), "zb_v", 2, 4, 1, {"pipeline.remat": "selective", "pipeline.permute": "early"}),
-    "activations, context": ("activations", (1, 2, 1), "1f1b", 1, 4, 1, {"pipeline.remat": "none", "mesh.context": 2}),
+    "optimizer, interleaved, zero 0": Case((2, 2, 1), "interleaved", 2, 4, changes={"parallel.offload": "optimizer", "parallel.zero": 0}),
+    "optimizer, zero 2": Case((4, 1, 2), changes={"parallel.offload": "optimizer", "parallel.zero": 2}),
+    "activations, one layer, full": Case((1, 1, 2), changes={"parallel.offload": "activations", "parallel.zero": 1, "model.layers": 1}),
+    "activations, zb_v": Case(
+        (1, 2, 2),
+        "zb_v",
+        2,
+        4,
+        changes={"parallel.offload": "activations", "parallel.zero": 1, "pipeline.remat": "selective", "pipeline.permute": "early"},
+    ),
+    "activations, context": Case(
+        (1, 2, 1),
+        microbatches=4,
+        changes={"parallel.offload": "activations", "parallel.zero": 1, "pipeline.remat": "none", "mesh.context": 2},
+    ),
 }
 
 
-def config(offload="none", mesh=(1, 1, 1), schedule="1f1b", repeats=1, microbatches=4, zero=1, changes=None):
-    named = {"parallel.offload": offload, "parallel.zero": zero, "model.layers": 5, "data.batch_size": 8 * microbatches}
-    return small.config(mesh, schedule, repeats, microbatches, named | {"optimizer.clip_norm": CLIP} | (changes or {}))
+def config(offload="none", mesh=(1, 1, 1), remat="full"):
+    changes = {"parallel.offload": offload, "pipeline.remat": remat, "model.layers": 5, "optimizer.clip_norm": CLIP}
+    return Case(mesh, microbatches=4).config(changes)
 
 
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_training(case):
-    cfg = config(*(CASES | MORE)[case])
+    cfg = (CASES | MORE)[case].config({"model.layers": 5, "optimizer.clip_norm": CLIP})
     assert_same(train(cfg), reference(cfg))
 
 
 @functools.cache
 def step_of(offload: str, mesh=(2, 2, 1), remat="none"):
-    cfg = config(offload, mesh, changes={"pipeline.remat": remat})
+    cfg = config(offload, mesh, remat)
     return cfg, make_step(cfg, small.mesh_of(cfg))
 
 

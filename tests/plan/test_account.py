@@ -6,6 +6,7 @@ import jax
 import pytest
 from support import ahead, compiled_account, hlo, small
 from support.compiled_account import FEW
+from support.small import Case
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
@@ -25,57 +26,46 @@ MLA = {"model.attention": "mla", "model.kv_rank": 20, "model.query_rank": 24, "m
 ENDS = {"pipeline.vocabulary": "end_stages"}
 LATENT = {"model.attention": "mla", "model.query_rank": 24, "model.kv_rank": 40, "model.rope_head_dim": 6}
 APART = {"data.attend_across_documents": False}
-# data × stage × model, schedule, repeats, microbatches, changes
 CASES = {
-    "data, zero 1": ((8, 1, 1), "1f1b", 1, 2, {}),
-    "data, zero 3, gathered by layer": ((8, 1, 1), "1f1b", 1, 2, {"parallel.zero": 3}),
-    "stage": ((1, 7, 1), "1f1b", 1, 4, {}),
-    "context": ((1, 1, 1), "1f1b", 1, 2, {"mesh.context": 4, **NONE}),
-    "replica": ((2, 1, 1), "1f1b", 1, 2, {"mesh.replica": 4, "parallel.zero": 2}),
-    "model, heads shared": ((1, 1, 8), "1f1b", 1, 2, {"model.kv_heads": 2}),
-    "data · stage · model": ((2, 2, 2), "1f1b", 1, 4, {"parallel.zero": 3}),
-    "data · expert · stage": ((2, 2, 1), "1f1b", 1, 4, {**MOE, "parallel.zero": 3}),
-    "data · context · model": ((2, 1, 2), "1f1b", 1, 2, {"mesh.context": 2}),
+    "data, zero 1": Case((8, 1, 1)),
+    "data, zero 3, gathered by layer": Case((8, 1, 1), changes={"parallel.zero": 3}),
+    "stage": Case((1, 7, 1), microbatches=4),
+    "context": Case((1, 1, 1), changes={"mesh.context": 4, **NONE}),
+    "replica": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 2}),
+    "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2}),
+    "data · stage · model": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 3}),
+    "data · expert · stage": Case((2, 2, 1), microbatches=4, changes={**MOE, "parallel.zero": 3}),
+    "data · context · model": Case((2, 1, 2), changes={"mesh.context": 2}),
 }  # fmt: skip
 MORE = {
-    "stage, and data that divides nothing": ((3, 2, 1), "1f1b", 1, 4, {"parallel.zero": 3, "data.batch_size": 24, **ENDS}),
-    "data, zero 0": ((8, 1, 1), "1f1b", 1, 2, {"parallel.zero": 0}),
-    "data, zero 2": ((8, 1, 1), "1f1b", 1, 2, {"parallel.zero": 2, **NONE}),
-    "data, zero 3, gathered once, in a V": (
-        (2, 2, 2),
-        "zb_v",
-        2,
-        4,
-        {"parallel.zero": 3, "parallel.gather": "step", "model.tied_embeddings": True, **ENDS},
+    "stage, and data that divides nothing": Case((3, 2, 1), microbatches=4, changes={"parallel.zero": 3, "data.batch_size": 24, **ENDS}),
+    "data, zero 0": Case((8, 1, 1), changes={"parallel.zero": 0}),
+    "data, zero 2": Case((8, 1, 1), changes={"parallel.zero": 2, **NONE}),
+    "data, zero 3, gathered once, in a V": Case(
+        (2, 2, 2), "zb_v", 2, 4, changes={"parallel.zero": 3, "parallel.gather": "step", "model.tied_embeddings": True, **ENDS}
     ),
-    "stage and expert, selective, latent attention": ((2, 2, 1), "zb_v", 2, 4, {**MOE, **MLA, "pipeline.remat": "selective"}),
-    "expert, context and model": ((1, 1, 2), "1f1b", 1, 2, {**MOE, "mesh.context": 2, "model.shared_experts": 1}),
-    "expert by capacity, stage and model": ((1, 2, 2), "1f1b", 1, 4, {**MOE, **NONE, "model.capacity_factor": 1.5}),
-    "model, latent attention": ((2, 1, 2), "1f1b", 1, 2, {**MLA, "model.value_head_dim": 8}),
-    "stage and context by heads, selective": (
-        (1, 2, 1),
-        "1f1b",
-        1,
-        4,
-        {"mesh.context": 2, "parallel.context": "ulysses", "pipeline.remat": "selective", **APART},
+    "stage and expert, selective, latent attention": Case((2, 2, 1), "zb_v", 2, 4, changes={**MOE, **MLA, "pipeline.remat": "selective"}),
+    "expert, context and model": Case((1, 1, 2), changes={**MOE, "mesh.context": 2, "model.shared_experts": 1}),
+    "expert by capacity, stage and model": Case((1, 2, 2), microbatches=4, changes={**MOE, **NONE, "model.capacity_factor": 1.5}),
+    "model, latent attention": Case((2, 1, 2), changes={**MLA, "model.value_head_dim": 8}),
+    "stage and context by heads, selective": Case(
+        (1, 2, 1), microbatches=4, changes={"mesh.context": 2, "parallel.context": "ulysses", "pipeline.remat": "selective", **APART}
     ),
-    "dense layers first": (
-        (2, 2, 2),
-        "1f1b",
-        1,
-        4,
-        {**MOE, "mesh.expert": 1, "parallel.zero": 3, "model.dense_layers": 2, "model.layers": 6},
+    "dense layers first": Case(
+        (2, 2, 2), microbatches=4, changes={**MOE, "mesh.expert": 1, "parallel.zero": 3, "model.dense_layers": 2, "model.layers": 6}
     ),
-    "dense layers first, one stage": ((2, 1, 2), "1f1b", 1, 2, {**MOE, "model.dense_layers": 2, "model.layers": 2}),
-    "ring": ((1, 1, 2), "1f1b", 1, 2, {"mesh.context": 4, "parallel.context": "ring"}),
-    "ring, documents, none": ((1, 1, 1), "1f1b", 1, 2, {"mesh.context": 4, "parallel.context": "ring", **APART, **NONE}),
-    "stage and context by heads": ((2, 2, 1), "1f1b", 1, 4, {"mesh.context": 2, "parallel.context": "ulysses"}),
-    "stage, context and model, selective": ((1, 2, 2), "1f1b", 1, 4, {"mesh.context": 2, "pipeline.remat": "selective", **APART}),
-    "further tokens": ((1, 2, 2), "1f1b", 1, 4, {"mesh.context": 2, "model.mtp_depth": 2, **NONE}),
-    "further tokens, zero 3, latent": ((2, 1, 2), "1f1b", 1, 2, {"model.mtp_depth": 1, "parallel.zero": 3, **LATENT}),
-    "hybrid": ((4, 1, 1), "1f1b", 1, 2, {"mesh.replica": 2, "parallel.zero": 3}),
-    "replica, zero 0, gpt2 form": ((2, 2, 1), "interleaved", 2, 4, {"mesh.replica": 2, "parallel.zero": 0, **GPT2}),
-    "data, stage and model, gpt2 form, zero 2": ((2, 2, 2), "1f1b", 1, 4, {"parallel.zero": 2, **NONE, **GPT2}),
+    "dense layers first, one stage": Case((2, 1, 2), changes={**MOE, "model.dense_layers": 2, "model.layers": 2}),
+    "ring": Case((1, 1, 2), changes={"mesh.context": 4, "parallel.context": "ring"}),
+    "ring, documents, none": Case((1, 1, 1), changes={"mesh.context": 4, "parallel.context": "ring", **APART, **NONE}),
+    "stage and context by heads": Case((2, 2, 1), microbatches=4, changes={"mesh.context": 2, "parallel.context": "ulysses"}),
+    "stage, context and model, selective": Case(
+        (1, 2, 2), microbatches=4, changes={"mesh.context": 2, "pipeline.remat": "selective", **APART}
+    ),
+    "further tokens": Case((1, 2, 2), microbatches=4, changes={"mesh.context": 2, "model.mtp_depth": 2, **NONE}),
+    "further tokens, zero 3, latent": Case((2, 1, 2), changes={"model.mtp_depth": 1, "parallel.zero": 3, **LATENT}),
+    "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
+    "replica, zero 0, gpt2 form": Case((2, 2, 1), "interleaved", 2, 4, changes={"mesh.replica": 2, "parallel.zero": 0, **GPT2}),
+    "data, stage and model, gpt2 form, zero 2": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 2, **NONE, **GPT2}),
 }
 
 
@@ -89,8 +79,7 @@ def by_axes(found: dict, others: bool = False) -> collections.Counter:
 
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_as_compiled(case):
-    mesh, schedule, repeats, microbatches, changes = (CASES | MORE)[case]
-    cfg = small.config(mesh, schedule, repeats, microbatches, SHAPES | changes)
+    cfg = (CASES | MORE)[case].config(SHAPES)
     step, program = compiled_account.compile_train(cfg, small.mesh_of(cfg))
     for stage in {0, cfg.mesh.stage - 1}:
         compiled = compiled_account.read(step.mesh.shape, step.setup, program, stage)
@@ -117,7 +106,7 @@ AHEAD = {
 def test_as_compiled_ahead_of_time(platform, case):
     """Also over `model`, and no sum of a weight or an activation is an all-reduce where a reduce-scatter was meant."""
     if ahead.PLATFORMS[platform].missing:
-        pytest.skip(f"no compiler for {platform} here: {ahead.install_command(jax.__version__)}")
+        pytest.skip(f"no compiler for {platform} here: {ahead.INSTALL_COMMAND}")
     changes = {"model.layers": 8, "pipeline.repeats": 1} | AHEAD[case]
     cfg = configs.replace(Config(), ahead.MODEL | changes).resolve()
     program, mesh = ahead.compile_step(platform, changes).program, {axis: getattr(cfg.mesh, axis) for axis in AXES}

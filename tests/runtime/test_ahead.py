@@ -1,12 +1,11 @@
 """The step as XLA compiles it for a TPU v5p slice and for H100s, without either: the permutes run beside the ops, and nothing else
-is in their way. Skipped where the compilers are not installed."""
+is in their way. What compiles is for --full, and skipped where the compilers are not installed."""
 
 import json
 import re
 import subprocess
 import sys
 
-import jax
 import pytest
 from support import ROOT, ahead
 
@@ -100,23 +99,28 @@ def test_a_large_move_in_an_op_is_none():
     assert ahead.faults(tick(TICK.replace("%gathered = f32[16,8]{1,0} all-gather(", "%gathered = f32[99,8]{1,0} copy("))) == {}
 
 
-def needs(platform: str):
-    reason = f"no compiler for {platform} here: {ahead.install_command(jax.__version__)}"
-    return pytest.mark.skipif(ahead.PLATFORMS[platform].missing, reason=reason)
+def needs(platform: str) -> list[pytest.MarkDecorator]:
+    missing = pytest.mark.skipif(ahead.PLATFORMS[platform].missing, reason=f"no compiler for {platform} here: {ahead.INSTALL_COMMAND}")
+    return [pytest.mark.full, missing]
+
+
+def compiled_for(*platforms: str):
+    """The test's parameter `platform`."""
+    return pytest.mark.parametrize("platform", [pytest.param(name, marks=needs(name)) for name in platforms])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("platform", [pytest.param(name, marks=needs(name)) for name in ahead.PLATFORMS])
+@compiled_for(*ahead.PLATFORMS)
 def test_permutes_run_beside_the_ops(platform, schedule):
     c = ahead.compile_step(platform, {"pipeline.schedule": schedule, "pipeline.repeats": SCHEDULES[schedule]})
     assert len(c.ops) >= 5  # forward, backward, the last chunk or the head, and both ends of the embedding
     assert ahead.faults(c) == {}
 
 
-@needs("h100")
-def test_without_its_options_xla_permutes_after_the_ops():
+@compiled_for("h100")
+def test_without_its_options_xla_permutes_after_the_ops(platform):
     usual = {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}
-    c = ahead.compile_step("h100", {"pipeline.schedule": "interleaved", "pipeline.repeats": 2, "model.layers": 8}, options=usual)
+    c = ahead.compile_step(platform, {"pipeline.schedule": "interleaved", "pipeline.repeats": 2, "model.layers": 8}, options=usual)
     assert "late_permutes" in ahead.faults(c)
 
 
@@ -124,7 +128,7 @@ FEW = {"model.layers": 8, "model.vocab_size": 4096, "pipeline.permute": "late"}
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("platform", [pytest.param(name, marks=needs(name)) for name in ahead.PLATFORMS])
+@compiled_for(*ahead.PLATFORMS)
 def test_slots_on_the_host_leave_the_device(platform, remat):
     """The host has the slots; the device as much less, but for what is on its way: of 8 layers in 4 slots, one or two."""
     here, there = (ahead.compile_step(platform, {**FEW, "pipeline.remat": remat, "parallel.offload": o}) for o in ("none", "activations"))
@@ -133,20 +137,19 @@ def test_slots_on_the_host_leave_the_device(platform, remat):
     assert here.memory["temp"] - there.memory["temp"] > 0.7 * there.on_host
 
 
-@needs("tpu_v5p")  # of GPUs that are not there jax knows no memory, so arguments cannot be said to lie in the host's
-def test_moments_on_the_host_leave_the_device_and_do_not_come_back_at_once():
+@compiled_for("tpu_v5p")  # of GPUs that are not there jax knows no memory, so arguments cannot be said to lie in the host's
+def test_moments_on_the_host_leave_the_device_and_do_not_come_back_at_once(platform):
     """Of 4-byte parameters, two moments of 4 bytes each, shared out over data 2; temporary memory stays what it was."""
     small = {**FEW, "model.layers": 4, "data.sequence_length": 128}
-    here, there = (ahead.compile_step("tpu_v5p", {**small, "parallel.offload": o}, program="train") for o in ("none", "optimizer"))
+    here, there = (ahead.compile_step(platform, {**small, "parallel.offload": o}, program="train") for o in ("none", "optimizer"))
     moments = there.memory["host_argument"]
     assert here.memory["argument"] - there.memory["argument"] == moments
     assert abs(moments - here.memory["argument"] / 2) < 0.03 * moments
     assert there.memory["temp"] < here.memory["temp"] + 0.1 * moments
 
 
-@pytest.mark.full
-@needs("h100")
-def test_a_long_sequence_fits(tmp_path):
+@compiled_for("h100")
+def test_a_long_sequence_fits(platform, tmp_path):
     """131,072 tokens of Llama 3 8B over a context of 8 on 64 H100s, by every way to attend."""
     script = ROOT / "benchmarks" / "long_context.py"
     subprocess.run([sys.executable, script, "--lengths=131072", f"--json={tmp_path / 'memory.json'}"], check=True, timeout=1200)

@@ -13,7 +13,7 @@ from support import small
 
 from jaxtrain.models import transformer
 from jaxtrain.parallel import blockwise
-from jaxtrain.runtime.backward_split import Split, keep_all, keep_matmuls
+from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_everything, keep_products
 
 BATCH, LENGTH, WIDTH = 2, 12, 32
 
@@ -61,7 +61,7 @@ def jitted(params, x, extra):
 LAYERS = {f.__name__: f for f in (mlp, scanned, checkpointed, custom, ignoring, jitted)}
 
 
-def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6, keep=keep_all):
+def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6, keep=keep_everything):
     g = normal(9, *x.shape).astype(x.dtype)
 
     @jax.jit
@@ -69,14 +69,14 @@ def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6, keep=keep_all):
         y, vjp = jax.vjp(lambda p, x: fn(p, x, extra), params, x)
         return y, *vjp(g)
 
-    split = Split(fn, params, x, extra, keep)
-    got_y, residuals = jax.jit(split.forward)(params, x, extra)
-    gradients, dx = jax.jit(split.backward)(params, extra, residuals, g)
+    split = LayerSplit(fn, params, x, extra, keep)
+    got_y, residuals = jax.jit(split.output_and_residuals)(params, x, extra)
+    gradients, dx = jax.jit(split.gradients)(params, extra, residuals, g)
     apart_dx, stash = jax.jit(split.input_gradient)(params, extra, residuals, g)
-    apart = jax.jit(split.weight_gradient)(params, extra, split.sort(residuals)[1], stash)
-    assert [(r.shape, r.dtype) for r in stash] == [(r.shape, r.dtype) for r in split.stash]
-    assert all(a is b for a, b in zip(split.merge(*split.sort(residuals)), residuals, strict=True))
-    assert [(r.shape, r.dtype) for r in residuals] == [(r.shape, r.dtype) for r in split.residuals]
+    apart = jax.jit(split.weight_gradient)(params, extra, residuals.for_w, stash)
+    assert [(r.shape, r.dtype) for r in stash] == [(r.shape, r.dtype) for r in split.weight_stash]
+    for crossed, said in ((residuals.for_b, split.residuals.for_b), (residuals.for_w, split.residuals.for_w)):
+        assert [(r.shape, r.dtype) for r in crossed] == [(r.shape, r.dtype) for r in said]
     assert jax.tree.structure(gradients) == jax.tree.structure(params)
     wanted = jax.tree.leaves(whole(params, x, extra, g))
     largest = max(np.abs(w).max() for w in wanted)
@@ -88,7 +88,7 @@ def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6, keep=keep_all):
     return split
 
 
-@pytest.mark.parametrize("keep", [keep_all, keep_matmuls])
+@pytest.mark.parametrize("keep", [keep_everything, keep_products])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_same_as_vjp(layer, keep):
     params = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH), "stack": normal(3, 2, WIDTH, WIDTH)}
@@ -122,19 +122,19 @@ POSITIONS = jnp.arange(LENGTH, dtype=jnp.int32)[None]
 SEGMENTS = jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 0, 1, 1]], LENGTH // 4, axis=1), jnp.int32)
 
 
-@pytest.mark.parametrize("keep", [keep_all, keep_matmuls])
+@pytest.mark.parametrize("keep", [keep_everything, keep_products])
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "documents"])
 def test_a_block_keeps_no_weight_and_no_mask(block, segments, keep):
     fn, params = block
     split = assert_same_as_vjp(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, segments), 3e-6, keep)
     weights = {a.shape for a in jax.tree.leaves(params)} | {a.shape[::-1] for a in jax.tree.leaves(params)}
-    for kept in split.residuals:
+    for kept in jax.tree.leaves(split.residuals):
         assert kept.dtype == jnp.float32, f"{kept} is a mask, or positions"
         assert kept.shape not in weights, f"{kept} is a weight"
         assert BATCH in kept.shape or BATCH * LENGTH in kept.shape, f"{kept} is no activation"
 
 
-@pytest.mark.parametrize("keep", [keep_all, keep_matmuls])
+@pytest.mark.parametrize("keep", [keep_everything, keep_products])
 def test_attention_by_blocks_stays_whole(block, keep, monkeypatch):
     """One loop in F and one in B, none in W; output and log-sum-exp cross, so that B need not attend again."""
     for name, value in (("LEAST_KEYS", 1), ("LEAST_BLOCK", 1), ("SCORES", 2 * 8 * 4 * 4)):
@@ -144,21 +144,21 @@ def test_attention_by_blocks_stays_whole(block, keep, monkeypatch):
     split = assert_same_as_vjp(fn, params, x, (POSITIONS, SEGMENTS), 3e-6, keep)
     extra, kept = (POSITIONS, SEGMENTS), split.residuals
     ops = {
-        "forward": (split.forward, params, x, extra),
-        "input": (split.input_gradient, params, extra, kept, x),
-        "weight": (split.weight_gradient, params, extra, split.sort(kept)[1], split.stash),
-        "both": (split.backward, params, extra, kept, x),
+        LayerOp.FORWARD: (split.output_and_residuals, params, x, extra),
+        LayerOp.INPUT_GRADIENT: (split.input_gradient, params, extra, kept, x),
+        LayerOp.WEIGHT_GRADIENT: (split.weight_gradient, params, extra, kept.for_w, split.weight_stash),
+        LayerOp.BACKWARD: (split.gradients, params, extra, kept, x),
     }
     loops = {op: [e.primitive.name for e in jax.make_jaxpr(run)(*args).eqns].count("while") for op, (run, *args) in ops.items()}
-    assert loops == {"forward": 1, "input": 1, "weight": 0, "both": 1}
+    assert loops == {LayerOp.FORWARD: 1, LayerOp.INPUT_GRADIENT: 1, LayerOp.WEIGHT_GRADIENT: 0, LayerOp.BACKWARD: 1}
 
 
 def test_a_block_keeps_less_than_vjp(block):
     fn, params = block
     x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS)
     saved = jax.tree.leaves(jax.eval_shape(lambda p, x: jax.vjp(lambda p, x: fn(p, x, extra), p, x)[1], params, x))
-    split = Split(fn, params, x, extra)
-    assert split.residual_bytes() == sum(r.size * r.dtype.itemsize for r in split.residuals)
+    split = LayerSplit(fn, params, x, extra)
+    assert split.residual_bytes() == sum(r.size * r.dtype.itemsize for r in jax.tree.leaves(split.residuals))
     assert split.residual_bytes() < 0.8 * sum(r.size * r.dtype.itemsize for r in saved)
 
 
@@ -168,45 +168,45 @@ def test_the_narrower_of_a_conversion_is_kept():
     def fn(params, x, extra):
         return (x.astype(jnp.float32) ** 3).astype(jnp.bfloat16) @ params
 
-    split = Split(fn, jnp.ones((4, 4), jnp.bfloat16), jnp.ones((2, 4), jnp.bfloat16), ())
-    assert jnp.bfloat16 in [r.dtype for r in split.residuals]
-    assert all(r.dtype == jnp.bfloat16 or r.shape != (2, 4) for r in split.residuals if r.size > 8)
+    split = LayerSplit(fn, jnp.ones((4, 4), jnp.bfloat16), jnp.ones((2, 4), jnp.bfloat16), ())
+    assert jnp.bfloat16 in [r.dtype for r in jax.tree.leaves(split.residuals)]
+    assert all(r.dtype == jnp.bfloat16 or r.shape != (2, 4) for r in jax.tree.leaves(split.residuals) if r.size > 8)
 
 
 def test_no_equation_of_the_forward_runs_again(block):
     """The backward has the matmuls of the gradients alone: two for each of the forward's."""
     fn, params = block
     x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, None)
-    split = Split(fn, params, x, extra)
-    _, residuals = jax.eval_shape(split.forward, params, x, extra)
+    split = LayerSplit(fn, params, x, extra)
+    _, residuals = jax.eval_shape(split.output_and_residuals, params, x, extra)
     matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
-    assert matmuls(split.backward, params, extra, residuals, x) == 2 * matmuls(split.forward, params, x, extra)
+    assert matmuls(split.gradients, params, extra, residuals, x) == 2 * matmuls(split.output_and_residuals, params, x, extra)
 
 
 def test_selective_keeps_matmuls_alone(block):
     """The layer's input and the results of products with weights; no scores of attention."""
     fn, params = block
-    split = Split(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS), keep_matmuls)
-    assert not [r for r in split.residuals if r.shape.count(LENGTH) > 1], "scores are kept"
-    everything = Split(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS))
+    split = LayerSplit(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS), keep_products)
+    assert not [r for r in jax.tree.leaves(split.residuals) if r.shape.count(LENGTH) > 1], "scores are kept"
+    everything = LayerSplit(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS))
     assert split.residual_bytes() < 0.7 * everything.residual_bytes()
     matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
     x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS)
     _, stash = jax.eval_shape(split.input_gradient, params, extra, split.residuals, x)
     apart = matmuls(split.input_gradient, params, extra, split.residuals, x)
-    apart += matmuls(split.weight_gradient, params, extra, split.sort(split.residuals)[1], stash)
+    apart += matmuls(split.weight_gradient, params, extra, split.residuals.for_w, stash)
     # Two for each of the forward's, and attention's two again.
-    assert apart == 2 * matmuls(split.forward, params, x, extra) + 2
+    assert apart == 2 * matmuls(split.output_and_residuals, params, x, extra) + 2
 
 
 def test_b_and_w_share_no_matmul(block):
     fn, params = block
     x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, None)
-    split = Split(fn, params, x, extra)
+    split = LayerSplit(fn, params, x, extra)
     matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
     _, stash = jax.eval_shape(split.input_gradient, params, extra, split.residuals, x)
-    forward, b = matmuls(split.forward, params, x, extra), matmuls(split.input_gradient, params, extra, split.residuals, x)
-    w = matmuls(split.weight_gradient, params, extra, split.sort(split.residuals)[1], stash)
+    forward, b = matmuls(split.output_and_residuals, params, x, extra), matmuls(split.input_gradient, params, extra, split.residuals, x)
+    w = matmuls(split.weight_gradient, params, extra, split.residuals.for_w, stash)
     weights = sum(len(a.shape) > 1 for a in jax.tree.leaves(params))
     assert (w, b) == (weights, 2 * forward - weights)
 
@@ -214,8 +214,8 @@ def test_b_and_w_share_no_matmul(block):
 def test_what_checkpoint_computes_again_stays_in_the_backward():
     params = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH)}
     x, extra = normal(4, BATCH, LENGTH, WIDTH), (jnp.float32(0.5),)
-    plain, again = Split(mlp, params, x, extra), Split(checkpointed, params, x, extra)
-    assert len(again.residuals) == 1 < len(plain.residuals)
+    plain, again = LayerSplit(mlp, params, x, extra), LayerSplit(checkpointed, params, x, extra)
+    assert len(jax.tree.leaves(again.residuals)) == 1 < len(jax.tree.leaves(plain.residuals))
 
 
 @pytest.mark.parametrize("manual", [False, True])
@@ -229,7 +229,7 @@ def test_each_op_fixes_a_layout_itself(manual):
 
     params, x = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH)}, normal(4, BATCH, LENGTH, WIDTH)
     split = assert_same_as_vjp(layer, params, x, ())
-    assert len(split.residuals) == 3  # x; sine and cosine
+    assert len(jax.tree.leaves(split.residuals)) == 3  # x; sine and cosine
     _, stash = jax.eval_shape(split.input_gradient, params, (), split.residuals, x)
-    for_w = split.sort(split.residuals)[1]
+    for_w = split.residuals.for_w
     assert "layout_constraint" in str(jax.make_jaxpr(split.weight_gradient)(params, (), for_w, stash))

@@ -1,12 +1,12 @@
-"""The layers of a chunk: a loop whose length is the stage's own, against the same layers one after the other."""
+"""The layers of a unit: a loop whose length is the stage's own, against the same layers one after the other."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.runtime.backward_split import Split
-from jaxtrain.runtime.layer_stack import LayerStack, slots
+from jaxtrain.runtime.backward_split import LayerSplit, Residuals
+from jaxtrain.runtime.layer_stack import LayerStack, ResidualSlots, empty_pool
 from jaxtrain.schedule.placement import Placement
 
 WIDTH, SHAPE = 6, (2, 5, 6)
@@ -39,18 +39,20 @@ def run(case: str, extra, recompute: bool):
     params = {"in": normal(1, rows, WIDTH, 4), "out": normal(2, rows, 4, WIDTH), "bias": normal(3, rows, WIDTH)}
     x, g, sums = normal(4, *SHAPE), normal(5, *SHAPE), jax.tree.map(lambda a: 1 + jnp.zeros_like(a), params)
     layer = lambda params, x, extra: block(params, x, *extra)
-    split = Split(layer, jax.tree.map(lambda a: a[0], params), x, extra)
-    pool = lambda kept: [jnp.full_like(a, jnp.nan) for a in slots(3, rows, kept)]
-    for_b, for_w = map(pool, split.sort(split.residuals))
+    split = LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra)
+    pool = lambda shapes: [jnp.full_like(a, jnp.nan) for a in empty_pool(3, rows, shapes)]
+    pools, slots = Residuals(pool(split.residuals.for_b), pool(split.residuals.for_w)), ResidualSlots(2, 1)
 
     @jax.jit
     def ops(stage, params, x, g):
         stack = LayerStack(layer, split, placement, unit, stage)
-        y, b, w = stack.forward_keeping(params, x, extra, for_b, for_w, 2, 1)
-        dx, stash = stack.input_gradient(params, extra, b, w, 2, 1, g, pool(split.stash), 0)
-        apart = (stack.weight_gradient(params, sums, extra, w, 1, stash, 0), dx)
-        whole, kept = stack.forward_with(params, x, extra, recompute)
-        return (stack.forward(params, x, extra), y, whole), (apart, stack.backward_with(params, sums, extra, kept, g, recompute))
+        y, residuals = stack.output_and_residuals(params, x, extra, pools, slots)
+        dx, stash = stack.input_gradient(params, extra, residuals, slots, g, pool(split.weight_stash), 0)
+        apart = (stack.weight_gradient(params, sums, extra, residuals.for_w, slots.for_w, stash, 0), dx)
+        keep = stack.output_keeping_inputs if recompute else stack.output_keeping_residuals
+        gradients_from = stack.gradients_from_inputs if recompute else stack.gradients_from_residuals
+        whole, kept = keep(params, x, extra)
+        return (stack.output(params, x, extra), y, whole), (apart, gradients_from(params, sums, extra, kept, g))
 
     return params, x, g, ops(stage, params, x, g)
 
@@ -82,11 +84,11 @@ def test_what_is_kept():
     placement, params = Placement(6, 2), {"in": normal(1, 3, WIDTH, 4), "out": normal(2, 3, 4, WIDTH), "bias": normal(3, 3, WIDTH)}
     layer = lambda params, x, extra: block(params, x, *extra)
     x, extra = normal(4, *SHAPE), EXTRA["documents"]
-    stack = LayerStack(layer, Split(layer, jax.tree.map(lambda a: a[0], params), x, extra), placement, 0, 0)
+    stack = LayerStack(layer, LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra), placement, 0, 0)
 
-    def kept(recompute):
-        return [k.shape for k in jax.eval_shape(lambda x: stack.forward_with(params, x, extra, recompute)[1], x)]
-
-    assert kept(True) == [(3, *SHAPE)]  # each layer's input
-    assert (3, 2, 5, 4) in kept(False), "the hidden layer is kept as well, not computed again"
-    assert not {(3, WIDTH, 4), (3, 4, WIDTH)} & set(kept(False)), "weights are not kept"
+    inputs = jax.eval_shape(lambda x: stack.output_keeping_inputs(params, x, extra)[1], x)
+    assert inputs.shape == (3, *SHAPE)  # each layer's
+    residuals = jax.eval_shape(lambda x: stack.output_keeping_residuals(params, x, extra)[1], x)
+    shapes = {a.shape for a in jax.tree.leaves(residuals)}
+    assert (3, 2, 5, 4) in shapes, "the hidden layer is kept as well, not computed again"
+    assert not {(3, WIDTH, 4), (3, 4, WIDTH)} & shapes, "weights are not kept"

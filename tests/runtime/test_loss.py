@@ -1,4 +1,4 @@
-"""The loss in chunks: the same as whole, with its gradients, and never the logits of more than a chunk."""
+"""The loss part by part: the same as whole, with its gradients, and never the logits of more than a part."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from support import hlo
 
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.runtime.loss import chunk_count, loss_and_gradients, loss_sum, token_losses
+from jaxtrain.runtime.loss import VocabularyPart, cut_count, loss_and_gradients, loss_sum, token_losses
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 12, 6, 40
 random = np.random.default_rng(0)
@@ -29,20 +29,14 @@ def plain(params, x):
     return (losses * WEIGHTS).sum()
 
 
-LIMITS = {24: 1, 23: 2, 12: 2, 8: 3, 7: 4, 4: 6, 2: 12, 1: 12}  # tokens at a time: chunks of the 12 positions
+LIMITS = {24: 1, 23: 2, 12: 2, 8: 3, 7: 4, 4: 6, 2: 12, 1: 12}  # tokens at a time: parts of the 12 positions
 
 
-def test_chunk_count():
-    assert {limit: chunk_count(BATCH, LENGTH, limit) for limit in LIMITS} == LIMITS
-    assert chunk_count(1, 7, 3) == 7  # 7 is a prime
-    assert chunk_count(64, 1, 1) == 1  # a chunk has one position of every row at least
-
-
-def test_a_chunk_has_its_share_of_every_shard_of_the_sequence():
-    seen = []
-    with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
-        jax.jit(lambda x: (seen.append(chunk_count(2, 16, 1)), x)[1])(jnp.ones(4))
-    assert seen == [4]
+def test_cut_count():
+    assert {limit: cut_count(BATCH, LENGTH, 1, limit) for limit in LIMITS} == LIMITS
+    assert cut_count(1, 7, 1, 3) == 7  # 7 is a prime
+    assert cut_count(64, 1, 1, 1) == 1  # a part has one position of every sequence at least
+    assert cut_count(2, 16, 4, 1) == 4  # and one of every shard of the sequence
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -71,13 +65,13 @@ def test_on_a_split_sequence():
     np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("limit", "chunks"), [(24, 1), (8, 3), (2, 12)])
-def test_logits_of_a_chunk_at_a_time(limit, chunks):
+@pytest.mark.parametrize(("limit", "parts"), [(24, 1), (8, 3), (2, 12)])
+def test_logits_of_a_part_at_a_time(limit, parts):
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     program = jax.jit(lambda x: loss_and_gradients(head, PARAMS, zeros, x, TARGETS, WEIGHTS, limit)).lower(X).compile()
     parsed = hlo.Program(program.as_text())
     largest = max(size for i in parsed.below(parsed.entry) for shape, size in zip(i.shapes, i.sizes, strict=True) if VOCABULARY in shape)
-    assert largest == max(BATCH * LENGTH // chunks, WIDTH) * VOCABULARY  # the table itself, where the chunk is smaller
+    assert largest == max(BATCH * LENGTH // parts, WIDTH) * VOCABULARY  # the table itself, where the part is smaller
 
 
 def test_token_losses():
@@ -104,7 +98,7 @@ def test_parts_of_the_vocabulary():
     targets, wanted = jnp.asarray([0, 11, 12, 38, VOCABULARY - 1]), token_losses(jnp.asarray(logits), jnp.asarray([0, 11, 12, 38, 39]))
     padded = np.pad(logits, ((0, 0), (0, 8)), constant_values=-np.inf)
     mesh = make_mesh((1, 1, 4, 1, 1, 1), jax.devices()[:4])
-    part = lambda x: token_losses(x, targets, jax.lax.axis_index("stage") * 12, ("stage",))
+    part = lambda x: token_losses(x, targets, VocabularyPart(jax.lax.axis_index("stage") * 12, ("stage",)))
     with jax.set_mesh(mesh):
         both = jax.shard_map(part, in_specs=P(None, "stage"), out_specs=(P(), P(None, "stage")), check_vma=False)
         losses, gradient = jax.jit(both)(padded)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import small
 from support.plain_loop import CLIP, assert_same, mean, reference, train, weights
+from support.small import Case
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.manager import Checkpointer
@@ -23,24 +24,31 @@ from jaxtrain.training.step import make_step
 APART, TIED = {"data.attend_across_documents": False}, {"model.tied_embeddings": True}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 LATENT = {"model.attention": "mla", "model.kv_rank": 20, "model.rope_head_dim": 6}
-# (data × stage × model, context), schedule, repeats, microbatches, depth, changes
 CASES = {
-    "zero 3, documents": ((2, 2, 2), 1, "interleaved", 2, 2, 2, {**APART, **SELECTIVE, "parallel.zero": 3}),
-    "context, tied": ((1, 2, 1), 2, "zb_h1", 1, 3, 1, {**NONE, **TIED, **APART}),
+    "zero 3, documents": Case((2, 2, 2), "interleaved", 2, changes={"model.mtp_depth": 2, **APART, **SELECTIVE, "parallel.zero": 3}),
+    "context, tied": Case((1, 2, 1), "zb_h1", 1, 3, changes={"mesh.context": 2, "model.mtp_depth": 1, **NONE, **TIED, **APART}),
 }
 MORE = {
-    "one stage, zero 3, tied": ((4, 1, 1), 2, "1f1b", 1, 2, 1, {**TIED, "parallel.zero": 3}),
-    "zb_v, zero 2": ((2, 2, 1), 1, "zb_v", 2, 4, 1, {"parallel.zero": 2, "model.positions": "learned"}),
-    "experts": ((1, 2, 1), 2, "1f1b", 1, 2, 1, {"mesh.expert": 2, "model.experts": 4, "model.balance_loss": 0.01, "parallel.zero": 2}),
-    "latent": ((1, 2, 2), 1, "1f1b", 1, 2, 2, {**LATENT, "model.loss_chunk": 8}),
+    "one stage, zero 3, tied": Case((4, 1, 1), changes={"mesh.context": 2, "model.mtp_depth": 1, **TIED, "parallel.zero": 3}),
+    "zb_v, zero 2": Case((2, 2, 1), "zb_v", 2, 4, changes={"model.mtp_depth": 1, "parallel.zero": 2, "model.positions": "learned"}),
+    "experts": Case(
+        (1, 2, 1),
+        changes={
+            "mesh.context": 2,
+            "model.mtp_depth": 1,
+            "mesh.expert": 2,
+            "model.experts": 4,
+            "model.balance_loss": 0.01,
+            "parallel.zero": 2,
+        },
+    ),
+    "latent": Case((1, 2, 2), changes={"model.mtp_depth": 2, **LATENT, "model.loss_chunk": 8}),
 }
 
 
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_training(case):
-    mesh, size, schedule, repeats, microbatches, depth, changes = (CASES | MORE)[case]
-    shared = {"mesh.context": size, "data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP, "model.mtp_depth": depth}
-    cfg = small.config(mesh, schedule, repeats, microbatches, shared | changes)
+    cfg = (CASES | MORE)[case].config({"optimizer.clip_norm": CLIP})
     assert_same(train(cfg), reference(cfg))
 
 
@@ -48,10 +56,12 @@ def test_look_ahead():
     """The text a b c d e f with a document's end after c: the token one place on, its target, and no weight where that is another's."""
     text = np.array([[[1, 2, 3, 4, 5, 6]]])
     batch = {"tokens": text[..., :5], "targets": text[..., 1:], "weights": jnp.ones((1, 1, 5)), "segments": np.array([[[1, 1, 1, 2, 2]]])}
-    made = look_ahead(batch, 2)
-    assert made["ahead_tokens0"].tolist() == [[[2, 3, 4, 5, 0]]] and made["ahead_targets0"].tolist() == [[[3, 4, 5, 6, 0]]]
-    assert made["ahead_weights0"].tolist() == [[[1, 1, 0, 1, 0]]]
-    assert made["ahead_targets1"].tolist() == [[[4, 5, 6, 0, 0]]] and made["ahead_weights1"].tolist() == [[[1, 0, 0, 0, 0]]]
+    ahead = look_ahead(batch, 2)
+    first, second = ahead["mtp"]["0"], ahead["mtp"]["1"]
+    assert first["tokens"].tolist() == [[[2, 3, 4, 5, 0]]] and first["targets"].tolist() == [[[3, 4, 5, 6, 0]]]
+    assert first["weights"].tolist() == [[[1, 1, 0, 1, 0]]]
+    assert second["targets"].tolist() == [[[4, 5, 6, 0, 0]]] and second["weights"].tolist() == [[[1, 0, 0, 0, 0]]]
+    assert look_ahead(batch, 0) == batch
 
 
 def test_the_loss_is_reported_apart():
@@ -64,8 +74,7 @@ def test_the_loss_is_reported_apart():
         norm["scale"] = np.geomspace(0.1, 10, cfg.model.width, dtype=np.float32)
     with jax.set_mesh(step.mesh):
         params, batch = small.first_state(step, plain).params, small.place_batch(step, cfg, arrays)
-        evaluated, _ = step.evaluate(params, batch)
-        loss, _, _, more = step.gradients(params, batch)
+        evaluated, losses = step.evaluate(params, batch), step.gradients(params, batch).losses
 
     @jax.jit
     def expected(plain):
@@ -81,8 +90,9 @@ def test_the_loss_is_reported_apart():
             losses.append(mean(x @ plain["head"]["table"].T, arrays["targets"][:, k:], arrays["weights"][:, k:]))
         return losses
 
+    assert evaluated.mtp_loss is None
     first, *further = expected(plain)
-    np.testing.assert_allclose([evaluated, loss, more["mtp_loss"]], [first, first, np.mean(further)], rtol=1e-5)
+    np.testing.assert_allclose([evaluated.loss, losses.loss, losses.mtp_loss], [first, first, np.mean(further)], rtol=1e-5)
 
 
 def test_where_the_modules_stand():
@@ -99,9 +109,10 @@ def test_where_the_modules_stand():
 
 def test_a_table_of_ones_own_that_shares_the_head(tmp_path):
     from jaxtrain.schedule import by_name, table_csv
+    from jaxtrain.schedule.table_spec import TableSpec
 
     file = tmp_path / "mine.csv"
-    file.write_text(table_csv.to_csv(by_name.make_table("1f1b", 2, 1, 4, remat_full=True, vocabulary="parallel")))
+    file.write_text(table_csv.to_csv(by_name.make_table(TableSpec("1f1b", 2, 1, 4, remat_full=True, vocabulary="parallel"))))
     cfg = small.config((1, 2, 1), f"csv:{file}", changes={"model.mtp_depth": 1})
     with pytest.raises(ConfigError, match=re.escape("model.mtp_depth=1 needs embedding and head on one stage, and csv:")):
         make_setup(cfg)

@@ -14,11 +14,13 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from support import hlo, small
+from support.small import Case
 
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, STAGE
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.runtime import runtime, tick
+from jaxtrain.runtime.tick_state import TickState, merged, only
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.slots import SlottedTable
 from jaxtrain.schedule.table import Permute, wraps
@@ -28,21 +30,20 @@ WIDTH, LENGTH = 64, 8
 SHAPES = {"model.width": WIDTH, "model.mlp_width": 192, "model.vocab_size": 131, "data.sequence_length": LENGTH}
 
 ENDS = {"pipeline.vocabulary": "end_stages"}
-# data × stage × model, schedule, repeats, microbatches, program, changes
 PROGRAMS = {
-    "train 2x2x2": ((2, 2, 2), "interleaved", 2, 4, "train", {"model.layers": 8, "pipeline.permute": "early"}),
-    "uneven 1x4x2, early": ((1, 4, 2), "1f1b", 1, 4, "gradients", {"model.layers": 9, "pipeline.permute": "early"}),
-    "uneven 2x4x1, ends": ((2, 4, 1), "interleaved", 2, 4, "gradients", {"model.layers": 9, "parallel.zero": 0, **ENDS}),
-    "tied 1x8x1": ((1, 8, 1), "gpipe", 1, 4, "gradients", {"model.layers": 8, "model.tied_embeddings": True}),
-    "zb_h1 1x4x1, none": ((1, 4, 1), "zb_h1", 1, 5, "gradients", {"model.layers": 4, "pipeline.remat": "none"}),
-    "zb_v 2x2x2, none": ((2, 2, 2), "zb_v", 2, 5, "gradients", {"model.layers": 8, "pipeline.remat": "none"}),
-    "dualpipe_v 1x4x2, selective, aligned": (
-        (1, 4, 2), "dualpipe_v", 2, 8, "gradients", {"model.layers": 8, "pipeline.remat": "selective", "pipeline.permute": "aligned"}
+    "train 2x2x2": Case((2, 2, 2), "interleaved", 2, 4, program="train", changes={"model.layers": 8, "pipeline.permute": "early"}),
+    "uneven 1x4x2, early": Case((1, 4, 2), microbatches=4, changes={"model.layers": 9, "pipeline.permute": "early"}),
+    "uneven 2x4x1, ends": Case((2, 4, 1), "interleaved", 2, 4, changes={"model.layers": 9, "parallel.zero": 0, **ENDS}),
+    "tied 1x8x1": Case((1, 8, 1), "gpipe", 1, 4, changes={"model.layers": 8, "model.tied_embeddings": True}),
+    "zb_h1 1x4x1, none": Case((1, 4, 1), "zb_h1", 1, 5, changes={"model.layers": 4, "pipeline.remat": "none"}),
+    "zb_v 2x2x2, none": Case((2, 2, 2), "zb_v", 2, 5, changes={"model.layers": 8, "pipeline.remat": "none"}),
+    "dualpipe_v 1x4x2, selective, aligned": Case(
+        (1, 4, 2), "dualpipe_v", 2, 8, changes={"model.layers": 8, "pipeline.remat": "selective", "pipeline.permute": "aligned"}
     ),
-    "groups 1x2x2, ends": ((1, 2, 2), "1f1b", 1, 4, "gradients", {"model.layers": 5, "pipeline.layers_per_op": 1, **ENDS}),
-    "evaluate 1x2x2": ((1, 2, 2), "interleaved", 2, 4, "evaluate", {"model.layers": 5}),
-}  # fmt: skip
-SMALLEST = ((1, 2, 1), "1f1b", 1, 4, "gradients", {"model.layers": 2, "pipeline.permute": "late", **ENDS})  # what is broken on purpose
+    "groups 1x2x2, ends": Case((1, 2, 2), microbatches=4, changes={"model.layers": 5, "pipeline.layers_per_op": 1, **ENDS}),
+    "evaluate 1x2x2": Case((1, 2, 2), "interleaved", 2, 4, program="evaluate", changes={"model.layers": 5}),
+}
+SMALLEST = Case((1, 2, 1), microbatches=4, changes={"model.layers": 2, "pipeline.permute": "late", **ENDS})  # what is broken on purpose
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,8 +78,8 @@ class Compiled:
         return [i for i in self.program.below(self.program.entry) if id(i) not in inside]
 
 
-def compile_program(mesh, schedule, repeats, microbatches, which, changes) -> Compiled:
-    cfg = small.config(mesh, schedule, repeats, microbatches, SHAPES | {"data.batch_size": microbatches * mesh[0]} | changes)
+def compile_program(case: Case) -> Compiled:
+    cfg, which = case.config(SHAPES | {"data.batch_size": case.microbatches * case.mesh[0]}), case.program
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()
@@ -90,7 +91,7 @@ def compile_program(mesh, schedule, repeats, microbatches, which, changes) -> Co
 
 @functools.cache
 def compiled(name: str) -> Compiled:
-    return compile_program(*PROGRAMS[name])
+    return compile_program(PROGRAMS[name])
 
 
 # --- the checks: each returns what it finds wrong ---------------------------------------------------------------------------------
@@ -139,11 +140,11 @@ def wide_collectives(c: Compiled) -> list:
 
 
 def large_copies(c: Compiled) -> list:
-    """Copies of a stash, or of a matrix's size, anywhere in the scan, also in ops; filling a new buffer with zeros is none."""
+    """Copies of a pool, or of a matrix's size, anywhere in the scan, also in ops; filling a new buffer with zeros is none."""
     assert c.table is not None
-    stashes = {(n, *c.payload) for n in c.table.pool_sizes.values() if n > 1}
+    pools = {(n, *c.payload) for n in c.table.pool_sizes.values() if n > 1}
     copies = [i for i in c.program.below(c.tick) if i.opcode in ("copy", "copy-start")]
-    large = [i for i in copies if max(i.sizes) >= c.smallest_matrix or i.shapes[0] in stashes]
+    large = [i for i in copies if max(i.sizes) >= c.smallest_matrix or i.shapes[0] in pools]
     return [i.text for i in large if not c.program.is_fill(i.operands[0])]
 
 
@@ -169,7 +170,7 @@ def test_program(check, name):
     assert not check(compiled(name))
 
 
-@pytest.mark.parametrize("name", [name for name, (*_, which, _) in PROGRAMS.items() if which == "gradients"])
+@pytest.mark.parametrize("name", [name for name, case in PROGRAMS.items() if case.program == "gradients"])
 def test_gradients_are_reduced_once(name):
     assert not odd_reductions(compiled(name))
 
@@ -204,7 +205,7 @@ def test_ops_have_names_in_a_profile():
 
 def test_one_stage_is_a_plain_scan():
     """Gradient accumulation: no loop of one trip, no permute, and one layer after the other."""
-    c = compile_program((1, 1, 1), "1f1b", 1, 4, "gradients", {"model.layers": 1})
+    c = compile_program(Case((1, 1, 1), microbatches=4, changes={"model.layers": 1}))
     loops = [i for i in c.program.below(c.tick) if i.opcode in ("while", "conditional")]
     assert loops == [] and not [i for i in c.program.below(c.program.entry) if i.collective]
 
@@ -214,79 +215,83 @@ def test_one_stage_is_a_plain_scan():
 
 def test_without_the_barrier_matmuls_are_lifted_into_every_tick(monkeypatch):
     monkeypatch.setattr(tick.lax, "optimization_barrier", lambda values: values)
-    made = compile_program(*SMALLEST)
+    made = compile_program(SMALLEST)
     assert [key for key in large_moves(made) if key[0] == "dot"]
     assert "in every row" in misplaced_permutes(made)
 
 
 def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
-    def once(self, row, name, reads, writes, fn, state):
-        if not self.columns[name].any():
+    def once(self, op, state, columns):
+        if not self.ticks.columns.runs[op.name].any():
             return state
-        carried = {k: state[k] for k in {*reads, *writes} if k in state}
-        fixed = {k: self.constants[k] for k in reads if k not in carried}
-        return {**state, **lax.cond(row[name] > 0, lambda c: {**c, **fn({**fixed, **c}, row)}, lambda c: c, carried)}
+        carried, fixed = only(state, op.carried), only(self.constants, op.fixed)
+        runs = lambda carried: op.run(carried, fixed, columns)
+        return merged(state, lax.cond(columns.runs[op.name] > 0, runs, lambda carried: carried, carried))
 
     monkeypatch.setattr(tick.Tick, "_once", once)
-    assert large_moves(compile_program(*SMALLEST))
+    assert large_moves(compile_program(SMALLEST))
 
 
 def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
-    def call(self, state, row, original=tick.Tick.__call__):
-        new = original(self, state, row)
-        return {**new, "grad0": jax.tree.map(lambda a, b: a + 0.5 * (b - a), state["grad0"], new["grad0"])}
+    def call(self, state, columns, original=tick.Tick.__call__):
+        changed = original(self, state, columns)
+        before, after = (s.gradients["layers"]["0"] for s in (state, changed))
+        halved = jax.tree.map(lambda a, b: a + 0.5 * (b - a), before, after)
+        return merged(changed, TickState(gradients={"layers": {"0": halved}}))
 
     monkeypatch.setattr(tick.Tick, "__call__", call)
-    assert large_moves(compile_program(*SMALLEST))
+    assert large_moves(compile_program(SMALLEST))
 
 
-def test_a_copied_stash_is_found(monkeypatch):
-    def forward(self, c, s, row, original=tick.Tick._forward):
-        changed = lax.fori_loop(0, row["microbatch"], lambda i, x: x.at[i].set(s["up"]), s["activation"])
-        kept = s["activation"][changed.sum().astype(int) % 2]  # the old stash is read after the loop has updated the new one
-        return {name: y + kept for name, y in original(self, c, s, row).items()}
+def test_a_copied_pool_is_found(monkeypatch):
+    def forward(self, unit, state, constants, columns, original=tick.Tick._forward):
+        changed = lax.fori_loop(0, columns.microbatch, lambda i, x: x.at[i].set(state.up), state.activation)
+        kept = state.activation[changed.sum().astype(int) % 2]  # the old pool is read after the loop has updated the new one
+        after = original(self, unit, state, constants, columns)
+        return dataclasses.replace(after, up=after.up + kept)
 
     monkeypatch.setattr(tick.Tick, "_forward", forward)
-    assert large_copies(compile_program(*SMALLEST))
+    assert large_copies(compile_program(SMALLEST))
 
 
 def test_a_permute_in_an_op_is_found(monkeypatch):
-    def embed(self, s, row, original=tick.Tick._embed):
-        return {name: lax.ppermute(x, STAGE, [(0, 1), (1, 0)]) for name, x in original(self, s, row).items()}
+    def embed(self, state, constants, columns, original=tick.Tick._embed):
+        after = original(self, state, constants, columns)
+        return dataclasses.replace(after, activation=lax.ppermute(after.activation, STAGE, [(0, 1), (1, 0)]))
 
     monkeypatch.setattr(tick.Tick, "_embed", embed)
-    assert len(misplaced_permutes(compile_program(*SMALLEST))) == 1
+    assert len(misplaced_permutes(compile_program(SMALLEST))) == 1
 
 
 def test_a_reduction_in_the_scan_is_found(monkeypatch):
-    def backward(self, c, s, row, original=tick.Tick._weight_gradient):
-        new = original(self, c, s, row)
-        return {**new, f"grad{c}": jax.tree.map(lambda a: lax.psum(a, "data"), new[f"grad{c}"])}
+    def backward(self, unit, state, constants, columns, original=tick.Tick._weight_gradient):
+        after = original(self, unit, state, constants, columns)
+        return dataclasses.replace(after, gradients=jax.tree.map(lambda a: lax.psum(a, "data"), after.gradients))
 
     monkeypatch.setattr(tick.Tick, "_weight_gradient", backward)
-    assert wide_collectives(compile_program((2, 2, 1), *SMALLEST[1:]))
+    assert wide_collectives(compile_program(dataclasses.replace(SMALLEST, mesh=(2, 2, 1))))
 
 
 def test_a_gradient_gathered_over_model_is_found(monkeypatch):
     """What the partitioner makes of a reduce-scatter that leaves `model` to it."""
 
-    def reduce(gradient, how, dtype):
-        return lax.psum_scatter(gradient, how.scatter_axes, scatter_dimension=how.axis(gradient.ndim), tiled=True)
+    def reduce(gradient, reduction, dtype):
+        return lax.psum_scatter(gradient, reduction.scatter_axes, scatter_dimension=reduction.axis(gradient.ndim), tiled=True)
 
     monkeypatch.setattr(runtime, "reduce", reduce)
-    found = odd_reductions(compile_program((2, 2, 2), *SMALLEST[1:]))
+    found = odd_reductions(compile_program(dataclasses.replace(SMALLEST, mesh=(2, 2, 2))))
     assert [text for text in found if "all-gather" in text]
 
 
 @pytest.mark.parametrize("changes", [{"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}, {"mesh.context": 2}, {}], ids=str)
 def test_slots_are_as_large_as_is_said(changes, monkeypatch):
     """Also where what an op keeps depends on the devices of other axes."""
-    found, make = {}, runtime.Runtime._buffers
-    monkeypatch.setattr(runtime.Runtime, "_buffers", lambda *given: found.update(made := make(*given)) or made)
+    states, make = [], runtime.Runtime._with_buffers
+    monkeypatch.setattr(runtime.Runtime, "_with_buffers", lambda *given: states.append(make(*given)) or states[-1])
     cfg = small.config((1, 2, 1), "zb_h1", 1, 4, {"pipeline.remat": "none", "data.batch_size": 16, **changes})
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         step.gradients.trace(step.abstract_state().params, abstract_batch(cfg, step))
-    size = lambda kind: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(found[kind]))
+    size = lambda kind: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(getattr(states[-1], kind)))
     said, kinds = step.slot_bytes(), ("activation", "gradient", "residual_b", "residual_w", "weight_stash")
     assert {kind: max(1, step.setup.train.pool_sizes[kind]) * said[kind] for kind in kinds} == {kind: size(kind) for kind in kinds}

@@ -8,15 +8,17 @@ import pytest
 
 from jaxtrain.schedule import drawing
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.simulate import Times, simulate
+from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.simulate import simulate
 from jaxtrain.schedule.table import Op
+from jaxtrain.schedule.table_spec import TableSpec
 
 TIMES = Times(2, 2, 1, 0.25, 2, head=0.5, embed=0.5)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def table_of(schedule="interleaved", repeats=2, **options):
-    return make_table(schedule, 3, repeats, 5, permute="early", **options)
+    return make_table(TableSpec(schedule, 3, repeats, 5, permute="early", **options))
 
 
 @pytest.mark.parametrize("width", [60, 120, 1000])
@@ -41,7 +43,9 @@ def test_text_has_every_cell_in_its_place(width):
 
 
 def test_one_unit_a_stage_needs_no_unit_in_the_text():
-    assert "F0 " in drawing.text(make_table("1f1b", 3, 1, 2, permute="late")) and "F0.0" not in drawing.text(make_table("1f1b", 3, 1, 2))
+    assert "F0 " in drawing.text(make_table(TableSpec("1f1b", 3, 1, 2, permute="late"))) and "F0.0" not in drawing.text(
+        make_table(TableSpec("1f1b", 3, 1, 2))
+    )
 
 
 def test_colours_are_the_ops_and_lighter_for_later_chunks():

@@ -171,10 +171,10 @@ def test_a_large_table_is_cut_where_it_is_shown_and_whole_in_its_files(tmp_path)
     assert len(lines) < 500 and "stage 7: 7; …; stage 16: 16" in lines[0]
     cut = next(line for line in lines if "are not shown" in line)
     first, last = map(int, re.findall(r"\d+", cut)[:2])
-    starts = [int(line.split()[1]) for line in lines if line.strip().startswith("row ")]
-    assert cut.startswith(f"rows {first} to {last} are not shown: --csv=FILE writes all") and last + 1 in starts and max(starts) > last
-    rows = (tmp_path / "t.csv").read_text().count("\n") - 2
-    assert rows > last and re.search(rf"^rows +{rows} ", done.stdout, re.MULTILINE)
+    starts = [int(line.split()[1]) for line in lines if line.strip().startswith("tick ")]
+    assert cut.startswith(f"ticks {first} to {last} are not shown: --csv=FILE writes all") and last + 1 in starts and max(starts) > last
+    ticks = (tmp_path / "t.csv").read_text().count("\n") - 2
+    assert ticks > last and re.search(rf"^ticks +{ticks} ", done.stdout, re.MULTILINE)
     drawing = ElementTree.fromstring((tmp_path / "t.svg").read_text())
     paths = drawing.findall("{http://www.w3.org/2000/svg}path")
     assert len(paths) == 24 * 3 and sum(path.get("d").count("h") for path in paths) == 24 * 500 * 3
@@ -246,7 +246,7 @@ def test_help_and_a_start_without_jax():
         ),
         (
             ["--schedule=csv:bad.csv"],
-            "bad.csv, line 2 (row 0), column 'stage 1': F0.0 waits for F0.0 of stage 0 in line 2, whose message can be read from line 3 on",
+            "bad.csv, line 2 (tick 0), column 'stage 1': F0.0 waits for F0.0 of stage 0 in line 2, whose message can be read from line 3",
         ),
         (["--schedule=csv:good.csv", "--stages=3"], "--stages=3 is not what the CSV file has: use --stages=1"),
         (["--schedule=csv:good.csv", "--recompute=1"], "--recompute=1 is the time of R, and the CSV file has no R: use --recompute="),

@@ -6,11 +6,13 @@ import pytest
 
 from jaxtrain.schedule import orders
 from jaxtrain.schedule.by_name import NAMES, check_repeats, make_forward_table, make_table
-from jaxtrain.schedule.orders import PLACES
+from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.orders import PLACEMENTS
 from jaxtrain.schedule.packing import Tasks, pack_into_ticks
-from jaxtrain.schedule.simulate import Times, simulate
-from jaxtrain.schedule.table import Op, peak_residuals
+from jaxtrain.schedule.simulate import simulate
+from jaxtrain.schedule.table import Op, TableShape, peak_residuals
 from jaxtrain.schedule.table_csv import to_csv
+from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check
 
 
@@ -37,7 +39,7 @@ BOUNDS = {
 
 def check_bounds(schedule: str, repeats: int, stages: int, microbatches: int, **options) -> None:
     idle_bound, enough, peak_bound, no_idle_between = BOUNDS[schedule, repeats]
-    table = make_table(schedule, stages, repeats, microbatches, **options)
+    table = make_table(TableSpec(schedule, stages, repeats, microbatches, **options))
     check(table)
     # Times of a stage's whole share: an op on a chunk takes 1.
     result = simulate(table, Times(repeats, repeats, repeats))
@@ -77,7 +79,7 @@ def test_the_best_way_of_laying_in_unit_times_keeps_the_bounds(schedule, repeats
 
 @pytest.mark.parametrize(("schedule", "repeats"), [(s, r) for s, r in BOUNDS if s != "gpipe"])
 def test_memory_does_not_grow_with_the_microbatches(schedule, repeats):
-    peaks = [peak_residuals(make_table(schedule, 4, repeats, m, permute="early"), count_weight_stash=True) for m in (8, 16, 40)]
+    peaks = [peak_residuals(make_table(TableSpec(schedule, 4, repeats, m, permute="early")), count_weight_stash=True) for m in (8, 16, 40)]
     assert peaks[0] == peaks[1] == peaks[2]
 
 
@@ -94,9 +96,9 @@ def test_published_steps_of_the_order():
 
 def test_interleaving_divides_the_bubble_of_1f1b():
     times = Times(1, 1, 1)
-    one = simulate(make_table("1f1b", 4, 1, 12, permute="late"), times)
+    one = simulate(make_table(TableSpec("1f1b", 4, 1, 12, permute="late")), times)
     for repeats in (2, 3, 4):
-        many = simulate(make_table("interleaved", 4, repeats, 12, permute="late"), times)
+        many = simulate(make_table(TableSpec("interleaved", 4, repeats, 12, permute="late")), times)
         assert many.step_time - 36 == pytest.approx((one.step_time - 36) / repeats)
 
 
@@ -110,7 +112,8 @@ def test_between_h1_and_h2_memory_buys_time():
                 held += {Op.F: 1, Op.W: -1}.get(op, 0)
                 peak = max(peak, held)
             assert peak <= bound, (bound, s)
-        table = pack_into_ticks(Tasks(order, tuple(range(8)), 8, 24), "between", "late")
+        shape = TableShape(name="between", stage_of=tuple(range(8)), stages=8, microbatches=24)
+        table = pack_into_ticks(Tasks(order, shape), "late")
         check(table)
         times.append(table.ticks)
     assert times == sorted(times, reverse=True)
@@ -120,7 +123,7 @@ def test_between_h1_and_h2_memory_buys_time():
 @pytest.mark.parametrize("permute", ["late", "early", "aligned", "spaced", "auto"])
 def test_one_stage_is_accumulation(permute):
     for name in NAMES:
-        table = make_table(name, 1, 2, 3, permute=permute)
+        table = make_table(TableSpec(name, 1, 2, 3, permute=permute))
         check(table)
         assert not table.permute.any() and table.idle_fraction == 0
         assert [Op(o).name for o in table.op[:6, 0]] == ["F", "F", "B", "W", "B", "W"]
@@ -130,7 +133,7 @@ def test_one_stage_is_accumulation(permute):
 @pytest.mark.parametrize("placement", ["circular", "v"])
 def test_forward_tables(placement):
     for stages, repeats, microbatches, permute in itertools.product((1, 2, 3, 6), (1, 2), (1, 2, 5, 12), ("late", "early")):
-        table = make_forward_table(PLACES[placement](stages, repeats), stages, microbatches, permute=permute)
+        table = make_forward_table(PLACEMENTS[placement](stages, repeats), stages, microbatches, permute=permute)
         check(table)
         assert set(table.op.ravel().tolist()) <= {Op.IDLE, Op.F}
         if permute == "late" and placement == "circular" and microbatches >= stages:
@@ -138,8 +141,8 @@ def test_forward_tables(placement):
 
 
 def test_groups_are_ops_of_their_own():
-    whole = make_table("1f1b", 3, 1, 4, permute="late")
-    cut = make_table("1f1b", 3, 1, 4, permute="late", groups=[1, 3, 2], remat_full=True)
+    whole = make_table(TableSpec("1f1b", 3, 1, 4, permute="late"))
+    cut = make_table(TableSpec("1f1b", 3, 1, 4, permute="late", groups=[1, 3, 2], remat_full=True))
     check(cut)
     assert cut.stage_of == (0, 1, 1, 1, 2, 2) and cut.chunk_of == (0, 1, 1, 1, 2, 2)
     assert max(peak_residuals(cut)) == max(peak_residuals(whole)) == 3
@@ -150,13 +153,13 @@ def test_groups_are_ops_of_their_own():
 
 def test_csv_schedules(tmp_path):
     path = tmp_path / "mine.csv"
-    table = make_table("zb_v", 3, 2, 6)
+    table = make_table(TableSpec("zb_v", 3, 2, 6))
     path.write_text(to_csv(table))
-    assert (make_table(f"csv:{path}", 3, 2, 6).op == table.op).all()
+    assert (make_table(TableSpec(f"csv:{path}", 3, 2, 6)).op == table.op).all()
     with pytest.raises(ValueError, match="is a table of stages=3, not 4: use 3"):
-        make_table(f"csv:{path}", 4, 2, 6)
+        make_table(TableSpec(f"csv:{path}", 4, 2, 6))
     with pytest.raises(ValueError, match="is a table of microbatches=6, not 8: use 6"):
-        make_table(f"csv:{path}", 3, 2, 8)
+        make_table(TableSpec(f"csv:{path}", 3, 2, 8))
 
 
 @pytest.mark.parametrize(
@@ -172,13 +175,13 @@ def test_csv_schedules(tmp_path):
 )
 def test_what_does_not_fit_is_said(arguments, said):
     with pytest.raises(ValueError) as error:
-        make_table(*arguments)
+        make_table(TableSpec(*arguments))
     assert said in str(error.value)
 
 
 def test_groups_and_permutes_that_do_not_exist():
     with pytest.raises(ValueError, match="groups has 2 numbers, and 1f1b has 4 chunks"):
-        make_table("1f1b", 4, 1, 8, groups=[1, 1])
+        make_table(TableSpec("1f1b", 4, 1, 8, groups=[1, 1]))
     with pytest.raises(ValueError, match="permute='never' is unknown"):
-        make_table("1f1b", 4, 1, 8, permute="never")
+        make_table(TableSpec("1f1b", 4, 1, 8, permute="never"))
     check_repeats("zb_v", 1, 1)  # one stage is accumulation

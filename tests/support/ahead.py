@@ -21,6 +21,7 @@ from jaxtrain.training.step import COMPILER_OPTIONS
 from support import ROOT, hlo
 
 HERE = pathlib.Path(__file__).parent
+COMPILERS = ROOT / ".venv-compilers"  # where `scripts/test.sh --full` puts them (requirements-compilers.txt)
 
 # A payload is smaller than an op's other activations, those than a device's part of any matrix; what a tick carries, and a device's part
 # of the vocabulary, do not fit into a TPU's vector memory, where XLA would keep smaller arrays and copy them in and out.
@@ -49,6 +50,9 @@ class Platform:
 
     @property
     def missing(self) -> bool:
+        """Whether neither the environment nor COMPILERS has it."""
+        if COMPILERS.joinpath(*self.module.split(".")).is_dir():
+            return False
         try:
             return importlib.util.find_spec(self.module) is None
         except ModuleNotFoundError:  # nor is the package around it
@@ -65,9 +69,8 @@ PLATFORMS = {
 }
 
 
-def install_command(version: str) -> str:
-    """Installs the compilers of all platforms beside a version of jax; no device and no driver is needed."""
-    return f'python -m pip install "jax[tpu]=={version}" jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version}'
+# Installs the compilers of all platforms, as `scripts/test.sh --full` does; no device and no driver is needed.
+INSTALL_COMMAND = "python -m pip install --no-deps --target .venv-compilers -r requirements-compilers.txt"
 
 
 # --- the program -------------------------------------------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ def compile_step(
 ) -> Compiled:
     """A program of the step for a platform: loss and `gradients`, or all of `train`. `options`: XLA's, if not the platform's own."""
     chosen = PLATFORMS[platform].options if options is None else options
-    paths = os.pathsep.join([str(ROOT), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(ROOT), str(HERE.parent), str(COMPILERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "TPU_LOG_DIR": "disabled"}
     environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Settings that break a rule, with the message that they cost, and settings near them that break none; of test_config.py."""
+"""Settings that break a rule, with the message that they cost, and settings near them that break none; of tests/config/test_checks.py."""
 
 import math
 

@@ -12,11 +12,11 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.devices.mesh import AXES
 from jaxtrain.parallel import replicas
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.state import Stored
 
-AXES = ("replica", "data", "stage", "context", "expert", "model")
 VOCABULARY, WIDTH, HIDDEN = 13, 8, 16
 
 # What is stored: one layer's shape, or the whole leaf's without padding.

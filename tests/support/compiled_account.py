@@ -52,7 +52,8 @@ def read(mesh: Mapping[str, int], setup: Setup, program: hlo.Program, stage: int
     device = int(np.ravel_multi_index([stage if name == "stage" else 0 for name in mesh], tuple(mesh.values())))
     wanted = {}
     if setup.train:
-        wanted = {n: fractions.Fraction(int(a[:, stage].sum()), setup.table.ticks) for n, a in columns(setup.train).items()}
+        runs = columns(setup.train).runs
+        wanted = {op: fractions.Fraction(int(column[:, stage].sum()), setup.table.ticks) for op, column in runs.items()}
     outermost = [i for i in program.inline(program.entry) if i.opcode == "while"]
     sending = lambda i: any(True for _ in collectives(program, i))
 

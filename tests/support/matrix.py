@@ -6,11 +6,13 @@ import hashlib
 import itertools
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxtrain.schedule import orders
 from support import ROOT
 from support.pipeline_tables import KINDS
 
@@ -23,6 +25,13 @@ REMATS = ("full", "selective", "none")
 PERMUTES = ("auto", "late", "aligned", "early", "spaced")
 VOCABULARIES = ("parallel", "end_stages")
 LAYERS_PER_OP = (0, 1)
+
+# The sample's own values, so that few models serve all of its cases: one batch, and fewer layers where that many are not needed.
+SAMPLE_SEQUENCES = 48
+SAMPLE_MICROBATCHES = (1, 3, 6, 8, 12)
+SAMPLE_LAYERS_PER_OP = (0, 2)
+FEW_LAYERS = (8, 9)  # 9 are uneven on 2 and 4 stages
+DRAWS = 3  # of what is left open, for every combination from which the sample is chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,46 +47,122 @@ class Case:
     permute: str
     vocabulary: str
     layers_per_op: int
+    sequences: int
 
     def __str__(self) -> str:
         name, repeats = self.schedule
         text = f"{'x'.join(map(str, self.mesh))}-{name}{repeats}-{self.remat}-{self.microbatches}mb-{self.layers}L{'-tied' * self.tied}"
-        return f"{text}-{self.permute}-{self.vocabulary}{'-by_layer' * self.layers_per_op}"
+        return f"{text}-{self.permute}-{self.vocabulary}{f'-{self.layers_per_op}_per_op' * (self.layers_per_op > 0)}"
+
+    @property
+    def longest_chunk(self) -> int:
+        """Layers; at least so many where `auto` may choose two chunks a stage."""
+        return -(-self.layers // (self.mesh[1] * (self.schedule[1] or 2)))
+
+    @property
+    def factors(self) -> dict[str, object]:
+        """What the compiled program and its arithmetic depend on. That each schedule's table is right is shown without compiling
+        (tests/schedule/test_columns.py), so schedules count by family here, and microbatches by what they are to the stages."""
+        data, stages, model = self.mesh
+        found: dict[str, object] = {"stages": stages, "data": data > 1, "model": model > 1}
+        found["microbatches"] = to_stages(self.microbatches, stages)
+        found |= {"remat": self.remat, "uneven": bool(self.layers % 2), "tied": self.tied}
+        if stages > 1:
+            found |= {"family": family(*self.schedule), "permute": self.permute, "vocabulary": self.vocabulary}
+            found["cut"] = 0 < self.layers_per_op < self.longest_chunk
+        return found
 
     @property
     def pairs(self) -> frozenset:
-        """Every two of its values, each with the name of its factor."""
-        return frozenset(itertools.combinations([(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)], 2))
+        """Every two of its factors, and its schedule by name."""
+        named = {("schedule", self.schedule)} if self.mesh[1] > 1 else set()
+        return frozenset(itertools.combinations(self.factors.items(), 2)) | named
+
+
+def to_stages(microbatches: int, stages: int) -> str:
+    """The class of a number of microbatches."""
+    if microbatches == 1:
+        return "one"
+    if microbatches < stages:
+        return "fewer than stages"
+    return "uneven over stages" if microbatches % stages else "a multiple of stages"
+
+
+@functools.cache
+def family(schedule: str, repeats: int) -> tuple:
+    """Schedules of one family have the same placement, as many chunks on a stage, and put off their W's or do not."""
+    if schedule not in orders.SCHEDULES:
+        return (schedule,)
+    known = orders.SCHEDULES[schedule]
+    cells = itertools.chain(*(itertools.pairwise(stage) for stage in known.order(4, repeats, 8)))
+    puts_off = any(cell[0] == orders.B and after != (orders.W, *cell[1:]) for cell, after in cells)
+    return known.placement, repeats, puts_off
 
 
 @functools.cache
 def whole() -> tuple[Case, ...]:
-    """Every schedule × remat × number of stages × microbatches for which there are layers. The other factors are drawn, from a fixed
-    seed, until every two values of any two factors have met; so are the single-stage meshes, for which all schedules are one."""
+    """Every schedule × remat × number of stages × microbatches for which there are layers; the other factors are drawn, from a fixed
+    seed. So are the single-stage meshes, for which all schedules are one."""
     random = np.random.default_rng(1)
-    pick = lambda values: values[random.integers(len(values))]
-
-    def case(mesh, schedule, remat, microbatches):
-        return Case(
-            mesh, schedule, remat, microbatches, pick(LAYERS), bool(pick((0, 1))), pick(PERMUTES), pick(VOCABULARIES), pick(LAYERS_PER_OP)
-        )
-
     cases = []
     for stages, schedule, remat, m in itertools.product(STAGED, SCHEDULES, REMATS, MICROBATCHES):
         if stages * schedule[1] <= min(LAYERS):
-            cases.append(case(pick(STAGED[stages]), schedule, remat, m))
+            cases.append(draw(random, STAGED[stages], schedule, remat, m, LAYERS, 8 * m))  # the fewest sequences that fit every mesh
     for mesh, remat, m in itertools.product(ALONE, REMATS, MICROBATCHES):
-        cases.append(dataclasses.replace(case(mesh, ("1f1b", 1), remat, m), permute="auto", vocabulary="parallel", layers_per_op=0))
+        cases.append(draw(random, [mesh], ("1f1b", 1), remat, m, LAYERS, 8 * m))
     return tuple(cases)
 
 
-def cover(cases: Iterable[Case]) -> Iterator[Case]:
+@functools.cache
+def sample() -> tuple[Case, ...]:
+    """A cover of the same space at the sample's own values."""
+    random = np.random.default_rng(1)
+    cases = []
+    for _, stages, schedule, remat, m in itertools.product(range(DRAWS), STAGED, SCHEDULES, REMATS, SAMPLE_MICROBATCHES):
+        meshes = [mesh for mesh in STAGED[stages] if SAMPLE_SEQUENCES % (m * mesh[0]) == 0]
+        layers = FEW_LAYERS if stages <= 4 and schedule[1] <= 2 else LAYERS  # `auto` may choose two chunks
+        if meshes and stages * schedule[1] <= min(layers):
+            cases.append(draw(random, meshes, schedule, remat, m, layers, SAMPLE_SEQUENCES, SAMPLE_LAYERS_PER_OP))
+    for mesh, remat, m in itertools.product(ALONE, REMATS, SAMPLE_MICROBATCHES):
+        if SAMPLE_SEQUENCES % (m * mesh[0]) == 0:
+            cases.append(draw(random, [mesh], ("1f1b", 1), remat, m, FEW_LAYERS, SAMPLE_SEQUENCES))
+    return tuple(cover(cases))
+
+
+def draw(
+    random: np.random.Generator,
+    meshes: Sequence[tuple[int, int, int]],
+    schedule: tuple[str, int],
+    remat: str,
+    microbatches: int,
+    layers: Sequence[int],
+    sequences: int,
+    layers_per_op: Sequence[int] = LAYERS_PER_OP,
+) -> Case:
+    """A case whose other factors are chosen by chance; those that mean nothing on one stage are always the same there."""
+    pick = lambda values: values[random.integers(len(values))]
+    case = Case(
+        mesh=pick(meshes),
+        schedule=schedule,
+        remat=remat,
+        microbatches=microbatches,
+        layers=pick(layers),
+        tied=bool(pick((0, 1))),
+        permute=pick(PERMUTES),
+        vocabulary=pick(VOCABULARIES),
+        layers_per_op=pick(layers_per_op),
+        sequences=sequences,
+    )
+    return case if case.mesh[1] > 1 else dataclasses.replace(case, permute="auto", vocabulary="parallel", layers_per_op=0)
+
+
+def cover(cases: Iterable[Any]) -> Iterator[Any]:
     """Some of the cases, in which every pair of values that any case has occurs: greedily, always the case with most new pairs."""
-    cases = list(cases)
-    missing = set().union(*(case.pairs for case in cases))
+    pairs_of = {case: case.pairs for case in cases}
+    missing = set().union(*pairs_of.values())
     while missing:
-        best = max(cases, key=lambda case: len(case.pairs & missing))  # the first of equals
-        missing -= best.pairs
+        best = max(pairs_of, key=lambda case: len(pairs_of[case] & missing))  # the first of equals
+        missing -= pairs_of[best]
         yield best
 
 

@@ -1,17 +1,16 @@
-"""Tables for the tests of several files: a grid over all schedules, random ones that are right by construction, broken ones; and two
-executions on symbols, of a table and of a program."""
+"""Tables for the tests of several files: a grid over all schedules, random ones that are right by construction, broken ones; and an
+execution on symbols that knows no slots (symbolic_tick.py has one by the columns of the runtime)."""
 
 import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jaxtrain.schedule.by_name import make_table
-from jaxtrain.schedule.columns import MESSAGES
-from jaxtrain.schedule.orders import PLACES, SCHEDULES
-from jaxtrain.schedule.slots import KINDS as SLOT_KINDS
-from jaxtrain.schedule.slots import SlottedTable
-from jaxtrain.schedule.table import Op, Permute, Table, directions, from_cells, makes, needs, tasks, units_of
+from jaxtrain.schedule.orders import PLACEMENTS, SCHEDULES
+from jaxtrain.schedule.table import Cell, Op, Permute, Table, TableShape, directions, from_cells
+from jaxtrain.schedule.table_spec import TableSpec
 
 # Every schedule with the fewest chunks on a stage that it is made for, and one more where it is for any number of them.
 KINDS = [
@@ -27,18 +26,64 @@ def grid(permute: str) -> Iterator[Table]:
     for (schedule, repeats), stages, microbatches in itertools.product(KINDS, (1, 2, 3, 5), (1, 2, 4, 7, 11)):
         remat_full, cut = next(turns)
         groups = [1 + c % 3 for c in range(stages * repeats)] if cut else None
-        yield make_table(schedule, stages, repeats, microbatches, permute=permute, remat_full=remat_full, groups=groups)
+        yield make_table(TableSpec(schedule, stages, repeats, microbatches, permute=permute, remat_full=remat_full, groups=groups))
+
+
+class Message(NamedTuple):
+    """What a unit reads: "activation", of the unit before, or "gradient", of the unit after. The head is unit `units`, the embedding's
+    gradient unit −1."""
+
+    kind: str
+    unit: int
+    microbatch: int
+
+
+class Sent(NamedTuple):
+    """A message and the way it goes, 0 where it stays."""
+
+    message: Message
+    way: int
+
+
+def needed(cell: Cell) -> Message | None:
+    """The message that a cell reads."""
+    kind = {Op.F: "activation", Op.B: "gradient"}.get(cell.op)
+    return Message(kind, cell.unit, cell.microbatch) if kind else None
+
+
+def sent(cell: Cell, ways: tuple[int, ...]) -> Sent | None:
+    """What a cell makes, by the `directions` of its table."""
+    op, unit, microbatch = cell
+    if op == Op.F:
+        return Sent(Message("activation", unit + 1, microbatch), ways[unit])
+    if op == Op.B:
+        return Sent(Message("gradient", unit - 1, microbatch), -ways[unit - 1] if unit else 0)
+    return None
+
+
+def tasks(shape: TableShape) -> Iterator[Cell]:
+    """Every cell that a table of this shape must hold."""
+    for unit in range(shape.units):
+        ops = [Op.F] if shape.forward_only else [Op.F, Op.B, Op.W]
+        if shape.recomputes(unit):
+            ops.append(Op.R)
+        for microbatch in range(shape.microbatches):
+            for op in ops:
+                yield Cell(int(op), unit, microbatch)
 
 
 def random_table(source: random.Random) -> Table:
     """A table whose every choice is random: what runs where and when, permutes, head and embedding. It is right by construction."""
     stages, recompute, forward_only = source.randint(1, 5), source.random() < 0.5, source.random() < 0.15
     repeats, microbatches = source.randint(1, 3), source.randint(1, 6)
-    chunks = PLACES[source.choice(["circular", "v"])](stages, repeats)
+    chunks = PLACEMENTS[source.choice(["circular", "v"])](stages, repeats)
     stage_of = tuple(s for s in chunks for _ in range(source.randint(1, 2)))
     ways, last = directions(stage_of, stages), len(stage_of) - 1
-    kinds = {"recompute": recompute, "recompute_last": recompute and source.random() < 0.3, "forward_only": forward_only}
-    shape = from_cells([], "random", stage_of, stages, microbatches, **kinds)
+    recompute_last = recompute and source.random() < 0.3
+    shape = TableShape(
+        name="random", stage_of=stage_of, stages=stages, microbatches=microbatches, recompute=recompute, recompute_last=recompute_last,
+        forward_only=forward_only,
+    )  # fmt: skip
     todo = set(tasks(shape))
     there, done, rows, permutes = {}, set(), [], []
     columns = {name: [] for name in ("head", "embed", "embed_gradient")}
@@ -53,12 +98,11 @@ def random_table(source: random.Random) -> Table:
     def fits(cell, t):
         op, g, k = cell
         before = {Op.R: Op.F, Op.B: Op.R if shape.recomputes(g) else Op.F, Op.W: Op.B}.get(op)
-        message = needs(cell)
-        made = makes(cell, stage_of, ways)
+        message, made = needed(cell), sent(cell, ways)
         return (
             (before is None or (before, g, k) in done)
             and (message is None or there.get(message, t + 1) <= t)
-            and not (made and made[1] and made[1] in buffers[stage_of[g]])
+            and not (made and made.way and made.way in buffers[stage_of[g]])
         )
 
     def some(candidates, chance):
@@ -81,11 +125,11 @@ def random_table(source: random.Random) -> Table:
             if cell:
                 todo.remove(cell)
                 done.add(cell)
-                made = makes(cell, stage_of, ways)
-                if made and made[1]:
-                    buffers[s][made[1]] = made[0]
+                made = sent(cell, ways)
+                if made and made.way:
+                    buffers[s][made.way] = made.message
                 elif made:
-                    there[made[0]] = t + (0 <= made[0][1] <= last)
+                    there[made.message] = t + (0 <= made.message.unit <= last)
         head = some({k for kind, g, k in there if kind == "activation" and g == last + 1} - ended["head"], 0.6)
         if head >= 0:
             there["gradient", last, head] = t + 1
@@ -97,80 +141,7 @@ def random_table(source: random.Random) -> Table:
             send(t)
         rows.append(row)
         permutes.append(int(when))
-    return from_cells(rows, "random", stage_of, stages, microbatches, permute=permutes, columns=columns, **kinds)
-
-
-def replay(slotted: SlottedTable) -> set[tuple]:
-    """Executes a program on symbols in place of arrays, with nothing but its columns → the tasks done.
-
-    Fails where an op finds something else in its slot. Send buffers keep their contents, as they do in a runtime.
-    """
-    t, p, last = slotted.table, slotted.table.stages, slotted.table.units - 1
-    own = units_of(t.stage_of, p)
-    pools = {kind: [[None] * n for n in slotted.slots_per_stage[kind]] for kind in SLOT_KINDS}
-    buffers = {+1: [None] * p, -1: [None] * p}
-    arrived = {+1: [None] * p, -1: [None] * p}
-    done, first, end = set(), t.stage_of[0], t.stage_of[-1]
-
-    def permute():
-        arrived[+1] = buffers[+1][-1:] + buffers[+1][:-1]
-        arrived[-1] = buffers[-1][1:] + buffers[-1][:1]
-
-    def read(kind, s, slot, wanted):
-        assert slot >= 0 and pools[kind][s][slot] == wanted, (row, s, kind, slot, wanted)
-
-    for row in range(t.ticks):
-        for s in range(p):
-            for way, name in ((+1, "up"), (-1, "down")):
-                for kind in MESSAGES:
-                    if (slot := getattr(slotted, f"{name}_{kind}")[row, s]) >= 0:
-                        pools[kind][s][slot] = arrived[way][s]
-        if t.permute[row] == Permute.EARLY:
-            permute()
-        if (k := int(t.embed[row])) >= 0:
-            pools["activation"][first][slotted.embed_activation[row]] = ("activation", 0, k)
-        for s in range(p):
-            op, k = Op(t.op[row, s]), int(t.microbatch[row, s])
-            if op == Op.IDLE:
-                assert all(getattr(slotted, kind)[row, s] == -1 for kind in SLOT_KINDS) and slotted.send[row, s] == 0
-                continue
-            g = own[s][t.local_unit[row, s]]
-            slot = {kind: int(getattr(slotted, kind)[row, s]) for kind in SLOT_KINDS}
-            message = None
-            if op in (Op.F, Op.R):
-                read("activation", s, slot["activation"], ("activation", g, k))
-                message = ("activation", g + 1, k) if op == Op.F else None
-                assert (slot["residual_b"] >= 0) == (not t.forward_only and (op == Op.R or not t.recomputes(g)))
-                if slot["residual_b"] >= 0:
-                    pools["residual_b"][s][slot["residual_b"]] = pools["residual_w"][s][slot["residual_w"]] = ("residual", g, k)
-            elif op == Op.B:
-                read("gradient", s, slot["gradient"], ("gradient", g, k))
-                read("residual_b", s, slot["residual_b"], ("residual", g, k))
-                read("residual_w", s, slot["residual_w"], ("residual", g, k))
-                pools["weight_stash"][s][slot["weight_stash"]] = ("weight_stash", g, k)
-                message = ("gradient", g - 1, k)
-            else:
-                read("weight_stash", s, slot["weight_stash"], ("weight_stash", g, k))
-                read("residual_w", s, slot["residual_w"], ("residual", g, k))
-            stays = int(slotted.stay_activation[row, s]) if op == Op.F else int(slotted.stay_gradient[row, s])
-            way = int(slotted.send[row, s])
-            assert (message is None) == (stays < 0 and way == 0) and not (stays >= 0 and way)
-            if stays >= 0:
-                pools[message[0]][s][stays] = message
-            elif way:
-                buffers[way][s] = message
-            done.add((op.name, g, k))
-        if (k := int(t.head[row])) >= 0:
-            read("activation", end, slotted.head_activation[row], ("activation", last + 1, k))
-            if not t.forward_only:
-                pools["gradient"][end][slotted.head_gradient[row]] = ("gradient", last, k)
-            done.add(("H", k))
-        if (k := int(t.embed_gradient[row])) >= 0:
-            read("gradient", first, slotted.embed_gradient_gradient[row], ("gradient", -1, k))
-            done.add(("E", k))
-        if t.permute[row] == Permute.LATE:
-            permute()
-    return done
+    return from_cells(shape, rows, permute=permutes, columns=columns)
 
 
 def expected(table) -> set[tuple]:
@@ -210,14 +181,14 @@ def execute(table: Table) -> bool:
                 continue
             op, g, k = cell
             before = {Op.R: Op.F, Op.W: Op.B, Op.B: Op.R if table.recomputes(g) else Op.F}.get(op)
-            if (before is not None and (before, g, k) not in done) or (needs(cell) is not None and needs(cell) not in there[s]):
+            if (before is not None and (before, g, k) not in done) or (needed(cell) is not None and needed(cell) not in there[s]):
                 return False
             done.append(cell)
-            made = makes(cell, stage_of, ways)
-            if made and made[1]:
-                buffers[made[1]][s] = made[0]
+            made = sent(cell, ways)
+            if made and made.way:
+                buffers[made.way][s] = made.message
             elif made:
-                staying.append((s, made[0]))
+                staying.append((s, made.message))
         if table.head[t] >= 0:
             k = int(table.head[t])
             if (Op.F, last, k) not in done:

@@ -5,6 +5,8 @@
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,6 +47,25 @@ def config(mesh=(1, 1, 1), schedule="1f1b", repeats=1, microbatches=4, changes=N
         "pipeline.microbatches": microbatches,
     } | (changes or {})
     return configs.replace(SMALL, changes).resolve()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layout for a test: mesh is data × stage × model; `changes` of the small config are by path ("model.layers"), other axes of the mesh
+    among them. program: which of the step's, for a test that reads one."""
+
+    mesh: tuple[int, int, int]
+    schedule: str = "1f1b"
+    repeats: int = 1
+    microbatches: int = 2
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    program: str = "gradients"
+
+    def config(self, shared: Mapping[str, Any] | None = None) -> Config:
+        """Resolved; `shared` changes are made before its own. Unless one says otherwise there are 8 sequences to a microbatch, which every
+        mesh can cut."""
+        shared = {"data.batch_size": 8 * self.microbatches} | dict(shared or {})
+        return config(self.mesh, self.schedule, self.repeats, self.microbatches, shared | dict(self.changes))
 
 
 def named(always, more) -> list:

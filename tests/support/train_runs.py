@@ -1,7 +1,8 @@
 """What the tests of whole runs share: a tiny recipe and corpus, the real commands in processes of their own, and what a run has left.
 
 A run's files are all in its own folder, the corpus's cache too. The optimizer's schedule does not depend on train.steps, so that runs
-of different lengths are the same program and have the same losses.
+of different lengths are the same program and have the same losses. The recipe is as small as a pipeline can be, on 2 devices, for most
+of these tests are about the loop, its files and its processes; LARGE is for those about layouts.
 """
 
 import contextlib
@@ -31,10 +32,10 @@ from jaxtrain.config import *
 
 def get_config():
     return Config(
-        model=ModelConfig(layers=9, width=32, heads=4, mlp_width=64, tied_embeddings=True, init_std=0.1),
+        model=ModelConfig(layers=3, width=32, heads=4, mlp_width=64, tied_embeddings=True, init_std=0.1),
         data=DataConfig(source="corpus.txt", sequence_length=32, batch_size=16),
-        mesh=MeshConfig(stage=4, model=2),
-        pipeline=PipelineConfig(schedule="interleaved", microbatches=4, repeats=2),
+        mesh=MeshConfig(stage=2),
+        pipeline=PipelineConfig(schedule="1f1b", microbatches=2),
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=4, schedule="constant"),
         precision=PrecisionConfig(compute="float32"),
         train=TrainConfig(steps=12, eval_batches=2),
@@ -42,19 +43,14 @@ def get_config():
         metrics=MetricsConfig(log_every=1, tensorboard=False),
     )
 """
-# Flags of meshes data × stage × model; none for the recipe's own, 1 × 4 × 2 with two chunks a stage. No one of them divides 9 layers.
+DEVICES = 2  # of the recipe
+LARGE = {"model.layers": 9, "pipeline.microbatches": 4}  # that no mesh of 8 devices divides
+# Meshes of 8 devices, data × stage × model; the first two have two chunks a stage.
 MESHES = {
-    "1x4x2": {},
-    "2x2x2": {"mesh.data": 2, "mesh.stage": 2},
-    "8x1x1": {
-        "mesh.data": 8,
-        "mesh.stage": 1,
-        "mesh.model": 1,
-        "pipeline.schedule": "1f1b",
-        "pipeline.repeats": 1,
-        "pipeline.microbatches": 2,
-    },
-    "1x8x1": {"mesh.stage": 8, "mesh.model": 1, "pipeline.schedule": "1f1b", "pipeline.repeats": 1, "pipeline.microbatches": 8},
+    "1x4x2": {"mesh.stage": 4, "mesh.model": 2, "pipeline.schedule": "interleaved", "pipeline.repeats": 2},
+    "2x2x2": {"mesh.data": 2, "mesh.model": 2, "pipeline.schedule": "interleaved", "pipeline.repeats": 2},
+    "8x1x1": {"mesh.data": 8, "mesh.stage": 1, "pipeline.microbatches": 2},
+    "1x8x1": {"mesh.stage": 8, "pipeline.microbatches": 8},
 }
 WORDS = "a batch is cut into microbatches and every stage of the mesh works on one of them at each tick of the table".split()
 
@@ -72,9 +68,9 @@ def settings(**values: object) -> list[str]:
     return flags_of({name.replace("__", "."): value for name, value in values.items()})
 
 
-def mesh(name: str) -> list[str]:
-    """The flags of one of MESHES."""
-    return flags_of(MESHES[name])
+def large(mesh: str) -> list[str]:
+    """The flags of the larger model on one of MESHES."""
+    return flags_of(LARGE | MESHES[mesh])
 
 
 def flags_of(values: dict[str, object]) -> list[str]:
@@ -150,12 +146,14 @@ def running(folder: pathlib.Path, *words: str, environment: dict[str, str] | Non
         command.process.wait()
 
 
-def training(workdir: pathlib.Path, *flags: str, devices: int = 8) -> list[str]:
+def training(workdir: pathlib.Path, *flags: str, devices: int = DEVICES) -> list[str]:
     """The words of a training command on simulated devices; the recipe is beside the workdir."""
     return ["jaxtrain.train", "--config=recipe.py", f"--workdir={workdir.name}", f"--cpu_devices={devices}", *flags]
 
 
-def train(workdir: pathlib.Path, *flags: str, status: int | None = 0, devices: int = 8, environment: dict[str, str] | None = None) -> Done:
+def train(
+    workdir: pathlib.Path, *flags: str, status: int | None = 0, devices: int = DEVICES, environment: dict[str, str] | None = None
+) -> Done:
     """Runs the training command to its end."""
     with running(workdir.parent, *training(workdir, *flags, devices=devices), environment=environment) as command:
         return command.end(status)

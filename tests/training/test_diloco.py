@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import hlo, plain_loop, small
 from support.crossing import across, bytes_sent
+from support.small import Case
 
 from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
 from jaxtrain.devices.mesh import REPLICA, make_mesh
@@ -30,15 +31,9 @@ from jaxtrain.training.step import Step, abstract_batch, make_step
 STEPS, INNER = 7, 3
 
 
-def config(mesh, schedule, repeats, microbatches, changes) -> Config:
-    """With the plain loops' clipping, and replicas that train apart; `changes` by path."""
-    own = {
-        "mesh.replica": 2,
-        "data.batch_size": 8 * microbatches,
-        "optimizer.clip_norm": plain_loop.CLIP,
-        "train.diloco_inner_steps": INNER,
-    }
-    return small.config(mesh, schedule, repeats, microbatches, own | changes)
+def config(case: Case) -> Config:
+    """With the plain loops' clipping, and replicas that train apart."""
+    return case.config({"mesh.replica": 2, "optimizer.clip_norm": plain_loop.CLIP, "train.diloco_inner_steps": INNER})
 
 
 def rows_of(cfg: Config, arrays: dict, replica: int) -> dict:
@@ -102,7 +97,7 @@ def plain_step(cfg: Config):
     optimizer = make_optimizer(cfg.optimizer, cfg.train.steps, specs)
 
     def mean_loss(params, batch):
-        losses = optax.softmax_cross_entropy_with_integer_labels(transformer.forward(parts, params, batch["tokens"]), batch["targets"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(transformer.logits(parts, params, batch["tokens"]), batch["targets"])
         return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
     @jax.jit
@@ -155,18 +150,18 @@ def share(step: Step) -> int:
 
 
 CASES = {
-    "data 2, stage 2, interleaved": ((2, 2, 1), "interleaved", 2, 4, {}),
-    "data 2, model 2, zero 3": ((2, 1, 2), "1f1b", 1, 2, {"parallel.zero": 3}),
+    "data 2, stage 2, interleaved": Case((2, 2, 1), "interleaved", 2, 4),
+    "data 2, model 2, zero 3": Case((2, 1, 2), changes={"parallel.zero": 3}),
 }
 MORE = {
-    "4 replicas, data 2, zero 0": ((2, 1, 1), "1f1b", 1, 2, {"mesh.replica": 4, "parallel.zero": 0, "data.batch_size": 32}),
-    "context 2, zb_v, zero 2": ((1, 2, 1), "zb_v", 2, 2, {"mesh.context": 2, "parallel.zero": 2, "model.layers": 5}),
+    "4 replicas, data 2, zero 0": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 0, "data.batch_size": 32}),
+    "context 2, zb_v, zero 2": Case((1, 2, 1), "zb_v", 2, changes={"mesh.context": 2, "parallel.zero": 2, "model.layers": 5}),
 }
 
 
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_as_plain_loops_that_meet(case):
-    cfg = config(*(CASES | MORE)[case])
+    cfg = config((CASES | MORE)[case])
     got, step, programs = train(cfg)
     expected = reference(cfg)
     np.testing.assert_allclose(got.losses[0], expected.losses[0], rtol=1e-5)
@@ -191,7 +186,7 @@ def assert_same_parameters(got: dict, expected: dict, cfg: Config) -> None:
 
 def test_int8_is_the_same_as_plain_loops_with_rounded_numbers():
     """On one device a replica, where blocks are those of whole tensors."""
-    cfg = config((1, 1, 1), "1f1b", 1, 2, {"precision.outer": "int8", "model.layers": 2})
+    cfg = config(Case((1, 1, 1), changes={"precision.outer": "int8", "model.layers": 2}))
     got, step, programs = train(cfg)
     expected = reference(cfg)
     np.testing.assert_allclose(got.losses[: INNER + 1], expected.losses[: INNER + 1], rtol=1e-4)
@@ -239,8 +234,8 @@ def test_mean_across_replicas(layout):
 
 
 def test_a_batch_without_a_valid_token_has_no_loss():
-    metrics = StepMetrics(jnp.zeros(2), grad_norm=jnp.zeros(2), learning_rate=jnp.zeros(2), tokens=jnp.zeros(2, jnp.int32))
-    assert all(float(a) == 0 for a in mean_over_replicas(metrics).by_name().values())
+    metrics = StepMetrics(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jnp.zeros(2, jnp.int32))
+    assert all(float(value) == 0 for value in mean_over_replicas(metrics).by_name().values())
 
 
 def test_rounding_to_int8():

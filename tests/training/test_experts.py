@@ -1,9 +1,12 @@
 """Experts over the `expert` axis, alone and with the others: the same training as on one device, the same choices, the same drops."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from support import plain_loop, small
+from support.small import Case
 
 from jaxtrain.training.step import make_step
 
@@ -18,30 +21,29 @@ MOE = {
 SEVERAL = {"model.dense_layers": 2, "model.shared_experts": 2, "model.router": "sigmoid", "model.router_scale": 2.0, "model.z_loss": 0.01}
 GROUPS = {"model.experts": 9, "model.router_groups": 3, "model.router_group_limit": 2, "data.batch_size": 24}
 V2 = {"model.router_group_best": 1, "model.router_normalize": "never"}  # as in DeepSeek-V2
-# data × stage × model, schedule, repeats, changes
 CASES = {
-    "context, groups": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 3, "mesh.context": 2, **GROUPS}),
-    "drops, zb_h1": ((1, 2, 1), "zb_h1", 1, {"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "none", "model.capacity_factor": 0.7}),
-    "zb_v, zero 2, all at once": ((2, 2, 1), "zb_v", 2, {"mesh.expert": 2, "pipeline.remat": "selective", "parallel.zero": 2, **SEVERAL}),
+    "context, groups": Case((1, 1, 1), changes={"mesh.expert": 3, "mesh.context": 2, **GROUPS}),
+    "drops, zb_h1": Case(
+        (1, 2, 1), "zb_h1", 1, changes={"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "none", "model.capacity_factor": 0.7}
+    ),
+    "zb_v, zero 2, all at once": Case(
+        (2, 2, 1), "zb_v", 2, changes={"mesh.expert": 2, "pipeline.remat": "selective", "parallel.zero": 2, **SEVERAL}
+    ),
 }
 MORE = {
-    "alone": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 2}),
-    "no normalization, one best of a group": ((1, 1, 1), "1f1b", 1, {"mesh.expert": 3, **GROUPS, **V2}),
-    "model 2": ((1, 1, 2), "1f1b", 1, {"mesh.expert": 4, "model.shared_experts": 1}),
-    "zero 3, gelu": (
-        (2, 1, 2),
-        "1f1b",
-        1,
-        {"mesh.expert": 2, "model.capacity_factor": 4.0, "parallel.zero": 3, "model.activation": "gelu"},
+    "alone": Case((1, 1, 1), changes={"mesh.expert": 2}),
+    "no normalization, one best of a group": Case((1, 1, 1), changes={"mesh.expert": 3, **GROUPS, **V2}),
+    "model 2": Case((1, 1, 2), changes={"mesh.expert": 4, "model.shared_experts": 1}),
+    "zero 3, gelu": Case(
+        (2, 1, 2), changes={"mesh.expert": 2, "model.capacity_factor": 4.0, "parallel.zero": 3, "model.activation": "gelu"}
     ),
-    "stage 2, model 2": ((1, 2, 2), "interleaved", 2, {"mesh.expert": 2, "pipeline.remat": "selective"}),
+    "stage 2, model 2": Case((1, 2, 2), "interleaved", 2, changes={"mesh.expert": 2, "pipeline.remat": "selective"}),
 }
 
 
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_training(case):
-    mesh, schedule, repeats, changes = (CASES | MORE)[case]
-    cfg = small.config(mesh, schedule, repeats, 4, MOE | changes)
+    cfg = dataclasses.replace((CASES | MORE)[case], microbatches=4).config(MOE)
     got, expected = plain_loop.train(cfg), plain_loop.reference(cfg)
     plain_loop.assert_same(got, expected)
     # Every step's counts moved the biases the same way.
@@ -58,7 +60,7 @@ def test_what_is_logged_of_the_load(counter):
     state = small.first_state(step, plain_loop.weights(cfg))
     with jax.set_mesh(step.mesh):
         batch = small.place_batch(step, cfg, small.batch(cfg, 0))
-        found = step.gradients(state.params, batch)[2]
+        found = step.gradients(state.params, batch).gradients
         state, metrics = step.train(state, batch)
     router = small.to_plain(step.layout, found)["layers"]["mlp"]["router"]
     load, dropped = router[counter], router["dropped"]

@@ -6,6 +6,7 @@ import jax
 import pytest
 from support import hlo, small
 from support.plain_loop import CLIP, assert_same, reference, train
+from support.small import Case
 
 from jaxtrain.training.step import abstract_batch, make_step
 
@@ -19,24 +20,21 @@ LATENT = {  # no size is another's
 }
 APART = {"data.attend_across_documents": False}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
-# (data × stage × model, context), schedule, repeats, microbatches, changes
 CASES = {
-    "zero 3, documents": ((2, 2, 2), 1, "interleaved", 2, 2, {**APART, **SELECTIVE, "parallel.zero": 3}),
-    "context, zb_h1": ((1, 2, 2), 2, "zb_h1", 1, 3, {**NONE, "model.query_rank": 0}),
+    "zero 3, documents": Case((2, 2, 2), "interleaved", 2, changes={**APART, **SELECTIVE, "parallel.zero": 3}),
+    "context, zb_h1": Case((1, 2, 2), "zb_h1", 1, 3, changes={"mesh.context": 2, **NONE, "model.query_rank": 0}),
 }
 MORE = {
-    "model 4": ((1, 1, 4), 1, "1f1b", 1, 2, {}),
-    "stages": ((1, 4, 2), 1, "zb_v", 2, 4, {**NONE, "model.layers": 9}),
-    "ulysses": ((2, 1, 2), 2, "1f1b", 1, 2, {**APART, "parallel.context": "ulysses", "parallel.zero": 2}),
-    "gpt2": ((2, 2, 1), 2, "1f1b", 1, 2, {"model.norm": "layernorm", "model.biases": True, "parallel.zero": 0}),
+    "model 4": Case((1, 1, 4)),
+    "stages": Case((1, 4, 2), "zb_v", 2, 4, changes={**NONE, "model.layers": 9}),
+    "ulysses": Case((2, 1, 2), changes={"mesh.context": 2, **APART, "parallel.context": "ulysses", "parallel.zero": 2}),
+    "gpt2": Case((2, 2, 1), changes={"mesh.context": 2, "model.norm": "layernorm", "model.biases": True, "parallel.zero": 0}),
 }
 
 
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_training(case):
-    mesh, size, schedule, repeats, microbatches, changes = (CASES | MORE)[case]
-    shared = {"mesh.context": size, "data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP}
-    cfg = small.config(mesh, schedule, repeats, microbatches, LATENT | shared | changes)
+    cfg = (CASES | MORE)[case].config(LATENT | {"optimizer.clip_norm": CLIP})
     assert_same(train(cfg), reference(cfg))
 
 

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from support import plain_loop, small
+from support.small import Case
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
@@ -14,31 +15,49 @@ TIED = {"model.tied_embeddings": True}
 DOCUMENTS = {"data.attend_across_documents": False}
 EARLY = {"pipeline.permute": "early"}
 
-# name: data × stage × model, schedule, repeats, microbatches, rows, changes
 VARIANTS = {
-    "gpt2 form": ((2, 2, 2), "interleaved", 2, 4, 16, GPT2 | TIED | EARLY | {"model.layers": 5}),
-    "gpt2 form, documents apart, fewer microbatches than stages": (
-        (2, 4, 1), "interleaved", 2, 3, 12, GPT2 | DOCUMENTS | EARLY | {"model.layers": 9, "model.max_positions": 24},
+    "gpt2 form": Case((2, 2, 2), "interleaved", 2, 4, changes={"data.batch_size": 16} | GPT2 | TIED | EARLY | {"model.layers": 5}),
+    "gpt2 form, documents apart, fewer microbatches than stages": Case(
+        (2, 4, 1),
+        "interleaved",
+        2,
+        3,
+        changes={"data.batch_size": 12} | GPT2 | DOCUMENTS | EARLY | {"model.layers": 9, "model.max_positions": 24},
     ),
-    "grouped queries, documents apart, chunks of the loss": (
-        (1, 4, 2), "1f1b", 1, 7, 14, DOCUMENTS | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8},
+    "grouped queries, documents apart, chunks of the loss": Case(
+        (1, 4, 2),
+        microbatches=7,
+        changes={"data.batch_size": 14} | DOCUMENTS | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8},
     ),
-    "one key/value head a device, chunks of the loss, tied": (
-        (1, 2, 4), "gpipe", 2, 2, 8, TIED | EARLY | {"model.kv_heads": 4, "model.loss_chunk": 2, "model.head_dim": 6},
+    "one key/value head a device, chunks of the loss, tied": Case(
+        (1, 2, 4),
+        "gpipe",
+        2,
+        changes={"data.batch_size": 8} | TIED | EARLY | {"model.kv_heads": 4, "model.loss_chunk": 2, "model.head_dim": 6},
     ),
-    "two devices to a key/value head, in B and W": ((1, 2, 4), "zb_h1", 1, 3, 6, {"model.kv_heads": 2, "pipeline.remat": "none"}),
-    "four devices to a key/value head, gpt2 form": ((1, 1, 8), "1f1b", 1, 2, 4, GPT2 | {"model.kv_heads": 2, "model.layers": 2}),
-    "nothing sharded over data": (
-        (2, 2, 2), "1f1b", 1, 4, 16, {"parallel.zero": 0, "model.layers": 3, "optimizer.schedule": "constant", "optimizer.decay_steps": 4},
+    "two devices to a key/value head, in B and W": Case(
+        (1, 2, 4), "zb_h1", 1, 3, changes={"data.batch_size": 6, "model.kv_heads": 2, "pipeline.remat": "none"}
     ),
-    "replicas, one microbatch": ((2, 2, 1), "1f1b", 1, 1, 16, EARLY | {"mesh.replica": 2}),
-}  # fmt: skip
+    "four devices to a key/value head, gpt2 form": Case(
+        (1, 1, 8), changes={"data.batch_size": 4} | GPT2 | {"model.kv_heads": 2, "model.layers": 2}
+    ),
+    "nothing sharded over data": Case(
+        (2, 2, 2),
+        microbatches=4,
+        changes={
+            "data.batch_size": 16,
+            "parallel.zero": 0,
+            "model.layers": 3,
+            "optimizer.schedule": "constant",
+            "optimizer.decay_steps": 4,
+        },
+    ),
+    "replicas, one microbatch": Case((2, 2, 1), microbatches=1, changes={"data.batch_size": 16} | EARLY | {"mesh.replica": 2}),
+}
 
 
 def variant(name: str) -> Config:
-    mesh, schedule, repeats, microbatches, rows, own = VARIANTS[name]
-    changes = {"data.batch_size": rows, "optimizer.clip_norm": plain_loop.CLIP} | own
-    return small.config(mesh, schedule, repeats, microbatches, changes)
+    return VARIANTS[name].config({"optimizer.clip_norm": plain_loop.CLIP})
 
 
 LONG = ("gpt2 form", "replicas, one microbatch")  # what is tested of them is elsewhere, too
@@ -52,17 +71,17 @@ def test_same_training(name):
 @pytest.mark.parametrize("name", ["grouped queries, documents apart, chunks of the loss", "replicas, one microbatch"])
 def test_evaluation_is_the_loss_of_training(name):
     cfg = variant(name)
-    loss, tokens = jax.device_get(run(cfg, "evaluate"))
-    assert int(tokens) == int(small.batch(cfg, 0)["weights"].sum())
-    np.testing.assert_allclose(loss, plain_loop.reference(cfg).losses[0], rtol=1e-5)
+    losses = jax.device_get(run(cfg, "evaluate"))
+    assert int(losses.tokens) == int(small.batch(cfg, 0)["weights"].sum())
+    np.testing.assert_allclose(losses.loss, plain_loop.reference(cfg).losses[0], rtol=1e-5)
 
 
 def test_gradients_without_an_optimizer():
     cfg = variant("nothing sharded over data")
-    loss, _, gradients, _ = jax.device_get(run(cfg, "gradients"))
+    results = jax.device_get(run(cfg, "gradients"))
     expected = plain_loop.reference(cfg)
     layout = make_step(cfg, small.mesh_of(cfg)).layout
-    got = plain_loop.Run([float(loss)], expected.norm, small.to_plain(layout, gradients), {})
+    got = plain_loop.Run([float(results.losses.loss)], expected.norm, small.to_plain(layout, results.gradients), {})
     plain_loop.assert_same(got, plain_loop.Run(expected.losses[:1], expected.norm, expected.gradients, {}))
 
 

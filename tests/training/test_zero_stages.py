@@ -6,6 +6,7 @@ import jax
 import pytest
 from support import hlo, small
 from support.plain_loop import CLIP, assert_same, reference, train
+from support.small import Case
 
 from jaxtrain import config as configs
 from jaxtrain.training.step import abstract_batch, make_step
@@ -13,28 +14,29 @@ from jaxtrain.training.step import abstract_batch, make_step
 ENDS, SHARED = {"pipeline.vocabulary": "end_stages"}, {"pipeline.vocabulary": "parallel"}
 TIED = {"model.tied_embeddings": True}
 GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
-# data × stage × model, schedule, repeats, microbatches, zero, changes
 CASES = {
-    "3, reduced once": ((3, 1, 1), "1f1b", 1, 2, 3, {"parallel.reduce": "step", "data.batch_size": 12, "model.width": 48, **TIED}),
-    "1, reduced each microbatch": ((2, 2, 1), "1f1b", 1, 3, 1, {"parallel.reduce": "microbatch", **ENDS}),
-    "3, gathered once": ((2, 2, 1), "1f1b", 1, 3, 3, {"parallel.gather": "step", "mesh.replica": 2}),
-    "3, nothing divides": ((3, 2, 1), "1f1b", 1, 2, 3, {"data.batch_size": 12, **SHARED}),
+    "3, reduced once": Case(
+        (3, 1, 1), changes={"parallel.zero": 3, "parallel.reduce": "step", "data.batch_size": 12, "model.width": 48, **TIED}
+    ),
+    "1, reduced each microbatch": Case((2, 2, 1), microbatches=3, changes={"parallel.zero": 1, "parallel.reduce": "microbatch", **ENDS}),
+    "3, gathered once": Case((2, 2, 1), microbatches=3, changes={"parallel.zero": 3, "parallel.gather": "step", "mesh.replica": 2}),
+    "3, nothing divides": Case((3, 2, 1), changes={"parallel.zero": 3, "data.batch_size": 12, **SHARED}),
 }
 MORE = {
-    "3, data 4, model 2": ((4, 1, 2), "1f1b", 1, 2, 3, GPT2),
-    "3, zb_v, ends, tied": ((2, 2, 2), "zb_v", 2, 4, 3, {"pipeline.remat": "none", **ENDS, **TIED}),
-    "2, data 8": ((8, 1, 1), "1f1b", 1, 2, 2, {}),
-    "3, data 8, none": ((8, 1, 1), "1f1b", 1, 2, 3, {"pipeline.remat": "none"}),
-    "2, interleaved, ends": ((2, 2, 2), "interleaved", 2, 4, 2, {**ENDS, **GPT2}),
-    "3, uneven stages": ((2, 4, 1), "zb_h1", 1, 5, 3, {"model.layers": 7, "pipeline.remat": "selective", **SHARED}),
+    "3, data 4, model 2": Case((4, 1, 2), changes={"parallel.zero": 3, **GPT2}),
+    "3, zb_v, ends, tied": Case((2, 2, 2), "zb_v", 2, 4, changes={"parallel.zero": 3, "pipeline.remat": "none", **ENDS, **TIED}),
+    "2, data 8": Case((8, 1, 1), changes={"parallel.zero": 2}),
+    "3, data 8, none": Case((8, 1, 1), changes={"parallel.zero": 3, "pipeline.remat": "none"}),
+    "2, interleaved, ends": Case((2, 2, 2), "interleaved", 2, 4, changes={"parallel.zero": 2, **ENDS, **GPT2}),
+    "3, uneven stages": Case(
+        (2, 4, 1), "zb_h1", 1, 5, changes={"parallel.zero": 3, "model.layers": 7, "pipeline.remat": "selective", **SHARED}
+    ),
 }
 
 
 @pytest.mark.parametrize("case", small.named(CASES, MORE))
 def test_same_training(case):
-    mesh, schedule, repeats, microbatches, zero, changes = (CASES | MORE)[case]
-    changes = {"parallel.zero": zero, "model.layers": 5, "data.batch_size": 8 * microbatches, "optimizer.clip_norm": CLIP} | changes
-    cfg = small.config(mesh, schedule, repeats, microbatches, changes)
+    cfg = (CASES | MORE)[case].config({"model.layers": 5, "optimizer.clip_norm": CLIP})
     assert_same(train(cfg), reference(cfg))
 
 

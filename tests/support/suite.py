@@ -1,0 +1,34 @@
+"""Which tests a run of the suite takes, and what its files cost: for conftest.py."""
+
+import collections
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+SLOWEST = 20  # files that are named at the end
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """ "2/4" → (2, 4): the second of four parts. ValueError for what is none."""
+    number, _, parts = text.partition("/")
+    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+        raise ValueError(f"--part={text} is no part such as 2/4")
+    return int(number), int(parts)
+
+
+def in_part(nodeid: str, part: tuple[int, int]) -> bool:
+    """Whether a test belongs to a part. Each test is in one, and in the same one whatever other tests there are."""
+    number, parts = part
+    return zlib.crc32(nodeid.encode()) % parts == number - 1
+
+
+def slowest_files(reports: Iterable[Any], workers: int) -> list[str]:
+    """Lines on the files whose tests took longest, with their setup and teardown, of pytest's reports."""
+    seconds: collections.Counter = collections.Counter()
+    tests: dict[str, set[str]] = collections.defaultdict(set)
+    for report in reports:
+        file = report.nodeid.partition("::")[0]
+        seconds[file] += report.duration
+        tests[file].add(report.nodeid)
+    lines = [f"{time:7.1f} s  {len(tests[file]):4} tests  {file}" for file, time in seconds.most_common(SLOWEST)]
+    return [f"{sum(seconds.values()):7.1f} s in all, by {workers} workers; the slowest files:", *lines]
