@@ -159,21 +159,21 @@ def _train(
 
     def train(state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
         def update(params, optimizer_state, results: LossesAndGradients):
-            losses, gradients = results.losses, results.gradients
-            smooth = balance.without_counts(layout.specs, gradients)
+            losses, with_counts = results.losses, results.gradients
+            gradients = balance.without_counts(layout.specs, with_counts)
             # Each data shard updates its own part of the parameters, which are then gathered.
             scattered = jax.tree.map(lax.with_sharding_constraint, params, layout.scattered)
-            updates, optimizer_state = optimizer.update(smooth, optimizer_state, scattered)
-            scattered = balance.move(layout.specs, optax.apply_updates(scattered, updates), gradients, config.model.balance_rate)
+            updates, optimizer_state = optimizer.update(gradients, optimizer_state, scattered)
+            scattered = balance.move(layout.specs, optax.apply_updates(scattered, updates), with_counts, config.model.balance_rate)
             params = jax.tree.map(lax.with_sharding_constraint, scattered, layout.shardings)
             metrics = StepMetrics(
                 losses.loss,
-                grad_norm=optax.tree.norm(smooth),
+                grad_norm=optax.tree.norm(gradients),
                 learning_rate=rate(state.step),
                 tokens=losses.tokens,
                 mtp_loss=losses.mtp_loss,
-                expert_load=balance.expert_load(layout.specs, gradients),
-                dropped=balance.dropped(layout.specs, gradients),
+                expert_load=balance.expert_load(layout.specs, with_counts),
+                dropped=balance.dropped(layout.specs, with_counts),
             )
             return params, optimizer_state, metrics
 

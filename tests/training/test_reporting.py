@@ -1,7 +1,6 @@
 """What becomes of a step's results: one step behind, logged when due, an error where the loss is not finite."""
 
 import contextlib
-import types
 
 import jax
 import jax.numpy as jnp
@@ -116,17 +115,3 @@ def test_validation_is_logged_where_there_is_any():
     reports.validation(4, None)
     reports.validation(5, 1.25)
     assert log.written == {5: {"validation_loss": 1.25}} and log.shown == ["step 5: validation loss 1.2500 nats a token"]
-
-
-def test_evaluation_weighs_batches_by_their_tokens():
-    from jaxtrain.training.evaluation import Evaluation
-
-    compiled = []
-    lowered = types.SimpleNamespace(compile=lambda: compiled.append(1) or (lambda params, batch: batch))
-    evaluate = types.SimpleNamespace(lower=lambda *arguments: lowered)
-    held_out = types.SimpleNamespace(batches=2, iterate=lambda: iter([(1.0, 10.0), (2.0, 30.0)]), specification=dict)
-    evaluation = Evaluation(evaluate, {}, held_out)
-    assert not compiled  # only when it is asked for
-    assert evaluation.loss({}) == evaluation.loss({}) == 1.75 and len(compiled) == 1
-    assert Evaluation(evaluate, {}, types.SimpleNamespace(batches=0)).loss({}) is None
-    assert Evaluation(evaluate, {}, types.SimpleNamespace(batches=1, iterate=lambda: [(0.0, 0.0)], specification=dict)).loss({}) is None
