@@ -54,7 +54,7 @@ def test_another_number_of_replicas_is_refused(whole):
     workdir = whole[0].with_name("refused")
     shutil.copytree(whole[0], workdir)
     done = runs.train(workdir, *OWN, *settings(mesh__replica=4, mesh__stage=1, train__steps=20), status=2, devices=DEVICES)
-    use = "use --config.mesh.replica=2 --config.mesh.data=2 (or another --workdir)"
+    use = "use --config.mesh.replica=2 (or another --workdir)"
     assert done.err.splitlines()[-1] == f"error: mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: {use}"
 
 

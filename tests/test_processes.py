@@ -134,7 +134,7 @@ def assert_continue_each_other(whole, workdir, numbers: list[int], *flags: str, 
 
 
 def test_processes_continue_each_other(single, workdir):
-    assert_continue_each_other(single, workdir, [4, 1])
+    assert_continue_each_other(single, workdir, [2, 1])
 
 
 @pytest.mark.full

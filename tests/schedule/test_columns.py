@@ -13,6 +13,7 @@ from jaxtrain.schedule.orders import PLACEMENTS
 from jaxtrain.schedule.slots import assign_slots
 from jaxtrain.schedule.table import Op, Permute, Table
 from jaxtrain.schedule.table_spec import TableSpec
+from jaxtrain.schedule.validator import check
 
 
 def replay(table: Table) -> set[tuple]:
@@ -28,6 +29,7 @@ def test_replay_of_every_schedule(permute):
 @pytest.mark.parametrize("seed", range(30))
 def test_replay_of_random_tables(seed):
     table = random_table(random.Random(seed))
+    check(table)
     assert replay(table) == expected(table)
 
 

@@ -1,53 +1,24 @@
-"""Slots: a replay of tables on tagged values finds in every slot what the op wants; and no fewer slots would do."""
+"""Slots: no fewer would do. That every op finds in its slots what it wants is in test_columns.py, of all schedules."""
 
-import dataclasses
 import itertools
 import random
 
 import numpy as np
-import pytest
-from support.pipeline_tables import expected, grid, random_table, replay
 
 from jaxtrain.schedule.by_name import make_forward_table, make_table
 from jaxtrain.schedule.orders import PLACEMENTS
-from jaxtrain.schedule.slots import POOLS, assign_slots, colour
-from jaxtrain.schedule.table import Op
+from jaxtrain.schedule.slots import assign_slots, colour
 from jaxtrain.schedule.table_spec import TableSpec
-from jaxtrain.schedule.validator import check
 
 
-@pytest.mark.parametrize("permute", ["late", "aligned", "early", "spaced"])
-def test_replay_of_every_schedule(permute):
-    for table in grid(permute):
-        assert replay(assign_slots(table)) == expected(table), table.name
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_replay_of_random_tables(seed):
-    table = random_table(random.Random(seed))
-    check(table)
-    assert replay(assign_slots(table)) == expected(table)
-
-
-def test_replay_of_forward_tables():
+def test_forward_tables_keep_nothing_for_a_backward():
     for placement in ("circular", "v"):
         for stages, repeats, microbatches in ((1, 1, 3), (2, 2, 5), (4, 2, 9), (5, 1, 2)):
             for permute in ("late", "early"):
                 table = make_forward_table(PLACEMENTS[placement](stages, repeats), stages, microbatches, permute=permute)
                 slotted = assign_slots(table)
-                assert replay(slotted) == expected(table)
                 assert slotted.pool_sizes["residual_b"] == slotted.pool_sizes["weight_stash"] == 0
                 assert slotted.pool_sizes["activation"] <= 2 * stages + 2  # and not the number of microbatches
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_the_replay_finds_a_wrong_slot(pool):
-    slotted = assign_slots(make_table(TableSpec("interleaved", 4, 2, 8, permute="late")))
-    column = getattr(slotted, pool).copy()
-    tick = int(np.argwhere(slotted.table.op[:, 0] == {"activation": Op.F, "weight_stash": Op.W, "residual_w": Op.W}.get(pool, Op.B))[3, 0])
-    column[tick, 0] = (column[tick, 0] + 1) % slotted.slots_per_stage[pool][0] if slotted.slots_per_stage[pool][0] > 1 else -1
-    with pytest.raises(AssertionError):
-        replay(dataclasses.replace(slotted, **{pool: column}))
 
 
 def test_colouring_takes_as_many_slots_as_are_alive_at_once():

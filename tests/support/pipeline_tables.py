@@ -1,5 +1,5 @@
-"""Tables for the tests of several files: a grid over all schedules, random ones that are right by construction, broken ones; and two
-executions on symbols, of a table and of a table with its slots."""
+"""Tables for the tests of several files: a grid over all schedules, random ones that are right by construction, broken ones; and an
+execution on symbols that knows no slots (symbolic_tick.py has one by the columns of the runtime)."""
 
 import dataclasses
 import itertools
@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import PLACEMENTS, SCHEDULES
-from jaxtrain.schedule.slots import MESSAGES, POOLS, SlottedTable
-from jaxtrain.schedule.table import Cell, Op, Permute, Table, TableShape, directions, from_cells, units_of
+from jaxtrain.schedule.table import Cell, Op, Permute, Table, TableShape, directions, from_cells
 from jaxtrain.schedule.table_spec import TableSpec
 
 # Every schedule with the fewest chunks on a stage that it is made for, and one more where it is for any number of them.
@@ -143,79 +142,6 @@ def random_table(source: random.Random) -> Table:
         rows.append(row)
         permutes.append(int(when))
     return from_cells(shape, rows, permute=permutes, columns=columns)
-
-
-def replay(slotted: SlottedTable) -> set[tuple]:
-    """The tasks that are done where a table is executed on symbols in place of arrays, with nothing but its slots.
-
-    Fails where an op finds something else in its slot. Send buffers keep their contents, as they do in a runtime.
-    """
-    t, p, last = slotted.table, slotted.table.stages, slotted.table.units - 1
-    own = units_of(t.stage_of, p)
-    pools = {kind: [[None] * n for n in slotted.slots_per_stage[kind]] for kind in POOLS}
-    buffers = {+1: [None] * p, -1: [None] * p}
-    arrived = {+1: [None] * p, -1: [None] * p}
-    done, first, end = set(), t.stage_of[0], t.stage_of[-1]
-
-    def permute():
-        arrived[+1] = buffers[+1][-1:] + buffers[+1][:-1]
-        arrived[-1] = buffers[-1][1:] + buffers[-1][:1]
-
-    def read(kind, s, slot, wanted):
-        assert slot >= 0 and pools[kind][s][slot] == wanted, (row, s, kind, slot, wanted)
-
-    for row in range(t.ticks):
-        for s in range(p):
-            for way, name in ((+1, "up"), (-1, "down")):
-                for kind in MESSAGES:
-                    if (slot := getattr(slotted, f"{name}_{kind}")[row, s]) >= 0:
-                        pools[kind][s][slot] = arrived[way][s]
-        if t.permute[row] == Permute.EARLY:
-            permute()
-        if (k := int(t.embed[row])) >= 0:
-            pools["activation"][first][slotted.embed_activation[row]] = ("activation", 0, k)
-        for s in range(p):
-            op, k = Op(t.op[row, s]), int(t.microbatch[row, s])
-            if op == Op.IDLE:
-                assert all(getattr(slotted, kind)[row, s] == -1 for kind in POOLS) and slotted.send[row, s] == 0
-                continue
-            g = own[s][t.local_unit[row, s]]
-            slot = {kind: int(getattr(slotted, kind)[row, s]) for kind in POOLS}
-            message = None
-            if op in (Op.F, Op.R):
-                read("activation", s, slot["activation"], ("activation", g, k))
-                message = ("activation", g + 1, k) if op == Op.F else None
-                assert (slot["residual_b"] >= 0) == (not t.forward_only and (op == Op.R or not t.recomputes(g)))
-                if slot["residual_b"] >= 0:
-                    pools["residual_b"][s][slot["residual_b"]] = pools["residual_w"][s][slot["residual_w"]] = ("residual", g, k)
-            elif op == Op.B:
-                read("gradient", s, slot["gradient"], ("gradient", g, k))
-                read("residual_b", s, slot["residual_b"], ("residual", g, k))
-                read("residual_w", s, slot["residual_w"], ("residual", g, k))
-                pools["weight_stash"][s][slot["weight_stash"]] = ("weight_stash", g, k)
-                message = ("gradient", g - 1, k)
-            else:
-                read("weight_stash", s, slot["weight_stash"], ("weight_stash", g, k))
-                read("residual_w", s, slot["residual_w"], ("residual", g, k))
-            stays = int(slotted.stay_activation[row, s]) if op == Op.F else int(slotted.stay_gradient[row, s])
-            way = int(slotted.send[row, s])
-            assert (message is None) == (stays < 0 and way == 0) and not (stays >= 0 and way)
-            if stays >= 0:
-                pools[message[0]][s][stays] = message
-            elif way:
-                buffers[way][s] = message
-            done.add((op.name, g, k))
-        if (k := int(t.head[row])) >= 0:
-            read("activation", end, slotted.head_activation[row], ("activation", last + 1, k))
-            if not t.forward_only:
-                pools["gradient"][end][slotted.head_gradient[row]] = ("gradient", last, k)
-            done.add(("H", k))
-        if (k := int(t.embed_gradient[row])) >= 0:
-            read("gradient", first, slotted.embed_gradient_gradient[row], ("gradient", -1, k))
-            done.add(("E", k))
-        if t.permute[row] == Permute.LATE:
-            permute()
-    return done
 
 
 def expected(table) -> set[tuple]:

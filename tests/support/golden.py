@@ -1,0 +1,34 @@
+"""Losses of every shipped recipe, shrunk by listed flags, on a text that never changes: the runs, and the values of earlier ones.
+
+tests/golden/ has the text, the flags, and a file of values for each version of jax, which tests/golden/write.py makes.
+"""
+
+import json
+import pathlib
+import time
+
+from jaxtrain import cli, loop, train
+from jaxtrain.run.metrics import read_metrics
+from support import ROOT
+
+FOLDER = ROOT / "tests" / "golden"
+FLAGS = json.loads((FOLDER / "flags.json").read_text())
+RECIPES = sorted(FLAGS.keys() - {"every"})
+FIGURES = ("loss", "grad_norm", "mtp_loss", "validation_loss")
+
+
+def values_file(version: str) -> pathlib.Path:
+    """Of a version of jax."""
+    return FOLDER / f"jax-{version}.json"
+
+
+def run(recipe: str, folder: pathlib.Path) -> dict[str, float]:
+    """ "step 1 loss" → its value, of a shrunk recipe that this process trains in an empty folder on 8 devices. $JAXTRAIN_CACHE says where
+    the prepared text is kept."""
+    shrunk = [f"--config.{flag}" for flag in (*FLAGS["every"], *FLAGS[recipe])]
+    words = [f"--config={ROOT / 'configs' / recipe}.py", f"--config.data.source={FOLDER / 'corpus.txt'}", *shrunk]
+    config, flags = cli.parse(words, train.DESCRIPTION, train.FLAGS)
+    ready = train.check_and_find_tables(config, flags.recipe)
+    loop.run(ready.resolved, ready.setup, folder, time.monotonic(), unresolved=config, recipe=flags.recipe)
+    records = read_metrics(folder)
+    return {f"step {record['step']} {name}": record[name] for record in records for name in FIGURES if name in record}

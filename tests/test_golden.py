@@ -1,0 +1,26 @@
+"""Every shipped recipe, shrunk, has the losses and gradient norms that it had before (tests/golden/), by version of jax."""
+
+import json
+
+import jax
+import pytest
+from support import golden
+
+from jaxtrain.config.recipes import shipped_recipes
+
+FILE = golden.values_file(jax.__version__)
+
+
+def test_every_recipe_has_its_flags_and_values():
+    assert set(golden.RECIPES) == {*shipped_recipes()}
+    for file in golden.FOLDER.glob("jax-*.json"):
+        assert set(json.loads(file.read_text())) == set(golden.RECIPES), file
+
+
+@pytest.mark.skipif(not FILE.exists(), reason=f"no values for jax {jax.__version__}: python tests/golden/write.py")
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=pytest.mark.xdist_group(f"golden-{name}")) for name in golden.RECIPES])
+def test_losses_are_what_they_were(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
+    expected = json.loads(FILE.read_text())[recipe]
+    assert len([name for name in expected if name.endswith(" grad_norm")]) == 4
+    assert golden.run(recipe, tmp_path / "run") == pytest.approx(expected, rel=1e-5, abs=0)
