@@ -25,6 +25,7 @@ from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.optimizer import make_optimizer
+from jaxtrain.training.state import TrainState
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
 STEPS, INNER = 7, 3
@@ -133,12 +134,13 @@ def train(cfg: Config) -> tuple[Run, Step, dict[str, hlo.Program]]:
     return run, step, {name: hlo.Program(made.as_text()) for name, made in (("train", inner), ("exchange", exchange))}
 
 
-def first_state(step: Step, cfg: Config) -> dict:
+def first_state(step: Step, cfg: Config) -> TrainState:
     """The state before the first step, with the plain loop's weights."""
     abstract, params = step.abstract_state(), small.from_plain(step.layout, plain_loop.weights(cfg))
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
-    lay_out = lambda tree, name: jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), tree, abstract[name])
-    return state | {"params": lay_out(replicas.copies(params, step.mesh), "params"), "anchor": lay_out(params, "anchor")}
+    lay_out = lambda tree, like: jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), tree, like)
+    of_each = lay_out(replicas.copies(params, step.mesh), abstract.params)
+    return dataclasses.replace(state, params=of_each, anchor=lay_out(params, abstract.anchor))
 
 
 def share(step: Step) -> int:
