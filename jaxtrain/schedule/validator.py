@@ -195,8 +195,8 @@ def _early_cells(table: Table, cells: _Cells, come: Arrivals) -> list[_Fault]:
     early = (before > 0) & (ticks[before, cells.unit, cells.microbatch] >= cells.tick)
     for op, readable in ((Op.F, come.activation), (Op.B, come.gradient)):
         early |= (cells.op == op) & (readable[cells.unit, cells.microbatch] > cells.tick)
-    found = np.flatnonzero(early)[:1].tolist()
-    return [_Fault(int(cells.tick[i]), 0, int(cells.stage[i]), _waits(table, cells, come, i)) for i in found]
+    first = np.flatnonzero(early)[:1].tolist()
+    return [_Fault(int(cells.tick[index]), 0, int(cells.stage[index]), _waits(table, cells, come, index)) for index in first]
 
 
 def _waits(table: Table, cells: _Cells, come: Arrivals, index: int) -> TableError:
@@ -212,13 +212,13 @@ def _waits(table: Table, cells: _Cells, come: Arrivals, index: int) -> TableErro
     source = Cell(Op.F, unit - 1, microbatch) if op == Op.F else Cell(Op.B, unit + 1, microbatch)
     if not 0 <= source.unit < table.units:
         column = "embed" if op == Op.F else "head"
-        made = int(np.flatnonzero(getattr(table, column) == microbatch)[0])
+        named = int(np.flatnonzero(getattr(table, column) == microbatch)[0])
         rule = f"{name} waits for {column} of microbatch {microbatch} in {{}}: move it to {{}} or later"
-        return TableError(rule, tick, stage, ticks=(made, readable))
-    waits, made = f"{name} waits for {cell_name(source, stage_of)} of stage {stage_of[source.unit]} in {{}}", _tick_of(table, source)
+        return TableError(rule, tick, stage, ticks=(named, readable))
+    waits, sent = f"{name} waits for {cell_name(source, stage_of)} of stage {stage_of[source.unit]} in {{}}", _tick_of(table, source)
     if readable == NEVER:
-        return TableError(f"{waits}, whose message no permute sends: send it by one in that tick or after", tick, stage, ticks=(made,))
-    return TableError(f"{waits}, whose message can be read from {{}} on: move it there or later", tick, stage, ticks=(made, readable))
+        return TableError(f"{waits}, whose message no permute sends: send it by one in that tick or after", tick, stage, ticks=(sent,))
+    return TableError(f"{waits}, whose message can be read from {{}} on: move it there or later", tick, stage, ticks=(sent, readable))
 
 
 def _lost_messages(table: Table, cells: _Cells) -> list[_Fault]:

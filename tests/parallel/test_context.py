@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from support import hlo, plain_loop, small
-from support.plain_loop import CLIP, assert_same, reference, train
+from support.plain_loop import CLIP, STEPS, assert_same, gradients, reference, train
 from support.small import Case
 
 from jaxtrain.config import replace
@@ -53,13 +53,23 @@ def small_blocks(monkeypatch):
     return begin
 
 
-@pytest.mark.parametrize("case", small.named(CASES, MORE))
+@pytest.mark.parametrize("case", CASES)
+def test_same_gradients(case, small_blocks):
+    assert_same_as_one_device(case, small_blocks, gradients, steps=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [*CASES, *MORE])
 def test_same_training(case, small_blocks):
+    assert_same_as_one_device(case, small_blocks, train, steps=STEPS)
+
+
+def assert_same_as_one_device(case, small_blocks, run, steps: int) -> None:
     cfg = (CASES | MORE)[case].config({"optimizer.clip_norm": CLIP})
-    expected = reference(cfg)
+    expected = reference(cfg, steps)
     if "blocks" in case:
         small_blocks()
-    assert_same(train(cfg), expected)
+    assert_same(run(cfg), expected)
 
 
 def test_the_ring_evaluates():

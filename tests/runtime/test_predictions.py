@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import small
-from support.plain_loop import CLIP, assert_same, mean, reference, train, weights
+from support.plain_loop import CLIP, assert_same, gradients, mean, reference, train, weights
 from support.small import Case
 
 from jaxtrain import config as configs
@@ -21,6 +21,7 @@ from jaxtrain.runtime.embedding_and_head import look_ahead
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
 
+SHARED = {"optimizer.clip_norm": CLIP}
 APART, TIED = {"data.attend_across_documents": False}, {"model.tied_embeddings": True}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 LATENT = {"model.attention": "mla", "model.kv_rank": 20, "model.rope_head_dim": 6}
@@ -46,9 +47,16 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("case", small.named(CASES, MORE))
+@pytest.mark.parametrize("case", CASES)
+def test_same_gradients(case):
+    cfg = CASES[case].config(SHARED)
+    assert_same(gradients(cfg), reference(cfg, 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [*CASES, *MORE])
 def test_same_training(case):
-    cfg = (CASES | MORE)[case].config({"optimizer.clip_norm": CLIP})
+    cfg = (CASES | MORE)[case].config(SHARED)
     assert_same(train(cfg), reference(cfg))
 
 

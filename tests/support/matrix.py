@@ -62,20 +62,21 @@ class Case:
     @property
     def factors(self) -> dict[str, object]:
         """What the compiled program and its arithmetic depend on. That each schedule's table is right is shown without compiling
-        (tests/schedule/test_columns.py), so schedules count by family here, and microbatches by what they are to the stages."""
+        (tests/schedule/test_columns.py), so schedules count by family here, microbatches by what they are to the stages, and permutes by
+        whether all of them stand beside the ops, where the runtime has another loop."""
         data, stages, model = self.mesh
         found: dict[str, object] = {"stages": stages, "data": data > 1, "model": model > 1}
         found["microbatches"] = to_stages(self.microbatches, stages)
         found |= {"remat": self.remat, "uneven": bool(self.layers % 2), "tied": self.tied}
         if stages > 1:
-            found |= {"family": family(*self.schedule), "permute": self.permute, "vocabulary": self.vocabulary}
+            found |= {"family": family(*self.schedule), "early": self.permute == "early", "vocabulary": self.vocabulary}
             found["cut"] = 0 < self.layers_per_op < self.longest_chunk
         return found
 
     @property
     def pairs(self) -> frozenset:
-        """Every two of its factors, and its schedule by name."""
-        named = {("schedule", self.schedule)} if self.mesh[1] > 1 else set()
+        """Every two of its factors, and by themselves its schedule and the way to pack it into ticks."""
+        named = {("schedule", self.schedule), ("permute", self.permute)} if self.mesh[1] > 1 else set()
         return frozenset(itertools.combinations(self.factors.items(), 2)) | named
 
 

@@ -5,7 +5,7 @@ import collections
 import jax
 import pytest
 from support import hlo, small
-from support.plain_loop import CLIP, assert_same, reference, train
+from support.plain_loop import CLIP, assert_same, gradients, reference, train
 from support.small import Case
 
 from jaxtrain.training.step import abstract_batch, make_step
@@ -18,6 +18,7 @@ LATENT = {  # no size is another's
     "model.head_dim": 4,
     "model.value_head_dim": 10,
 }
+SHARED = LATENT | {"optimizer.clip_norm": CLIP}
 APART = {"data.attend_across_documents": False}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 CASES = {
@@ -32,9 +33,16 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("case", small.named(CASES, MORE))
+@pytest.mark.parametrize("case", CASES)
+def test_same_gradients(case):
+    cfg = CASES[case].config(SHARED)
+    assert_same(gradients(cfg), reference(cfg, 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [*CASES, *MORE])
 def test_same_training(case):
-    cfg = (CASES | MORE)[case].config(LATENT | {"optimizer.clip_norm": CLIP})
+    cfg = (CASES | MORE)[case].config(SHARED)
     assert_same(train(cfg), reference(cfg))
 
 
