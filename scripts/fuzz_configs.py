@@ -17,6 +17,7 @@ from jaxtrain import cli, train
 from jaxtrain import config as cfg
 from jaxtrain.config import ConfigError
 from jaxtrain.config.checks import check_run, first_broken
+from jaxtrain.config.flags import SHARED_FLAGS, apply, read_flags
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.recipes import load_recipe
@@ -108,9 +109,9 @@ def draw_invalid(chance: random.Random, devices: int = 8) -> list[str]:
 
 def works(flags: list[str], devices: int) -> bool:
     """Whether a run with these flags would begin to compile; without a search for what would do."""
-    reading = flags.read_flags(flags, "", (*flags.SHARED_FLAGS, *train.FLAGS), with_config=True)
+    reading = read_flags(flags, "", (*SHARED_FLAGS, *train.FLAGS), with_config=True)
     recipe = load_recipe(RECIPE)
-    config = flags.apply(recipe, reading.overrides)
+    config = apply(recipe, reading.overrides)
     if reading.errors or first_broken(config, Surroundings(devices, "cpu", recipe, files=True, tables=True)):
         return False
     make_setup(filled(config, devices).resolve())
@@ -119,7 +120,7 @@ def works(flags: list[str], devices: int) -> bool:
 
 def config_of(flags: list[str]) -> cfg.Config:
     """The config that flags make of the recipe; nothing is checked."""
-    return flags.apply(load_recipe(RECIPE), flags.read_flags(flags, "", (*flags.SHARED_FLAGS, *train.FLAGS), with_config=True).overrides)
+    return apply(load_recipe(RECIPE), read_flags(flags, "", (*SHARED_FLAGS, *train.FLAGS), with_config=True).overrides)
 
 
 def refusal_of(flags: list[str], devices: int) -> str:
