@@ -15,9 +15,9 @@ SEED = 11
 
 def test_random_layouts_train_as_one_device(tmp_path):
     fuzz.write_corpora(tmp_path)
-    assert fuzz.run_valid(tmp_path, SEED, 3, jobs=1) == 0
+    assert fuzz.run_valid(tmp_path, SEED, 2, jobs=1) == 0
     cases = fuzz.Results(tmp_path / "results.jsonl").lines
-    assert sorted(cases) == ["0.0", "0.1", "0.2", "0.one"]
+    assert sorted(cases) == ["0.0", "0.1", "0.one"]
     assert all(len(line["figures"]) >= 4 for line in cases.values())
 
 

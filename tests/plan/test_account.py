@@ -27,10 +27,8 @@ ENDS = {"pipeline.vocabulary": "end_stages"}
 LATENT = {"model.attention": "mla", "model.query_rank": 24, "model.kv_rank": 40, "model.rope_head_dim": 6}
 APART = {"data.attend_across_documents": False}
 CASES = {
-    "data, zero 1": Case((8, 1, 1)),
     "data, zero 3, gathered by layer": Case((8, 1, 1), changes={"parallel.zero": 3}),
     "stage": Case((1, 7, 1), microbatches=4),
-    "context": Case((1, 1, 1), changes={"mesh.context": 4, **NONE}),
     "replica": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 2}),
     "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2}),
     "data · stage · model": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 3}),
@@ -38,6 +36,8 @@ CASES = {
     "data · context · model": Case((2, 1, 2), changes={"mesh.context": 2}),
 }  # fmt: skip
 MORE = {
+    "context": Case((1, 1, 1), changes={"mesh.context": 4, **NONE}),
+    "data, zero 1": Case((8, 1, 1)),
     "stage, and data that divides nothing": Case((3, 2, 1), microbatches=4, changes={"parallel.zero": 3, "data.batch_size": 24, **ENDS}),
     "data, zero 0": Case((8, 1, 1), changes={"parallel.zero": 0}),
     "data, zero 2": Case((8, 1, 1), changes={"parallel.zero": 2, **NONE}),

@@ -23,14 +23,20 @@ GROUPS = {"model.experts": 9, "model.router_groups": 3, "model.router_group_limi
 V2 = {"model.router_group_best": 1, "model.router_normalize": "never"}  # as in DeepSeek-V2
 CASES = {
     "context, groups": Case((1, 1, 1), changes={"mesh.expert": 3, "mesh.context": 2, **GROUPS}),
-    "drops, zb_h1": Case(
+    "drops, all at once, zb_h1, zero 2": Case(
+        (2, 2, 1),
+        "zb_h1",
+        1,
+        changes={"mesh.expert": 2, "pipeline.remat": "none", "parallel.zero": 2, "model.capacity_factor": 0.7, **SEVERAL},
+    ),
+}
+MORE = {
+    "drops, context, zb_h1": Case(
         (1, 2, 1), "zb_h1", 1, changes={"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "none", "model.capacity_factor": 0.7}
     ),
     "zb_v, zero 2, all at once": Case(
         (2, 2, 1), "zb_v", 2, changes={"mesh.expert": 2, "pipeline.remat": "selective", "parallel.zero": 2, **SEVERAL}
     ),
-}
-MORE = {
     "alone": Case((1, 1, 1), changes={"mesh.expert": 2}),
     "no normalization, one best of a group": Case((1, 1, 1), changes={"mesh.expert": 3, **GROUPS, **V2}),
     "model 2": Case((1, 1, 2), changes={"mesh.expert": 4, "model.shared_experts": 1}),
