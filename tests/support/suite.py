@@ -1,5 +1,6 @@
 """Which tests a run of the suite takes, and what its files cost: for conftest.py."""
 
+import argparse
 import collections
 import zlib
 from collections.abc import Iterable
@@ -9,10 +10,10 @@ SLOWEST = 20  # files that are named at the end
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """ "2/4" → (2, 4): the second of four parts. ValueError for what is none."""
+    """ "2/4" → (2, 4): the second of four parts. ArgumentTypeError for what is none."""
     number, _, parts = text.partition("/")
     if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
-        raise ValueError(f"--part={text} is no part such as 2/4")
+        raise argparse.ArgumentTypeError(f"{text} is no part such as 2/4")
     return int(number), int(parts)
 
 

@@ -1,5 +1,6 @@
 """The parts of the suite, and what is said of its cost."""
 
+import argparse
 import types
 
 import pytest
@@ -17,7 +18,7 @@ def test_every_test_is_in_one_part_whatever_the_others():
 def test_what_is_a_part():
     assert suite.parse_part("2/4") == (2, 4)
     for text in ("0/4", "5/4", "2", "/", "a/4", "-1/4"):
-        with pytest.raises(ValueError, match=f"^--part={text} is no part such as 2/4$"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"^{text} is no part such as 2/4$"):
             suite.parse_part(text)
 
 
