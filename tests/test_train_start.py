@@ -52,5 +52,5 @@ def test_a_file_that_is_wrong_is_answered_with_its_line(tmp_path):
     with pytest.raises(ConfigError) as found:
         config = small.config((1, 2, 4), f"csv:{path}", 0, 1, VOCABULARY | {"pipeline.remat": "none"})
         train.check_and_find_tables(config, config)
-    wrong = "line 9 (row 5), column 'stage 1': W0.0 stands already in line 7 (use it once): use --config."
+    wrong = "line 9 (tick 5), column 'stage 1': W0.0 stands already in line 7 (use it once): use --config."
     assert f"pipeline.schedule='csv:{path}' does not work: {path}, {wrong}" in str(found.value)
