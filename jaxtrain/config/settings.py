@@ -12,6 +12,7 @@ from typing import Any
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats
 
 LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
+MOST_LAYERS = MOST_MICROBATCHES = 2**16  # far beyond all models: what is set up for each has to end, and to fit into memory
 
 
 def setting(
@@ -35,7 +36,7 @@ def setting(
 class ModelConfig:
     """The transformer. A model's kind is these settings; no model is known by name."""
 
-    layers: int = setting(4, "transformer layers", at_least=1)
+    layers: int = setting(4, "transformer layers", at_least=1, at_most=MOST_LAYERS)
     width: int = setting(128, "size of the residual stream", at_least=1)
     heads: int = setting(4, "query heads", at_least=1)
     kv_heads: int = setting(0, "key/value heads, shared by heads/kv_heads query heads each; 0: as many as heads", at_least=0)
@@ -47,7 +48,9 @@ class ModelConfig:
     value_head_dim: int = setting(0, "mla: size of one head of the values; 0: head_dim", at_least=0)
     mlp_width: int = setting(0, "size of the MLP's hidden layer; 0: 4·width", at_least=0)
     experts: int = setting(0, "experts of a layer, of which a token takes some, in the place of its MLP; 0: one MLP for all", at_least=0)
-    dense_layers: int = setting(0, "layers with one MLP for all, beside and before the `layers` with experts", at_least=0)
+    dense_layers: int = setting(
+        0, "layers with one MLP for all, beside and before the `layers` with experts", at_least=0, at_most=MOST_LAYERS
+    )
     experts_per_token: int = setting(2, "experts that a token takes", at_least=1)
     shared_experts: int = setting(0, "experts beside these that all tokens take", at_least=0)
     expert_width: int = setting(0, "size of an expert's hidden layer; 0: mlp_width", at_least=0)
@@ -150,7 +153,7 @@ class PipelineConfig:
     schedule: str = setting(
         "1f1b", "order of ops; auto: the best found; csv:FILE: a table of your own", choices=(*SCHEDULES, "auto"), prefix=CSV
     )
-    microbatches: int = setting(1, "pieces that a step's batch is cut into", at_least=1)
+    microbatches: int = setting(1, "pieces that a step's batch is cut into", at_least=1, at_most=MOST_MICROBATCHES)
     repeats: int = setting(0, "chunks of layers on a stage; 0: the fewest of the schedule (auto: 1 or 2)", at_least=0)
     remat: str = setting(
         "full", "computed again in the backward: full, all; selective, all but matmuls; none", choices=("full", "selective", "none")

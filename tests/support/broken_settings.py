@@ -257,6 +257,7 @@ RULES = [
     ),
     ({"train.steps": 0}, "train.steps=0 must be at least 1: use --config.train.steps=1"),
     ({"train.steps": 2**31}, "train.steps=2147483648 is larger than 2147483647: use --config.train.steps=2147483647"),
+    ({"model.layers": 2**31 - 1}, "model.layers=2147483647 must be at least 1 and at most 65536: use --config.model.layers=65536"),
     ({"train.steps": 2.5}, "train.steps=2.5 is not an integer: use --config.train.steps=2"),
     ({"train.steps": True}, "train.steps=True is not an integer: use --config.train.steps=100"),
     ({"model.biases": 1}, "model.biases=1 is not a boolean (true or false): use --config.model.biases=true"),
