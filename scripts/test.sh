@@ -12,4 +12,4 @@ cd "$root"
 "$python" -m ruff format --check .
 "$python" -m mypy
 workers=${JAXTRAIN_TEST_WORKERS:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)}
-exec "$python" -m pytest -n "$workers" --dist=loadgroup "$@"
+exec "$python" -m pytest -n "$workers" --dist=loadgroup --no-loadscope-reorder "$@"

@@ -42,11 +42,12 @@ def pytest_addoption(parser):
     parser.addoption("--part", type=suite.parse_part, default=(1, 1), metavar="K/N", help="run the K-th of N parts of the tests")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     part = config.getoption("--part")
     config.hook.pytest_deselected(items=[item for item in items if not suite.in_part(item.nodeid, part)])
     items[:] = [item for item in items if suite.in_part(item.nodeid, part)]
-    items.sort(key=lambda item: item.path.parent != ROOT / "tests")  # whole runs take longest: at the end they would run alone
+    items.sort(key=lambda item: suite.turn(item.path))
     for item in items:  # a file's tests share what they have compiled, so they stay in one process
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))

@@ -20,7 +20,7 @@ def whole(tmp_path_factory):
     """The workdir and the output of a run that nothing disturbs; recipe and corpus are beside it."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
     runs.write_inputs(workdir.parent)
-    done = runs.train(workdir, *OWN, *MESHES["stage 2"], *settings(train__steps=STEPS, train__eval_every=STOPPED), devices=DEVICES)
+    done = runs.train(workdir, *OWN, *MESHES["data 2"], *settings(train__steps=STEPS, train__eval_every=STOPPED), devices=DEVICES)
     return workdir, done
 
 
@@ -34,7 +34,7 @@ def test_a_run_learns_and_says_what_it_does(whole):
 def test_stopped_between_exchanges_it_goes_on_bit_for_bit(whole):
     workdir = whole[0].with_name("same")
     runs.copy_up_to(STOPPED, whole[0], workdir)
-    done = runs.train(workdir, *OWN, *MESHES["stage 2"], *settings(train__steps=STEPS), devices=DEVICES)
+    done = runs.train(workdir, *OWN, *MESHES["data 2"], *settings(train__steps=STEPS), devices=DEVICES)
     assert f"continuing from step {STOPPED}" in done.out
     assert runs.losses(workdir) == runs.losses(whole[0])
 
@@ -44,7 +44,7 @@ def test_goes_on_on_another_mesh_of_as_many_replicas(whole):
     """Each replica has the same rows there, though they are cut into other microbatches."""
     workdir = whole[0].with_name("other")
     runs.copy_up_to(STOPPED, whole[0], workdir)
-    runs.train(workdir, *OWN, *MESHES["data 2"], *settings(train__steps=STEPS), devices=DEVICES)
+    runs.train(workdir, *OWN, *MESHES["stage 2"], *settings(train__steps=STEPS), devices=DEVICES)
     found, expected = runs.losses(workdir), runs.losses(whole[0])
     for step in range(STOPPED + 1, STEPS + 1):
         assert found[step] == pytest.approx(expected[step], rel=1e-5 if step == STOPPED + 1 else 1e-4, abs=0), step

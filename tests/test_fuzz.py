@@ -15,14 +15,14 @@ SEED = 11
 
 def test_random_layouts_train_as_one_device(tmp_path):
     fuzz.write_corpora(tmp_path)
-    assert fuzz.run_valid(tmp_path, SEED, 2, jobs=1) == 0
+    assert fuzz.run_valid(tmp_path, SEED, 1, jobs=1) == 0
     cases = fuzz.Results(tmp_path / "results.jsonl").lines
-    assert sorted(cases) == ["0.0", "0.1", "0.one"]
+    assert sorted(cases) == ["0.0", "0.one"]
     assert all(len(line["figures"]) >= 4 for line in cases.values())
 
 
 def test_cases_are_drawn_from_the_seed_and_cover_what_they_should():
-    groups = [fuzz_valid.draw_group(SEED, group, fuzz.LAYOUTS) for group in range(12)]
+    groups = [fuzz_valid.draw_group(SEED, group, fuzz.LAYOUTS) for group in range(8)]
     assert groups[3] == fuzz_valid.draw_group(SEED, 3, fuzz.LAYOUTS)
     layouts = [layout for _, layouts in groups for layout in layouts]
     assert sum(layout.stages > 1 for layout in layouts) >= len(layouts) / 2

@@ -5,11 +5,9 @@ import ast
 import pathlib
 
 import pytest
-from support import ROOT
+from support import ROOMS, ROOT
 
-# The rooms from the lowest up; a room imports from those before it alone. Modules beside the rooms, and a room's `__main__`, are on top.
-ROOMS = "schedule config run devices data parallel models runtime training generation checkpoint plan".split()
-TOP = len(ROOMS)
+TOP = len(ROOMS)  # modules beside the rooms, and a room's `__main__`
 WITHOUT_JAX = ("schedule", "config", "run", "data", "checkpoint.steps", "devices.cluster_environment")
 WITH_JAX = ("data.loader",)  # of those
 NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}

@@ -157,7 +157,7 @@ def test_processes_on_other_meshes(large, workdir, processes, mesh):
 def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
     """The launcher gets SIGTERM, and the run is saved. Then one process is killed: the launcher says so, nothing is left behind, and
     what was saved by time is there."""
-    flags = settings(train__steps=10_000, checkpoint__every=0)
+    flags = settings(train__steps=10_000, checkpoint__every=0, mesh__stage=1, mesh__data=2)
     with runs.running(workdir.parent, *launch(workdir, 2, *flags)) as command:
         command.wait_for(lambda: runs.last_step(workdir) > 2, "a step")
         started = children(command.process.pid)

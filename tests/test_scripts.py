@@ -12,6 +12,7 @@ import sys
 import pytest
 from support import ROOT
 
+DISTRIBUTION = "<--dist=loadgroup><--no-loadscope-reorder>"
 REQUIREMENTS = ("requirements.txt", "requirements-dev.txt", "requirements-compilers.txt")
 STAND_IN = f"""#!/usr/bin/env bash
 case "$*" in
@@ -138,9 +139,9 @@ def test_tests(repository, script):
     status, err, log = run(repository, script, "-k", "a b")
     assert status == 0, err
     cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
-    steps = [*CHECKS, f"<pytest><-n><{cores}><--dist=loadgroup><-k><a b>"]
+    steps = [*CHECKS, f"<pytest><-n><{cores}>{DISTRIBUTION}<-k><a b>"]
     assert log == [f"{INSTALL} -r requirements-dev.txt", *(f"{step}<{repository}>" for step in steps)]
-    assert run(repository, script, JAXTRAIN_TEST_WORKERS="3")[2][-1] == f"<pytest><-n><3><--dist=loadgroup><{repository}>"
+    assert run(repository, script, JAXTRAIN_TEST_WORKERS="3")[2][-1] == f"<pytest><-n><3>{DISTRIBUTION}<{repository}>"
 
 
 def test_the_long_tests_have_their_compilers(repository):
@@ -148,7 +149,7 @@ def test_the_long_tests_have_their_compilers(repository):
     run(repository, "scripts/train.sh")
     compilers = "pip --disable-pip-version-check --no-deps --target .venv-compilers -r requirements-compilers.txt"
     _, _, log = run(repository, "scripts/test.sh", "--full", "--part=2/4", JAXTRAIN_TEST_WORKERS="1")
-    assert log[1] == compilers and log[-1] == f"<pytest><-n><1><--dist=loadgroup><--full><--part=2/4><{repository}>"
+    assert log[1] == compilers and log[-1] == f"<pytest><-n><1>{DISTRIBUTION}<--full><--part=2/4><{repository}>"
     assert compilers not in run(repository, "scripts/test.sh", "--full")[2]
     (repository / "requirements-compilers.txt").write_text("libtpu==1\n")
     assert compilers not in run(repository, "scripts/test.sh")[2]

@@ -1,6 +1,7 @@
-"""Whole runs through the real command, one process on simulated devices: what a run leaves, kills, resumption, refusals.
+"""Whole runs through the real command, in one process: what a run leaves, kills, resumption, refusals.
 
-Several processes are in test_processes.py, wrong flags mostly in test_cli.py, what checkpoints hold in checkpoint/.
+Most are on one device, whose programs are compiled once and then come from the cache: their subject is the loop and its files. Several
+processes are in test_processes.py, sizes in test_sizes.py, wrong flags mostly in test_cli.py, what checkpoints hold in checkpoint/.
 """
 
 import json
@@ -19,6 +20,7 @@ from support.train_runs import settings
 
 STEPS = 48  # of the run that is never stopped, and of those that are killed
 RESUMED, GOES_ON = 6, 12  # where other meshes take over, and until where
+ONE_DEVICE = settings(mesh__stage=1)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def folder(tmp_path_factory):
 def whole(folder):
     """The workdir and the output of a run that nothing disturbs: all of its checkpoints are kept."""
     workdir = folder / "whole"
-    done = runs.train(workdir, *settings(train__steps=STEPS, train__eval_every=20, metrics__tensorboard=True))
+    done = train(workdir, *settings(train__steps=STEPS, train__eval_every=20, metrics__tensorboard=True))
     return workdir, done
 
 
@@ -53,6 +55,16 @@ def workdir(folder, request):
     shutil.rmtree(workdir, ignore_errors=True)
 
 
+def train(workdir, *flags: str, status: int = 0) -> runs.Done:
+    """Runs the training command on one device to its end."""
+    return runs.train(workdir, *ONE_DEVICE, *flags, status=status, devices=1)
+
+
+def training(workdir, *flags: str) -> list[str]:
+    """The words of that command."""
+    return runs.training(workdir, *ONE_DEVICE, *flags, devices=1)
+
+
 def assert_close(found: tuple[float, float], expected: tuple[float, float], relative: float, what: str) -> None:
     """Both the loss and the gradient norm."""
     assert found == pytest.approx(expected, rel=relative, abs=0), what
@@ -64,12 +76,12 @@ def assert_close(found: tuple[float, float], expected: tuple[float, float], rela
 def test_a_run_introduces_itself_and_learns(whole):
     _, done = whole
     lines = done.out.splitlines()
-    assert lines[0] == "mesh: stage 2 (2 × cpu, 1 process)"
-    # Two of RMSNorm, attention of 4 · 32² and three of 32 · 64 in each of 3 layers; the embedding is the head; a norm before that.
-    parameters = 3 * (2 * 32 + 4 * 32**2 + 3 * 32 * 64) + 257 * 32 + 32
-    assert f"model: {parameters:,} parameters; 3 layers over 2 stages × 1 chunk: 2, 1" in lines
+    assert lines[0] == "mesh: one device (1 × cpu, 1 process)"
+    # Two of RMSNorm, attention of 4 · 32² and two of 32 · 64 in each of 3 layers; the embedding is the head; a norm before that.
+    parameters = 3 * (2 * 32 + 4 * 32**2 + 2 * 32 * 64) + 257 * 32 + 32
+    assert f"model: {parameters:,} parameters; 3 layers on one stage" in lines
     assert re.search(r"step: 512 tokens\b.* 2 microbatches of 8 sequences of 32\b", done.out)
-    assert re.search(r"table:? 1f1b\b", done.out)
+    assert "table: 2 microbatches one after the other" in lines
     memory = next(
         re.fullmatch(r"memory per device as compiled: (.*) MiB \((.*) of state, (.*) temporary\)", line)
         for line in lines
@@ -113,16 +125,15 @@ def test_profile_evaluation_and_what_is_kept(whole, workdir):
     flags = settings(
         train__steps=10, train__profile_steps=2, train__eval_every=4, checkpoint__every=2, checkpoint__keep=2, metrics__log_every=5
     )
-    runs.train(workdir, *flags)
+    train(workdir, *flags)
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "validation_loss" in record] == [4, 8, 10]
     logged, reference = runs.losses(workdir), runs.losses(whole[0])
     assert logged == {step: reference[step] for step in (1, 5, 10)}
     assert runs.checkpoints(workdir) == [8, 10]
     (trace,) = (workdir / "profile").rglob("*.xplane.pb")
-    # As the table's columns are named: the ops of the chunks, and what comes before and after them.
-    for op in ("embed", "F0", "K0", "R0", "B0", "W0", "head", "optimizer"):
-        assert f"/{op}/".encode() in trace.read_bytes(), op
+    # The other ops' names: test_program.py. XLA makes one kernel of such a small loop, in which a trace has none.
+    assert b"/optimizer/" in trace.read_bytes()
 
 
 # --- killed and continued --------------------------------------------------------------------------------------------------------
@@ -144,9 +155,9 @@ def kill_when(workdir, moment: str, chance: random.Random) -> None:
         "step": lambda: runs.last_step(workdir) > at + chance.randrange(6),
         "saving": lambda: runs.unfinished(workdir) and runs.last_step(workdir) > at + 2,
     }
-    with runs.running(workdir.parent, *runs.training(workdir, *settings(train__steps=STEPS)), environment=environment) as command:
+    with runs.running(workdir.parent, *training(workdir, *settings(train__steps=STEPS)), environment=environment) as command:
         command.wait_for(conditions[moment], moment)
-        time.sleep(chance.random() * {"starting": 3, "compiling": 4, "step": 0.1, "saving": 0}[moment])
+        time.sleep(chance.random() * {"starting": 3, "compiling": 2, "step": 0.1, "saving": 0}[moment])
         command.kill()
     assert moment != "saving" or runs.unfinished(workdir), "the save was faster"
 
@@ -156,7 +167,7 @@ def assert_killed_run_is_the_same(workdir, whole, moments: list[str], seed: int)
     for moment in moments:
         kill_when(workdir, moment, chance)
     saved = runs.checkpoints(workdir)
-    done = runs.train(workdir, *settings(train__steps=STEPS))
+    done = train(workdir, *settings(train__steps=STEPS))
     assert ("continuing from step" in done.out) == bool(saved)
     assert "waiting" not in done.out + done.err and "absl" not in done.err  # the lock of a dead run; what its save has left
     assert runs.losses(workdir) == runs.losses(whole[0])
@@ -193,7 +204,7 @@ def assert_continues(workdir, whole, stop: int, *flags: str) -> None:
 
 
 def test_goes_on_on_another_mesh(whole, workdir):
-    """From 2 stages, over which 3 layers are uneven, to 2 × 2 × 2. Other sizes: test_sizes.py."""
+    """From one device to 2 × 2 × 2, of whose stages 3 layers are uneven. Other sizes: test_sizes.py."""
     assert_continues(workdir, whole[0], RESUMED + 2, *settings(mesh__data=2, mesh__model=2))
 
 
@@ -244,7 +255,7 @@ def test_the_newest_whole_checkpoint_is_used_and_what_differs_is_said(whole, wor
     (checkpoints / "10").mkdir()
     (checkpoints / "notes.txt").write_text("")
     flags = settings(train__steps=10, checkpoint__every=0, checkpoint__minutes=0.00001, optimizer__learning_rate=0.1)
-    done = runs.train(workdir, *flags)
+    done = train(workdir, *flags)
     lines = done.out.splitlines()
     said = "9 (its meta is no JSON), 10 (an empty folder), notes.txt (no step's name); the newest whole checkpoint is 6"
     assert lines[0] == f"passed over in {workdir.name}/checkpoints: {said}"
@@ -277,10 +288,10 @@ def test_sigterm_and_ctrl_c_save_and_stop(whole, workdir):
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         before = runs.last_step(workdir)
-        with runs.running(workdir.parent, *runs.training(workdir, *settings(train__steps=10_000, checkpoint__every=0))) as command:
+        with runs.running(workdir.parent, *training(workdir, *settings(train__steps=10_000, checkpoint__every=0))) as command:
             command.wait_for(lambda before=before: runs.last_step(workdir) > before + 1, "a step")
             if number == signal.SIGTERM:
-                second = runs.train(workdir, *settings(train__steps=10_000), status=2)
+                second = train(workdir, *settings(train__steps=10_000), status=2)
                 (error,) = second.err.splitlines()
                 who = rf"process {command.process.pid} on {re.escape(socket.gethostname())}, which started 20\d\d-\d\d-\d\d .* UTC"
                 assert re.fullmatch(rf"error: --workdir='{workdir.name}' is in use by the run of {who}: stop that run, or .*", error), error
@@ -293,7 +304,7 @@ def test_sigterm_and_ctrl_c_save_and_stop(whole, workdir):
         assert f"stopped at step {step} of 10000" in done.out
         assert runs.checkpoints(workdir)[-1] == step and not runs.unfinished(workdir)
         assert (workdir / "loss.png").exists()
-    done = runs.train(workdir, *settings(train__steps=step + 2))
+    done = train(workdir, *settings(train__steps=step + 2))
     assert f"continuing from step {step}" in done.out
     found, expected = runs.losses(workdir), runs.losses(whole[0])
     assert list(found) == list(range(1, step + 3))
@@ -317,7 +328,7 @@ def test_ctrl_c_before_there_is_anything_to_save(folder, workdir):
 def test_a_loss_that_is_not_finite(folder, workdir):
     """Status 1, the batch's position, and the last good checkpoint, which is finite."""
     flags = settings(optimizer__learning_rate=1e30, optimizer__warmup_steps=0, checkpoint__every=1)
-    done = runs.train(workdir, *flags, status=1)
+    done = train(workdir, *flags, status=1)
     last = runs.last_step(workdir)
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["step"] == last and None in (records[-1]["loss"], records[-1]["grad_norm"])
@@ -340,10 +351,10 @@ def stopped(whole, workdir):
     return workdir
 
 
-def assert_refused(workdir, *flags: str, devices: int = runs.DEVICES) -> str:
+def assert_refused(workdir, *flags: str, devices: int = 1) -> str:
     """The one line on standard error; status 2, and nothing in the workdir has changed."""
     files = runs.contents(workdir)
-    done = runs.train(workdir, *flags, status=2, devices=devices)
+    done = runs.train(workdir, *(ONE_DEVICE if devices == 1 else ()), *flags, status=2, devices=devices)
     assert runs.contents(workdir) == files
     *before, error = done.err.splitlines()
     of_a_corpus = lambda line: "preparing" in line or "prepared" in line
@@ -384,7 +395,7 @@ def test_a_changed_corpus(folder, stopped):
 def test_a_finished_run_says_so(whole):
     workdir, _ = whole
     before = runs.contents(workdir)
-    done = runs.train(workdir, *settings(train__steps=STEPS))
+    done = train(workdir, *settings(train__steps=STEPS))
     assert f"already has its {STEPS} steps: raise train.steps to go on" in done.out
     assert runs.contents(workdir) == before
 
@@ -413,7 +424,7 @@ WRONG = {
 @pytest.mark.parametrize("flag", WRONG)
 def test_wrong_flags_end_the_command_at_once(folder, workdir, flag):
     began, before = time.monotonic(), sorted(os.listdir(folder))
-    message = assert_refused(workdir, flag)
+    message = assert_refused(workdir, flag, devices=runs.DEVICES)
     assert time.monotonic() - began < 5
     assert message.startswith(WRONG[flag])
     assert not workdir.exists() and sorted(os.listdir(folder)) == before

@@ -55,14 +55,18 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def test_processes_restore_each_other(tmp_path):
-    """1 process × 8 devices → 2 × 4 → 4 × 2 → 2 × 4 → 1 × 8, each on another mesh."""
+# Processes; layers, stages, chunks, data, model, padded: stages of their own processes, and stages within each.
+PROCESSES = [(2, (7, 4, 1, 1, 2, 16)), (4, (7, 2, 3, 2, 2, 32)), (2, (7, 2, 2, 4, 1, 24))]
+
+
+@pytest.mark.parametrize("chain", [PROCESSES[:1], pytest.param(PROCESSES, marks=pytest.mark.full)], ids=["1-2-1", "1-2-4-2-1"])
+def test_processes_restore_each_other(tmp_path, chain):
+    """So many processes, of 8 devices in all, each on another mesh."""
     first = Layout(7, stages=1, chunks=2, data=4, model=2)
     c = Checkpointer(tmp_path, first.placement, stored_shapes(first))
     c.save(1, state(first), {"step": 1})
     c.close()
-    # layers, stages, chunks, data, model, padded: stages of their own processes, and stages within each.
-    for step, (processes, layout) in enumerate([(2, (7, 4, 1, 1, 2, 16)), (4, (7, 2, 3, 2, 2, 32)), (2, (7, 2, 2, 4, 1, 24))], start=1):
+    for step, (processes, layout) in enumerate(chain, start=1):
         port = free_port()
         running = [start(tmp_path, "next", processes, i, port, step, *layout, devices=8 // processes) for i in range(processes)]
         try:
@@ -74,5 +78,5 @@ def test_processes_restore_each_other(tmp_path):
                 process.kill()
     last = Layout(7, stages=4, chunks=1, data=2)
     c = Checkpointer(tmp_path, last.placement, stored_shapes(last))
-    assert c.latest_step() == 4
-    assert_same(c.restore(4, abstract_state(last)), state(last))
+    assert c.latest_step() == 1 + len(chain)
+    assert_same(c.restore(1 + len(chain), abstract_state(last)), state(last))

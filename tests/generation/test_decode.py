@@ -39,13 +39,16 @@ def test_logits_token_by_token_are_those_of_the_whole_sequence(kind):
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 61)
     expected = jax.jit(lambda params, tokens: transformer.logits(parts, params, tokens))(params, tokens)
 
-    step = jax.jit(lambda tokens, cache, start: extend(parts, params, tokens, cache, start, jnp.float32))
+    @jax.jit
+    def step(tokens, cache, start):
+        x, cache = extend(parts, params, tokens, cache, start, jnp.float32)
+        return next_logits(parts, params, x, tied_table(parts, params, jnp.float32)), cache
+
     cache = empty_cache(cfg.model, 2, 32, jnp.float32)
     padded = jnp.pad(tokens[:, :5], ((0, 0), (0, 3)), constant_values=7)  # the padding is written over, not looked at
     _, cache = step(padded, cache, 0)
     for at in range(5, 16):
-        x, cache = step(tokens[:, at : at + 1], cache, at)
-        logits = next_logits(parts, params, x, tied_table(parts, params, jnp.float32))
+        logits, cache = step(tokens[:, at : at + 1], cache, at)
         # The same sums in another order; logits are of order 1 to 10.
         np.testing.assert_allclose(logits, expected[:, at], rtol=1e-4, atol=1e-4)
 

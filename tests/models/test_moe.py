@@ -97,9 +97,9 @@ def test_against_a_loop_over_tokens(fields):
     params["router"][counter] = normal(cfg.experts, seed=3) * 0.3  # a load that were there would change nothing
     x = normal(B, T, D)
     y, load, dropped = plainly(cfg, params, x)
-    got, vjp = jax.vjp(layer, params, x)
+    (_, got), gradients = jax.jit(jax.value_and_grad(lambda p: (layer(p, x).sum(), layer(p, x)), has_aux=True))(params)
     np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
-    gradients = vjp(jnp.ones_like(got))[0]["router"]
+    gradients = gradients["router"]
     assert sorted(gradients) == sorted([counter, "weight", *["dropped"] * (cfg.capacity_factor > 0)])
     np.testing.assert_array_equal(gradients[counter], load)
     if cfg.capacity_factor:
@@ -136,7 +136,7 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
         return (y * g).sum() + cfg.z_loss * (jax.nn.logsumexp(logits, -1) ** 2).sum() / T / ROWS
 
     expected = jax.jit(jax.grad(dense, (0, 1)))(params, x)
-    got = jax.grad(lambda p, x: (layer(p, x) * g).sum(), (0, 1))(params, x)
+    got = jax.jit(jax.grad(lambda p, x: (layer(p, x) * g).sum(), (0, 1)))(params, x)
     for tree in (got[0], expected[0]):
         tree["router"] = tree["router"]["weight"]
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
@@ -163,7 +163,7 @@ def test_the_losses_of_the_router(router, groups):
 
     total = lambda p, x: without(p, x).sum() + losses(p, x)
     expected = jax.jit(jax.grad(total, (0, 1)))(params, x)
-    got = jax.grad(lambda p, x: layer(p, x).sum(), (0, 1))(params, x)
+    got = jax.jit(jax.grad(lambda p, x: layer(p, x).sum(), (0, 1)))(params, x)
     np.testing.assert_array_equal(layer(params, x), without(params, x))
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-3, atol=1e-5), got, expected)
 
@@ -199,9 +199,13 @@ def test_b_makes_no_weight_gradients_and_w_little_else():
     split = LayerSplit(lambda p, x, extra: layer(p, x), params, normal(B, T, D), ())
     products = lambda op: sum(eq.primitive.name == "ragged_dot_general" for eq in split._equations[op])
     assert [products(op) for op in (LayerOp.FORWARD, LayerOp.INPUT_GRADIENT, LayerOp.WEIGHT_GRADIENT, LayerOp.BACKWARD)] == [3, 3, 3, 6]
-    y, residuals = split.output_and_residuals(params, normal(B, T, D), ())
-    dx, stash = split.input_gradient(params, (), residuals, jnp.ones_like(y))
-    dp = split.weight_gradient(params, (), residuals.for_w, stash)
-    expected, expected_x = jax.vjp(layer, params, normal(B, T, D))[1](jnp.ones_like(y))
+
+    @jax.jit
+    def gradients(params, x, g):
+        _, residuals = split.output_and_residuals(params, x, ())
+        dx, stash = split.input_gradient(params, (), residuals, g)
+        return (split.weight_gradient(params, (), residuals.for_w, stash), dx), jax.vjp(layer, params, x)[1](g)
+
+    (dp, dx), (expected, expected_x) = gradients(params, normal(B, T, D), np.ones((B, T, D), np.float32))
     np.testing.assert_allclose(dx, expected_x, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6), dp, expected)

@@ -27,15 +27,17 @@ ENDS = {"pipeline.vocabulary": "end_stages"}
 LATENT = {"model.attention": "mla", "model.query_rank": 24, "model.kv_rank": 40, "model.rope_head_dim": 6}
 APART = {"data.attend_across_documents": False}
 CASES = {
-    "data, zero 3, gathered by layer": Case((8, 1, 1), changes={"parallel.zero": 3}),
+    "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
     "stage": Case((1, 7, 1), microbatches=4),
-    "replica": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 2}),
     "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2}),
     "data · stage · model": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 3}),
-    "data · expert · stage": Case((2, 2, 1), microbatches=4, changes={**MOE, "parallel.zero": 3}),
+    "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),
     "data · context · model": Case((2, 1, 2), changes={"mesh.context": 2}),
 }  # fmt: skip
 MORE = {
+    "replica": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 2}),
+    "data, zero 3, gathered by layer": Case((8, 1, 1), changes={"parallel.zero": 3}),
+    "data · expert · stage": Case((2, 2, 1), microbatches=4, changes={**MOE, "parallel.zero": 3}),
     "context": Case((1, 1, 1), changes={"mesh.context": 4, **NONE}),
     "data, zero 1": Case((8, 1, 1)),
     "stage, and data that divides nothing": Case((3, 2, 1), microbatches=4, changes={"parallel.zero": 3, "data.batch_size": 24, **ENDS}),
@@ -63,7 +65,6 @@ MORE = {
     ),
     "further tokens": Case((1, 2, 2), microbatches=4, changes={"mesh.context": 2, "model.mtp_depth": 2, **NONE}),
     "further tokens, zero 3, latent": Case((2, 1, 2), changes={"model.mtp_depth": 1, "parallel.zero": 3, **LATENT}),
-    "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
     "replica, zero 0, gpt2 form": Case((2, 2, 1), "interleaved", 2, 4, changes={"mesh.replica": 2, "parallel.zero": 0, **GPT2}),
     "data, stage and model, gpt2 form, zero 2": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 2, **NONE, **GPT2}),
 }

@@ -28,6 +28,8 @@ def test_lines(folder):
     lines = runs.train(folder / "never", "--dry_run").out.splitlines()
     assert runs.contents(folder) == before and not (folder / "never").exists()
     assert lines[0] == "mesh: stage 2 (2 × cpu, 1 process)"
+    assert [x for x in lines if x.startswith("model: ") and x.endswith(" parameters; 3 layers over 2 stages × 1 chunk: 2, 1")]
+    assert [x for x in lines if x.startswith("table: 1f1b, ")]
     memory = next(
         re.fullmatch(r"memory per device as compiled: ([\d.]+) MiB \(([\d.]+) of state, .*\)", x) for x in lines if "compiled" in x
     )
@@ -40,11 +42,12 @@ def test_lines(folder):
 
 
 def test_json_alone_on_standard_output(folder):
-    done = runs.train(folder / "never", "--dry_run", "--json", "--config.parallel.zero=3")
+    changes = {"parallel.zero": 3, "mesh.stage": 1, "mesh.data": 2, "pipeline.microbatches": 1}
+    done = runs.train(folder / "never", "--dry_run", "--json", *runs.flags_of(changes))
     found = json.loads(done.out)
-    config = apply(load_recipe(folder / "recipe.py"), [("parallel.zero", "3")])
+    config = apply(load_recipe(folder / "recipe.py"), [(path, str(value)) for path, value in changes.items()])
     config = check_devices(config, 2).resolve()
-    assert found["mesh"] == {"replica": 1, "data": 1, "stage": 2, "context": 1, "expert": 1, "model": 1, "devices": 2, "device": "cpu"}
+    assert found["mesh"] == {"replica": 1, "data": 2, "stage": 1, "context": 1, "expert": 1, "model": 1, "devices": 2, "device": "cpu"}
     assert found["stage"] == busiest(config, cpu=True)
     rows = account(config, found["stage"], cpu=True)
     assert [(row["op"], row["kind"], tuple(row["axes"]), row["bytes"]) for row in found["account"]] == [

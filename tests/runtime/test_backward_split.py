@@ -18,8 +18,8 @@ from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_everything
 BATCH, LENGTH, WIDTH = 2, 12, 32
 
 
-def normal(key: int, *shape) -> jax.Array:
-    return jax.random.normal(jax.random.key(key), shape)
+def normal(seed: int, *shape) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def mlp(params, x, extra):
@@ -62,23 +62,23 @@ LAYERS = {f.__name__: f for f in (mlp, scanned, checkpointed, custom, ignoring, 
 
 
 def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6, keep=keep_everything):
-    g = normal(9, *x.shape).astype(x.dtype)
-
-    @jax.jit
-    def whole(params, x, extra, g):
-        y, vjp = jax.vjp(lambda p, x: fn(p, x, extra), params, x)
-        return y, *vjp(g)
-
     split = LayerSplit(fn, params, x, extra, keep)
-    got_y, residuals = jax.jit(split.output_and_residuals)(params, x, extra)
-    gradients, dx = jax.jit(split.gradients)(params, extra, residuals, g)
-    apart_dx, stash = jax.jit(split.input_gradient)(params, extra, residuals, g)
-    apart = jax.jit(split.weight_gradient)(params, extra, residuals.for_w, stash)
+
+    @jax.jit  # all at once, for compiling is what this costs
+    def run(params, x, extra, g):
+        y, vjp = jax.vjp(lambda p, x: fn(p, x, extra), params, x)
+        got_y, residuals = split.output_and_residuals(params, x, extra)
+        apart_dx, stash = split.input_gradient(params, extra, residuals, g)
+        apart = split.weight_gradient(params, extra, residuals.for_w, stash)
+        return (y, *vjp(g)), got_y, residuals, split.gradients(params, extra, residuals, g), apart_dx, stash, apart
+
+    g = normal(9, *x.shape).astype(x.dtype)
+    whole, got_y, residuals, (gradients, dx), apart_dx, stash, apart = run(params, x, extra, g)
     assert [(r.shape, r.dtype) for r in stash] == [(r.shape, r.dtype) for r in split.weight_stash]
     for crossed, said in ((residuals.for_b, split.residuals.for_b), (residuals.for_w, split.residuals.for_w)):
         assert [(r.shape, r.dtype) for r in crossed] == [(r.shape, r.dtype) for r in said]
     assert jax.tree.structure(gradients) == jax.tree.structure(params)
-    wanted = jax.tree.leaves(whole(params, x, extra, g))
+    wanted = jax.tree.leaves(whole)
     largest = max(np.abs(w).max() for w in wanted)
     got = jax.tree.leaves((got_y, gradients, dx)), jax.tree.leaves((got_y, apart, apart_dx))
     for a, w in zip(itertools.chain(*got), [*wanted, *wanted], strict=True):
@@ -114,7 +114,7 @@ def block(request):
     cfg = small.config(changes={"model.mlp_width": 80, "model.head_dim": 6, "model.init_std": 0.2} | kinds[request.param])
     parts = transformer.build(cfg.model)
     leaves, tree = jax.tree.flatten(parts.specs["layer"])
-    values = [s.constant + (s.std or 0.1) * normal(i, *s.shape) for i, s in enumerate(leaves)]
+    values = [jnp.asarray(s.constant + np.float32(s.std or 0.1) * np.asarray(normal(i, *s.shape))) for i, s in enumerate(leaves)]
     return lambda p, x, extra: parts.block(p, x, *extra), jax.tree.unflatten(tree, values)
 
 
@@ -122,8 +122,11 @@ POSITIONS = jnp.arange(LENGTH, dtype=jnp.int32)[None]
 SEGMENTS = jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 0, 1, 1]], LENGTH // 4, axis=1), jnp.int32)
 
 
-@pytest.mark.parametrize("keep", [keep_everything, keep_products])
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "documents"])
+@pytest.mark.parametrize(
+    "keep, segments",
+    [(keep_everything, None), (keep_products, SEGMENTS), pytest.param(keep_everything, SEGMENTS, marks=pytest.mark.full)],
+    ids=["everything, one document", "products, documents", "everything, documents"],
+)
 def test_a_block_keeps_no_weight_and_no_mask(block, segments, keep):
     fn, params = block
     split = assert_same_as_vjp(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, segments), 3e-6, keep)
@@ -134,7 +137,7 @@ def test_a_block_keeps_no_weight_and_no_mask(block, segments, keep):
         assert BATCH in kept.shape or BATCH * LENGTH in kept.shape, f"{kept} is no activation"
 
 
-@pytest.mark.parametrize("keep", [keep_everything, keep_products])
+@pytest.mark.parametrize("keep", [pytest.param(keep_everything, marks=pytest.mark.full), keep_products])
 def test_attention_by_blocks_stays_whole(block, keep, monkeypatch):
     """One loop in F and one in B, none in W; output and log-sum-exp cross, so that B need not attend again."""
     for name, value in (("LEAST_KEYS", 1), ("LEAST_BLOCK", 1), ("SCORES", 2 * 8 * 4 * 4)):

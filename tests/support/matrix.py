@@ -75,9 +75,9 @@ class Case:
 
     @property
     def pairs(self) -> frozenset:
-        """Every two of its factors, and by themselves its schedule and the way to pack it into ticks."""
+        """Every two of its factors, and by themselves its mesh, its schedule and the way to pack it into ticks."""
         named = {("schedule", self.schedule), ("permute", self.permute)} if self.mesh[1] > 1 else set()
-        return frozenset(itertools.combinations(self.factors.items(), 2)) | named
+        return frozenset(itertools.combinations(self.factors.items(), 2)) | named | {("mesh", self.mesh)}
 
 
 def to_stages(microbatches: int, stages: int) -> str:
@@ -91,13 +91,13 @@ def to_stages(microbatches: int, stages: int) -> str:
 
 @functools.cache
 def family(schedule: str, repeats: int) -> tuple:
-    """Schedules of one family have the same placement, as many chunks on a stage, and put off their W's or do not."""
+    """Schedules of one family have the same placement, one chunk on a stage or several, and put off their W's or do not."""
     if schedule not in orders.SCHEDULES:
         return (schedule,)
     known = orders.SCHEDULES[schedule]
     cells = itertools.chain(*(itertools.pairwise(stage) for stage in known.order(4, repeats, 8)))
     puts_off = any(cell[0] == orders.B and after != (orders.W, *cell[1:]) for cell, after in cells)
-    return known.placement, repeats, puts_off
+    return known.placement, repeats > 1, puts_off
 
 
 @functools.cache
@@ -157,12 +157,15 @@ def draw(
     return case if case.mesh[1] > 1 else dataclasses.replace(case, permute="auto", vocabulary="parallel", layers_per_op=0)
 
 
-def cover(cases: Iterable[Any]) -> Iterator[Any]:
-    """Some of the cases, in which every pair of values that any case has occurs: greedily, always the case with most new pairs."""
+def cover(cases: Iterable[Any], wanted: Iterable[Any] | None = None) -> Iterator[Any]:
+    """Some of the cases, in which every wanted pair of values occurs (without `wanted` every pair that any case has): greedily, always
+    the case with most that are missing. ValueError where no case has one."""
     pairs_of = {case: case.pairs for case in cases}
-    missing = set().union(*pairs_of.values())
+    missing = set().union(*pairs_of.values()) if wanted is None else set(wanted)
     while missing:
         best = max(pairs_of, key=lambda case: len(pairs_of[case] & missing))  # the first of equals
+        if not pairs_of[best] & missing:
+            raise ValueError(f"no case has {missing}")
         missing -= pairs_of[best]
         yield best
 

@@ -1,10 +1,13 @@
-"""Which tests a run of the suite takes, and what its files cost: for conftest.py."""
+"""Which tests a run of the suite takes, in which order, and what its files cost: for conftest.py."""
 
 import argparse
 import collections
+import pathlib
 import zlib
 from collections.abc import Iterable
 from typing import Any
+
+from support import ROOMS, ROOT
 
 SLOWEST = 20  # files that are named at the end
 
@@ -21,6 +24,13 @@ def in_part(nodeid: str, part: tuple[int, int]) -> bool:
     """Whether a test belongs to a part. Each test is in one, and in the same one whatever other tests there are."""
     number, parts = part
     return zlib.crc32(nodeid.encode()) % parts == number - 1
+
+
+def turn(path: pathlib.Path) -> int:
+    """When a test file's turn comes: whole runs first, then the rooms from the uppermost down. Long ones would run alone at the end."""
+    folder, *rest = path.relative_to(ROOT / "tests").parts
+    rooms = ["", *ROOMS[::-1]]
+    return rooms.index(folder) if folder in rooms else len(rooms) * bool(rest)
 
 
 def slowest_files(reports: Iterable[Any], workers: int) -> list[str]:

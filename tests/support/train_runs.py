@@ -32,7 +32,7 @@ from jaxtrain.config import *
 
 def get_config():
     return Config(
-        model=ModelConfig(layers=3, width=32, heads=4, mlp_width=64, tied_embeddings=True, init_std=0.1),
+        model=ModelConfig(layers=3, width=32, heads=4, mlp_width=64, activation="gelu", tied_embeddings=True, init_std=0.1),
         data=DataConfig(source="corpus.txt", sequence_length=32, batch_size=16),
         mesh=MeshConfig(stage=2),
         pipeline=PipelineConfig(schedule="1f1b", microbatches=2),

@@ -7,19 +7,20 @@ import pathlib
 import numpy as np
 import pytest
 from support import matrix, plain_loop, small
-from support.plain_loop import assert_same, reference, train
+from support.plain_loop import assert_same, gradients, reference, train
 
 from jaxtrain.config import Config
 
 AXES = ("replica", "data", "stage", "context", "expert", "model")
 KINDS = {
-    "dense": {},
+    "dense": {"model.activation": "gelu", "model.positions": "learned"},
     "dropless": {"model.experts": 8, "model.expert_width": 16, "model.shared_experts": 1},
     "capacity": {"model.experts": 8, "model.expert_width": 16, "model.router": "sigmoid", "model.capacity_factor": 4.0},  # drops nothing
 }
 SCHEDULES = (("1f1b", 1), ("zb_v", 2))
 CONTEXTS = ("all_gather", "ulysses", "ring")
 MICROBATCHES = 2
+DRAWS = 20  # for each mesh and kind of model, from which the sample is chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +104,15 @@ def whole() -> tuple[Case, ...]:
     return tuple(dict.fromkeys(draw(mesh, kind, random) for mesh in (*meshes(), *more) for kind in list(KINDS)[mesh[4] > 1 :]))
 
 
+def sample() -> tuple[Case, ...]:
+    """Few cases with every pair that the whole matrix has, chosen from more ways to use every mesh."""
+    random, used = np.random.default_rng(3), sorted({case.mesh for case in WHOLE})
+    drawn = [draw(mesh, kind, random) for _ in range(DRAWS) for mesh in used for kind in list(KINDS)[mesh[4] > 1 :]]
+    return tuple(matrix.cover(drawn, wanted=set().union(*(case.pairs for case in WHOLE))))
+
+
 WHOLE = whole()
-SAMPLE = list(matrix.cover(WHOLE))
+SAMPLE = sample()
 PASSED = matrix.Passed("axes", pathlib.Path(__file__), *(pathlib.Path(m.__file__) for m in (plain_loop, small)))
 
 
@@ -114,16 +122,18 @@ def grouped(cases) -> list:
 
 
 def test_the_matrix_has_what_it_should():
-    assert len({case.mesh for case in WHOLE}) >= 73 and set(SAMPLE) < set(WHOLE)
+    assert len({case.mesh for case in WHOLE}) >= 73 and len(set(SAMPLE)) == len(SAMPLE) < 24
     assert {(case.kind, case.zero) for case in WHOLE} == set(itertools.product(KINDS, range(4)))
     pairs = lambda cases: set().union(*(case.pairs for case in cases))
-    assert pairs(SAMPLE) == pairs(WHOLE)
+    assert pairs(SAMPLE) >= pairs(WHOLE)
     assert pairs(WHOLE) >= {((a, True), (b, True)) for a, b in itertools.combinations(AXES, 2)}
 
 
 @pytest.mark.parametrize("case", grouped(SAMPLE))
-def test_same_training(case):
-    assert_same(train(case.config()), reference(case.config()))
+def test_same_gradients(case):
+    """Where an axis is alone the optimizer follows, whose clipping sums over all devices."""
+    alone = max(case.mesh) == np.prod(case.mesh)
+    assert_same(train(case.config()) if alone else gradients(case.config()), reference(case.config()))
 
 
 @pytest.mark.full
