@@ -11,6 +11,7 @@ import math
 import pathlib
 import random
 import shlex
+import threading
 from typing import Any
 
 from jaxtrain import cli, train
@@ -107,6 +108,9 @@ def draw_invalid(chance: random.Random, devices: int = 8) -> list[str]:
             return flags
 
 
+ONE_AT_A_TIME = threading.Lock()  # standard error is the whole process's
+
+
 def works(flags: list[str], devices: int) -> bool:
     """Whether a run with these flags would begin to compile; without a search for what would do."""
     reading = read_flags(flags, "", (*SHARED_FLAGS, *train.FLAGS), with_config=True)
@@ -127,7 +131,7 @@ def refusal_of(flags: list[str], devices: int) -> str:
     """The error line that the flags end with, "" if they work."""
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with ONE_AT_A_TIME, contextlib.redirect_stderr(said):
             config, namespace = cli.parse([f"--config={RECIPE}", f"--cpu_devices={devices}", *flags], "", train.FLAGS)
         config = check_run(config, devices, "cpu", namespace.recipe)
         make_setup(config.resolve())

@@ -1,5 +1,6 @@
 """scripts/fuzz_configs.py: what the trainer suggests for random configs that cannot work is true, and the drawing is not idle."""
 
+import concurrent.futures
 import os
 import random
 import subprocess
@@ -50,3 +51,16 @@ def test_every_process_suggests_the_same():
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "scripts")))}
         said.append(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout)
     assert len(set(said)) == 1 and said[0].startswith("error: ")
+
+
+def test_refusals_of_threads_are_not_mixed_up():
+    """A command says them on standard error, of which a process has one."""
+    flags = [[f"--config.optimizer.b1={1 + i}"] for i in range(12)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns so often that they meet
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            said = list(pool.map(fuzz_configs.refusal_of, flags, [8] * len(flags)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert [line.split()[1] for line in said] == [f"optimizer.b1={1.0 + i}" for i in range(12)]
