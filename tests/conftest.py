@@ -27,8 +27,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-    # Compilation is what the suite costs. This is LLVM's level: XLA's passes, and so the programs that tests read, stay as they are.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    # Compilation is what the suite costs. This is LLVM's level, in one thread, for workers have a core each: XLA's passes, and so the
+    # programs that tests read, stay as they are.
+    quickly = " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + quickly
 set_xla_flags(os.environ, side_by_side=True)
 
 import jax  # noqa: E402 (after its environment)

@@ -97,17 +97,6 @@ def assert_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_two_processes_have_the_losses_of_one(single, workdir):
-    done = train(workdir, 2, *settings(train__steps=5, train__sample_tokens=4))
-    assert_same_trajectory(runs.losses(workdir), runs.losses(single))
-    assert list(runs.losses(workdir)) == list(range(1, 6))
-    # One of them talks and keeps the logs.
-    assert "[0] mesh: stage 2 × model 2 (4 × cpu, 2 processes)" in done.out.splitlines()
-    assert "[0] sample, " in done.out
-    assert not [line for line in done.out.splitlines() if re.match(r"\[1\] (mesh|step|validation|sample)", line)]
-    assert runs.checkpoints(workdir) == [3, 5] and not runs.unfinished(workdir)
-
-
 @pytest.mark.full
 def test_a_replica_in_each_process(workdir):
     """Replicas that train apart: rows of the log are of both, also where the processes have not met since the last one."""
@@ -122,19 +111,28 @@ def test_a_replica_in_each_process(workdir):
     assert len(runs.checkpoints(one)) > 1 and set(runs.checkpoints(one)) <= {4, 5, 7, 9, 10}
 
 
-def assert_continue_each_other(whole, workdir, numbers: list[int], *flags: str, devices: int = DEVICES) -> None:
+def assert_continue_each_other(whole, workdir, numbers: list[int], *flags: str, devices: int = DEVICES) -> list[runs.Done]:
     """A run of one process, continued by other numbers of processes: the trajectory of the run that was never stopped."""
     runs.copy_up_to(3, whole, workdir)
+    runs_done = []
     for start, processes in zip(itertools.count(3, 3), numbers):
         done = train(workdir, processes, *flags, *settings(train__steps=start + 3), devices=devices)
         assert f"continuing from step {start}" in done.out
+        runs_done.append(done)
     found = runs.losses(workdir)
     assert list(found) == list(range(1, 3 * len(numbers) + 4))
     assert_same_trajectory(found, runs.losses(whole))
+    return runs_done
 
 
 def test_processes_continue_each_other(single, workdir):
-    assert_continue_each_other(single, workdir, [2, 1])
+    """A new start of two: below."""
+    done, _ = assert_continue_each_other(single, workdir, [2, 1], *settings(train__sample_tokens=4))
+    # One of them talks and keeps the logs.
+    assert "[0] mesh: stage 2 × model 2 (4 × cpu, 2 processes)" in done.out.splitlines()
+    assert "[0] sample, " in done.out
+    assert not [line for line in done.out.splitlines() if re.match(r"\[1\] (mesh|step|validation|sample)", line)]
+    assert runs.checkpoints(workdir) == [3, 6, 9] and not runs.unfinished(workdir)
 
 
 @pytest.mark.full

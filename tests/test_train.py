@@ -203,6 +203,7 @@ def assert_continues(workdir, whole, stop: int, *flags: str) -> None:
         assert_close(found[step], expected[step], 1e-5 if step == RESUMED + 1 else 1e-4, f"step {step}")
 
 
+@pytest.mark.full
 def test_goes_on_on_another_mesh(whole, workdir):
     """From one device to 2 × 2 × 2, of whose stages 3 layers are uneven. Other sizes: test_sizes.py."""
     assert_continues(workdir, whole[0], RESUMED + 2, *settings(mesh__data=2, mesh__model=2))

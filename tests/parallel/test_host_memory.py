@@ -27,9 +27,9 @@ CASES = {
     "both, zb_h1, uneven": Case(
         (2, 2, 1), "zb_h1", 1, 4, changes={"parallel.offload": "both", "parallel.zero": 1, "pipeline.remat": "none"}
     ),
-    "both, one stage, zero 3": Case((2, 1, 1), changes={"parallel.offload": "both", "parallel.zero": 3, "pipeline.remat": "full"}),
 }
 MORE = {
+    "both, one stage, zero 3": Case((2, 1, 1), changes={"parallel.offload": "both", "parallel.zero": 3, "pipeline.remat": "full"}),
     "both, one stage": Case((2, 1, 1), changes={"parallel.offload": "both", "parallel.zero": 2, "pipeline.remat": "selective"}),
     "both, full, zero 3": Case(
         (2, 2, 2), microbatches=3, changes={"parallel.offload": "both", "parallel.zero": 3, "model.layers": 4, **ENDS}

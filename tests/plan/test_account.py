@@ -32,9 +32,9 @@ CASES = {
     "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2}),
     "data · stage · model": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 3}),
     "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),
-    "data · context · model": Case((2, 1, 2), changes={"mesh.context": 2}),
 }  # fmt: skip
 MORE = {
+    "data · context · model": Case((2, 1, 2), changes={"mesh.context": 2}),
     "replica": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 2}),
     "data, zero 3, gathered by layer": Case((8, 1, 1), changes={"parallel.zero": 3}),
     "data · expert · stage": Case((2, 2, 1), microbatches=4, changes={**MOE, "parallel.zero": 3}),

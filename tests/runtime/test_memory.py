@@ -14,10 +14,10 @@ from jaxtrain.training.step import abstract_batch, make_step
 SHAPES = {"model.width": 256, "model.mlp_width": 256, "model.heads": 4, "data.sequence_length": 64, "model.activation": "gelu"}
 FULL, SELECTIVE, NONE = ({"pipeline.remat": remat} for remat in ("full", "selective", "none"))
 LAYOUTS = {  # one of each placement
-    "1f1b, full": Case((1, 2, 1), changes=FULL),
     "zb_v, none": Case((1, 4, 1), "zb_v", 2, changes=NONE),
 }
 MORE = {
+    "1f1b, full": Case((1, 2, 1), changes=FULL),
     "interleaved, selective": Case((1, 2, 1), "interleaved", 2, changes=SELECTIVE),
     "zb_h1, none": Case((1, 4, 1), "zb_h1", changes=NONE),
     "1f1b, none": Case((1, 4, 1), changes=NONE),

@@ -26,10 +26,10 @@ APART, TIED = {"data.attend_across_documents": False}, {"model.tied_embeddings":
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 LATENT = {"model.attention": "mla", "model.kv_rank": 20, "model.rope_head_dim": 6}
 CASES = {
-    "zero 3, documents": Case((2, 2, 1), changes={"model.mtp_depth": 2, **APART, **SELECTIVE, "parallel.zero": 3}),
     "context, tied": Case((1, 2, 1), "zb_h1", 1, 3, changes={"mesh.context": 2, "model.mtp_depth": 1, **NONE, **TIED, **APART}),
 }
 MORE = {
+    "zero 3, documents": Case((2, 2, 1), changes={"model.mtp_depth": 2, **APART, **SELECTIVE, "parallel.zero": 3}),
     "zero 3, documents, model 2": Case(
         (2, 2, 2), "interleaved", 2, changes={"model.mtp_depth": 2, **APART, **SELECTIVE, "parallel.zero": 3}
     ),

@@ -36,13 +36,13 @@ PROGRAMS = {
     "uneven 1x4x2, early": Case((1, 4, 2), microbatches=4, changes={"model.layers": 9, "pipeline.permute": "early"}),
     "tied 1x8x1": Case((1, 8, 1), "gpipe", 1, 4, changes={"model.layers": 8, "model.tied_embeddings": True}),
     "zb_v 2x2x2, none": Case((2, 2, 2), "zb_v", 2, 5, changes={"model.layers": 8, "pipeline.remat": "none"}),
-    "dualpipe_v 1x4x2, selective, aligned": Case(
-        (1, 4, 2), "dualpipe_v", 2, 8, changes={"model.layers": 8, "pipeline.remat": "selective", "pipeline.permute": "aligned"}
-    ),
     "groups 1x2x2, ends": Case((1, 2, 2), microbatches=4, changes={"model.layers": 5, "pipeline.layers_per_op": 1, **ENDS}),
     "evaluate 1x2x2": Case((1, 2, 2), "interleaved", 2, 4, program="evaluate", changes={"model.layers": 5}),
 }
 MORE = {
+    "dualpipe_v 1x4x2, selective, aligned": Case(
+        (1, 4, 2), "dualpipe_v", 2, 8, changes={"model.layers": 8, "pipeline.remat": "selective", "pipeline.permute": "aligned"}
+    ),
     "uneven 2x4x1, ends": Case((2, 4, 1), "interleaved", 2, 4, changes={"model.layers": 9, "parallel.zero": 0, **ENDS}),
     "zb_h1 1x4x1, none": Case((1, 4, 1), "zb_h1", 1, 5, changes={"model.layers": 4, "pipeline.remat": "none"}),
 }

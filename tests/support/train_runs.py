@@ -95,7 +95,8 @@ class Running:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
         clean |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         # LLVM's level, for compilation is most of what the tests take.
-        clean |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "JAXTRAIN_CACHE": str(folder / "cache")} | (environment or {})
+        quickly = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+        clean |= {"XLA_FLAGS": quickly, "JAXTRAIN_CACHE": str(folder / "cache")} | (environment or {})
         self._outputs = [folder / f"{time.monotonic_ns()}.{stream}" for stream in ("out", "err")]
         self._began = time.monotonic()
         with contextlib.ExitStack() as files:

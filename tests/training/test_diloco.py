@@ -151,9 +151,9 @@ def share(step: Step) -> int:
 
 CASES = {
     "data 2, stage 2": Case((2, 2, 1), microbatches=4),
-    "data 2, model 2, zero 3": Case((2, 1, 2), changes={"parallel.zero": 3}),
 }
 MORE = {
+    "data 2, model 2, zero 3": Case((2, 1, 2), changes={"parallel.zero": 3}),
     "data 2, stage 2, interleaved": Case((2, 2, 1), "interleaved", 2, 4),
     "4 replicas, data 2, zero 0": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 0, "data.batch_size": 32}),
     "context 2, zb_v, zero 2": Case((1, 2, 1), "zb_v", 2, changes={"mesh.context": 2, "parallel.zero": 2, "model.layers": 5}),

@@ -22,7 +22,6 @@ SEVERAL = {"model.dense_layers": 2, "model.shared_experts": 2, "model.router": "
 GROUPS = {"model.experts": 9, "model.router_groups": 3, "model.router_group_limit": 2, "data.batch_size": 24}
 V2 = {"model.router_group_best": 1, "model.router_normalize": "never"}  # as in DeepSeek-V2
 CASES = {
-    "context, groups": Case((1, 1, 1), changes={"mesh.expert": 3, "mesh.context": 2, **GROUPS}),
     "drops, all at once, zb_h1, zero 2": Case(
         (2, 2, 1),
         "zb_h1",
@@ -31,6 +30,7 @@ CASES = {
     ),
 }
 MORE = {
+    "context, groups": Case((1, 1, 1), changes={"mesh.expert": 3, "mesh.context": 2, **GROUPS}),
     "drops, context, zb_h1": Case(
         (1, 2, 1), "zb_h1", 1, changes={"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "none", "model.capacity_factor": 0.7}
     ),

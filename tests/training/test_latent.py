@@ -22,10 +22,10 @@ SHARED = LATENT | {"optimizer.clip_norm": CLIP}
 APART = {"data.attend_across_documents": False}
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 CASES = {
-    "zero 3, documents": Case((2, 2, 2), changes={**APART, **SELECTIVE, "parallel.zero": 3}),
     "context, zb_h1": Case((1, 2, 2), "zb_h1", 1, 3, changes={"mesh.context": 2, **NONE, "model.query_rank": 0}),
 }
 MORE = {
+    "zero 3, documents": Case((2, 2, 2), changes={**APART, **SELECTIVE, "parallel.zero": 3}),
     "zero 3, two chunks": Case((2, 2, 2), "interleaved", 2, changes={**APART, **SELECTIVE, "parallel.zero": 3}),
     "model 4": Case((1, 1, 4)),
     "stages": Case((1, 4, 2), "zb_v", 2, 4, changes={**NONE, "model.layers": 9}),

@@ -65,6 +65,7 @@ LONG = (  # what is tested of them is elsewhere, too
     "replicas, one microbatch",
     "four devices to a key/value head, gpt2 form",
     "nothing sharded over data",
+    "one key/value head a device, chunks of the loss, tied",
 )
 
 
