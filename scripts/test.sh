@@ -8,6 +8,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 prepare_env requirements.txt requirements-dev.txt
 if [[ " $* " == *" --full "* ]]; then prepare_folder .venv-compilers requirements-compilers.txt; fi
 cd "$root"
+# Test files and the package are compiled once, not by each worker and each command of a test.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$root/.cache/pycache"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy

@@ -13,6 +13,7 @@ import fuzz_valid
 SEED = 11
 
 
+@pytest.mark.full
 def test_random_layouts_train_as_one_device(tmp_path):
     fuzz.write_corpora(tmp_path)
     assert fuzz.run_valid(tmp_path, SEED, 1, jobs=1) == 0

@@ -8,7 +8,7 @@ from support import golden
 
 from jaxtrain.config.recipes import shipped_recipes
 
-TWINS = ("deepseek_tiny", "mixtral_tiny")  # whose models are those of deepseek_v3 and mixtral_8x7b, shrunk
+TWINS = ("deepseek_tiny", "mixtral_tiny", "tiny_diloco")  # whose models are those of deepseek_v3, mixtral_8x7b and tiny, shrunk
 FILE = golden.values_file(jax.__version__)
 
 

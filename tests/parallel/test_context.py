@@ -72,6 +72,7 @@ def assert_same_as_one_device(case, small_blocks, run, steps: int) -> None:
     assert_same(run(cfg), expected)
 
 
+@pytest.mark.full
 def test_the_ring_evaluates():
     cfg = small.config((1, 1, 2), "1f1b", 1, 2, {"mesh.context": 4, "parallel.context": "ring", "data.batch_size": 16} | APART)
     step = make_step(cfg, small.mesh_of(cfg))

@@ -41,6 +41,7 @@ def test_lines(folder):
     assert ["permute", "collective-permute", "stage", "2"] in [row[:4] for row in table]
 
 
+@pytest.mark.full
 def test_json_alone_on_standard_output(folder):
     changes = {"parallel.zero": 3, "mesh.stage": 1, "mesh.data": 2, "pipeline.microbatches": 1}
     done = runs.train(folder / "never", "--dry_run", "--json", *runs.flags_of(changes))

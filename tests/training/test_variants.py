@@ -66,6 +66,7 @@ LONG = (  # what is tested of them is elsewhere, too
     "four devices to a key/value head, gpt2 form",
     "nothing sharded over data",
     "one key/value head a device, chunks of the loss, tied",
+    "two devices to a key/value head, in B and W",
 )
 
 
