@@ -288,7 +288,7 @@ print(json.dumps([status, sorted({name.partition(".")[0] for name in sys.modules
 @pytest.mark.parametrize("flag", ["--config.mesh.stage=2", "--config.mesh.stage=x", "--config.mesh.stag=2", "--config=none.py"])
 def test_jax_is_not_imported_and_nothing_is_written(tmp_path, flag):
     start = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": ""}
     done = subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS, flag], cwd=tmp_path, env=environment, capture_output=True, text=True)
     status, modules = json.loads(done.stdout)
     assert (status, modules) == (0 if flag == "--config.mesh.stage=2" else 2, [])

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from support import suite
+from support import ROOT, suite
 
 
 def test_every_test_is_in_one_part_whatever_the_others():
@@ -20,6 +20,19 @@ def test_what_is_a_part():
     for text in ("0/4", "5/4", "2", "/", "a/4", "-1/4"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"^{text} is no part such as 2/4$"):
             suite.parse_part(text)
+
+
+def test_whole_runs_come_first_and_then_the_rooms_from_above():
+    files = ["test_train.py", "plan/test_account.py", "training/test_axes.py", "schedule/test_table.py", "support/test_suite.py"]
+    turns = [suite.turn(ROOT / "tests" / file) for file in files]
+    assert turns == sorted(set(turns)), turns
+
+
+def test_the_tests_of_a_file_go_to_one_worker(request):
+    """pytest-xdist says so in a test's name, or does not where it no longer fits pytest."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("the tests are not dealt out to workers")
+    assert request.node.nodeid.endswith("@tests/support/test_suite.py")
 
 
 def test_slowest_files():
