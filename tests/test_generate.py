@@ -90,6 +90,7 @@ def test_text_of_a_pipeline_s_checkpoint(run):
         )
 
 
+@pytest.mark.full
 def test_bfloat16_over_two_devices(run):
     """In a process of its own: what XLA's CPU compiler cannot do ends the process."""
     done = command(f"--workdir={run}", "--prompt=4 5 6", "--tokens=30", "--greedy", "--model=2", "--step=3")

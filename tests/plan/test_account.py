@@ -29,11 +29,11 @@ APART = {"data.attend_across_documents": False}
 CASES = {
     "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
     "stage": Case((1, 7, 1), microbatches=4),
-    "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2}),
     "data · stage · model": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 3}),
     "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),
 }  # fmt: skip
 MORE = {
+    "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2}),
     "data · context · model": Case((2, 1, 2), changes={"mesh.context": 2}),
     "replica": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 2}),
     "data, zero 3, gathered by layer": Case((8, 1, 1), changes={"parallel.zero": 3}),

@@ -57,6 +57,7 @@ def test_memory_does_not_grow_in_between(layout):
     assert_same(layout, [8, 16, 32, 64])
 
 
+@pytest.mark.full
 def test_gpipe_grows():
     """The measurement tells: GPipe keeps an input for every microbatch."""
     payload = 4 * 64 * 256 * 4

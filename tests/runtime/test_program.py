@@ -33,13 +33,13 @@ SHAPES |= {"model.activation": "gelu"}
 ENDS = {"pipeline.vocabulary": "end_stages"}
 PROGRAMS = {
     "train 2x2x2": Case((2, 2, 2), "interleaved", 2, 4, program="train", changes={"model.layers": 8, "pipeline.permute": "early"}),
-    "uneven 1x4x2, early": Case((1, 4, 2), microbatches=4, changes={"model.layers": 9, "pipeline.permute": "early"}),
     "tied 1x8x1": Case((1, 8, 1), "gpipe", 1, 4, changes={"model.layers": 8, "model.tied_embeddings": True}),
     "zb_v 2x2x2, none": Case((2, 2, 2), "zb_v", 2, 5, changes={"model.layers": 8, "pipeline.remat": "none"}),
     "groups 1x2x2, ends": Case((1, 2, 2), microbatches=4, changes={"model.layers": 5, "pipeline.layers_per_op": 1, **ENDS}),
     "evaluate 1x2x2": Case((1, 2, 2), "interleaved", 2, 4, program="evaluate", changes={"model.layers": 5}),
 }
 MORE = {
+    "uneven 1x4x2, early": Case((1, 4, 2), microbatches=4, changes={"model.layers": 9, "pipeline.permute": "early"}),
     "dualpipe_v 1x4x2, selective, aligned": Case(
         (1, 4, 2), "dualpipe_v", 2, 8, changes={"model.layers": 8, "pipeline.remat": "selective", "pipeline.permute": "aligned"}
     ),

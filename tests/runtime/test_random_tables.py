@@ -51,8 +51,9 @@ def examples(n: int):
 CASES = {"seed": st.integers(0, 2**31), "remat": st.sampled_from(["selective", "none"]), "tied": st.booleans()}
 
 
+@pytest.mark.full
 @given(**CASES)
-@examples(1)
+@examples(2)
 def test_random_tables(tmp_path, seed, remat, tied):
     assert_same_as_one_device(usable(seed), remat, tied, tmp_path, plain_loop.gradients)
 
