@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DEVICES = 8
 sys.path += [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
 
-from support import suite  # noqa: E402 (the path comes first)
+from support import COMPILE_QUICKLY, suite  # noqa: E402 (the path comes first)
 
 from jaxtrain.devices.startup import set_xla_flags  # noqa: E402
 
@@ -27,10 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-    # Compilation is what the suite costs. This is LLVM's level, in one thread, for workers have a core each: XLA's passes, and so the
-    # programs that tests read, stay as they are.
-    quickly = " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + quickly
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {COMPILE_QUICKLY}"
 set_xla_flags(os.environ, side_by_side=True)
 
 import jax  # noqa: E402 (after its environment)

@@ -30,9 +30,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(folder):
-    """The workdir of one process."""
+    """The workdir of one process, with a profile."""
     workdir = folder / "single"
-    train(workdir, 1, *settings(train__steps=STEPS))
+    train(workdir, 1, *settings(train__steps=STEPS, train__profile_steps=2))
     return workdir
 
 
@@ -95,6 +95,13 @@ def assert_gone(pids: list[int]) -> None:
     while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < end, [command_line(pid) for pid in left]
         time.sleep(0.05)
+
+
+def test_ops_have_their_names_in_a_profile(single):
+    """As the table's columns are named: the ops of the chunks, and what comes before and after them. On one device a trace has not all."""
+    (trace,) = (single / "profile").rglob("*.xplane.pb")
+    for op in ("embed", "F0", "K0", "R0", "B0", "W0", "head", "optimizer"):
+        assert f"/{op}/".encode() in trace.read_bytes(), op
 
 
 @pytest.mark.full

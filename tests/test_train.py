@@ -132,7 +132,7 @@ def test_profile_evaluation_and_what_is_kept(whole, workdir):
     assert logged == {step: reference[step] for step in (1, 5, 10)}
     assert runs.checkpoints(workdir) == [8, 10]
     (trace,) = (workdir / "profile").rglob("*.xplane.pb")
-    # The other ops' names: test_program.py. XLA makes one kernel of such a small loop, in which a trace has none.
+    # The other ops: test_processes.py. XLA makes one kernel of one device's small loop, in which a trace has no names.
     assert b"/optimizer/" in trace.read_bytes()
 
 

@@ -10,16 +10,13 @@ import pytest
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 from support import small
+from support.small import normal
 
 from jaxtrain.models import transformer
 from jaxtrain.parallel import blockwise
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_everything, keep_products
 
 BATCH, LENGTH, WIDTH = 2, 12, 32
-
-
-def normal(seed: int, *shape) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def mlp(params, x, extra):
@@ -114,7 +111,7 @@ def block(request):
     cfg = small.config(changes={"model.mlp_width": 80, "model.head_dim": 6, "model.init_std": 0.2} | kinds[request.param])
     parts = transformer.build(cfg.model)
     leaves, tree = jax.tree.flatten(parts.specs["layer"])
-    values = [jnp.asarray(s.constant + np.float32(s.std or 0.1) * np.asarray(normal(i, *s.shape))) for i, s in enumerate(leaves)]
+    values = [s.constant + np.float32(s.std or 0.1) * normal(i, *s.shape) for i, s in enumerate(leaves)]
     return lambda p, x, extra: parts.block(p, x, *extra), jax.tree.unflatten(tree, values)
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import small
+from support.small import normal
 
 from jaxtrain.runtime.backward_split import LayerSplit, Residuals
 from jaxtrain.runtime.layer_stack import LayerStack, ResidualSlots, empty_pool
@@ -17,10 +18,6 @@ def block(params, x, positions, segments):
     """Uses all that it is given; `segments` may be missing."""
     x = x + jnp.sin(positions)[..., None] * (1 if segments is None else segments[..., None])
     return x + jnp.tanh(x @ params["in"]) @ params["out"] + params["bias"]
-
-
-def normal(seed: int, *shape) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 EXTRA = {"one document": (jnp.arange(5.0)[None], None), "documents": (normal(8, 2, 5), normal(9, 2, 5))}

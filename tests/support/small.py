@@ -34,6 +34,15 @@ SMALL = configs.replace(
     },
 )
 
+# A layer of fewer operations, a quarter less to compile, for samples of layouts; the usual one, with rotations and SwiGLU, is on meshes in
+# test_variants.py, test_zero_stages.py and test_context.py.
+PLAIN_LAYER = {"model.positions": "learned", "model.activation": "gelu"}
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    """Random numbers, float32. By numpy: jax compiles a program for each shape."""
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
 
 def config(mesh=(1, 1, 1), schedule="1f1b", repeats=1, microbatches=4, changes=None) -> Config:
     """A resolved small config on a data × stage × model mesh; `changes` are by path ("model.layers")."""

@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxtrain.run.metrics import read_metrics
-from support import ROOT
+from support import COMPILE_QUICKLY, ROOT
 
 PATIENCE = 240.0  # seconds that nothing here should take, also on a busy machine
 
@@ -94,9 +94,7 @@ class Running:
     def __init__(self, folder: pathlib.Path, words: Sequence[str], environment: dict[str, str] | None = None):
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
         clean |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        # LLVM's level, for compilation is most of what the tests take.
-        quickly = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-        clean |= {"XLA_FLAGS": quickly, "JAXTRAIN_CACHE": str(folder / "cache")} | (environment or {})
+        clean |= {"XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(folder / "cache")} | (environment or {})
         self._outputs = [folder / f"{time.monotonic_ns()}.{stream}" for stream in ("out", "err")]
         self._began = time.monotonic()
         with contextlib.ExitStack() as files:

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import pathlib
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ KINDS = {
 }
 SCHEDULES = (("1f1b", 1), ("zb_v", 2))
 CONTEXTS = ("all_gather", "ulysses", "ring")
-PLAIN = {"model.activation": "gelu", "model.positions": "learned"}  # of the sample: a fifth less to compile
 MICROBATCHES = 2
 DRAWS = 20  # for each mesh and kind of model, from which the sample is chosen
 
@@ -52,8 +50,8 @@ class Case:
         sizes = [("size", axis, size) for axis, size in zip(AXES, self.mesh, strict=True) if size == 8]
         return frozenset([*sizes, *itertools.combinations([*axes, *factors], 2)])
 
-    def config(self, form: Mapping[str, str] = MappingProxyType({})) -> Config:
-        changes = {f"mesh.{axis}": size for axis, size in zip(AXES, self.mesh, strict=True)} | KINDS[self.kind] | dict(form)
+    def config(self, layer: Mapping[str, str] | None = None) -> Config:
+        changes = {f"mesh.{axis}": size for axis, size in zip(AXES, self.mesh, strict=True)} | KINDS[self.kind] | dict(layer or {})
         changes |= {
             "parallel.zero": self.zero,
             "parallel.context": self.context,
@@ -135,7 +133,7 @@ def test_the_matrix_has_what_it_should():
 @pytest.mark.parametrize("case", grouped(SAMPLE))
 def test_same_gradients(case):
     """Where an axis is alone the optimizer follows, whose clipping sums over all devices."""
-    alone, cfg = max(case.mesh) == np.prod(case.mesh), case.config(PLAIN)
+    alone, cfg = max(case.mesh) == np.prod(case.mesh), case.config(small.PLAIN_LAYER)
     assert_same(train(cfg) if alone else gradients(cfg), reference(cfg))
 
 

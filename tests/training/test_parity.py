@@ -3,7 +3,6 @@
 import itertools
 import pathlib
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import pytest
 from support import matrix, plain_loop, small
@@ -11,13 +10,10 @@ from support.plain_loop import assert_same, gradients, reference, train
 
 from jaxtrain.config import Config
 
-# The sample's layers have fewer operations, a quarter less to compile: those of all forms are in test_variants.py and test_axes.py.
-PLAIN = {"model.positions": "learned", "model.activation": "gelu"}
 
-
-def config_of(case: matrix.Case, form: Mapping[str, str] = MappingProxyType({})) -> Config:
+def config_of(case: matrix.Case, layer: Mapping[str, str] | None = None) -> Config:
     changes = {
-        **form,
+        **(layer or {}),
         "pipeline.remat": case.remat,
         "pipeline.permute": case.permute,
         "pipeline.vocabulary": case.vocabulary,
@@ -67,7 +63,8 @@ def test_the_sample_has_every_pair():
 
 @pytest.mark.parametrize("case", grouped(SAMPLE))
 def test_same_gradients_on_every_layout(case):
-    assert_same(gradients(config_of(case, PLAIN)), reference(config_of(case, PLAIN), 1))
+    cfg = config_of(case, small.PLAIN_LAYER)
+    assert_same(gradients(cfg), reference(cfg, 1))
 
 
 @pytest.mark.full
