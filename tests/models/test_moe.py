@@ -144,7 +144,7 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
 
 
-@pytest.mark.parametrize("router, groups", [("softmax", 1), ("sigmoid", 1), ("sigmoid", 3)])
+@pytest.mark.parametrize("router, groups", [("softmax", 1), pytest.param("sigmoid", 1, marks=pytest.mark.full), ("sigmoid", 3)])
 def test_the_losses_of_the_router(router, groups):
     """The gradient is that of the layer's output and of the losses as they are written in the papers."""
     fields = {"router": router, "router_groups": groups, "router_group_limit": min(groups, 2)}

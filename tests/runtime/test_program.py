@@ -223,6 +223,7 @@ def test_without_the_barrier_matmuls_are_lifted_into_every_tick(monkeypatch):
     assert "in every row" in misplaced_permutes(made)
 
 
+@pytest.mark.full
 def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
     def once(self, op, state, columns):
         if not self.ticks.columns.runs[op.name].any():
@@ -235,6 +236,7 @@ def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
     assert large_moves(compile_program(SMALLEST))
 
 
+@pytest.mark.full
 def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
     def call(self, state, columns, original=tick.Tick.__call__):
         changed = original(self, state, columns)
@@ -246,6 +248,7 @@ def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
     assert large_moves(compile_program(SMALLEST))
 
 
+@pytest.mark.full
 def test_a_copied_pool_is_found(monkeypatch):
     def forward(self, unit, state, constants, columns, original=tick.Tick._forward):
         changed = lax.fori_loop(0, columns.microbatch, lambda i, x: x.at[i].set(state.up), state.activation)
@@ -266,6 +269,7 @@ def test_a_permute_in_an_op_is_found(monkeypatch):
     assert len(misplaced_permutes(compile_program(SMALLEST))) == 1
 
 
+@pytest.mark.full
 def test_a_reduction_in_the_scan_is_found(monkeypatch):
     def backward(self, unit, state, constants, columns, original=tick.Tick._weight_gradient):
         after = original(self, unit, state, constants, columns)
@@ -275,6 +279,7 @@ def test_a_reduction_in_the_scan_is_found(monkeypatch):
     assert wide_collectives(compile_program(dataclasses.replace(SMALLEST, mesh=(2, 2, 1))))
 
 
+@pytest.mark.full
 def test_a_gradient_gathered_over_model_is_found(monkeypatch):
     """What the partitioner makes of a reduce-scatter that leaves `model` to it."""
 
