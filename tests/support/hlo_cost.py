@@ -52,6 +52,12 @@ class Costs:
             return self._of_computation(i.calls["calls"])
         return 0
 
+    def in_float32(self, i: Instruction) -> bool:
+        """Whether one of its products has operands of 32 bits."""
+        inside = self.program.below(i.calls["calls"]) if "calls" in i.calls else [i]
+        products = (j for j in inside if j.opcode in ("dot", "convolution", "custom-call") and j.operands)
+        return any(self.program.operands(j)[0].types[0] == "f32" for j in products if self.flops(j))
+
     def _contracted(self, i: Instruction, dimensions: tuple[int, ...]) -> int:
         left = self.program.operands(i)[0].shapes[0]
         return math.prod(left[d] for d in dimensions)

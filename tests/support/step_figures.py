@@ -74,7 +74,7 @@ class StepFigures:
         self.config, self.platform, self.compiled, self.peaks = config, platform, compiled, peaks
         self.setup, self.program = make_setup(config), compiled.program
         self.costs = Costs(self.program)
-        self.peak = peak_flops(PLATFORMS[platform].device_kind) or math.nan
+        self.peak, self.peak_in_float32 = (peak_flops(PLATFORMS[platform].device_kind, t) or math.nan for t in ("bfloat16", "float32"))
         self.tpu = PLATFORMS[platform].backend == "tpu"
         stages = [StepLoops(self.program, self.setup, stage) for stage in range(config.mesh.stage)]
         runs = [list(loops.executed()) for loops in stages]
@@ -126,7 +126,10 @@ class StepFigures:
             return run.times * self.kernel_flops(i) / (self.peak * self.peaks.kernels)
         if self.tpu:
             return run.times * cycles(i) / CLOCK
-        return run.times * max(self.costs.flops(i) / (self.peak * self.peaks.products), self.costs.bytes(i) / H100_MEMORY)
+        products, peak = self.costs.flops(i), self.peak
+        if products and self.costs.in_float32(i):
+            peak = self.peak_in_float32
+        return run.times * max(products / (peak * self.peaks.products), self.costs.bytes(i) / H100_MEMORY)
 
     # ------------------------------------------------------------------ sums
 
