@@ -76,8 +76,7 @@ def main() -> None:
         parser.error(f"no compiler for H100s here: {ahead.INSTALL_COMMAND}")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
-    topology = {**ahead.PLATFORMS["h100"].topology, "topology": f"1x{DEVICES // 8}x8"}
-    devices = topologies.get_topology_desc(**topology).devices
+    devices = topologies.get_topology_desc(**ahead.h100s(DEVICES)).devices
     recipe = load_recipe(find_recipe("llama3_8b"))
     settings = SETTINGS | dict(change.removeprefix("--config.").split("=", 1) for change in args.changes)
     print(f"{'tokens':>9}  {'context':10} {'arguments GB':>12} {'temporary GB':>12} {'total GB':>8} {'compiled s':>10}")
