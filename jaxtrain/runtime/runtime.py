@@ -231,6 +231,8 @@ class Runtime:
         else:
             tick, state = Tick(embedding_and_head, stacks, self._ticks, constants), self._with_buffers(state, self._ticks, split, message)
         ticks = jax.tree.map(lambda column: column[:, 0], columns)
+        if len(jax.tree.leaves(ticks)[0]) == 1:  # of a scan of one tick XLA's TPU compiler makes two programs: the forward ran twice
+            return tick(state, jax.tree.map(lambda column: column[0], ticks))
         return lax.scan(lambda state, columns: (tick(state, columns), None), state, ticks)[0]
 
     def _layer(self, params, x, extra):
