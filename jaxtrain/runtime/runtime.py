@@ -22,6 +22,8 @@ from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
 from jaxtrain.parallel import context, host_memory, replicas
+from jaxtrain.parallel.heads import row_major
+from jaxtrain.parallel.tensor import TOKENS
 from jaxtrain.parallel.zero import Reduction, Zero, gather, part_shape, reduce, reduce_rest, whole_shape
 from jaxtrain.runtime.backward_split import LayerSplit, keep_everything, keep_products
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
@@ -236,7 +238,7 @@ class Runtime:
         return lax.scan(lambda state, columns: (tick(state, columns), None), state, ticks)[0]
 
     def _layer(self, params, x, extra):
-        return self.parts.block(params, x, *extra)
+        return row_major(self.parts.block(params, row_major(x, TOKENS), *extra), TOKENS)
 
     def _split(self, message: tuple[int, ...], extra) -> LayerSplit:
         """One layer's ops, on activations of this shape [B, T, D] on a device."""
