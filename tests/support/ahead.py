@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxtrain.training.step import COMPILER_OPTIONS
 from support import ROOT, hlo
 
 HERE = pathlib.Path(__file__).parent
@@ -42,11 +41,10 @@ MODEL = {
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """module: what must be importable; topology: its 16 devices; options: XLA's, without which the step is not what it should be."""
+    """module: what must be importable; topology: its 16 devices."""
 
     module: str
     topology: Mapping[str, str]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def missing(self) -> bool:
@@ -64,7 +62,6 @@ PLATFORMS = {
     "h100": Platform(
         "jax_plugins.xla_cuda13",
         {"platform": "cuda", "topology": "1x2x8", "target_config": (HERE / "h100.txtpb").read_text()},  # slices × hosts × GPUs
-        COMPILER_OPTIONS["gpu"],
     ),
 }
 
@@ -113,14 +110,13 @@ class Compiled:
 def compile_step(
     platform: str, changes: Mapping[str, Any], options: Mapping[str, Any] | None = None, program: str = "gradients"
 ) -> Compiled:
-    """A program of the step for a platform: loss and `gradients`, or all of `train`. `options`: XLA's, if not the platform's own."""
-    chosen = PLATFORMS[platform].options if options is None else options
+    """A program of the step for a platform: loss and `gradients`, or all of `train`. `options`: XLA's, over those of the step."""
     paths = os.pathsep.join([str(ROOT), str(HERE.parent), str(COMPILERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "TPU_LOG_DIR": "disabled"}
     environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "program.txt")
-        command = [sys.executable, __file__, platform, json.dumps(MODEL | changes), json.dumps(dict(chosen)), program, str(file)]
+        command = [sys.executable, __file__, platform, json.dumps(MODEL | changes), json.dumps(dict(options or {})), program, str(file)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-3000:]}")
