@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -194,6 +195,21 @@ def _bytes_fit_vocabulary(c: Config) -> Broken | None:
     return Broken("model.vocab_size", rule, values_for("model.vocab_size", [BYTE_VOCABULARY]))
 
 
+def _compiler_options_are_named(c: Config) -> Broken | None:
+    """Each is NAME=VALUE, of a name that begins as all of XLA's do, and none stands twice."""
+    options = c.parallel.compiler_options
+    right = tuple(dict.fromkeys(o for o in options if re.fullmatch(r"xla_\w+=\S+", o)))
+    wrong = [o for o in options if o not in right]
+    if wrong:
+        rule = f"has {wrong[0]!r}, which is no option of XLA's such as xla_gpu_enable_latency_hiding_scheduler=true"
+        return Broken("parallel.compiler_options", rule, values_for("parallel.compiler_options", [right]))
+    names = [o.partition("=")[0] for o in options]
+    if len(set(names)) < len(names):
+        last = tuple({o.partition("=")[0]: o for o in options}.values())
+        return Broken("parallel.compiler_options", "names an option twice", values_for("parallel.compiler_options", [last]))
+    return None
+
+
 def _masked_fields_are_read(c: Config) -> Broken | None:
     mask, read = c.data.loss_mask, c.data.text_fields
     if not read:
@@ -315,6 +331,7 @@ RULES: tuple[Rule, ...] = (
     _sample_fits_positions,
     _bytes_fit_vocabulary,
     _masked_fields_are_read,
+    _compiler_options_are_named,
     _schedule_has_its_repeats,
     _table_settings_have_a_use,
     _layers_fill_chunks,

@@ -144,6 +144,9 @@ class ParallelConfig:
         "in the host's memory: optimizer, its state; activations, what the forward leaves for the backward; both",
         choices=("none", "optimizer", "activations", "both"),
     )
+    compiler_options: tuple[str, ...] = setting(
+        (), "XLA's options, NAME=VALUE each, in place of the platform's own (devices/compiler_options.py) or beside them"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Attention(nnx.Module):
         heads are split over."""
         split = lambda y, n: y.reshape(*y.shape[:2], n, self.head_dim)
         change = lambda layer, a: a if layer is self.query else shared_columns(a, self.kv_heads)
-        q, k, v = columns(x_BTD, self.query, self.key, self.value, change=change)
+        q, k, v = map(row_major, columns(x_BTD, self.query, self.key, self.value, change=change))
         q_BTNH = constrain(split(q, self.heads), HEADS)
         k_BTKH, v_BTKH = (constrain(split(a, heads_here(self.kv_heads)), KV_HEADS) for a in (k, v))
         if self.rotary_base is not None:

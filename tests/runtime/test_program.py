@@ -213,6 +213,16 @@ def test_one_stage_is_a_plain_scan():
     assert loops == [] and not [i for i in c.program.below(c.program.entry) if i.collective]
 
 
+@pytest.mark.parametrize("which", ["gradients", "evaluate"])
+def test_one_microbatch_on_one_stage_is_no_loop_at_all(which):
+    """XLA's TPU compiler makes two programs of a scan of one tick: the forward ran twice (docs/log.md)."""
+    cfg = Case((1, 1, 1), microbatches=1, changes={"model.layers": 1}).config(SHAPES | {"data.batch_size": 1})
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        text = getattr(step, which).lower(step.abstract_state().params, abstract_batch(cfg, step)).as_text()
+    assert "stablehlo.dot_general" in text and "stablehlo.while" not in text
+
+
 # --- that each check can fail -----------------------------------------------------------------------------------------------------
 
 

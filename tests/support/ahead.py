@@ -20,7 +20,6 @@ from typing import Any
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
-from jaxtrain.training.step import COMPILER_OPTIONS
 from support import ROOT, hlo
 
 HERE = pathlib.Path(__file__).parent
@@ -47,13 +46,12 @@ MODEL = {
 @dataclasses.dataclass(frozen=True)
 class Platform:
     """module: what must be importable; backend: jax's name of it; device_kind: as jax calls a device of it; topology: number of devices →
-    the arguments that describe them; options: XLA's, without which the step is not what it should be."""
+    the arguments that describe them."""
 
     module: str
     backend: str
     device_kind: str
     topology: Callable[[int], Mapping[str, Any]]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def missing(self) -> bool:
@@ -88,7 +86,7 @@ def h100s(devices: int) -> dict[str, Any]:
 
 PLATFORMS = {
     "tpu_v5p": Platform("libtpu", "tpu", "TPU v5p", v5p),
-    "h100": Platform("jax_plugins.xla_cuda13", "gpu", "NVIDIA H100 80GB HBM3", h100s, COMPILER_OPTIONS["gpu"]),
+    "h100": Platform("jax_plugins.xla_cuda13", "gpu", "NVIDIA H100 80GB HBM3", h100s),
 }
 
 
@@ -145,15 +143,14 @@ def compile_step(
 def compile_config(
     platform: str, config: Config, devices: int, options: Mapping[str, Any] | None = None, program: str = "gradients"
 ) -> Compiled:
-    """A program of a resolved config's step for a platform: loss and `gradients`, or all of `train`. `options`: XLA's, if not the
-    platform's own. Raises RuntimeError with the compiler's words where it refuses."""
-    chosen = PLATFORMS[platform].options if options is None else options
+    """A program of a resolved config's step for a platform: loss and `gradients`, or all of `train`. `options`: XLA's, over
+    those of the step. Raises RuntimeError with the compiler's words where it refuses."""
     paths = os.pathsep.join([str(ROOT), str(HERE.parent), str(COMPILERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "TPU_LOG_DIR": "disabled"}
     environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "program.txt")
-        words = [platform, str(devices), json.dumps(configs.to_dict(config)), json.dumps(dict(chosen)), program, str(file)]
+        words = [platform, str(devices), json.dumps(configs.to_dict(config)), json.dumps(dict(options or {})), program, str(file)]
         done = subprocess.run([sys.executable, __file__, *words], env=environment, capture_output=True, text=True, timeout=1800)
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)}\n{done.stderr[-3000:]}")

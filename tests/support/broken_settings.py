@@ -117,6 +117,15 @@ RULES = [
         "which stays on the devices"
         ": use --config.parallel.offload=none",
     ),
+    (
+        {"parallel.compiler_options": ("xla_gpu_enable_x=true", "--xla_tpu_y=1")},
+        "parallel.compiler_options=('xla_gpu_enable_x=true', '--xla_tpu_y=1') has '--xla_tpu_y=1', which is no option of XLA's such as "
+        "xla_gpu_enable_latency_hiding_scheduler=true: use --config.parallel.compiler_options=xla_gpu_enable_x=true",
+    ),
+    (
+        {"parallel.compiler_options": ("xla_a=1", "xla_a=2")},
+        "parallel.compiler_options=('xla_a=1', 'xla_a=2') names an option twice: use --config.parallel.compiler_options=xla_a=2",
+    ),
     ({"parallel.offload": "optimiser"}, "parallel.offload='optimiser' is unknown: use --config.parallel.offload=optimizer"),
     (
         {"train.diloco_inner_steps": 20},
