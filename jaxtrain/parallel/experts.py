@@ -4,7 +4,7 @@ The experts lie over the `expert` axis, over which the batch is split outside of
 choice of an expert is a row. There are two ways for rows to travel:
 
     dropless    in a ragged all-to-all, as many rows as there are. What arrives is sorted by expert, and groups of rows are multiplied
-                with their experts (ragged_dot). There is room for all choices that can fall on a device: those of all devices' tokens, of
+                with their experts (grouped.py). There is room for all choices that can fall on a device: those of all devices' tokens, of
                 each the fewer of its choices and the experts of a device. XLA's CPU backend has no ragged all-to-all: a plain one, in
                 which each device sends to each as many rows as that can be
     capacity    in a plain all-to-all, for each expert and sequence a number of positions; who comes late in the sequence finds them
@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, manual_size, over_model, psum, psum_scatter
 from jaxtrain.devices.sharding import constrain, is_split
+from jaxtrain.parallel import grouped
 from jaxtrain.parallel.context import in_text_order, own_chunks
 
 PART, WHOLE = P(MODEL), P()
@@ -264,16 +265,18 @@ weigh.defvjp(lambda rows, gates: (weigh(rows, gates), (rows, gates)), _weigh_bac
 
 # --- products ------------------------------------------------------------------------------------------------------------------------
 
-BY_GROUP = lax.RaggedDotDimensionNumbers(dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
-
 
 def _product(rows, weights, sizes):
     """rows [R, I] or [E, R, I], weights [E, I, O] → rows of O."""
-    return jnp.einsum("eri,eio->ero", rows, weights) if sizes is None else lax.ragged_dot(rows, weights, sizes)
+    return jnp.einsum("eri,eio->ero", rows, weights) if sizes is None else grouped.product(rows, weights, sizes)
+
+
+def _rows_gradient(g, weights, sizes):
+    return jnp.einsum("ero,eio->eri", g, weights) if sizes is None else grouped.rows_gradient(g, weights, sizes)
 
 
 def _weights_gradient(rows, g, sizes):
-    return jnp.einsum("eri,ero->eio", rows, g) if sizes is None else lax.ragged_dot_general(rows, g, sizes, BY_GROUP)
+    return jnp.einsum("eri,ero->eio", rows, g) if sizes is None else grouped.weights_gradient(rows, g, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -293,7 +296,7 @@ def _by_part(fn, in_specs, out_specs, sizes, *args):
 
 def _product_backward(cut, kept, g):
     rows, weights, sizes = kept
-    dx = _by_part(lambda g, w, s: _product(g[0], w.swapaxes(1, 2), s)[None], (PART, cut), PART, sizes, g, weights)
+    dx = _by_part(lambda g, w, s: _rows_gradient(g[0], w, s)[None], (PART, cut), PART, sizes, g, weights)
     dw = _by_part(lambda r, g, s: _weights_gradient(r[0], g[0], s), (PART, PART), cut, sizes, rows, g)
     return dx, dw, None
 

@@ -32,7 +32,7 @@ VIEWS = frozenset(
 )
 # Values that cost one pass over their operands, which fuses with what reads them: not kept beside all of those.
 CHEAP = VIEWS | frozenset("add sub mul div max min select_n integer_pow square one_minus_square convert_element_type add_any".split())
-PRODUCTS = frozenset("dot_general ragged_dot_general".split())
+PRODUCTS = frozenset({"dot_general"})
 SUMS = frozenset("reduce_scatter add convert_element_type".split())
 CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat2 checkpoint".split())
 AGAIN = "computed_again"  # the name scope of what jax.checkpoint computes again in the backward
