@@ -4,9 +4,9 @@ The experts lie over the `expert` axis, over which the batch is split outside of
 choice of an expert is a row. There are two ways for rows to travel:
 
     dropless    in a ragged all-to-all, as many rows as there are. What arrives is sorted by expert, and groups of rows are multiplied
-                with their experts (grouped.py). There is room for all choices that can fall on a device: those of all devices' tokens, of
-                each the fewer of its choices and the experts of a device. XLA's CPU backend has no ragged all-to-all: a plain one, in
-                which each device sends to each as many rows as that can be
+                with their experts (grouped.py, megablox.py). There is room for all choices that can fall on a device: those of all
+                devices' tokens, of each the fewer of its choices and the experts of a device. XLA's CPU backend has no ragged
+                all-to-all: a plain one, in which each device sends to each as many rows as that can be
     capacity    in a plain all-to-all, for each expert and sequence a number of positions; who comes late in the sequence finds them
                 taken and is dropped
 
@@ -20,6 +20,7 @@ R rows of experts.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -27,9 +28,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, manual_size, over_model, psum, psum_scatter
+from jaxtrain.config import product_kernels
+from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, manual_size, over_model, platform, psum, psum_scatter
 from jaxtrain.devices.sharding import constrain, is_split
-from jaxtrain.parallel import grouped
+from jaxtrain.parallel import grouped, megablox
 from jaxtrain.parallel.context import in_text_order, own_chunks
 
 PART, WHOLE = P(MODEL), P()
@@ -266,17 +268,35 @@ weigh.defvjp(lambda rows, gates: (weigh(rows, gates), (rows, gates)), _weigh_bac
 # --- products ------------------------------------------------------------------------------------------------------------------------
 
 
+class Products(NamedTuple):
+    """Products by groups of rows, and their gradients: the functions of grouped.py."""
+
+    product: Callable
+    rows_gradient: Callable
+    weights_gradient: Callable
+
+
+KERNELS = {
+    product_kernels.BLOCKS: Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient),
+    product_kernels.MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
+}
+
+
+def _by_groups() -> Products:
+    return KERNELS[product_kernels.product_kernel(platform()).kernel]
+
+
 def _product(rows, weights, sizes):
     """rows [R, I] or [E, R, I], weights [E, I, O] → rows of O."""
-    return jnp.einsum("eri,eio->ero", rows, weights) if sizes is None else grouped.product(rows, weights, sizes)
+    return jnp.einsum("eri,eio->ero", rows, weights) if sizes is None else _by_groups().product(rows, weights, sizes)
 
 
 def _rows_gradient(g, weights, sizes):
-    return jnp.einsum("ero,eio->eri", g, weights) if sizes is None else grouped.rows_gradient(g, weights, sizes)
+    return jnp.einsum("ero,eio->eri", g, weights) if sizes is None else _by_groups().rows_gradient(g, weights, sizes)
 
 
 def _weights_gradient(rows, g, sizes):
-    return jnp.einsum("eri,ero->eio", rows, g) if sizes is None else grouped.weights_gradient(rows, g, sizes)
+    return jnp.einsum("eri,ero->eio", rows, g) if sizes is None else _by_groups().weights_gradient(rows, g, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -24,9 +24,9 @@ MOST_ROWS = 256  # of a block: a matmul unit is busy with so many, and a group o
 BLOCKS = 16  # in a group of mean size, where there are rows enough
 
 
-def block_rows(rows: int, groups: int) -> int:
-    """Rows of a block: a power of two, a sixteenth of a group's mean or less, up to MOST_ROWS; never under 8, nor over all rows."""
-    most = max(8, min(MOST_ROWS, rows // groups // BLOCKS))
+def block_rows(rows: int, groups: int, at_most: int = MOST_ROWS) -> int:
+    """Rows of a block: a power of two, a sixteenth of a group's mean or less, and `at_most`; never under 8, nor over all rows."""
+    most = max(8, min(at_most, rows // groups // BLOCKS))
     return min(rows, 1 << (most.bit_length() - 1))
 
 

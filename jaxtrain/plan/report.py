@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import Config
+from jaxtrain.config import Config, product_kernels
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
@@ -39,6 +39,8 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={config.model.width})"
         lines.append(f"ZeRO: {whole:.0%} of the parameters stay whole on all {data} data shards: {why}")
+    if config.model.experts and not config.model.capacity_factor:
+        lines += product_kernels.describe(step.mesh.devices.flat[0].platform)
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
         size = step.slot_bytes()
