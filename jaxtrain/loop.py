@@ -87,7 +87,8 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, began: float, unreso
             for part in (saves, log, progress, profile):
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
-            reporter = Reporter(calendar, step.mean_metrics, data.position, Speedometer(config, step, start), log, progress)
+            speedometer, room = Speedometer(config, step, start), config.model.expert_room
+            reporter = Reporter(calendar, step.mean_metrics, data.position, speedometer, log, progress, room)
             closing.enter_context(signals.deferred())
             at, validation = start, None
             for batch in data.iterate(start, config.train.steps):

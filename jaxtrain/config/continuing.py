@@ -19,6 +19,8 @@ def broken_continuation(config: Config, stored: Config) -> Broken | None:
     for path in sorted(cfg.fields(), key=lambda path: not path.startswith("data.")):  # model.max_positions follows data's
         if path == "model.max_positions" and config.model.positions == "rotary":
             continue
+        if path == "model.expert_room" and min(stored.model.expert_room, config.model.expert_room) > 0:
+            continue  # with and without it, a checkpoint has other parameters
         kept = path in _KEPT or (path.startswith(("model.", "data.")) and path not in _FREE)
         if kept and cfg.get(stored, path) != cfg.get(config, path):
             return _cannot_continue(path, stored)

@@ -110,7 +110,7 @@ def _kernel_fits(c: Config) -> Broken | None:
 # Of experts alone. Without them these have no use (unused.py), but for dense_layers, which would be missing in the model.
 OF_EXPERTS = (
     "dense_layers experts_per_token shared_experts expert_width router router_normalize router_scale router_bias router_groups "
-    "router_group_limit router_group_best capacity_factor balance_rate balance_loss z_loss"
+    "router_group_limit router_group_best capacity_factor expert_room balance_rate balance_loss z_loss"
 ).split()
 
 
@@ -122,6 +122,14 @@ def _experts_go_with_the_others(c: Config) -> Broken | None:
         fixes: list[dict[str, Any]] = [{"model.dense_layers": 0}, {"model.experts": 8}]
         return Broken("model.dense_layers", "come before layers with experts, and model.experts=0", fixes)
     return None
+
+
+def _room_holds_the_mean(c: Config) -> Broken | None:
+    room = c.model.expert_room
+    if room == 0 or room >= 1:
+        return None
+    rule = "is less than the mean number of rows, so that some are always dropped: it must be at least 1, or 0 for all rows there can be"
+    return Broken("model.expert_room", rule, values_for("model.expert_room", [1.0]))
 
 
 def _tokens_find_experts(c: Config) -> Broken | None:
@@ -326,6 +334,7 @@ RULES: tuple[Rule, ...] = (
     _kv_heads_divide_heads,
     _experts_go_with_the_others,
     _tokens_find_experts,
+    _room_holds_the_mean,
     _rotary_turns_pairs,
     _positions_cover_sequence,
     _sample_fits_positions,

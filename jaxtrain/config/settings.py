@@ -68,6 +68,11 @@ class ModelConfig:
     capacity_factor: float = setting(
         0.0, "most tokens of a sequence for an expert, over an even share: what is beyond is dropped; 0: nothing is", at_least=0
     )
+    expert_room: float = setting(
+        0.0,
+        "room for rows of experts on a device, over their mean number: what is beyond is dropped; 0: room for all that there can be",
+        at_least=0,
+    )
     balance_rate: float = setting(0.001, "step of router_bias, which evens out the experts' load without a loss; 0: not moved", at_least=0)
     balance_loss: float = setting(0.0001, "weight of the loss of uneven load in each sequence", at_least=0)
     z_loss: float = setting(0.0, "weight of the router's z-loss, of large logits", at_least=0)

@@ -63,6 +63,8 @@ USES = (
     Use(
         ["model.router_group_limit", "model.router_group_best"], lambda c: c.model.router_groups > 1, lambda c: "with model.router_groups=1"
     ),
+    Use(["model.expert_room"], lambda c: not c.model.capacity_factor, lambda c: f"with model.capacity_factor={c.model.capacity_factor}"),
+    Use(["model.expert_room"], lambda c: c.mesh.expert > 1, lambda c: "with mesh.expert=1, where all experts' rows have room"),
     Use(["model.balance_rate"], lambda c: c.model.router_bias or not c.model.balance_rate, lambda c: "with model.router_bias=False"),
     Use(
         ["model.mlp_width"],

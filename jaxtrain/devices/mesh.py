@@ -121,10 +121,17 @@ def psum_scatter(x: jax.Array, axes: str | Sequence[str], dim: int, groups: Sequ
     return part.reshape(*x.shape[:dim], part.shape[kept.index(dim)], *x.shape[dim + 1 :])
 
 
-def on_cpu() -> bool:
-    """Whether a program is traced for CPU devices: for jax.default_device, which compiling ahead of time sets, or else jax's own."""
+def platform() -> str:
+    """For which platform a program is traced: that of the mesh, or else of jax.default_device, or else jax's own. Compiled ahead of time,
+    a program's devices are not jax's."""
+    of_mesh: Any = jax.sharding.get_abstract_mesh().abstract_device
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return (device.platform if device is not None else jax.default_backend()) == "cpu"
+    return next((d.platform for d in (of_mesh, device) if d is not None), None) or jax.default_backend()
+
+
+def on_cpu() -> bool:
+    """Whether a program is traced for CPU devices."""
+    return platform() == "cpu"
 
 
 def _summed(x: jax.Array, collective) -> jax.Array:

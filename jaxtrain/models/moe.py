@@ -54,16 +54,16 @@ class Router(nnx.Module):
         self.groups, self.group_limit, self.normalized = cfg.router_groups, cfg.router_group_limit, cfg.router_normalize == "always"
         self.group_best = min(cfg.router_group_best, cfg.experts // cfg.router_groups)
         self.balance_loss, self.z_loss, self.batch_size = cfg.balance_loss, cfg.z_loss, batch_size
-        self.capacity = cfg.capacity_factor
+        self.capacity, self.room = cfg.capacity_factor, cfg.expert_room
         self.weight = parameter((cfg.width, cfg.experts), ("width", "expert"), std=cfg.init_std, exact=True)
         self.bias = _counter(cfg.experts) if cfg.router_bias else None
         self.load = None if cfg.router_bias else _counter(cfg.experts)
-        self.dropped = _counter(cfg.experts) if self.capacity else None
+        self.dropped = _counter(cfg.experts) if self.capacity or self.room else None
 
     def __call__(self, x_BTD, drops: bool):
         """x, whole along the sequence → (weights of the choices float32 [B, T, K], where their rows go).
 
-        The losses and counts of the router hang on the weights. Without `drops` there is no capacity.
+        The losses and counts of the router hang on the weights. Without `drops` there are no bounds.
         """
         x = x_BTD.astype(jnp.float32)
         # On TPUs and GPUs float32 products have fewer bits unless asked: a choice would hang on the rounding.
@@ -79,10 +79,10 @@ class Router(nnx.Module):
         counted, parameters = [experts.counts(chosen_BTK, self.experts).sum(0)], [load[...]]
         if self.capacity and drops:
             routing, dropped = experts.by_capacity(chosen_BTK, self.experts, self.capacity)
-            assert self.dropped is not None
-            counted, parameters = [*counted, dropped], [*parameters, self.dropped[...]]
         else:
-            routing = experts.dropless(chosen_BTK, self.experts)
+            routing, dropped = experts.dropless(chosen_BTK, self.experts, self.room if drops else 0.0)
+        if self.dropped is not None:
+            counted, parameters = [*counted, dropped], [*parameters, self.dropped[...]]
         gates_BTK = with_counts(gates_BTK * self.scale, parameters, counted)
         return with_loss(gates_BTK, self._losses(logits_BTE, scores_BTE)), routing
 
@@ -131,7 +131,7 @@ class MoE(nnx.Module):
         self.shared_down = parameter((shared, d), down_EFD[1:], std=residual_std) if shared else None
 
     def __call__(self, x_BTD, drops: bool = True) -> jax.Array:
-        """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` every token is served, whatever the capacity."""
+        """[B, T, D] → [B, T, D], both split along the sequence. Without `drops` every token is served."""
         b, t, d = x_BTD.shape
         whole_BTD, x_MBTD = experts.spread(x_BTD)
         gates_BTK, routing = self.router(whole_BTD, drops)

@@ -4,9 +4,11 @@ The experts lie over the `expert` axis, over which the batch is split outside of
 choice of an expert is a row. There are two ways for rows to travel:
 
     dropless    in a ragged all-to-all, as many rows as there are. What arrives is sorted by expert, and groups of rows are multiplied
-                with their experts (ragged_dot). There is room for all choices that can fall on a device: those of all devices' tokens, of
-                each the fewer of its choices and the experts of a device. XLA's CPU backend has no ragged all-to-all: a plain one, in
-                which each device sends to each as many rows as that can be
+                with their experts (grouped.py, megablox.py). There is room for all choices that can fall on a device: those of all
+                devices' tokens, of each the fewer of its choices and the experts of a device. Or there is less, `expert_room` times
+                the mean; then the largest groups (one device's rows for one expert) are cut to a level at which all fit, and who
+                comes late in such a group is dropped. XLA's CPU backend has no ragged all-to-all: a plain one, in which each device
+                sends to each as many rows as can arrive
     capacity    in a plain all-to-all, for each expert and sequence a number of positions; who comes late in the sequence finds them
                 taken and is dropped
 
@@ -20,6 +22,7 @@ R rows of experts.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -27,12 +30,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, manual_size, over_model, psum, psum_scatter
+from jaxtrain.config import product_kernels
+from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, manual_size, over_model, platform, psum, psum_scatter
 from jaxtrain.devices.sharding import constrain, is_split
+from jaxtrain.parallel import grouped, megablox
 from jaxtrain.parallel.context import in_text_order, own_chunks
 
 PART, WHOLE = P(MODEL), P()
 COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)  # of experts' matrices [E, in, out]: who is cut over model
+
+
+class Size(NamedTuple):
+    """Of all experts, and of a microbatch on a device."""
+
+    experts: int
+    batch: int
+    tokens: int
 
 
 class Routing(NamedTuple):
@@ -52,12 +65,6 @@ class Routing(NamedTuple):
     travel: jax.Array | None = None
     source: jax.Array | None = None
     row: jax.Array | None = None
-
-    @property
-    def most(self) -> int:
-        """The rows from a device to another at most."""
-        assert self.source is not None and self.travel is not None
-        return self.source.size // self.travel.shape[0]
 
 
 def counts(chosen: jax.Array, experts: int) -> jax.Array:
@@ -79,23 +86,59 @@ def _sorted(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Arr
     return order, ordered, jnp.searchsorted(ordered, jnp.arange(number + 1)).astype(jnp.int32)
 
 
-def dropless(chosen: jax.Array, experts: int) -> Routing:
-    """chosen int32 [B, T, K], of all experts."""
+def room_of(tokens: int, choices: int, experts: int, devices: int, room: float) -> int:
+    """Rows of experts that can arrive at one of `devices`, each with so many tokens of so many choices: all that can fall on it, or `room`
+    times the mean, if that is fewer and not 0. A little more, so that large rooms are cut into equal tiles."""
+    worst = devices * tokens * min(choices, experts // devices)
+    bound = math.ceil(room * tokens * choices)
+    step = 1 << max(bound.bit_length() - 7, 0)
+    return min(worst, -(-bound // step) * step) if room else worst
+
+
+def _fitting(sizes: jax.Array, room: int) -> jax.Array:
+    """sizes int32 [from, to, expert] of groups of rows → what of each is let through, so that no more than `room` come to a device.
+
+    All groups that go to a device are cut to one level, the highest at which they fit: the sum of min(size, level) over the groups is, for
+    sizes in ascending order, the least over j of the j smallest and `level` times the others.
+    """
+    by_device = sizes.swapaxes(0, 1).reshape(sizes.shape[1], -1)
+    ascending = jnp.sort(by_device, -1)
+    smallest = jnp.cumsum(ascending, -1) - ascending
+    level = ((room - smallest) // (by_device.shape[1] - jnp.arange(by_device.shape[1]))).max(-1)
+    level = jnp.where(by_device.sum(-1) > room, level, ascending[:, -1])
+    return jnp.minimum(sizes, level[:, None])
+
+
+def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routing, jax.Array]:
+    """chosen int32 [B, T, K], of all experts; room: over the mean number of rows on a device, 0 for all that there can be. → (routing,
+    float32 [experts]: how many of this device's choices of each were dropped)."""
     b, t, k = chosen.shape
     devices = manual_size(EXPERT)
     local_experts = experts // devices
     order, ordered, begin = _sorted(chosen.reshape(-1), experts)
     sizes = jnp.diff(begin)
     if devices == 1:
-        return Routing(order, _inverse(order), sizes)
+        return Routing(order, _inverse(order), sizes), jnp.zeros(experts)
+    me = lax.axis_index(EXPERT)
     all_sizes = lax.all_gather(sizes.reshape(devices, local_experts), EXPERT)  # [from, to, expert]
-    travel, mine = all_sizes.sum(-1), all_sizes[:, lax.axis_index(EXPERT)]
+    rows = room_of(b * t, k, experts, devices, room)
+    if rows == room_of(b * t, k, experts, devices, 0.0):
+        choice, position, dropped = order, _inverse(order), jnp.zeros(experts)
+    else:
+        all_sizes = _fitting(all_sizes, rows)
+        kept = all_sizes[me].reshape(-1)
+        rank = jnp.arange(order.size, dtype=jnp.int32) - begin[ordered]
+        place = jnp.where(rank < kept[ordered], (jnp.cumsum(kept) - kept)[ordered] + rank, order.size)
+        position = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
+        choice = jnp.full_like(order, order.size).at[place].set(order, mode="drop")
+        dropped = (sizes - kept).astype(jnp.float32)
+    travel, mine = all_sizes.sum(-1), all_sizes[:, me]
     # What arrives lies device by device, each device's rows by expert; empty rows come last.
     expert = jnp.tile(jnp.arange(local_experts, dtype=jnp.int32), devices)
-    filled = jnp.repeat(expert, mine.reshape(-1), total_repeat_length=devices * b * t * min(k, local_experts))
-    expert = jnp.where(jnp.arange(filled.size) < mine.sum(), filled, local_experts)
+    filled = jnp.repeat(expert, mine.reshape(-1), total_repeat_length=rows)
+    expert = jnp.where(jnp.arange(rows) < mine.sum(), filled, local_experts)
     source = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    return Routing(order, _inverse(order), mine.sum(0), travel, source, _inverse(source))
+    return Routing(choice, position, mine.sum(0), travel, source, _inverse(source)), dropped
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
@@ -163,40 +206,47 @@ def _exchange(sent: jax.Array) -> jax.Array:
     return lax.all_to_all(sent, EXPERT, 0, 0, tiled=True) if manual_size(EXPERT) > 1 else sent
 
 
-def _arrive(sent: jax.Array, routing: Routing, experts: int) -> jax.Array:
+def _most(routing: Routing, size: Size) -> int:
+    """The rows from a device to another at most."""
+    assert routing.source is not None
+    tokens = size.batch * size.tokens
+    return min(tokens * min(routing.position.size // tokens, size.experts // manual_size(EXPERT)), routing.source.size)
+
+
+def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """What is sent [S, …] → rows of the experts here: [R, …] sorted by expert, or [E, R, …]."""
     if routing.travel is not None:
         assert routing.source is not None
-        return _take(_ragged(sent, routing.travel, routing.source.size, routing.most), routing.source)
+        return _take(_ragged(sent, routing.travel, routing.source.size, _most(routing, size)), routing.source)
     if routing.sizes is not None:
         return sent
     devices = manual_size(EXPERT)
-    by_expert = _exchange(sent).reshape(devices, experts // devices, -1, *sent.shape[1:]).swapaxes(0, 1)
-    return by_expert.reshape(experts // devices, -1, *sent.shape[1:])
+    by_expert = _exchange(sent).reshape(devices, size.experts // devices, -1, *sent.shape[1:]).swapaxes(0, 1)
+    return by_expert.reshape(size.experts // devices, -1, *sent.shape[1:])
 
 
-def _leave(rows: jax.Array, routing: Routing, experts: int) -> jax.Array:
+def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Rows of the experts here → what is sent back [S, …]: the opposite of `_arrive`."""
     if routing.travel is not None:
         assert routing.row is not None
-        return _ragged(_take(rows, routing.row), routing.travel.T, routing.position.size, routing.most)
+        return _ragged(_take(rows, routing.row), routing.travel.T, routing.position.size, _most(routing, size))
     if routing.sizes is not None:
         return rows
     devices = manual_size(EXPERT)
-    by_device = rows.reshape(experts // devices, devices, -1, *rows.shape[2:]).swapaxes(0, 1)
+    by_device = rows.reshape(size.experts // devices, devices, -1, *rows.shape[2:]).swapaxes(0, 1)
     return _exchange(by_device.reshape(-1, *rows.shape[2:]))
 
 
-def _out(x_BTD: jax.Array, routing: Routing, experts: int) -> jax.Array:
+def _out(x_BTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Tokens → rows."""
     tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
-    return _arrive(_take(tokens, routing.choice // (routing.position.size // tokens.shape[0])), routing, experts)
+    return _arrive(_take(tokens, routing.choice // (routing.position.size // tokens.shape[0])), routing, size)
 
 
-def _back(rows: jax.Array, routing: Routing, experts: int, b: int, t: int) -> jax.Array:
+def _back(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Rows → the sum of each token's [B, T, D]."""
-    choices = _take(_leave(rows, routing, experts), routing.position)
-    return choices.reshape(b, t, -1, rows.shape[-1]).sum(2)
+    choices = _take(_leave(rows, routing, size), routing.position)
+    return choices.reshape(size.batch, size.tokens, -1, rows.shape[-1]).sum(2)
 
 
 # --- the same on all parts, with gradients -----------------------------------------------------------------------------------------
@@ -206,24 +256,16 @@ def _run(fn, in_specs, out_specs, routing: Routing, *args):
     return over_model(lambda routing, *a: fn(routing, *a), (jax.tree.map(lambda _: WHOLE, routing), *in_specs), out_specs)(routing, *args)
 
 
-class Size(NamedTuple):
-    """Of all experts, and of a microbatch on a device."""
-
-    experts: int
-    batch: int
-    tokens: int
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def send(x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing, size: Size) -> tuple[jax.Array, jax.Array]:
     """→ rows of the experts here [M, R, D] (or [M, E, R, D] by capacity), and the weight of each."""
-    rows = _run(lambda p, x: _out(x[0], p, size.experts)[None], (PART,), PART, routing, x_MBTD)
-    return rows, _run(lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size.experts), (WHOLE,), WHOLE, routing, gates_BTK)
+    rows = _run(lambda p, x: _out(x[0], p, size)[None], (PART,), PART, routing, x_MBTD)
+    return rows, _run(lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size), (WHOLE,), WHOLE, routing, gates_BTK)
 
 
 def _send_backward(size, routing, gradients):
     rows, gates = gradients
-    to_gates = lambda p, g: _take(_leave(g, p, size.experts), p.position).reshape(size.batch, size.tokens, -1)
+    to_gates = lambda p, g: _take(_leave(g, p, size), p.position).reshape(size.batch, size.tokens, -1)
     return receive(rows, routing, size), _run(to_gates, (WHOLE,), WHOLE, routing, gates), None
 
 
@@ -233,11 +275,11 @@ send.defvjp(lambda x, gates, routing, size: (send(x, gates, routing, size), rout
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def receive(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Rows → the sum of each token's, [M, B, T, D]: a part of the sum over M."""
-    return _run(lambda p, y: _back(y[0], p, *size)[None], (PART,), PART, routing, rows)
+    return _run(lambda p, y: _back(y[0], p, size)[None], (PART,), PART, routing, rows)
 
 
 def _receive_backward(size, routing, g):
-    return _run(lambda p, g: _out(g[0], p, size.experts)[None], (PART,), PART, routing, g), None
+    return _run(lambda p, g: _out(g[0], p, size)[None], (PART,), PART, routing, g), None
 
 
 receive.defvjp(lambda rows, routing, size: (receive(rows, routing, size), routing), _receive_backward)
@@ -264,16 +306,36 @@ weigh.defvjp(lambda rows, gates: (weigh(rows, gates), (rows, gates)), _weigh_bac
 
 # --- products ------------------------------------------------------------------------------------------------------------------------
 
-BY_GROUP = lax.RaggedDotDimensionNumbers(dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+
+class Products(NamedTuple):
+    """Products by groups of rows, and their gradients: the functions of grouped.py."""
+
+    product: Callable
+    rows_gradient: Callable
+    weights_gradient: Callable
+
+
+KERNELS = {
+    product_kernels.BLOCKS: Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient),
+    product_kernels.MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
+}
+
+
+def _by_groups() -> Products:
+    return KERNELS[product_kernels.product_kernel(platform()).kernel]
 
 
 def _product(rows, weights, sizes):
     """rows [R, I] or [E, R, I], weights [E, I, O] → rows of O."""
-    return jnp.einsum("eri,eio->ero", rows, weights) if sizes is None else lax.ragged_dot(rows, weights, sizes)
+    return jnp.einsum("eri,eio->ero", rows, weights) if sizes is None else _by_groups().product(rows, weights, sizes)
+
+
+def _rows_gradient(g, weights, sizes):
+    return jnp.einsum("ero,eio->eri", g, weights) if sizes is None else _by_groups().rows_gradient(g, weights, sizes)
 
 
 def _weights_gradient(rows, g, sizes):
-    return jnp.einsum("eri,ero->eio", rows, g) if sizes is None else lax.ragged_dot_general(rows, g, sizes, BY_GROUP)
+    return jnp.einsum("eri,ero->eio", rows, g) if sizes is None else _by_groups().weights_gradient(rows, g, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -293,7 +355,7 @@ def _by_part(fn, in_specs, out_specs, sizes, *args):
 
 def _product_backward(cut, kept, g):
     rows, weights, sizes = kept
-    dx = _by_part(lambda g, w, s: _product(g[0], w.swapaxes(1, 2), s)[None], (PART, cut), PART, sizes, g, weights)
+    dx = _by_part(lambda g, w, s: _rows_gradient(g[0], w, s)[None], (PART, cut), PART, sizes, g, weights)
     dw = _by_part(lambda r, g, s: _weights_gradient(r[0], g[0], s), (PART, PART), cut, sizes, rows, g)
     return dx, dw, None
 

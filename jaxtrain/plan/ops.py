@@ -18,7 +18,7 @@ from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.devices.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE, batch_shards, sizes_of
 from jaxtrain.devices.sharding import mesh_axes
 from jaxtrain.models.spec import Spec
-from jaxtrain.parallel.experts import capacity_of
+from jaxtrain.parallel.experts import capacity_of, room_of
 from jaxtrain.parallel.replicas import BLOCK
 from jaxtrain.parallel.zero import Reduction, Zero
 from jaxtrain.runtime.loss import cut_count
@@ -164,8 +164,10 @@ def _experts(sizes: Sizes, op: str, last: bool) -> Iterator[Collective]:
         sent = m.experts * sizes.sequences * min(most, sizes.tokens)
         rows = sent
     else:
-        most = sizes.sequences * sizes.tokens * min(m.experts_per_token, m.experts // devices)
-        sent, rows = (devices * most, devices * most) if sizes.cpu else (choices, devices * most)
+        tokens = sizes.sequences * sizes.tokens
+        rows = room_of(tokens, m.experts_per_token, m.experts, devices, m.expert_room)
+        most = min(tokens * min(m.experts_per_token, m.experts // devices), rows)
+        sent = devices * most if sizes.cpu else choices
         kind = EXCHANGE if sizes.cpu else RAGGED
     row, weight = m.width * sizes.item, NUMBER
     returned = [] if last else [row]

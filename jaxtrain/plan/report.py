@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import Config
+from jaxtrain.config import Config, product_kernels
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
+from jaxtrain.parallel.experts import room_of
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.plan.account import Entry, account, busiest, exchange_account
 from jaxtrain.plan.ops import NUMBER, Sizes
@@ -39,6 +40,9 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={config.model.width})"
         lines.append(f"ZeRO: {whole:.0%} of the parameters stay whole on all {data} data shards: {why}")
+    if config.model.experts and not config.model.capacity_factor:
+        lines += product_kernels.describe(step.mesh.devices.flat[0].platform)
+        lines += _room_for_rows(config)
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
         size = step.slot_bytes()
@@ -55,6 +59,17 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
     if lies:
         lines.append(f"in the host's memory, for each device: {'; '.join(lies)}")
     return lines
+
+
+def _room_for_rows(config: Config) -> list[str]:
+    """How many rows can arrive at a device's experts; nothing where all experts are on each device."""
+    m, devices, sizes = config.model, config.mesh.expert, Sizes(config, cpu=False)
+    if devices == 1:
+        return []
+    tokens = sizes.sequences * sizes.tokens
+    rows, mean = room_of(tokens, m.experts_per_token, m.experts, devices, m.expert_room), tokens * m.experts_per_token
+    beyond = f"model.expert_room={m.expert_room:g}; what is beyond is dropped" if m.expert_room else "all that there can be"
+    return [f"experts: room for {rows:,} rows on a device, {rows / mean:.2f} times the mean ({beyond})"]
 
 
 def whole_over_data(step: Step) -> float:

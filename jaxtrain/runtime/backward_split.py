@@ -32,7 +32,8 @@ VIEWS = frozenset(
 )
 # Values that cost one pass over their operands, which fuses with what reads them: not kept beside all of those.
 CHEAP = VIEWS | frozenset("add sub mul div max min select_n integer_pow square one_minus_square convert_element_type add_any".split())
-PRODUCTS = frozenset("dot_general ragged_dot_general".split())
+PRODUCTS = frozenset({"dot_general"})
+KERNELS = frozenset({"while", "pallas_call"})  # one equation each: attention, or products by groups
 SUMS = frozenset("reduce_scatter add convert_element_type".split())
 CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat2 checkpoint".split())
 AGAIN = "computed_again"  # the name scope of what jax.checkpoint computes again in the backward
@@ -71,11 +72,11 @@ def keep_everything(equation) -> bool:
 
 
 def keep_products(equation) -> bool:
-    """`remat` selective: results of products with weights cross, and those of a loop, which is attention block by block: its output and
-    log-sum-exp. Attention's inside and elementwise work are computed again (Korthikanti et al. 2022, section 5). A router's choices cross,
-    too: rows that cross lie in their order, and choices made again could differ by a rounding."""
+    """`remat` selective: results of products with weights cross, and those of a loop or a kernel, which is attention (its output and
+    log-sum-exp) or products by groups. Attention's inside and elementwise work are computed again (Korthikanti et al. 2022, section 5). A
+    router's choices cross, too: rows that cross lie in their order, and choices made again could differ by a rounding."""
     name = equation.primitive.name
-    if any(e.primitive.name == "while" for e in (equation.params["jaxpr"].eqns if name == "shard_map" else [equation])):
+    if any(e.primitive.name in KERNELS for e in (equation.params["jaxpr"].eqns if name == "shard_map" else [equation])):
         return True
     if name == "shard_map":  # a product on each device's part, perhaps with its sum over devices
         return _is(equation, VIEWS | PRODUCTS | SUMS) and not _is(equation, VIEWS | SUMS)

@@ -16,6 +16,8 @@ from jaxtrain.training.metrics import StepMetrics
 from jaxtrain.training.requests import Answer, Request
 from jaxtrain.training.step import Step
 
+TINY = 1e-12  # any drop at all: one choice of a large batch is more
+
 
 class LossError(RuntimeError):
     """A loss that is not finite; the message names the step's batch."""
@@ -82,6 +84,7 @@ class Reporter:
       mean_metrics: as in Step.
       position: step → the rows of its batch in words, for the error about a loss that is not finite.
       speedometer, log, progress: get every step, every logged step, and every step.
+      expert_room: model.expert_room; what finds no room is warned of. A capacity drops by intention, and is only logged.
     """
 
     def __init__(
@@ -92,10 +95,12 @@ class Reporter:
         speedometer: Speedometer,
         log: metrics.MetricsWriter,
         progress: Progress,
+        expert_room: float = 0.0,
     ):
         self._calendar, self._mean_metrics, self._position = calendar, mean_metrics, position
         self._speedometer, self._log, self._progress = speedometer, log, progress
         self._pending: Pending | None = None
+        self._expert_room, self._warned_of = expert_room, 0.0
 
     def add(self, pending: Pending) -> Request:
         """Takes a step that has just been dispatched and reports the one before. What was asked after that; LossError as `finish`."""
@@ -133,10 +138,19 @@ class Reporter:
         self._progress.update(pending.at, loss=values["loss"], tokens_per_s=recent.tokens_per_s, mfu=recent.mfu)
         if logged or not finite:
             self._log.write(pending.at, **values, **dataclasses.asdict(self._speedometer.since_asked()))
+        self._warn_of_drops(pending.at, values.get("dropped", 0.0))
         if not finite:
             loss = f"the loss is {values['loss']} (gradient norm {values['grad_norm']})"
             raise LossError(f"{loss} at {self._position(pending.at - 1)}; the last checkpoint is kept")
         return pending.answer()
+
+    def _warn_of_drops(self, at: int, dropped: float) -> None:
+        """dropped: the part of the choices of experts. A line for the first that find no room, and whenever these are twice as many."""
+        if not self._expert_room or dropped < max(2 * self._warned_of, TINY):
+            return
+        self._warned_of, room = dropped, self._expert_room
+        drops = f"{dropped:.2%} of the choices of experts were dropped, beyond model.expert_room={room:g}"
+        self._progress.say(f"warning: step {at}: {drops}: --config.model.expert_room={2 * room:g} has room for more")
 
     def _read(self, metrics: StepMetrics, together: bool) -> dict[str, float]:
         """A step's metrics by name. Of independent replicas: of all `together`, or of those that this process has a part of."""

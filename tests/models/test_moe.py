@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from support import small
 
 from jaxtrain.config import Config, ModelConfig
+from jaxtrain.devices.mesh import AXES, EXPERT, MANUAL_AXES, make_mesh
 from jaxtrain.models.moe import MoE, with_counts, with_loss
 from jaxtrain.models.spec import functional, specs
-from jaxtrain.parallel.experts import capacity_of
+from jaxtrain.parallel.experts import capacity_of, room_of
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_products
 
 B, T, D, ROWS = 3, 8, 6, 12
@@ -144,6 +146,72 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
 
 
+def served_within(chosen, devices: int, experts: int, room: int):
+    """chosen [B, T, K] → bool: which choices find room, where each device has B / devices of the sequences and `experts` / devices of the
+    experts. The rows of a device for an expert are a group, in the tokens' order; on each device groups are cut to one level."""
+    by_device = chosen.reshape(devices, -1)
+    sizes = np.array([np.bincount(row, minlength=experts) for row in by_device])
+    level = np.zeros(experts, int)  # of each expert's device
+    for to in np.split(np.arange(experts), devices):
+        level[to] = next(n for n in range(chosen.size, -1, -1) if np.minimum(sizes[:, to], n).sum() <= room)
+    served, taken = np.zeros(by_device.shape, bool), np.zeros_like(sizes)
+    for d, i in np.ndindex(by_device.shape):
+        e = by_device[d, i]
+        served[d, i] = taken[d, e] < level[e]
+        taken[d, e] += 1
+    return served.reshape(chosen.shape)
+
+
+@pytest.mark.parametrize("room", [1.0, pytest.param(1.25, marks=pytest.mark.full)])
+def test_rows_beyond_the_room_are_dropped(room):
+    """On several devices, against all experts on one with the weights of what is dropped zero: output, counts and gradients."""
+    devices, b, t, k = 3, 6, T, 2
+    cfg, _, params = made(expert_room=room, experts_per_token=k)
+    layer = functional(MoE(cfg, 0.5, ROWS))
+    params["router"]["bias"] = np.linspace(0, 0.3, cfg.experts, dtype=np.float32)  # the last device has more
+    x, g = normal(b, t, D), normal(b, t, D, seed=5)
+    biased = scores_of(cfg, params, x) + params["router"]["bias"]
+    chosen = np.array([chosen_of(cfg, row) for row in biased.reshape(-1, cfg.experts)]).reshape(b, t, k)
+    limit = room_of(b // devices * t, k, cfg.experts, devices, room)
+    served = served_within(chosen, devices, cfg.experts, limit)
+    assert 0 < (~served).sum() < served.size / 2
+
+    def dense(params, x):
+        scores = jax.nn.softmax(x @ params["router"]["weight"])
+        gates = jnp.take_along_axis(scores, chosen, -1)
+        gates = gates / gates.sum(-1, keepdims=True) * served
+        up, gate, down = (params[name][chosen] for name in ("up", "gate", "down"))
+        h = jax.nn.silu(jnp.einsum("btd,btkdf->btkf", x, gate)) * jnp.einsum("btd,btkdf->btkf", x, up)
+        return jnp.einsum("btkf,btkfd,btk->btd", h, down, gates)
+
+    split = {name: P(EXPERT) if name in ("up", "gate", "down") else P() for name in params}
+    everywhere = lambda tree: tree | {"router": jax.tree.map(lambda a: jax.lax.psum(a, EXPERT), tree["router"])}
+
+    def part(params, x, g):
+        y, vjp = jax.vjp(layer, params, x)
+        by_params, by_x = vjp(g)
+        return y, everywhere(by_params), by_x
+
+    mesh = make_mesh([devices if axis == EXPERT else 1 for axis in AXES], jax.devices()[:devices])
+    run = jax.shard_map(
+        part,
+        in_specs=(split, P(EXPERT), P(EXPERT)),
+        out_specs=(P(EXPERT), split, P(EXPERT)),
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        y, by_params, by_x = jax.device_get(jax.jit(run)(params, x, g))
+    expected_y, (expected, expected_x) = jax.jit(lambda p, x, g: (dense(p, x), jax.vjp(dense, p, x)[1](g)))(params, x, g)
+    np.testing.assert_allclose(y, expected_y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(by_x, expected_x, rtol=1e-4, atol=1e-5)
+    for name in ("up", "gate", "down"):
+        np.testing.assert_allclose(by_params[name], expected[name], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(by_params["router"]["weight"], expected["router"]["weight"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(by_params["router"]["bias"], np.bincount(chosen.reshape(-1), minlength=cfg.experts))
+    np.testing.assert_array_equal(by_params["router"]["dropped"], np.bincount(chosen[~served], minlength=cfg.experts))
+
+
 @pytest.mark.parametrize("router, groups", [("softmax", 1), pytest.param("sigmoid", 1, marks=pytest.mark.full), ("sigmoid", 3)])
 def test_the_losses_of_the_router(router, groups):
     """The gradient is that of the layer's output and of the losses as they are written in the papers."""
@@ -199,7 +267,7 @@ def test_b_makes_no_weight_gradients_and_w_little_else():
     """FLOPs of the products with experts' weights: F 3 of them, B 3, W 3."""
     _, layer, params = made(shared_experts=1)
     split = LayerSplit(lambda p, x, extra: layer(p, x), params, normal(B, T, D), ())
-    products = lambda op: sum(eq.primitive.name == "ragged_dot_general" for eq in split._equations[op])
+    products = lambda op: sum(eq.primitive.name == "while" for eq in split._equations[op])
     assert [products(op) for op in (LayerOp.FORWARD, LayerOp.INPUT_GRADIENT, LayerOp.WEIGHT_GRADIENT, LayerOp.BACKWARD)] == [3, 3, 3, 6]
 
     @jax.jit

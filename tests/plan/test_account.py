@@ -47,7 +47,7 @@ MORE = {
         (2, 2, 2), "zb_v", 2, 4, changes={"parallel.zero": 3, "parallel.gather": "step", "model.tied_embeddings": True, **ENDS}
     ),
     "stage and expert, selective, latent attention": Case((2, 2, 1), "zb_v", 2, 4, changes={**MOE, **MLA, "pipeline.remat": "selective"}),
-    "expert, context and model": Case((1, 1, 2), changes={**MOE, "mesh.context": 2, "model.shared_experts": 1}),
+    "expert, context and model": Case((1, 1, 2), changes={**MOE, "mesh.context": 2, "model.shared_experts": 1, "model.expert_room": 1.5}),
     "expert by capacity, stage and model": Case((1, 2, 2), microbatches=4, changes={**MOE, **NONE, "model.capacity_factor": 1.5}),
     "model, latent attention": Case((2, 1, 2), changes={**MLA, "model.value_head_dim": 8}),
     "stage and context by heads, selective": Case(

@@ -79,6 +79,11 @@ RULES = [
         "model.router_group_limit=5 is more than model.router_groups=4: use --config.model.router_group_limit=4",
     ),
     (
+        {"model.experts": 4, "model.expert_room": 0.5},
+        "model.expert_room=0.5 is less than the mean number of rows, so that some are always dropped: it must be at least 1, "
+        "or 0 for all rows there can be: use --config.model.expert_room=1.0",
+    ),
+    (
         {"model.experts": 8, "model.router_groups": 4, "model.experts_per_token": 3},
         "model.experts_per_token=3 is more than the 2 in model.router_group_limit=1 groups: use --config.model.experts_per_token=2",
     ),
@@ -361,6 +366,14 @@ UNUSED = [
     (
         {"model.router_group_best": 1, "model.router_normalize": "never", "model.router_bias": False},
         "model.router_normalize=never, model.router_bias=false and model.router_group_best=1 have no use with model.experts=0",
+    ),
+    (
+        {"model.experts": 8, "mesh.expert": 2, "model.capacity_factor": 1.5, "model.expert_room": 2.0},
+        "model.expert_room=2.0 has no use with model.capacity_factor=1.5",
+    ),
+    (
+        {"model.experts": 8, "model.expert_room": 2.0},
+        "model.expert_room=2.0 has no use with mesh.expert=1, where all experts' rows have room",
     ),
     ({"model.experts": 8, "model.router_group_best": 1}, "model.router_group_best=1 has no use with model.router_groups=1"),
     (

@@ -30,6 +30,11 @@ CASES = {
     ),
 }
 MORE = {
+    "room for some, context, zero 2": Case(  # fewer rows than there can be, and none dropped
+        (1, 2, 1),
+        "zb_h1",
+        changes={"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "selective", "parallel.zero": 2, "model.expert_room": 1.95},
+    ),
     "context, groups": Case((1, 1, 1), changes={"mesh.expert": 3, "mesh.context": 2, **GROUPS}),
     "drops, context, zb_h1": Case(
         (1, 2, 1), "zb_h1", 1, changes={"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "none", "model.capacity_factor": 0.7}

@@ -1,6 +1,7 @@
 """What becomes of a step's results: one step behind, logged when due, an error where the loss is not finite."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -42,14 +43,29 @@ class Log:
     since_asked = recent
 
 
-def reporter(log_every: int = 4, mean_metrics=None) -> tuple[Reporter, Log]:
+def reporter(log_every: int = 4, mean_metrics=None, expert_room: float = 0.0) -> tuple[Reporter, Log]:
     log = Log()
     calendar = Calendar(last=10, save_every=0, evaluate_every=0, log_every=log_every, exchange_every=0 if mean_metrics is None else 5)
-    return Reporter(calendar, mean_metrics, lambda step: f"step {step}: its rows", log, log, log), log
+    return Reporter(calendar, mean_metrics, lambda step: f"step {step}: its rows", log, log, log, expert_room), log
 
 
 def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
     return Pending(at, StepMetrics(jnp.float32(loss), jnp.float32(0.5), jnp.float32(0.1), jnp.float32(7)), answer)
+
+
+@pytest.mark.parametrize("room", [0.0, 1.5])
+def test_drops_beyond_the_room_are_warned_of(room):
+    reports, log = reporter(expert_room=room)
+    for at, dropped in enumerate([0.0, 0.001, 0.0015, 0.0, 0.002], 1):
+        metrics = dataclasses.replace(pending(at).metrics, dropped=jnp.float32(dropped))
+        reports.add(Pending(at, metrics, no_request))
+    reports.finish(stopping=True)
+    said = [line for line in log.shown if isinstance(line, str)]
+    assert [line.split(",")[0] for line in said] == [
+        "warning: step 2: 0.10% of the choices of experts were dropped",
+        "warning: step 5: 0.20% of the choices of experts were dropped",
+    ] * bool(room)
+    assert all(line.endswith("beyond model.expert_room=1.5: --config.model.expert_room=3 has room for more") for line in said)
 
 
 def test_one_step_behind_and_logged_when_due():

@@ -1,0 +1,141 @@
+"""Products by groups against a loop over the groups in numpy: values, gradients, and how much is computed."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import hlo, small
+
+from jaxtrain.config.product_kernels import BLOCKS, MEGABLOX, product_kernel
+from jaxtrain.parallel import experts, grouped, megablox
+
+INPUTS, OUTPUTS = 24, 40
+# Rows of each group; what is left of the rows belongs to none. Blocks are of 8 rows.
+SIZES = {
+    "uneven": (17, 1, 30, 8, 5),
+    "empty": (0, 0, 45, 0, 12),
+    "one": (0, 0, 0, 61, 0),
+    "none": (0, 0, 0, 0, 0),
+    "room left": (9, 3, 0, 7, 2),
+}
+ROWS = 61  # a block at the end begins inside of the one before
+
+
+def plainly(rows, weights, g, sizes):
+    """→ (product, gradient of the rows, gradient of the weights) in float64."""
+    rows, weights, g = (np.asarray(a, np.float64) for a in (rows, weights, g))
+    product, by_rows, by_weights = np.zeros(g.shape), np.zeros(rows.shape), np.zeros(weights.shape)
+    ends = np.cumsum(sizes)
+    for e, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        product[begin:end] = rows[begin:end] @ weights[e]
+        by_rows[begin:end] = g[begin:end] @ weights[e].T
+        by_weights[e] = rows[begin:end].T @ g[begin:end]
+    return product, by_rows, by_weights
+
+
+INTERPRETED = experts.Products(*(functools.partial(form, interpret=True) for form in experts.KERNELS[MEGABLOX]))
+KERNELS = {BLOCKS: experts.KERNELS[BLOCKS], MEGABLOX: INTERPRETED}
+
+
+def with_gradients(kernel: str, *given):
+    """The three forms of rows, weights, gradients and sizes."""
+    return _with_gradients(KERNELS[kernel], *given)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _with_gradients(kernel, rows, weights, g, sizes):
+    return kernel.product(rows, weights, sizes), kernel.rows_gradient(g, weights, sizes), kernel.weights_gradient(rows, g, sizes)
+
+
+def arrays(dtype, rows: int = ROWS, groups: int = 5):
+    shapes = (rows, INPUTS), (groups, INPUTS, OUTPUTS), (rows, OUTPUTS)
+    return tuple(jnp.asarray(small.normal(i, *shape), dtype) for i, shape in enumerate(shapes))
+
+
+def as_parameters():
+    """Kernels and types; what takes long to compile, interpreted, is for --full."""
+    for kernel, dtype in itertools.product(KERNELS, (jnp.float32, jnp.bfloat16)):
+        long = kernel == MEGABLOX and dtype == jnp.bfloat16
+        yield pytest.param(kernel, dtype, marks=[pytest.mark.full] * long, id=f"{kernel} {dtype.__name__}")
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kernel, dtype", [*as_parameters()])
+def test_products_and_gradients(kernel, dtype, sizes):
+    rows, weights, g = arrays(dtype)
+    got = with_gradients(kernel, rows, weights, g, jnp.asarray(SIZES[sizes], jnp.int32))
+    for found, expected in zip(got, plainly(rows, weights, g, np.array(SIZES[sizes])), strict=True):
+        assert found.dtype == dtype
+        # float32 keeps 2e-5 of sums over 60 numbers; bfloat16 rounds the result alone, to 8 bits.
+        tolerance = {"rtol": 2e-5, "atol": 2e-5} if dtype == jnp.float32 else {"rtol": 2**-8, "atol": 1e-3}
+        np.testing.assert_allclose(np.asarray(found, np.float64), expected, **tolerance)
+
+
+@pytest.mark.parametrize("rows, groups", [(3, 5), (8, 1), (130, 2)])
+def test_odd_numbers_of_rows(rows, groups):
+    sizes = np.random.default_rng(rows).multinomial(rows, [1 / groups] * groups)
+    given = arrays(jnp.float32, rows, groups)
+    got = with_gradients(BLOCKS, *given, jnp.asarray(sizes, jnp.int32))
+    for found, expected in zip(got, plainly(*given, sizes), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_rows_of_a_block():
+    sizes = [grouped.block_rows(*size) for size in ((3, 5), (61, 5), (1024, 8), (4096, 8), (16384, 1), (16384, 4))]
+    assert sizes == [3, 8, 8, 32, 256, 256]
+
+
+FORMS = {
+    "product": lambda rows, weights, g, sizes: grouped.product(rows, weights, sizes),
+    "rows": lambda rows, weights, g, sizes: grouped.rows_gradient(g, weights, sizes),
+    "weights": lambda rows, weights, g, sizes: grouped.weights_gradient(rows, g, sizes),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_cost_follows_the_rows(form):
+    """One product is compiled, of a block of rows with one matrix, inside of the loop over a group's blocks: flops are its own times the
+    blocks that there are. At the sizes of mixtral_8x7b and deepseek_v3, chosen at random, that is at most 1.15 times the rows' own."""
+    rows, groups = 4096, 2
+    given = (*arrays(jnp.float32, rows, groups), jax.ShapeDtypeStruct((groups,), jnp.int32))
+    compiled = jax.jit(FORMS[form]).lower(*given).compile()
+    program, block = hlo.Program(compiled.as_text()), 2 * grouped.block_rows(rows, groups) * INPUTS * OUTPUTS
+    assert block <= compiled.cost_analysis()["flops"] < 1.1 * block  # which counts the body of a loop once
+    loops = [i for i in program.inline(program.entry) if i.opcode == "while"]
+    inner = [i for loop in loops for i in program.inline(loop.calls["body"]) if i.opcode == "while"]
+    assert (len(loops), len(inner)) == (1, 1)
+
+
+@pytest.mark.parametrize("rows, experts_of_a_device, taken", [(2 * 16384, 1, 16384), (2 * 8192, 4, 8192), (65536, 8, 60000)])
+def test_blocks_at_real_sizes(rows, experts_of_a_device, taken):
+    shares = np.random.default_rng(0).dirichlet(np.full(experts_of_a_device, 20.0))
+    sizes, size = np.random.default_rng(1).multinomial(taken, shares), grouped.block_rows(rows, experts_of_a_device)
+    assert -(-sizes // size).sum() * size <= 1.15 * taken
+
+
+def test_the_gradient_of_a_product_is_by_groups():
+    """experts.product asks the kernel of the platform, forward and backward."""
+    rows, weights, g = arrays(jnp.float32)
+    sizes = jnp.asarray(SIZES["room left"], jnp.int32)
+
+    @jax.jit
+    def run(rows, weights, g):
+        y, vjp = jax.vjp(lambda r, w: experts.product(r[None], w, sizes, experts.COLUMNS)[0], rows, weights)
+        return y, *vjp(g)
+
+    for found, expected in zip(run(rows, weights, g), plainly(rows, weights, g, np.array(SIZES["room left"])), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_tiles_of_megablox():
+    assert [megablox.tile_rows(*size) for size in ((16, 4), (4096, 4), (65536, 1), (48, 1))] == [16, 64, 512, 16]
+    assert [megablox.tile_columns(n, 2) for n in (40, 1024, 4096, 14336, 1536, 1100)] == [40, 1024, 1024, 1024, 768, 1024]
+    assert megablox.tile_columns(4096, 4) == 512
+
+
+def test_which_kernel():
+    assert [product_kernel(platform).kernel for platform in ("tpu", "gpu", "cpu")] == [MEGABLOX, BLOCKS, BLOCKS]
+    assert product_kernel("gpu").warning and not product_kernel("cpu").warning
