@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import Config
+from jaxtrain.config import Config, kernels
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
@@ -35,6 +35,7 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
         lines.append(
             f"replicas: {config.mesh.replica} train apart and exchange {config.precision.outer} every {every} steps and after the last"
         )
+    lines += kernels.describe(config, meshes.hardware_of(step.mesh.devices.flat[0]))
     if (whole := whole_over_data(step)) >= 0.01:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={config.model.width})"
