@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ends_with_layers
+from jaxtrain.config import Config, ends_with_layers, kernels
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -78,33 +78,17 @@ def _latent_attention_is_whole(c: Config) -> Broken | None:
         rule = "is the rotated part of model.attention='mla', and rotary positions turn pairs: it must be even, and not 0"
         sizes = [m.rope_head_dim + 1] if m.rope_head_dim else [-(-m.head_dim // 4) * 2]
         return Broken("model.rope_head_dim", rule, values_for("model.rope_head_dim", sizes))
-    if m.attention_kernel == "cudnn":
-        rule = "is for heads of one size, and those of model.attention='mla' have two"
-        return Broken("model.attention_kernel", rule, values_for("model.attention_kernel", ["auto"]))
     return None
-
-
-CUDNN_HEAD = 128  # the widest head that cuDNN's attention has, in steps of 8
-
-
-def cudnn_has(head_dim: int) -> bool:
-    """Whether cuDNN's attention is there for heads of this size."""
-    return head_dim <= CUDNN_HEAD and head_dim % 8 == 0
 
 
 def _kernel_fits(c: Config) -> Broken | None:
-    """What cuDNN's attention does not take is refused, where it was asked for by name."""
-    if c.model.attention_kernel != "cudnn":
+    """An attention kernel that was asked for by name takes the model; whether it is for the devices, surroundings.py says."""
+    wanted, case = c.model.attention_kernel, kernels.attention_case(c, kernels.Hardware())
+    rows = {kernels.SPLASH: [kernels.SPLASH], kernels.CUDNN: [kernels.CUDNN, kernels.CUDNN_MASK]}.get(wanted, [])
+    refusals = [found for row in rows if (found := kernels.refusal(row, case))]
+    if len(refusals) < len(rows) or not rows:
         return None
-    auto = {"model.attention_kernel": "auto"}
-    if c.precision.compute == "float32":
-        return Broken(
-            "model.attention_kernel", "is for 16 bits, not precision.compute='float32'", [auto, {"precision.compute": "bfloat16"}]
-        )
-    if not cudnn_has(c.model.head_dim):
-        rule = f"is for heads of up to {CUDNN_HEAD} numbers in steps of 8, not model.head_dim={c.model.head_dim}"
-        return Broken("model.attention_kernel", rule, [auto])
-    return None
+    return Broken("model.attention_kernel", refusals[-1].rule, [{"model.attention_kernel": "auto"}, *refusals[-1].fixes])
 
 
 # Of experts alone. Without them these have no use (unused.py), but for dense_layers, which would be missing in the model.

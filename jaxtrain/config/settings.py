@@ -89,7 +89,9 @@ class ModelConfig:
     mtp_weight: float = setting(0.3, "weight of these predictions' mean loss", above=0)
     biases: bool = setting(False, "biases in the dense layers (and in layernorm)")
     init_std: float = setting(0.02, "standard deviation of the initial weights", above=0)
-    attention_kernel: str = setting("auto", "implementation of attention; auto: by platform", choices=("auto", "xla", "cudnn"))
+    attention_kernel: str = setting(
+        "auto", "what computes attention; auto: the best that the devices have", choices=("auto", "xla", "cudnn", "splash")
+    )
     loss_chunk: int = setting(2048, "tokens per device whose logits exist at a time", at_least=1)
 
 

@@ -53,5 +53,5 @@ class Attention(nnx.Module):
         ]
         t, s = x_BTD.shape[1], cache[0].shape[1]
         mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
-        y = attend(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), mask, "xla")
+        y = attend(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), mask)
         return self.out.rows(y.reshape(*y.shape[:2], -1)), cache

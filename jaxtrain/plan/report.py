@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import Config, product_kernels
+from jaxtrain.config import Config, kernels
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.experts import room_of
@@ -36,12 +36,12 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
         lines.append(
             f"replicas: {config.mesh.replica} train apart and exchange {config.precision.outer} every {every} steps and after the last"
         )
+    lines += kernels.describe(config, meshes.hardware_of(step.mesh.devices.flat[0]))
     if (whole := whole_over_data(step)) >= 0.01:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={config.model.width})"
         lines.append(f"ZeRO: {whole:.0%} of the parameters stay whole on all {data} data shards: {why}")
     if config.model.experts and not config.model.capacity_factor:
-        lines += product_kernels.describe(step.mesh.devices.flat[0].platform)
         lines += _room_for_rows(config)
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:

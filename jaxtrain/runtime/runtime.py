@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.mesh import CONTEXT, DATA, MANUAL_AXES, MODEL, STAGE, psum
+from jaxtrain.devices.mesh import CONTEXT, DATA, MANUAL_AXES, MODEL, STAGE, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC, constrain, local_shape, restricted
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.spec import Spec
@@ -165,7 +165,8 @@ class Runtime:
         )
         if (parts := self.mesh.shape[CONTEXT]) > 1:
             batch = jax.tree.map(lambda a: context.zigzag(a, parts), batch)
-        return run(params, batch, jax.tree.map(jnp.asarray, columns))
+        with traced_for(self.mesh):
+            return run(params, batch, jax.tree.map(jnp.asarray, columns))
 
     # ------------------------------------------------------------------ inside the manual region
 
@@ -256,7 +257,8 @@ class Runtime:
             splits.append(self._split(message, extra))
             return jnp.zeros(())
 
-        jax.eval_shape(jax.shard_map(body, mesh=self.mesh, in_specs=(), out_specs=P(), axis_names=set(MANUAL_AXES), check_vma=False))
+        with traced_for(self.mesh):
+            jax.eval_shape(jax.shard_map(body, mesh=self.mesh, in_specs=(), out_specs=P(), axis_names=set(MANUAL_AXES), check_vma=False))
         return splits[0]
 
     # ------------------------------------------------------------------ the state before the first tick
