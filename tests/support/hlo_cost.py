@@ -152,7 +152,13 @@ class Costs:
             return self.program.operands(result)[1].bytes
         return size
 
-    # ------------------------------------------------------------------ copies
+    # ------------------------------------------------------------------ cycles, copies
+
+    def cycles(self, i: Instruction) -> int:
+        """libtpu's estimate; of a fusion of what the cores of a chip do side by side, which has none, the sum of its parts'; else 0."""
+        if found := re.search(r'"estimated_cycles":"(\d+)"', i.text):
+            return int(found[1])
+        return sum(map(self.cycles, self.program.computations[i.calls["calls"]])) if i.opcode == "fusion" else 0
 
     def is_copy(self, i: Instruction) -> bool:
         """Whether it does nothing but to bring an array into another order or place in the device's memory."""
@@ -171,12 +177,6 @@ def target(i: Instruction) -> str:
     """Of a custom call; "" for others."""
     found = re.search(r'custom_call_target="([^"]*)"', i.text)
     return found[1] if found else ""
-
-
-def cycles(i: Instruction) -> int:
-    """libtpu's estimate; 0 where it has none."""
-    found = re.search(r'"estimated_cycles":"(\d+)"', i.text)
-    return int(found[1]) if found else 0
 
 
 def _dimensions(text: str, name: str) -> tuple[int, ...]:

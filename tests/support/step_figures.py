@@ -20,7 +20,7 @@ from jaxtrain.plan import flops
 from jaxtrain.run.metrics import peak_flops
 from support import compiled_account, hlo
 from support.ahead import PLATFORMS, Compiled
-from support.hlo_cost import GPU_MEMORY, TPU_MEMORY, Costs, cycles, target
+from support.hlo_cost import GPU_MEMORY, TPU_MEMORY, Costs, target
 from support.step_loops import Run, StepLoops
 
 CLOCK = 1.75e9  # a v5p's cycles a second: 459 TFLOP/s are 262 kFLOP a cycle
@@ -33,6 +33,7 @@ NO_KERNELS = re.compile(
     r"AllocateBuffer|AssumeGatherIndicesInBound|Sharding|SPMD|__cublas|annotate_device_placement|MoveTo|^$|Resource|topk|TopK"
 )
 GROUPED = re.compile(r"gmm|ragged|grouped")
+PASS = re.compile(r"_(fwd|dq|dkv|bwd)\w*|Backward")  # what a kernel's name says of forward and backward
 BACKWARD = re.compile(r"backward|bwd|dkv", re.IGNORECASE)
 
 
@@ -93,7 +94,7 @@ class StepFigures:
     def kernel(self, i: hlo.Instruction) -> str:
         """The name of a custom call that is a kernel of its own; "" for other instructions."""
         name = target(i)
-        if i.opcode != "custom-call" or NO_KERNELS.search(name) or cycles(i):
+        if i.opcode != "custom-call" or NO_KERNELS.search(name) or self.costs.cycles(i):
             return ""
         if name == "tpu_custom_call":
             found = re.search(r'kernel_name="?([\w.]+)', i.text) or re.search(r"/([\w.]+)/pallas_call", i.op_name)
@@ -135,7 +136,7 @@ class StepFigures:
         if self.kernel(i):
             return run.times * self.kernel_flops(i) / (self.peak * self.peaks.kernels)
         if self.tpu:
-            return run.times * cycles(i) / CLOCK
+            return run.times * self.costs.cycles(i) / CLOCK
         products, peak = self.costs.flops(i), self.peak
         if products and self.costs.in_float32(i):
             peak = self.peak_in_float32
@@ -277,7 +278,8 @@ class StepFigures:
             "peaks": dataclasses.asdict(self.peaks),
             "memory_bytes": self.memory_bytes(),
             "kernels": {name: dataclasses.asdict(kernel) for name, kernel in kernels.items()},
-            "attention": ", ".join(sorted(name for name, k in kernels.items() if k.flops and not GROUPED.search(name))) or PLAIN,
+            "attention": ", ".join(sorted({PASS.sub("", name) for name, k in kernels.items() if k.flops and not GROUPED.search(name)}))
+            or PLAIN,
             "square_arrays": self.square_arrays()[:LISTED],
             "copies": self.copies(),
             "collectives": collectives,
