@@ -6,6 +6,7 @@ import jax
 import pytest
 from support import ahead, compiled_account, hlo, small
 from support.compiled_account import FEW
+from support.compilers import compiled_for
 from support.small import Case
 
 from jaxtrain import config as configs
@@ -108,13 +109,10 @@ AHEAD = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("case", AHEAD)
-@pytest.mark.parametrize("platform", ahead.PLATFORMS)
+@compiled_for(*ahead.PLATFORMS)
 def test_as_compiled_ahead_of_time(platform, case):
     """Also over `model`, and no sum of a weight or an activation is an all-reduce where a reduce-scatter was meant."""
-    if ahead.PLATFORMS[platform].missing:
-        pytest.skip(f"no compiler for {platform} here: {ahead.INSTALL_COMMAND}")
     changes = {"model.layers": 8, "pipeline.repeats": 1} | AHEAD[case]
     cfg = configs.replace(Config(), ahead.MODEL | changes).resolve()
     program, mesh = ahead.compile_step(platform, changes).program, {axis: getattr(cfg.mesh, axis) for axis in AXES}
