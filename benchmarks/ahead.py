@@ -13,6 +13,7 @@ import datetime
 import importlib.metadata
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -114,17 +115,19 @@ def cases(values: dict, overrides: list[tuple[str, str]]) -> Iterator[Case]:
             for name in names(values, "layout", LAYOUTS[recipe]):
                 layout = LAYOUTS[recipe][name]
                 devices = values["devices"] or layout.devices
-                changes = {**SHARED[recipe], **layout.settings, **own(values, ahead.PLATFORMS[platform].backend)}
-                config = apply(configs.replace(load_recipe(find_recipe(recipe)), changes), overrides)
+                base = load_recipe(find_recipe(recipe))
+                if ahead.PLATFORMS[platform].backend == "gpu" and base.model.attention != "mla":
+                    # "auto" asks for the platform of this process, which is CPU
+                    base = configs.replace(base, {"model.attention_kernel": "cudnn"})
+                config = apply(configs.replace(base, {**SHARED[recipe], **layout.settings, **own(values)}), overrides)
                 config = checks.check_devices(config, devices, ahead.PLATFORMS[platform].backend).resolve()
                 yield Case(recipe, name, platform, devices, layout.text, config)
 
 
-def own(values: dict, backend: str) -> dict[str, object]:
+def own(values: dict) -> dict[str, object]:
     """Settings that flags of the command stand for."""
     given = {"model.layers": values["layers"], "data.sequence_length": values["sequence"]}
-    kernel = {"model.attention_kernel": "cudnn"} if backend == "gpu" else {}
-    return {path: value for path, value in given.items() if value} | kernel
+    return {path: value for path, value in given.items() if value}
 
 
 def names(values: dict, flag: str, known) -> list[str]:
@@ -137,19 +140,23 @@ def names(values: dict, flag: str, known) -> list[str]:
 
 
 def measure(case: Case, values: dict) -> dict:
-    """The figures of a case."""
+    """The figures of a case; of one that the compiler refuses its words, as `refused`."""
     from support import ahead
     from support.step_figures import Peaks, StepFigures
 
-    compiled = ahead.compile_config(case.platform, case.config, case.devices, program="train")
+    about = {"recipe": case.recipe, "layout": case.layout, "platform": case.platform, "devices": case.devices, "text": case.text}
+    about |= {"layers": case.config.model.layers, "sequence": case.config.data.sequence_length}
+    try:
+        compiled = ahead.compile_config(case.platform, case.config, case.devices, program="train")
+    except RuntimeError as error:
+        words = [line for line in str(error).splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return versions() | about | {"refused": (words or str(error).splitlines())[-1]}
     if values["text"]:
         folder = pathlib.Path(values["text"])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{case.recipe}_{case.layout}_{case.platform}.txt").write_text(compiled.text)
     figures = StepFigures(case.config, case.platform, compiled, Peaks(values["products"], values["kernels"]))
-    about = {"recipe": case.recipe, "layout": case.layout, "platform": case.platform, "devices": case.devices, "text": case.text}
-    sizes = {"layers": case.config.model.layers, "sequence": case.config.data.sequence_length}
-    return versions() | about | sizes | figures.as_dict()
+    return versions() | about | figures.as_dict()
 
 
 def versions() -> dict[str, str]:
@@ -168,8 +175,10 @@ def versions() -> dict[str, str]:
 
 def report(row: dict) -> list[str]:
     """What is printed of a case."""
-    f, s, c = row["flops"], row["seconds"], row["copies"]
     lines = [f"{row['recipe']}, {row['layout']} ({row['text']}), {row['platform']}, {row['layers']} layers, {row['sequence']} tokens:"]
+    if "refused" in row:
+        return [*lines, f"  refused: {row['refused']}"]
+    f, s, c = row["flops"], row["seconds"], row["copies"]
     gb = {name: size / 1e9 for name, size in row["memory"].items()}
     lines.append(
         f"  memory: {gb['arguments']:.2f} GB arguments, {gb['temporary']:.2f} GB temporary; compiled in {row['compile_seconds']:.0f} s"
@@ -187,7 +196,7 @@ def report(row: dict) -> list[str]:
     lines.append(f"  memory traffic: {row['memory_bytes'] / 1e9:,.0f} GB")
     kernels = [f"{name} {k['times']:.0f} × {k['flops'] / max(k['times'], 1) / 1e9:.0f} GF" for name, k in row["kernels"].items()]
     lines.append("  kernels: " + (", ".join(kernels) or "none"))
-    lines.append("  arrays of T × T: " + (", ".join(row["square_arrays"]) or "none"))
+    lines.append(f"  attention: {row['attention']}; arrays of T × T: " + (", ".join(row["square_arrays"]) or "none"))
     lines.append(f"  copies over 1 MB in loops: {c['bytes'] / 1e9:,.0f} GB, {c['seconds']:.3f} s, {c['share']:.1%}: {c['longest']}")
     for t in row["collectives"]:
         if t["bytes"] > 1e8:
@@ -198,16 +207,14 @@ def report(row: dict) -> list[str]:
     return lines
 
 
-HEADER = (
-    "| date, jax, compiler | case | arguments / temporary GB | products TF (kernels), over plan | step s (busy, bubble) | s by op "
-    "| T × T | copies s | collectives GB, beside products | compiled s |"
-)
-
-
 def table_row(row: dict) -> str:
     """A row of ahead.md."""
-    f, s, c, m = row["flops"], row["seconds"], row["copies"], row["memory"]
     compiler = f"libtpu {row['libtpu']}" if row["platform"] == "tpu_v5p" else f"XLA {row['jax-cuda13-pjrt']}"
+    case = f"{row['platform']}: {row['recipe']}, {row['text']}; {row['layers']} layers, T = {row['sequence']}"
+    whose = [f"{row['date']}, {row['jax']}, {compiler}", case]
+    if "refused" in row:
+        return "| " + " | ".join([*whose, row["refused"], *[""] * 7]) + " |"
+    f, s, c, m = row["flops"], row["seconds"], row["copies"], row["memory"]
     ops = ", ".join(f"{op} {seconds:.2f}" for op, seconds in s["by_op"].items() if seconds >= 0.005)
     kinds: dict[tuple[str, str], list[float]] = {}
     for t in row["collectives"]:
@@ -215,13 +222,12 @@ def table_row(row: dict) -> str:
         total[0], total[1] = total[0] + t["bytes"], total[1] + t["hidden"]
     crossing = "; ".join(f"{kind} {dtype} {n / 1e9:.1f}, {h / n:.0%}" for (kind, dtype), (n, h) in kinds.items() if n > 1e8)
     cells = [
-        f"{row['date']}, {row['jax']}, {compiler}",
-        f"{row['platform']}: {row['recipe']}, {row['text']}; {row['layers']} layers, T = {row['sequence']}",
+        *whose,
         f"{m['arguments'] / 1e9:.2f} / {m['temporary'] / 1e9:.1f}",
         f"{f['products'] / 1e12:.0f} ({f['kernels'] / 1e12:.0f}), {f['ratio']:.2f}",
         f"{s['step']:.2f} ({s['busy']:.2f}, {s['bubble']:.1%})",
         ops,
-        row["square_arrays"][0] if row["square_arrays"] else "none",
+        f"{row['attention']}; {row['square_arrays'][0] if row['square_arrays'] else 'none'}",
         f"{c['seconds']:.2f} ({c['share']:.1%})",
         crossing,
         f"{row['compile_seconds']:.0f}",

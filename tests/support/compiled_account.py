@@ -10,6 +10,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.training.step import Step, abstract_batch, make_step
 from support import hlo
+from support.hlo_cost import Costs
 from support.step_loops import StepLoops, op_in
 
 FEW = 128  # bytes: losses, norms and counts
@@ -57,3 +58,9 @@ def read(mesh: Mapping[str, int], setup: Setup, program: hlo.Program, stage: int
             if sent:
                 found[op_of(outer, i), kind, axes, n] += float(times * sent)
     return found
+
+
+def products(setup: Setup, program: hlo.Program, stage: int) -> float:
+    """Operations of a step's dots and convolutions on a device of the stage."""
+    costs = Costs(program)
+    return sum(run.times * costs.flops(run.instruction) for run in StepLoops(program, setup, stage).executed())

@@ -165,7 +165,7 @@ class Program:
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = name = None
-        for line in text.splitlines():
+        for line in re.sub(r"\n(?=\"|}})", "", text).splitlines():  # a kernel's metadata may go over several lines
             if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
                 name = head[2]
                 self.computations[name] = []

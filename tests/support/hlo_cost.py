@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import numpy as np
 
@@ -29,11 +29,14 @@ MOVES = frozenset(
 REORDERS = frozenset({"copy", "transpose"})
 
 
-class Costs:
-    """The costs of a program's instructions."""
+TPU_MEMORY, GPU_MEMORY = frozenset({0}), frozenset({0, 1, 7})  # spaces that are the device's memory; a TPU's 1 is its vector memory
 
-    def __init__(self, program: Program):
-        self.program = program
+
+class Costs:
+    """The costs of a program's instructions. memory: which of its spaces are the device's memory."""
+
+    def __init__(self, program: Program, memory: Set[int] = TPU_MEMORY):
+        self.program, self.memory = program, memory
         self._of_computation = functools.lru_cache(maxsize=None)(lambda name: sum(map(self.flops, program.computations[name])))
 
     # ------------------------------------------------------------------ products
@@ -89,23 +92,26 @@ class Costs:
         if i.opcode in FREE or i.opcode in CALLS or i.opcode.endswith(("-done", "-update")) or target(i) == "AllocateBuffer":
             return 0
         if i.opcode.endswith("-start") and i.opcode != "fusion-start":
-            return sum(size for size, space in zip(i.bytes_of_each, i.spaces, strict=True) if space == 0)
+            return self._in_memory(i)
         if i.opcode in ("fusion", "fusion-start"):
             inside = self.program.computations[i.calls["calls"]]
             parameters = {int(_number_of(p)): p for p in inside if p.opcode == "parameter"}
             read = sum(self._read(i, n, parameters[n]) for n in range(len(i.operands)))
             return read + self._written(i)
-        made = _in_memory(i)
+        made = self._in_memory(i)
         if i.opcode in READS_A_PART:
             return 2 * made
         if i.opcode == "dynamic-update-slice":
-            return 2 * _in_memory(self.program.operands(i)[1])
-        return made + sum(map(_in_memory, self.program.operands(i)))
+            return 2 * self._in_memory(self.program.operands(i)[1])
+        return made + sum(map(self._in_memory, self.program.operands(i)))
+
+    def _in_memory(self, i: Instruction) -> int:
+        return sum(size for size, space in zip(i.bytes_of_each, i.spaces, strict=True) if space in self.memory)
 
     def _read(self, fusion: Instruction, n: int, parameter: Instruction) -> int:
         """Of a fusion's n-th operand."""
         operand = self.program.operands(fusion)[n]
-        if not any(space == 0 for space in operand.spaces):
+        if not any(space in self.memory for space in operand.spaces):
             return 0
         return min(operand.bytes, self._used(parameter))
 
@@ -135,7 +141,7 @@ class Costs:
         results = self.program.operands(root) if root.opcode == "tuple" else [root]
         if len(results) != len(fusion.sizes):  # of an asynchronous fusion, whose tuple has its operands too
             return sum(result.bytes for result in results)
-        return sum(self._update(r) for r, space in zip(results, fusion.spaces, strict=True) if space == 0)
+        return sum(self._update(r) for r, space in zip(results, fusion.spaces, strict=True) if space in self.memory)
 
     def _update(self, result: Instruction) -> int:
         """Bytes that are written of a fusion's result: of one that is updated in place, the update."""
@@ -146,13 +152,19 @@ class Costs:
             return self.program.operands(result)[1].bytes
         return size
 
-    # ------------------------------------------------------------------ copies
+    # ------------------------------------------------------------------ cycles, copies
+
+    def cycles(self, i: Instruction) -> int:
+        """libtpu's estimate; of a fusion of what the cores of a chip do side by side, which has none, the sum of its parts'; else 0."""
+        if found := re.search(r'"estimated_cycles":"(\d+)"', i.text):
+            return int(found[1])
+        return sum(map(self.cycles, self.program.computations[i.calls["calls"]])) if i.opcode == "fusion" else 0
 
     def is_copy(self, i: Instruction) -> bool:
         """Whether it does nothing but to bring an array into another order or place in the device's memory."""
         if i.opcode in ("copy-start", "copy"):
             source = self.program.operands(i)[0]
-            return bool(source.orders) and (source.orders[0] != i.orders[0] or (source.spaces[0] == 0 and i.spaces[0] == 0))
+            return bool(source.orders) and (source.orders[0] != i.orders[0] or {source.spaces[0], i.spaces[0]} <= self.memory)
         if i.opcode == "transpose":
             return True
         if i.opcode != "fusion":
@@ -165,16 +177,6 @@ def target(i: Instruction) -> str:
     """Of a custom call; "" for others."""
     found = re.search(r'custom_call_target="([^"]*)"', i.text)
     return found[1] if found else ""
-
-
-def cycles(i: Instruction) -> int:
-    """libtpu's estimate; 0 where it has none."""
-    found = re.search(r'"estimated_cycles":"(\d+)"', i.text)
-    return int(found[1]) if found else 0
-
-
-def _in_memory(i: Instruction) -> int:
-    return sum(size for size, space in zip(i.bytes_of_each, i.spaces, strict=True) if space == 0)
 
 
 def _dimensions(text: str, name: str) -> tuple[int, ...]:

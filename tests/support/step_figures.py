@@ -15,23 +15,26 @@ from typing import Any
 
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
-from jaxtrain.devices.mesh import AXES, sizes_of
+from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
 from jaxtrain.plan import flops
 from jaxtrain.run.metrics import peak_flops
 from support import compiled_account, hlo
 from support.ahead import PLATFORMS, Compiled
-from support.hlo_cost import Costs, cycles, target
+from support.hlo_cost import GPU_MEMORY, TPU_MEMORY, Costs, target
 from support.step_loops import Run, StepLoops
 
 CLOCK = 1.75e9  # a v5p's cycles a second: 459 TFLOP/s are 262 kFLOP a cycle
 H100_MEMORY = 3.35e12  # bytes a second (NVIDIA's data sheet, SXM)
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays
+PLAIN = "plain XLA"  # how a step attends that has no kernel for it
 # Custom calls that compute nothing by themselves, or are counted as products
 NO_KERNELS = re.compile(
     r"AllocateBuffer|AssumeGatherIndicesInBound|Sharding|SPMD|__cublas|annotate_device_placement|MoveTo|^$|Resource|topk|TopK"
 )
-BACKWARD = re.compile(r"backward|bwd|dkv|dq|transpose\(", re.IGNORECASE)
+GROUPED = re.compile(r"gmm|ragged|grouped")
+PASS = re.compile(r"_(fwd|dq|dkv|bwd)\w*|Backward")  # what a kernel's name says of forward and backward
+BACKWARD = re.compile(r"backward|bwd|dkv", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +76,12 @@ class StepFigures:
     def __init__(self, config: Config, platform: str, compiled: Compiled, peaks: Peaks = Peaks()):
         self.config, self.platform, self.compiled, self.peaks = config, platform, compiled, peaks
         self.setup, self.program = make_setup(config), compiled.program
-        self.costs = Costs(self.program)
         self.peak, self.peak_in_float32 = (peak_flops(PLATFORMS[platform].device_kind, t) or math.nan for t in ("bfloat16", "float32"))
         self.tpu = PLATFORMS[platform].backend == "tpu"
+        self.costs = Costs(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
+        shards = batch_shards(dict(zip(AXES, sizes_of(config.mesh), strict=True))) * config.mesh.context
+        tokens = config.sequences_per_microbatch * config.data.sequence_length // shards
+        self._rows = tokens * config.model.experts_per_token  # of a microbatch that come to a device's experts
         stages = [StepLoops(self.program, self.setup, stage) for stage in range(config.mesh.stage)]
         runs = [list(loops.executed()) for loops in stages]
         seconds = [sum(self.seconds(run) for run in of_stage) for of_stage in runs]
@@ -88,34 +94,39 @@ class StepFigures:
     def kernel(self, i: hlo.Instruction) -> str:
         """The name of a custom call that is a kernel of its own; "" for other instructions."""
         name = target(i)
-        if i.opcode != "custom-call" or NO_KERNELS.search(name) or cycles(i):
+        if i.opcode != "custom-call" or NO_KERNELS.search(name) or self.costs.cycles(i):
             return ""
         if name == "tpu_custom_call":
             found = re.search(r'kernel_name="?([\w.]+)', i.text) or re.search(r"/([\w.]+)/pallas_call", i.op_name)
             return f"pallas {found[1] if found else i.name.split('.')[0]}"
-        return name
+        mask = re.search(r'"mask_type": ?"(\w+)"', i.text)
+        return f"{name} {mask[1]}" if mask else name
 
     def kernel_flops(self, i: hlo.Instruction) -> float:
-        """Operations of a kernel once. Of attention: of each product, a multiplication of each query with each earlier key; products by
-        groups multiply each row with one matrix."""
+        """Operations of a kernel once. Of attention: in each product, each query with each earlier key, or with all keys where a cuDNN
+        kernel is told of no mask; products by groups multiply each row with one matrix. A backward has five products, or where it is two
+        kernels three and four of them (the scores, and the gradients of the weights made from them, in both)."""
         operands = [o for o in self.program.operands(i) if o.shapes and o.types[0] in ("bf16", "f16", "f32")]
-        grouped = re.search(r"gmm|ragged|grouped", self.kernel(i) + i.op_name)
-        if grouped:
+        if GROUPED.search(self.kernel(i)):
             return self._grouped(operands, i)
         if not operands:
             return 0.0
         name = self.kernel(i)
-        products = 3 if "dq" in name else 4 if "dkv" in name else 5 if BACKWARD.search(name + i.op_name.rsplit("/", 1)[-1]) else 2
+        backward = BACKWARD.search(name) or "transpose(" in i.op_name
+        products = 3 if "dq" in name else 4 if "dkv" in name and len(i.shapes) == 2 else 5 if backward else 2
         tokens = self.config.data.sequence_length // (self.config.mesh.context if self.config.parallel.context == "ring" else 1)
-        query = max(math.prod(o.shapes[0]) for o in operands if o.types[0] != "f32" or len(operands) < 3)
-        return products * 2.0 * query * tokens / 2
+        query = max((math.prod(o.shapes[0]) for o in operands if o.shapes[0].count(tokens) < 2), default=0)
+        return products * 2.0 * query * tokens * (1.0 if "NO_MASK" in i.text else 0.5)
 
-    @staticmethod
-    def _grouped(operands: list[hlo.Instruction], i: hlo.Instruction) -> float:
-        matrices = [o.shapes[0] for o in operands if len(o.shapes[0]) >= 2]
-        rows = next((shape for shape in matrices if len(shape) == 2), None)
-        stack = next((shape for shape in [*matrices, *i.shapes] if len(shape) == 3), None)
-        return 2.0 * max(rows) * stack[-1] * stack[-2] if rows and stack else 0.0
+    def _grouped(self, operands: list[hlo.Instruction], i: hlo.Instruction) -> float:
+        """Of rows by the matrices of their groups. There is room for more rows than come; a kernel's cost follows those that do, evenly."""
+        shapes = [shape for made in (*operands, i) for shape in made.shapes]
+        stack = next((shape for shape in shapes if len(shape) == 3), None)
+        rows = next((shape for shape in shapes if len(shape) == 2), None)
+        if stack is None or rows is None:
+            return 0.0
+        room = next((n for n in rows if n not in stack[1:]), rows[0])
+        return 2.0 * min(room, self._rows) * stack[1] * stack[2]
 
     def seconds(self, run: Run) -> float:
         """Of all runs of an instruction in a step."""
@@ -125,7 +136,7 @@ class StepFigures:
         if self.kernel(i):
             return run.times * self.kernel_flops(i) / (self.peak * self.peaks.kernels)
         if self.tpu:
-            return run.times * cycles(i) / CLOCK
+            return run.times * self.costs.cycles(i) / CLOCK
         products, peak = self.costs.flops(i), self.peak
         if products and self.costs.in_float32(i):
             peak = self.peak_in_float32
@@ -193,7 +204,8 @@ class StepFigures:
         for run in self.runs:
             for i, kind, arrays in compiled_account.collectives(self.program, run.instruction):
                 axes, n = hlo.along(i, mesh)
-                size = sum(arrays) * (n if kind == "all-gather" else 1)
+                # There and back, either what is sent or the room for what arrives is larger than what travels.
+                size = min(arrays[:2]) if kind == "ragged-all-to-all" else sum(arrays) * (n if kind == "all-gather" else 1)
                 if size <= compiled_account.FEW or not run.times:
                     continue
                 traffic = found[run.op, kind, self.program.operands(i)[0].types[0], "·".join(axes)]
@@ -266,6 +278,8 @@ class StepFigures:
             "peaks": dataclasses.asdict(self.peaks),
             "memory_bytes": self.memory_bytes(),
             "kernels": {name: dataclasses.asdict(kernel) for name, kernel in kernels.items()},
+            "attention": ", ".join(sorted({PASS.sub("", name) for name, k in kernels.items() if k.flops and not GROUPED.search(name)}))
+            or PLAIN,
             "square_arrays": self.square_arrays()[:LISTED],
             "copies": self.copies(),
             "collectives": collectives,

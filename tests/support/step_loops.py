@@ -86,7 +86,7 @@ class StepLoops:
             name = self.program.root(i.calls["calls"]).op_name
         found = scope_of(name) or otherwise
         one_stage = self.setup.train is None
-        return "R" if one_stage and found == "B" and "jvp(" in name and "transpose(jvp" not in name and "transpose(B" not in name else found
+        return "R" if one_stage and found == "B" and "jvp(" in name and "transpose(" not in name else found
 
 
 def scope_of(op_name: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from support import hlo
-from support.hlo_cost import Costs, cycles
+from support.hlo_cost import Costs
 
 # A loop whose trips stand in its condition, as libtpu writes it; [8,16] × [16,4] eight times as a convolution with a dilated base.
 PROGRAM = """HloModule jit_f, is_scheduled=true
@@ -143,4 +143,8 @@ def test_copies(costs):
 
 
 def test_cycles(costs):
-    assert cycles(named(costs, "part")) == 50 and cycles(named(costs, "new")) == 0
+    """Its own, or its parts' where it has none."""
+    assert costs.cycles(named(costs, "part")) == 50 and costs.cycles(named(costs, "new")) == 0
+    inner = PROGRAM.replace("%zero.1, %zero.1)", '%zero.1, %zero.1), backend_config={"estimated_cycles":"9"}')
+    with_parts = Costs(hlo.Program(inner))
+    assert with_parts.cycles(named(with_parts, "new")) == 9

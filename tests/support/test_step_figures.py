@@ -111,6 +111,7 @@ def test_what_it_says_of_a_step():
     planned = flops.total(CONFIG, found["stage"])
     assert found["flops"]["products"] == runs * DOT and found["flops"]["planned"] == planned.total > planned.own > 0
     assert found["kernels"]["pallas splash_mha_fwd"]["times"] == runs and "AllocateBuffer" not in found["kernels"]
+    assert found["attention"] == "pallas splash_mha"
     assert found["square_arrays"] == ["bf16[1, 4, 64, 64] in K"]
     copies = found["copies"]
     assert copies["bytes"] == (TICKS + backward) * SIZE and copies["seconds"] == pytest.approx((TICKS * 200 + backward * 300) / CLOCK)
