@@ -46,7 +46,7 @@ class Hardware:
 
     @property
     def name(self) -> str:
-        return {TPU: "a TPU", GPU: "a GPU", CPU: "a CPU"}.get(self.platform, self.platform)
+        return {TPU: "a TPU", GPU: "a GPU", CPU: "a CPU"}.get(self.platform, f"platform {self.platform!r}")
 
 
 @dataclasses.dataclass(frozen=True)
