@@ -66,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
     check_flags(flags)
     find_checkpoint(flags.workdir)
     start_jax(flags)
+    if unused := startup.unused_accelerator(flags):
+        cli.fail(unused)
     import jax  # not before the flags are known to be right: this takes seconds, and a mistake should not
 
     from jaxtrain.checkpoint.manager import wrong_arrays

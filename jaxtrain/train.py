@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
         cli.check_workdir(flags.workdir)
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         startup.start_jax(flags, config)
+    if unused := startup.unused_accelerator(flags):
+        cli.fail(unused)
 
     from jaxtrain import loop
     from jaxtrain.checkpoint.steps import CheckpointError

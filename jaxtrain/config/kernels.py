@@ -46,7 +46,7 @@ class Hardware:
 
     @property
     def name(self) -> str:
-        return {TPU: "a TPU", GPU: "a GPU", CPU: "a CPU"}.get(self.platform, self.platform)
+        return {TPU: "a TPU", GPU: "a GPU", CPU: "a CPU"}.get(self.platform, f"platform {self.platform!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AttentionCase:
     bits: of queries, keys and values
     key_size, value_size: of a head's queries and keys, and of its values
     queries, keys: tokens of which a query can see any, and of those keys; of a part of a sequence `queries` is its shortest piece
-    context: "" for whole sequences, else how parts of them attend: "all_gather" or "ring" (parallel/context.py)
+    context: "" for whole sequences, else how parts of them attend: "all_gather" or "ring" (parallel/context.py), or "cache" in generation
     """
 
     hardware: Hardware
@@ -141,6 +141,8 @@ def _cudnn_documents(case: AttentionCase) -> Refusal | None:
 
 
 def _cudnn_mask(case: AttentionCase) -> Refusal | None:
+    if case.context == "cache":
+        return Refusal("is for training")
     if case.context == "ring":
         return Refusal("does not attend to what goes round in a ring", ({"parallel.context": "ulysses"},))
     if case.queries * case.keys > LARGEST_MASK:

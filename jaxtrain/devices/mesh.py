@@ -23,7 +23,7 @@ from jax._src.lib import cuda_versions
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxtrain.config.kernels import GPU, HOPPER, Hardware
+from jaxtrain.config.kernels import GPU, Hardware
 
 REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES = ("replica", "data", "stage", "context", "expert", "model")
 BATCH_AXES = (REPLICA, DATA, EXPERT)
@@ -150,12 +150,14 @@ def hardware_of(device: jax.Device) -> Hardware:
     """The platform of a device, and of an NVIDIA GPU what decides about kernels."""
     if device.platform != GPU:
         return Hardware(device.platform)
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    major, _, minor = str(device.compute_capability).partition(".")
+    if not major.isdigit():
+        return Hardware("rocm")  # jax calls AMD's devices gpu, too
     try:
         cudnn = cuda_versions.cudnn_get_version() if cuda_versions else None
     except RuntimeError:  # compiled ahead of time without cuDNN
         cudnn = None
-    return Hardware(GPU, (int(major), int(minor or 0)) if major.isdigit() else HOPPER, cudnn)
+    return Hardware(GPU, (int(major), int(minor or 0)), cudnn)
 
 
 def on_cpu() -> bool:

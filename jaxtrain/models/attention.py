@@ -4,12 +4,11 @@ Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value head
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, columns, rotary
-from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend, attend_whole
+from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_whole
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.tensor import heads_here, shared_columns
 
@@ -51,7 +50,5 @@ class Attention(nnx.Module):
         cache = [
             jax.lax.dynamic_update_slice_in_dim(old, fresh.astype(old.dtype), start, 1) for old, fresh in zip(cache, (k, v), strict=True)
         ]
-        t, s = x_BTD.shape[1], cache[0].shape[1]
-        mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
-        y = attend(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), mask)
+        y = attend_cached(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.implementation)
         return self.out.rows(y.reshape(*y.shape[:2], -1)), cache

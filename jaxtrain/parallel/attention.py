@@ -16,7 +16,7 @@ from jaxtrain.devices.mesh import hardware
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.parallel import blockwise, context, cudnn, flash, ring, splash
 from jaxtrain.parallel.flash import Kernel
-from jaxtrain.parallel.heads import over_heads
+from jaxtrain.parallel.heads import on_each_device, over_heads
 
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
@@ -103,6 +103,19 @@ def attend_whole(q, k, v, segments_BT, over: str, wanted: str) -> jax.Array:
     if kernel:
         return constrain(context.attend_by_gather(functools.partial(flash.attend, kernel), q, k, v, segments_BT), HEADS)
     return context.attend_by_halves(attend_by_cudnn if chosen == CUDNN_MASK else attend, q, k, v, segments_BT)
+
+
+def attend_cached(q, k, v, start, wanted: str) -> jax.Array:
+    """Attention of T tokens to S slots of a cache: query t sees those up to start + t. By splash where there are enough tokens, as of a
+    prompt that is read; in plain XLA else."""
+    (t, s), here = (q.shape[1], k.shape[1]), hardware()
+    case = AttentionCase(here, 8 * q.dtype.itemsize, q.shape[-1], v.shape[-1], queries=t, keys=s, documents=False, context="cache")
+    if attention_kernel(case, wanted).kernel == SPLASH and splash.takes(t, s):
+        kernel = splash.kernel(interpret=here.platform != TPU)
+        run = lambda q, k, v, start: kernel.forward(q, k, v, context.Sight((0,), start=start), dtype=v.dtype)[0]
+        return constrain(on_each_device(run, (q, k, v), (start,)), HEADS)
+    mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
+    return attend(q, k, v, mask)
 
 
 def _whole(kernel: Kernel | None, chosen: str, q, k, v, segments) -> jax.Array:

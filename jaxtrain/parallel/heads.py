@@ -7,7 +7,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.mesh import MODEL, over_model
+from jaxtrain.devices.mesh import BATCH_AXES, MODEL, over_model
 
 HEADS = P(None, None, MODEL)
 
@@ -16,6 +16,15 @@ def by_heads(fn: Callable, arrays: tuple, same: tuple = ()):
     """fn(*arrays, *same) → arrays, on each device's own heads: they are the third dimension of all `arrays` and results; `same` are pytrees
     without heads."""
     return over_model(fn, ((HEADS,) * len(arrays) + (P(),) * len(same)), HEADS)(*arrays, *same)
+
+
+def on_each_device(fn: Callable, arrays: tuple, same: tuple = ()):
+    """The same outside of the runtime's manual region, where the partitioner has all axes: on each device's own sequences as well, which
+    are the first dimension. XLA's TPU compiler leaves a kernel to no partitioner, not even along axes of one device."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return fn(*arrays, *same)
+    split = P(BATCH_AXES, None, MODEL)
+    return jax.shard_map(fn, in_specs=((split,) * len(arrays) + (P(),) * len(same)), out_specs=split, check_vma=False)(*arrays, *same)
 
 
 def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:

@@ -26,16 +26,22 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
+from jaxtrain.config.kernels import SPLASH_STEP
 from jaxtrain.parallel.context import Sight
 from jaxtrain.parallel.flash import MASKED, Kernel, delta
 
-LANES = 128  # numbers in a row of a TPU's registers: blocks are multiples of it
+LANES = SPLASH_STEP  # numbers in a row of a TPU's registers: blocks are multiples of it
 MOST = 1024  # tokens of a block
 
 
 def block_size(tokens: int, most: int = MOST) -> int:
     """The largest multiple of LANES that divides so many tokens and is no more than `most`; 0 if none does."""
     return next((n for n in range(min(tokens, most) // LANES * LANES, 0, -LANES) if tokens % n == 0), 0)
+
+
+def takes(queries: int, keys: int) -> bool:
+    """Whether blocks can be made of so many tokens."""
+    return queries % LANES == keys % LANES == 0
 
 
 def _sees(last_key: jax.Array, key: jax.Array) -> jax.Array:
@@ -98,7 +104,7 @@ def _blocks(q, k, sight: Sight, segments, most_queries: int, most_keys: int) -> 
     tokens, keys, whole = q.shape[1], k.shape[1], jnp.asarray(sight.whole, jnp.int32)
     chunk = tokens // len(whole)
     by_query = jnp.arange(chunk, dtype=jnp.int32) if sight.diagonal else jnp.full(chunk, -1)
-    last_T = (whole[:, None] * chunk + by_query).reshape(-1)
+    last_T = (whole[:, None] * chunk + by_query).reshape(-1) + (0 if sight.start is None else sight.start)
     x, y = block_size(chunk, most_queries), block_size(keys, most_keys)
     run_XY = jnp.arange(keys // y) * y <= last_T.reshape(-1, x)[:, -1:]
     run_BXY = jnp.broadcast_to(run_XY, (len(q), *run_XY.shape))

@@ -10,6 +10,7 @@ from support import attended
 from support.attended import arrays, segments
 
 from jaxtrain.parallel import flash, splash
+from jaxtrain.parallel.attention import attend_cached
 from jaxtrain.parallel.context import Sight
 
 
@@ -64,6 +65,16 @@ def test_keys_of_another_device():
     assert not np.any(y[:, :128]) and not np.any(dq[:, :128]) and (lse[:, :128] == flash.MASKED).all()
     wanted = attended.plain(q[:, 128:], k, v, g[:, 128:], np.full(128, 255))
     assert_same([y[:, 128:], dq[:, 128:], dk, dv], wanted)
+
+
+@pytest.mark.full
+def test_a_prompt_read_into_a_cache():
+    """Tokens 128 to 256 of a prompt, after those in the cache's first half; what lies beyond is never looked at."""
+    q, k, v, _ = arrays(batch=1, tokens=128, keys=384)
+    k, v = (a.at[:, 256:].set(jnp.nan) for a in (k, v))
+    by_cache = lambda wanted, *arrays: jax.jit(lambda *a: attend_cached(*a, jnp.int32(128), wanted))(*arrays)
+    wanted = by_cache("xla", q, k[:, :256], v[:, :256])
+    np.testing.assert_allclose(by_cache("splash", q, k, v), wanted, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.full
