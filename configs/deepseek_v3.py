@@ -2,7 +2,9 @@
 token further.
 
 Latent attention; 256 experts in 8 groups, of which a token takes 8 in 4, beside a shared one; the first three layers have none. As there,
-over 2,048 GPUs: 16 stages, experts over 64, ZeRO-1 over the rest. The vocabulary is DeepSeek-V3's: name its tokenizers file,
+over 2,048 GPUs in 16 stages with ZeRO-1. Theirs had experts over 64 devices, dense layers and embedding on the end stages alone, and FP8;
+here every stage has a copy of these layers, in 32 bits. So that 80 GB hold them, two devices share each tensor and experts lie over 32,
+each step has 240 microbatches, and layers are computed again. The vocabulary is DeepSeek-V3's: name its tokenizers file,
 `--config.data.tokenizer=tokenizer.json`. Its small twin: deepseek_tiny.py.
 """
 
@@ -35,6 +37,7 @@ def get_config() -> Config:
             experts_per_token=8,
             shared_experts=1,
             expert_width=2048,
+            expert_room=2.0,
             router="sigmoid",
             router_groups=8,
             router_group_limit=4,
@@ -49,8 +52,8 @@ def get_config() -> Config:
             init_std=0.006,
         ),
         data=DataConfig(sequence_length=4096, batch_size=15360),
-        mesh=MeshConfig(data=-1, stage=16, expert=64),
-        pipeline=PipelineConfig(schedule="dualpipe_v", microbatches=120, remat="selective"),
+        mesh=MeshConfig(data=-1, stage=16, expert=32, model=2),
+        pipeline=PipelineConfig(schedule="1f1b", microbatches=240),
         optimizer=OptimizerConfig(learning_rate=2.2e-4, warmup_steps=2000),
         train=TrainConfig(steps=235_000, eval_every=1000),  # 14.8 trillion tokens
         checkpoint=CheckpointConfig(every=500),

@@ -213,11 +213,17 @@ def _most(routing: Routing, size: Size) -> int:
     return min(tokens * min(routing.position.size // tokens, size.experts // manual_size(EXPERT)), routing.source.size)
 
 
+def _arrives_sorted(size: Size) -> bool:
+    """Whether what arrives lies by expert as it is: a device has one."""
+    return size.experts == manual_size(EXPERT)
+
+
 def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """What is sent [S, …] → rows of the experts here: [R, …] sorted by expert, or [E, R, …]."""
     if routing.travel is not None:
         assert routing.source is not None
-        return _take(_ragged(sent, routing.travel, routing.source.size, _most(routing, size)), routing.source)
+        arrived = _ragged(sent, routing.travel, routing.source.size, _most(routing, size))
+        return arrived if _arrives_sorted(size) else _take(arrived, routing.source)
     if routing.sizes is not None:
         return sent
     devices = manual_size(EXPERT)
@@ -229,7 +235,8 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Rows of the experts here → what is sent back [S, …]: the opposite of `_arrive`."""
     if routing.travel is not None:
         assert routing.row is not None
-        return _ragged(_take(rows, routing.row), routing.travel.T, routing.position.size, _most(routing, size))
+        leaving = rows if _arrives_sorted(size) else _take(rows, routing.row)
+        return _ragged(leaving, routing.travel.T, routing.position.size, _most(routing, size))
     if routing.sizes is not None:
         return rows
     devices = manual_size(EXPERT)
