@@ -12,7 +12,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class Comparison:
 # --- what is compared --------------------------------------------------------------------------------------------------------------
 
 
-def comparisons(tiny: bool) -> list[Comparison]:
+def comparisons(tiny: bool, dtype: str) -> list[Comparison]:
     """Attention as the shipped recipes have it, and the experts' products, up and down."""
     if tiny:
         sizes = [("tiny", 2, 128, 4, 2, 16)]
@@ -52,14 +52,14 @@ def comparisons(tiny: bool) -> list[Comparison]:
     else:
         sizes = [("gpt2_124m", 64, 1024, 12, 12, 64), ("llama3_8b", 2, 8192, 32, 8, 128)]
         groups = [("mixtral_8x7b, up", 16384, 4096, 14336, 8), ("mixtral_8x7b, down", 16384, 14336, 4096, 8)]
-    found = []
-    for name, b, t, n, k, h in sizes:
-        found += [attention(f"attention, causal: {name}", b, t, n, k, h, False), attention(f"documents apart: {name}", b, t, n, k, h, True)]
-    return found + [products(f"product by groups: {name}", *sizes) for name, *sizes in groups]
+    found = [attention(*shape, dtype, documents) for shape in sizes for documents in (False, True)]
+    return found + [comparison for shape in groups for comparison in products(*shape)]
 
 
-def attention(name: str, b: int, t: int, n: int, k: int, h: int, documents: bool) -> Comparison:
+def attention(model: str, b: int, t: int, n: int, k: int, h: int, dtype: str, documents: bool) -> Comparison:
     """b sequences of t tokens, n heads of size h and k of keys and values; documents of random lengths, eight in a sequence on average."""
+    from jaxtrain.config.kernels import AttentionCase, attention_kernel
+    from jaxtrain.devices.mesh import hardware
     from jaxtrain.parallel.attention import attend_whole
 
     def attend(kernel: str, q, k, v, segments=None):
@@ -71,6 +71,8 @@ def attention(name: str, b: int, t: int, n: int, k: int, h: int, documents: bool
         begins = np.random.default_rng(0).random((b, t)) < 8 / t
         segments = np.cumsum(begins, 1, dtype=np.int32)
         fixed, flops = (segments,), 4 * n * h * seen(segments)
+    case = AttentionCase(hardware(), 32 if dtype == "float32" else 16, h, h, t, t, documents)
+    name = f"attention{', documents apart' * documents}, {model}: {attention_kernel(case).words} beside plain XLA"
     by = lambda kernel: functools.partial(attend, kernel)
     return Comparison(name, by("auto"), by("xla"), ((b, t, n, h), (b, t, k, h), (b, t, k, h)), flops, 2.5, fixed)
 
@@ -84,17 +86,17 @@ def seen(segments: np.ndarray) -> int:
     return count
 
 
-def products(name: str, rows: int, inputs: int, outputs: int, groups: int) -> Comparison:
-    """Rows sorted by expert, unevenly, one expert without any; the fallback is a plain product for each, of sizes that are known."""
-    from jaxtrain.parallel import experts
+def products(model: str, rows: int, inputs: int, outputs: int, groups: int) -> Iterator[Comparison]:
+    """Rows sorted by expert, unevenly, one expert without any. The chosen kernel beside the fallback by blocks, where that is not the
+    kernel; the fallback beside a plain product for each expert, of sizes that the program knows: as fast as it could be."""
+    from jaxtrain.config.kernels import BLOCKS, PRODUCTS, product_kernel
+    from jaxtrain.devices.mesh import hardware
+    from jaxtrain.parallel.experts import KERNELS
 
     shares = np.random.default_rng(0).dirichlet(np.full(groups - 1, 4.0))
     sizes = np.zeros(groups, np.int32)
     sizes[1:] = np.floor(shares * rows)
     sizes[1] += rows - sizes.sum()
-
-    def by_kernel(x, weights, sizes):
-        return experts.product(x[None], weights, sizes, experts.COLUMNS)[0]
 
     def one_by_one(x, weights, _):
         import jax.numpy as jnp
@@ -102,7 +104,27 @@ def products(name: str, rows: int, inputs: int, outputs: int, groups: int) -> Co
         ends = np.cumsum(sizes)
         return jnp.concatenate([x[end - size : end] @ weights[i] for i, (size, end) in enumerate(zip(sizes, ends, strict=True))])
 
-    return Comparison(name, by_kernel, one_by_one, ((rows, inputs), (groups, inputs, outputs)), 2 * rows * inputs * outputs, fixed=(sizes,))
+    chosen = product_kernel(hardware()).kernel
+    by_blocks = differentiable(KERNELS[BLOCKS])
+    pairs = [(chosen, differentiable(KERNELS[chosen]), PRODUCTS[BLOCKS], by_blocks)] if chosen != BLOCKS else []
+    for kernel, function, beside, reference in [*pairs, (BLOCKS, by_blocks, "a plain product for each", one_by_one)]:
+        name = f"product by groups, {model}: {PRODUCTS[kernel]} beside {beside}"
+        yield Comparison(
+            name, function, reference, ((rows, inputs), (groups, inputs, outputs)), 2 * rows * inputs * outputs, fixed=(sizes,)
+        )
+
+
+def differentiable(kernel: Any) -> Callable:
+    """A product of rows and matrices by experts.Products, with its gradients."""
+    import jax
+
+    def backward(kept, g):
+        x, weights, sizes = kept
+        return kernel.rows_gradient(g, weights, sizes), kernel.weights_gradient(x, g, sizes), None
+
+    product = jax.custom_vjp(kernel.product)
+    product.defvjp(lambda x, weights, sizes: (kernel.product(x, weights, sizes), (x, weights, sizes)), backward)
+    return product
 
 
 # --- how -----------------------------------------------------------------------------------------------------------------------------
@@ -150,11 +172,10 @@ def compare(c: Comparison, dtype: str) -> dict:
     import jax
     import jax.numpy as jnp
 
-    random, count = np.random.default_rng(1), len(c.shapes)
-    given = [jnp.asarray(random.standard_normal(shape, np.float32)).astype(dtype) for shape in c.shapes]
+    keys, count = iter(jax.random.split(jax.random.key(1), 1 + len(c.shapes))), len(c.shapes)
+    given = [jax.random.normal(next(keys), shape, dtype) for shape in c.shapes]
     fixed = tuple(jnp.asarray(a) for a in c.fixed)
-    shape = jax.eval_shape(c.reference, *given, *fixed).shape
-    direction = jnp.asarray(random.standard_normal(shape, np.float32)).astype(dtype)
+    direction = jax.random.normal(next(keys), jax.eval_shape(c.reference, *given, *fixed).shape, dtype)
     arguments = (direction, *given, *fixed)
     with jax.default_matmul_precision("highest"):
         exactly = with_gradients(c.reference, count)
@@ -176,7 +197,7 @@ def run(folder: pathlib.Path) -> dict:
 
     rows = []
     with jax.set_mesh(make_mesh((1,) * 6, jax.devices()[:1])):
-        for comparison in comparisons(case["tiny"]):
+        for comparison in comparisons(case["tiny"], case["dtype"]):
             try:
                 rows.append(compare(comparison, case["dtype"]))
             except Exception as error:  # one that fails is a line; the others go on

@@ -75,7 +75,8 @@ def run(folder: pathlib.Path) -> dict:
     config, case = read_case(folder)
     import jax
 
-    from jaxtrain.devices.mesh import make_mesh, sizes_of
+    from jaxtrain.config.kernels import describe
+    from jaxtrain.devices.mesh import hardware_of, make_mesh, sizes_of
     from jaxtrain.run.metrics import model_flops_per_token
     from jaxtrain.training.optimizer import learning_rate
     from jaxtrain.training.state import initial_state
@@ -114,7 +115,7 @@ def run(folder: pathlib.Path) -> dict:
         "memory": memory, "allocator_peak": allocator.get("peak_bytes_in_use"),
         "parameters": parts.parameter_count,
         "flops_per_token": model_flops_per_token(parts.matmul_parameters, model.layers, parts.attention_width, config.data.sequence_length),
-        "attention_kernel": model.attention_kernel, "versions": versions(),
+        "kernels": list(describe(config, hardware_of(jax.devices()[0]))), "versions": versions(),
     }  # fmt: skip
 
 

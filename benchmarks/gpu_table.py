@@ -135,10 +135,20 @@ def kernels_table(report: Mapping) -> list[str]:
     return table((*head, "TFLOP/s", "fallback TFLOP/s"), rows) if rows else []
 
 
+def kernel_lines(report: Mapping) -> list[str]:
+    """Which kernels our side of each case had, those of several cases once, with what it says of slow ones."""
+    cases: dict[str, list[str]] = {}
+    for r in report["rounds"]:
+        for line in r.get("kernels", ()):
+            cases.setdefault(line, []).append(r["case"])
+    return [f"- {line}: {'; '.join(dict.fromkeys(names))}" for line, names in cases.items()]
+
+
 def text(report: Mapping) -> str:
     """All of it."""
     about = ", ".join(f"{name} {value}" for name, value in report["versions"].items() if value is not None)
     tiny = " Tiny shapes: the times say nothing." if report["tiny"] else ""
     head = [f"{report['date']}, {report['minutes']:.1f} minutes. torch.compile: {report['torch_compile']}.{tiny}", "", about]
-    parts = [head, steps_table(report), losses_table(report), kernels_table(report), [f"- {remark}" for remark in report["remarks"]]]
+    remarks = [f"- {remark}" for remark in report["remarks"]]
+    parts = [head, steps_table(report), losses_table(report), kernel_lines(report), kernels_table(report), remarks]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)

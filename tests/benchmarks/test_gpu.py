@@ -14,6 +14,7 @@ import worker
 from gpu_cases import CASES, KERNELS, OURS, TORCH
 
 from jaxtrain.config import ConfigError
+from jaxtrain.config.kernels import Hardware
 
 BY_NAME = {case.name: case for case in CASES}
 MIXTRAL = BY_NAME["mixtral_8x7b, 2 layers"]
@@ -171,7 +172,7 @@ def report(losses=(10.0, 9.0), norms=(1.0, 1.0), torch_losses=(10.0, 9.0), torch
     """Of a case on an H200, whose model takes 1 GFLOP a token."""
     about = {"batch_size": 8, "sequence_length": 1000, "microbatches": 2, "remat": "full", "documents_apart": True, "compute": "bfloat16"}
     ours = {"case": "a", "side": OURS, "round": 1, "seconds": [0.010, 0.020, 0.030], "first_s": 1.0, "trace_s": 2.0, "compile_s": 3.0}
-    ours |= {"memory": 2_000_000_000, "flops_per_token": 1e9, "losses": losses, "norms": norms}
+    ours |= {"kernels": ["attention: cuDNN"], "memory": 2_000_000_000, "flops_per_token": 1e9, "losses": losses, "norms": norms}
     theirs = {"case": "a", "side": TORCH, "round": 1, "seconds": [0.040] * 3, "first_s": 9.0, "memory": None}
     theirs |= {"losses": torch_losses, "norms": torch_norms}
     again = {**ours, "round": 2, "seconds": [0.020] * 3}
@@ -205,6 +206,7 @@ def test_tables_have_a_ratio_and_all_that_failed():
     assert ours[7] == "2.00" and theirs[-1] == "2.00" and theirs[7] == ""
     assert "| attention | 2.0e-03, 2.0e-03 | 4.0e-03, 4.0e-03 | 4.000 | 8.000 | 2.00 | 250.00 | 125.00 |" in text
     assert "| another | out of memory |" in text and text.endswith("- b, torch: out of memory")
+    assert text.count("- attention: cuDNN: a\n") == 1
     widths = {len(cells(line)) for line in gpu_table.steps_table(report())}
     assert len(widths) == 1
 
@@ -235,6 +237,13 @@ def test_a_report_is_json():
 # --- kernels -----------------------------------------------------------------------------------------------------------------------
 
 
+def test_on_a_tpu_its_kernel_is_beside_the_blocks_and_these_beside_plain_products(monkeypatch):
+    monkeypatch.setattr("jaxtrain.devices.mesh.hardware", lambda: Hardware("tpu"))
+    first, second = (c.name for c in gpu_kernels.products("m", 64, 8, 8, 4))
+    assert "megablox" in first and first.endswith("beside blocks of rows in plain XLA")
+    assert "blocks" in second and second.endswith("beside a plain product for each")
+
+
 def test_pairs_of_documents_are_counted():
     segments = np.array([[0, 0, 0, 1, 1], [4, 4, 4, 4, 4]], np.int32)
     mask = (segments[:, :, None] == segments[:, None, :]) & np.tril(np.ones((5, 5), bool))
@@ -243,11 +252,11 @@ def test_pairs_of_documents_are_counted():
 
 def test_every_kernel_of_the_shipped_recipes_is_compared():
     for tiny in (True, False):
-        found = gpu_kernels.comparisons(tiny)
+        found = gpu_kernels.comparisons(tiny, "bfloat16")
         names = " ".join(c.name for c in found)
-        assert all(words in names for words in ("attention, causal", "documents apart", "product by groups"))
+        assert all(words in names for words in ("attention, ", "documents apart", "product by groups"))
         assert all(c.flops > 0 for c in found) and len({c.name for c in found}) == len(found)
-    groups = next(c for c in gpu_kernels.comparisons(False) if c.name.startswith("product"))
+    groups = next(c for c in gpu_kernels.comparisons(False, "bfloat16") if c.name.startswith("product"))
     (sizes,) = groups.fixed
     assert sizes.sum() == groups.shapes[0][0] and (sizes == 0).any() and sizes.min() >= 0
 

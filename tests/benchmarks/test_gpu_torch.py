@@ -163,7 +163,7 @@ def test_kernels_are_what_their_fallbacks_are():
     from jaxtrain.devices.mesh import make_mesh
 
     with jax.set_mesh(make_mesh((1,) * 6, jax.devices()[:1])):
-        for comparison in gpu_kernels.comparisons(tiny=True):
+        for comparison in gpu_kernels.comparisons(tiny=True, dtype="float32"):
             row = gpu_kernels.compare(comparison, "float32")
             for side in ("kernel", "fallback"):
                 assert row[side]["value_error"] < 1e-6 and row[side]["gradient_error"] < 1e-6 and row[side]["seconds"] > 0
