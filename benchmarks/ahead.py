@@ -4,7 +4,8 @@
                                [--json=FILE] [--append] [--config.mesh.model=4 …]
 
 Needs the compilers of requirements-compilers.txt, and neither a device nor a driver; JAXTRAIN_COMPILERS names their folder where that is
-not .venv-compilers. A case takes one to four minutes. tests/support/step_figures.py says what each figure means; tables are in ahead.md.
+not .venv-compilers. A case takes one to four minutes; the status is 1 if a compiler refused one, 2 if the flags are wrong.
+tests/support/step_figures.py says what each figure means; tables are in ahead.md.
 Layers are a loop: few of them compile as many do, and figures of fewer are of fewer.
 """
 
@@ -108,10 +109,11 @@ def cases(values: dict, overrides: list[tuple[str, str]]) -> Iterator[Case]:
     """What the flags ask for, checked. Raises ValueError with one line."""
     from support import ahead
 
-    for platform in names(values, "platform", ahead.PLATFORMS):
+    platforms, recipes = names(values, "platform", ahead.PLATFORMS), names(values, "recipe", LAYOUTS)
+    for platform in platforms:
         if ahead.PLATFORMS[platform].missing:
             raise ValueError(f"--platform={platform} has no compiler in {ahead.COMPILERS}: {ahead.INSTALL_COMMAND}")
-        for recipe in names(values, "recipe", LAYOUTS):
+        for recipe in recipes:
             for name in names(values, "layout", LAYOUTS[recipe]):
                 layout = LAYOUTS[recipe][name]
                 devices = values["devices"] or layout.devices
@@ -252,6 +254,7 @@ def main(argv: list[str]) -> None:
         if reading.values["append"]:
             with TABLE.open("a") as file:
                 print(table_row(rows[-1]), file=file)
+    sys.exit(any("refused" in row for row in rows))
 
 
 if __name__ == "__main__":
