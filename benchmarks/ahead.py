@@ -15,6 +15,7 @@ import importlib.metadata
 import json
 import pathlib
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -162,11 +163,13 @@ def measure(case: Case, values: dict) -> dict:
 
 
 def versions() -> dict[str, str]:
-    """Of the day, of jax and its compilers."""
+    """The day, the commit ("+": with changes since), and the versions of jax and its compilers."""
     from support import ahead
 
     sys.path.append(str(ahead.COMPILERS))
-    found = {"date": datetime.date.today().isoformat(), "python": ".".join(map(str, sys.version_info[:2]))}
+    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty=+"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
+    found = {"date": datetime.date.today().isoformat(), "commit": commit, "python": ".".join(map(str, sys.version_info[:2]))}
     for package in ("jax", "libtpu", "jax-cuda13-pjrt"):
         try:
             found[package] = importlib.metadata.version(package)
@@ -213,7 +216,7 @@ def table_row(row: dict) -> str:
     """A row of ahead.md."""
     compiler = f"libtpu {row['libtpu']}" if row["platform"] == "tpu_v5p" else f"XLA {row['jax-cuda13-pjrt']}"
     case = f"{row['platform']}: {row['recipe']}, {row['text']}; {row['layers']} layers, T = {row['sequence']}"
-    whose = [f"{row['date']}, {row['jax']}, {compiler}", case]
+    whose = [f"{row['date']}, {row['commit']}, {row['jax']}, {compiler}", case]
     if "refused" in row:
         return "| " + " | ".join([*whose, row["refused"], *[""] * 7]) + " |"
     f, s, c, m = row["flops"], row["seconds"], row["copies"], row["memory"]
