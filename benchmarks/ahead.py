@@ -72,11 +72,7 @@ DENSE = {
 LAYOUTS = {
     "llama3_8b": DENSE,
     "mixtral_8x7b": {
-        "pipeline": Layout(
-            32,
-            "as the recipe: data 1 · stage 4 · expert 8 · 2 repeats, 16 microbatches, ZeRO-1",
-            {"mesh.data": 1, "data.batch_size": 128},
-        ),
+        "pipeline": Layout(32, "the recipe on 32 devices: stage 4 · expert 8 · 2 repeats, 64 microbatches, ZeRO-1", {"mesh.data": 1}),
         "experts": Layout(
             64,
             "data 8 · expert 8, ZeRO-3",
@@ -86,8 +82,8 @@ LAYOUTS = {
     "deepseek_v3": {
         "pipeline": Layout(
             256,
-            "4 of 16 stages with 16 of 58 layers, 16 of 120 microbatches: stage 4 · expert 64, dualpipe_v, selective",
-            {"mesh.data": 1, "mesh.stage": 4, "model.layers": 16, "pipeline.microbatches": 16, "data.batch_size": 1024},
+            "4 of 16 stages with 16 of 58 layers, 16 of 240 microbatches: stage 4 · expert 32 · model 2, ZeRO-1",
+            {"mesh.data": 1, "mesh.stage": 4, "model.layers": 16, "pipeline.microbatches": 16, "data.batch_size": 512},
         ),
     },
 }
@@ -118,11 +114,8 @@ def cases(values: dict, overrides: list[tuple[str, str]]) -> Iterator[Case]:
             for name in names(values, "layout", LAYOUTS[recipe]):
                 layout = LAYOUTS[recipe][name]
                 devices = values["devices"] or layout.devices
-                base = load_recipe(find_recipe(recipe))
-                if ahead.PLATFORMS[platform].backend == "gpu" and base.model.attention != "mla":
-                    # "auto" asks for the platform of this process, which is CPU
-                    base = configs.replace(base, {"model.attention_kernel": "cudnn"})
-                config = apply(configs.replace(base, {**SHARED[recipe], **layout.settings, **own(values)}), overrides)
+                changes = {**SHARED[recipe], **layout.settings, **own(values)}
+                config = apply(configs.replace(load_recipe(find_recipe(recipe)), changes), overrides)
                 config = checks.check_devices(config, devices, ahead.PLATFORMS[platform].backend).resolve()
                 yield Case(recipe, name, platform, devices, layout.text, config)
 

@@ -41,8 +41,7 @@ CASES = {
 @functools.cache
 def figures(platform: str, case: str) -> dict[str, Any]:
     backend = ahead.PLATFORMS[platform].backend
-    kernel = {"model.attention_kernel": "cudnn"} if backend == "gpu" else {}
-    config = checks.check_devices(configs.replace(Config(), MODEL | CASES[case] | kernel), DEVICES, backend).resolve()
+    config = checks.check_devices(configs.replace(Config(), MODEL | CASES[case]), DEVICES, backend).resolve()
     return StepFigures(config, platform, ahead.compile_config(platform, config, DEVICES, program="train")).as_dict()
 
 

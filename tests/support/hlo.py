@@ -222,6 +222,13 @@ class Program:
         """What a computation returns."""
         return next(i for i in self.computations[computation] if i.root)
 
+    def waits_for_a_flag(self, loop: Instruction) -> bool:
+        """Whether a loop goes on as long as something that it carries is true, and counts nothing."""
+        found = self.root(loop.calls["condition"])
+        while found.opcode == "fusion" or (found.opcode in ("copy", "bitcast") and found.operands):
+            found = self.root(found.calls["calls"]) if found.opcode == "fusion" else self.operands(found)[0]
+        return found.opcode in ("get-tuple-element", "parameter")
+
     def trip_count(self, loop: Instruction) -> int | None:
         """Of a while loop, by XLA's text, or by a condition `counter < limit` of a counter that goes up by 1 from a known start."""
         if loop.trip_count is not None:

@@ -1,7 +1,8 @@
 """How often each instruction of a compiled step runs: loops multiplied out, those of the table by what a stage does.
 
 XLA knows the trips of most loops. Those of a tick's ops are read from columns of the table, other numbers on every stage: an op's loop runs
-as often in a step as the stage's column has ones, a loop over layers as often as the stage's unit has layers.
+as often in a step as the stage's column has ones, a loop over layers as often as the stage's unit has layers. A loop that waits for a flag
+is what a step does when something unusual happens, more documents in a sequence than a kernel has room for, say: it counts as never run.
 """
 
 import collections
@@ -59,7 +60,7 @@ class StepLoops:
     def trips(self, loop: Instruction, times):
         """Of a loop that is entered so often a step. ValueError where neither XLA nor the table knows."""
         known = self.program.trip_count(loop)
-        if known is not None or not times:
+        if known is not None or not times or self.program.waits_for_a_flag(loop):
             return known or 0
         if self.program.holds_ops(loop):
             return fractions.Fraction(self.busy) / times

@@ -89,6 +89,38 @@ def test_trips_by_a_condition(costs):
     assert costs.program.trip_count(named(costs, "loop.1")) is None
 
 
+FLAG = """
+%go (g: (s32[], pred[])) -> pred[] {
+  %g = (s32[], pred[]) parameter(0)
+  %flag = pred[] get-tuple-element(%g), index=1
+  ROOT %same.1 = pred[] copy(%flag)
+}
+
+%fused_compare (h.0: s32[], h.1: s32[]) -> pred[] {
+  %h.0 = s32[] parameter(0)
+  %h.1 = s32[] parameter(1)
+  ROOT %less.1 = pred[] compare(%h.0, %h.1), direction=LT
+}
+
+%more (k: (s32[], s32[])) -> pred[] {
+  %k = (s32[], s32[]) parameter(0)
+  %k.0 = s32[] get-tuple-element(%k), index=0
+  %k.1 = s32[] get-tuple-element(%k), index=1
+  ROOT %compared = pred[] fusion(%k.0, %k.1), kind=kLoop, calls=%fused_compare
+}
+"""
+
+
+def test_a_loop_that_waits_for_a_flag():
+    """The first loop's condition is each of these in turn."""
+    waits = {}
+    for condition in ("go", "more", "less"):
+        text = PROGRAM.replace("\nENTRY", FLAG + "\nENTRY").replace("condition=%less", f"condition=%{condition}", 1)
+        costs = Costs(hlo.Program(text))
+        waits[condition] = costs.program.waits_for_a_flag(named(costs, "loop"))
+    assert waits == {"go": True, "more": False, "less": False}
+
+
 @pytest.mark.parametrize("name", ["conv", "result", "dot"])
 def test_products(costs, name):
     """Of eight matrices, each output is a sum of 16 products, however the batch is written."""
