@@ -293,6 +293,15 @@ receive.defvjp(lambda rows, routing, size: (receive(rows, routing, size), routin
 
 
 @jax.custom_vjp
+def after(routing: Routing, x: jax.Array) -> jax.Array:
+    """x; what reads it begins when the routing is known."""
+    return lax.optimization_barrier((routing, x))[1]
+
+
+after.defvjp(lambda routing, x: (after(routing, x), None), lambda _, g: (None, g))
+
+
+@jax.custom_vjp
 def weigh(rows: jax.Array, gates: jax.Array) -> jax.Array:
     """rows [M, …, F] by the weight of each, […]; the gradient of the weights is summed over the parts."""
     return rows * gates[None, ..., None].astype(rows.dtype)
