@@ -34,7 +34,7 @@ def compiled(devices, recipe, settings: dict[str, str], length: int, mode: str) 
     from jaxtrain.config import checks
     from jaxtrain.config.flags import apply
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.training.step import COMPILER_OPTIONS, abstract_batch, make_step
+    from jaxtrain.training.step import abstract_batch, make_step
 
     own = {"data.sequence_length": str(length), "parallel.context": mode}
     config = checks.check_devices(apply(recipe, list((settings | own).items())), DEVICES).resolve()
@@ -43,7 +43,7 @@ def compiled(devices, recipe, settings: dict[str, str], length: int, mode: str) 
     step = make_step(config, mesh)
     state, begin = step.abstract_state(), time.time()
     with jax.set_mesh(mesh), jax.default_device(devices[0]):
-        program = step.train.lower(state, abstract_batch(config, step)).compile(compiler_options=COMPILER_OPTIONS["gpu"])
+        program = step.train.lower(state, abstract_batch(config, step)).compile()
     memory = program.memory_analysis()
     arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     total = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -76,8 +76,7 @@ def main() -> None:
         parser.error(f"no compiler for H100s here: {ahead.INSTALL_COMMAND}")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
-    topology = {**ahead.PLATFORMS["h100"].topology, "topology": f"1x{DEVICES // 8}x8"}
-    devices = topologies.get_topology_desc(**topology).devices
+    devices = topologies.get_topology_desc(**ahead.h100s(DEVICES)).devices
     recipe = load_recipe(find_recipe("llama3_8b"))
     settings = SETTINGS | dict(change.removeprefix("--config.").split("=", 1) for change in args.changes)
     print(f"{'tokens':>9}  {'context':10} {'arguments GB':>12} {'temporary GB':>12} {'total GB':>8} {'compiled s':>10}")

@@ -29,6 +29,7 @@ from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.devices import startup
+from jaxtrain.run.start_up import imports_without_collection
 
 if TYPE_CHECKING:  # these import jax, or take long
     import numpy as np
@@ -65,13 +66,16 @@ def main(argv: Sequence[str]) -> int:
     flags = cli.parse_flags(argv, DESCRIPTION, FLAGS)
     check_flags(flags)
     find_checkpoint(flags.workdir)
-    start_jax(flags)
-    import jax  # not before the flags are known to be right: this takes seconds, and a mistake should not
+    with imports_without_collection():
+        start_jax(flags)
+        if unused := startup.unused_accelerator(flags):
+            cli.fail(unused)
+        import jax  # not before the flags are known to be right: this takes seconds, and a mistake should not
 
-    from jaxtrain.checkpoint.manager import wrong_arrays
-    from jaxtrain.checkpoint.parameters import load_parameters
-    from jaxtrain.generation.sampling import Sampler
-    from jaxtrain.generation.text import prompt_ids
+        from jaxtrain.checkpoint.manager import wrong_arrays
+        from jaxtrain.checkpoint.parameters import load_parameters
+        from jaxtrain.generation.sampling import Sampler
+        from jaxtrain.generation.text import prompt_ids
 
     folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True), remark)
     try:

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import time
 from collections.abc import Iterator
 
 import jax
@@ -28,11 +27,12 @@ from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import prompt_ids, sample_text
-from jaxtrain.plan.report import introduction
+from jaxtrain.plan.report import introduction, memory_as_compiled
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
+from jaxtrain.run.start_up import StartUp
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.profile import Profile, trace_folder
@@ -44,10 +44,10 @@ from jaxtrain.training.step import Step, make_step
 SAMPLE_TEMPERATURE = 0.8
 
 
-def run(config: Config, setup: Setup, folder: pathlib.Path, began: float, unresolved: Config, recipe: Config) -> None:
+def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, unresolved: Config, recipe: Config) -> None:
     """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint.
 
-    Continues from the newest whole checkpoint of `folder`. setup: the config's tables; began: when the command began, by time.monotonic;
+    Continues from the newest whole checkpoint of `folder`. setup: the config's tables; start_up: since the command began;
     unresolved, recipe: the config before it was resolved, and before the command's flags, from which an error's suggestions start.
 
     Raises FolderError where another run is at work in the folder; ConfigError, DataError or CheckpointError, before anything is compiled or
@@ -63,15 +63,16 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, began: float, unreso
         if start >= config.train.steps:
             return cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
         _say_what_changed(choice, config)
+        start_up.ended("data")
 
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
             # ------------------------------------------------------------ step: its programs, compiled while the first state is made
             step = make_step(config, mesh, setup)
             data, held_out = (closing.enter_context(loader) for loader in _loaders(config, step, corpus))
-            beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(1))  # XLA compiles a program on one core
+            beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(2))  # XLA compiles most of a program on one core
             first_state = None if start else beside.submit(initial_state, step.layout, step.optimizer, config.train.seed)
-            train, exchange = _compile(config, step, data, corpus)
+            train, exchange = _compile(config, step, data, corpus, beside, start_up)
             evaluation = Evaluation(step.evaluate, step.abstract_state().trained, held_out)
             cluster.say(*data.remarks(), *held_out.remarks())
 
@@ -79,16 +80,17 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, began: float, unreso
             shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
             state = first_state.result() if first_state else restore(checkpoints, start, step.abstract_state(), shapes, placement)
             cluster.say(f"continuing from step {start}" if start else f"starting: weights from seed {config.train.seed}")
+            start_up.ended("state")
 
             # ------------------------------------------------------------ loop
-            log, progress = _open_log(config, folder, choice, began)
+            log, progress = _open_log(config, folder, choice, start_up.began)
             saves = Checkpointer(checkpoints, placement, shapes, config.checkpoint.keep, choice.strangers, progress.say)
             profile = Profile(trace_folder(folder), start, config.train.profile_steps)
             for part in (saves, log, progress, profile):
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
             speedometer, room = Speedometer(config, step, start), config.model.expert_room
-            reporter = Reporter(calendar, step.mean_metrics, data.position, speedometer, log, progress, room)
+            reporter = Reporter(calendar, step.mean_metrics, data.position, speedometer, log, progress, start_up, room)
             closing.enter_context(signals.deferred())
             at, validation = start, None
             for batch in data.iterate(start, config.train.steps):
@@ -183,19 +185,25 @@ def _loaders(config: Config, step: Step, corpus: Corpus) -> tuple[Loader, Loader
     return load("train", None), load("validation", config.train.eval_batches)
 
 
-def _compile(config: Config, step: Step, data: Loader, corpus: Corpus) -> tuple[Compiled, Compiled | None]:
+def _compile(
+    config: Config, step: Step, data: Loader, corpus: Corpus, beside: concurrent.futures.Executor, start_up: StartUp
+) -> tuple[Compiled, Compiled | None]:
     """The programs of a step and, of independent replicas, of an exchange; says what somebody wants to see before the first step."""
-    began, state = time.perf_counter(), step.abstract_state()
-    train = cluster.compile_everywhere("step", step.train, state, data.specification())
-    exchange = cluster.compile_everywhere("exchange", step.exchange, state) if step.exchange else None
-    seconds = time.perf_counter() - began
+    state = step.abstract_state()
+    lowered = {"step": step.train.lower(state, data.specification())}
+    if step.exchange:
+        lowered["exchange"] = step.exchange.lower(state)
+    tracing = start_up.ended("tracing")
+    compiling = beside.submit(lambda: {name: cluster.compile_everywhere(name, program) for name, program in lowered.items()})
     held_out = f"{len(corpus.validation):,} tokens held out"
     cluster.say(
-        *introduction(config, step, train),
+        *introduction(config, step),
         f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {held_out}",
-        f"compiled in {seconds:.1f} s",
     )
-    return train, exchange
+    compiled = compiling.result()
+    seconds = start_up.ended("compiling")
+    cluster.say(*memory_as_compiled(step, compiled["step"]), f"traced in {tracing:.1f} s, compiled in {seconds:.1f} s")
+    return compiled["step"], compiled.get("exchange")
 
 
 def _open_log(config: Config, folder: pathlib.Path, choice: Choice, began: float) -> tuple[MetricsWriter, Progress]:

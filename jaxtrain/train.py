@@ -8,13 +8,14 @@ import signal
 import sys
 import time
 
-from jaxtrain import cli
+from jaxtrain import BEGAN, cli
 from jaxtrain.config import Config, ConfigError, flags, one_line
 from jaxtrain.config.checks import check_run
 from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
 from jaxtrain.run.search_progress import SearchProgress
+from jaxtrain.run.start_up import StartUp, imports_without_collection
 
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
@@ -28,10 +29,13 @@ FLAGS = (
 )
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], began: float | None = None) -> int:
     """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 for a loss that is not finite, and where another run has
-    taken the folder; 2 if the flags, the config, the data or the folder cannot work; 130 for Ctrl-C while a table is searched for."""
-    began = time.monotonic()
+    taken the folder; 2 if the flags, the config, the data or the folder cannot work; 130 for Ctrl-C while a table is searched for.
+
+    began: when the command began, by time.monotonic; now if not given.
+    """
+    start_up = StartUp(time.monotonic() if began is None else began)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until there is something to save, Ctrl-C ends the process: compilation does not listen, and Python drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -41,27 +45,32 @@ def main(argv: list[str]) -> int:
     if not flags.dry_run:
         cli.check_workdir(flags.workdir)
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
-        startup.start_jax(flags, config)
+        with imports_without_collection():
+            startup.start_jax(flags, config)
+            if unused := startup.unused_accelerator(flags):
+                cli.fail(unused)
 
-    from jaxtrain import loop
-    from jaxtrain.checkpoint.steps import CheckpointError
-    from jaxtrain.data.tokens import DataError
-    from jaxtrain.devices import cluster
-    from jaxtrain.plan.report import dry_run
-    from jaxtrain.run.run_lock import FolderError
-    from jaxtrain.training.reporting import LossError
+            from jaxtrain import loop
+            from jaxtrain.checkpoint.steps import CheckpointError
+            from jaxtrain.data.tokens import DataError
+            from jaxtrain.devices import cluster
+            from jaxtrain.plan.report import dry_run
+            from jaxtrain.run.run_lock import FolderError
+            from jaxtrain.training.reporting import LossError
+    start_up.ended("imports")
 
     try:
         ready = check_and_find_tables(config, flags.recipe)
         if not ready:
             return _leave(cli.INTERRUPTED)
+        start_up.ended("table")
         for note in unused_settings(ready.config) if cluster.is_main() else ():
             print(f"note: {note}", file=sys.stderr, flush=True)
         if flags.dry_run:
-            plan = dry_run(ready.resolved)
+            plan = dry_run(ready.resolved, ready.setup, start_up)
             cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
         else:
-            loop.run(ready.resolved, ready.setup, pathlib.Path(flags.workdir), began, unresolved=config, recipe=flags.recipe)
+            loop.run(ready.resolved, ready.setup, pathlib.Path(flags.workdir), start_up, unresolved=config, recipe=flags.recipe)
     except (ConfigError, DataError, CheckpointError, FolderError, LossError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return _leave(1 if isinstance(error, LossError) else 2)
@@ -113,4 +122,4 @@ def _leave(status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], BEGAN))

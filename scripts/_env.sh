@@ -5,7 +5,7 @@
 #
 # A stamp in .venv holds the Python version and a hash of the files. Interrupted, the next call starts the environment again (downloads
 # stay in pip's cache). Two calls at a time wait for each other. Environment variables: PYTHON, the interpreter to start from (python3);
-# JAXTRAIN_EXTRAS, jax's extras for an accelerator, such as cuda13 or tpu, which are remembered.
+# JAXTRAIN_EXTRAS, what the accelerator needs: cuda13 or tpu, by a requirements file of that name; it is remembered.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python="$root/.venv/bin/python"
@@ -40,6 +40,10 @@ install_once() {
     local base=$1 version=$2 stamp="$root/.venv/.installed-$3" busy="$root/.venv/.installing" extras wanted file arguments=()
     shift 3
     extras=${JAXTRAIN_EXTRAS-$(cat "$root/.venv/.extras" 2>/dev/null || true)}
+    if [[ -n $extras ]]; then
+        [[ -f $root/requirements-$extras.txt ]] || stop "JAXTRAIN_EXTRAS=$extras is not known: use JAXTRAIN_EXTRAS=cuda13 or JAXTRAIN_EXTRAS=tpu"
+        set -- "$@" "$root/requirements-$extras.txt"
+    fi
     wanted="$version $extras $(cat "$@" | "$base" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
     if [[ -x $python && $(cat "$stamp" 2>/dev/null) == "$wanted" ]]; then return; fi
 
@@ -51,7 +55,6 @@ install_once() {
         echo "$version" >"$root/.venv/.python"
     fi
     for file in "$@"; do arguments+=(-r "$file"); done
-    if [[ -n $extras ]]; then arguments+=("jax[$extras]"); fi
     echo "installing $(for file in "$@"; do printf '%s ' "$(basename "$file")"; done)into .venv (once)" >&2
     touch "$busy"
     "$python" -m pip install --quiet --disable-pip-version-check "${arguments[@]}" || stop "pip could not install: see above; the next call tries again"

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from support import ROOT
@@ -315,6 +316,17 @@ def test_xla_flags_are_added_where_the_user_says_nothing():
     assert environment == once | {"NPROC": "32"}
     startup.set_xla_flags(own := {"NPROC": "5"}, side_by_side=True)
     assert own["NPROC"] == "5"
+
+
+@pytest.mark.parametrize("file, name, extra", [("/dev/nvidia0", "an NVIDIA GPU", "cuda13"), ("/dev/accel0", "a TPU", "tpu")])
+def test_an_accelerator_without_its_package_is_one_line(monkeypatch, file, name, extra):
+    flags = lambda devices: types.SimpleNamespace(cpu_devices=devices)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    said = startup.unused_accelerator(flags(0), lambda path: path == file)
+    assert said.startswith(f"{name} is here, and jax has no working package for it: JAXTRAIN_EXTRAS={extra} scripts/train.sh")
+    assert (ROOT / f"requirements-{extra}.txt").is_file() and "\n" not in said
+    assert not startup.unused_accelerator(flags(8), lambda path: path == file)
+    assert not startup.unused_accelerator(flags(0), lambda path: False)
 
 
 def test_compilation_cache_folder():

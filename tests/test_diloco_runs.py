@@ -8,11 +8,7 @@ from support.train_runs import settings
 
 STEPS, STOPPED = 11, 6  # an exchange every 4 steps, and after the last
 OWN = settings(mesh__replica=2, train__diloco_inner_steps=4, optimizer__outer_momentum=0.8, checkpoint__every=2)
-DEVICES = 4
-MESHES = {
-    "stage 2": settings(mesh__stage=2),
-    "data 2": settings(mesh__data=2, mesh__stage=1),
-}
+ALONE = settings(mesh__stage=1, mesh__data=1)  # a replica is one device
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +16,7 @@ def whole(tmp_path_factory):
     """The workdir and the output of a run that nothing disturbs; recipe and corpus are beside it."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
     runs.write_inputs(workdir.parent)
-    done = runs.train(workdir, *OWN, *MESHES["data 2"], *settings(train__steps=STEPS, train__eval_every=STOPPED), devices=DEVICES)
+    done = runs.train(workdir, *OWN, *ALONE, *settings(train__steps=STEPS, train__eval_every=STOPPED), devices=2)
     return workdir, done
 
 
@@ -34,7 +30,7 @@ def test_a_run_learns_and_says_what_it_does(whole):
 def test_stopped_between_exchanges_it_goes_on_bit_for_bit(whole):
     workdir = whole[0].with_name("same")
     runs.copy_up_to(STOPPED, whole[0], workdir)
-    done = runs.train(workdir, *OWN, *MESHES["data 2"], *settings(train__steps=STEPS), devices=DEVICES)
+    done = runs.train(workdir, *OWN, *ALONE, *settings(train__steps=STEPS), devices=2)
     assert f"continuing from step {STOPPED}" in done.out
     assert runs.losses(workdir) == runs.losses(whole[0])
 
@@ -44,7 +40,7 @@ def test_goes_on_on_another_mesh_of_as_many_replicas(whole):
     """Each replica has the same rows there, though they are cut into other microbatches."""
     workdir = whole[0].with_name("other")
     runs.copy_up_to(STOPPED, whole[0], workdir)
-    runs.train(workdir, *OWN, *MESHES["stage 2"], *settings(train__steps=STEPS), devices=DEVICES)
+    runs.train(workdir, *OWN, *settings(mesh__stage=2, train__steps=STEPS), devices=4)
     found, expected = runs.losses(workdir), runs.losses(whole[0])
     for step in range(STOPPED + 1, STEPS + 1):
         assert found[step] == pytest.approx(expected[step], rel=1e-5 if step == STOPPED + 1 else 1e-4, abs=0), step
@@ -53,7 +49,7 @@ def test_goes_on_on_another_mesh_of_as_many_replicas(whole):
 def test_another_number_of_replicas_is_refused(whole):
     workdir = whole[0].with_name("refused")
     shutil.copytree(whole[0], workdir)
-    done = runs.train(workdir, *OWN, *settings(mesh__replica=4, mesh__stage=1, train__steps=20), status=2, devices=DEVICES)
+    done = runs.train(workdir, *OWN, *settings(mesh__replica=4, mesh__stage=1, train__steps=20), status=2, devices=4)
     use = "use --config.mesh.replica=2 (or another --workdir)"
     assert done.err.splitlines()[-1] == f"error: mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: {use}"
 

@@ -8,7 +8,8 @@ from support import golden
 
 from jaxtrain.config.recipes import shipped_recipes
 
-TWINS = ("deepseek_tiny", "mixtral_tiny", "tiny_diloco")  # whose models are those of deepseek_v3, mixtral_8x7b and tiny, shrunk
+# Shrunk, their models are those of deepseek_v3, mixtral_8x7b, tiny and gpt2_124m.
+TWINS = ("deepseek_tiny", "mixtral_tiny", "tiny_diloco", "gpt3_175b")
 FILE = golden.values_file(jax.__version__)
 
 

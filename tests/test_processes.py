@@ -16,8 +16,7 @@ from support import train_runs as runs
 from support.train_runs import settings
 
 STEPS = 12
-DEVICES = 4  # of all processes together: 2 stages × 2
-MESH = settings(mesh__model=2)
+DEVICES = 2  # of all processes together; those of --full have several each
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +54,13 @@ def workdir(folder, request):
 def launch(workdir: pathlib.Path, processes: int, *flags: str, devices: int = DEVICES) -> list[str]:
     """The words of a launcher of so many processes with so many devices in all."""
     own = ["jaxtrain.launch", f"--processes={processes}", f"--devices_per_process={devices // processes}"]
-    return [*own, "--", "--config=recipe.py", f"--workdir={workdir.name}", *MESH, *flags]
+    return [*own, "--", "--config=recipe.py", f"--workdir={workdir.name}", *flags]
 
 
 def train(workdir: pathlib.Path, processes: int, *flags: str, devices: int = DEVICES) -> runs.Done:
     """Runs the training command to its end, in one process or by the launcher in several."""
     if processes == 1:
-        return runs.train(workdir, *MESH, *flags, devices=devices)
+        return runs.train(workdir, *flags, devices=devices)
     with runs.running(workdir.parent, *launch(workdir, processes, *flags, devices=devices)) as command:
         return command.end()
 
@@ -107,10 +106,10 @@ def test_ops_have_their_names_in_a_profile(single):
 @pytest.mark.full
 def test_a_replica_in_each_process(workdir):
     """Replicas that train apart: rows of the log are of both, also where the processes have not met since the last one."""
-    flags = settings(mesh__replica=2, mesh__model=1, train__diloco_inner_steps=4, metrics__log_every=3, train__steps=10)
-    train(workdir, 2, *flags)
+    flags = settings(mesh__replica=2, train__diloco_inner_steps=4, metrics__log_every=3, train__steps=10)
+    train(workdir, 2, *flags, devices=4)
     one = workdir.with_name("one")
-    train(one, 1, *flags, *settings(checkpoint__every=0, checkpoint__minutes=0.00001))
+    train(one, 1, *flags, *settings(checkpoint__every=0, checkpoint__minutes=0.00001), devices=4)
     assert list(runs.losses(workdir)) == [1, 3, 6, 9, 10]
     assert_same_trajectory(runs.losses(workdir), runs.losses(one))
     assert runs.checkpoints(workdir) == [3, 6, 9, 10]
@@ -136,7 +135,7 @@ def test_processes_continue_each_other(single, workdir):
     """A new start of two: below. On and on: of the larger model."""
     (done,) = assert_continue_each_other(single, workdir, [2], *settings(train__sample_tokens=4))
     # One of them talks and keeps the logs.
-    assert "[0] mesh: stage 2 × model 2 (4 × cpu, 2 processes)" in done.out.splitlines()
+    assert "[0] mesh: stage 2 (2 × cpu, 2 processes)" in done.out.splitlines()
     assert "[0] sample, " in done.out
     assert not [line for line in done.out.splitlines() if re.match(r"\[1\] (mesh|step|validation|sample)", line)]
     assert runs.checkpoints(workdir) == [3, 6] and not runs.unfinished(workdir)
@@ -152,8 +151,7 @@ def test_processes_of_the_larger_model_continue_each_other(large, workdir):
 @pytest.mark.parametrize("mesh", ["2x2x2", "8x1x1", "1x8x1"])
 def test_processes_on_other_meshes(large, workdir, processes, mesh):
     """Each process reads the rows of its own devices, where the batch is split over processes."""
-    model = settings(mesh__model=1)  # where the mesh does not say otherwise
-    train(workdir, processes, *model, *runs.large(mesh), *settings(train__steps=6), devices=8)
+    train(workdir, processes, *runs.large(mesh), *settings(train__steps=6), devices=8)
     train(workdir, 1, *runs.large("1x4x2"), *settings(train__steps=9), devices=8)
     # The gradient's norm in step 7 is so steep that one process on these meshes is 1.6e-5 off, too.
     assert_same_trajectory(runs.losses(workdir), runs.losses(large))

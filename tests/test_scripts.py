@@ -13,7 +13,7 @@ import pytest
 from support import ROOT
 
 DISTRIBUTION = "<--dist=loadgroup><--no-loadscope-reorder>"
-REQUIREMENTS = ("requirements.txt", "requirements-dev.txt", "requirements-compilers.txt")
+REQUIREMENTS = [path.name for path in ROOT.glob("requirements*.txt")]
 STAND_IN = f"""#!/usr/bin/env bash
 case "$*" in
     *version_info*) echo "${{FAKE_VERSION:-3.12}}" ;;
@@ -124,8 +124,10 @@ def test_two_calls_at_a_time_install_once(repository):
 
 
 def test_an_accelerator_s_extras_are_remembered(repository):
-    assert run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda13")[2][1] == f"{INSTALL} jax[cuda13]"
+    assert run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda13")[2][1] == f"{INSTALL} -r requirements-cuda13.txt"
     assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
+    status, err, log = run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda")
+    assert (status, log) == (2, []) and err.startswith("error: JAXTRAIN_EXTRAS=cuda is not known: use JAXTRAIN_EXTRAS=cuda13 or ")
 
 
 CHECKS = ["<ruff><check><.>", "<ruff><format><--check><.>", "<mypy>"]

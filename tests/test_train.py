@@ -106,12 +106,16 @@ def test_metrics_config_and_files_of_a_run(whole):
         assert record["tokens_per_s"] == pytest.approx(512 / record["step_time_s"])
         assert record["learning_rate"] == pytest.approx(5e-3 * min(record["step"], 4) / 4)
     assert training[0]["loss"] == pytest.approx(math.log(257), abs=0.5) and training[-1]["loss"] < 2
-    assert all(0 < later["wall_s"] - earlier["wall_s"] < done.seconds for earlier, later in zip(records, records[1:]))
+    assert all(0 <= later["wall_s"] - earlier["wall_s"] < done.seconds for earlier, later in zip(records, records[1:]))
     assert 0 < records[0]["wall_s"] < records[-1]["wall_s"] < done.seconds
     assert sum(record["step_time_s"] for record in training) < records[-1]["wall_s"]
-    held_out = {record["step"]: record["validation_loss"] for record in records if "loss" not in record}
+    held_out = {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
     assert list(held_out) == [20, 40, STEPS] and held_out[20] > held_out[40] > held_out[STEPS]
     assert f"{held_out[STEPS]:.4f}" in done.out
+    (start_up,) = [record for record in records if "start_up_s" in record]
+    parts = [start_up[f"{part}_s"] for part in ("imports", "table", "data", "tracing", "compiling", "state", "running")]
+    assert start_up["step"] == 1 and all(part > 0 for part in parts) and sum(parts) == pytest.approx(start_up["start_up_s"], abs=0.01)
+    assert start_up["start_up_s"] < done.seconds and "first step after" in done.err
     config = json.loads((workdir / "config.json").read_text())
     assert config["model"]["layers"] == 3 and config["mesh"]["data"] == 1 and config["train"]["steps"] == STEPS
     assert runs.checkpoints(workdir) == list(range(3, STEPS + 1, 3)) and not runs.unfinished(workdir)
@@ -156,10 +160,12 @@ def kill_when(workdir, moment: str, chance: random.Random) -> None:
         "saving": lambda: runs.unfinished(workdir) and runs.last_step(workdir) > at + 2,
     }
     with runs.running(workdir.parent, *training(workdir, *settings(train__steps=STEPS)), environment=environment) as command:
-        command.wait_for(conditions[moment], moment)
-        time.sleep(chance.random() * {"starting": 3, "compiling": 2, "step": 0.1, "saving": 0}[moment])
+        if moment == "saving":
+            command.stop_in(conditions[moment], moment)
+        else:
+            command.wait_for(conditions[moment], moment)
+            time.sleep(chance.random() * {"starting": 3, "compiling": 2, "step": 0.1}[moment])
         command.kill()
-    assert moment != "saving" or runs.unfinished(workdir), "the save was faster"
 
 
 def assert_killed_run_is_the_same(workdir, whole, moments: list[str], seed: int) -> None:
@@ -176,7 +182,7 @@ def assert_killed_run_is_the_same(workdir, whole, moments: list[str], seed: int)
 
 def test_killed_at_any_moment_the_same_command_gives_the_same_losses(whole, workdir):
     """Bit for bit, over all steps."""
-    assert_killed_run_is_the_same(workdir, whole, ["compiling", "step", "saving"], seed=random.randrange(1000))
+    assert_killed_run_is_the_same(workdir, whole, ["compiling", "saving"], seed=random.randrange(1000))
 
 
 @pytest.mark.full

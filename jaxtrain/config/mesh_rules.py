@@ -98,15 +98,12 @@ def mlp_widths(m: cfg.ModelConfig) -> dict[str, int]:
 
 
 def _ring_is_all_there(c: Config) -> Broken | None:
-    """Keys go round by permutes, which all devices have to run together, and through a kernel of its own."""
+    """Keys go round by permutes, which all devices have to run together."""
     if c.parallel.context != "ring" or c.mesh.context in (1, -1):
         return None
     if c.mesh.stage > 1:
         rule = f"is for mesh.stage=1, not {c.mesh.stage}: stages do not attend together"
         return Broken("parallel.context", rule, values_for("parallel.context", ["all_gather", "ulysses"]), show=2)
-    if c.model.attention_kernel == "cudnn":
-        fixes = itertools.chain(values_for("model.attention_kernel", ["auto"]), values_for("parallel.context", ["all_gather", "ulysses"]))
-        return Broken("model.attention_kernel", "is not what parallel.context='ring' attends with", fixes)
     return None
 
 

@@ -7,11 +7,12 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ends_with_layers
+from jaxtrain.config import Config, ends_with_layers, kernels
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
@@ -77,33 +78,17 @@ def _latent_attention_is_whole(c: Config) -> Broken | None:
         rule = "is the rotated part of model.attention='mla', and rotary positions turn pairs: it must be even, and not 0"
         sizes = [m.rope_head_dim + 1] if m.rope_head_dim else [-(-m.head_dim // 4) * 2]
         return Broken("model.rope_head_dim", rule, values_for("model.rope_head_dim", sizes))
-    if m.attention_kernel == "cudnn":
-        rule = "is for heads of one size, and those of model.attention='mla' have two"
-        return Broken("model.attention_kernel", rule, values_for("model.attention_kernel", ["auto"]))
     return None
-
-
-CUDNN_HEAD = 128  # the widest head that cuDNN's attention has, in steps of 8
-
-
-def cudnn_has(head_dim: int) -> bool:
-    """Whether cuDNN's attention is there for heads of this size."""
-    return head_dim <= CUDNN_HEAD and head_dim % 8 == 0
 
 
 def _kernel_fits(c: Config) -> Broken | None:
-    """What cuDNN's attention does not take is refused, where it was asked for by name."""
-    if c.model.attention_kernel != "cudnn":
+    """An attention kernel that was asked for by name takes the model; whether it is for the devices, surroundings.py says."""
+    wanted, case = c.model.attention_kernel, kernels.attention_case(c, kernels.Hardware())
+    rows = {kernels.SPLASH: [kernels.SPLASH], kernels.CUDNN: [kernels.CUDNN, kernels.CUDNN_MASK]}.get(wanted, [])
+    refusals = [found for row in rows if (found := kernels.refusal(row, case))]
+    if len(refusals) < len(rows) or not rows:
         return None
-    auto = {"model.attention_kernel": "auto"}
-    if c.precision.compute == "float32":
-        return Broken(
-            "model.attention_kernel", "is for 16 bits, not precision.compute='float32'", [auto, {"precision.compute": "bfloat16"}]
-        )
-    if not cudnn_has(c.model.head_dim):
-        rule = f"is for heads of up to {CUDNN_HEAD} numbers in steps of 8, not model.head_dim={c.model.head_dim}"
-        return Broken("model.attention_kernel", rule, [auto])
-    return None
+    return Broken("model.attention_kernel", refusals[-1].rule, [{"model.attention_kernel": "auto"}, *refusals[-1].fixes])
 
 
 # Of experts alone. Without them these have no use (unused.py), but for dense_layers, which would be missing in the model.
@@ -200,6 +185,21 @@ def _bytes_fit_vocabulary(c: Config) -> Broken | None:
         return None
     rule = f"is too small for data.tokenizer='bytes', which has {BYTE_VOCABULARY} tokens"
     return Broken("model.vocab_size", rule, values_for("model.vocab_size", [BYTE_VOCABULARY]))
+
+
+def _compiler_options_are_named(c: Config) -> Broken | None:
+    """Each is NAME=VALUE, of a name that begins as all of XLA's do, and none stands twice."""
+    options = c.parallel.compiler_options
+    right = tuple(dict.fromkeys(o for o in options if re.fullmatch(r"xla_\w+=\S+", o)))
+    wrong = [o for o in options if o not in right]
+    if wrong:
+        rule = f"has {wrong[0]!r}, which is no option of XLA's such as xla_gpu_enable_latency_hiding_scheduler=true"
+        return Broken("parallel.compiler_options", rule, values_for("parallel.compiler_options", [right]))
+    names = [o.partition("=")[0] for o in options]
+    if len(set(names)) < len(names):
+        last = tuple({o.partition("=")[0]: o for o in options}.values())
+        return Broken("parallel.compiler_options", "names an option twice", values_for("parallel.compiler_options", [last]))
+    return None
 
 
 def _masked_fields_are_read(c: Config) -> Broken | None:
@@ -324,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     _sample_fits_positions,
     _bytes_fit_vocabulary,
     _masked_fields_are_read,
+    _compiler_options_are_named,
     _schedule_has_its_repeats,
     _table_settings_have_a_use,
     _layers_fill_chunks,

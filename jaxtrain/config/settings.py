@@ -89,7 +89,9 @@ class ModelConfig:
     mtp_weight: float = setting(0.3, "weight of these predictions' mean loss", above=0)
     biases: bool = setting(False, "biases in the dense layers (and in layernorm)")
     init_std: float = setting(0.02, "standard deviation of the initial weights", above=0)
-    attention_kernel: str = setting("auto", "implementation of attention; auto: by platform", choices=("auto", "xla", "cudnn"))
+    attention_kernel: str = setting(
+        "auto", "what computes attention; auto: the best that the devices have", choices=("auto", "xla", "cudnn", "splash")
+    )
     loss_chunk: int = setting(2048, "tokens per device whose logits exist at a time", at_least=1)
 
 
@@ -148,6 +150,9 @@ class ParallelConfig:
         "none",
         "in the host's memory: optimizer, its state; activations, what the forward leaves for the backward; both",
         choices=("none", "optimizer", "activations", "both"),
+    )
+    compiler_options: tuple[str, ...] = setting(
+        (), "XLA's options, NAME=VALUE each, in place of the platform's own (devices/compiler_options.py) or beside them"
     )
 
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jax.stages import Compiled, Wrapped
+from jax.stages import Compiled, Lowered
 
 from jaxtrain.devices.cluster_environment import job, local_gpus, several_processes, visible_gpus
 
@@ -62,14 +62,14 @@ def say(*lines: str) -> None:
             print(line, flush=True)
 
 
-def compile_everywhere(name: str, function: Wrapped, *arguments: Any) -> Compiled:
+def compile_everywhere(name: str, program: Lowered) -> Compiled:
     """The compiled program, when every process has it: none runs it and waits for others that still compile.
 
-    name: of the program, used once; arguments: arrays, or what stands for them.
+    name: of the program, used once.
     """
-    program = function.lower(*arguments).compile()
+    compiled = program.compile()
     barrier(f"compiled: {name}")
-    return program
+    return compiled
 
 
 def barrier(name: str) -> None:

@@ -11,14 +11,19 @@ Six axes, slowest network first; all always exist, with size 1 where they are no
 """
 
 import collections
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src.lib import cuda_versions
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
+
+from jaxtrain.config.kernels import GPU, Hardware
 
 REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES = ("replica", "data", "stage", "context", "expert", "model")
 BATCH_AXES = (REPLICA, DATA, EXPERT)
@@ -121,17 +126,43 @@ def psum_scatter(x: jax.Array, axes: str | Sequence[str], dim: int, groups: Sequ
     return part.reshape(*x.shape[:dim], part.shape[kept.index(dim)], *x.shape[dim + 1 :])
 
 
-def platform() -> str:
-    """For which platform a program is traced: that of the mesh, or else of jax.default_device, or else jax's own. Compiled ahead of time,
-    a program's devices are not jax's."""
-    of_mesh: Any = jax.sharding.get_abstract_mesh().abstract_device
-    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return next((d.platform for d in (of_mesh, device) if d is not None), None) or jax.default_backend()
+_TRACED_FOR: contextvars.ContextVar[jax.Device | None] = contextvars.ContextVar("traced_for", default=None)
+
+
+@contextlib.contextmanager
+def traced_for(mesh: Mesh) -> Iterator[None]:
+    """A context in which a program for a mesh is traced: `hardware()` is then that of its devices. They may be of a platform that is not
+    there, where the program is compiled ahead of time."""
+    token = _TRACED_FOR.set(mesh.devices.flat[0])
+    try:
+        yield
+    finally:
+        _TRACED_FOR.reset(token)
+
+
+def hardware() -> Hardware:
+    """What a program is traced for: the devices of `traced_for`, or else jax's default ones."""
+    device: Any = _TRACED_FOR.get() or jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+    return hardware_of(device)
+
+
+def hardware_of(device: jax.Device) -> Hardware:
+    """The platform of a device, and of an NVIDIA GPU what decides about kernels."""
+    if device.platform != GPU:
+        return Hardware(device.platform)
+    major, _, minor = str(device.compute_capability).partition(".")
+    if not major.isdigit():
+        return Hardware("rocm")  # jax calls AMD's devices gpu, too
+    try:
+        cudnn = cuda_versions.cudnn_get_version() if cuda_versions else None
+    except RuntimeError:  # compiled ahead of time without cuDNN
+        cudnn = None
+    return Hardware(GPU, (int(major), int(minor or 0)), cudnn)
 
 
 def on_cpu() -> bool:
     """Whether a program is traced for CPU devices."""
-    return platform() == "cpu"
+    return hardware().platform == "cpu"
 
 
 def _summed(x: jax.Array, collective) -> jax.Array:

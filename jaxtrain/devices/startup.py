@@ -2,6 +2,7 @@
 
 import os
 import types
+from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config import Config
@@ -31,6 +32,25 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
     use_compilation_cache()
     if not asked and not namespace.cpu_devices and jax.process_count() == 1 and jax.default_backend() == "cpu":
         print(f"no accelerator found: simulating {jax.device_count()} CPU devices (--cpu_devices=N for another number)", flush=True)
+
+
+# Files that a machine has with an accelerator → what it is, and the extra of jax's package for it.
+ACCELERATORS = {"/dev/nvidia0": ("an NVIDIA GPU", "cuda13"), "/dev/accel0": ("a TPU", "tpu"), "/dev/vfio/0": ("a TPU", "tpu")}
+
+
+def unused_accelerator(namespace: types.SimpleNamespace, files: Callable[[str], bool] = os.path.exists) -> str:
+    """What is wrong, in one line, where this machine has an accelerator and jax no package for it: CPU devices would be simulated, and a
+    run would take days. "" where all is well, or where CPU devices are asked for. Call it when jax has its devices."""
+    import jax
+
+    if jax.default_backend() != "cpu" or namespace.cpu_devices or os.environ.get("JAX_PLATFORMS"):
+        return ""
+    found = next((found for file, found in ACCELERATORS.items() if files(file)), None)
+    if found is None:
+        return ""
+    name, extra = found
+    installs = f"JAXTRAIN_EXTRAS={extra} scripts/train.sh, or python -m pip install 'jaxtrain[{extra}]'"
+    return f"{name} is here, and jax has no working package for it: {installs}; --cpu_devices={SIMULATED_DEVICES} runs without it"
 
 
 def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:

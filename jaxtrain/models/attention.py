@@ -4,12 +4,11 @@ Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value head
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.layers import Dense, columns, rotary
-from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend, attend_whole
+from jaxtrain.parallel.attention import HEADS, KV_HEADS, attend_cached, attend_whole
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.tensor import heads_here, shared_columns
 
@@ -32,7 +31,7 @@ class Attention(nnx.Module):
         heads are split over."""
         split = lambda y, n: y.reshape(*y.shape[:2], n, self.head_dim)
         change = lambda layer, a: a if layer is self.query else shared_columns(a, self.kv_heads)
-        q, k, v = columns(x_BTD, self.query, self.key, self.value, change=change)
+        q, k, v = map(row_major, columns(x_BTD, self.query, self.key, self.value, change=change))
         q_BTNH = constrain(split(q, self.heads), HEADS)
         k_BTKH, v_BTKH = (constrain(split(a, heads_here(self.kv_heads)), KV_HEADS) for a in (k, v))
         if self.rotary_base is not None:
@@ -51,7 +50,5 @@ class Attention(nnx.Module):
         cache = [
             jax.lax.dynamic_update_slice_in_dim(old, fresh.astype(old.dtype), start, 1) for old, fresh in zip(cache, (k, v), strict=True)
         ]
-        t, s = x_BTD.shape[1], cache[0].shape[1]
-        mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
-        y = attend(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), mask, "xla")
+        y = attend_cached(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.implementation)
         return self.out.rows(y.reshape(*y.shape[:2], -1)), cache

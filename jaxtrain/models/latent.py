@@ -29,7 +29,7 @@ class LatentAttention(nnx.Module):
     def __init__(self, cfg, residual_std, over="all_gather"):
         self.heads, self.rank, self.rotary_base = cfg.heads, cfg.kv_rank, cfg.rotary_base
         self.head_dim, self.rope_dim, self.value_dim = cfg.head_dim, cfg.rope_head_dim, cfg.value_head_dim
-        self.over = over
+        self.implementation, self.over = cfg.attention_kernel, over
         d, n, q = cfg.width, cfg.heads, cfg.query_rank
         # It leaves split along the sequence as it came: the weight is whole on every device, and small.
         self.compress = Dense(d, q + self.rank + self.rope_dim, ("width", "latent"), cfg.init_std, cfg.biases)
@@ -58,8 +58,7 @@ class LatentAttention(nnx.Module):
         k, v = jnp.split(constrain(y.reshape(*y.shape[:2], self.heads, -1), HEADS), [self.head_dim], -1)
         shared = jnp.broadcast_to(key_BTR[:, :, None], (*k.shape[:3], self.rope_dim))
         k = constrain(jnp.concatenate([k, shared], -1), HEADS)
-        # cuDNN's kernel is for keys and values of one size.
-        y = attend_whole(row_major(q), row_major(k), row_major(v), segments_BT, self.over, "xla")
+        y = attend_whole(row_major(q), row_major(k), row_major(v), segments_BT, self.over, self.implementation)
         return self.out.rows(y.reshape(*y.shape[:2], -1))
 
     def cached(self, x_BTD, positions_BT, cache, start):
@@ -75,7 +74,7 @@ class LatentAttention(nnx.Module):
         scale = ((self.rank + self.rope_dim) / (self.head_dim + self.rope_dim)) ** 0.5
         q = jnp.concatenate([inner, q[..., self.head_dim :]], -1) * scale
         k_BS1K = cache_BSK[:, :, None].astype(q.dtype)
-        y = jnp.einsum("btnc,cnv->btnv", attend(q, k_BS1K, k_BS1K[..., : self.rank], mask, "xla"), to_values)
+        y = jnp.einsum("btnc,cnv->btnv", attend(q, k_BS1K, k_BS1K[..., : self.rank], mask), to_values)
         if self.expand.bias is not None:
             y += self.expand.bias[...].astype(y.dtype).reshape(self.heads, -1)[:, self.head_dim :]
         return self.out.rows(constrain(y, HEADS).reshape(*y.shape[:2], -1)), [cache_BSK]

@@ -1,51 +1,40 @@
-"""The one function through which all attention goes: which kernel, and how over a split sequence.
+"""The one function through which all attention goes, `attend_whole`: by which kernel, and how over a split sequence.
 
-    attend         one device's queries and keys: cuDNN's flash attention, or plain XLA
-    attend_whole   whole sequences: block by block where they are long; over `context` by gathering, by heads (ulysses) or by the ring
+The table of config/kernels.py says which kernel. Whole sequences go to it as they are; over `context` by gathering, by heads (ulysses) or
+by the ring (parallel/context.py). `attend` is attention in plain XLA with all its scores: of short sequences, and through a cache.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension.
 """
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.rules import cudnn_has
+from jaxtrain.config.kernels import CUDNN, CUDNN_MASK, SPLASH, TPU, XLA, AttentionCase, attention_kernel
+from jaxtrain.devices.mesh import hardware
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.parallel import blockwise, context, ring
-from jaxtrain.parallel.heads import over_heads
+from jaxtrain.parallel import blockwise, context, cudnn, flash, ring, splash
+from jaxtrain.parallel.flash import Kernel
+from jaxtrain.parallel.heads import on_each_device, over_heads
 
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
-LARGEST_MASK = 1 << 28  # elements of a mask that a kernel may be given; longer sequences go block by block
-KERNEL = ring.Kernel(blockwise.output_and_lse, blockwise.gradients, blockwise.delta)
-CUDNN_TYPES = (jnp.bfloat16, jnp.float16)
 
 
-def choose_implementation(wanted: str, dtype, head_dim: int, platform: str) -> Any:
-    """ "auto" → cuDNN's flash attention where it exists (NVIDIA GPU, 16-bit, heads up to 128 wide), XLA's elsewhere."""
-    if wanted != "auto":
-        return wanted
-    return "cudnn" if platform == "gpu" and dtype in CUDNN_TYPES and cudnn_has(head_dim) else "xla"
-
-
-def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, implementation: str = "auto", causal: bool = False) -> jax.Array:
-    """Scaled dot-product attention → [B, T, N, a value's H]. Causal (then T = S), or by `mask` (bool [B or 1, 1, T, S]: may look) if given.
+def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array:
+    """Scaled dot-product attention in plain XLA → [B, T, N, a value's H]. Causal (then T = S), or by `mask` (bool [B or 1, 1, T, S]: may
+    look) if given.
 
     `causal` says of a mask that it is that as well (T = S): most of the scores above the diagonal are then not even computed.
     """
-    chosen = choose_implementation(implementation, q_BTNH.dtype, q_BTNH.shape[-1], jax.default_backend())
-    if chosen == "xla":
-        return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, causal), HEADS)
-    out = over_heads(
-        lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=m, is_causal=m is None, implementation=chosen),
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        mask,
-    )
-    return constrain(out, HEADS)
+    return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, causal), HEADS)
+
+
+def attend_by_cudnn(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
+    """The same by cuDNN, which gets the mask as numbers to add to the scores."""
+    kernel = lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=m, implementation="cudnn")
+    return constrain(over_heads(kernel, q_BTNH, k_BSKH, v_BSKH, mask), HEADS)
 
 
 def causal_blocks(tokens: int) -> int:
@@ -84,33 +73,68 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
     return out_BKRH.reshape(b, k, n // k, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
 
 
-def attend_whole(q, k, v, segments_BT, over: str, implementation: str) -> jax.Array:
+def attend_whole(q, k, v, segments_BT, over: str, wanted: str) -> jax.Array:
     """Causal self-attention over whole sequences, also where `context` splits them (over: parallel/context.py); with segments a token
-    sees its own segment alone. All arrays [B, T, heads, size of a head], of this device's tokens."""
-    chosen = choose_implementation(implementation, q.dtype, q.shape[-1], jax.default_backend())
+    sees its own segment alone. All arrays [B, T, heads, size of a head], of this device's tokens.
 
-    def by_blocks(q, chunk: int, keys: int, mask: int) -> bool:
-        """Whether to go block by block. mask: elements of that which the kernel would need otherwise."""
-        able = chosen == "xla" or (implementation == "auto" and mask > LARGEST_MASK)
-        return able and blockwise.is_long(q.shape[0] * q.shape[2], chunk, keys)
-
-    def whole(q, k, v, segments):
-        t = q.shape[1]
-        if by_blocks(q, t, t, 0 if segments is None else t * t):
-            return constrain(blockwise.attend(q, k, v, context.CAUSAL, None if segments is None else (segments, segments)), HEADS)
-        mask = None
-        if segments is not None:
-            mask = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(jnp.ones((t, t), bool))
-        return attend(q, k, v, mask, chosen, causal=True)
-
-    parts, tokens = context.size(), q.shape[1]
+    wanted: model.attention_kernel, from which config/kernels.py chooses for the devices that the program is traced for.
+    """
+    parts = context.size()
+    in_pieces = parts > 1 and over != "ulysses"
+    case = AttentionCase(
+        hardware(),
+        bits=8 * q.dtype.itemsize,
+        key_size=q.shape[-1],
+        value_size=v.shape[-1],
+        queries=q.shape[1] // 2 if in_pieces else q.shape[1] * parts,
+        keys=q.shape[1] * parts,
+        documents=segments_BT is not None,
+        context=over if in_pieces else "",
+    )
+    chosen = attention_kernel(case, wanted).kernel
+    kernel = _flash_kernel(chosen, q.shape, case)
+    whole = functools.partial(_whole, kernel, chosen)
     if parts == 1:
         return whole(q, k, v, segments_BT)
-    if over == "ring":
-        return constrain(ring.attend(KERNEL, q, k, v, segments_BT), HEADS)
     if over == "ulysses":
         return context.attend_by_heads(whole, q, k, v, segments_BT)
-    if by_blocks(q, tokens // 2, tokens * parts, tokens // 2 * tokens * parts):
-        out = context.attend_by_gather(blockwise.attend, q, k, v, segments_BT)
-        return constrain(out, HEADS)
-    return context.attend_by_halves(lambda q, k, v, mask: attend(q, k, v, mask, chosen), q, k, v, segments_BT)
+    if over == "ring":  # in XLA what goes round is attended to by blocks, however short
+        return constrain(ring.attend(kernel or blockwise.KERNEL, q, k, v, segments_BT), HEADS)
+    if kernel:
+        return constrain(context.attend_by_gather(functools.partial(flash.attend, kernel), q, k, v, segments_BT), HEADS)
+    return context.attend_by_halves(attend_by_cudnn if chosen == CUDNN_MASK else attend, q, k, v, segments_BT)
+
+
+def attend_cached(q, k, v, start, wanted: str) -> jax.Array:
+    """Attention of T tokens to S slots of a cache: query t sees those up to start + t. By splash where there are enough tokens, as of a
+    prompt that is read; in plain XLA else."""
+    (t, s), here = (q.shape[1], k.shape[1]), hardware()
+    case = AttentionCase(here, 8 * q.dtype.itemsize, q.shape[-1], v.shape[-1], queries=t, keys=s, documents=False, context="cache")
+    if attention_kernel(case, wanted).kernel == SPLASH and splash.takes(t, s):
+        kernel = splash.kernel(interpret=here.platform != TPU)
+        run = lambda q, k, v, start: kernel.forward(q, k, v, context.Sight((0,), start=start), dtype=v.dtype)[0]
+        return constrain(on_each_device(run, (q, k, v), (start,)), HEADS)
+    mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
+    return attend(q, k, v, mask)
+
+
+def _whole(kernel: Kernel | None, chosen: str, q, k, v, segments) -> jax.Array:
+    """Over whole sequences that are here."""
+    if kernel:
+        return constrain(flash.attend(kernel, q, k, v, context.CAUSAL, None if segments is None else (segments, segments)), HEADS)
+    mask, t = None, q.shape[1]
+    if segments is not None:
+        mask = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(jnp.ones((t, t), bool))
+    return attend_by_cudnn(q, k, v, mask) if chosen == CUDNN_MASK else attend(q, k, v, mask, causal=True)
+
+
+def _flash_kernel(chosen: str, shape: tuple[int, ...], case: AttentionCase) -> Kernel | None:
+    """The kernel that makes no array of all scores, for queries [B, T, N, H]; None for XLA where there are few, and for cuDNN's mask."""
+    rows = shape[0] * shape[2] * shape[1] // case.keys if not case.context else shape[0] * shape[2]
+    if chosen == SPLASH:
+        return splash.kernel(interpret=case.hardware.platform != TPU)
+    if chosen == CUDNN and (not case.documents or cudnn.is_addressable(shape)):
+        return cudnn.KERNEL
+    if chosen in (XLA, CUDNN) and blockwise.is_long(rows, case.queries, case.keys):
+        return blockwise.KERNEL
+    return None

@@ -1,19 +1,15 @@
-"""Causal attention block by block, with a backward of its own: memory does not grow with queries × keys.
+"""Causal attention block by block in plain XLA: memory does not grow with queries × keys.
 
-FlashAttention-2 (Dao 2023, section 3.1) in plain XLA. A loop goes over the pairs of a block of queries and a block of keys of which any
-query sees any key. Forward (algorithm 1): a block of scores at a time, the softmax's largest score and sum carried along; kept are the
-output and the log-sum-exp. Backward (algorithm 2): the scores once more, and with delta = Σ gradient · output of each query
-
-    P = exp(S − lse)    dV += Pᵀ dO    dS = P ∘ (dO Vᵀ − delta)    dQ += dS K    dK += dSᵀ Q
-
-Statistics and sums are float32, matmuls in the arrays' type. The loop is a `while`, not a scan: runtime/backward_split.py leaves it whole,
-one equation in the forward and one in the backward.
+FlashAttention-2 (Dao 2023, section 3.1): a loop goes over the pairs of a block of queries and a block of keys of which any query sees any
+key. Forward (algorithm 1): a block of scores at a time, the softmax's largest score and sum carried along. Backward (algorithm 2, whose
+formulas are in parallel/flash.py): the scores once more, and the sums of the gradients. Statistics and sums are float32, matmuls in the
+arrays' type. The loop is a `while`, not a scan: runtime/backward_split.py leaves it whole, one equation in the forward and one in the
+backward.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension of queries and keys, V of values;
 in blocks I of queries and J of keys: X tokens of a block, R rows (the heads of a group × tokens).
 """
 
-import functools
 import math
 from typing import Any
 
@@ -22,12 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.parallel.context import Sight
-from jaxtrain.parallel.heads import by_heads
+from jaxtrain.parallel.flash import MASKED, Kernel, delta
 
 LEAST_KEYS = 1024  # from so many on attention goes block by block: where that was no slower on CPU (benchmarks/README.md)
 LEAST_BLOCK = 64  # tokens
 SCORES = 1 << 24  # at a time, over the batch and the heads
-MASKED = -1e30
 
 
 def block_size(rows: int, chunk: int, keys: int) -> int:
@@ -40,35 +35,6 @@ def block_size(rows: int, chunk: int, keys: int) -> int:
 def is_long(rows: int, chunk: int, keys: int) -> bool:
     """Whether so many keys, cut into such chunks, go block by block."""
     return keys >= LEAST_KEYS and block_size(rows, chunk, keys) < chunk
-
-
-@jax.custom_vjp
-def attend(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) -> jax.Array:
-    """→ [B, T, N, V]. segments: None, or int32 ([B, T] of the queries, [B, S] of the keys): a query sees its own segment alone."""
-    return _attend(q_BTNH, k_BSKH, v_BSKV, sight, segments)[0]
-
-
-def _attend(q, k, v, sight, segments):
-    out, lse = by_heads(functools.partial(output_and_lse, dtype=v.dtype), (q, k, v), (sight, segments))
-    return out, (q, k, v, sight, segments, out, lse)
-
-
-def _attend_backward(kept, g):
-    q, k, v, sight, segments, out, lse = kept
-    run = lambda q, k, v, g, out, lse, *fixed: gradients(q, k, v, g, lse, delta(g, out), *fixed, dtype=q.dtype)
-    by_inputs = by_heads(run, (q, k, v, g, out, lse), (sight, segments))
-    return *(d.astype(a.dtype) for d, a in zip(by_inputs, (q, k, v), strict=True)), None, None
-
-
-attend.defvjp(_attend, _attend_backward)
-
-
-def delta(g_BTNV, out_BTNV) -> jax.Array:
-    """Σ gradient · output of each query and head, float32 [B, T, N]."""
-    return jnp.einsum("btnv,btnv->btn", g_BTNV, out_BTNV, preferred_element_type=jnp.float32)
-
-
-# --- on a device's own heads -----------------------------------------------------------------------------------------------------
 
 
 class _Blocks:
@@ -152,10 +118,11 @@ def output_and_lse(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jn
     return blocks.whole_queries(out), blocks.whole_queries(lse)
 
 
-def gradients(q_BTNH, k_BSKH, v_BSKV, g_BTNV, lse_BTN, delta_BTN, sight: Sight, segments=None, dtype=jnp.float32):
-    """→ gradients of queries, of `dtype`, and of keys and values, float32. `lse` may be that of more keys than these."""
+def gradients(q_BTNH, k_BSKH, v_BSKV, g_BTNV, out_BTNV, lse_BTN, sight: Sight, segments=None, dtype=jnp.float32):
+    """→ gradients of queries, of `dtype`, and of keys and values, float32. Output and `lse` may be those of more keys than
+    these."""
     blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
-    q, g, lse, inner = (blocks.queries(a) for a in (q_BTNH, g_BTNV, lse_BTN, delta_BTN))
+    q, g, lse, inner = (blocks.queries(a) for a in (q_BTNH, g_BTNV, lse_BTN, delta(g_BTNV, out_BTNV)))
     k, v = blocks.keys(k_BSKH), blocks.keys(v_BSKV)
     product = lambda subscripts, a, b: jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
@@ -172,3 +139,6 @@ def gradients(q_BTNH, k_BSKH, v_BSKV, g_BTNV, lse_BTN, delta_BTN, sight: Sight, 
     zeros = lambda a: jnp.zeros(a.shape, jnp.float32)
     _, dq, dk, dv = blocks.loop(step, (zeros(q[0]), jnp.zeros(q.shape, dtype), zeros(k), zeros(v)))
     return blocks.whole_queries(dq), blocks.whole_keys(dk), blocks.whole_keys(dv)
+
+
+KERNEL = Kernel(output_and_lse, gradients)

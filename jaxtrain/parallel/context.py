@@ -25,18 +25,20 @@ from jaxtrain.devices.mesh import CONTEXT, manual_size
 from jaxtrain.parallel.heads import by_heads
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["whole"], meta_fields=["pairs", "diagonal"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["pairs", "diagonal"])
 @dataclasses.dataclass(frozen=True)
 class Sight:
     """Which keys queries see, both in the order of chunks of one length: of each chunk of queries, the first `whole` chunks of keys, and
     with `diagonal`, of the next one the keys up to each query's own place.
 
-    whole: int32 [chunks of queries], as an array or numbers; pairs: their sum, which is the same on every device.
+    whole: int32 [chunks of queries], as an array or numbers; pairs: their sum, which is the same on every device
+    start: int32, keys before those, which all queries see; for splash alone
     """
 
     whole: jax.Array | tuple[int, ...]
     pairs: int = 0
     diagonal: bool = True
+    start: jax.Array | None = None
 
 
 CAUSAL = Sight((0,))  # of a whole sequence

@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import product_kernels
-from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, manual_size, over_model, platform, psum, psum_scatter
+from jaxtrain.config.kernels import BLOCKS, MEGABLOX, product_kernel
+from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, hardware, manual_size, over_model, psum, psum_scatter
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
 from jaxtrain.parallel.context import in_text_order, own_chunks
@@ -332,13 +332,13 @@ class Products(NamedTuple):
 
 
 KERNELS = {
-    product_kernels.BLOCKS: Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient),
-    product_kernels.MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
+    BLOCKS: Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient),
+    MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
 }
 
 
 def _by_groups() -> Products:
-    return KERNELS[product_kernels.product_kernel(platform()).kernel]
+    return KERNELS[product_kernel(hardware()).kernel]
 
 
 def _product(rows, weights, sizes):

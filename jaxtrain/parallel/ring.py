@@ -11,7 +11,6 @@ behind, in float32. A device keeps its own keys alone. The permutes stand where 
 several stages they do not.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -21,22 +20,10 @@ from jax import lax
 
 from jaxtrain.devices.mesh import CONTEXT
 from jaxtrain.parallel.context import Sight
+from jaxtrain.parallel.flash import Kernel
 from jaxtrain.parallel.heads import by_heads
 
 OWN = Sight((0, 1), 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """Attention to some of the keys, on a device's own heads (parallel/blockwise.py).
-
-    forward: (q, k, v, sight, segments) → output, log-sum-exp;
-    backward: (q, k, v, gradient of the output, log-sum-exp, delta, sight, segments) → gradients of q, k, v; all float32.
-    """
-
-    forward: Callable
-    backward: Callable
-    delta: Callable
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -102,10 +89,9 @@ def _forward(kernel: Kernel, q, k, v, i, segments):
 
 def _backward(kernel: Kernel, q, k, v, out, lse, g, i, segments):
     """→ gradients of queries, keys and values, float32."""
-    delta = kernel.delta(g, out)
 
     def some(sight, k, v, of_keys):
-        dq, dk, dv = kernel.backward(q, k, v, g, lse, delta, sight, None if segments is None else (segments, of_keys))
+        dq, dk, dv = kernel.backward(q, k, v, g, out, lse, sight, None if segments is None else (segments, of_keys))
         return dq, (dk, dv)
 
     def add(n, sums, held):

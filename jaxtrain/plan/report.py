@@ -9,14 +9,17 @@ import math
 from typing import Any
 
 import jax
+from jax.stages import Compiled
 
-from jaxtrain.config import Config, product_kernels
+from jaxtrain.config import Config, kernels
+from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.experts import room_of
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.plan.account import Entry, account, busiest, exchange_account
 from jaxtrain.plan.ops import NUMBER, Sizes
+from jaxtrain.run.start_up import StartUp
 from jaxtrain.training.state import OUTER, bytes_per_device
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
@@ -25,8 +28,8 @@ def mebibytes(n: float) -> str:
     return f"{n / 2**20:,.1f}"
 
 
-def introduction(config: Config, step: Step, compiled) -> list[str]:
-    """Of a step and its compiled program: mesh, model, table, memory."""
+def introduction(config: Config, step: Step) -> list[str]:
+    """Of a step that need not be compiled yet: mesh, model, table, slots."""
     d, m = config.data, config.pipeline.microbatches
     lines = meshes.describe(step.mesh)
     lines.append(f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}")
@@ -36,12 +39,12 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
         lines.append(
             f"replicas: {config.mesh.replica} train apart and exchange {config.precision.outer} every {every} steps and after the last"
         )
+    lines += kernels.describe(config, meshes.hardware_of(step.mesh.devices.flat[0]))
     if (whole := whole_over_data(step)) >= 0.01:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={config.model.width})"
         lines.append(f"ZeRO: {whole:.0%} of the parameters stay whole on all {data} data shards: {why}")
     if config.model.experts and not config.model.capacity_factor:
-        lines += product_kernels.describe(step.mesh.devices.flat[0].platform)
         lines += _room_for_rows(config)
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
@@ -50,9 +53,6 @@ def introduction(config: Config, step: Step, compiled) -> list[str]:
         total = sum(n * each for n, each in pools.values())
         listed = ", ".join(f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in pools.items())
         lines.append(f"slots: {listed} MiB, {mebibytes(total)} in all")
-    if compiled_bytes := compiled_memory(compiled):
-        split = f"{mebibytes(bytes_per_device(step.abstract_state()))} of state, {mebibytes(compiled_bytes['temporary'])} temporary"
-        lines.append(f"memory per device as compiled: {mebibytes(compiled_bytes['total'])} MiB ({split})")
     lies = [f"{mebibytes(bytes_per_device(step.abstract_state(), host=True))} MiB of the optimizer's state"] if step.layout.offload else []
     if config.parallel.offload in ("activations", "both"):
         lies.append(f"slots {', '.join(step.host_pools)}" if step.setup.train else "what layers keep for the backward")
@@ -72,6 +72,14 @@ def _room_for_rows(config: Config) -> list[str]:
     return [f"experts: room for {rows:,} rows on a device, {rows / mean:.2f} times the mean ({beyond})"]
 
 
+def memory_as_compiled(step: Step, compiled: Compiled) -> list[str]:
+    """Of a step's compiled program: its memory in words, where the platform says it."""
+    if not (compiled_bytes := compiled_memory(compiled)):
+        return []
+    split = f"{mebibytes(bytes_per_device(step.abstract_state()))} of state, {mebibytes(compiled_bytes['temporary'])} temporary"
+    return [f"memory per device as compiled: {mebibytes(compiled_bytes['total'])} MiB ({split})"]
+
+
 def whole_over_data(step: Step) -> float:
     """The part of the parameters, from 0 to 1, that ZeRO would share out over `data` and cannot."""
     layout = step.layout
@@ -82,7 +90,7 @@ def whole_over_data(step: Step) -> float:
     return sum(size for reduction, size in zip(reductions, sizes, strict=True) if not reduction.over_data) / sum(sizes)
 
 
-def compiled_memory(compiled) -> dict[str, int] | None:
+def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
     """Bytes on a device, None where the platform does not say: arguments, temporary, results that take no argument's place, all of it."""
     memory = compiled.memory_analysis()
     if memory is None:
@@ -114,7 +122,7 @@ def state_memory(config: Config, step: Step) -> dict[str, int]:
 @dataclasses.dataclass(frozen=True)
 class DryRun:
     """A step that was compiled and not run. `stage`: of which the account is, the busiest; `exchange`: of replicas that train apart;
-    memory in bytes on a device."""
+    memory in bytes on a device; seconds of the command by part, as `StartUp.record` has them."""
 
     introduction: list[str]
     mesh: dict[str, int]
@@ -124,6 +132,7 @@ class DryRun:
     exchange: list[Entry]
     compiled: dict[str, int] | None
     state: dict[str, int]
+    seconds: dict[str, float]
 
     def lines(self) -> list[str]:
         kinds = ", ".join(f"{kind} {mebibytes(n)}" for kind, n in self.state.items())
@@ -139,25 +148,29 @@ class DryRun:
     def json(self) -> str:
         memory: dict[str, Any] = {"compiled": self.compiled, "state": self.state}
         mesh = self.mesh | {"devices": math.prod(self.mesh.values()), "device": self.device}
-        return json.dumps(
-            {"mesh": mesh, "stage": self.stage, "account": _as_dicts(self.entries), "exchange": _as_dicts(self.exchange), "memory": memory}
-        )
+        accounts = {"account": _as_dicts(self.entries), "exchange": _as_dicts(self.exchange)}
+        return json.dumps({"mesh": mesh, "stage": self.stage} | accounts | {"memory": memory, "seconds": self.seconds})
 
 
-def dry_run(config: Config) -> DryRun:
-    """Compiles the step of a resolved config for this process's devices. Raises ConfigError for what cannot be made."""
+def dry_run(config: Config, setup: Setup, start_up: StartUp) -> DryRun:
+    """Compiles the step of a resolved config, whose tables are in `setup`, for this process's devices. Raises ConfigError for what cannot
+    be made. start_up: of the command."""
     mesh = meshes.make_mesh(meshes.sizes_of(config.mesh))
     cpu = jax.default_backend() == "cpu"
     with jax.set_mesh(mesh):
-        step = make_step(config, mesh)
-        compiled = step.train.lower(step.abstract_state(), abstract_batch(config, step)).compile()
+        step = make_step(config, mesh, setup)
+        lowered = step.train.lower(step.abstract_state(), abstract_batch(config, step))
+        tracing = start_up.ended("tracing")
+        compiled = lowered.compile()
+        compiling = start_up.ended("compiling")
+        lines = [*introduction(config, step), *memory_as_compiled(step, compiled)]
+        lines.append(f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s")
     stage = busiest(config, cpu)
     device = mesh.devices.flat[0].device_kind
     shape = {name: int(size) for name, size in mesh.shape.items()}
     accounts = account(config, stage, cpu), exchange_account(config, cpu)
-    return DryRun(
-        introduction(config, step, compiled), shape, device, stage, *accounts, compiled_memory(compiled), state_memory(config, step)
-    )
+    memory = compiled_memory(compiled), state_memory(config, step)
+    return DryRun(lines, shape, device, stage, *accounts, *memory, start_up.record())
 
 
 def _as_dicts(entries: list[Entry]) -> list[dict[str, Any]]:

@@ -10,13 +10,13 @@ reshapes, broadcasts or transposes, no sums and products of other residuals; a `
 cross is computed again. The weight stash crosses from B to W: the gradients that W multiplies with, and what B had to compute again for
 itself.
 
-Calls are inlined and inner scans unrolled; an inner `while` is one equation and stays whole (parallel/blockwise.py). What `jax.checkpoint`
-inside the layer computes again stays in the backward.
+Calls are inlined and inner scans unrolled; an inner `while` or kernel is one equation and stays whole (parallel/flash.py). What
+`jax.checkpoint` inside the layer computes again stays in the backward.
 """
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,9 @@ VIEWS = frozenset(
 # Values that cost one pass over their operands, which fuses with what reads them: not kept beside all of those.
 CHEAP = VIEWS | frozenset("add sub mul div max min select_n integer_pow square one_minus_square convert_element_type add_any".split())
 PRODUCTS = frozenset({"dot_general"})
-KERNELS = frozenset({"while", "pallas_call"})  # one equation each: attention, or products by groups
+GATHERS = frozenset({"all_gather"})
+# Attention by parallel/blockwise.py, splash.py, cudnn.py, and by jax's own function for cuDNN; products by groups.
+KERNELS = frozenset("while pallas_call dot_product_attention_fwd dot_product_attention_fwd_wrapper".split())
 SUMS = frozenset("reduce_scatter add convert_element_type".split())
 CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat2 checkpoint".split())
 AGAIN = "computed_again"  # the name scope of what jax.checkpoint computes again in the backward
@@ -72,11 +74,12 @@ def keep_everything(equation) -> bool:
 
 
 def keep_products(equation) -> bool:
-    """`remat` selective: results of products with weights cross, and those of a loop or a kernel, which is attention (its output and
-    log-sum-exp) or products by groups. Attention's inside and elementwise work are computed again (Korthikanti et al. 2022, section 5). A
-    router's choices cross, too: rows that cross lie in their order, and choices made again could differ by a rounding."""
+    """`remat` selective: results of products with weights cross, and those of a kernel or a loop, which is attention (its output and
+    log-sum-exp, so that it attends once) or products by groups. Other attention's inside and elementwise work are computed again
+    (Korthikanti et al. 2022, section 5). A router's choices cross, too: rows that cross lie in their order, and choices made again could
+    differ by a rounding."""
     name = equation.primitive.name
-    if any(e.primitive.name in KERNELS for e in (equation.params["jaxpr"].eqns if name == "shard_map" else [equation])):
+    if _has(equation, KERNELS):
         return True
     if name == "shard_map":  # a product on each device's part, perhaps with its sum over devices
         return _is(equation, VIEWS | PRODUCTS | SUMS) and not _is(equation, VIEWS | SUMS)
@@ -142,15 +145,24 @@ def _is(equation, names: frozenset) -> bool:
     return name in names or (name == "shard_map" and all(_is(e, names) for e in equation.params["jaxpr"].eqns))
 
 
+def _has(equation, names: frozenset) -> bool:
+    """Whether it is one of these, or one of these is in what each device does."""
+    name = equation.primitive.name
+    return name in names or (name in CALLS | {"shard_map"} and any(_has(e, names) for inner in _inner(equation) for e in inner.eqns))
+
+
+def _inner(equation) -> Iterator:
+    """The jaxprs that an equation is made of."""
+    for value in equation.params.values():
+        jaxpr = getattr(value, "jaxpr", value)
+        if hasattr(jaxpr, "eqns"):
+            yield jaxpr
+
+
 def _is_view(equation) -> bool:
     if equation.primitive.name == "convert_element_type":  # keep the narrower of the two
         return equation.invars[0].aval.dtype.itemsize <= equation.outvars[0].aval.dtype.itemsize
     return _is(equation, VIEWS)
-
-
-def _gathers(equation) -> bool:
-    name = equation.primitive.name
-    return name == "all_gather" or (name == "shard_map" and any(_gathers(e) for e in equation.params["jaxpr"].eqns))
 
 
 def _variables(atoms: Iterable) -> list:
@@ -188,7 +200,7 @@ class LayerSplit:
         self._for_b, self._for_w = [a for a in kept if a not in for_weights], [a for a in kept if a in for_weights]
         self.residuals = Residuals(_shapes(self._for_b), _shapes(self._for_w))
         self.weight_stash = _shapes(self._stashed)
-        self.gathered = [a in self._maker and _gathers(self._maker[a]) for a in self._stashed]
+        self.gathered = [a in self._maker and _has(self._maker[a], GATHERS) for a in self._stashed]
         self._equations = {
             LayerOp.FORWARD: self._needed([self._y, *kept], ()),
             LayerOp.INPUT_GRADIENT: self._needed([self._dx, *self._stashed], kept),
@@ -291,7 +303,7 @@ class LayerSplit:
         def goes_on(value) -> bool:
             if value in crossing:
                 residuals.add(value)
-            elif value is self._g or (value in in_b and value in self._late and _gathers(self._maker[value])):
+            elif value is self._g or (value in in_b and value in self._late and _has(self._maker[value], GATHERS)):
                 stash.add(value)  # a gradient that B gathers is not gathered twice, as it is made late and ends soon
             elif _is_view(self._maker[value]):
                 return True

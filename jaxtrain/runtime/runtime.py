@@ -16,12 +16,14 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.mesh import CONTEXT, DATA, MANUAL_AXES, MODEL, STAGE, psum
+from jaxtrain.devices.mesh import CONTEXT, DATA, MANUAL_AXES, MODEL, STAGE, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC, constrain, local_shape, restricted
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.spec import Spec
 from jaxtrain.models.transformer import Parts
 from jaxtrain.parallel import context, host_memory, replicas
+from jaxtrain.parallel.heads import row_major
+from jaxtrain.parallel.tensor import TOKENS
 from jaxtrain.parallel.zero import Reduction, Zero, gather, part_shape, reduce, reduce_rest, whole_shape
 from jaxtrain.runtime.backward_split import LayerSplit, keep_everything, keep_products
 from jaxtrain.runtime.embedding_and_head import EmbeddingAndHead, look_ahead
@@ -163,7 +165,8 @@ class Runtime:
         )
         if (parts := self.mesh.shape[CONTEXT]) > 1:
             batch = jax.tree.map(lambda a: context.zigzag(a, parts), batch)
-        return run(params, batch, jax.tree.map(jnp.asarray, columns))
+        with traced_for(self.mesh):
+            return run(params, batch, jax.tree.map(jnp.asarray, columns))
 
     # ------------------------------------------------------------------ inside the manual region
 
@@ -231,10 +234,12 @@ class Runtime:
         else:
             tick, state = Tick(embedding_and_head, stacks, self._ticks, constants), self._with_buffers(state, self._ticks, split, message)
         ticks = jax.tree.map(lambda column: column[:, 0], columns)
+        if len(jax.tree.leaves(ticks)[0]) == 1:  # of a scan of one tick XLA's TPU compiler makes two programs: the forward ran twice
+            return tick(state, jax.tree.map(lambda column: column[0], ticks))
         return lax.scan(lambda state, columns: (tick(state, columns), None), state, ticks)[0]
 
     def _layer(self, params, x, extra):
-        return self.parts.block(params, x, *extra)
+        return row_major(self.parts.block(params, row_major(x, TOKENS), *extra), TOKENS)
 
     def _split(self, message: tuple[int, ...], extra) -> LayerSplit:
         """One layer's ops, on activations of this shape [B, T, D] on a device."""
@@ -252,7 +257,8 @@ class Runtime:
             splits.append(self._split(message, extra))
             return jnp.zeros(())
 
-        jax.eval_shape(jax.shard_map(body, mesh=self.mesh, in_specs=(), out_specs=P(), axis_names=set(MANUAL_AXES), check_vma=False))
+        with traced_for(self.mesh):
+            jax.eval_shape(jax.shard_map(body, mesh=self.mesh, in_specs=(), out_specs=P(), axis_names=set(MANUAL_AXES), check_vma=False))
         return splits[0]
 
     # ------------------------------------------------------------------ the state before the first tick

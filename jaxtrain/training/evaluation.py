@@ -27,7 +27,7 @@ class Evaluation:
         if not self._held_out.batches:
             return None
         if self._compiled is None:
-            self._compiled = cluster.compile_everywhere("evaluation", self._evaluate, self._params, self._held_out.specification())
+            self._compiled = cluster.compile_everywhere("evaluation", self._evaluate.lower(self._params, self._held_out.specification()))
         losses: list[Losses] = [self._compiled(params, batch) for batch in self._held_out.iterate()]
         tokens = [float(batch.tokens) for batch in losses]
         total = sum(tokens)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtrain.config import Config
 from jaxtrain.run import metrics
 from jaxtrain.run.progress import Progress, StepTimer
+from jaxtrain.run.start_up import StartUp
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics
 from jaxtrain.training.requests import Answer, Request
@@ -84,6 +85,7 @@ class Reporter:
       mean_metrics: as in Step.
       position: step → the rows of its batch in words, for the error about a loss that is not finite.
       speedometer, log, progress: get every step, every logged step, and every step.
+      start_up: of the command; it ends with the first step that is reported, and is then shown and logged.
       expert_room: model.expert_room; what finds no room is warned of. A capacity drops by intention, and is only logged.
     """
 
@@ -95,10 +97,12 @@ class Reporter:
         speedometer: Speedometer,
         log: metrics.MetricsWriter,
         progress: Progress,
+        start_up: StartUp,
         expert_room: float = 0.0,
     ):
         self._calendar, self._mean_metrics, self._position = calendar, mean_metrics, position
         self._speedometer, self._log, self._progress = speedometer, log, progress
+        self._start_up: StartUp | None = start_up
         self._pending: Pending | None = None
         self._expert_room, self._warned_of = expert_room, 0.0
 
@@ -132,6 +136,7 @@ class Reporter:
         together = together or logged or self._mean_metrics is None
         values = self._read(pending.metrics, together) | {"tokens": pending.at * self._speedometer.tokens_per_step}
         self._speedometer.lap(pending.at)
+        self._end_start_up(pending.at)
         # One replica's loss does not end the run: all see it when they meet.
         finite = not together or (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
         recent = self._speedometer.recent()
@@ -151,6 +156,14 @@ class Reporter:
         self._warned_of, room = dropped, self._expert_room
         drops = f"{dropped:.2%} of the choices of experts were dropped, beyond model.expert_room={room:g}"
         self._progress.say(f"warning: step {at}: {drops}: --config.model.expert_room={2 * room:g} has room for more")
+
+    def _end_start_up(self, at: int) -> None:
+        """Shows and logs where the time up to the first step went, once."""
+        if self._start_up is not None:
+            self._start_up.ended("running")
+            self._progress.say(self._start_up.line())
+            self._log.write(at, **self._start_up.record())
+            self._start_up = None
 
     def _read(self, metrics: StepMetrics, together: bool) -> dict[str, float]:
         """A step's metrics by name. Of independent replicas: of all `together`, or of those that this process has a part of."""

@@ -13,6 +13,7 @@ from jax.stages import Wrapped
 
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.pipeline_setup import Setup, make_setup
+from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.mesh import CONTEXT, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import Parts, build
@@ -23,12 +24,6 @@ from jaxtrain.training import balance, diloco
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.optimizer import learning_rate, make_optimizer
 from jaxtrain.training.state import Layout, TrainState, abstract_state
-
-# XLA's options by platform, without which the program is not what it should be. Early permutes run beside a row's ops; an op with
-# collectives in it is put beside another collective only if all together stay below this limit.
-COMPILER_OPTIONS: dict[str, dict[str, bool | int]] = {
-    "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_experimental_parallel_collective_overlap_limit": 1024}
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,7 +101,7 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     sequences = config.sequences_per_microbatch // batch_shards(mesh.shape)
     tokens, documents = config.data.sequence_length // mesh.shape[CONTEXT], not config.data.attend_across_documents
 
-    jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS.get(mesh.devices.flat[0].platform))
+    jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh.devices.flat[0], config.parallel.compiler_options))
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
     metrics_sharding = exchange = mean_metrics = None
     if layout.independent_replicas:

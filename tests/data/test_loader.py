@@ -209,6 +209,7 @@ with loader.Loader(corpus, data, "train", sharding, 2) as batches:
 """
 
 
+@pytest.mark.full
 def test_two_processes(config, corpus, tmp_path, start_python):
     with socket.socket() as free:
         free.bind(("localhost", 0))

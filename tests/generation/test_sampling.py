@@ -123,6 +123,16 @@ def test_a_prompt_longer_than_a_piece(monkeypatch):
     assert ids(sampler(), prompt, 6, Sampling(temperature=0)).tolist() == [by_whole_forwards(prompt, 6)]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)])
+def test_a_prompt_is_read_by_the_kernel(mesh, monkeypatch):
+    """By splash, interpreted, in two pieces; tokens one by one in plain XLA."""
+    monkeypatch.setattr(sampling, "PIECE", 128)
+    prompt = [int(i) for i in np.random.default_rng(0).integers(0, VOCABULARY, 200)]
+    expected = ids(sampler(), prompt, 6, Sampling(temperature=0))
+    assert (ids(sampler(mesh, attention_kernel="splash"), prompt, 6, Sampling(temperature=0)) == expected).all()
+
+
 def test_learned_positions_to_the_last_one():
     learned = {"positions": "learned", "max_positions": 20}
     assert ids(sampler(**learned), [1, 2, 3], 17, Sampling(temperature=0)).tolist() == [by_whole_forwards([1, 2, 3], 17, **learned)]

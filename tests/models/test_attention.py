@@ -1,4 +1,4 @@
-"""Attention against plain numpy, one query at a time; through a cache; and the choice of an implementation."""
+"""Attention against plain numpy, one query at a time and through a cache."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from jaxtrain.config import ModelConfig
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.spec import functional, specs
-from jaxtrain.parallel.attention import attend, causal_blocks, choose_implementation
+from jaxtrain.parallel.attention import attend, causal_blocks
 
 BATCH, LENGTH, WIDTH, HEAD = 2, 9, 12, 4
 
@@ -120,16 +120,3 @@ def test_through_a_cache(positions):
         y, cache = apply(params, x[:, first:end], where[:, first:end], cache, first, method="cached")
         parts.append(y)
     np.testing.assert_allclose(np.concatenate(parts, 1), apply(params, x, where), rtol=1e-5, atol=1e-5)
-
-
-def test_choice_of_an_implementation():
-    assert choose_implementation("auto", jnp.bfloat16, 128, "gpu") == "cudnn"
-    for dtype, head_dim, platform in (
-        (jnp.float32, 128, "gpu"),
-        (jnp.bfloat16, 136, "gpu"),
-        (jnp.bfloat16, 20, "gpu"),
-        (jnp.bfloat16, 64, "cpu"),
-        (jnp.bfloat16, 64, "tpu"),
-    ):
-        assert choose_implementation("auto", dtype, head_dim, platform) == "xla"
-    assert choose_implementation("cudnn", jnp.float32, 64, "cpu") == "cudnn"  # what was asked for

@@ -212,7 +212,7 @@ def test_rows_beyond_the_room_are_dropped(room):
     np.testing.assert_array_equal(by_params["router"]["dropped"], np.bincount(chosen[~served], minlength=cfg.experts))
 
 
-@pytest.mark.parametrize("router, groups", [("softmax", 1), ("sigmoid", 1), ("sigmoid", 3)])
+@pytest.mark.parametrize("router, groups", [("softmax", 1), pytest.param("sigmoid", 1, marks=pytest.mark.full), ("sigmoid", 3)])
 def test_the_losses_of_the_router(router, groups):
     """The gradient is that of the layer's output and of the losses as they are written in the papers."""
     fields = {"router": router, "router_groups": groups, "router_group_limit": min(groups, 2)}

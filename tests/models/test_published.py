@@ -47,6 +47,7 @@ def test_logits_and_gradients(name):
     assert_same_gradients(gradients, case["gradients"])
 
 
+@pytest.mark.full
 def test_a_training_step_with_predictions():
     """By the runtime, on one device."""
     (case,) = (case for case in CASES.values() if case["mtp_depth"])

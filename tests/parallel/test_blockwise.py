@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.parallel import blockwise
+from jaxtrain.parallel import blockwise, flash
 from jaxtrain.parallel.attention import attend_whole, grouped_attention
 from jaxtrain.parallel.context import CAUSAL, Sight
 
@@ -65,7 +65,7 @@ def test_same_as_whole_scores(block, kv_heads, size, documents):
     if documents:
         mask = mask & np.asarray(own[:, None, :, None] == own[:, None, None, :])
     given = arrays(kv_heads)
-    by_blocks = lambda q, k, v: blockwise.attend(q, k, v, CAUSAL, (own, own) if documents else None)
+    by_blocks = lambda q, k, v: flash.attend(blockwise.KERNEL, q, k, v, CAUSAL, (own, own) if documents else None)
     got = with_gradients(by_blocks, *given)
     wanted = with_gradients(lambda q, k, v: grouped_attention(q, k, v, mask), *given)
     for a, b in zip(got, wanted, strict=True):
@@ -78,7 +78,7 @@ def test_chunks_of_queries(block):
     q, k, v, g = arrays()
     q, g = q[:, 6:18], g[:, 6:18]
     mask = (np.arange(6, 18)[:, None] >= np.arange(LENGTH))[None, None]
-    got = with_gradients(lambda q, k, v: blockwise.attend(q, k, v, Sight(jnp.array([1, 2]), 3)), q, k, v, g)
+    got = with_gradients(lambda q, k, v: flash.attend(blockwise.KERNEL, q, k, v, Sight(jnp.array([1, 2]), 3)), q, k, v, g)
     wanted = with_gradients(lambda q, k, v: grouped_attention(q, k, v, mask), q, k, v, g)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-6)
@@ -89,20 +89,20 @@ def test_blocks_that_nobody_sees_are_not_computed(block):
     block(4)
     q, k, v, g = arrays()
     k[:, 12:], v[:, 12:] = np.nan, np.nan
-    y = jax.jit(lambda: blockwise.attend(q, k, v, CAUSAL))()
+    y = jax.jit(lambda: flash.attend(blockwise.KERNEL, q, k, v, CAUSAL))()
     assert np.isfinite(y[:, :12]).all() and np.isnan(y[:, 12:]).all()
 
     @jax.jit
     def first_half(q, k, v, g):
         out, lse = blockwise.output_and_lse(q, k, v, Sight((0, 1), 1))
-        gradients = blockwise.gradients(q, k, v, g, lse, blockwise.delta(g, out), Sight((0, 1), 1))
+        gradients = blockwise.gradients(q, k, v, g, out, lse, Sight((0, 1), 1))
         return out, gradients, blockwise.output_and_lse(q, k, v, Sight((0, 1), 1, diagonal=False))
 
     whole, (_, dk, dv), (out, lse) = first_half(q[:, :12], k, v, g[:, :12])
     assert np.isfinite(whole).all()
     assert not np.any(dk[:, 12:]) and not np.any(dv[:, 12:])
     # Without the diagonal the first chunk sees nothing.
-    assert not np.any(out[:, :6]) and (lse[:, :6] == blockwise.MASKED).all()
+    assert not np.any(out[:, :6]) and (lse[:, :6] == flash.MASKED).all()
 
 
 def test_memory_grows_with_the_sequence_alone():
@@ -119,7 +119,7 @@ def test_memory_grows_with_the_sequence_alone():
 def test_bfloat16_sums_in_float32(block):
     block(4)
     given = [jnp.asarray(a, jnp.bfloat16) for a in arrays()]
-    fn = lambda q, k, v: blockwise.attend(q, k, v, CAUSAL)
+    fn = lambda q, k, v: flash.attend(blockwise.KERNEL, q, k, v, CAUSAL)
     got = with_gradients(fn, *given)
     exact = with_gradients(fn, *(a.astype(jnp.float32) for a in given))
     for a, b in zip(got, exact, strict=True):

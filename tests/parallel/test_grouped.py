@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support import hlo, small
 
-from jaxtrain.config.product_kernels import BLOCKS, MEGABLOX, product_kernel
+from jaxtrain.config.kernels import BLOCKS, MEGABLOX
 from jaxtrain.parallel import experts, grouped, megablox
 
 INPUTS, OUTPUTS = 24, 40
@@ -134,8 +134,3 @@ def test_tiles_of_megablox():
     assert [megablox.tile_rows(*size) for size in ((16, 4), (4096, 4), (65536, 1), (48, 1))] == [16, 64, 512, 16]
     assert [megablox.tile_columns(n, 2) for n in (40, 1024, 4096, 14336, 1536, 1100)] == [40, 1024, 1024, 1024, 768, 1024]
     assert megablox.tile_columns(4096, 4) == 512
-
-
-def test_which_kernel():
-    assert [product_kernel(platform).kernel for platform in ("tpu", "gpu", "cpu")] == [MEGABLOX, BLOCKS, BLOCKS]
-    assert product_kernel("gpu").warning and not product_kernel("cpu").warning

@@ -94,16 +94,15 @@ def test_without_a_mesh():
 
 
 def test_attention_takes_this_way_for_a_library_kernel(monkeypatch):
-    """With cuDNN asked for, each device's part of the heads goes to jax's function, causal or with the mask."""
+    """With a mask for cuDNN, each device's part of the heads goes to jax's function."""
     calls = []
 
-    def stand_in(q, k, v, mask, is_causal, implementation):
-        calls.append((q.shape[2], is_causal, implementation))
+    def stand_in(q, k, v, mask, implementation):
+        calls.append((q.shape[2], implementation))
         return attention.grouped_attention(q, k, v, mask)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
-        for m in (None, mask()):
-            got = jax.jit(lambda q, k, v, m=m: attention.attend(q, k, v, m, "cudnn"))(*arrays())
-            np.testing.assert_allclose(got, attention.grouped_attention(*arrays(), m), rtol=1e-5, atol=1e-5)
-    assert calls == [(2, True, "cudnn"), (2, False, "cudnn")]
+        got = jax.jit(attention.attend_by_cudnn)(*arrays(), mask())
+        np.testing.assert_allclose(got, attention.grouped_attention(*arrays(), mask()), rtol=1e-5, atol=1e-5)
+    assert calls == [(2, "cudnn")]

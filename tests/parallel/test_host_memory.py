@@ -6,7 +6,6 @@ only programs for real ones show (tests/runtime/test_ahead.py).
 
 import dataclasses
 import functools
-import types
 
 import jax
 import numpy as np
@@ -143,6 +142,6 @@ def test_a_device_without_a_host_memory_is_refused(monkeypatch):
 def test_the_start_up_text_says_what_lies_there(offload, mesh, remat, lies):
     cfg, step = step_of(offload, mesh, remat)
     with jax.set_mesh(step.mesh):
-        lines = introduction(cfg, step, types.SimpleNamespace(memory_analysis=lambda: None))
+        lines = introduction(cfg, step)
     found = [line for line in lines if "host's memory" in line]
     assert len(found) == bool(lies) and (not lies or found[0].endswith(lies))

@@ -20,11 +20,8 @@ BASE = {"model.width": WIDTH, "model.mlp_width": 192, "model.layers": 2 * LAYERS
 GPT2 = {"model.activation": "gelu", "model.biases": True}
 # Of a layer in each op: collectives of activations, gathered and scattered. R leaves out what no residual is made of.
 MEGATRON = {"K": (2, 2), "F": (2, 2), "R": (2, 2), "B": (2, 2), "W": (2, 0)}
-CASES = {
-    "none": {"pipeline.remat": "none"},
-    "full, shared heads": {"pipeline.remat": "full", "model.kv_heads": 2},
-}
-MORE = {"selective, gpt2 form": {"pipeline.remat": "selective", **GPT2}}
+CASES = {"full, shared heads": {"pipeline.remat": "full", "model.kv_heads": 2}}
+MORE = {"none": {"pipeline.remat": "none"}, "selective, gpt2 form": {"pipeline.remat": "selective", **GPT2}}
 
 
 @functools.cache

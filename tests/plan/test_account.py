@@ -6,6 +6,7 @@ import jax
 import pytest
 from support import ahead, compiled_account, hlo, small
 from support.compiled_account import FEW
+from support.compilers import compiled_for
 from support.small import Case
 
 from jaxtrain import config as configs
@@ -13,6 +14,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.plan.account import Entry, account, busiest, exchange_account, sent
+from jaxtrain.plan.flops import BACKWARD_PRODUCTS, OWN_BACKWARD, flops
 from jaxtrain.training.step import make_step
 
 SHAPES = {"model.width": 64, "model.mlp_width": 192, "model.vocab_size": 256, "data.sequence_length": 32, "model.layers": 8}
@@ -93,6 +95,12 @@ def test_as_compiled(case):
         assert {key: got[key] / expected[key] for key in got} == pytest.approx(dict.fromkeys(got, 1), abs=0.05)
         # What is left to the partitioner is the batch, four bytes a token.
         assert sum(n for (op, *_), n in compiled.items() if op == "other") < 0.02 * sum(compiled.values())
+        if not cfg.model.experts and cfg.mesh.context == 1:
+            planned = flops(cfg, stage)
+            # Short sequences attend to all keys and keep the scores: twice the causal half, and no product again in B.
+            attention = sum(2 * cost.attention / (BACKWARD_PRODUCTS / OWN_BACKWARD if op == "B" else 1) for op, cost in planned.items())
+            expected = sum(cost.weights for cost in planned.values()) + attention
+            assert compiled_account.products(step.setup, program, stage) == pytest.approx(expected, rel=0.01)
 
 
 AHEAD = {
@@ -101,13 +109,10 @@ AHEAD = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("case", AHEAD)
-@pytest.mark.parametrize("platform", ahead.PLATFORMS)
+@compiled_for(*ahead.PLATFORMS)
 def test_as_compiled_ahead_of_time(platform, case):
     """Also over `model`, and no sum of a weight or an activation is an all-reduce where a reduce-scatter was meant."""
-    if ahead.PLATFORMS[platform].missing:
-        pytest.skip(f"no compiler for {platform} here: {ahead.INSTALL_COMMAND}")
     changes = {"model.layers": 8, "pipeline.repeats": 1} | AHEAD[case]
     cfg = configs.replace(Config(), ahead.MODEL | changes).resolve()
     program, mesh = ahead.compile_step(platform, changes).program, {axis: getattr(cfg.mesh, axis) for axis in AXES}

@@ -2,7 +2,6 @@
 
 import json
 import re
-import types
 
 import pytest
 from support import small
@@ -54,6 +53,7 @@ def test_json_alone_on_standard_output(folder):
     assert [(row["op"], row["kind"], tuple(row["axes"]), row["bytes"]) for row in found["account"]] == [
         (r.op, r.kind, r.axes, r.bytes) for r in rows
     ]
+    assert {"imports_s", "table_s", "tracing_s", "compiling_s", "start_up_s"} == {*found["seconds"]}
     assert found["memory"]["state"]["moments"] > 0 and found["memory"]["compiled"]["total"] > sum(found["memory"]["state"].values()) / 2
 
 
@@ -61,7 +61,7 @@ def test_what_zero_cannot_share_out_is_said():
     def said(data: int, zero: int, **changes) -> list[str]:
         names = {f"model.{name}": value for name, value in changes.items()} | {"parallel.zero": zero, "data.batch_size": data}
         config = small.config((data, 1, 1), microbatches=1, changes=names)
-        lines = introduction(config, make_step(config, small.mesh_of(config)), types.SimpleNamespace(memory_analysis=lambda: None))
+        lines = introduction(config, make_step(config, small.mesh_of(config)))
         return [line for line in lines if line.startswith("ZeRO")]
 
     whole = "of the parameters stay whole on all 7 data shards: mesh.data=7 divides no free dimension of theirs (model.width=32)"

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from support import ROOT, ahead
+from support.compilers import compiled_for
 
 SCHEDULES = {"interleaved": 2, "zb_h1": 1}  # with repeats
 
@@ -97,16 +98,6 @@ def test_each_check_can_fail(text, check):
 
 def test_a_large_move_in_an_op_is_none():
     assert ahead.faults(tick(TICK.replace("%gathered = f32[16,8]{1,0} all-gather(", "%gathered = f32[99,8]{1,0} copy("))) == {}
-
-
-def needs(platform: str) -> list[pytest.MarkDecorator]:
-    missing = pytest.mark.skipif(ahead.PLATFORMS[platform].missing, reason=f"no compiler for {platform} here: {ahead.INSTALL_COMMAND}")
-    return [pytest.mark.full, missing]
-
-
-def compiled_for(*platforms: str):
-    """The test's parameter `platform`."""
-    return pytest.mark.parametrize("platform", [pytest.param(name, marks=needs(name)) for name in platforms])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

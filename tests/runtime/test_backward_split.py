@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec as P
 from support import small
 from support.small import normal
 
+from jaxtrain.config.kernels import Hardware
+from jaxtrain.devices.mesh import AXES, make_mesh
 from jaxtrain.models import transformer
-from jaxtrain.parallel import blockwise
-from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_everything, keep_products
+from jaxtrain.parallel import attention, blockwise
+from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, _inner, keep_everything, keep_products
 
 BATCH, LENGTH, WIDTH = 2, 12, 32
 
@@ -151,6 +153,49 @@ def test_attention_by_blocks_stays_whole(block, keep, monkeypatch):
     }
     loops = {op: [e.primitive.name for e in jax.make_jaxpr(run)(*args).eqns].count("while") for op, (run, *args) in ops.items()}
     assert loops == {LayerOp.FORWARD: 1, LayerOp.INPUT_GRADIENT: 1, LayerOp.WEIGHT_GRADIENT: 0, LayerOp.BACKWARD: 1}
+
+
+FORWARD = {"pallas_call": ["pallas_call"], "cudnn": ["dot_product_attention_fwd", "while"]}
+BACKWARD = {"pallas_call": ["pallas_call"] * 2, "cudnn": ["dot_product_attention_bwd", "while"]}
+
+
+@pytest.mark.parametrize("keep", [keep_everything, keep_products])
+@pytest.mark.parametrize("kernel, platform", [("pallas_call", "tpu"), ("cudnn", "gpu")])
+def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
+    """One call in F (and in K and R, which are the same op), and the kernel's gradient in B: two calls of splash, one of cuDNN; none in W.
+    What crosses is no mask, no place of a document and nothing else than activations, each once."""
+    monkeypatch.setattr(attention, "hardware", lambda: Hardware(platform))
+    tokens, changes = 256, {"model.kv_heads": 2, "data.sequence_length": 256, "precision.compute": "bfloat16"}
+    parts = transformer.build(small.config(changes=changes | {"model.head_dim": 8}).model)
+    shape = lambda s: jax.ShapeDtypeStruct(s.padded, jnp.bfloat16 if s.cast else jnp.float32)
+    params, x = jax.tree.map(shape, parts.specs["layer"]), jax.ShapeDtypeStruct((BATCH, tokens, WIDTH), jnp.bfloat16)
+    numbers = jax.ShapeDtypeStruct((BATCH, tokens), jnp.int32)
+    extra, ops = (numbers, numbers), {}
+    with jax.set_mesh(make_mesh((1,) * len(AXES), jax.devices()[:1])):
+        split = LayerSplit(lambda p, x, extra: parts.block(p, x, *extra), params, x, extra, keep)
+        kept = split.residuals
+        for op, run, *args in (
+            ("F", split.output_and_residuals, params, x, extra),
+            ("B", split.input_gradient, params, extra, kept, x),
+            ("W", split.weight_gradient, params, extra, kept.for_w, split.weight_stash),
+        ):
+            ops[op] = sorted(n for n in primitives(jax.make_jaxpr(run)(*args).jaxpr) if n in {*FORWARD[kernel], *BACKWARD[kernel]})
+    assert ops == {"F": FORWARD[kernel], "B": BACKWARD[kernel], "W": []}
+    of_kernel = [a for a in jax.tree.leaves(kept) if a.dtype != jnp.bfloat16 and a.shape[-1] > 1]  # norms leave one number of a token
+    assert [a.shape for a in of_kernel if a.ndim > 2] == [(BATCH, tokens, 8)], "the log-sum-exp is what a kernel leaves in float32"
+    assert not [a for a in jax.tree.leaves(kept) if a.dtype == jnp.int32 or a.shape.count(tokens) > 1]
+    heads = [a.shape for a in jax.tree.leaves(kept) if a.shape[-2:] == (8, 8)]
+    assert heads.count((BATCH, tokens, 8, 8)) <= 2, "queries and output, once"
+
+
+def primitives(jaxpr) -> list[str]:
+    """The names of a jaxpr's equations and of those in them, but not of what a kernel is made of."""
+    found = []
+    for equation in jaxpr.eqns:
+        found.append(equation.primitive.name)
+        if found[-1] not in ("pallas_call", "while"):
+            found += [name for inner in _inner(equation) for name in primitives(inner)]
+    return found
 
 
 def test_a_block_keeps_less_than_vjp(block):

@@ -213,6 +213,16 @@ def test_one_stage_is_a_plain_scan():
     assert loops == [] and not [i for i in c.program.below(c.program.entry) if i.collective]
 
 
+@pytest.mark.parametrize("which", ["gradients", "evaluate"])
+def test_one_microbatch_on_one_stage_is_no_loop_at_all(which):
+    """XLA's TPU compiler makes two programs of a scan of one tick: the forward ran twice (docs/log.md)."""
+    cfg = Case((1, 1, 1), microbatches=1, changes={"model.layers": 1}).config(SHAPES | {"data.batch_size": 1})
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        text = getattr(step, which).lower(step.abstract_state().params, abstract_batch(cfg, step)).as_text()
+    assert "stablehlo.dot_general" in text and "stablehlo.while" not in text
+
+
 # --- that each check can fail -----------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +233,7 @@ def test_without_the_barrier_matmuls_are_lifted_into_every_tick(monkeypatch):
     assert "in every row" in misplaced_permutes(made)
 
 
+@pytest.mark.full
 def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
     def once(self, op, state, columns):
         if not self.ticks.columns.runs[op.name].any():
@@ -235,6 +246,7 @@ def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
     assert large_moves(compile_program(SMALLEST))
 
 
+@pytest.mark.full
 def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
     def call(self, state, columns, original=tick.Tick.__call__):
         changed = original(self, state, columns)
@@ -246,6 +258,7 @@ def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
     assert large_moves(compile_program(SMALLEST))
 
 
+@pytest.mark.full
 def test_a_copied_pool_is_found(monkeypatch):
     def forward(self, unit, state, constants, columns, original=tick.Tick._forward):
         changed = lax.fori_loop(0, columns.microbatch, lambda i, x: x.at[i].set(state.up), state.activation)
@@ -266,6 +279,7 @@ def test_a_permute_in_an_op_is_found(monkeypatch):
     assert len(misplaced_permutes(compile_program(SMALLEST))) == 1
 
 
+@pytest.mark.full
 def test_a_reduction_in_the_scan_is_found(monkeypatch):
     def backward(self, unit, state, constants, columns, original=tick.Tick._weight_gradient):
         after = original(self, unit, state, constants, columns)
@@ -275,6 +289,7 @@ def test_a_reduction_in_the_scan_is_found(monkeypatch):
     assert wide_collectives(compile_program(dataclasses.replace(SMALLEST, mesh=(2, 2, 1))))
 
 
+@pytest.mark.full
 def test_a_gradient_gathered_over_model_is_found(monkeypatch):
     """What the partitioner makes of a reduce-scatter that leaves `model` to it."""
 

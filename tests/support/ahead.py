@@ -1,7 +1,8 @@
 """Compiles the step for hardware that is not there, and reads what XLA made of a tick.
 
 The compilers for TPU and GPU come with jax's own packages and need neither a device nor a driver. They are loaded by a process of their
-own, `python tests/support/ahead.py PLATFORM CHANGES OPTIONS PROGRAM FILE`: the simulated devices of the tests' process stay what they are.
+own, `python tests/support/ahead.py PLATFORM DEVICES CONFIG OPTIONS PROGRAM FILE`: the simulated devices of the tests' process stay what
+they are.
 """
 
 import dataclasses
@@ -17,11 +18,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxtrain.training.step import COMPILER_OPTIONS
+from jaxtrain import config as configs
+from jaxtrain.config import Config
 from support import ROOT, hlo
 
 HERE = pathlib.Path(__file__).parent
-COMPILERS = ROOT / ".venv-compilers"  # where `scripts/test.sh --full` puts them (requirements-compilers.txt)
+# Where `scripts/test.sh --full` puts them (requirements-compilers.txt), or another folder, as for another Python
+COMPILERS = pathlib.Path(os.environ.get("JAXTRAIN_COMPILERS") or ROOT / ".venv-compilers")
 
 # A payload is smaller than an op's other activations, those than a device's part of any matrix; what a tick carries, and a device's part
 # of the vocabulary, do not fit into a TPU's vector memory, where XLA would keep smaller arrays and copy them in and out.
@@ -42,11 +45,13 @@ MODEL = {
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """module: what must be importable; topology: its 16 devices; options: XLA's, without which the step is not what it should be."""
+    """module: what must be importable; backend: jax's name of it; device_kind: as jax calls a device of it; topology: number of devices →
+    the arguments that describe them."""
 
     module: str
-    topology: Mapping[str, str]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    backend: str
+    device_kind: str
+    topology: Callable[[int], Mapping[str, Any]]
 
     @property
     def missing(self) -> bool:
@@ -59,13 +64,29 @@ class Platform:
             return True
 
 
+HOPPER = 9.0  # an H100's compute capability
+CUDNN = 91400  # 9.14, as jax counts
+TORI = {64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16"}
+
+
+def v5p(devices: int) -> dict[str, Any]:
+    """Chips of a TPU v5p slice. From 64 on their links go round, which a topology's name alone does not say."""
+    if devices in TORI:
+        links = {"num_slices": 1, "wrap": (True, True, True)}
+        chips = {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1)}
+        return {"platform": "tpu", "topology_name": f"v5:{TORI[devices]}", **chips, **links}
+    return {"platform": "tpu", "topology_name": f"v5p:2x2x{devices // 4}"}
+
+
+def h100s(devices: int) -> dict[str, Any]:
+    """H100s, 8 in a host."""
+    topology = f"1x{max(1, devices // 8)}x{min(devices, 8)}"  # slices × hosts × GPUs
+    return {"platform": "cuda", "topology": topology, "target_config": (HERE / "h100.txtpb").read_text()}
+
+
 PLATFORMS = {
-    "tpu_v5p": Platform("libtpu", {"platform": "tpu", "topology_name": "v5p:2x2x4"}),
-    "h100": Platform(
-        "jax_plugins.xla_cuda13",
-        {"platform": "cuda", "topology": "1x2x8", "target_config": (HERE / "h100.txtpb").read_text()},  # slices × hosts × GPUs
-        COMPILER_OPTIONS["gpu"],
-    ),
+    "tpu_v5p": Platform("libtpu", "tpu", "TPU v5p", v5p),
+    "h100": Platform("jax_plugins.xla_cuda13", "gpu", "NVIDIA H100 80GB HBM3", h100s),
 }
 
 
@@ -79,11 +100,13 @@ INSTALL_COMMAND = "python -m pip install --no-deps --target .venv-compilers -r r
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compiled:
     """A compiled step. `payload` and `smallest_matrix` are elements on a device: what goes to another stage, and a layer's matrix.
-    `memory` is XLA's account, bytes on a device; `on_host` those of slots that are to lie in the host's memory."""
+    `memory` is XLA's account, bytes on a device; `on_host` those of slots that are to lie in the host's memory; `seconds`: what tracing
+    and compiling took."""
 
     text: str
     payload: int
     smallest_matrix: int
+    seconds: float = 0.0
     memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
     on_host: int = 0
 
@@ -113,34 +136,51 @@ class Compiled:
 def compile_step(
     platform: str, changes: Mapping[str, Any], options: Mapping[str, Any] | None = None, program: str = "gradients"
 ) -> Compiled:
-    """A program of the step for a platform: loss and `gradients`, or all of `train`. `options`: XLA's, if not the platform's own."""
-    chosen = PLATFORMS[platform].options if options is None else options
+    """A program of the step of MODEL with changes for 16 devices: as `compile_config`."""
+    return compile_config(platform, configs.replace(Config(), MODEL | dict(changes)).resolve(), 16, options, program)
+
+
+def compile_config(
+    platform: str, config: Config, devices: int, options: Mapping[str, Any] | None = None, program: str = "gradients"
+) -> Compiled:
+    """A program of a resolved config's step for a platform: loss and `gradients`, or all of `train`. `options`: XLA's, over
+    those of the step. Raises RuntimeError with the compiler's words where it refuses."""
     paths = os.pathsep.join([str(ROOT), str(HERE.parent), str(COMPILERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "TPU_LOG_DIR": "disabled"}
     environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "program.txt")
-        command = [sys.executable, __file__, platform, json.dumps(MODEL | changes), json.dumps(dict(chosen)), program, str(file)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+        words = [platform, str(devices), json.dumps(configs.to_dict(config)), json.dumps(dict(options or {})), program, str(file)]
+        done = subprocess.run([sys.executable, __file__, *words], env=environment, capture_output=True, text=True, timeout=1800)
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-3000:]}")
-        print(done.stdout)
+            raise RuntimeError(f"{' '.join(words)}\n{done.stderr[-3000:]}")
+        print("\n".join(done.stdout.splitlines()[:-1]))
         return Compiled(file.read_text(), **json.loads(done.stdout.splitlines()[-1]))
 
 
-def main(platform: str, changes: str, options: str, program: str, file: str) -> None:
+def stand_in_for_cudnn() -> None:
+    """What jax asks of this machine's cuDNN and GPU before it lowers attention is answered as a machine of PLATFORMS' H100s would."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    cudnn.check_cudnn_version = lambda: CUDNN
+    cudnn.check_compute_capability = lambda least: float(least) <= HOPPER
+    cudnn.is_cuda_compute_capability_equal = lambda wanted: float(wanted) == HOPPER
+
+
+def main(platform: str, device_count: str, values: str, options: str, program: str, file: str) -> None:
     """Compiles, writes the program's text, and prints how long it took and then the sizes of `Compiled` as JSON."""
     import jax
     from jax.experimental import topologies
 
-    from jaxtrain import config as configs
-    from jaxtrain.devices.mesh import make_mesh, sizes_of
+    from jaxtrain.devices.mesh import batch_shards, make_mesh, sizes_of
     from jaxtrain.training.step import abstract_batch, make_step
 
     jax.config.update("jax_enable_compilation_cache", False)
-    config = configs.replace(configs.Config(), json.loads(changes)).resolve()
+    if PLATFORMS[platform].backend == "gpu":
+        stand_in_for_cudnn()
+    config = configs.from_dict(json.loads(values))
     m, model = config.mesh, config.model
-    devices = topologies.get_topology_desc(**PLATFORMS[platform].topology).devices
+    devices = topologies.get_topology_desc(**PLATFORMS[platform].topology(int(device_count))).devices
     mesh = make_mesh(sizes_of(m), devices)
     step = make_step(config, mesh)
     state = step.abstract_state()
@@ -149,17 +189,19 @@ def main(platform: str, changes: str, options: str, program: str, file: str) -> 
         lowered = getattr(step, program).lower(state if program == "train" else state.params, abstract_batch(config, step))
         traced = time.time()
         compiled = lowered.compile(compiler_options=json.loads(options))
+    seconds = time.time() - begin
     pathlib.Path(file).write_text(compiled.as_text())
     account = compiled.memory_analysis()
     memory = {name: getattr(account, f"{name}_size_in_bytes") for name in ("argument", "temp", "host_argument", "host_temp")}
     shown = ", ".join(f"{size / 1e9:.2f} GB {name}" for name, size in memory.items())
-    print(f"{platform}: traced in {traced - begin:.0f} s, compiled in {time.time() - traced:.0f} s; {shown}")
-    rows = config.data.batch_size // config.pipeline.microbatches // m.data
-    narrowest = min(model.heads * model.head_dim, model.kv_heads * model.head_dim, model.mlp_width)
+    print(f"{platform}: traced in {traced - begin:.0f} s, compiled in {begin + seconds - traced:.0f} s; {shown}")
+    rows = config.sequences_per_microbatch // batch_shards(mesh.shape)
+    narrowest = min(filter(None, (model.heads * model.head_dim, model.kv_heads * model.head_dim, model.mlp_width)))
     sizes = {"payload": rows * config.data.sequence_length * model.width, "smallest_matrix": narrowest * model.width}
-    size = step.slot_bytes()
-    on_host = sum(step.setup.train.pool_sizes[pool] * size[pool] for pool in step.host_pools)
-    print(json.dumps({name: size // m.model for name, size in sizes.items()} | {"memory": memory, "on_host": on_host}))
+    size = step.slot_bytes() if step.setup.train else {}
+    on_host = sum(step.setup.train.pool_sizes[pool] * size[pool] for pool in step.host_pools) if step.setup.train else 0
+    parts = {name: size // m.model for name, size in sizes.items()}
+    print(json.dumps(parts | {"memory": memory, "on_host": on_host, "seconds": round(seconds, 1)}))
 
 
 # --- the checks: each returns what it finds wrong ---------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ RULES = [
     ),
     (
         {"parallel.context": "ring", "mesh.context": 2, "mesh.stage": 1, "pipeline.repeats": 0, "model.attention_kernel": "cudnn"},
-        "model.attention_kernel='cudnn' is not what parallel.context='ring' attends with: use --config.model.attention_kernel=auto",
+        "model.attention_kernel='cudnn' does not attend to what goes round in a ring: use --config.model.attention_kernel=auto",
     ),
     ({"parallel.context": "heads"}, "parallel.context='heads' is unknown: use --config.parallel.context=all_gather (or ulysses, ring)"),
     ({"mesh.expert": 2}, "mesh.expert=2 splits experts, and model.experts=0: use --config.mesh.expert=1"),
@@ -121,6 +121,15 @@ RULES = [
         "parallel.offload='optimizer' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, "
         "which stays on the devices"
         ": use --config.parallel.offload=none",
+    ),
+    (
+        {"parallel.compiler_options": ("xla_gpu_enable_x=true", "--xla_tpu_y=1")},
+        "parallel.compiler_options=('xla_gpu_enable_x=true', '--xla_tpu_y=1') has '--xla_tpu_y=1', which is no option of XLA's such as "
+        "xla_gpu_enable_latency_hiding_scheduler=true: use --config.parallel.compiler_options=xla_gpu_enable_x=true",
+    ),
+    (
+        {"parallel.compiler_options": ("xla_a=1", "xla_a=2")},
+        "parallel.compiler_options=('xla_a=1', 'xla_a=2') names an option twice: use --config.parallel.compiler_options=xla_a=2",
     ),
     ({"parallel.offload": "optimiser"}, "parallel.offload='optimiser' is unknown: use --config.parallel.offload=optimizer"),
     (
@@ -217,9 +226,13 @@ RULES = [
         ": use --config.model.rope_head_dim=8",
     ),
     (
-        {**LATENT, "model.attention_kernel": "cudnn"},
-        "model.attention_kernel='cudnn' is for heads of one size, and those of model.attention='mla' have two"
+        {**LATENT, "model.attention_kernel": "cudnn", "model.value_head_dim": 20},
+        "model.attention_kernel='cudnn' is for heads of up to 256 numbers in steps of 8, not 24 and 20"
         ": use --config.model.attention_kernel=auto",
+    ),
+    (
+        {"model.attention_kernel": "splash", "data.sequence_length": 192},
+        "model.attention_kernel='splash' takes sequences in steps of 128 tokens, not 192: use --config.model.attention_kernel=auto",
     ),
     (
         {"model.attention_kernel": "cudnn", "precision.compute": "float32"},
@@ -227,8 +240,7 @@ RULES = [
     ),
     (
         {"model.attention_kernel": "cudnn", "model.head_dim": 132},
-        "model.attention_kernel='cudnn' is for heads of up to 128 numbers in steps of 8, not model.head_dim=132"
-        ": use --config.model.attention_kernel=auto",
+        "model.attention_kernel='cudnn' is for heads of up to 256 numbers in steps of 8, not 132: use --config.model.attention_kernel=auto",
     ),
     ({"model.kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=8: use --config.model.kv_heads=2 (or 1, 4, 8)"),
     (

@@ -1,8 +1,6 @@
 """What a compiled step sends, read from its text, in the account's terms."""
 
 import collections
-import fractions
-import re
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -10,13 +8,12 @@ import numpy as np
 
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import Setup
-from jaxtrain.schedule.columns import columns
 from jaxtrain.training.step import Step, abstract_batch, make_step
 from support import hlo
+from support.hlo_cost import Costs
+from support.step_loops import StepLoops, op_in
 
 FEW = 128  # bytes: losses, norms and counts
-OP = re.compile(r"[/(](?:([FKRBW])\d+|(embed|head|embed_gradient|permute|reduce_gradients|optimizer)(?:_EARLY|_LATE)?)/")
-NAMES = {"K": "F", "reduce_gradients": "reduce"}
 
 
 def compile_train(cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Step, hlo.Program]:
@@ -29,9 +26,8 @@ def compile_train(cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Step, hlo.Progr
 def op_of(*instructions: hlo.Instruction) -> str:
     """The op in whose scope they stand."""
     text = "".join(i.op_name for i in instructions)
-    found = OP.findall(text)
-    name = found[-1][0] or found[-1][1] if found else "gather" if "/gather/" in text else "other"
-    return NAMES.get(name, name)
+    name = op_in(text) or ("gather" if "/gather/" in text else "other")
+    return "F" if name == "K" else name
 
 
 def collectives(program: hlo.Program, i: hlo.Instruction) -> Iterator[tuple[hlo.Instruction, str, list[int]]]:
@@ -48,31 +44,10 @@ def collectives(program: hlo.Program, i: hlo.Instruction) -> Iterator[tuple[hlo.
 
 def read(mesh: Mapping[str, int], setup: Setup, program: hlo.Program, stage: int) -> collections.Counter:
     """(op, kind, axes, devices) → bytes that a device of the stage sends in a step, by the ring algorithms."""
-    place = setup.placement
     device = int(np.ravel_multi_index([stage if name == "stage" else 0 for name in mesh], tuple(mesh.values())))
-    wanted = {}
-    if setup.train:
-        runs = columns(setup.train).runs
-        wanted = {op: fractions.Fraction(int(column[:, stage].sum()), setup.table.ticks) for op, column in runs.items()}
-    outermost = [i for i in program.inline(program.entry) if i.opcode == "while"]
-    sending = lambda i: any(True for _ in collectives(program, i))
-
-    def trips(loop: hlo.Instruction):
-        """Of an op's loop, how often it is entered in a tick; of one over layers, how many the stage has."""
-        if not any(sending(i) for i in program.below(loop.calls["body"])):
-            return 0
-        if program.holds_ops(loop):
-            return setup.table.ticks if loop in outermost else 1
-        # What two ops have in common may bear the name of either.
-        names = (found for i in program.below(loop.calls["body"]) for found in re.findall(r"/(\w+)", i.op_name) if found in wanted)
-        name, _ = next(iter(collections.Counter(names).most_common(1)), (None, 0))
-        inside = re.findall(r"/[FKRBW](\d+)/", loop.op_name)
-        if inside:
-            return place.layer_count(int(inside[-1]), stage)
-        return wanted.get(name)
-
     found: collections.Counter = collections.Counter()
-    for outer, times in program.executed(program.entry, trips=trips):
+    for run in StepLoops(program, setup, stage).executed():
+        outer, times = run.instruction, run.times
         for i, kind, arrays in collectives(program, outer):
             axes, n = hlo.along(i, mesh)
             size = sum(b for b in arrays if b * (n if kind == "all-gather" else 1) > FEW)
@@ -83,3 +58,9 @@ def read(mesh: Mapping[str, int], setup: Setup, program: hlo.Program, stage: int
             if sent:
                 found[op_of(outer, i), kind, axes, n] += float(times * sent)
     return found
+
+
+def products(setup: Setup, program: hlo.Program, stage: int) -> float:
+    """Operations of a step's dots and convolutions on a device of the stage."""
+    costs = Costs(program)
+    return sum(run.times * costs.flops(run.instruction) for run in StepLoops(program, setup, stage).executed())

@@ -7,8 +7,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any
+from collections.abc import Container, Iterator, Mapping
 
 import numpy as np
 
@@ -27,17 +26,23 @@ FREE = frozenset("parameter get-tuple-element tuple bitcast constant while after
 OP = re.compile(r"[A-Z]\d*|embed|head|embed_gradient")
 
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+BYTES = {
+    **{"token": 0, "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2},
+    **{"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8},
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line: `shapes`, `types` and `sizes` (elements) are of each array that it makes, `calls` what it names, by role."""
+    """One line: `shapes`, `types`, `layouts` ("{1,0:T(8,128)}") and `sizes` (elements) are of each array that it makes, `calls` what it
+    names, by role; `computation` is where it stands."""
 
     name: str
+    computation: str
     opcode: str
     shapes: tuple[tuple[int, ...], ...]
     types: tuple[str, ...]
+    layouts: tuple[str, ...]
     operands: tuple[str, ...]
     calls: dict[str, str]
     root: bool
@@ -49,7 +54,22 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        return sum(size * BYTES[kind] for size, kind in zip(self.sizes, self.types, strict=True))
+        return sum(self.bytes_of_each)
+
+    @property
+    def bytes_of_each(self) -> list[int]:
+        """Of each array; of eight-bit floats, whose types have many names, one an element."""
+        return [int(size * BYTES.get(kind, 1)) for size, kind in zip(self.sizes, self.types, strict=True)]
+
+    @property
+    def spaces(self) -> list[int]:
+        """The memory of each array: 0 is the device's, 1 a TPU's vector memory, 5 the host's."""
+        return [int(found[1]) if (found := re.search(r"S\((\d+)\)", layout)) else 0 for layout in self.layouts]
+
+    @property
+    def orders(self) -> list[str]:
+        """The order in memory of each array's dimensions, the innermost first: "1,0"."""
+        return [re.split(r"[:}]", layout.removeprefix("{"))[0] for layout in self.layouts]
 
     @property
     def collective(self) -> str | None:
@@ -70,7 +90,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Of a while loop, where XLA knows it."""
+        """Of a while loop, where XLA's text says it (Program.trip_count reads the condition where it does not)."""
         found = re.search(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)', self.text)
         return int(found[1]) if found else None
 
@@ -107,11 +127,11 @@ def _iota(shape: str, order: str | None) -> np.ndarray:
 
 
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
-_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _CALL = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 
 
-def _instruction(line: str) -> Instruction | None:
+def _instruction(line: str, computation: str) -> Instruction | None:
     found = _LINE.match(line)
     if not found:
         return None
@@ -120,11 +140,13 @@ def _instruction(line: str) -> Instruction | None:
     opcode, _, tail = rest[end:].strip().partition("(")
     inside = tail[: _closing("(" + tail, 0) - 1]
     arrays = _ARRAY.findall(rest[:end])
-    types, shapes = tuple(t for t, _ in arrays), tuple(tuple(int(n) for n in dims.split(",")) if dims else () for _, dims in arrays)
+    types, layouts = tuple(t for t, *_ in arrays), tuple(layout for *_, layout in arrays)
+    shapes = tuple(_integers(dims) if dims else () for _, dims, _ in arrays)
     calls = dict(_CALL.findall(tail))
     if branches := re.search(r"branch_computations=\{([^}]*)\}", tail):
         calls |= {f"branch{i}": part.strip().lstrip("%") for i, part in enumerate(branches[1].split(","))}
-    return Instruction(name, opcode, shapes, types, tuple(re.findall(r"%([\w.\-]+)", inside)), calls, bool(root), line.strip())
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, computation, opcode, shapes, types, layouts, operands, calls, bool(root), line.strip())
 
 
 def _closing(text: str, start: int) -> int:
@@ -143,15 +165,16 @@ class Program:
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = name = None
-        for line in text.splitlines():
+        for line in re.sub(r"\n(?=\"|}})", "", text).splitlines():  # a kernel's metadata may go over several lines
             if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
                 name = head[2]
                 self.computations[name] = []
                 self.entry = name if head[1] else self.entry
-            elif name and (made := _instruction(line)):
+            elif name and (made := _instruction(line, name)):
                 self.computations[name].append(made)
         if self.entry is None:
             raise ValueError("this is no program: it has no entry")
+        self.named = {name: {i.name: i for i in instructions} for name, instructions in self.computations.items()}
 
     def below(self, name: str) -> Iterator[Instruction]:
         """Every instruction of a computation and of all that it calls, each computation once."""
@@ -176,23 +199,61 @@ class Program:
                 if instruction.opcode == "while" and instruction.name in opened:
                     yield from self.inline(instruction.calls["body"], opened)
 
-    def executed(
-        self, name: str, times: Any = 1, trips: Callable[[Instruction], Any] = lambda loop: None
-    ) -> Iterator[tuple[Instruction, Any]]:
-        """The instructions that run with a computation, each with how often; `trips` says it of loops where XLA does not know, and
-        ValueError if it does not either."""
+    def executed(self, name: str, times: int = 1) -> Iterator[tuple[Instruction, int]]:
+        """The instructions that run with a computation, each with how often; ValueError for a loop whose trips XLA does not know
+        (step_loops.py knows those of a table)."""
         for instruction in self.inline(name):
             yield instruction, times
             if instruction.opcode == "while":
-                number = trips(instruction) if instruction.trip_count is None else instruction.trip_count
+                number = self.trip_count(instruction)
                 if number is None:
                     raise ValueError(f"a loop without a known number of trips: {instruction.text[:200]}")
-                yield from self.executed(instruction.calls["body"], times * number, trips)
+                yield from self.executed(instruction.calls["body"], times * number)
 
     def operand_bytes(self, instruction: Instruction) -> list[int]:
         """Of each array that an instruction reads."""
-        named = {i.name: i for i in self._computation_of(instruction)}
-        return [named[operand].bytes for operand in instruction.operands]
+        return [operand.bytes for operand in self.operands(instruction)]
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """What makes the values that an instruction reads."""
+        return [self.named[instruction.computation][operand] for operand in instruction.operands]
+
+    def root(self, computation: str) -> Instruction:
+        """What a computation returns."""
+        return next(i for i in self.computations[computation] if i.root)
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """Of a while loop, by XLA's text, or by a condition `counter < limit` of a counter that goes up by 1 from a known start."""
+        if loop.trip_count is not None:
+            return loop.trip_count
+        compare = self.root(loop.calls["condition"])
+        if compare.opcode != "compare" or "direction=LT" not in compare.text:
+            return None
+        counter, limit = self.operands(compare)
+        index = re.search(r"index=(\d+)", counter.text)
+        if counter.opcode != "get-tuple-element" or index is None:
+            return None
+        start, end = self._carried_number(loop, int(index[1])), self._number(limit, loop)
+        return None if start is None or end is None else max(0, end - start)
+
+    def _number(self, i: Instruction, loop: Instruction | None = None) -> int | None:
+        """The integer that an instruction is, if that is a constant; in a condition, what its `loop` carries counts as well."""
+        if i.opcode == "constant":
+            found = re.search(r"constant\((-?\d+)\)", i.text)
+            return int(found[1]) if found else None
+        if i.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
+            return self._number(self.operands(i)[0], loop)
+        if i.opcode == "get-tuple-element" and (index := re.search(r"index=(\d+)", i.text)):
+            if loop is not None:
+                return self._carried_number(loop, int(index[1]))
+            source = self.operands(i)[0]
+            return self._number(self.operands(source)[int(index[1])]) if source.opcode == "tuple" else None
+        return None
+
+    def _carried_number(self, loop: Instruction, index: int) -> int | None:
+        """The constant with which a loop begins at this place of what it carries."""
+        start = self.operands(loop)[0]
+        return self._number(self.operands(start)[index]) if start.opcode == "tuple" else None
 
     def scopes(self, loop: Instruction) -> set[str]:
         """The names of the scopes that stand directly in a loop's body."""
@@ -237,7 +298,7 @@ class Program:
         """Whether the instruction of this name only spreads a constant."""
         made = next(i for c in self.computations.values() for i in c if i.name == name)
         if made.opcode == "fusion":
-            made = next(i for i in self.computations[made.calls["calls"]] if i.root)
+            made = self.root(made.calls["calls"])
         return made.opcode in ("broadcast", "constant")
 
     def _written(self, instruction: Instruction) -> list[int]:
@@ -245,19 +306,17 @@ class Program:
         if instruction.starts:
             return []
         if instruction.opcode == "dynamic-update-slice":
-            return [self._update_size(instruction, self._computation_of(instruction))]
+            return [self._update_size(instruction)]
         if instruction.opcode != "fusion":
             return instruction.sizes
-        fused = self.computations[instruction.calls["calls"]]
-        named = {i.name: i for i in fused}
-        root = next(i for i in fused if i.root)
+        named, root = self.named[instruction.calls["calls"]], self.root(instruction.calls["calls"])
         results = [named[operand] for operand in root.operands] if root.opcode == "tuple" else [root]
         sizes = []
         for result in results:
             while result.opcode in ("bitcast", "reshape", "copy") and named[result.operands[0]].opcode == "dynamic-update-slice":
                 result = named[result.operands[0]]
             if result.opcode == "dynamic-update-slice" and self._updates_parameter(result, named):
-                sizes.append(self._update_size(result, fused))
+                sizes.append(self._update_size(result))
             else:
                 sizes += result.sizes
         return sizes
@@ -270,12 +329,8 @@ class Program:
             target = named[target.operands[0]]
         return target.opcode == "parameter"
 
-    @staticmethod
-    def _update_size(update: Instruction, computation: list[Instruction]) -> int:
-        return next(i for i in computation if i.name == update.operands[1]).sizes[0]
-
-    def _computation_of(self, instruction: Instruction) -> list[Instruction]:
-        return next(c for c in self.computations.values() if instruction in c)
+    def _update_size(self, update: Instruction) -> int:
+        return self.operands(update)[1].sizes[0]
 
 
 def groups_over(mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> set[frozenset[int]]:

@@ -113,6 +113,16 @@ class Running:
             assert time.monotonic() < end, f"waited too long: {what}\n{self._text()}"
             time.sleep(0.002)
 
+    def stop_in(self, condition: Callable[[], object], what: str) -> None:
+        """Returns with the process stopped while the condition is true, however short it is true."""
+        while True:
+            self.wait_for(condition, what)
+            self.signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            if condition():
+                return
+            self.signal(signal.SIGCONT)
+
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 

@@ -43,11 +43,12 @@ class Case:
 
     @property
     def pairs(self) -> frozenset:
-        """Every two axes that are used together, each axis with each of the other factors, these with each other, and 8 of an axis."""
+        """Every two axes that are used together, each axis with each of the other factors, these with each other, and each axis of more
+        than 2."""
         axes = [(axis, True) for axis, size in zip(AXES, self.mesh, strict=True) if size > 1]
         factors = [("kind", self.kind), ("zero", self.zero)]
         factors += [("schedule", self.schedule)] * (self.mesh[2] > 1) + [("context", self.context)] * (self.mesh[3] > 1)
-        sizes = [("size", axis, size) for axis, size in zip(AXES, self.mesh, strict=True) if size == 8]
+        sizes = [("more than 2", axis) for axis, size in zip(AXES, self.mesh, strict=True) if size > 2]
         return frozenset([*sizes, *itertools.combinations([*axes, *factors], 2)])
 
     def config(self, layer: Mapping[str, str] | None = None) -> Config:
@@ -123,7 +124,7 @@ def grouped(cases) -> list:
 
 
 def test_the_matrix_has_what_it_should():
-    assert len({case.mesh for case in WHOLE}) >= 73 and len(set(SAMPLE)) == len(SAMPLE) < 24
+    assert len({case.mesh for case in WHOLE}) >= 73 and len(set(SAMPLE)) == len(SAMPLE) < 20
     assert {(case.kind, case.zero) for case in WHOLE} == set(itertools.product(KINDS, range(4)))
     pairs = lambda cases: set().union(*(case.pairs for case in cases))
     assert pairs(SAMPLE) >= pairs(WHOLE)

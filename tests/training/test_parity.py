@@ -39,7 +39,7 @@ PASSED = matrix.Passed("parity", pathlib.Path(__file__), *(pathlib.Path(m.__file
 
 
 def test_the_matrix_has_what_it_should():
-    assert len(set(WHOLE)) == len(WHOLE) > 600 and len(set(SAMPLE)) == len(SAMPLE) < 40
+    assert len(set(WHOLE)) == len(WHOLE) > 600 and len(set(SAMPLE)) == len(SAMPLE) < 25
     core = {(case.mesh[1], case.schedule, case.remat, case.microbatches) for case in WHOLE}
     stages = [(s, *rest) for s, *rest in itertools.product((2, 4, 8), matrix.SCHEDULES, matrix.REMATS, matrix.MICROBATCHES)]
     assert core >= {(s, schedule, *rest) for s, schedule, *rest in stages if s * schedule[1] <= 16}

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.devices.mesh import REPLICA, make_mesh
+from jaxtrain.run.start_up import StartUp
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.reporting import LossError, Pending, Reporter, Speed
@@ -20,10 +21,10 @@ class Log:
     """A log, a progress bar and a speedometer that remember what they are told."""
 
     def __init__(self):
-        self.written, self.shown, self.laps, self.tokens_per_step = {}, [], [], 100
+        self.written, self.start_ups, self.shown, self.laps, self.tokens_per_step = {}, {}, [], [], 100
 
     def write(self, at, **values):
-        self.written[at] = values
+        (self.start_ups if "start_up_s" in values else self.written)[at] = values
 
     def update(self, at, **figures):
         self.shown.append((at, figures["loss"]))
@@ -46,7 +47,8 @@ class Log:
 def reporter(log_every: int = 4, mean_metrics=None, expert_room: float = 0.0) -> tuple[Reporter, Log]:
     log = Log()
     calendar = Calendar(last=10, save_every=0, evaluate_every=0, log_every=log_every, exchange_every=0 if mean_metrics is None else 5)
-    return Reporter(calendar, mean_metrics, lambda step: f"step {step}: its rows", log, log, log, expert_room), log
+    start_up = StartUp(4.0, clock=lambda: 6.5)
+    return Reporter(calendar, mean_metrics, lambda step: f"step {step}: its rows", log, log, log, start_up, expert_room), log
 
 
 def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
@@ -60,7 +62,7 @@ def test_drops_beyond_the_room_are_warned_of(room):
         metrics = dataclasses.replace(pending(at).metrics, dropped=jnp.float32(dropped))
         reports.add(Pending(at, metrics, no_request))
     reports.finish(stopping=True)
-    said = [line for line in log.shown if isinstance(line, str)]
+    said = [line for line in log.shown if isinstance(line, str) and line.startswith("warning: ")]
     assert [line.split(",")[0] for line in said] == [
         "warning: step 2: 0.10% of the choices of experts were dropped",
         "warning: step 5: 0.20% of the choices of experts were dropped",
@@ -77,6 +79,16 @@ def test_one_step_behind_and_logged_when_due():
     assert reports.finish(stopping=False) is Request.NOTHING and log.laps[-1] == 5 and [*log.written] == [1, 4]
     figures = {"step_time_s": 0.5, "tokens_per_s": 200.0, "mfu": None}
     assert log.written[4] == pytest.approx({"loss": 2.0, "grad_norm": 0.5, "learning_rate": 0.1, "tokens": 400, **figures})
+
+
+def test_the_start_up_ends_with_the_first_step():
+    reports, log = reporter()
+    reports.add(pending(6))
+    assert not log.start_ups
+    reports.add(pending(7))
+    reports.finish(stopping=True)
+    assert log.start_ups == {6: {"start_up_s": 2.5, "running_s": 2.5}}
+    assert log.shown == ["first step after 2.5 s: running 2.5", (6, 2.0), (7, 2.0)]
 
 
 def test_a_run_that_stops_logs_its_last_step():

@@ -61,6 +61,7 @@ def variant(name: str) -> Config:
 
 
 LONG = (  # what is tested of them is elsewhere, too
+    "gpt2 form, documents apart, fewer microbatches than stages",
     "gpt2 form",
     "replicas, one microbatch",
     "four devices to a key/value head, gpt2 form",

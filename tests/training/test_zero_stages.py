@@ -15,14 +15,14 @@ ENDS, SHARED = {"pipeline.vocabulary": "end_stages"}, {"pipeline.vocabulary": "p
 TIED = {"model.tied_embeddings": True}
 GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
 CASES = {
-    "3, reduced once": Case(
-        (3, 1, 1), changes={"parallel.zero": 3, "parallel.reduce": "step", "data.batch_size": 12, "model.width": 48, **TIED}
-    ),
     "3, gathered once, nothing divides": Case(
         (3, 2, 1), changes={"parallel.zero": 3, "parallel.gather": "step", "data.batch_size": 12, **SHARED}
     ),
 }
 MORE = {
+    "3, reduced once": Case(
+        (3, 1, 1), changes={"parallel.zero": 3, "parallel.reduce": "step", "data.batch_size": 12, "model.width": 48, **TIED}
+    ),
     "1, reduced each microbatch": Case((2, 2, 1), microbatches=3, changes={"parallel.zero": 1, "parallel.reduce": "microbatch", **ENDS}),
     "3, gathered once": Case((2, 2, 1), microbatches=3, changes={"parallel.zero": 3, "parallel.gather": "step", "mesh.replica": 2}),
     "3, nothing divides": Case((3, 2, 1), changes={"parallel.zero": 3, "data.batch_size": 12, **SHARED}),

@@ -1,0 +1,258 @@
+"""What the compilers for TPU v5p and H100 make of the real train step, by recipe and layout: compiled ahead of time, read, never run.
+
+    python benchmarks/ahead.py [--recipe=llama3_8b] [--layout=zero3,pipeline] [--platform=tpu_v5p,h100] [--layers=8] [--sequence=8192]
+                               [--json=FILE] [--append] [--config.mesh.model=4 …]
+
+Needs the compilers of requirements-compilers.txt, and neither a device nor a driver; JAXTRAIN_COMPILERS names their folder where that is
+not .venv-compilers. A case takes one to four minutes. tests/support/step_figures.py says what each figure means; tables are in ahead.md.
+Layers are a loop: few of them compile as many do, and figures of fewer are of fewer.
+"""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [path for path in (str(REPOSITORY), str(REPOSITORY / "tests")) if path not in sys.path]
+
+from jaxtrain import cli  # noqa: E402 (the path comes first)
+from jaxtrain import config as configs  # noqa: E402
+from jaxtrain.config import Config, ConfigError, checks  # noqa: E402
+from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
+from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
+
+TABLE = REPOSITORY / "benchmarks" / "ahead.md"
+FLAGS = (
+    Flag("recipe", "llama3_8b", "recipes, with commas between them"),
+    Flag("layout", "", "layouts, with commas between them; empty: all of the recipe's"),
+    Flag("platform", "tpu_v5p,h100", "tpu_v5p, h100"),
+    Flag("layers", 0, "layers in place of the recipe's; 0: all of them, or as the layout cuts them", at_least=0),
+    Flag("sequence", 0, "tokens of a sequence in place of the recipe's", at_least=0),
+    Flag("devices", 0, "devices in place of the layout's", at_least=0),
+    Flag("products", 0.7, "part of the peak at which XLA's own products run on an H100", at_least=0.01),
+    Flag("kernels", 0.5, "part of the peak at which kernels run", at_least=0.01),
+    Flag("json", "", "file for the figures, a list of cases"),
+    Flag("text", "", "folder for the compiled programs' text"),
+    Flag("append", False, "add rows to benchmarks/ahead.md"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Settings of a recipe on so many devices, and what is said of them in the table."""
+
+    devices: int
+    text: str
+    settings: dict[str, object]
+
+
+FLAT = {"mesh.stage": 1, "mesh.expert": 1, "mesh.model": 1, "pipeline.microbatches": 1, "pipeline.schedule": "1f1b", "pipeline.repeats": 1}
+STAGES = {
+    **{"mesh.model": 1, "mesh.data": 16, "mesh.stage": 4, "parallel.zero": 1, "data.batch_size": 256},
+    **{"pipeline.schedule": "interleaved", "pipeline.repeats": 2, "pipeline.microbatches": 16},
+}
+APART = {"data.attend_across_documents": False, "pipeline.remat": "full"}
+DENSE = {
+    "zero3": Layout(64, "data 64, ZeRO-3", FLAT | {"mesh.data": 64, "parallel.zero": 3, "data.batch_size": 64}),
+    "tensor": Layout(64, "data 16 · model 4, ZeRO-1", FLAT | {"mesh.data": 16, "mesh.model": 4, "parallel.zero": 1, "data.batch_size": 64}),
+    "pipeline": Layout(64, "data 16 · stage 4 · 2 repeats, 16 microbatches, ZeRO-1", STAGES),
+    "pipeline_tensor": Layout(
+        64,
+        "data 4 · stage 4 · model 4 · 2 repeats, 16 microbatches, ZeRO-1",
+        STAGES | {"mesh.data": 4, "mesh.model": 4, "data.batch_size": 64},
+    ),
+}
+LAYOUTS = {
+    "llama3_8b": DENSE,
+    "mixtral_8x7b": {
+        "pipeline": Layout(
+            32,
+            "as the recipe: data 1 · stage 4 · expert 8 · 2 repeats, 16 microbatches, ZeRO-1",
+            {"mesh.data": 1, "data.batch_size": 128},
+        ),
+        "experts": Layout(
+            64,
+            "data 8 · expert 8, ZeRO-3",
+            FLAT | {"mesh.data": 8, "mesh.expert": 8, "parallel.zero": 3, "data.batch_size": 64},
+        ),
+    },
+    "deepseek_v3": {
+        "pipeline": Layout(
+            256,
+            "4 of 16 stages with 16 of 58 layers, 16 of 120 microbatches: stage 4 · expert 64, dualpipe_v, selective",
+            {"mesh.data": 1, "mesh.stage": 4, "model.layers": 16, "pipeline.microbatches": 16, "data.batch_size": 1024},
+        ),
+    },
+}
+SHARED = {"llama3_8b": APART, "mixtral_8x7b": APART, "deepseek_v3": {}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A resolved config to compile."""
+
+    recipe: str
+    layout: str
+    platform: str
+    devices: int
+    text: str
+    config: Config
+
+
+def cases(values: dict, overrides: list[tuple[str, str]]) -> Iterator[Case]:
+    """What the flags ask for, checked. Raises ValueError with one line."""
+    from support import ahead
+
+    for platform in names(values, "platform", ahead.PLATFORMS):
+        if ahead.PLATFORMS[platform].missing:
+            raise ValueError(f"--platform={platform} has no compiler in {ahead.COMPILERS}: {ahead.INSTALL_COMMAND}")
+        for recipe in names(values, "recipe", LAYOUTS):
+            for name in names(values, "layout", LAYOUTS[recipe]):
+                layout = LAYOUTS[recipe][name]
+                devices = values["devices"] or layout.devices
+                base = load_recipe(find_recipe(recipe))
+                if ahead.PLATFORMS[platform].backend == "gpu" and base.model.attention != "mla":
+                    # "auto" asks for the platform of this process, which is CPU
+                    base = configs.replace(base, {"model.attention_kernel": "cudnn"})
+                config = apply(configs.replace(base, {**SHARED[recipe], **layout.settings, **own(values)}), overrides)
+                config = checks.check_devices(config, devices, ahead.PLATFORMS[platform].backend).resolve()
+                yield Case(recipe, name, platform, devices, layout.text, config)
+
+
+def own(values: dict) -> dict[str, object]:
+    """Settings that flags of the command stand for."""
+    given = {"model.layers": values["layers"], "data.sequence_length": values["sequence"]}
+    return {path: value for path, value in given.items() if value}
+
+
+def names(values: dict, flag: str, known) -> list[str]:
+    """The words of a flag, all that are known where it is empty."""
+    words = values[flag].split(",") if values[flag] else list(known)
+    for word in words:
+        if word not in known:
+            raise ValueError(f"--{flag}={word!r} is none of {', '.join(known)}: use --{flag}={next(iter(known))}")
+    return words
+
+
+def measure(case: Case, values: dict) -> dict:
+    """The figures of a case; of one that the compiler refuses its words, as `refused`."""
+    from support import ahead
+    from support.step_figures import Peaks, StepFigures
+
+    about = {"recipe": case.recipe, "layout": case.layout, "platform": case.platform, "devices": case.devices, "text": case.text}
+    about |= {"layers": case.config.model.layers, "sequence": case.config.data.sequence_length}
+    try:
+        compiled = ahead.compile_config(case.platform, case.config, case.devices, program="train")
+    except RuntimeError as error:
+        words = [line for line in str(error).splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        return versions() | about | {"refused": (words or str(error).splitlines())[-1]}
+    if values["text"]:
+        folder = pathlib.Path(values["text"])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{case.recipe}_{case.layout}_{case.platform}.txt").write_text(compiled.text)
+    figures = StepFigures(case.config, case.platform, compiled, Peaks(values["products"], values["kernels"]))
+    return versions() | about | figures.as_dict()
+
+
+def versions() -> dict[str, str]:
+    """Of the day, of jax and its compilers."""
+    from support import ahead
+
+    sys.path.append(str(ahead.COMPILERS))
+    found = {"date": datetime.date.today().isoformat(), "python": ".".join(map(str, sys.version_info[:2]))}
+    for package in ("jax", "libtpu", "jax-cuda13-pjrt"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def report(row: dict) -> list[str]:
+    """What is printed of a case."""
+    lines = [f"{row['recipe']}, {row['layout']} ({row['text']}), {row['platform']}, {row['layers']} layers, {row['sequence']} tokens:"]
+    if "refused" in row:
+        return [*lines, f"  refused: {row['refused']}"]
+    f, s, c = row["flops"], row["seconds"], row["copies"]
+    gb = {name: size / 1e9 for name, size in row["memory"].items()}
+    lines.append(
+        f"  memory: {gb['arguments']:.2f} GB arguments, {gb['temporary']:.2f} GB temporary; compiled in {row['compile_seconds']:.0f} s"
+    )
+    lines.append(
+        f"  products: {f['products'] / 1e12:.0f} TF and {f['kernels'] / 1e12:.0f} in kernels, {f['ratio']:.3f} of "
+        f"{f['planned'] / 1e12:.0f} planned, of these attention {f['planned_attention'] / 1e12:.0f} "
+        f"(the model's own {f['model'] / 1e12:.0f})"
+    )
+    lines.append(
+        f"  step: {s['step']:.2f} s; stage {row['stage']} is busy for {s['busy']:.2f}, of these kernels {s['kernels']:.2f}; "
+        f"bubble {s['bubble']:.1%}"
+    )
+    lines.append("  by op: " + ", ".join(f"{op} {seconds:.3f}" for op, seconds in s["by_op"].items() if seconds >= 0.0005))
+    lines.append(f"  memory traffic: {row['memory_bytes'] / 1e9:,.0f} GB")
+    kernels = [f"{name} {k['times']:.0f} × {k['flops'] / max(k['times'], 1) / 1e9:.0f} GF" for name, k in row["kernels"].items()]
+    lines.append("  kernels: " + (", ".join(kernels) or "none"))
+    lines.append(f"  attention: {row['attention']}; arrays of T × T: " + (", ".join(row["square_arrays"]) or "none"))
+    lines.append(f"  copies over 1 MB in loops: {c['bytes'] / 1e9:,.0f} GB, {c['seconds']:.3f} s, {c['share']:.1%}: {c['longest']}")
+    for t in row["collectives"]:
+        if t["bytes"] > 1e8:
+            there, beside = t["asynchronous"] / t["bytes"], t["hidden"] / t["bytes"]
+            how = f"{there:.0%} asynchronous, {beside:.0%} beside products ({t['flops'] / 1e12:.1f} TF)" if there else "not asynchronous"
+            kind = f"{t['op']:9} {t['kind']:18} {t['type']:5} {t['axes']:12}"
+            lines.append(f"  {kind} {t['times']:6.0f} × {t['bytes'] / t['times'] / 1e6:8.1f} MB, {t['bytes'] / 1e9:7.2f} GB; {how}")
+    return lines
+
+
+def table_row(row: dict) -> str:
+    """A row of ahead.md."""
+    compiler = f"libtpu {row['libtpu']}" if row["platform"] == "tpu_v5p" else f"XLA {row['jax-cuda13-pjrt']}"
+    case = f"{row['platform']}: {row['recipe']}, {row['text']}; {row['layers']} layers, T = {row['sequence']}"
+    whose = [f"{row['date']}, {row['jax']}, {compiler}", case]
+    if "refused" in row:
+        return "| " + " | ".join([*whose, row["refused"], *[""] * 7]) + " |"
+    f, s, c, m = row["flops"], row["seconds"], row["copies"], row["memory"]
+    ops = ", ".join(f"{op} {seconds:.2f}" for op, seconds in s["by_op"].items() if seconds >= 0.005)
+    kinds: dict[tuple[str, str], list[float]] = {}
+    for t in row["collectives"]:
+        total = kinds.setdefault((t["kind"], t["type"]), [0.0, 0.0])
+        total[0], total[1] = total[0] + t["bytes"], total[1] + t["hidden"]
+    crossing = "; ".join(f"{kind} {dtype} {n / 1e9:.1f}, {h / n:.0%}" for (kind, dtype), (n, h) in kinds.items() if n > 1e8)
+    cells = [
+        *whose,
+        f"{m['arguments'] / 1e9:.2f} / {m['temporary'] / 1e9:.1f}",
+        f"{f['products'] / 1e12:.0f} ({f['kernels'] / 1e12:.0f}), {f['ratio']:.2f}",
+        f"{s['step']:.2f} ({s['busy']:.2f}, {s['bubble']:.1%})",
+        ops,
+        f"{row['attention']}; {row['square_arrays'][0] if row['square_arrays'] else 'none'}",
+        f"{c['seconds']:.2f} ({c['share']:.1%})",
+        crossing,
+        f"{row['compile_seconds']:.0f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(argv: list[str]) -> None:
+    reading = read_flags([word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=True)
+    if reading.errors:
+        cli.fail(str(reading.errors[0]))
+    try:
+        wanted = list(cases(reading.values, reading.overrides))
+    except (ConfigError, RecipeError, ValueError) as error:
+        cli.fail(str(error))
+    rows = []
+    for case in wanted:
+        rows.append(measure(case, reading.values))
+        print("\n".join(report(rows[-1])), flush=True)
+        if reading.values["json"]:
+            pathlib.Path(reading.values["json"]).write_text(json.dumps(rows, indent=1))
+        if reading.values["append"]:
+            with TABLE.open("a") as file:
+                print(table_row(rows[-1]), file=file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

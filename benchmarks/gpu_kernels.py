@@ -1,0 +1,210 @@
+"""Each kernel against its fallback, for benchmarks/gpu.py: value, gradients and time. `python benchmarks/gpu_kernels.py FOLDER`.
+
+A comparison is two functions of the same arrays: the kernel as the trainer chooses it, and plain XLA. The errors of both are distances from
+plain XLA in float32, ‖a − exact‖ / ‖exact‖. A kernel that is right is as far from it as the fallback is: by bfloat16's rounding, 2e-3 to
+1e-2.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from worker import one_line, report_result
+
+REPEATS = 5  # times that are measured, of which the median counts
+LEAST_SECONDS = 0.05  # of a measured time: so many calls one after the other
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A kernel and its fallback.
+
+    function, reference: (*arrays, *fixed) → an array
+    shapes: of the arrays, by which it is differentiated
+    fixed: what is not differentiated: groups' sizes, documents
+    flops: operations of the function, forward; its backward has twice as many (attention's: 2.5 times)
+    """
+
+    name: str
+    function: Callable
+    reference: Callable
+    shapes: tuple[tuple[int, ...], ...]
+    flops: float
+    backward: float = 2.0
+    fixed: tuple[Any, ...] = ()
+
+
+# --- what is compared --------------------------------------------------------------------------------------------------------------
+
+
+def comparisons(tiny: bool, dtype: str) -> list[Comparison]:
+    """Attention as the shipped recipes have it, and the experts' products, up and down."""
+    if tiny:
+        sizes = [("tiny", 2, 128, 4, 2, 16)]
+        groups = [("tiny", 96, 16, 24, 4)]
+    else:
+        sizes = [("gpt2_124m", 64, 1024, 12, 12, 64), ("llama3_8b", 2, 8192, 32, 8, 128)]
+        groups = [("mixtral_8x7b, up", 16384, 4096, 14336, 8), ("mixtral_8x7b, down", 16384, 14336, 4096, 8)]
+    found = [attention(*shape, dtype, documents) for shape in sizes for documents in (False, True)]
+    return found + [comparison for shape in groups for comparison in products(*shape)]
+
+
+def attention(model: str, b: int, t: int, n: int, k: int, h: int, dtype: str, documents: bool) -> Comparison:
+    """b sequences of t tokens, n heads of size h and k of keys and values; documents of random lengths, eight in a sequence on average."""
+    from jaxtrain.config.kernels import AttentionCase, attention_kernel
+    from jaxtrain.devices.mesh import hardware
+    from jaxtrain.parallel.attention import attend_whole
+
+    def attend(kernel: str, q, k, v, segments=None):
+        return attend_whole(q, k, v, segments, "all_gather", kernel)
+
+    flops = 2 * b * n * h * t * t  # two products over half of the scores
+    fixed: tuple = ()
+    if documents:
+        begins = np.random.default_rng(0).random((b, t)) < 8 / t
+        segments = np.cumsum(begins, 1, dtype=np.int32)
+        fixed, flops = (segments,), 4 * n * h * seen(segments)
+    case = AttentionCase(hardware(), 32 if dtype == "float32" else 16, h, h, t, t, documents)
+    name = f"attention{', documents apart' * documents}, {model}: {attention_kernel(case).words} beside plain XLA"
+    by = lambda kernel: functools.partial(attend, kernel)
+    return Comparison(name, by("auto"), by("xla"), ((b, t, n, h), (b, t, k, h), (b, t, k, h)), flops, 2.5, fixed)
+
+
+def seen(segments: np.ndarray) -> int:
+    """Pairs of a query and a key of its own document that is not behind it; segments [B, T] as they follow each other."""
+    count = 0
+    for row in segments:
+        lengths = np.bincount(row)
+        count += int((lengths * (lengths + 1) // 2).sum())
+    return count
+
+
+def products(model: str, rows: int, inputs: int, outputs: int, groups: int) -> Iterator[Comparison]:
+    """Rows sorted by expert, unevenly, one expert without any. The chosen kernel beside the fallback by blocks, where that is not the
+    kernel; the fallback beside a plain product for each expert, of sizes that the program knows: as fast as it could be."""
+    from jaxtrain.config.kernels import BLOCKS, PRODUCTS, product_kernel
+    from jaxtrain.devices.mesh import hardware
+    from jaxtrain.parallel.experts import KERNELS
+
+    shares = np.random.default_rng(0).dirichlet(np.full(groups - 1, 4.0))
+    sizes = np.zeros(groups, np.int32)
+    sizes[1:] = np.floor(shares * rows)
+    sizes[1] += rows - sizes.sum()
+
+    def one_by_one(x, weights, _):
+        import jax.numpy as jnp
+
+        ends = np.cumsum(sizes)
+        return jnp.concatenate([x[end - size : end] @ weights[i] for i, (size, end) in enumerate(zip(sizes, ends, strict=True))])
+
+    chosen = product_kernel(hardware()).kernel
+    by_blocks = differentiable(KERNELS[BLOCKS])
+    pairs = [(chosen, differentiable(KERNELS[chosen]), PRODUCTS[BLOCKS], by_blocks)] if chosen != BLOCKS else []
+    for kernel, function, beside, reference in [*pairs, (BLOCKS, by_blocks, "a plain product for each", one_by_one)]:
+        name = f"product by groups, {model}: {PRODUCTS[kernel]} beside {beside}"
+        yield Comparison(
+            name, function, reference, ((rows, inputs), (groups, inputs, outputs)), 2 * rows * inputs * outputs, fixed=(sizes,)
+        )
+
+
+def differentiable(kernel: Any) -> Callable:
+    """A product of rows and matrices by experts.Products, with its gradients."""
+    import jax
+
+    def backward(kept, g):
+        x, weights, sizes = kept
+        return kernel.rows_gradient(g, weights, sizes), kernel.weights_gradient(x, g, sizes), None
+
+    product = jax.custom_vjp(kernel.product)
+    product.defvjp(lambda x, weights, sizes: (kernel.product(x, weights, sizes), (x, weights, sizes)), backward)
+    return product
+
+
+# --- how -----------------------------------------------------------------------------------------------------------------------------
+
+
+def with_gradients(function: Callable, count: int) -> Callable:
+    """(direction, *arrays, *fixed) → the function's value, and the gradients of its product with the direction by the arrays."""
+    import jax
+
+    def both(direction, *arguments):
+        arrays, fixed = arguments[:count], arguments[count:]
+        value, back = jax.vjp(lambda *arrays: function(*arrays, *fixed), *arrays)
+        return value, back(direction.astype(value.dtype))
+
+    return jax.jit(both)
+
+
+def distance(a, exact) -> float:
+    """‖a − exact‖ / ‖exact‖; not a number where one of `a` is none."""
+    import jax.numpy as jnp
+
+    a = a.astype(jnp.float32)
+    return float(jnp.linalg.norm((a - exact).ravel()) / jnp.linalg.norm(exact.ravel()))
+
+
+def measured_seconds(function: Callable, arguments: tuple) -> float:
+    """The median time of a call, its results waited for after so many calls that it takes LEAST_SECONDS."""
+    import jax
+
+    jax.block_until_ready(function(*arguments))
+
+    def several(count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            result = function(*arguments)
+        jax.block_until_ready(result)
+        return (time.perf_counter() - began) / count
+
+    count = max(1, round(LEAST_SECONDS / several(1)))
+    return statistics.median(several(count) for _ in range(REPEATS))
+
+
+def compare(c: Comparison, dtype: str) -> dict:
+    """Errors and seconds of one comparison."""
+    import jax
+    import jax.numpy as jnp
+
+    keys, count = iter(jax.random.split(jax.random.key(1), 1 + len(c.shapes))), len(c.shapes)
+    given = [jax.random.normal(next(keys), shape, dtype) for shape in c.shapes]
+    fixed = tuple(jnp.asarray(a) for a in c.fixed)
+    direction = jax.random.normal(next(keys), jax.eval_shape(c.reference, *given, *fixed).shape, dtype)
+    arguments = (direction, *given, *fixed)
+    with jax.default_matmul_precision("highest"):
+        exactly = with_gradients(c.reference, count)
+        exact, exact_gradients = exactly(*(a.astype(jnp.float32) for a in (direction, *given)), *fixed)
+    row: dict[str, Any] = {"name": c.name, "flops": c.flops * (1 + c.backward)}
+    for side, function in (("kernel", c.function), ("fallback", c.reference)):
+        run = with_gradients(function, count)
+        value, gradients = run(*arguments)
+        errors = [distance(g, e) for g, e in zip(gradients, exact_gradients, strict=True)]
+        row[side] = {"value_error": distance(value, exact), "gradient_error": max(errors), "seconds": measured_seconds(run, arguments)}
+    return row
+
+
+def run(folder: pathlib.Path) -> dict:
+    case = json.loads((folder / "case.json").read_text())
+    import jax
+
+    from jaxtrain.devices.mesh import make_mesh
+
+    rows = []
+    with jax.set_mesh(make_mesh((1,) * 6, jax.devices()[:1])):
+        for comparison in comparisons(case["tiny"], case["dtype"]):
+            try:
+                rows.append(compare(comparison, case["dtype"]))
+            except Exception as error:  # one that fails is a line; the others go on
+                rows.append({"name": comparison.name, "failure": one_line(f"{type(error).__name__}: {error}")})
+            print(json.dumps(rows[-1]), flush=True)
+    return {"kernels": rows}
+
+
+if __name__ == "__main__":
+    report_result(lambda: run(pathlib.Path(sys.argv[1])))

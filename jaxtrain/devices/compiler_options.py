@@ -1,0 +1,67 @@
+"""XLA's options by platform, each with its reason: without them the program is not what it should be.
+
+They go to the compiler with each program, so neither XLA_FLAGS nor LIBTPU_INIT_ARGS is needed; `parallel.compiler_options` changes them or
+adds others. What was tried, and what else the compilers take: docs/log.md.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+Value = bool | int | float | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """name, value: as XLA takes them; reason: what the program is like without it; generations: the device kinds that it is for, all
+    if empty."""
+
+    name: str
+    value: Value
+    reason: str
+    generations: tuple[str, ...] = ()
+
+
+GPU = (
+    Option(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        True,
+        "collectives start where their operands are ready and end where their result is read; without it each is waited for",
+    ),
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        1024,
+        "an op with collectives in it is put beside another collective only if all together stay below this limit: early permutes then "
+        "run beside a tick's ops",
+    ),
+)
+TPU = (
+    Option(
+        "xla_tpu_scoped_vmem_limit_kib",
+        32768,
+        "a fusion's tiles may take 32 of the 64 MiB of vector memory: with the default of 16 products that are fused with what surrounds "
+        "them run at 40 to 80 % of the peak by libtpu's own estimate, with this at 80 to 97; with 64 no reduce-scatter finds room",
+        generations=("TPU v5", "TPU v5p"),
+    ),
+)
+PLATFORMS = {"gpu": GPU, "cuda": GPU, "tpu": TPU}  # devices that are only described call themselves cuda
+
+
+def compiler_options(device: jax.Device, changes: Sequence[str] = ()) -> dict[str, Value]:
+    """XLA's options for a device; `changes`: NAME=VALUE, in place of the platform's own or beside them."""
+    options = PLATFORMS.get(device.platform, ())
+    chosen = {o.name: o.value for o in options if not o.generations or device.device_kind in o.generations}
+    return chosen | {name: _value(text) for name, _, text in (change.partition("=") for change in changes)}
+
+
+def _value(text: str) -> Value:
+    """A flag's text as what XLA takes: true and false, a number, or the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,39 @@
+"""XLA's options: each platform's own, and what a config changes; they reach the compiler with the step's programs."""
+
+import dataclasses
+
+import jax
+import pytest
+from support import small
+
+from jaxtrain import config as configs
+from jaxtrain.devices.compiler_options import PLATFORMS, compiler_options
+from jaxtrain.training.step import abstract_batch, make_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    platform: str
+    device_kind: str = ""
+
+
+def test_by_platform_and_generation():
+    assert compiler_options(Device("cpu")) == {}
+    assert compiler_options(Device("cuda")) == compiler_options(Device("gpu", "NVIDIA H100")) != {}
+    v5p, v4 = (compiler_options(Device("tpu", kind)) for kind in ("TPU v5", "TPU v4"))
+    assert v5p["xla_tpu_scoped_vmem_limit_kib"] == 32768 and "xla_tpu_scoped_vmem_limit_kib" not in v4  # v4 has not so much
+    assert all(option.reason for options in PLATFORMS.values() for option in options)
+
+
+def test_changes_come_last_and_have_types():
+    changes = ("xla_gpu_experimental_parallel_collective_overlap_limit=1", "xla_a=False", "xla_b=0.5", "xla_c=x=y")
+    got = compiler_options(Device("gpu"), changes)
+    assert got["xla_gpu_experimental_parallel_collective_overlap_limit"] == 1 and got["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert (got["xla_a"], got["xla_b"], got["xla_c"]) == (False, 0.5, "x=y")
+
+
+def test_they_reach_the_compiler():
+    cfg = configs.replace(small.config(), {"parallel.compiler_options": ("xla_no_such_option=1",)})
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh), pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        step.evaluate.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()

@@ -1,0 +1,151 @@
+"""What cuDNN is given for documents and what is made of its results, against plain XLA, with cuDNN's two primitives played by numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import attended
+from support.attended import arrays, segments
+
+from jaxtrain.parallel import cudnn, flash
+from jaxtrain.parallel.context import CAUSAL
+
+CAUSAL_MASK, PADDING_CAUSAL = cudnn.cudnn.MaskType.CAUSAL, cudnn.cudnn.MaskType.PADDING_CAUSAL
+
+
+class Primitive:
+    """One of the two, as their documentation and XLA's cuda_dnn.cc have them: attention of each document that a length is given for, at its
+    offset in numbers from the arrays' beginning. What no document covers is not a number."""
+
+    def __init__(self, backward: bool):
+        self.backward, self.masks = backward, []
+
+    def bind(self, q, k, v, bias, lengths, key_lengths, offsets, key_offsets, *rest, scale, mask_type, **parameters):
+        self.masks.append(mask_type)
+        assert mask_type in (CAUSAL_MASK, PADDING_CAUSAL) and (mask_type == PADDING_CAUSAL) == lengths.ndim - 1
+        rows = lengths.size if lengths.ndim > 1 else len(q)
+        results = (q, k, v) if self.backward else (jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),)
+        if not self.backward:
+            results = (*results, jax.ShapeDtypeStruct((rows, q.shape[2], q.shape[1]), jnp.float32))
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), list(results))
+        play = lambda *arrays: self.play(scale, *map(np.asarray, arrays))
+        return jax.pure_callback(play, shapes, q, k, v, lengths, key_lengths, offsets, key_offsets, *rest[2:])
+
+    def play(self, scale, q, k, v, lengths, key_lengths, offsets, key_offsets, *rest) -> list[np.ndarray]:
+        batch, tokens, heads, size = q.shape
+        if lengths.ndim == 1:
+            rows = [(tokens, n * tokens * heads * size, n * tokens * k.shape[2] * size) for n in range(batch)]
+        else:
+            assert (lengths == key_lengths).all()
+            assert k.shape[3] == v.shape[3] == size, "keys and values have the same offsets"
+            assert lengths.shape[1] + 1 == offsets.shape[1] == key_offsets.shape[1]
+            rows = list(zip(*(np.ravel(a).tolist() for a in (lengths, offsets, key_offsets)), strict=False))
+        given = [np.array(a, np.float32) for a in (q, k, v, *rest)]
+        shapes = [a.shape for a in ((q, k, v) if self.backward else (given[0][..., :1] + v[0, 0, 0],))]
+        results = [np.full(shape, np.nan, np.float32) for shape in shapes]
+        stats = given[3] if self.backward else np.full((len(rows), heads, tokens), np.nan, np.float32)
+        for row, (n, at, at_keys) in enumerate(rows):
+            places = at, at_keys, at_keys // size * v.shape[3]
+            own = [part(a, place, n) for a, place in zip(given, places, strict=False)]
+            weights, lse = softmax(*own[:2], scale)
+            if self.backward:
+                np.testing.assert_allclose(stats[row, :, :n], lse, rtol=1e-4, atol=1e-4)
+                out, g = (part(a, at, n) for a in given[4:])
+                np.testing.assert_allclose(out, np.einsum("nts,snv->tnv", weights, expanded(own[2], heads)), rtol=1e-4, atol=1e-4)
+                found = gradients(*own[:3], g, weights, scale)
+            else:
+                stats[row, :, :n] = lse
+                found, places = [np.einsum("nts,snv->tnv", weights, expanded(own[2], heads))], (at // size * v.shape[3],)
+            for result, a, place in zip(results, found, places, strict=True):
+                result.reshape(-1)[place : place + a.size] = a.reshape(-1)
+        return results if self.backward else [*results, stats]
+
+
+def part(a: np.ndarray, at: int, n: int) -> np.ndarray:
+    """[n, heads, size] from number `at` on."""
+    return a.reshape(-1)[at : at + n * a.shape[2] * a.shape[3]].reshape(n, *a.shape[2:])
+
+
+def expanded(a: np.ndarray, heads: int) -> np.ndarray:
+    """Keys or values for each query head."""
+    return np.repeat(a, heads // a.shape[1], 1)
+
+
+def softmax(q, k, scale) -> tuple[np.ndarray, np.ndarray]:
+    """Weights [heads, T, T] and log-sum-exp [heads, T] of one document."""
+    scores = np.einsum("tnh,snh->nts", q, expanded(k, q.shape[1])) * scale
+    scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores, -np.inf)
+    top = scores.max(-1, initial=-1e30)
+    lse = top + np.log(np.exp(scores - top[..., None]).sum(-1))
+    return np.exp(scores - lse[..., None]), lse
+
+
+def gradients(q, k, v, g, weights, scale) -> list[np.ndarray]:
+    """Of queries, keys and values of one document."""
+    heads, by_group = q.shape[1], lambda a, like: a.reshape(len(a), like.shape[1], heads // like.shape[1], a.shape[2]).sum(2)
+    by_weights = np.einsum("tnv,snv->nts", g, expanded(v, heads))
+    by_scores = weights * (by_weights - (weights * by_weights).sum(-1, keepdims=True)) * scale
+    dk, dv = np.einsum("nts,tnh->snh", by_scores, q), np.einsum("nts,tnv->snv", weights, g)
+    return [np.einsum("nts,snh->tnh", by_scores, expanded(k, heads)), by_group(dk, k), by_group(dv, v)]
+
+
+@pytest.fixture
+def primitives(monkeypatch):
+    made = Primitive(False), Primitive(True)
+    monkeypatch.setattr(cudnn.cudnn, "_dot_product_attention_fwd_p", made[0])
+    monkeypatch.setattr(cudnn.cudnn, "_dot_product_attention_bwd_p", made[1])
+    return made
+
+
+@jax.jit
+def attend(q, k, v, g, own):
+    documents = None if own is None else (own, own)
+    return attended.with_gradients(lambda q, k, v: flash.attend(cudnn.KERNEL, q, k, v, CAUSAL, documents), q, k, v, g)
+
+
+@pytest.mark.parametrize(
+    "shape, documents, room",
+    [
+        ({}, 4, 4),  # grouped heads, two sizes of heads: values are padded
+        ({"key": 32}, 0, 4),  # whole sequences
+        ({"batch": 3}, 5, 4),  # more than there is room for: by blocks
+        pytest.param({"key": 32, "kv_heads": 4}, 3, 8, marks=pytest.mark.full),
+        pytest.param({"key": 32, "value": 48, "kv_heads": 1, "batch": 4}, 2, 2, marks=pytest.mark.full),
+    ],
+)
+def test_same_as_plain_xla(primitives, monkeypatch, shape, documents, room):
+    monkeypatch.setattr(cudnn, "room", lambda tokens: room)
+    q, k, v, g = arrays(**{"tokens": 24, "heads": 4} | shape)
+    own = segments(*q.shape[:2], documents) if documents else None
+    got = attend(q, k, v, g, own)
+    for a, b in zip(got, attended.plain(q, k, v, g, None, own, own), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert [p.masks for p in primitives] == [[PADDING_CAUSAL if documents else CAUSAL_MASK]] * 2
+
+
+def test_places_of_documents():
+    """The example of the module's docstring."""
+    own = jnp.array([[1, 1, 1, 1, 2, 2], [4, 4, 5, 6, 6, 6]])
+    places = cudnn._documents(own, 4)
+    np.testing.assert_array_equal(places.lengths.ravel(), [4, 2, 2, 1, 3, 0, 0, 0])
+    np.testing.assert_array_equal(places.starts.ravel(), [0, 4, 6, 8, 9, 12, 12, 12, 12, 12])
+    np.testing.assert_array_equal(places.row_BT, [[0, 0, 0, 0, 1, 1], [2, 2, 3, 4, 4, 4]])
+    np.testing.assert_array_equal(places.place_BT, [[0, 1, 2, 3, 0, 1], [0, 1, 0, 0, 1, 2]])
+    assert not places.too_many and cudnn._documents(own, 2).too_many
+
+
+def test_room_for_documents():
+    assert [cudnn.room(n) for n in (128, 8192, 32768)] == [32, 32, 64]
+    assert cudnn.is_addressable((3, 131072, 32, 128)) and not cudnn.is_addressable((4, 131072, 32, 128))
+
+
+def test_what_is_traced_for_a_gpu():
+    """Nothing of the size of queries × keys, and one call each way; only the documents' places and a loop of no trip are beside it."""
+    q, k, v, g = arrays(batch=1, tokens=640, dtype=jnp.bfloat16)
+    own = segments(1, 640)
+    fn = lambda *a: attended.with_gradients(lambda q, k, v: flash.attend(cudnn.KERNEL, q, k, v, CAUSAL, (own, own)), *a)
+    jaxpr = jax.make_jaxpr(fn)(q, k, v, g).jaxpr
+    names = [e.primitive.name for e in jaxpr.eqns]
+    assert [names.count(name) for name in ("dot_product_attention_fwd", "dot_product_attention_bwd")] == [1, 1]
+    outside = [v.aval.shape for e in jaxpr.eqns for v in e.outvars]
+    assert not [shape for shape in outside if shape.count(640) > 1]

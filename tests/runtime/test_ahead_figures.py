@@ -1,0 +1,97 @@
+"""What the compilers for TPU v5p and H100 make of a step may not get worse: figures of small cases, each with a bound.
+
+A bound with "today" beside it is what the program is, not what it should be: whoever makes it better lowers it. For --full;
+benchmarks/ahead.py prints the same figures of the real recipes.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+from support import ahead
+from support.compilers import needs
+from support.step_figures import PLAIN, StepFigures
+
+from jaxtrain import config as configs
+from jaxtrain.config import Config, checks
+
+DEVICES = 16
+MODEL = {
+    "model.layers": 8,
+    "model.width": 2048,
+    "model.heads": 16,
+    "model.kv_heads": 4,
+    "model.mlp_width": 5632,
+    "model.vocab_size": 32768,
+    "data.sequence_length": 4096,
+    "data.attend_across_documents": False,
+    "pipeline.remat": "full",
+    "precision.compute": "bfloat16",
+}
+ONE_STAGE = {"mesh.data": 16, "mesh.stage": 1, "mesh.model": 1, "pipeline.microbatches": 1, "data.batch_size": 16, "parallel.zero": 3}
+STAGES = {"mesh.stage": 4, "pipeline.schedule": "interleaved", "pipeline.repeats": 2, "pipeline.microbatches": 8}
+STAGES |= {"pipeline.permute": "early", "parallel.zero": 1}
+CASES = {
+    "zero3": ONE_STAGE,
+    "pipeline": STAGES | {"mesh.data": 4, "mesh.model": 1, "data.batch_size": 32},
+    "pipeline, model": STAGES | {"mesh.data": 2, "mesh.model": 2, "data.batch_size": 16},
+}
+
+
+@functools.cache
+def figures(platform: str, case: str) -> dict[str, Any]:
+    backend = ahead.PLATFORMS[platform].backend
+    kernel = {"model.attention_kernel": "cudnn"} if backend == "gpu" else {}
+    config = checks.check_devices(configs.replace(Config(), MODEL | CASES[case] | kernel), DEVICES, backend).resolve()
+    return StepFigures(config, platform, ahead.compile_config(platform, config, DEVICES, program="train")).as_dict()
+
+
+# (platform, case) → figure → the most that it may be:
+#   products      operations of products and kernels over the plan
+#   gigabytes     of temporary memory
+#   milliseconds  of the busiest stage
+#   copies        their part of these
+#   square        kinds of arrays of T × T
+#   exposed       gigabytes of collectives without products beside them
+#   plain         1 for attention without a kernel
+BOUNDS: dict[tuple[str, str], dict[str, float]] = {
+    ("tpu_v5p", "zero3"): {
+        "products": 1.22,  # today: the forward runs twice
+        "gigabytes": 1.6,
+        "milliseconds": 240,  # today: attention in plain XLA, twice
+        "copies": 0.022,  # today
+        "square": 0,
+        "exposed": 4.1,  # today: no gather is asynchronous, gradients are summed in float32
+        "plain": 1,  # today
+    },
+    ("h100", "zero3"): {
+        "products": 1.17,  # today: cuDNN computes the scores above the diagonal too
+        "gigabytes": 1.3,
+        "milliseconds": 36,
+        "copies": 0.013,
+        "square": 3,  # today: the mask of documents is a bias of T × T, made by each op
+        "exposed": 2.6,  # today: the backward's gathers and all sums are late
+        "plain": 0,
+    },
+}
+
+
+def summary(found: dict[str, Any]) -> dict[str, float]:
+    """The figures that have bounds."""
+    return {
+        "products": found["flops"]["ratio"],
+        "gigabytes": found["memory"]["temporary"] / 1e9,
+        "milliseconds": 1000 * found["seconds"]["busy"],
+        "copies": found["copies"]["share"],
+        "square": len(found["square_arrays"]),
+        "exposed": sum(traffic["bytes"] - traffic["hidden"] for traffic in found["collectives"]) / 1e9,
+        "plain": found["attention"] == PLAIN,
+    }
+
+
+@pytest.mark.parametrize(("platform", "case"), [pytest.param(*key, marks=needs(key[0])) for key in BOUNDS])
+def test_no_figure_falls_back(platform, case):
+    found, bounds = summary(figures(platform, case)), BOUNDS[platform, case]
+    print(platform, case, {name: round(value, 4) for name, value in found.items()})
+    assert found.keys() == bounds.keys()
+    assert {name: value for name, value in found.items() if value > bounds[name]} == {}

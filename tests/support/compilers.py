@@ -1,0 +1,16 @@
+"""Marks for tests that compile ahead of time: for --full, and skipped where the compiler is not installed."""
+
+import pytest
+
+from support import ahead
+
+
+def needs(platform: str) -> list[pytest.MarkDecorator]:
+    """The marks of a test for a platform."""
+    missing = pytest.mark.skipif(ahead.PLATFORMS[platform].missing, reason=f"no compiler for {platform} here: {ahead.INSTALL_COMMAND}")
+    return [pytest.mark.full, missing]
+
+
+def compiled_for(*platforms: str):
+    """The test's parameter `platform`."""
+    return pytest.mark.parametrize("platform", [pytest.param(name, marks=needs(name)) for name in platforms])

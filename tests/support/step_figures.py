@@ -1,0 +1,287 @@
+"""What the compilers' programs say of a step on a device: operations, seconds, bytes, kernels, copies, collectives; nothing is run.
+
+    seconds    TPU: libtpu's cycles at CLOCK; H100: the longer of an instruction's operations at a fraction of the peak and its bytes at the
+               memory's speed. A kernel, for which there is neither, takes its operations at another fraction. Collectives are left out.
+    step       the busiest stage's seconds / (1 − the bubble that the table's simulation predicts)
+
+A scope's names are those of the table's ops; with one stage R is what B computes again, and B all of the backward.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from typing import Any
+
+from jaxtrain.config import Config
+from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
+from jaxtrain.plan import flops
+from jaxtrain.run.metrics import peak_flops
+from support import compiled_account, hlo
+from support.ahead import PLATFORMS, Compiled
+from support.hlo_cost import GPU_MEMORY, TPU_MEMORY, Costs, target
+from support.step_loops import Run, StepLoops
+
+CLOCK = 1.75e9  # a v5p's cycles a second: 459 TFLOP/s are 262 kFLOP a cycle
+H100_MEMORY = 3.35e12  # bytes a second (NVIDIA's data sheet, SXM)
+LARGE = 1e6  # bytes of a copy that counts
+LISTED = 5  # of the largest copies and square arrays
+PLAIN = "plain XLA"  # how a step attends that has no kernel for it
+# Custom calls that compute nothing by themselves, or are counted as products
+NO_KERNELS = re.compile(
+    r"AllocateBuffer|AssumeGatherIndicesInBound|Sharding|SPMD|__cublas|annotate_device_placement|MoveTo|^$|Resource|topk|TopK"
+)
+GROUPED = re.compile(r"gmm|ragged|grouped")
+PASS = re.compile(r"_(fwd|dq|dkv|bwd)\w*|Backward")  # what a kernel's name says of forward and backward
+BACKWARD = re.compile(r"backward|bwd|dkv", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """Fractions of the peak at which products in XLA's own code (H100) and in kernels run."""
+
+    products: float = 0.7
+    kernels: float = 0.5
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Collectives alike, in a step.
+
+    bytes         of the whole arrays: an all-gather's results, the operands of others
+    asynchronous  those of them that have a start and a done, or stand in one fusion with products
+    hidden        those that have products between start and done, or in the fusion
+    flops         these products; what stands beside two collectives counts for both
+    """
+
+    times: float = 0.0
+    bytes: float = 0.0
+    asynchronous: float = 0.0
+    hidden: float = 0.0
+    flops: float = 0.0
+
+
+@dataclasses.dataclass
+class Kernel:
+    """A custom call: how often a step runs it, its operations in all."""
+
+    times: float = 0.0
+    flops: float = 0.0
+
+
+class StepFigures:
+    """The figures of a compiled `train` of a resolved config, for a device of the busiest stage."""
+
+    def __init__(self, config: Config, platform: str, compiled: Compiled, peaks: Peaks = Peaks()):
+        self.config, self.platform, self.compiled, self.peaks = config, platform, compiled, peaks
+        self.setup, self.program = make_setup(config), compiled.program
+        self.peak, self.peak_in_float32 = (peak_flops(PLATFORMS[platform].device_kind, t) or math.nan for t in ("bfloat16", "float32"))
+        self.tpu = PLATFORMS[platform].backend == "tpu"
+        self.costs = Costs(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
+        shards = batch_shards(dict(zip(AXES, sizes_of(config.mesh), strict=True))) * config.mesh.context
+        tokens = config.sequences_per_microbatch * config.data.sequence_length // shards
+        self._rows = tokens * config.model.experts_per_token  # of a microbatch that come to a device's experts
+        stages = [StepLoops(self.program, self.setup, stage) for stage in range(config.mesh.stage)]
+        runs = [list(loops.executed()) for loops in stages]
+        seconds = [sum(self.seconds(run) for run in of_stage) for of_stage in runs]
+        self.stage = seconds.index(max(seconds))
+        self.loops, self.runs, self.busy_seconds = stages[self.stage], runs[self.stage], seconds[self.stage]
+        self._times = {(run.instruction.computation, run.instruction.name): run.times for run in self.runs}
+
+    # ------------------------------------------------------------------ one instruction
+
+    def kernel(self, i: hlo.Instruction) -> str:
+        """The name of a custom call that is a kernel of its own; "" for other instructions."""
+        name = target(i)
+        if i.opcode != "custom-call" or NO_KERNELS.search(name) or self.costs.cycles(i):
+            return ""
+        if name == "tpu_custom_call":
+            found = re.search(r'kernel_name="?([\w.]+)', i.text) or re.search(r"/([\w.]+)/pallas_call", i.op_name)
+            return f"pallas {found[1] if found else i.name.split('.')[0]}"
+        mask = re.search(r'"mask_type": ?"(\w+)"', i.text)
+        return f"{name} {mask[1]}" if mask else name
+
+    def kernel_flops(self, i: hlo.Instruction) -> float:
+        """Operations of a kernel once. Of attention: in each product, each query with each earlier key, or with all keys where a cuDNN
+        kernel is told of no mask; products by groups multiply each row with one matrix. A backward has five products, or where it is two
+        kernels three and four of them (the scores, and the gradients of the weights made from them, in both)."""
+        operands = [o for o in self.program.operands(i) if o.shapes and o.types[0] in ("bf16", "f16", "f32")]
+        if GROUPED.search(self.kernel(i)):
+            return self._grouped(operands, i)
+        if not operands:
+            return 0.0
+        name = self.kernel(i)
+        backward = BACKWARD.search(name) or "transpose(" in i.op_name
+        products = 3 if "dq" in name else 4 if "dkv" in name and len(i.shapes) == 2 else 5 if backward else 2
+        tokens = self.config.data.sequence_length // (self.config.mesh.context if self.config.parallel.context == "ring" else 1)
+        query = max((math.prod(o.shapes[0]) for o in operands if o.shapes[0].count(tokens) < 2), default=0)
+        return products * 2.0 * query * tokens * (1.0 if "NO_MASK" in i.text else 0.5)
+
+    def _grouped(self, operands: list[hlo.Instruction], i: hlo.Instruction) -> float:
+        """Of rows by the matrices of their groups. There is room for more rows than come; a kernel's cost follows those that do, evenly."""
+        shapes = [shape for made in (*operands, i) for shape in made.shapes]
+        stack = next((shape for shape in shapes if len(shape) == 3), None)
+        rows = next((shape for shape in shapes if len(shape) == 2), None)
+        if stack is None or rows is None:
+            return 0.0
+        room = next((n for n in rows if n not in stack[1:]), rows[0])
+        return 2.0 * min(room, self._rows) * stack[1] * stack[2]
+
+    def seconds(self, run: Run) -> float:
+        """Of all runs of an instruction in a step."""
+        i = run.instruction
+        if i.collective or not run.times:
+            return 0.0
+        if self.kernel(i):
+            return run.times * self.kernel_flops(i) / (self.peak * self.peaks.kernels)
+        if self.tpu:
+            return run.times * self.costs.cycles(i) / CLOCK
+        products, peak = self.costs.flops(i), self.peak
+        if products and self.costs.in_float32(i):
+            peak = self.peak_in_float32
+        return run.times * max(products / (peak * self.peaks.products), self.costs.bytes(i) / H100_MEMORY)
+
+    # ------------------------------------------------------------------ sums
+
+    def by_op(self) -> dict[str, float]:
+        """Seconds of each scope, the longest first."""
+        found: collections.Counter = collections.Counter()
+        for run in self.runs:
+            found[run.op] += self.seconds(run)
+        return {op: seconds for op, seconds in found.most_common() if seconds > 0}
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step in which the busiest stage waits, as the table's simulation says."""
+        return self.setup.simulation().bubble_fraction_coupled if self.setup.train else 0.0
+
+    def products(self) -> float:
+        """Operations of dots and convolutions."""
+        return sum(run.times * self.costs.flops(run.instruction) for run in self.runs)
+
+    def memory_bytes(self) -> float:
+        """What is read and written of the device's memory."""
+        return sum(run.times * self.costs.bytes(run.instruction) for run in self.runs)
+
+    def kernels(self) -> dict[str, Kernel]:
+        found: dict[str, Kernel] = collections.defaultdict(Kernel)
+        for run in self.runs:
+            if name := self.kernel(run.instruction):
+                found[name].times += run.times
+                found[name].flops += run.times * self.kernel_flops(run.instruction)
+        return dict(found)
+
+    def square_arrays(self) -> list[str]:
+        """Arrays in the device's memory with a sequence's length in two dimensions (and no matrix of that size), the largest first."""
+        tokens, found = self.config.data.sequence_length, {}
+        for run in self.runs:
+            i = run.instruction
+            for shape, kind, size in zip(i.shapes, i.types, i.bytes_of_each, strict=True):
+                if shape.count(tokens) >= 2 and i.opcode not in ("parameter", "get-tuple-element", "tuple", "while", "bitcast"):
+                    found[f"{kind}{list(shape)} in {run.op}"] = size
+        return sorted(found, key=lambda text: -found[text])
+
+    def copies(self) -> dict[str, Any]:
+        """Copies and transposes of more than LARGE bytes in loops: bytes, seconds, part of the estimate, the longest."""
+        total, seconds, each = 0.0, 0.0, collections.Counter()
+        for run in self.runs:
+            i = run.instruction
+            if run.loops and i.bytes > LARGE and self.costs.is_copy(i):
+                spent = self.seconds(run)
+                total, seconds = total + run.times * i.bytes, seconds + spent
+                each[f"{i.types[0]}{list(i.shapes[0])} in {run.op}"] += spent
+        longest = {name: round(spent, 4) for name, spent in each.most_common(LISTED)}
+        return {"bytes": total, "seconds": seconds, "share": seconds / max(self.busy_seconds, 1e-12), "longest": longest}
+
+    # ------------------------------------------------------------------ collectives
+
+    def collectives(self) -> dict[tuple[str, str, str, str], Traffic]:
+        """(scope, kind, type, mesh axes) → what crosses."""
+        found: dict[tuple[str, str, str, str], Traffic] = collections.defaultdict(Traffic)
+        mesh = dict(zip(AXES, sizes_of(self.config.mesh), strict=True))
+        hidden = self._hidden_flops()
+        for run in self.runs:
+            for i, kind, arrays in compiled_account.collectives(self.program, run.instruction):
+                axes, n = hlo.along(i, mesh)
+                # There and back, either what is sent or the room for what arrives is larger than what travels.
+                size = min(arrays[:2]) if kind == "ragged-all-to-all" else sum(arrays) * (n if kind == "all-gather" else 1)
+                if size <= compiled_account.FEW or not run.times:
+                    continue
+                traffic = found[run.op, kind, self.program.operands(i)[0].types[0], "·".join(axes)]
+                beside = hidden.get((run.instruction.computation, run.instruction.name))
+                traffic.times += run.times
+                traffic.bytes += run.times * size
+                if beside is not None:
+                    traffic.asynchronous += run.times * size
+                    traffic.hidden += run.times * size * (beside > 0)
+                    traffic.flops += run.times * beside
+        return dict(found)
+
+    def _hidden_flops(self) -> dict[tuple[str, str], float]:
+        """(computation, name) of asynchronous collectives → operations of products between start and done, once."""
+        found = {}
+        for computation in {run.instruction.computation for run in self.runs if run.times}:
+            instructions = self.program.computations[computation]
+            for n, i in enumerate(instructions):
+                if i.opcode == "fusion" and (flops_beside := self.costs.flops(i)):
+                    found[computation, i.name] = float(flops_beside)
+                if i.collective and i.starts and '"is_sync":true' not in i.text:
+                    done = next((m for m in range(n, len(instructions)) if i.name in instructions[m].operands), n)
+                    found[computation, i.name] = sum(self._flops_below(j) for j in instructions[n + 1 : done])
+        return found
+
+    def _flops_below(self, i: hlo.Instruction) -> float:
+        """Of an instruction, or of a loop as often as the table has it run each time that it is reached (its mean)."""
+        if i.opcode in ("while", "call", "conditional"):
+            reached = self._times.get((i.computation, i.name), 0.0)
+            if not reached:
+                return 0.0
+            body = i.calls.get("body")
+            names = [body] if body else list(i.calls.values())
+            times = reached * (float(self.loops.trips(i, reached)) if body else 1)
+            runs = (run for name in names for run in self.loops.below(name, times, "", 0))
+            return sum(run.times * (self.costs.flops(run.instruction) + self._kernel_flops(run.instruction)) for run in runs) / reached
+        return self.costs.flops(i) + self._kernel_flops(i)
+
+    def _kernel_flops(self, i: hlo.Instruction) -> float:
+        return self.kernel_flops(i) if self.kernel(i) else 0.0
+
+    # ------------------------------------------------------------------ all of it
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures as JSON can hold them: bytes, operations, seconds."""
+        planned, kernels, products = flops.total(self.config, self.stage), self.kernels(), self.products()
+        in_kernels = sum(kernel.flops for kernel in kernels.values())
+        collectives = [
+            dict(zip(("op", "kind", "type", "axes"), key, strict=True)) | dataclasses.asdict(traffic)
+            for key, traffic in sorted(self.collectives().items(), key=lambda item: -item[1].bytes)
+        ]
+        return {
+            "memory": {"arguments": self.compiled.memory["argument"], "temporary": self.compiled.memory["temp"]},
+            "stage": self.stage,
+            "flops": {
+                "products": products,
+                "kernels": in_kernels,
+                "model": planned.own,
+                "planned": planned.total,
+                "planned_attention": planned.attention,
+                "ratio": (products + in_kernels) / planned.total,
+            },
+            "seconds": {
+                "busy": self.busy_seconds,
+                "bubble": self.bubble,
+                "step": self.busy_seconds / (1 - self.bubble),
+                "kernels": in_kernels / (self.peak * self.peaks.kernels),
+                "by_op": self.by_op(),
+            },
+            "peaks": dataclasses.asdict(self.peaks),
+            "memory_bytes": self.memory_bytes(),
+            "kernels": {name: dataclasses.asdict(kernel) for name, kernel in kernels.items()},
+            "attention": ", ".join(sorted({PASS.sub("", name) for name, k in kernels.items() if k.flops and not GROUPED.search(name)}))
+            or PLAIN,
+            "square_arrays": self.square_arrays()[:LISTED],
+            "copies": self.copies(),
+            "collectives": collectives,
+            "compile_seconds": self.compiled.seconds,
+        }
