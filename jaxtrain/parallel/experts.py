@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.kernels import BLOCKS, MEGABLOX, product_kernel
+from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX, product_kernel
 from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, hardware, manual_size, over_model, psum, psum_scatter
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
@@ -331,8 +331,10 @@ class Products(NamedTuple):
     weights_gradient: Callable
 
 
+BY_BLOCKS = Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient)
 KERNELS = {
-    BLOCKS: Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient),
+    BLOCKS: BY_BLOCKS,
+    LARGE_BLOCKS: Products(*(functools.partial(form, most_rows=grouped.MOST_ROWS_ON_GPU) for form in BY_BLOCKS)),
     MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
 }
 
