@@ -14,7 +14,8 @@ that takes the case:
 Products of experts (dropless), which go by the devices alone; rows × matrices and the gradients of both take the same one:
 
     megablox     TPUs                      everything                                                   jax's Pallas kernels
-    blocks       any                       everything                                                   a loop over blocks of rows in XLA
+    large_blocks NVIDIA GPUs               everything                                                   a loop over blocks of rows in XLA
+    blocks       any                       everything                                                   the same, of fewer rows
 
 What jax checks before it calls cuDNN (check_is_flash_attention in jax._src.cudnn.fused_attention_stablehlo) is where its rules are from.
 """
@@ -31,7 +32,7 @@ SPLASH_STEP = 128  # tokens: a TPU's registers have so many lanes
 LARGEST_MASK = 1 << 28  # elements of a mask that cuDNN is given
 CUDNN_TWO_SIZES = 91000  # cuDNN 9.10: the first with queries and values of two sizes
 HOPPER = (9, 0)
-MEGABLOX, BLOCKS = "megablox", "blocks"
+MEGABLOX, LARGE_BLOCKS, BLOCKS = "megablox", "large_blocks", "blocks"
 LONG = 1024  # keys from which attention is a good part of a step
 
 
@@ -157,7 +158,11 @@ TABLE: dict[str, tuple[str, tuple[Rule, ...]]] = {
     CUDNN_MASK: ("cuDNN's flash attention, given a mask", (*CUDNN_RULES, _cudnn_mask)),
     XLA: ("plain XLA", ()),
 }
-PRODUCTS = {MEGABLOX: "megablox, jax's kernels for TPUs", BLOCKS: "blocks of rows in plain XLA"}
+PRODUCTS = {
+    MEGABLOX: "megablox, jax's kernels for TPUs",
+    LARGE_BLOCKS: "large blocks of rows in plain XLA",
+    BLOCKS: "blocks of rows in plain XLA",
+}
 NAMES = ("auto", XLA, CUDNN, SPLASH)  # of model.attention_kernel
 
 
@@ -206,7 +211,10 @@ def product_kernel(hardware: Hardware) -> Choice:
     """The kernel of the products of experts."""
     if hardware.platform == TPU:
         return Choice(MEGABLOX, PRODUCTS[MEGABLOX], {})
-    return Choice(BLOCKS, PRODUCTS[BLOCKS], {MEGABLOX: Refusal("is for TPUs")})
+    passed_over = {MEGABLOX: Refusal("is for TPUs")}
+    if hardware.platform == GPU:
+        return Choice(LARGE_BLOCKS, PRODUCTS[LARGE_BLOCKS], passed_over)
+    return Choice(BLOCKS, PRODUCTS[BLOCKS], passed_over | {LARGE_BLOCKS: Refusal("are for GPUs")})
 
 
 def describe(config: Config, hardware: Hardware) -> Iterator[str]:
@@ -217,8 +225,8 @@ def describe(config: Config, hardware: Hardware) -> Iterator[str]:
         yield f"products of experts: {choice.words}{_passed_over(choice)}"
         if hardware.platform == GPU:
             yield (
-                "warning: products of experts by blocks of rows wait for the host before each block on a GPU: "
-                "--config.model.capacity_factor=1.25 has plain ones"
+                "warning: products of experts are no kernel of their own on a GPU, and wait for the host before each block of rows: "
+                "--config.model.capacity_factor=1.25 has plain matmuls"
             )
 
 

@@ -3,8 +3,6 @@
 Shape suffixes: B batch, T tokens, K choices of a token, D width, E experts, F columns of an expert.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -137,20 +135,28 @@ class MoE(nnx.Module):
         gates_BTK, routing = self.router(whole_BTD, drops)
         size = experts.Size(self.experts, b, t)
         rows, gates = experts.send(x_MBTD, gates_BTK, routing, size)
-        weigh = functools.partial(experts.weigh, gates=gates)
-        y_MBTD = experts.receive(_mlp(rows, self.up, self.gate, self.down, routing.sizes, weigh), routing, size)
+        hidden = None
         if self.shared_up is not None:
-            one_MERD = x_MBTD.reshape(x_MBTD.shape[0], 1, b * t, d)
-            y_MBTD += _mlp(one_MERD, self.shared_up, self.shared_gate, self.shared_down).reshape(y_MBTD.shape)
+            # What all tokens take is split in two: the first products stand beside the rows' way to their experts, the last beside the way
+            # back; the gradients', too. Left to itself XLA puts all of them beside one, or beside the few numbers that routing exchanges.
+            one_MERD = experts.after(routing, x_MBTD).reshape(x_MBTD.shape[0], 1, b * t, d)
+            rows, hidden = jax.lax.optimization_barrier((rows, _hidden(one_MERD, self.shared_up, self.shared_gate)))
+        h = experts.weigh(_hidden(rows, self.up, self.gate, routing.sizes), gates)
+        y_MBTD = experts.receive(experts.product(h, _matrix(self.down, h), routing.sizes, experts.ROWS), routing, size)
+        if hidden is not None:
+            y_MBTD += experts.product(hidden, _matrix(self.shared_down, hidden), None, experts.ROWS).reshape(y_MBTD.shape)
         return experts.collect(y_MBTD)
 
 
-def _mlp(rows, up, gate, down, sizes=None, weigh=lambda h: h):
-    """The experts' MLPs on their rows; matrices [E, …], or one expert's."""
-    matrix = lambda p: (p[...] if p.ndim == 3 else p[...][None]).astype(rows.dtype)
-    h = experts.product(rows, matrix(up), sizes, experts.COLUMNS)
+def _matrix(parameter, rows):
+    """The experts' matrices [E, …], or one expert's, of the rows' type."""
+    matrix = parameter[...]
+    return (matrix if matrix.ndim == 3 else matrix[None]).astype(rows.dtype)
+
+
+def _hidden(rows, up, gate, sizes=None):
+    """The hidden layer of the experts' MLPs on their rows."""
+    h = experts.product(rows, _matrix(up, rows), sizes, experts.COLUMNS)
     if gate is None:
-        h = jax.nn.gelu(h, approximate=True)
-    else:
-        h = jax.nn.silu(experts.product(rows, matrix(gate), sizes, experts.COLUMNS)) * h
-    return experts.product(weigh(h), matrix(down), sizes, experts.ROWS)
+        return jax.nn.gelu(h, approximate=True)
+    return jax.nn.silu(experts.product(rows, _matrix(gate, rows), sizes, experts.COLUMNS)) * h

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.kernels import BLOCKS, MEGABLOX, product_kernel
+from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX, product_kernel
 from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, hardware, manual_size, over_model, psum, psum_scatter
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
@@ -293,6 +293,15 @@ receive.defvjp(lambda rows, routing, size: (receive(rows, routing, size), routin
 
 
 @jax.custom_vjp
+def after(routing: Routing, x: jax.Array) -> jax.Array:
+    """x; what reads it begins when the routing is known."""
+    return lax.optimization_barrier((routing, x))[1]
+
+
+after.defvjp(lambda routing, x: (after(routing, x), None), lambda _, g: (None, g))
+
+
+@jax.custom_vjp
 def weigh(rows: jax.Array, gates: jax.Array) -> jax.Array:
     """rows [M, …, F] by the weight of each, […]; the gradient of the weights is summed over the parts."""
     return rows * gates[None, ..., None].astype(rows.dtype)
@@ -322,8 +331,10 @@ class Products(NamedTuple):
     weights_gradient: Callable
 
 
+BY_BLOCKS = Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient)
 KERNELS = {
-    BLOCKS: Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient),
+    BLOCKS: BY_BLOCKS,
+    LARGE_BLOCKS: Products(*(functools.partial(form, most_rows=grouped.MOST_ROWS_ON_GPU) for form in BY_BLOCKS)),
     MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
 }
 

@@ -8,8 +8,8 @@ is computed whole. With r rows in a group that is up to one block too many, whic
     rows_gradient     gradients [R, O] × weights [E, I, O], contracted over O as they lie in memory → [R, I]
     weights_gradient  rowsᵀ [I, R] × gradients [R, O], group by group → [E, I, O], summed in float32
 
-None of them is differentiated: experts.product, which calls them, has its gradient written by hand. The outer loop is a `while`: one
-equation when a layer is cut into ops (runtime/backward_split.py).
+`most_rows` bounds a block. None of the three is differentiated: experts.product, which calls them, has its gradient written by hand. The
+outer loop is a `while`: one equation when a layer is cut into ops (runtime/backward_split.py).
 
 Shape suffixes: R rows, E groups, I input columns, O output columns, X rows of a block.
 """
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 MOST_ROWS = 256  # of a block: a matmul unit is busy with so many, and a group of 2,000 rows computes 6 % too many on average
+MOST_ROWS_ON_GPU = 1024  # the host waits there for each block's turn, some 20 µs, in which an H100 multiplies 100 rows of 4096 × 14336
 BLOCKS = 16  # in a group of mean size, where there are rows enough
 
 
@@ -43,7 +44,7 @@ def _by_group(result: jax.Array, sizes_E: jax.Array, body: Callable) -> jax.Arra
     return lax.while_loop(lambda state: state[0] < sizes_E.size, step, (jnp.int32(0), result))[1]
 
 
-def _by_block(begin, end, rows: int, size: int, state, body: Callable):
+def _by_block(begin, end, rows: int, groups: int, size: int, state, body: Callable):
     """`state` after body(where a block begins, bool [X]: which of its rows are new, state) of every block of the rows begin … end.
 
     A block that would reach beyond the last of all `rows` begins earlier; what it has of rows before is not new.
@@ -55,12 +56,15 @@ def _by_block(begin, end, rows: int, size: int, state, body: Callable):
         row = start + jnp.arange(size, dtype=jnp.int32)
         return body(start, (row >= first) & (row < end), state)
 
-    return lax.fori_loop(0, (end - begin + size - 1) // size, step, state)
+    # Who reads the compiled program learns from the name how often the loop runs (tests/support/step_loops.py).
+    with jax.named_scope(f"row_blocks_{rows}_{groups}_{size}"):
+        return lax.fori_loop(0, (end - begin + size - 1) // size, step, state)
 
 
-def _times_matrices(rows_RK: jax.Array, weights: jax.Array, sizes_E: jax.Array, contracted: int) -> jax.Array:
+def _times_matrices(rows_RK: jax.Array, weights: jax.Array, sizes_E: jax.Array, contracted: int, most_rows: int) -> jax.Array:
     """Each row times its group's matrix, of which dimension `contracted` meets the row's; zeros for rows of no group."""
-    rows, size = rows_RK.shape[0], block_rows(rows_RK.shape[0], weights.shape[0])
+    rows, groups = rows_RK.shape[0], weights.shape[0]
+    size = block_rows(rows, groups, most_rows)
 
     def group(e, begin, end, out):
         matrix = lax.dynamic_index_in_dim(weights, e, keepdims=False)
@@ -71,25 +75,25 @@ def _times_matrices(rows_RK: jax.Array, weights: jax.Array, sizes_E: jax.Array, 
             before = lax.dynamic_slice_in_dim(out, start, size)
             return lax.dynamic_update_slice_in_dim(out, jnp.where(new_X[:, None], y, before), start, 0)
 
-        return _by_block(begin, end, rows, size, out, block)
+        return _by_block(begin, end, rows, groups, size, out, block)
 
     return _by_group(jnp.zeros((rows, weights.shape[2 - contracted]), rows_RK.dtype), sizes_E, group)
 
 
-def product(rows_RI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def product(rows_RI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS) -> jax.Array:
     """→ [R, O], of the rows' type; zeros for rows after those of the last group."""
-    return _times_matrices(rows_RI, weights_EIO, sizes_E, 0)
+    return _times_matrices(rows_RI, weights_EIO, sizes_E, 0, most_rows)
 
 
-def rows_gradient(g_RO: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def rows_gradient(g_RO: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS) -> jax.Array:
     """→ [R, I], of the gradients' type; zeros for rows after those of the last group. No matrix is transposed in memory."""
-    return _times_matrices(g_RO, weights_EIO, sizes_E, 1)
+    return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows)
 
 
-def weights_gradient(rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def weights_gradient(rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS) -> jax.Array:
     """→ [E, I, O], of the rows' type, summed in float32; zeros for groups without rows."""
     (rows, i), o, groups = rows_RI.shape, g_RO.shape[1], sizes_E.size
-    size = block_rows(rows, groups)
+    size = block_rows(rows, groups, most_rows)
 
     def group(e, begin, end, out_EIO):
         def block(start, new_X, total_IO):
@@ -97,7 +101,7 @@ def weights_gradient(rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array) ->
             x_XI, g_XO = (jnp.where(new_X[:, None], a, 0) for a in (x_XI, g_XO))
             return total_IO + lax.dot_general(x_XI, g_XO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
-        total_IO = _by_block(begin, end, rows, size, jnp.zeros((i, o), jnp.float32), block)
+        total_IO = _by_block(begin, end, rows, groups, size, jnp.zeros((i, o), jnp.float32), block)
         return lax.dynamic_update_index_in_dim(out_EIO, total_IO.astype(out_EIO.dtype), e, 0)
 
     return _by_group(jnp.zeros((groups, i, o), rows_RI.dtype), sizes_E, group)

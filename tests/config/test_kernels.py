@@ -131,6 +131,7 @@ def test_products_of_experts():
     experts = {"model.experts": 8, "model.expert_width": 64, "data.sequence_length": 128}
     said = lambda hardware, **changes: "\n".join(kernels.describe(config(experts | changes), hardware))
     assert "products of experts: megablox, jax's kernels for TPUs\n" in said(V5P) + "\n"
-    assert "products of experts: blocks of rows in plain XLA (megablox is for TPUs)" in said(CPU)
+    assert "products of experts: blocks of rows in plain XLA (megablox is for TPUs, large_blocks are for GPUs)" in said(CPU)
+    assert "products of experts: large blocks of rows in plain XLA (megablox is for TPUs)" in said(H100)
     assert "warning: products of experts" in said(H100) and "warning" not in said(CPU)
     assert "products" not in said(H100, **{"model.capacity_factor": 1.0})

@@ -108,6 +108,21 @@ def test_permutes_run_beside_the_ops(platform, schedule):
     assert ahead.faults(c) == {}
 
 
+EXPERTS = {
+    **{"model.experts": 16, "model.experts_per_token": 4, "model.expert_width": 2048, "model.shared_experts": 1, "model.expert_room": 2.0},
+    **{"mesh.data": 1, "mesh.expert": 4, "mesh.stage": 2, "data.batch_size": 32, "model.layers": 4, "model.vocab_size": 4096},
+}
+
+
+@compiled_for("h100")
+def test_products_of_shared_experts_stand_beside_both_ways_of_the_rows(platform):
+    """What goes to the experts and what comes back, rows and gradients. R and K may have copies of residuals beside the way back."""
+    c = ahead.compile_step(platform, EXPERTS)
+    beside = ahead.products_beside(c, "ragged-all-to-all")
+    assert len(beside) == 8  # F, R, K and B
+    assert sum(not products for products in beside.values()) <= 2
+
+
 @compiled_for("h100")
 def test_without_its_options_xla_permutes_after_the_ops(platform):
     usual = {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}

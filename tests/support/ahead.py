@@ -249,6 +249,24 @@ def large_moves(c: Compiled) -> list:
     return [key for key in moved if key[1] > c.payload] + [f"{total} elements in all"] * (total > 10 * c.payload)
 
 
+def products_beside(c: Compiled, kind: str) -> dict[str, list[str]]:
+    """The products that stand between the halves of each large collective of a kind, in the ops: its name → their names. Large is a
+    payload or more."""
+    beside: dict[str, list[str]] = {}
+    for computation in {i.computation for i in c.program.below(c.tick)}:
+        begun: set[str] = set()
+        for i in c.program.computations[computation]:
+            if i.collective == kind and i.starts and max(i.sizes) >= c.payload:
+                begun.add(i.name)
+                beside[i.name] = []
+            elif i.opcode == f"{kind}-done":
+                begun.discard(i.operands[0])
+            elif i.opcode in ("fusion", "custom-call", "dot") and i.op_name.endswith("/dot_general"):
+                for name in begun:
+                    beside[name].append(i.name)
+    return beside
+
+
 CHECKS: tuple[Callable[[Compiled], list], ...] = (blocking_permutes, late_permutes, permutes_in_ops, wide_collectives, large_moves)
 
 

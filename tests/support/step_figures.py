@@ -82,7 +82,7 @@ class StepFigures:
         shards = batch_shards(dict(zip(AXES, sizes_of(config.mesh), strict=True))) * config.mesh.context
         tokens = config.sequences_per_microbatch * config.data.sequence_length // shards
         self._rows = tokens * config.model.experts_per_token  # of a microbatch that come to a device's experts
-        stages = [StepLoops(self.program, self.setup, stage) for stage in range(config.mesh.stage)]
+        stages = [StepLoops(self.program, self.setup, stage, self._rows or None) for stage in range(config.mesh.stage)]
         runs = [list(loops.executed()) for loops in stages]
         seconds = [sum(self.seconds(run) for run in of_stage) for of_stage in runs]
         self.stage = seconds.index(max(seconds))

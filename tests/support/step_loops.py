@@ -18,6 +18,7 @@ from support.hlo import Instruction, Program
 SCOPE = re.compile(
     r"[/(](?:([FKRBW])\d+|(take_\w+|send_\w+|stay_\w+|embed_gradient|embed|head|permute|reduce_gradients|optimizer)(?:_EARLY|_LATE)?)(?=[/)]|$)"
 )
+BLOCKS = re.compile(r"/row_blocks_(\d+)_(\d+)_(\d+)/")  # in parallel/grouped.py: room for rows, groups, rows of a block
 NAMES = {"reduce_gradients": "reduce"}
 
 
@@ -32,10 +33,11 @@ class Run:
 
 
 class StepLoops:
-    """The loops of a step's program on a stage."""
+    """The loops of a step's program on a stage. rows: of a microbatch that come to a device's experts, each as many; if not given, all that
+    there is room for."""
 
-    def __init__(self, program: Program, setup: Setup, stage: int = 0):
-        self.program, self.setup, self.stage = program, setup, stage
+    def __init__(self, program: Program, setup: Setup, stage: int = 0, rows: int | None = None):
+        self.program, self.setup, self.stage, self.rows = program, setup, stage, rows
         self.runs: dict[str, int] = {}
         self.busy = 0
         if setup.train:
@@ -62,6 +64,9 @@ class StepLoops:
         known = self.program.trip_count(loop)
         if known is not None or not times or self.program.waits_for_a_flag(loop):
             return known or 0
+        if blocks := BLOCKS.search(loop.op_name):
+            room, groups, size = map(int, blocks.groups())
+            return -(-(room if self.rows is None else self.rows) // (groups * size))
         if self.program.holds_ops(loop):
             return fractions.Fraction(self.busy) / times
         if inside := re.findall(r"/[FKRBW](\d+)/", loop.op_name):

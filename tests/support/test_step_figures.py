@@ -106,3 +106,28 @@ ENTRY %main (a: f32[8,8]) -> f32[8,8] {
 """  # noqa: E501
     runs = StepLoops(Compiled(text, 0, 0).program, make_setup(config)).executed()
     assert {run.instruction.name: run.op for run in runs if run.instruction.name != "a"} == {"again": "R", "back": "B"}
+
+
+@pytest.mark.parametrize("rows, expected", [(None, 4), (300, 3)])
+def test_loops_over_blocks_of_rows_run_as_often_as_rows_fill_blocks(rows, expected):
+    """Of 512 rows, or 300, for 2 groups in blocks of 64."""
+    config = small.config((1, 1, 1), "1f1b", 1, 1, {"data.sequence_length": 64})
+    text = """HloModule jit_train, is_scheduled=true
+%body (p.1: (s32[], f32[64,8])) -> (s32[], f32[64,8]) {
+  %p.1 = (s32[], f32[64,8]{1,0}) parameter(0)
+  %x = f32[64,8]{1,0} get-tuple-element(%p.1), index=1
+  %i = s32[] get-tuple-element(%p.1), index=0
+  ROOT %t = (s32[], f32[64,8]{1,0}) tuple(%i, %x)
+}
+ENTRY %main (a: (s32[], f32[64,8])) -> (s32[], f32[64,8]) {
+  %a = (s32[], f32[64,8]{1,0}) parameter(0)
+  ROOT %while = (s32[], f32[64,8]{1,0}) while(%a), condition=%less, body=%body, metadata={op_name="s/F0/while/body/row_blocks_512_2_64/while"}
+}
+%less (p.2: (s32[], f32[64,8])) -> pred[] {
+  %p.2 = (s32[], f32[64,8]{1,0}) parameter(0)
+  %i.2 = s32[] get-tuple-element(%p.2), index=0
+  ROOT %c = pred[] compare(%i.2, %i.2), direction=NE
+}
+"""  # noqa: E501
+    runs = StepLoops(Compiled(text, 0, 0).program, make_setup(config), rows=rows).executed()
+    assert {run.instruction.name: run.times for run in runs}["x"] == expected
