@@ -50,7 +50,13 @@ from jaxtrain.config.flags import Flag, read_flags  # noqa: E402
 SIDES = (OURS, TORCH, KERNELS)
 SCRIPTS = {OURS: "gpu_step.py", TORCH: "torch_step.py", KERNELS: "gpu_kernels.py"}
 LAST_SECONDS = 5.0  # kept for the tables
-MEMORY_FRACTION = "0.92"  # of a GPU's memory that jax takes, which is 0.75 otherwise
+# The environment of workers on a GPU, where the user has no other: one GPU, and its memory as far as possible. jax takes 0.75 of it
+# otherwise, and torch leaves gaps between what it has taken.
+DEFAULTS = {
+    "CUDA_VISIBLE_DEVICES": "0",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
 COMPILED = {"cuda": "blocks", "cpu": "none"}  # on a CPU a compilation takes minutes
 FLAGS = (
     Flag("device", "cuda", "cuda, or cpu"),
@@ -71,14 +77,13 @@ def main(argv: list[str]) -> None:
     reading = read_flags([word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=True)
     if reading.errors:
         cli.fail(str(reading.errors[0]))
-    values = reading.values
+    values, deadline = reading.values, time.monotonic() + 60 * reading.values["minutes"]
     try:
         wanted = [(case, config_of(case, values["tiny"], reading.overrides)) for case in chosen_cases(values)]
         check(values)
         values["torch_compile"] = values["torch_compile"] or COMPILED[values["device"]]
     except (ConfigError, ValueError) as error:
         cli.fail(str(error))
-    deadline = time.monotonic() + 60 * values["minutes"]
     with tempfile.TemporaryDirectory(prefix="jaxtrain-gpu-") as folder:
         session = Session(values, {case.name: (case, config) for case, config in wanted}, pathlib.Path(folder), deadline)
         session.run()
@@ -86,7 +91,7 @@ def main(argv: list[str]) -> None:
     print("\n" + gpu_table.text(report), flush=True)
     if values["json"]:
         pathlib.Path(values["json"]).write_text(json.dumps(report, indent=1))
-    if not session.results:
+    if not (session.results or session.kernels):
         sys.exit(1)
 
 
@@ -125,6 +130,8 @@ def check(values: dict) -> None:
         if found.returncode:
             install = f"{python} -m pip install -r benchmarks/requirements-gpu.txt"
             raise ValueError(f"--torch_python={python} has no torch: use {install}, or leave it out by --sides={OURS},{KERNELS}")
+    if values["device"] == "cuda" and not driver():
+        raise ValueError("--device=cuda finds no NVIDIA GPU (nvidia-smi names none): use --device=cpu --tiny")
 
 
 class Session:
@@ -216,10 +223,10 @@ class Session:
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
         environment = os.environ | {"PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": str(self.folder / "xla")}
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
         if self.values["device"] == "cpu":
-            environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        return environment
+            return environment | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        # Of several GPUs one; and where jax finds none, it must not go on with a CPU.
+        return {**DEFAULTS, **environment, "JAX_PLATFORMS": "cuda"}
 
     def report(self) -> dict:
         """All figures, as --json has them."""
@@ -237,12 +244,12 @@ class Session:
 
 
 def driver() -> str:
-    """The NVIDIA driver's version, as nvidia-smi says it."""
+    """The NVIDIA driver's version, as nvidia-smi says it; "" where there is no GPU."""
     try:
         done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
     except OSError:
-        return "unknown: no nvidia-smi"
-    return (done.stdout.splitlines() or ["unknown"])[0].strip()
+        return ""
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
 
 
 if __name__ == "__main__":

@@ -159,6 +159,17 @@ def test_what_a_worker_reports(tmp_path, script, result, failure):
     assert (outcome.result, outcome.failure) == (result, failure)
 
 
+def test_workers_on_a_gpu_do_not_go_on_with_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    values = {flag.name: flag.default for flag in gpu.FLAGS}
+    environment = gpu.Session(values, {}, tmp_path, 0.0)._environment(gpu_cases.Job(KERNELS, None))
+    assert environment["JAX_PLATFORMS"] == "cuda" and environment["CUDA_VISIBLE_DEVICES"] == "3"
+    assert environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] == gpu.DEFAULTS["XLA_PYTHON_CLIENT_MEM_FRACTION"]
+    environment = gpu.Session(values | {"device": "cpu"}, {}, tmp_path, 0.0)._environment(gpu_cases.Job(KERNELS, None))
+    assert environment["JAX_PLATFORMS"] == "cpu"
+
+
 def test_an_error_is_one_line():
     assert worker.one_line("XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate\nmore") == "out of memory"
     assert worker.one_line("\nValueError: a\nb") == "ValueError: a"
@@ -275,12 +286,14 @@ def test_every_kernel_of_the_shipped_recipes_is_compared():
         (["--torch_compile=none"], "use --torch_compile=blocks"),
         (["--torch_compile=all", "--device=cpu", "--tiny"], "is none of blocks, model, none"),
         (["--torch_python=/nowhere/python"], "--torch_python=/nowhere/python does not run"),
+        (["--sides=kernels"], "--device=cuda finds no NVIDIA GPU"),
         (["--minutes=0"], "--minutes=0 must be at least 0.1"),
         (["--config.pipeline.remat=selective"], "pipeline.remat='selective'"),
         (["--cases=gpt2_124m", "--config.model.heads=7"], "model.heads"),
     ],
 )
-def test_a_wrong_flag_is_one_line(flags, said, capsys):
+def test_a_wrong_flag_is_one_line(flags, said, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # where there is a GPU, too, nvidia-smi is not found
     with pytest.raises(SystemExit) as ended:
         gpu.main(flags)
     error = capsys.readouterr().err
