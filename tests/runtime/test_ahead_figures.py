@@ -55,13 +55,13 @@ def figures(platform: str, case: str) -> dict[str, Any]:
 #   plain         1 for attention without a kernel
 BOUNDS: dict[tuple[str, str], dict[str, float]] = {
     ("tpu_v5p", "zero3"): {
-        "products": 1.22,  # today: the forward runs twice
-        "gigabytes": 1.6,
-        "milliseconds": 240,  # today: attention in plain XLA, twice
-        "copies": 0.022,  # today
+        "products": 1.06,  # splash's backward is two kernels, each of which computes the scores
+        "gigabytes": 1.65,
+        "milliseconds": 61,
+        "copies": 0.036,  # today: queries, keys and values before the kernel, tokens first to heads first
         "square": 0,
-        "exposed": 4.1,  # today: no gather is asynchronous, gradients are summed in float32
-        "plain": 1,  # today
+        "exposed": 3.4,  # today: no gather is asynchronous, gradients are summed in float32
+        "plain": 0,
     },
     ("h100", "zero3"): {
         "products": 1.01,
