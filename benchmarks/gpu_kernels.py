@@ -87,8 +87,8 @@ def seen(segments: np.ndarray) -> int:
 
 
 def products(model: str, rows: int, inputs: int, outputs: int, groups: int) -> Iterator[Comparison]:
-    """Rows sorted by expert, unevenly, one expert without any. The chosen kernel beside the fallback by blocks, where that is not the
-    kernel; the fallback beside a plain product for each expert, of sizes that the program knows: as fast as it could be."""
+    """Rows sorted by expert, unevenly, one expert without any. The chosen kernel beside a plain product for each expert, of sizes that the
+    program knows, which is as fast as it could be; and beside the fallback by blocks, where that is another one."""
     from jaxtrain.config.kernels import BLOCKS, PRODUCTS, product_kernel
     from jaxtrain.devices.mesh import hardware
     from jaxtrain.parallel.experts import KERNELS
@@ -105,13 +105,13 @@ def products(model: str, rows: int, inputs: int, outputs: int, groups: int) -> I
         return jnp.concatenate([x[end - size : end] @ weights[i] for i, (size, end) in enumerate(zip(sizes, ends, strict=True))])
 
     chosen = product_kernel(hardware()).kernel
-    by_blocks = differentiable(KERNELS[BLOCKS])
-    pairs = [(chosen, differentiable(KERNELS[chosen]), PRODUCTS[BLOCKS], by_blocks)] if chosen != BLOCKS else []
-    for kernel, function, beside, reference in [*pairs, (BLOCKS, by_blocks, "a plain product for each", one_by_one)]:
-        name = f"product by groups, {model}: {PRODUCTS[kernel]} beside {beside}"
-        yield Comparison(
-            name, function, reference, ((rows, inputs), (groups, inputs, outputs)), 2 * rows * inputs * outputs, fixed=(sizes,)
-        )
+    references = {"a plain product for each": one_by_one}
+    if chosen != BLOCKS:
+        references[PRODUCTS[BLOCKS]] = differentiable(KERNELS[BLOCKS])
+    for beside, reference in references.items():
+        name, function = f"product by groups, {model}: {PRODUCTS[chosen]} beside {beside}", differentiable(KERNELS[chosen])
+        shapes, flops = ((rows, inputs), (groups, inputs, outputs)), 2 * rows * inputs * outputs
+        yield Comparison(name, function, reference, shapes, flops, fixed=(sizes,))
 
 
 def differentiable(kernel: Any) -> Callable:
@@ -122,7 +122,7 @@ def differentiable(kernel: Any) -> Callable:
         x, weights, sizes = kept
         return kernel.rows_gradient(g, weights, sizes), kernel.weights_gradient(x, g, sizes), None
 
-    product = jax.custom_vjp(kernel.product)
+    product = jax.custom_vjp(lambda x, weights, sizes: kernel.product(x, weights, sizes))
     product.defvjp(lambda x, weights, sizes: (kernel.product(x, weights, sizes), (x, weights, sizes)), backward)
     return product
 

@@ -8,13 +8,15 @@ import gpu_cases
 import gpu_kernels
 import gpu_step
 import gpu_table
+import jax
 import numpy as np
 import pytest
 import worker
 from gpu_cases import CASES, KERNELS, OURS, TORCH
 
 from jaxtrain.config import ConfigError
-from jaxtrain.config.kernels import Hardware
+from jaxtrain.config.kernels import BLOCKS, PRODUCTS, Hardware, product_kernel
+from jaxtrain.devices.mesh import make_mesh
 
 BY_NAME = {case.name: case for case in CASES}
 MIXTRAL = BY_NAME["mixtral_8x7b, 2 layers"]
@@ -248,11 +250,26 @@ def test_a_report_is_json():
 # --- kernels -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_on_a_tpu_its_kernel_is_beside_the_blocks_and_these_beside_plain_products(monkeypatch):
-    monkeypatch.setattr("jaxtrain.devices.mesh.hardware", lambda: Hardware("tpu"))
-    first, second = (c.name for c in gpu_kernels.products("m", 64, 8, 8, 4))
-    assert "megablox" in first and first.endswith("beside blocks of rows in plain XLA")
-    assert "blocks" in second and second.endswith("beside a plain product for each")
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_the_chosen_product_is_beside_plain_products_and_beside_blocks_of_rows(monkeypatch, platform):
+    monkeypatch.setattr("jaxtrain.devices.mesh.hardware", lambda: Hardware(platform))
+    chosen = PRODUCTS[product_kernel(Hardware(platform)).kernel]
+    names = [c.name for c in gpu_kernels.products("m", 64, 8, 8, 4)]
+    besides = ["a plain product for each", PRODUCTS[BLOCKS]][: 1 if chosen == PRODUCTS[BLOCKS] else 2]
+    assert names == [f"product by groups, m: {chosen} beside {beside}" for beside in besides]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])  # megablox takes no shapes as small as these
+def test_a_kernel_and_its_fallback_are_of_the_same_shapes(monkeypatch, platform):
+    """Traced alone: what they compute is in test_gpu_torch.py."""
+    monkeypatch.setattr("jaxtrain.devices.mesh.hardware", lambda: Hardware(platform))
+    with jax.set_mesh(make_mesh((1,) * 6, jax.devices()[:1])):
+        for c in gpu_kernels.comparisons(True, "float32"):
+            arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in c.shapes]
+            value = jax.eval_shape(c.reference, *arrays, *c.fixed)
+            for function in (c.function, c.reference):
+                both = jax.eval_shape(gpu_kernels.with_gradients(function, len(arrays)), value, *arrays, *c.fixed)
+                assert both == (value, tuple(arrays))
 
 
 def test_pairs_of_documents_are_counted():
