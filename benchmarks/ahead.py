@@ -6,7 +6,7 @@
 Needs the compilers of requirements-compilers.txt, and neither a device nor a driver; JAXTRAIN_COMPILERS names their folder where that is
 not .venv-compilers. A case takes one to four minutes; the status is 1 if a compiler refused one, 2 if the flags are wrong.
 tests/support/step_figures.py says what each figure means; tables are in ahead.md.
-Layers are a loop: few of them compile as many do, and figures of fewer are of fewer.
+Layers are a loop: few of them compile as many do (two at least in each chunk of a stage), and figures of fewer are of fewer.
 """
 
 import dataclasses

@@ -15,14 +15,16 @@ Value = bool | int | float | str
 @dataclasses.dataclass(frozen=True)
 class Option:
     """name, value: as XLA takes them; reason: what the program is like without it; generations: the device kinds that it is for, all
-    if empty."""
+    if empty; for_gathers: it is for steps of one stage whose ops gather the parameters layer by layer, and for no others."""
 
     name: str
     value: Value
     reason: str
     generations: tuple[str, ...] = ()
+    for_gathers: bool = False
 
 
+V5P = ("TPU v5", "TPU v5p")
 GPU = (
     Option(
         "xla_gpu_enable_latency_hiding_scheduler",
@@ -35,6 +37,18 @@ GPU = (
         "an op with collectives in it is put beside another collective only if all together stay below this limit: early permutes then "
         "run beside a tick's ops",
     ),
+    Option(
+        "xla_gpu_experimental_collective_start_as_early_as_possible",
+        True,
+        "the next layer's parameters are gathered from the beginning of a layer on; in the backward most began after its last product",
+        for_gathers=True,
+    ),
+    Option(
+        "xla_gpu_enable_while_loop_double_buffering",
+        True,
+        "two layers a trip, whose gathered parameters have two places by turns: what a loop carries has one, to which they were copied",
+        for_gathers=True,
+    ),
 )
 TPU = (
     Option(
@@ -42,15 +56,25 @@ TPU = (
         32768,
         "a fusion's tiles may take 32 of the 64 MiB of vector memory: with the default of 16 products that are fused with what surrounds "
         "them run at 40 to 80 % of the peak by libtpu's own estimate, with this at 80 to 97; with 64 no reduce-scatter finds room",
-        generations=("TPU v5", "TPU v5p"),
+        generations=V5P,
     ),
+    Option(
+        "xla_tpu_enable_megacore_fusion",
+        True,
+        "collectives are fused with products, each on one of a chip's two cores; without it and the next one all of ZeRO-3's gathers and "
+        "sums stand alone behind a layer's products",
+        generations=V5P,
+        for_gathers=True,
+    ),
+    Option("xla_tpu_megacore_fusion_allow_ags", True, "gathers are among these", generations=V5P, for_gathers=True),
 )
 PLATFORMS = {"gpu": GPU, "cuda": GPU, "tpu": TPU}  # devices that are only described call themselves cuda
 
 
-def compiler_options(device: jax.Device, changes: Sequence[str] = ()) -> dict[str, Value]:
-    """XLA's options for a device; `changes`: NAME=VALUE, in place of the platform's own or beside them."""
-    options = PLATFORMS.get(device.platform, ())
+def compiler_options(device: jax.Device, gathers: bool, changes: Sequence[str] = ()) -> dict[str, Value]:
+    """XLA's options for a device; gathers: for a step of one stage whose ops gather the parameters; `changes`: NAME=VALUE, in place of
+    the platform's own or beside them."""
+    options = [o for o in PLATFORMS.get(device.platform, ()) if gathers or not o.for_gathers]
     chosen = {o.name: o.value for o in options if not o.generations or device.device_kind in o.generations}
     return chosen | {name: _value(text) for name, _, text in (change.partition("=") for change in changes)}
 

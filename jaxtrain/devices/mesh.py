@@ -87,6 +87,12 @@ def describe(mesh: Mesh) -> list[str]:
     return lines
 
 
+def manual_axes(mesh: Mesh) -> set[str]:
+    """The axes that are the runtime's own: all of them where `model` has one device, for then the partitioner has nothing to decide, and
+    jax writes no sharding constraint behind every operation (a third of a step's program)."""
+    return set(AXES if mesh.shape[MODEL] == 1 else MANUAL_AXES)
+
+
 def manual_size(axis: str) -> int:
     """The devices along an axis that is manual here; 1 where it is not, or where there is no mesh."""
     mesh = jax.sharding.get_abstract_mesh()

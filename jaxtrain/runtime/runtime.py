@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.mesh import CONTEXT, DATA, MANUAL_AXES, MODEL, STAGE, psum, traced_for
+from jaxtrain.devices.mesh import CONTEXT, DATA, MANUAL_AXES, MODEL, STAGE, manual_axes, psum, traced_for
 from jaxtrain.devices.sharding import BATCH_SPEC, constrain, local_shape, restricted
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.spec import Spec
@@ -160,7 +160,7 @@ class Runtime:
             mesh=self.mesh,
             in_specs=(in_specs, dict.fromkeys(batch, BATCH_SPEC), P(None, STAGE)),
             out_specs=out_specs,
-            axis_names=set(MANUAL_AXES),
+            axis_names=manual_axes(self.mesh),
             check_vma=False,
         )
         if (parts := self.mesh.shape[CONTEXT]) > 1:
@@ -258,7 +258,9 @@ class Runtime:
             return jnp.zeros(())
 
         with traced_for(self.mesh):
-            jax.eval_shape(jax.shard_map(body, mesh=self.mesh, in_specs=(), out_specs=P(), axis_names=set(MANUAL_AXES), check_vma=False))
+            jax.eval_shape(
+                jax.shard_map(body, mesh=self.mesh, in_specs=(), out_specs=P(), axis_names=manual_axes(self.mesh), check_vma=False)
+            )
         return splits[0]
 
     # ------------------------------------------------------------------ the state before the first tick

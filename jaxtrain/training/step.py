@@ -101,7 +101,9 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     sequences = config.sequences_per_microbatch // batch_shards(mesh.shape)
     tokens, documents = config.data.sequence_length // mesh.shape[CONTEXT], not config.data.attend_across_documents
 
-    jit = functools.partial(jax.jit, compiler_options=compiler_options(mesh.devices.flat[0], config.parallel.compiler_options))
+    gathers = zero_of(config).gathers_in_ops and mesh.shape["stage"] == 1
+    options = compiler_options(mesh.devices.flat[0], gathers, config.parallel.compiler_options)
+    jit = functools.partial(jax.jit, compiler_options=options)
     state_shardings = jax.tree.map(lambda a: a.sharding, abstract_state(layout, optimizer))
     metrics_sharding = exchange = mean_metrics = None
     if layout.independent_replicas:

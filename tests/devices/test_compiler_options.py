@@ -18,16 +18,18 @@ class Device:
 
 
 def test_by_platform_and_generation():
-    assert compiler_options(Device("cpu")) == {}
-    assert compiler_options(Device("cuda")) == compiler_options(Device("gpu", "NVIDIA H100")) != {}
-    v5p, v4 = (compiler_options(Device("tpu", kind)) for kind in ("TPU v5", "TPU v4"))
+    assert compiler_options(Device("cpu"), True) == {}
+    assert compiler_options(Device("cuda"), False) == compiler_options(Device("gpu", "NVIDIA H100"), False) != {}
+    v5p, v4 = (compiler_options(Device("tpu", kind), False) for kind in ("TPU v5", "TPU v4"))
     assert v5p["xla_tpu_scoped_vmem_limit_kib"] == 32768 and "xla_tpu_scoped_vmem_limit_kib" not in v4  # v4 has not so much
+    gathering = compiler_options(Device("gpu"), True).keys() - compiler_options(Device("gpu"), False).keys()
+    assert "xla_gpu_enable_while_loop_double_buffering" in gathering  # it would make two ticks of each of a pipeline's
     assert all(option.reason for options in PLATFORMS.values() for option in options)
 
 
 def test_changes_come_last_and_have_types():
     changes = ("xla_gpu_experimental_parallel_collective_overlap_limit=1", "xla_a=False", "xla_b=0.5", "xla_c=x=y")
-    got = compiler_options(Device("gpu"), changes)
+    got = compiler_options(Device("gpu"), False, changes)
     assert got["xla_gpu_experimental_parallel_collective_overlap_limit"] == 1 and got["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert (got["xla_a"], got["xla_b"], got["xla_c"]) == (False, 0.5, "x=y")
 

@@ -223,6 +223,16 @@ def test_one_microbatch_on_one_stage_is_no_loop_at_all(which):
     assert "stablehlo.dot_general" in text and "stablehlo.while" not in text
 
 
+@pytest.mark.parametrize("model", [1, 2])
+def test_the_partitioner_has_nothing_to_decide_where_model_has_one_device(model):
+    """jax writes a constraint behind every operation of a region that is manual over some axes only: a third of the program."""
+    cfg = small.config((1, 2, model), microbatches=2)
+    step = make_step(cfg, small.mesh_of(cfg))
+    with jax.set_mesh(step.mesh):
+        text = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).as_text()
+    assert ("sdy.sharding_constraint" in text) == (model > 1)
+
+
 # --- that each check can fail -----------------------------------------------------------------------------------------------------
 
 
