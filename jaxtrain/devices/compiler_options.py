@@ -62,7 +62,7 @@ TPU = (
         "xla_tpu_enable_megacore_fusion",
         True,
         "collectives are fused with products, each on one of a chip's two cores; without it and the next one all of ZeRO-3's gathers and "
-        "sums stand alone behind a layer's products",
+        "sums stand alone behind a layer's products. It costs memory, as sums are put off: 11 → 16 GB for Llama 3 8B on 64 chips",
         generations=V5P,
         for_gathers=True,
     ),
