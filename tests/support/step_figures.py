@@ -34,7 +34,7 @@ NO_KERNELS = re.compile(
 )
 GROUPED = re.compile(r"gmm|ragged|grouped")
 PASS = re.compile(r"_(fwd|dq|dkv|bwd)\w*|Backward")  # what a kernel's name says of forward and backward
-BACKWARD = re.compile(r"backward|bwd|dkv", re.IGNORECASE)
+FLOATS = ("bf16", "f16", "f32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +106,17 @@ class StepFigures:
         """Operations of a kernel once. Of attention: in each product, each query with each earlier key, or with all keys where a cuDNN
         kernel is told of no mask; products by groups multiply each row with one matrix. A backward has five products, or where it is two
         kernels three and four of them (the scores, and the gradients of the weights made from them, in both)."""
-        operands = [o for o in self.program.operands(i) if o.shapes and o.types[0] in ("bf16", "f16", "f32")]
+        operands = [o for o in self.program.operands(i) if o.shapes and o.types[0] in FLOATS]
         if GROUPED.search(self.kernel(i)):
             return self._grouped(operands, i)
         if not operands:
             return 0.0
-        name = self.kernel(i)
-        backward = BACKWARD.search(name) or "transpose(" in i.op_name
-        products = 3 if "dq" in name else 4 if "dkv" in name and len(i.shapes) == 2 else 5 if backward else 2
+        numbers = [o for o in operands if o.shapes[0].count(self.config.data.sequence_length) < 2]
+        results = [shape for shape, kind in zip(i.shapes, i.types, strict=True) if kind in FLOATS and len(shape) > 2]
+        # A backward reads the gradient, and what the forward left, beside queries, keys and values.
+        products = {1: 3, 2: 4}.get(len(results), 5) if len(numbers) > 4 else 2
         tokens = self.config.data.sequence_length // (self.config.mesh.context if self.config.parallel.context == "ring" else 1)
-        query = max((math.prod(o.shapes[0]) for o in operands if o.shapes[0].count(tokens) < 2), default=0)
+        query = max((math.prod(o.shapes[0]) for o in numbers), default=0)
         return products * 2.0 * query * tokens * (1.0 if "NO_MASK" in i.text else 0.5)
 
     def _grouped(self, operands: list[hlo.Instruction], i: hlo.Instruction) -> float:
