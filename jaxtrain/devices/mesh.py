@@ -30,6 +30,8 @@ BATCH_AXES = (REPLICA, DATA, EXPERT)
 SUM_AXES = (*BATCH_AXES, CONTEXT)  # devices with tokens of their own: losses and gradients are summed over them
 MANUAL_AXES = (REPLICA, DATA, STAGE, CONTEXT, EXPERT)  # the runtime's own; `model` is left to the partitioner
 
+DEVICE_PART = "device_part"  # the name of a call that is a function of a device's part over `model`
+
 
 def batch_shards(axis_sizes: Mapping[str, int]) -> int:
     """Into how many parts the sequences of a batch are split, by the sizes of the axes."""
@@ -101,17 +103,30 @@ def manual_size(axis: str) -> int:
     return mesh.shape[axis]
 
 
+def _model_is(axis_type: AxisType) -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[MODEL] == axis_type
+
+
 def partitioned() -> bool:
     """Whether the partitioner decides about `model` here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[MODEL] == AxisType.Auto
+    return _model_is(AxisType.Auto)
+
+
+def _as_call(fn: Callable) -> Callable:
+    def device_part(*args):
+        return fn(*args)
+
+    assert device_part.__name__ == DEVICE_PART
+    return jax.jit(device_part)
 
 
 def over_model(fn: Callable, in_specs, out_specs) -> Callable:
     """fn on each device's part over `model`; the other axes stay as they are. Left to the partitioner, a collective over another axis
-    gathers the whole array over `model` first, whatever the constraints around it. Where it does not decide, fn as it is."""
+    gathers the whole array over `model` first, whatever the constraints around it. Where it does not decide, fn as it is: in the manual
+    region as a call, so that it stays one equation when a layer is cut into ops (runtime/backward_split.py)."""
     if not partitioned():
-        return fn
+        return _as_call(fn) if _model_is(AxisType.Manual) else fn
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False)
 
 

@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from jaxtrain.devices.mesh import DEVICE_PART
+
 # Values that cost no arithmetic: what they were made from crosses in their place.
 VIEWS = frozenset(
     "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice split concatenate sharding_constraint layout_constraint "
@@ -81,7 +83,7 @@ def keep_products(equation) -> bool:
     name = equation.primitive.name
     if _has(equation, KERNELS):
         return True
-    if name == "shard_map":  # a product on each device's part, perhaps with its sum over devices
+    if _is_part(equation):  # a product on each device's part, perhaps with its sum over devices
         return _is(equation, VIEWS | PRODUCTS | SUMS) and not _is(equation, VIEWS | SUMS)
     return name == "top_k" or name in PRODUCTS and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
 
@@ -108,7 +110,7 @@ def _inline(jaxpr, consts, args):
         inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
         if name == "scan":
             out = _unrolled(params, values)
-        elif name in CALLS and inner is not None:
+        elif name in CALLS and inner is not None and not _is_part(equation):
             body, inner_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
             if params.get("differentiated"):
                 with jax.named_scope(AGAIN):
@@ -142,13 +144,19 @@ def _unrolled(params, values) -> list:
 def _is(equation, names: frozenset) -> bool:
     """Whether it is one of these, or is nothing but these on each device (a layout in memory, for one)."""
     name = equation.primitive.name
-    return name in names or (name == "shard_map" and all(_is(e, names) for e in equation.params["jaxpr"].eqns))
+    return name in names or (_is_part(equation) and all(_is(e, names) for inner in _inner(equation) for e in inner.eqns))
 
 
 def _has(equation, names: frozenset) -> bool:
     """Whether it is one of these, or one of these is in what each device does."""
     name = equation.primitive.name
     return name in names or (name in CALLS | {"shard_map"} and any(_has(e, names) for inner in _inner(equation) for e in inner.eqns))
+
+
+def _is_part(equation) -> bool:
+    """Whether it is a function of each device's part over `model` (devices/mesh.py: over_model), which stays one equation."""
+    name = equation.primitive.name
+    return name == "shard_map" or (name in CALLS and equation.params.get("name") == DEVICE_PART)
 
 
 def _inner(equation) -> Iterator:
