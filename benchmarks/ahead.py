@@ -114,13 +114,13 @@ def cases(values: dict, overrides: list[tuple[str, str]]) -> Iterator[Case]:
             for name in names(values, "layout", LAYOUTS[recipe]):
                 layout = LAYOUTS[recipe][name]
                 devices = values["devices"] or layout.devices
-                changes = {**SHARED[recipe], **layout.settings, **own(values)}
+                changes = {**SHARED[recipe], **layout.settings, **settings_of_flags(values)}
                 config = apply(configs.replace(load_recipe(find_recipe(recipe)), changes), overrides)
                 config = checks.check_devices(config, devices, ahead.PLATFORMS[platform].backend).resolve()
                 yield Case(recipe, name, platform, devices, layout.text, config)
 
 
-def own(values: dict) -> dict[str, object]:
+def settings_of_flags(values: dict) -> dict[str, object]:
     """Settings that flags of the command stand for."""
     given = {"model.layers": values["layers"], "data.sequence_length": values["sequence"]}
     return {path: value for path, value in given.items() if value}
@@ -162,13 +162,13 @@ def versions() -> dict[str, str]:
     sys.path.append(str(ahead.COMPILERS))
     git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty=+"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
-    found = {"date": datetime.date.today().isoformat(), "commit": commit, "python": ".".join(map(str, sys.version_info[:2]))}
+    described = {"date": datetime.date.today().isoformat(), "commit": commit, "python": ".".join(map(str, sys.version_info[:2]))}
     for package in ("jax", "libtpu", "jax-cuda13-pjrt"):
         try:
-            found[package] = importlib.metadata.version(package)
+            described[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
+            described[package] = "none"
+    return described
 
 
 def report(row: dict) -> list[str]:
@@ -198,10 +198,14 @@ def report(row: dict) -> list[str]:
     lines.append(f"  copies over 1 MB in loops: {c['bytes'] / 1e9:,.0f} GB, {c['seconds']:.3f} s, {c['share']:.1%}: {c['longest']}")
     for t in row["collectives"]:
         if t["bytes"] > 1e8:
-            there, beside = t["asynchronous"] / t["bytes"], t["hidden"] / t["bytes"]
-            how = f"{there:.0%} asynchronous, {beside:.0%} beside products ({t['flops'] / 1e12:.1f} TF)" if there else "not asynchronous"
+            asynchronous, beside = t["asynchronous"] / t["bytes"], t["hidden"] / t["bytes"]
+            overlap = (
+                f"{asynchronous:.0%} asynchronous, {beside:.0%} beside products ({t['flops'] / 1e12:.1f} TF)"
+                if asynchronous
+                else "not asynchronous"
+            )
             kind = f"{t['op']:9} {t['kind']:18} {t['type']:5} {t['axes']:12}"
-            lines.append(f"  {kind} {t['times']:6.0f} × {t['bytes'] / t['times'] / 1e6:8.1f} MB, {t['bytes'] / 1e9:7.2f} GB; {how}")
+            lines.append(f"  {kind} {t['times']:6.0f} × {t['bytes'] / t['times'] / 1e6:8.1f} MB, {t['bytes'] / 1e9:7.2f} GB; {overlap}")
     return lines
 
 

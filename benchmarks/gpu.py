@@ -124,10 +124,10 @@ def check(values: dict) -> None:
     if TORCH in sides:
         python = values["torch_python"]
         try:
-            found = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True)
+            tried = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True)
         except OSError as error:
             raise ValueError(f"--torch_python={python} does not run: {error.strerror}") from error
-        if found.returncode:
+        if tried.returncode:
             install = f"{python} -m pip install -r benchmarks/requirements-gpu.txt"
             raise ValueError(f"--torch_python={python} has no torch: use {install}, or leave it out by --sides={OURS},{KERNELS}")
     if values["device"] == "cuda" and not driver():
@@ -231,13 +231,13 @@ class Session:
     def report(self) -> dict:
         """All figures, as --json has them."""
         rounds = [{"case": c, "side": s, "round": r, **result} for (c, s, r), result in self.results.items()]
-        found = {}
+        versions: dict = {}
         for row in rounds:
-            found |= row.pop("versions")
+            versions |= row.pop("versions")
         settings = {name: gpu_table.settings(config) for name, (_, config) in self.cases.items()}
         return {
             "date": datetime.date.today().isoformat(), "minutes": (time.monotonic() - self.began) / 60,
-            "versions": found | {"driver": driver()} if self.values["device"] == "cuda" else found,
+            "versions": versions | {"driver": driver()} if self.values["device"] == "cuda" else versions,
             "torch_compile": self.values["torch_compile"], "tiny": self.values["tiny"],
             "settings": settings, "rounds": rounds, "kernels": self.kernels, "remarks": self.remarks,
         }  # fmt: skip

@@ -91,9 +91,9 @@ def check_torch_has(config: Config) -> None:
         raise ConfigError("pipeline.remat", "selective", rule, fixes=[{"pipeline.remat": "full"}, {"pipeline.remat": "none"}])
 
 
-def write_case(folder: pathlib.Path, config: Config, **more: Any) -> None:
+def write_case(folder: pathlib.Path, config: Config, **fields: Any) -> None:
     """case.json: what a case's workers read."""
-    (folder / "case.json").write_text(json.dumps({"config": configs.to_dict(config), **more}, indent=1))
+    (folder / "case.json").write_text(json.dumps({"config": configs.to_dict(config), **fields}, indent=1))
 
 
 def read_case(folder: pathlib.Path) -> tuple[Config, dict]:

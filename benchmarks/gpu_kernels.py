@@ -52,8 +52,8 @@ def comparisons(tiny: bool, dtype: str) -> list[Comparison]:
     else:
         sizes = [("gpt2_124m", 64, 1024, 12, 12, 64), ("llama3_8b", 2, 8192, 32, 8, 128)]
         groups = [("mixtral_8x7b, up", 16384, 4096, 14336, 8), ("mixtral_8x7b, down", 16384, 14336, 4096, 8)]
-    found = [attention(*shape, dtype, documents) for shape in sizes for documents in (False, True)]
-    return found + [comparison for shape in groups for comparison in products(*shape)]
+    listed = [attention(*shape, dtype, documents) for shape in sizes for documents in (False, True)]
+    return listed + [comparison for shape in groups for comparison in products(*shape)]
 
 
 def attention(model: str, b: int, t: int, n: int, k: int, h: int, dtype: str, documents: bool) -> Comparison:

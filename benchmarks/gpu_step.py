@@ -39,13 +39,13 @@ def batches(config: Config, count: int) -> dict[str, np.ndarray]:
     documents = np.concatenate([[0], ends[ends < size], [size]]).astype(np.int64)
     corpus = Corpus(tokens, documents, None, "", NoTokenizer(vocabulary), pathlib.Path(), "made up", 0.0, Skipped())
     rows = Rows(corpus, corpus.train, d.sequence_length, d.attend_across_documents)
-    found = [rows[i] for i in range(count * d.batch_size)]
+    sequences = [rows[i] for i in range(count * d.batch_size)]
     shape = (count, config.pipeline.microbatches, -1, d.sequence_length)
-    return {name: np.stack([row[name] for row in found]).reshape(shape) for name in found[0]}
+    return {name: np.stack([row[name] for row in sequences]).reshape(shape) for name in sequences[0]}
 
 
-def write_for_torch(folder: pathlib.Path, params: dict, arrays: dict[str, np.ndarray], **more) -> None:
-    """Weights and batches as torch_step.py reads them, and more of what case.json says."""
+def write_for_torch(folder: pathlib.Path, params: dict, arrays: dict[str, np.ndarray], **fields) -> None:
+    """Weights and batches as torch_step.py reads them, and further fields of case.json."""
     import jax
 
     if list(params["layers"]) != ["0"]:
@@ -55,20 +55,20 @@ def write_for_torch(folder: pathlib.Path, params: dict, arrays: dict[str, np.nda
         np.save(folder / WEIGHTS / f"{'.'.join(key.key for key in path)}.npy", np.asarray(value))
     np.savez(folder / BATCHES, **arrays)
     case = folder / "case.json"
-    case.write_text(json.dumps(json.loads(case.read_text()) | more))
+    case.write_text(json.dumps(json.loads(case.read_text()) | fields))
 
 
 def versions() -> dict:
     """Of jax and what it runs on."""
     import jax
 
-    found = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "platform": jax.devices()[0].client.platform_version}
+    described = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "platform": jax.devices()[0].client.platform_version}
     for package in ("jaxlib", "jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
         try:
-            found[package] = importlib.metadata.version(package)
+            described[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return described
 
 
 def run(folder: pathlib.Path) -> dict:

@@ -51,13 +51,13 @@ def side(rounds: Sequence[Mapping], about: Mapping, flops_per_token: float | Non
 
 def sides(report: Mapping) -> dict[str, dict[str, Side]]:
     """Case → side → what it comes to, in the order of the cases."""
-    device, found = report["versions"].get("device") or report["versions"].get("torch device") or "", {}
+    device, by_case = report["versions"].get("device") or report["versions"].get("torch device") or "", {}
     for case, about in report["settings"].items():
         rounds = [r for r in report["rounds"] if r["case"] == case]
         flops = next((r["flops_per_token"] for r in rounds if "flops_per_token" in r), None)
         by_side = {name: [r for r in rounds if r["side"] == name] for name in (OURS, TORCH)}
-        found[case] = {name: side(own, about, flops, device) for name, own in by_side.items() if own}
-    return found
+        by_case[case] = {name: side(of_side, about, flops, device) for name, of_side in by_side.items() if of_side}
+    return by_case
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
@@ -87,16 +87,16 @@ def number(value: float | None, form: str) -> str:
 def steps_table(report: Mapping) -> list[str]:
     """A row for each side of each case, and in the second the ratio of both."""
     rows = []
-    for case, found in sides(report).items():
+    for case, both_sides in sides(report).items():
         about = report["settings"][case]
         shape = f"{about['batch_size']} × {about['sequence_length']} in {about['microbatches']}"
         how = f"{shape}, remat {about['remat']}{', documents apart' if about['documents_apart'] else ''}, {about['compute']}"
-        for name, s in found.items():
+        for name, s in both_sides.items():
             both = name == TORCH
             rows.append([
-                *((case, how) if name == next(iter(found)) else ("", "")), name, f"{1e3 * s.seconds:,.1f}", f"{s.spread:.2f}",
+                *((case, how) if name == next(iter(both_sides)) else ("", "")), name, f"{1e3 * s.seconds:,.1f}", f"{s.spread:.2f}",
                 f"{s.tokens_per_s:,.0f}", number(s.mfu, ".1%"), number(None if s.memory is None else s.memory / 1e9, ".2f"),
-                f"{s.start_s:.0f}", f"{s.seconds / found[OURS].seconds:.2f}" if both else "",
+                f"{s.start_s:.0f}", f"{s.seconds / both_sides[OURS].seconds:.2f}" if both else "",
             ])  # fmt: skip
     head = ("case", "sequences × tokens in microbatches", "side", "step ms", "slowest / fastest", "tokens/s", "MFU", "memory GB")
     return table((*head, "compile + first step s", "torch's time / ours"), rows) if rows else []
@@ -112,11 +112,11 @@ def verdict(ours: Side, theirs: Side, compute: str) -> str:
 def losses_table(report: Mapping) -> list[str]:
     """The first losses of both sides, and whether they are the same."""
     rows = []
-    for case, found in sides(report).items():
-        for name, s in found.items():
-            same = verdict(found[OURS], s, report["settings"][case]["compute"]) if name == TORCH else ""
+    for case, both_sides in sides(report).items():
+        for name, s in both_sides.items():
+            same = verdict(both_sides[OURS], s, report["settings"][case]["compute"]) if name == TORCH else ""
             shown = ", ".join(f"{loss:.4f}" for loss in s.losses[:4])
-            rows.append([case if name == next(iter(found)) else "", name, shown, ", ".join(f"{n:.3f}" for n in s.norms[:4]), same])
+            rows.append([case if name == next(iter(both_sides)) else "", name, shown, ", ".join(f"{n:.3f}" for n in s.norms[:4]), same])
     return table(("case", "side", "losses of the first steps", "norms of their gradients", "the same"), rows) if rows else []
 
 

@@ -137,10 +137,14 @@ def fastest_attention(device) -> contextlib.AbstractContextManager:
 def versions() -> dict:
     """Of torch and what it runs on."""
     cuda = torch.cuda.is_available()
-    found = {"torch": torch.__version__, "torch CUDA": torch.version.cuda, "torch cuDNN": torch.backends.cudnn.version() if cuda else None}
-    found["torch device"] = torch.cuda.get_device_name() if cuda else "cpu"
-    found["torch grouped_mm"] = GROUPED_MM is not None
-    return found
+    described = {
+        "torch": torch.__version__,
+        "torch CUDA": torch.version.cuda,
+        "torch cuDNN": torch.backends.cudnn.version() if cuda else None,
+    }
+    described["torch device"] = torch.cuda.get_device_name() if cuda else "cpu"
+    described["torch grouped_mm"] = GROUPED_MM is not None
+    return described
 
 
 def run(folder: pathlib.Path) -> dict:

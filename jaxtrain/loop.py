@@ -27,7 +27,7 @@ from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import prompt_ids, sample_text
-from jaxtrain.plan.report import introduction, memory_as_compiled
+from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
@@ -201,8 +201,7 @@ def _compile(
         f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {held_out}",
     )
     compiled = compiling.result()
-    seconds = start_up.ended("compiling")
-    cluster.say(*memory_as_compiled(step, compiled["step"]), f"traced in {tracing:.1f} s, compiled in {seconds:.1f} s")
+    cluster.say(*as_compiled(step, compiled["step"], tracing, start_up.ended("compiling")))
     return compiled["step"], compiled.get("exchange")
 
 

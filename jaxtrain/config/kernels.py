@@ -168,7 +168,7 @@ NAMES = ("auto", XLA, CUDNN, SPLASH)  # of model.attention_kernel
 
 def refusal(kernel: str, case: AttentionCase) -> Refusal | None:
     """Why a kernel does not take the case, if it does not."""
-    return next((found for rule in TABLE[kernel][1] if (found := rule(case))), None)
+    return next((refused for rule in TABLE[kernel][1] if (refused := rule(case))), None)
 
 
 def attention_kernel(case: AttentionCase, wanted: str = "auto") -> Choice:
@@ -184,9 +184,9 @@ def attention_kernel(case: AttentionCase, wanted: str = "auto") -> Choice:
     for kernel, (words, _) in TABLE.items():
         if wanted == CUDNN and kernel not in (CUDNN, CUDNN_MASK):
             continue
-        if not (found := refusal(kernel, case)):
+        if not (refused := refusal(kernel, case)):
             return Choice(kernel, words, passed_over)
-        passed_over[kernel] = found
+        passed_over[kernel] = refused
     return Choice(CUDNN, TABLE[CUDNN][0], passed_over)
 
 
@@ -245,8 +245,8 @@ def _describe_attention(config: Config, hardware: Hardware) -> Iterator[str]:
     if choice.kernel == SPLASH and hardware.platform != TPU:
         yield f"warning: splash is interpreted on {hardware.name}, for tests: a step takes minutes (--config.model.attention_kernel=auto)"
     elif choice.kernel in (XLA, CUDNN_MASK) and hardware.platform != CPU and case.keys >= LONG:
-        own = {TPU: SPLASH, GPU: CUDNN}.get(hardware.platform, XLA)
-        found = choice.passed_over.get(own) or Refusal("is not asked for", ({"model.attention_kernel": "auto"},))
-        ends = " or ".join(f"--config.{path}={value}" for fix in found.fixes for path, value in fix.items())
+        fast = {TPU: SPLASH, GPU: CUDNN}.get(hardware.platform, XLA)
+        refused = choice.passed_over.get(fast) or Refusal("is not asked for", ({"model.attention_kernel": "auto"},))
+        ends = " or ".join(f"--config.{path}={value}" for fix in refused.fixes for path, value in fix.items())
         slow = "takes several times as long" if choice.kernel == XLA else "computes what its mask hides, too"
-        yield f"warning: attention by {choice.words} {slow} on {hardware.name}: {own} {found.rule}{f' ({ends} ends that)' * bool(ends)}"
+        yield f"warning: attention by {choice.words} {slow} on {hardware.name}: {fast} {refused.rule}{f' ({ends} ends that)' * bool(ends)}"

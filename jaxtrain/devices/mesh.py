@@ -97,20 +97,18 @@ def manual_axes(mesh: Mesh) -> set[str]:
 
 def manual_size(axis: str) -> int:
     """The devices along an axis that is manual here; 1 where it is not, or where there is no mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] != AxisType.Manual:
-        return 1
-    return mesh.shape[axis]
+    return jax.sharding.get_abstract_mesh().shape[axis] if _axis_type(axis) == AxisType.Manual else 1
 
 
-def _model_is(axis_type: AxisType) -> bool:
+def _axis_type(axis: str) -> AxisType | None:
+    """Who decides about an axis here; None where there is no mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[MODEL] == axis_type
+    return None if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]
 
 
 def partitioned() -> bool:
     """Whether the partitioner decides about `model` here."""
-    return _model_is(AxisType.Auto)
+    return _axis_type(MODEL) == AxisType.Auto
 
 
 def _as_call(fn: Callable) -> Callable:
@@ -126,7 +124,7 @@ def over_model(fn: Callable, in_specs, out_specs) -> Callable:
     gathers the whole array over `model` first, whatever the constraints around it. Where it does not decide, fn as it is: in the manual
     region as a call, so that it stays one equation when a layer is cut into ops (runtime/backward_split.py)."""
     if not partitioned():
-        return _as_call(fn) if _model_is(AxisType.Manual) else fn
+        return _as_call(fn) if _axis_type(MODEL) == AxisType.Manual else fn
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False)
 
 

@@ -45,10 +45,10 @@ def unused_accelerator(namespace: types.SimpleNamespace, files: Callable[[str], 
 
     if jax.default_backend() != "cpu" or namespace.cpu_devices or os.environ.get("JAX_PLATFORMS"):
         return ""
-    found = next((found for file, found in ACCELERATORS.items() if files(file)), None)
-    if found is None:
+    accelerator = next((accelerator for file, accelerator in ACCELERATORS.items() if files(file)), None)
+    if accelerator is None:
         return ""
-    name, extra = found
+    name, extra = accelerator
     installs = f"JAXTRAIN_EXTRAS={extra} scripts/train.sh, or python -m pip install 'jaxtrain[{extra}]'"
     return f"{name} is here, and jax has no working package for it: {installs}; --cpu_devices={SIMULATED_DEVICES} runs without it"
 

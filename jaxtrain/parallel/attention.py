@@ -108,10 +108,10 @@ def attend_whole(q, k, v, segments_BT, over: str, wanted: str) -> jax.Array:
 def attend_cached(q, k, v, start, wanted: str) -> jax.Array:
     """Attention of T tokens to S slots of a cache: query t sees those up to start + t. By splash where there are enough tokens, as of a
     prompt that is read; in plain XLA else."""
-    (t, s), here = (q.shape[1], k.shape[1]), hardware()
-    case = AttentionCase(here, 8 * q.dtype.itemsize, q.shape[-1], v.shape[-1], queries=t, keys=s, documents=False, context="cache")
+    (t, s), devices = (q.shape[1], k.shape[1]), hardware()
+    case = AttentionCase(devices, 8 * q.dtype.itemsize, q.shape[-1], v.shape[-1], queries=t, keys=s, documents=False, context="cache")
     if attention_kernel(case, wanted).kernel == SPLASH and splash.takes(t, s):
-        kernel = splash.kernel(interpret=here.platform != TPU)
+        kernel = splash.kernel(interpret=devices.platform != TPU)
         run = lambda q, k, v, start: kernel.forward(q, k, v, context.Sight((0,), start=start), dtype=v.dtype)[0]
         return constrain(on_each_device(run, (q, k, v), (start,)), HEADS)
     mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]

@@ -156,8 +156,8 @@ def _backward(q_BTNH, k_BTKH, v_BTKV, g_BTNV, out_BTNV, lse_BTN, sight: Sight, s
         if documents is not None:
             rows = jnp.zeros((documents.count, *rows.shape[1:]), jnp.float32)
             rows = rows.at[documents.row_BT, :, documents.place_BT].set(lse_BTN, mode="drop")
-        found = cudnn._dot_product_attention_bwd_p.bind(q, k, v, *operands, rows, out, g, **parameters, scale=scale)
-        return tuple(d[..., : a.shape[-1]].astype(dtype) for d, a in zip(found, given, strict=True))
+        gradients = cudnn._dot_product_attention_bwd_p.bind(q, k, v, *operands, rows, out, g, **parameters, scale=scale)
+        return tuple(d[..., : a.shape[-1]].astype(dtype) for d, a in zip(gradients, given, strict=True))
 
     if segments is None:
         return call(None)

@@ -19,26 +19,26 @@ from jaxtrain.schedule.columns import CELL_OPS, EMBED, EMBED_GRADIENT, HEAD, cel
 
 FORWARD, AGAIN, INPUT, WEIGHTS = "F", "R", "B", "W"
 BACKWARD_PRODUCTS = 2.5  # of attention's backward, over the two of its forward
-OWN_BACKWARD = 2.0  # without the scores that are computed again
+BACKWARD_PRODUCTS_ONCE = 2.0  # without the scores that are computed again
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Operations of an op in a step on a device; `own` without what is computed again."""
+    """Operations of an op in a step on a device; `once` without what is computed again."""
 
     weights: float
     attention: float
-    own: float
+    once: float
 
     @property
     def total(self) -> float:
         return self.weights + self.attention
 
     def __add__(self, other: "Flops") -> "Flops":
-        return Flops(self.weights + other.weights, self.attention + other.attention, self.own + other.own)
+        return Flops(self.weights + other.weights, self.attention + other.attention, self.once + other.once)
 
     def __mul__(self, times: float) -> "Flops":
-        return Flops(times * self.weights, times * self.attention, times * self.own)
+        return Flops(times * self.weights, times * self.attention, times * self.once)
 
 
 NOTHING = Flops(0.0, 0.0, 0.0)
@@ -47,10 +47,10 @@ NOTHING = Flops(0.0, 0.0, 0.0)
 def flops(config: Config, stage: int = 0) -> dict[str, Flops]:
     """Op → its operations, for the devices of a stage of a resolved config whose mesh is known."""
     sizes = Sizes(config, cpu=False)
-    found: dict[str, Flops] = collections.defaultdict(lambda: NOTHING)
+    by_op: dict[str, Flops] = collections.defaultdict(lambda: NOTHING)
     for op, times, cost in _table(sizes, stage) if sizes.setup.train else _accumulation(sizes):
-        found[op] += cost * times
-    return {op: cost for op, cost in found.items() if cost.total}
+        by_op[op] += cost * times
+    return {op: cost for op, cost in by_op.items() if cost.total}
 
 
 def total(config: Config, stage: int = 0) -> Flops:
@@ -98,8 +98,8 @@ def layer(sizes: Sizes, op: str, output: bool = True, dense: bool = False) -> Fl
         parameters -= model.width * down
     products = 2.0 * parameters * tokens
     attention = attention_forward(sizes) * {INPUT: BACKWARD_PRODUCTS, WEIGHTS: 0.0}.get(op, 1.0)
-    own = 0.0 if op == AGAIN else products + attention * (OWN_BACKWARD / BACKWARD_PRODUCTS if op == INPUT else 1.0)
-    return Flops(products, attention, own)
+    once = 0.0 if op == AGAIN else products + attention * (BACKWARD_PRODUCTS_ONCE / BACKWARD_PRODUCTS if op == INPUT else 1.0)
+    return Flops(products, attention, once)
 
 
 def attention_forward(sizes: Sizes) -> float:

@@ -72,12 +72,13 @@ def _room_for_rows(config: Config) -> list[str]:
     return [f"experts: room for {rows:,} rows on a device, {rows / mean:.2f} times the mean ({beyond})"]
 
 
-def memory_as_compiled(step: Step, compiled: Compiled) -> list[str]:
-    """Of a step's compiled program: its memory in words, where the platform says it."""
+def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float) -> list[str]:
+    """Of a step's compiled program: its memory in words, where the platform says it, and the seconds that it took to trace and compile."""
+    lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s"]
     if not (compiled_bytes := compiled_memory(compiled)):
-        return []
+        return lines
     split = f"{mebibytes(bytes_per_device(step.abstract_state()))} of state, {mebibytes(compiled_bytes['temporary'])} temporary"
-    return [f"memory per device as compiled: {mebibytes(compiled_bytes['total'])} MiB ({split})"]
+    return [f"memory per device as compiled: {mebibytes(compiled_bytes['total'])} MiB ({split})", *lines]
 
 
 def whole_over_data(step: Step) -> float:
@@ -163,8 +164,7 @@ def dry_run(config: Config, setup: Setup, start_up: StartUp) -> DryRun:
         tracing = start_up.ended("tracing")
         compiled = lowered.compile()
         compiling = start_up.ended("compiling")
-        lines = [*introduction(config, step), *memory_as_compiled(step, compiled)]
-        lines.append(f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s")
+        lines = [*introduction(config, step), *as_compiled(step, compiled, tracing, compiling)]
     stage = busiest(config, cpu)
     device = mesh.devices.flat[0].device_kind
     shape = {name: int(size) for name, size in mesh.shape.items()}

@@ -264,7 +264,7 @@ class StepFigures:
             "flops": {
                 "products": products,
                 "kernels": in_kernels,
-                "model": planned.own,
+                "model": planned.once,
                 "planned": planned.total,
                 "planned_attention": planned.attention,
                 "ratio": (products + in_kernels) / planned.total,

@@ -54,7 +54,7 @@ def test_what_it_says_of_a_step():
     backward = int(RUNS["B0"][:, 0].sum())
     assert found["memory"] == {"arguments": 5, "temporary": 7}
     planned = flops.total(CONFIG, found["stage"])
-    assert found["flops"]["products"] == runs * DOT and found["flops"]["planned"] == planned.total > planned.own > 0
+    assert found["flops"]["products"] == runs * DOT and found["flops"]["planned"] == planned.total > planned.once > 0
     assert found["kernels"]["pallas splash_mha_fwd"]["times"] == runs and "AllocateBuffer" not in found["kernels"]
     assert found["attention"] == "pallas splash_mha"
     assert found["square_arrays"] == ["bf16[1, 4, 64, 64] in K"]
