@@ -18,11 +18,11 @@ VERSIONS = CASES.pop("versions")
 
 
 def assert_same_gradients(got: dict, expected: dict) -> None:
-    """Of each parameter, to 1e-5 of its gradient's size; where that should be nothing (the router of experts that all weigh 1), of the
-    largest one's."""
+    """Of each parameter, to 2e-5 of its gradient's size, as the other side's float32 is no more exact; where that should be nothing (the
+    router of experts that all weigh 1), of the largest one's."""
     largest = max(norm for norm, _ in expected.values())
     for name, (norm, along) in expected.items():
-        allowed = 1e-5 * max(norm, 1e-2 * largest)
+        allowed = 2e-5 * max(norm, 1e-2 * largest)
         found = published.digest(name, got[name])
         np.testing.assert_allclose(found, (norm, along), rtol=0, atol=allowed, err_msg=name)
 

@@ -14,7 +14,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.plan.account import Entry, account, busiest, exchange_account, sent
-from jaxtrain.plan.flops import BACKWARD_PRODUCTS, OWN_BACKWARD, flops
+from jaxtrain.plan.flops import BACKWARD_PRODUCTS, BACKWARD_PRODUCTS_ONCE, flops
 from jaxtrain.training.step import make_step
 
 SHAPES = {"model.width": 64, "model.mlp_width": 192, "model.vocab_size": 256, "data.sequence_length": 32, "model.layers": 8}
@@ -98,7 +98,7 @@ def test_as_compiled(case):
         if not cfg.model.experts and cfg.mesh.context == 1:
             planned = flops(cfg, stage)
             # Short sequences attend to all keys and keep the scores: twice the causal half, and no product again in B.
-            attention = sum(2 * cost.attention / (BACKWARD_PRODUCTS / OWN_BACKWARD if op == "B" else 1) for op, cost in planned.items())
+            attention = sum(2 * cost.attention / (BACKWARD_PRODUCTS / BACKWARD_PRODUCTS_ONCE if op == "B" else 1) for op, cost in planned.items())
             expected = sum(cost.weights for cost in planned.values()) + attention
             assert compiled_account.products(step.setup, program, stage) == pytest.approx(expected, rel=0.01)
 
