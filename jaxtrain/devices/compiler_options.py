@@ -58,15 +58,6 @@ TPU = (
         "them run at 40 to 80 % of the peak by libtpu's own estimate, with this at 80 to 97; with 64 no reduce-scatter finds room",
         generations=V5P,
     ),
-    Option(
-        "xla_tpu_enable_megacore_fusion",
-        True,
-        "collectives are fused with products, each on one of a chip's two cores; without it and the next one all of ZeRO-3's gathers and "
-        "sums stand alone behind a layer's products. It costs memory, as sums are put off: 11 → 16 GB for Llama 3 8B on 64 chips",
-        generations=V5P,
-        for_gathers=True,
-    ),
-    Option("xla_tpu_megacore_fusion_allow_ags", True, "gathers are among these", generations=V5P, for_gathers=True),
 )
 PLATFORMS = {"gpu": GPU, "cuda": GPU, "tpu": TPU}  # devices that are only described call themselves cuda
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.parallel.context import Sight
-from jaxtrain.parallel.heads import by_heads
+from jaxtrain.parallel.heads import by_heads, row_major
 
 MASKED = -1e30  # the log-sum-exp of a query that sees nothing
 
@@ -53,6 +53,7 @@ def attend(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) 
 
 def _attend(kernel, q, k, v, sight, segments):
     out, lse = by_heads(functools.partial(kernel.forward, dtype=v.dtype), (q, k, v), (sight, segments))
+    out = row_major(out)
     return out, (q, k, v, sight, segments, out, lse)
 
 

@@ -98,7 +98,9 @@ def test_as_compiled(case):
         if not cfg.model.experts and cfg.mesh.context == 1:
             planned = flops(cfg, stage)
             # Short sequences attend to all keys and keep the scores: twice the causal half, and no product again in B.
-            attention = sum(2 * cost.attention / (BACKWARD_PRODUCTS / BACKWARD_PRODUCTS_ONCE if op == "B" else 1) for op, cost in planned.items())
+            attention = sum(
+                2 * cost.attention / (BACKWARD_PRODUCTS / BACKWARD_PRODUCTS_ONCE if op == "B" else 1) for op, cost in planned.items()
+            )
             expected = sum(cost.weights for cost in planned.values()) + attention
             assert compiled_account.products(step.setup, program, stage) == pytest.approx(expected, rel=0.01)
 
