@@ -58,6 +58,12 @@ TPU = (
         "them run at 40 to 80 % of the peak by libtpu's own estimate, with this at 80 to 97; with 64 no reduce-scatter finds room",
         generations=V5P,
     ),
+    Option(
+        "xla_tpu_enable_async_ragged_all_to_all",
+        True,
+        "tokens go to their experts and come back beside what does not wait for them, as shared experts; without it they are waited for",
+        generations=V5P,
+    ),
 )
 PLATFORMS = {"gpu": GPU, "cuda": GPU, "tpu": TPU}  # devices that are only described call themselves cuda
 
