@@ -7,7 +7,7 @@ import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.devices.mesh import BATCH_AXES, MODEL, over_model
+from jaxtrain.devices.mesh import BATCH_AXES, MODEL, over_model, partitioned
 
 HEADS = P(None, None, MODEL)
 
@@ -35,6 +35,12 @@ def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask:
     of its own (cuDNN's attention) is lowered as it is instead of through the partitioner.
     """
     return by_heads(kernel, (q, k, v), (mask,))
+
+
+def as_written(x: jax.Array) -> jax.Array:
+    """What is read from a slot, in the order of its dimensions where the partitioner has no part in it: XLA's GPU compiler would have
+    sums over tokens read it column by column, and transpose the whole pool for that in every tick."""
+    return x if partitioned() else with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _row_major(x: jax.Array, split: P) -> jax.Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.parallel import host_memory
+from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, Residuals
 from jaxtrain.schedule.placement import Placement
@@ -58,7 +59,7 @@ def empty_pool(slots: int, layers: int, shapes: Shapes, on_host: bool = False) -
 
 def read_pool(pool: Arrays, shapes: Shapes, index) -> Arrays:
     """What lies at an index of a pool, in these shapes."""
-    return [host_memory.read_at(a, index).reshape(like.shape) for a, like in zip(pool, shapes, strict=True)]
+    return [as_written(host_memory.read_at(a, index)).reshape(like.shape) for a, like in zip(pool, shapes, strict=True)]
 
 
 def write_pool(pool: Arrays, values: Arrays, index) -> Arrays:

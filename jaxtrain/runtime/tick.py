@@ -158,11 +158,13 @@ class Tick:
         sent, rest = lax.optimization_barrier((self._departing(state), only(state, ("activation", "gradient", *self.ticks.permutes))))
         state = merged(state, rest)
         arrived = only(self._permute(Permute.EARLY, merged(state, sent), columns), [ARRIVED[way] for way in self.ticks.permutes])
-        state = merged(state, arrived)
         # One loop around all ops: XLA's TPU scheduler starts a permute as late as the loops behind it take, were they to run, and the
         # last ones mostly do not. Only as a whole do they stand beside it.
         carried = only(state, fields(TickState) - set(ARRIVED.values()))
-        return merged(state, lax.fori_loop(0, columns.busy, lambda _, carried: self._run(self._ops, carried, columns), carried))
+        carried = lax.fori_loop(0, columns.busy, lambda _, carried: self._run(self._ops, carried, columns), carried)
+        # Without this XLA's GPU compiler moves the permutes, which nothing else in the tick reads, in front of the next tick's ops.
+        arrived, loss = lax.optimization_barrier((arrived, carried.loss))
+        return merged(state, merged(carried, dataclasses.replace(arrived, loss=loss)))
 
     def _departing(self, state: TickState) -> TickState:
         """The payloads once more. XLA takes a copy away again, but not a sum: with a zero that it does not know to be one."""

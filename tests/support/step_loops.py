@@ -2,7 +2,7 @@
 
 XLA knows the trips of most loops. Those of a tick's ops are read from columns of the table, other numbers on every stage: an op's loop runs
 as often in a step as the stage's column has ones, a loop over layers as often as the stage's unit has layers. A loop that waits for a flag
-is what a step does when something unusual happens, more documents in a sequence than a kernel has room for, say: it counts as never run.
+is what a step does when something unusual happens: it counts as never run. A kernel that takes so many documents at a time is called once.
 """
 
 import collections
@@ -19,6 +19,7 @@ SCOPE = re.compile(
     r"[/(](?:([FKRBW])\d+|(take_\w+|send_\w+|stay_\w+|embed_gradient|embed|head|permute|reduce_gradients|optimizer)(?:_EARLY|_LATE)?)(?=[/)]|$)"
 )
 BLOCKS = re.compile(r"/row_blocks_(\d+)_(\d+)_(\d+)/")  # in parallel/grouped.py: room for rows, groups, rows of a block
+CALLS = "/document_calls/"  # in parallel/cudnn.py: documents for which a call has room at a time
 NAMES = {"reduce_gradients": "reduce"}
 
 
@@ -67,6 +68,8 @@ class StepLoops:
         if blocks := BLOCKS.search(loop.op_name):
             room, groups, size = map(int, blocks.groups())
             return -(-(room if self.rows is None else self.rows) // (groups * size))
+        if CALLS in loop.op_name:
+            return 1
         if self.program.holds_ops(loop):
             return fractions.Fraction(self.busy) / times
         if inside := re.findall(r"/[FKRBW](\d+)/", loop.op_name):

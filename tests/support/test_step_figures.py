@@ -9,7 +9,7 @@ from support import small
 from support.ahead import Compiled
 from support.step_figures import CLOCK, H100_MEMORY, Peaks, StepFigures
 from support.step_loops import StepLoops, scope_of
-from support.step_text import CONFIG, STEP, TICKS
+from support.step_text import CONFIG, STEP, TICK, TICKS
 
 SIZE = 4 * 64 * 16 * 512  # bytes
 DOT = 2 * 64 * 16 * 512 * 512  # operations
@@ -28,6 +28,16 @@ def test_how_often_a_stage_runs_what(stage):
     assert times["y"] == (RUNS["K0"][:, stage].sum(), "K")
     assert times["turned"] == (RUNS["B0"][:, stage].sum(), "B")
     assert times["slots"] == (TICKS, "tick") and times["up"] == (TICKS, "permute") and times["scan"] == (1, "other")
+
+
+def test_a_kernel_is_called_once_for_a_sequences_documents():
+    """However many layers the unit has that the loop's name speaks of."""
+    loop = f'body=%F, metadata={{op_name="{TICK}/body/'
+    assert loop in STEP
+    compiled = Compiled(STEP.replace(loop, f"{loop}while/body/K0/while/body/document_calls/"), 0, 0)
+    setup = make_setup(CONFIG)
+    times = {run.instruction.name: run.times for run in StepLoops(compiled.program, setup, 0).executed()}
+    assert times["y"] == columns(setup.train).busy[:, 0].sum()
 
 
 def test_seconds_of_cycles():
