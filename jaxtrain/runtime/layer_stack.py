@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain.config.kernels import GPU
+from jaxtrain.devices.mesh import hardware
 from jaxtrain.parallel import host_memory
 from jaxtrain.parallel.heads import as_written
 from jaxtrain.parallel.zero import Zero, gather, reduce_in_op
@@ -97,6 +99,9 @@ class LayerStack:
         self._count = counts[0] if len(set(counts)) == 1 else jnp.asarray(counts)[stage]
         self._stack_size = placement.stack_size(unit)
         self._is_single = self._stack_size == 1  # then every stage that has the unit has that one layer
+        # A layer's gradients are then reduced beside the products of the layer before it: XLA's GPU compiler moves no collective into a
+        # loop's next trip. A TPU's has these collectives wait in any case.
+        self._reduces_late = zero.gathers_in_ops and zero.reduces_in_ops and hardware().platform == GPU
         self._layers_per_slot = max(placement.sizes)
 
     def _index(self, slot, i):
@@ -112,9 +117,9 @@ class LayerStack:
         with jax.named_scope("gather"):
             return jax.tree.map(lambda a, reduction, read: gather(a, reduction) if read else a, row, self._reductions, reads)
 
-    def _each_layer(self, op: LayerOp, body: Callable, params, carry, reverse: bool = False):
-        """carry = body(i, parameters of layer i, carry) for every layer. Where parameters are gathered, the next layer's are on their way
-        while this one's are at work."""
+    def _each_layer(self, op: LayerOp, body: Callable, params, carry, reverse: bool = False, first: Callable | None = None):
+        """carry = body(i, parameters of layer i, carry) for every layer; `first` in its place for the first, where there are several and
+        parameters are gathered. Where these are, the next layer's are on their way while this one's are at work."""
         if self._is_single:
             return body(0, self._parameters(params, 0, op), carry)
         last = self._count - 1
@@ -132,7 +137,11 @@ class LayerStack:
 
         if not self._zero.gathers_in_ops or not any(self._split.reads(op)):
             return lax.fori_loop(0, self._count, step, carry)
-        parameters, carry = lax.fori_loop(0, last, step_with_next, (self._parameters(params, layer(0), op), carry))
+        start, parameters = 0, self._parameters(params, layer(0), op)
+        if first is not None:
+            start, following = 1, self._parameters(params, layer(1), op)
+            parameters, carry = following, first(layer(0), parameters, carry)
+        parameters, carry = lax.fori_loop(start, last, step_with_next, (parameters, carry))
         return body(layer(last), parameters, carry)
 
     # ------------------------------------------------------------------ an op alone
@@ -228,10 +237,26 @@ class LayerStack:
         return self._gradients(LayerOp.BACKWARD, gradients, params, sums, residuals, g)
 
     def _gradients(self, op: LayerOp, gradients_of: Callable, params, sums, kept, g: jax.Array):
+        def gradients(i, p, g):
+            return gradients_of(p, jax.tree.map(lambda a: host_memory.read_at(a, i), kept), g)
+
         def layer(i, p, carry):
             g, sums = carry
-            gradients, g = gradients_of(p, jax.tree.map(lambda a: host_memory.read_at(a, i), kept), g)
-            return g, self._add(sums, gradients, i)
+            of_layer, g = gradients(i, p, g)
+            return g, self._add(sums, of_layer, i)
 
-        g, sums = self._each_layer(op, layer, params, (g, sums), reverse=True)
-        return sums, g
+        def first_layer(i, p, carry):
+            g, sums = carry
+            of_layer, g = gradients(i, p, g)
+            return g, sums, of_layer
+
+        def layer_with_last(i, p, carry):
+            g, sums, of_last = carry
+            of_layer, g = gradients(i, p, g)
+            return g, self._add(sums, of_last, i + 1), of_layer
+
+        if self._is_single or not self._reduces_late:
+            g, sums = self._each_layer(op, layer, params, (g, sums), reverse=True)
+            return sums, g
+        g, sums, of_last = self._each_layer(op, layer_with_last, params, (g, sums), reverse=True, first=first_layer)
+        return self._add(sums, of_last, 0), g

@@ -10,7 +10,10 @@ import pytest
 from support import matrix, plain_loop, small
 from support.plain_loop import assert_same, gradients, reference, train
 
+from jaxtrain import config as configs
 from jaxtrain.config import Config
+from jaxtrain.config.kernels import GPU, Hardware
+from jaxtrain.runtime import layer_stack
 
 AXES = ("replica", "data", "stage", "context", "expert", "model")
 KINDS = {
@@ -136,6 +139,15 @@ def test_same_gradients(case):
     """Where an axis is alone the optimizer follows, whose clipping sums over all devices."""
     alone, cfg = max(case.mesh) == np.prod(case.mesh), case.config(small.PLAIN_LAYER)
     assert_same(train(cfg) if alone else gradients(cfg), reference(cfg))
+
+
+@pytest.mark.parametrize("layers, remat", [(2, "full"), (5, "none")])
+def test_gradients_reduced_beside_the_next_layers_products(monkeypatch, layers, remat):
+    """As on GPUs, where a layer's gradients wait for the next trip of the loop."""
+    monkeypatch.setattr(layer_stack, "hardware", lambda: Hardware(GPU))
+    changes = {"model.layers": layers, "parallel.zero": 3, "pipeline.remat": remat}
+    cfg = configs.replace(Case((1, 4, 1, 1, 1, 1), "dense", 3, SCHEDULES[0], remat, CONTEXTS[0], False).config(small.PLAIN_LAYER), changes)
+    assert_same(gradients(cfg), reference(cfg))
 
 
 @pytest.mark.full
