@@ -3,7 +3,8 @@
     weights     2 · parameters · tokens of each product with a matrix: forward (F, K), again (R), input's gradient (B), weights' (W)
     attention   of a causal sequence the half: two products forward (F, K, R); in B four, and the scores' once more, which nothing keeps
 
-Experts count for the tokens that choose them, as if evenly. Documents kept apart count as one sequence.
+Key/value heads of which devices along `model` have copies count on each. Experts count for the tokens that choose them, as if evenly.
+Documents kept apart count as one sequence.
 """
 
 import collections
@@ -96,10 +97,16 @@ def layer(sizes: Sizes, op: str, output: bool = True, dense: bool = False) -> Fl
     if not output:
         down = model.mlp_width if dense or not model.experts else model.shared_experts * model.expert_width
         parameters -= model.width * down
-    products = 2.0 * parameters * tokens
+    products, copied = 2.0 * parameters * tokens, 2.0 * _copied_columns(sizes) * model.width * tokens
     attention = attention_forward(sizes) * {INPUT: BACKWARD_PRODUCTS, WEIGHTS: 0.0}.get(op, 1.0)
     once = 0.0 if op == AGAIN else products + attention * (BACKWARD_PRODUCTS_ONCE / BACKWARD_PRODUCTS if op == INPUT else 1.0)
-    return Flops(products, attention, once)
+    return Flops(products + copied, attention, once)
+
+
+def _copied_columns(sizes: Sizes) -> int:
+    """Columns of keys and values that more than one device makes, as there are fewer heads of them than devices along `model`."""
+    model = sizes.model
+    return 0 if model.attention == "mla" else 2 * model.head_dim * max(0, sizes.axis_sizes[MODEL] - model.kv_heads)
 
 
 def attention_forward(sizes: Sizes) -> float:
