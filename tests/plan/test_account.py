@@ -124,7 +124,7 @@ def test_as_compiled_ahead_of_time(platform, case):
         expected = by_axes({(row.op, row.kind, row.axes, n): row.bytes for n, row in enumerate(rows)})
         got = by_axes(compiled_account.read(mesh, make_setup(cfg), program, stage), others=True)
         # Of what is small a compiler may make what it likes.
-        got, expected = ({key: n for key, n in found.items() if n > total / 200} for found in (got, expected))
+        got, expected = ({key: n for key, n in found.items() if n > total / 100} for found in (got, expected))
         assert got == pytest.approx(expected, rel=0.05)
 
 
