@@ -136,11 +136,13 @@ FEW = {"model.layers": 8, "model.vocab_size": 4096, "pipeline.permute": "late"}
 @pytest.mark.parametrize("remat", ["none", "full"])
 @compiled_for(*ahead.PLATFORMS)
 def test_slots_on_the_host_leave_the_device(platform, remat):
-    """The host has the slots; the device as much less, but for what is on its way: of 8 layers in 4 slots, one or two."""
+    """The host has the slots; the device as much less, but for what is on its way: of 8 layers in 4 slots, one or two; of their inputs
+    one that comes and one that goes."""
     here, there = (ahead.compile_step(platform, {**FEW, "pipeline.remat": remat, "parallel.offload": o}) for o in ("none", "activations"))
     assert here.memory["host_temp"] == 0 == here.on_host
     assert there.on_host <= there.memory["host_temp"] < 1.1 * there.on_host
-    assert here.memory["temp"] - there.memory["temp"] > 0.7 * there.on_host
+    on_its_way = 0.3 * there.on_host if remat == "none" else 2.1 * 2 * there.payload
+    assert here.memory["temp"] - there.memory["temp"] > there.on_host - on_its_way
 
 
 @compiled_for("tpu_v5p")  # of GPUs that are not there jax knows no memory, so arguments cannot be said to lie in the host's
