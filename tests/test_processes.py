@@ -96,6 +96,7 @@ def assert_gone(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_ops_have_their_names_in_a_profile(single):
     """As the table's columns are named: the ops of the chunks, and what comes before and after them. On one device a trace has not all."""
     (trace,) = (single / "profile").rglob("*.xplane.pb")

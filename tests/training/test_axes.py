@@ -141,7 +141,7 @@ def test_same_gradients(case):
     assert_same(train(cfg) if alone else gradients(cfg), reference(cfg))
 
 
-@pytest.mark.parametrize("layers, remat", [(2, "full"), (5, "none")])
+@pytest.mark.parametrize("layers, remat", [(2, "full"), pytest.param(5, "none", marks=pytest.mark.full)])
 def test_gradients_reduced_beside_the_next_layers_products(monkeypatch, layers, remat):
     """As on GPUs, where a layer's gradients wait for the next trip of the loop."""
     monkeypatch.setattr(layer_stack, "hardware", lambda: Hardware(GPU))

@@ -63,7 +63,8 @@ def test_same_training(case):
     assert np.abs(bias[0]).max() > 2 * cfg.model.balance_rate
 
 
-@pytest.mark.parametrize("counter", small.named(["bias"], ["load"]))
+@pytest.mark.full
+@pytest.mark.parametrize("counter", ["bias", "load"])
 def test_what_is_logged_of_the_load(counter):
     changes = MOE | {"mesh.expert": 2, "model.capacity_factor": 0.5, "model.layers": 2, "model.router_bias": counter == "bias"}
     cfg = small.config((1, 1, 1), microbatches=4, changes=changes)
