@@ -10,12 +10,13 @@ from jaxtrain.config.recipes import shipped_recipes
 
 # Shrunk, their models are those of deepseek_v3, mixtral_8x7b, tiny and gpt2_124m.
 TWINS = ("deepseek_tiny", "mixtral_tiny", "tiny_diloco", "gpt3_175b")
+LONG = ("deepseek_v3",)  # its parts have tests of their own: latent attention, experts, predictions, zb_v
 FILE = golden.values_file(jax.__version__)
 
 
 def as_parameter(recipe: str):
     """For a process of its own: a recipe shares nothing with another."""
-    marks = [pytest.mark.xdist_group(f"golden-{recipe}"), *[pytest.mark.full] * (recipe in TWINS)]
+    marks = [pytest.mark.xdist_group(f"golden-{recipe}"), *[pytest.mark.full] * (recipe in (*TWINS, *LONG))]
     return pytest.param(recipe, marks=marks)
 
 

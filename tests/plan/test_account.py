@@ -29,12 +29,12 @@ ENDS = {"pipeline.vocabulary": "end_stages"}
 LATENT = {"model.attention": "mla", "model.query_rank": 24, "model.kv_rank": 40, "model.rope_head_dim": 6}
 APART = {"data.attend_across_documents": False}
 CASES = {
-    "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
     "stage": Case((1, 7, 1), microbatches=4),
     "data · stage · model": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 3}),
     "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),
 }  # fmt: skip
 MORE = {
+    "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
     "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2}),
     "data · context · model": Case((2, 1, 2), changes={"mesh.context": 2}),
     "replica": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 2}),

@@ -82,7 +82,8 @@ def test_same_training(name):
     plain_loop.assert_same(plain_loop.train(variant(name)), plain_loop.reference(variant(name)))
 
 
-@pytest.mark.parametrize("name", small.named(["grouped queries, documents apart, chunks of the loss"], ["replicas, one microbatch"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["grouped queries, documents apart, chunks of the loss", "replicas, one microbatch"])
 def test_evaluation_is_the_loss_of_training(name):
     cfg = variant(name)
     losses = jax.device_get(evaluate(cfg))
