@@ -40,13 +40,17 @@ def over_heads(kernel: Callable, q: jax.Array, k: jax.Array, v: jax.Array, mask:
 def as_written(x: jax.Array) -> jax.Array:
     """What is read from a slot, in the order of its dimensions where the partitioner has no part in it: XLA's GPU compiler would have
     sums over tokens read it column by column, and transpose the whole pool for that in every tick."""
-    return x if partitioned() else with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return x if partitioned() else _in_order(x)
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _row_major(x: jax.Array, split: P) -> jax.Array:
     if not isinstance(x, jax.core.Tracer):
         return x  # outside of a compiled program there is nothing to decide
-    return over_model(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), (split,), split)(x)
+    return over_model(_in_order, (split,), split)(x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

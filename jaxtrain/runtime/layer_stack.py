@@ -117,9 +117,9 @@ class LayerStack:
         with jax.named_scope("gather"):
             return jax.tree.map(lambda a, reduction, read: gather(a, reduction) if read else a, row, self._reductions, reads)
 
-    def _each_layer(self, op: LayerOp, body: Callable, params, carry, reverse: bool = False, first: Callable | None = None):
-        """carry = body(i, parameters of layer i, carry) for every layer; `first` in its place for the first, where there are several and
-        parameters are gathered. Where these are, the next layer's are on their way while this one's are at work."""
+    def _each_layer(self, op: LayerOp, body: Callable, params, carry, reverse: bool = False, first_apart: bool = False):
+        """carry = body(i, parameters of layer i, carry) for every layer. Where parameters are gathered, the next layer's are on their way
+        while this one's are at work. first_apart: then the first of several layers is not in the loop, and may give another carry."""
         if self._is_single:
             return body(0, self._parameters(params, 0, op), carry)
         last = self._count - 1
@@ -138,9 +138,8 @@ class LayerStack:
         if not self._zero.gathers_in_ops or not any(self._split.reads(op)):
             return lax.fori_loop(0, self._count, step, carry)
         start, parameters = 0, self._parameters(params, layer(0), op)
-        if first is not None:
-            start, following = 1, self._parameters(params, layer(1), op)
-            parameters, carry = following, first(layer(0), parameters, carry)
+        if first_apart:
+            start, (parameters, carry) = 1, step_with_next(0, (parameters, carry))
         parameters, carry = lax.fori_loop(start, last, step_with_next, (parameters, carry))
         return body(layer(last), parameters, carry)
 
@@ -237,26 +236,14 @@ class LayerStack:
         return self._gradients(LayerOp.BACKWARD, gradients, params, sums, residuals, g)
 
     def _gradients(self, op: LayerOp, gradients_of: Callable, params, sums, kept, g: jax.Array):
-        def gradients(i, p, g):
-            return gradients_of(p, jax.tree.map(lambda a: host_memory.read_at(a, i), kept), g)
+        late = self._reduces_late and not self._is_single
 
         def layer(i, p, carry):
-            g, sums = carry
-            of_layer, g = gradients(i, p, g)
-            return g, self._add(sums, of_layer, i)
+            g, sums, *waiting = carry  # the gradients of the layer before, where they are reduced late
+            gradients, g = gradients_of(p, jax.tree.map(lambda a: host_memory.read_at(a, i), kept), g)
+            if not late:
+                return g, self._add(sums, gradients, i)
+            return g, self._add(sums, waiting[0], i + 1) if waiting else sums, gradients
 
-        def first_layer(i, p, carry):
-            g, sums = carry
-            of_layer, g = gradients(i, p, g)
-            return g, sums, of_layer
-
-        def layer_with_last(i, p, carry):
-            g, sums, of_last = carry
-            of_layer, g = gradients(i, p, g)
-            return g, self._add(sums, of_last, i + 1), of_layer
-
-        if self._is_single or not self._reduces_late:
-            g, sums = self._each_layer(op, layer, params, (g, sums), reverse=True)
-            return sums, g
-        g, sums, of_last = self._each_layer(op, layer_with_last, params, (g, sums), reverse=True, first=first_layer)
-        return self._add(sums, of_last, 0), g
+        g, sums, *waiting = self._each_layer(op, layer, params, (g, sums), reverse=True, first_apart=late)
+        return self._add(sums, waiting[0], 0) if late else sums, g
