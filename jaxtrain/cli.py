@@ -7,7 +7,6 @@ start_jax(namespace)    devices, compilation cache, other processes  the first t
 import dataclasses
 import os
 import pathlib
-import signal
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +20,6 @@ from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
-
-INTERRUPTED = 128 + signal.SIGINT  # the status that shells give a process that Ctrl-C has ended
 
 
 def parse(argv: Sequence[str], description: str, extra_flags: Sequence[Flag] = ()) -> tuple[Config, types.SimpleNamespace]:

@@ -29,6 +29,7 @@ from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.devices import startup
+from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.start_up import imports_without_collection
 
 if TYPE_CHECKING:  # these import jax, or take long
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
         cached = f"{flags.samples} × {len(ids) + flags.tokens} cached tokens"
         cli.fail(f"no memory for {cached} beside the model: use fewer --tokens or --samples, or a larger --model")
     remark(how_it_ended(ended, len(ids), config))
-    return cli.INTERRUPTED if ended.interrupted() else 0
+    return ExitStatus.INTERRUPTED if ended.interrupted() else 0
 
 
 # --- before jax ------------------------------------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def run(argv: Sequence[str]) -> int:
         return main(argv)
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        return cli.INTERRUPTED
+        return ExitStatus.INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to write to at exit
         return 0

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from jaxtrain import cli
 from jaxtrain.config.flags import Flag
 from jaxtrain.devices import cluster_environment
+from jaxtrain.run.exit_status import ExitStatus
 
 DESCRIPTION = """usage: jaxtrain launch [flags] -- [flags of the command]      (or python -m jaxtrain.launch …)
 
@@ -33,6 +34,7 @@ FLAGS = (
     Flag("devices_per_process", 0, "simulated CPU devices of each; 0: the machine's GPUs shared out, or 8 CPU devices in all", at_least=0),
     Flag("module", "jaxtrain.train", "what each process runs, with `python -m`"),
 )
+ON_REQUEST = (ExitStatus.STOPPED, ExitStatus.INTERRUPTED)
 LAST_LINES = 20  # of the process that failed first
 FAILED_GRACE, SIGNALLED_GRACE = 5.0, 120.0  # seconds between a process's end and the killing of the others
 # The guard learns of the processes' groups by lines on its stdin. Its end without "done" means that the launcher died.
@@ -143,7 +145,8 @@ def watch(job: Job, signals: list[int]) -> int:
             passed_on += 1
             job.send(signals[0] if passed_on == 1 else signal.SIGKILL)
         if failed is None:
-            failed = next((number for number in list(job.ended) if statuses[number]), None)
+            # Processes that stop on request do so together, each in its time.
+            failed = next((number for number in list(job.ended) if statuses[number] not in (0, *ON_REQUEST)), None)
             if failed is not None:
                 deadline = time.monotonic() + (SIGNALLED_GRACE if signals else FAILED_GRACE)
                 if not signals:
@@ -152,7 +155,7 @@ def watch(job: Job, signals: list[int]) -> int:
             break
     job.kill_and_show_rest()
     if failed is None:
-        return 0
+        return max(filter(None, job.statuses()), default=ExitStatus.FINISHED)
     status = job.statuses()[failed] or 1
     if not signals:
         print(f"process {failed} failed with status {status}; its last lines:", *job.tails[failed], sep="\n", file=sys.stderr, flush=True)

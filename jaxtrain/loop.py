@@ -28,6 +28,7 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import prompt_ids, sample_text
 from jaxtrain.plan.report import as_compiled, introduction
+from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
@@ -37,15 +38,15 @@ from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
-from jaxtrain.training.requests import Requests, no_request
+from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import initial_state, stored_shapes
 from jaxtrain.training.step import Step, make_step
 
 SAMPLE_TEMPERATURE = 0.8
 
 
-def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, unresolved: Config, recipe: Config) -> None:
-    """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint.
+def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, unresolved: Config, recipe: Config) -> ExitStatus:
+    """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint. What the run ends with.
 
     Continues from the newest whole checkpoint of `folder`. setup: the config's tables; start_up: since the command began;
     unresolved, recipe: the config before it was resolved, and before the command's flags, from which an error's suggestions start.
@@ -61,7 +62,8 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
         start = choice.step or 0
         corpus = _prepare_corpus(config, choice.meta)
         if start >= config.train.steps:
-            return cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
+            cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
+            return ExitStatus.FINISHED
         _say_what_changed(choice, config)
         start_up.ended("data")
 
@@ -120,9 +122,11 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
             if cluster.is_main():
                 plot_losses(folder)
             if at < config.train.steps:
-                return cluster.say(f"stopped at step {at} of {config.train.steps}, which is saved: the same command goes on from there")
+                cluster.say(f"stopped at step {at} of {config.train.steps}, which is saved: the same command goes on from there")
+                return ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED
             del state, batch  # room for the sampler
         _conclude(config, corpus, validation, folder, at)
+    return ExitStatus.FINISHED
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from jaxtrain.config.checks import check_run
 from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
+from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.search_progress import SearchProgress
 from jaxtrain.run.start_up import StartUp, imports_without_collection
 
@@ -30,8 +31,7 @@ FLAGS = (
 
 
 def main(argv: list[str], began: float | None = None) -> int:
-    """The exit status: 0, also after SIGTERM or Ctrl-C (the step is saved); 1 for a loss that is not finite, and where another run has
-    taken the folder; 2 if the flags, the config, the data or the folder cannot work; 130 for Ctrl-C while a table is searched for.
+    """The exit status, one of ExitStatus.
 
     began: when the command began, by time.monotonic; now if not given.
     """
@@ -51,18 +51,14 @@ def main(argv: list[str], began: float | None = None) -> int:
                 cli.fail(unused)
 
             from jaxtrain import loop
-            from jaxtrain.checkpoint.steps import CheckpointError
-            from jaxtrain.data.tokens import DataError
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
-            from jaxtrain.run.run_lock import FolderError
-            from jaxtrain.training.reporting import LossError
     start_up.ended("imports")
 
     try:
         ready = check_and_find_tables(config, flags.recipe)
         if not ready:
-            return _leave(cli.INTERRUPTED)
+            return _leave(ExitStatus.INTERRUPTED)
         start_up.ended("table")
         for note in unused_settings(ready.config) if cluster.is_main() else ():
             print(f"note: {note}", file=sys.stderr, flush=True)
@@ -70,11 +66,11 @@ def main(argv: list[str], began: float | None = None) -> int:
             plan = dry_run(ready.resolved, ready.setup, start_up)
             cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
         else:
-            loop.run(ready.resolved, ready.setup, pathlib.Path(flags.workdir), start_up, unresolved=config, recipe=flags.recipe)
-    except (ConfigError, DataError, CheckpointError, FolderError, LossError) as error:
+            return loop.run(ready.resolved, ready.setup, pathlib.Path(flags.workdir), start_up, unresolved=config, recipe=flags.recipe)
+    except (ConfigError, RunError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
-        return _leave(1 if isinstance(error, LossError) else 2)
-    return 0
+        return _leave(error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG)
+    return ExitStatus.FINISHED
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,6 +15,8 @@ import pytest
 from support import train_runs as runs
 from support.train_runs import settings
 
+from jaxtrain.run.exit_status import ExitStatus
+
 STEPS = 12
 DEVICES = 2  # of all processes together; those of --full have several each
 
@@ -166,7 +168,7 @@ def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
         command.wait_for(lambda: runs.last_step(workdir) > 2, "a step")
         started = children(command.process.pid)
         command.signal(signal.SIGTERM)
-        done = command.end(status=0)
+        done = command.end(status=ExitStatus.STOPPED)
     step = runs.last_step(workdir)
     assert f"[0] stopped at step {step} of 10000" in done.out
     assert runs.checkpoints(workdir) == [step] and not runs.unfinished(workdir)

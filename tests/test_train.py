@@ -18,6 +18,8 @@ import pytest
 from support import train_runs as runs
 from support.train_runs import settings
 
+from jaxtrain.run.exit_status import ExitStatus
+
 STEPS = 48  # of the run that is never stopped, and of those that are killed
 RESUMED, GOES_ON = 6, 12  # where other meshes take over, and until where
 ONE_DEVICE = settings(mesh__stage=1)
@@ -281,7 +283,7 @@ def test_broken_checkpoints_alone_are_no_new_start(stopped):
     for step in runs.checkpoints(stopped):
         (stopped / "checkpoints" / str(step) / "state" / "manifest.ocdbt").unlink()
     why = "its state has no manifest.ocdbt"
-    message = assert_refused(stopped)
+    message = assert_refused(stopped, status=ExitStatus.STORAGE)
     assert message.startswith(f"{stopped.name}/checkpoints has no whole checkpoint: 3 ({why}), 6 ({why}): move it away to begin anew")
 
 
@@ -289,7 +291,7 @@ def test_broken_checkpoints_alone_are_no_new_start(stopped):
 
 
 def test_sigterm_and_ctrl_c_save_and_stop(whole, workdir):
-    """Each with status 0 and a checkpoint of the last step; the run then goes on, with the losses of one never stopped.
+    """Each with its status and a checkpoint of the last step; the run then goes on, with the losses of one never stopped.
 
     While it runs a second one is refused, which changes nothing but time.
     """
@@ -304,7 +306,7 @@ def test_sigterm_and_ctrl_c_save_and_stop(whole, workdir):
                 assert re.fullmatch(rf"error: --workdir='{workdir.name}' is in use by the run of {who}: stop that run, or .*", error), error
                 assert not second.out and "run.lock" in os.listdir(workdir)
             command.signal(number)
-            done = command.end(status=0)
+            done = command.end(status=ExitStatus.STOPPED if number == signal.SIGTERM else ExitStatus.INTERRUPTED)
         assert not [name for name in os.listdir(workdir) if "lock" in name]
         step = runs.last_step(workdir)
         assert before < step < 10_000
@@ -333,9 +335,9 @@ def test_ctrl_c_before_there_is_anything_to_save(folder, workdir):
 
 
 def test_a_loss_that_is_not_finite(folder, workdir):
-    """Status 1, the batch's position, and the last good checkpoint, which is finite."""
+    """The status of bad numbers, the batch's position, and the last good checkpoint, which is finite."""
     flags = settings(optimizer__learning_rate=1e30, optimizer__warmup_steps=0, checkpoint__every=1)
-    done = train(workdir, *flags, status=1)
+    done = train(workdir, *flags, status=ExitStatus.BAD_NUMBERS)
     last = runs.last_step(workdir)
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["step"] == last and None in (records[-1]["loss"], records[-1]["grad_norm"])
@@ -358,10 +360,10 @@ def stopped(whole, workdir):
     return workdir
 
 
-def assert_refused(workdir, *flags: str, devices: int = 1) -> str:
-    """The one line on standard error; status 2, and nothing in the workdir has changed."""
+def assert_refused(workdir, *flags: str, devices: int = 1, status: int = ExitStatus.BAD_CONFIG) -> str:
+    """The one line on standard error; nothing in the workdir has changed."""
     files = runs.contents(workdir)
-    done = runs.train(workdir, *(ONE_DEVICE if devices == 1 else ()), *flags, status=2, devices=devices)
+    done = runs.train(workdir, *(ONE_DEVICE if devices == 1 else ()), *flags, status=status, devices=devices)
     assert runs.contents(workdir) == files
     *before, error = done.err.splitlines()
     of_a_corpus = lambda line: "preparing" in line or "prepared" in line
@@ -393,7 +395,7 @@ def test_a_changed_corpus(folder, stopped):
     text = (folder / "corpus.txt").read_text()
     try:
         (folder / "corpus.txt").write_text(text.replace("mesh", "mush", 1))
-        message = assert_refused(stopped)
+        message = assert_refused(stopped, status=ExitStatus.BAD_DATA)
     finally:
         (folder / "corpus.txt").write_text(text)
     assert re.match(r"data.source=\S*corpus.txt has changed since the checkpoint \(checksum \w+, then \w+\): ", message)

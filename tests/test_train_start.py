@@ -5,9 +5,10 @@ import signal
 import pytest
 from support import small
 
-from jaxtrain import cli, train
+from jaxtrain import train
 from jaxtrain.config import ConfigError
 from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.run.exit_status import ExitStatus
 
 VOCABULARY = {"model.vocab_size": 260}  # as many as the bytes of the corpus want
 
@@ -31,7 +32,7 @@ def test_ctrl_c_is_one_line_there_and_the_handler_is_as_before(config, monkeypat
         assert heard == [signal.default_int_handler] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "stopped before training began: nothing was written\n" and cli.INTERRUPTED == 130
+    assert capsys.readouterr().err == "stopped before training began: nothing was written\n" and ExitStatus.INTERRUPTED == 130
 
 
 def test_tables_are_found_once_and_a_report_is_told(config):

@@ -24,6 +24,7 @@ from typing import Any
 import tensorstore as ts
 
 from jaxtrain.config import Config, ConfigError, from_dict, history
+from jaxtrain.run.exit_status import ExitStatus, RunError
 
 STATE, META = "state", "meta"
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
@@ -35,8 +36,10 @@ TO_GENERATE: Mapping[str, type] = {"config": dict, "tokenizer": dict}
 _TYPES = {dict: "an object", int: "an integer", str: "a string"}
 
 
-class CheckpointError(Exception):
-    """A checkpoint that cannot be read as asked; the message is one line."""
+class CheckpointError(RunError):
+    """A checkpoint that cannot be read or written as asked; the message is one line."""
+
+    status = ExitStatus.STORAGE
 
 
 @dataclasses.dataclass(frozen=True)

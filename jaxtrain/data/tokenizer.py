@@ -15,12 +15,16 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+from jaxtrain.run.exit_status import ExitStatus, RunError
+
 # Looked up in this order: what published tokenizers call the end of a document.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 
 
-class DataError(ValueError):
+class DataError(RunError, ValueError):
     """A corpus, a tokenizer or a data field that cannot be used. The message is one line, with file and line where there are any."""
+
+    status = ExitStatus.BAD_DATA
 
 
 class Tokenizer(Protocol):

@@ -34,14 +34,18 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from jaxtrain.run.exit_status import ExitStatus, RunError
+
 NAME = "run.lock"
 BEAT_S = 2.0  # seconds between two beats
 SILENCE_S = 12.0  # seconds without a beat after which a holder elsewhere counts as dead
 LOOK_S = 0.25  # seconds between two looks of a newcomer
 
 
-class FolderError(Exception):
+class FolderError(RunError):
     """A folder that cannot be locked; the text is one line."""
+
+    status = ExitStatus.BAD_CONFIG
 
 
 @dataclasses.dataclass(frozen=True)

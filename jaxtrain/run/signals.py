@@ -33,8 +33,9 @@ class Signals:
 
     def __init__(self, before_end: Callable[[], object], notices: bool = True):
         self.asked = False  # whether a signal inside `deferred()` has asked to stop
+        self.interrupted = False  # whether it was Ctrl-C
         self._before_end, self._notices = before_end, notices
-        self._deferring = self._interrupted = False
+        self._deferring = False
 
     def __enter__(self) -> "Signals":
         self._read, self._write = os.pipe()
@@ -72,12 +73,11 @@ class Signals:
         while number := os.read(self._read, 1)[0]:
             if number not in NUMBERS:
                 continue  # a handler of somebody else's
-            if self._deferring and not (self._interrupted and number == signal.SIGINT):
+            if self._deferring and not (self.interrupted and number == signal.SIGINT):
+                self.interrupted = self.interrupted or number == signal.SIGINT
                 self.asked = True
-                if number == signal.SIGINT:
-                    self._interrupted = True
-                    if self._notices:
-                        os.write(2, b"\r\x1b[K" * os.isatty(2) + NOTICE)
+                if number == signal.SIGINT and self._notices:
+                    os.write(2, b"\r\x1b[K" * os.isatty(2) + NOTICE)
             else:
                 self._before_end()
                 _end(number)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from jaxtrain import cli
 from jaxtrain.config.flags import Flag, UsageError
+from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.search_progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
 from jaxtrain.schedule.clock import Times
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("stopped: no file is half written", file=sys.stderr, flush=True)
-        sys.exit(cli.INTERRUPTED)
+        sys.exit(ExitStatus.INTERRUPTED)
 
 
 @dataclasses.dataclass(frozen=True)

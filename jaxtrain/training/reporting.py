@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxtrain.config import Config
 from jaxtrain.run import metrics
+from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.run.start_up import StartUp
 from jaxtrain.training.calendar import Calendar
@@ -20,8 +21,10 @@ from jaxtrain.training.step import Step
 TINY = 1e-12  # any drop at all: one choice of a large batch is more
 
 
-class LossError(RuntimeError):
+class LossError(RunError):
     """A loss that is not finite; the message names the step's batch."""
+
+    status = ExitStatus.BAD_NUMBERS
 
 
 @dataclasses.dataclass(frozen=True)

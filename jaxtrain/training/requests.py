@@ -1,7 +1,9 @@
 """What the processes of a run want of its loop, to stop or to save. All must do it after the same step, so they ask each other."""
 
 import enum
+import functools
 import math
+import operator
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -19,6 +21,7 @@ class Request(enum.Flag):
 
     NOTHING = 0
     STOP = enum.auto()  # a signal has reached some process
+    INTERRUPT = enum.auto()  # and it was Ctrl-C: somebody is there, and does not want the run started again
     SAVE = enum.auto()  # process 0 finds that it is time
 
     @property
@@ -82,4 +85,5 @@ class Requests:
 
     def _of_this_process(self) -> Request:
         late = cluster.is_main() and self._clock() - self._last_save >= self._interval and not self._saves.busy
-        return (Request.STOP if self._signals.asked else Request.NOTHING) | (Request.SAVE if late else Request.NOTHING)
+        wanted = {Request.STOP: self._signals.asked, Request.INTERRUPT: self._signals.interrupted, Request.SAVE: late}
+        return functools.reduce(operator.or_, (request for request, asked in wanted.items() if asked), Request.NOTHING)

@@ -16,7 +16,7 @@ STOP, SAVE, NOTHING = Request.STOP, Request.SAVE, Request.NOTHING
 def requests(request, monkeypatch):
     """(Requests of 10 minutes, what it listens to); with the way that several processes go."""
     monkeypatch.setattr(jax, "process_count", lambda: request.param)
-    world = types.SimpleNamespace(now=50.0, asked=False, busy=False)
+    world = types.SimpleNamespace(now=50.0, asked=False, interrupted=False, busy=False)
     return Requests(make_mesh((1, 2, 2, 1, 1, 2), jax.devices()), world, world, 10, lambda: world.now), world
 
 
@@ -58,7 +58,7 @@ def test_process_0_has_the_clock_and_any_may_stop(requests, monkeypatch):
 
 
 def test_zero_minutes_are_never(monkeypatch):
-    world = types.SimpleNamespace(now=0.0, asked=False, busy=False)
+    world = types.SimpleNamespace(now=0.0, asked=False, interrupted=False, busy=False)
     requests = Requests(make_mesh((1, 1, 1, 1, 1, 1), jax.devices()[:1]), world, world, 0.0, lambda: world.now)
     world.now = 1e9
     assert requests.ask()() == NOTHING
