@@ -59,7 +59,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
         # ---------------------------------------------------------------- data: what to train on, and from which step
         checkpoints = folder / "checkpoints"
         choice = _choose_checkpoint(checkpoints, unresolved, recipe)
-        start = choice.step or 0
+        start, position = (choice.step, choice.meta.position) if choice.meta else (0, 0)
         corpus = _prepare_corpus(config, choice.meta)
         if start >= config.train.steps:
             cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
@@ -92,15 +92,15 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
             speedometer, room = Speedometer(config, step, start), config.model.expert_room
-            reporter = Reporter(calendar, step.mean_metrics, data.position, speedometer, log, progress, start_up, room)
+            reporter = Reporter(calendar, step.mean_metrics, data.rows_of, speedometer, log, progress, start_up, room)
             closing.enter_context(signals.deferred())
             at, validation = start, None
-            for batch in data.iterate(start, config.train.steps):
+            for batch in data.iterate(position, position + config.train.steps - start):
                 profile.before(at)
                 with jax.profiler.StepTraceAnnotation("train", step_num=at):
                     state, metrics = train(state, batch)
-                at += 1
-                asked = reporter.add(Pending(at, metrics, requests.ask() if calendar.meets(at) else no_request))
+                at, position = at + 1, position + 1
+                asked = reporter.add(Pending(at, position - 1, metrics, requests.ask() if calendar.meets(at) else no_request))
                 if exchange and calendar.exchanges(at):
                     state = exchange(state)
                 profile.after(at, metrics)
@@ -109,7 +109,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
                     with reporter.pause():
                         if asked or calendar.saves(at):
                             requests.saved()
-                            saves.save(at, state, dataclasses.asdict(_meta(config, corpus, at, log.wall_s())))
+                            saves.save(at, state, dataclasses.asdict(_meta(config, corpus, at, position, log.wall_s())))
                         if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop):
                             validation = evaluation.loss(state.trained)
                             reporter.validation(at, validation)
@@ -219,9 +219,9 @@ def _open_log(config: Config, folder: pathlib.Path, choice: Choice, began: float
     return log, Progress(config.train.steps, start, shown=main)
 
 
-def _meta(config: Config, corpus: Corpus, at: int, wall_s: float) -> Meta:
-    """What is saved beside the state of step `at`."""
-    return Meta(to_dict(config), history.VERSION, at, wall_s, corpus.checksum, corpus.tokenizer.describe())
+def _meta(config: Config, corpus: Corpus, at: int, position: int, wall_s: float) -> Meta:
+    """What is saved beside the state of step `at`; position: the number of the next batch."""
+    return Meta(to_dict(config), history.VERSION, at, position, wall_s, corpus.checksum, corpus.tokenizer.describe())
 
 
 def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: pathlib.Path, at: int) -> None:
