@@ -17,12 +17,13 @@ from jax.stages import Compiled
 
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together, restore
 from jaxtrain.checkpoint.parameters import load_parameters
+from jaxtrain.checkpoint.rollback import roll_back
 from jaxtrain.checkpoint.steps import Choice, Meta
 from jaxtrain.config import Config, history, to_dict
 from jaxtrain.config.continuing import changes
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.data.loader import Loader
+from jaxtrain.data.loader import Feed, Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -36,7 +37,9 @@ from jaxtrain.run.signals import Signals
 from jaxtrain.run.start_up import StartUp
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
+from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.profile import Profile, trace_folder
+from jaxtrain.training.recovery import Judge, Memory
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import initial_state, stored_shapes
@@ -52,14 +55,14 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
     unresolved, recipe: the config before it was resolved, and before the command's flags, from which an error's suggestions start.
 
     Raises FolderError where another run is at work in the folder; ConfigError, DataError or CheckpointError, before anything is compiled or
-    written, for a config that does not fit the checkpoint or the corpus, and for checkpoints of which none is whole; LossError for a loss
-    that is not finite.
+    written, for a config that does not fit the checkpoint or the corpus, and for checkpoints of which none is whole; NumbersError
+    where numbers are not good and the run cannot help itself.
     """
     with _locked(folder) as signals:
         # ---------------------------------------------------------------- data: what to train on, and from which step
         checkpoints = folder / "checkpoints"
         choice = _choose_checkpoint(checkpoints, unresolved, recipe)
-        start, position = (choice.step, choice.meta.position) if choice.meta else (0, 0)
+        start = choice.step or 0
         corpus = _prepare_corpus(config, choice.meta)
         if start >= config.train.steps:
             cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
@@ -92,29 +95,37 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
             speedometer, room = Speedometer(config, step, start), config.model.expert_room
-            reporter = Reporter(calendar, step.mean_metrics, data.rows_of, speedometer, log, progress, start_up, room)
+            judge, finite = Judge(config.train, data.rows_of, _memory(choice)), Finiteness(mesh)
+            reporter = Reporter(calendar, step.mean_metrics, judge, speedometer, log, progress, start_up, room)
             closing.enter_context(signals.deferred())
-            at, validation = start, None
-            for batch in data.iterate(position, position + config.train.steps - start):
+            feed = Feed(data, choice.position, config.train.steps - start)
+            at, asked, validation = start, Request.NOTHING, None
+            while at < config.train.steps and not asked.stop:
                 profile.before(at)
                 with jax.profiler.StepTraceAnnotation("train", step_num=at):
-                    state, metrics = train(state, batch)
-                at, position = at + 1, position + 1
-                asked = reporter.add(Pending(at, position - 1, metrics, requests.ask() if calendar.meets(at) else no_request))
+                    state, metrics = train(state, feed.next())
+                at += 1
+                asked = reporter.add(Pending(at, feed.position - 1, metrics, requests.ask() if calendar.meets(at) else no_request))
                 if exchange and calendar.exchanges(at):
                     state = exchange(state)
                 profile.after(at, metrics)
                 if asked or calendar.saves(at) or calendar.evaluates(at):
                     asked |= reporter.finish(stopping=asked.stop)
                     with reporter.pause():
-                        if asked or calendar.saves(at):
+                        saving = judge.good and (asked or calendar.saves(at))
+                        if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
                             requests.saved()
-                            saves.save(at, state, dataclasses.asdict(_meta(config, corpus, at, position, log.wall_s())))
-                        if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop):
+                            meta = _meta(config, corpus, at, feed.position, judge.memory, log.wall_s())
+                            saves.save(at, state, dataclasses.asdict(meta))
+                        if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop) and judge.good:
                             validation = evaluation.loss(state.trained)
                             reporter.validation(at, validation)
-                if asked.stop:
-                    break
+                if judge.finding:
+                    rollback, state = roll_back(saves, judge.finding, state, step, config.train.seed)
+                    at = rollback.step
+                    feed.jump(rollback.position, config.train.steps - at)
+                    for listener in (judge, reporter, profile):
+                        listener.go_back(rollback)
 
             # ------------------------------------------------------------ end
             saves.wait()
@@ -124,7 +135,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
             if at < config.train.steps:
                 cluster.say(f"stopped at step {at} of {config.train.steps}, which is saved: the same command goes on from there")
                 return ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED
-            del state, batch  # room for the sampler
+            del state  # room for the sampler
         _conclude(config, corpus, validation, folder, at)
     return ExitStatus.FINISHED
 
@@ -219,9 +230,15 @@ def _open_log(config: Config, folder: pathlib.Path, choice: Choice, began: float
     return log, Progress(config.train.steps, start, shown=main)
 
 
-def _meta(config: Config, corpus: Corpus, at: int, position: int, wall_s: float) -> Meta:
+def _memory(choice: Choice) -> Memory:
+    """What the run remembers of its losses and rollbacks."""
+    return Memory.from_json(choice.meta.memory) if choice.meta else Memory()
+
+
+def _meta(config: Config, corpus: Corpus, at: int, position: int, memory: Memory, wall_s: float) -> Meta:
     """What is saved beside the state of step `at`; position: the number of the next batch."""
-    return Meta(to_dict(config), history.VERSION, at, position, wall_s, corpus.checksum, corpus.tokenizer.describe())
+    tokenizer = corpus.tokenizer.describe()
+    return Meta(to_dict(config), history.VERSION, at, position, wall_s, corpus.checksum, tokenizer, memory.to_json())
 
 
 def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: pathlib.Path, at: int) -> None:

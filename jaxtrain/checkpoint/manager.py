@@ -50,14 +50,14 @@ def latest_step(directory: str | os.PathLike) -> int | None:
     return cluster.from_main(lambda: choose(directory, {}).step, CheckpointError)
 
 
-def choose_together(directory: str | os.PathLike) -> Choice:
-    """The step that a run goes on from, and what else is there: process 0's answer, on every process.
+def choose_together(directory: str | os.PathLike, before: int | None = None) -> Choice:
+    """The step that a run goes on from, one `before` this if that is given, and what else is there: process 0's answer, on every process.
 
     Raises CheckpointError where there is no whole step, but something of one: a run that begins anew would push it aside.
     """
 
     def decide() -> dict:
-        choice = choose(directory, TO_TRAIN, wrong_arrays)
+        choice = choose(directory, TO_TRAIN, wrong_arrays, before)
         if choice.step is None and any(s.holds for s in choice.strangers):
             lost = ", ".join(str(s) for s in choice.strangers if s.holds)
             raise CheckpointError(f"{directory} has no whole checkpoint: {lost}: move it away to begin anew, or use another --workdir")
@@ -217,6 +217,10 @@ class Checkpointer:
         """The newest finished step, None if there is none."""
         return latest_step(self._directory)
 
+    def choose_together(self, before: int) -> Choice:
+        """The newest whole step before this one. Every process must call it; errors as of the function."""
+        return choose_together(self._directory, before)
+
     def read_meta(self, step: int) -> dict:
         """The JSON that was saved with a step. Raises CheckpointError if there is none."""
         return read_meta(self._directory, step)
@@ -225,13 +229,24 @@ class Checkpointer:
         """The state of a step, laid out as `abstract` says. Arguments and errors as of the function `restore`."""
         return restore(self._directory, step, abstract, self._stored_shapes, self._placement)
 
+    def set_aside_after(self, step: int, why: str) -> None:
+        """Gives every checkpoint of a later step another name, once no save is under way. Every process must call it."""
+        self.close()  # Orbax remembers steps; the next save looks again
+
+        def rename() -> None:
+            for later in choose(self._directory, {}).steps:
+                if later > step:
+                    self._set_aside(str(later), why)
+
+        cluster.from_main(rename, CheckpointError)
+
     def wait(self) -> None:
         """Returns when no save is under way; raises what made one fail."""
         if self._manager is not None:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends Orbax's threads. The checkpointer cannot save any more."""
+        """Waits, and ends Orbax's threads, which another save would start again."""
         if self._manager is not None:
             self._manager.close()
             self._manager = None

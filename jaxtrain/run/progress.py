@@ -55,6 +55,12 @@ class StepTimer:
         before, self._asked = self._asked, self._laps[-1]
         return _seconds_a_step(before, self._asked)
 
+    def restart(self, step: int) -> None:
+        """The run stands at this step now, whatever it was: nothing that was timed before counts."""
+        self._laps.clear()
+        self._laps.append((step, self._clock() - self._paused))
+        self._asked = self._laps[0]
+
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Leaves out what happens inside."""
@@ -119,6 +125,10 @@ class Progress:
             self._last = self._clock()
             parts = [f"step {step}/{self._total}", *self._parts().values()]
             print(self._dot().join(parts), file=self._stream, flush=True)
+
+    def restart(self, step: int) -> None:
+        """The run stands at this step now, whatever it was."""
+        self._step, self._first = step, None
 
     def _parts(self) -> dict[str, str]:
         """What is known, in the order in which it is shown."""
