@@ -29,11 +29,11 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import prompt_ids, sample_text
 from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
-from jaxtrain.run.start_up import StartUp
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.profile import Profile, trace_folder
@@ -45,16 +45,17 @@ from jaxtrain.training.step import Step, make_step
 SAMPLE_TEMPERATURE = 0.8
 
 
-def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, unresolved: Config, recipe: Config) -> ExitStatus:
+def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, unresolved: Config, recipe: Config) -> ExitStatus:
     """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint. What the run ends with.
 
-    Continues from the newest whole checkpoint of `folder`. setup: the config's tables; start_up: since the command began;
+    Continues from the newest whole checkpoint of `folder`. setup: the config's tables; clock: of the command;
     unresolved, recipe: the config before it was resolved, and before the command's flags, from which an error's suggestions start.
 
     Raises FolderError where another run is at work in the folder; ConfigError, DataError or CheckpointError, before anything is compiled or
     written, for a config that does not fit the checkpoint or the corpus, and for checkpoints of which none is whole; LossError for a loss
     that is not finite.
     """
+    clock.enter(Part.DATA)
     with _locked(folder) as signals:
         # ---------------------------------------------------------------- data: what to train on, and from which step
         checkpoints = folder / "checkpoints"
@@ -65,8 +66,8 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
             cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
             return ExitStatus.FINISHED
         _say_what_changed(choice, config)
-        start_up.ended("data")
 
+        clock.enter(Part.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
             # ------------------------------------------------------------ step: its programs, compiled while the first state is made
@@ -74,7 +75,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
             data, held_out = (closing.enter_context(loader) for loader in _loaders(config, step, corpus))
             beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(2))  # XLA compiles most of a program on one core
             first_state = None if start else beside.submit(initial_state, step.layout, step.optimizer, config.train.seed)
-            train, exchange = _compile(config, step, data, corpus, beside, start_up)
+            train, exchange = _compile(config, step, data, corpus, beside, clock)
             evaluation = Evaluation(step.evaluate, step.abstract_state().trained, held_out)
             cluster.say(*data.remarks(), *held_out.remarks())
 
@@ -82,20 +83,20 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
             shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
             state = first_state.result() if first_state else restore(checkpoints, start, step.abstract_state(), shapes, placement)
             cluster.say(f"continuing from step {start}" if start else f"starting: weights from seed {config.train.seed}")
-            start_up.ended("state")
 
             # ------------------------------------------------------------ loop
-            log, progress = _open_log(config, folder, choice, start_up.began)
+            log, progress = _open_log(config, folder, choice, clock.began)
             saves = Checkpointer(checkpoints, placement, shapes, config.checkpoint.keep, choice.strangers, progress.say)
             profile = Profile(trace_folder(folder), start, config.train.profile_steps)
             for part in (saves, log, progress, profile):
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
-            speedometer, room = Speedometer(config, step, start), config.model.expert_room
-            reporter = Reporter(calendar, step.mean_metrics, data.position, speedometer, log, progress, start_up, room)
+            speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
+            reporter = Reporter(calendar, step.mean_metrics, data.position, speedometer, log, progress, clock, room)
             closing.enter_context(signals.deferred())
             at, validation = start, None
-            for batch in data.iterate(start, config.train.steps):
+            clock.enter(Part.STEPPING)
+            for batch in clock.each(Part.WAITING, data.iterate(start, config.train.steps)):
                 profile.before(at)
                 with jax.profiler.StepTraceAnnotation("train", step_num=at):
                     state, metrics = train(state, batch)
@@ -106,17 +107,19 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
                 profile.after(at, metrics)
                 if asked or calendar.saves(at) or calendar.evaluates(at):
                     asked |= reporter.finish(stopping=asked.stop)
-                    with reporter.pause():
-                        if asked or calendar.saves(at):
-                            requests.saved()
+                    if asked or calendar.saves(at):
+                        requests.saved()
+                        with clock.part(Part.SAVING):
                             saves.save(at, state, dataclasses.asdict(_meta(config, corpus, at, log.wall_s())))
-                        if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop):
+                    if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop):
+                        with clock.part(Part.EVALUATING):
                             validation = evaluation.loss(state.trained)
-                            reporter.validation(at, validation)
+                        reporter.validation(at, validation)
                 if asked.stop:
                     break
 
             # ------------------------------------------------------------ end
+            clock.enter(Part.ENDING)
             saves.wait()
             progress.close()
             if cluster.is_main():
@@ -190,14 +193,14 @@ def _loaders(config: Config, step: Step, corpus: Corpus) -> tuple[Loader, Loader
 
 
 def _compile(
-    config: Config, step: Step, data: Loader, corpus: Corpus, beside: concurrent.futures.Executor, start_up: StartUp
+    config: Config, step: Step, data: Loader, corpus: Corpus, beside: concurrent.futures.Executor, clock: WallClock
 ) -> tuple[Compiled, Compiled | None]:
     """The programs of a step and, of independent replicas, of an exchange; says what somebody wants to see before the first step."""
     state = step.abstract_state()
     lowered = {"step": step.train.lower(state, data.specification())}
     if step.exchange:
         lowered["exchange"] = step.exchange.lower(state)
-    tracing = start_up.ended("tracing")
+    clock.enter(Part.COMPILING)
     compiling = beside.submit(lambda: {name: cluster.compile_everywhere(name, program) for name, program in lowered.items()})
     held_out = f"{len(corpus.validation):,} tokens held out"
     cluster.say(
@@ -205,7 +208,8 @@ def _compile(
         f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {held_out}",
     )
     compiled = compiling.result()
-    cluster.say(*as_compiled(step, compiled["step"], tracing, start_up.ended("compiling")))
+    clock.enter(Part.STATE)
+    cluster.say(*as_compiled(step, compiled["step"], clock.spent(Part.TRACING), clock.spent(Part.COMPILING)))
     return compiled["step"], compiled.get("exchange")
 
 

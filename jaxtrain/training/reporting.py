@@ -1,6 +1,5 @@
 """What is done with a step's results: they are awaited one step behind, written to the log, and shown."""
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -9,10 +8,10 @@ import jax
 import numpy as np
 
 from jaxtrain.config import Config
-from jaxtrain.run import metrics
+from jaxtrain.run import metrics, start_up
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.progress import Progress, StepTimer
-from jaxtrain.run.start_up import StartUp
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics
 from jaxtrain.training.requests import Answer, Request
@@ -49,23 +48,24 @@ class Speed:
 
 
 class Speedometer:
-    """Speed over the last seconds and since the last record, without what is paused for.
+    """Speed over the last seconds and since the last record, of the time that steps took: evaluations and saves are left out.
 
     Args:
       config: a resolved config.
       step: of this config.
       start: the step that the run begins with.
+      clock: of the command.
     """
 
-    def __init__(self, config: Config, step: Step, start: int):
+    def __init__(self, config: Config, step: Step, start: int, clock: WallClock):
         model, length = config.model, config.data.sequence_length
         self.tokens_per_step = config.data.batch_size * length
         self._flops_per_token = metrics.model_flops_per_token(
             step.parts.matmul_parameters, model.dense_layers + model.layers + model.mtp_depth, step.parts.attention_width, length
         )
         self._devices, self._kind, self._dtype = step.mesh.size, step.mesh.devices.flat[0].device_kind, config.precision.compute
-        self._timer = StepTimer(start)
-        self.lap, self.pause = self._timer.lap, self._timer.pause
+        self._timer = StepTimer(start, clock=lambda: clock.spent(Part.STEPPING, Part.WAITING))
+        self.lap = self._timer.lap
 
     def recent(self) -> Speed:
         """The mean over the last seconds."""
@@ -88,7 +88,7 @@ class Reporter:
       mean_metrics: as in Step.
       position: step → the rows of its batch in words, for the error about a loss that is not finite.
       speedometer, log, progress: get every step, every logged step, and every step.
-      start_up: of the command; it ends with the first step that is reported, and is then shown and logged.
+      clock: of the command; where the time has gone up to the first step that is reported is shown and logged.
       expert_room: model.expert_room; what finds no room is warned of. A capacity drops by intention, and is only logged.
     """
 
@@ -100,12 +100,12 @@ class Reporter:
         speedometer: Speedometer,
         log: metrics.MetricsWriter,
         progress: Progress,
-        start_up: StartUp,
+        clock: WallClock,
         expert_room: float = 0.0,
     ):
         self._calendar, self._mean_metrics, self._position = calendar, mean_metrics, position
         self._speedometer, self._log, self._progress = speedometer, log, progress
-        self._start_up: StartUp | None = start_up
+        self._clock, self._started = clock, False
         self._pending: Pending | None = None
         self._expert_room, self._warned_of = expert_room, 0.0
 
@@ -123,10 +123,6 @@ class Reporter:
         if pending is None:
             return Request.NOTHING
         return self._report(pending, together=True, logged=stopping or self._calendar.logs(pending.at))
-
-    def pause(self) -> contextlib.AbstractContextManager[None]:
-        """What happens inside does not count for the speed."""
-        return self._speedometer.pause()
 
     def validation(self, at: int, loss: float | None) -> None:
         """Logs and shows a validation loss in nats a token, if there is one."""
@@ -162,11 +158,10 @@ class Reporter:
 
     def _end_start_up(self, at: int) -> None:
         """Shows and logs where the time up to the first step went, once."""
-        if self._start_up is not None:
-            self._start_up.ended("running")
-            self._progress.say(self._start_up.line())
-            self._log.write(at, **self._start_up.record())
-            self._start_up = None
+        if not self._started:
+            self._progress.say(start_up.line(self._clock))
+            self._log.write(at, **start_up.record(self._clock))
+            self._started = True
 
     def _read(self, metrics: StepMetrics, together: bool) -> dict[str, float]:
         """A step's metrics by name. Of independent replicas: of all `together`, or of those that this process has a part of."""

@@ -1,6 +1,5 @@
 """What becomes of a step's results: one step behind, logged when due, an error where the loss is not finite."""
 
-import contextlib
 import dataclasses
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.devices.mesh import REPLICA, make_mesh
-from jaxtrain.run.start_up import StartUp
+from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.reporting import LossError, Pending, Reporter, Speed
@@ -35,9 +34,6 @@ class Log:
     def lap(self, at):
         self.laps.append(at)
 
-    def pause(self):
-        return contextlib.nullcontext()
-
     def recent(self):
         return Speed(0.5, 200.0, None)
 
@@ -47,8 +43,9 @@ class Log:
 def reporter(log_every: int = 4, mean_metrics=None, expert_room: float = 0.0) -> tuple[Reporter, Log]:
     log = Log()
     calendar = Calendar(last=10, save_every=0, evaluate_every=0, log_every=log_every, exchange_every=0 if mean_metrics is None else 5)
-    start_up = StartUp(4.0, clock=lambda: 6.5)
-    return Reporter(calendar, mean_metrics, lambda step: f"step {step}: its rows", log, log, log, start_up, expert_room), log
+    clock = WallClock(4.0, clock=lambda: 6.5)
+    clock.enter(Part.STEPPING)
+    return Reporter(calendar, mean_metrics, lambda step: f"step {step}: its rows", log, log, log, clock, expert_room), log
 
 
 def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
@@ -87,8 +84,8 @@ def test_the_start_up_ends_with_the_first_step():
     assert not log.start_ups
     reports.add(pending(7))
     reports.finish(stopping=True)
-    assert log.start_ups == {6: {"start_up_s": 2.5, "running_s": 2.5}}
-    assert log.shown == ["first step after 2.5 s: running 2.5", (6, 2.0), (7, 2.0)]
+    assert log.start_ups == {6: {"start_up_s": 2.5, "imports_s": 2.5, "stepping_s": 0.0}}
+    assert log.shown == ["first step after 2.5 s: imports 2.5", (6, 2.0), (7, 2.0)]
 
 
 def test_a_run_that_stops_logs_its_last_step():
