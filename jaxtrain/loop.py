@@ -34,6 +34,7 @@ from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
+from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.profile import Profile, trace_folder
@@ -56,7 +57,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
     that is not finite.
     """
     clock.enter(Part.DATA)
-    with _locked(folder) as signals:
+    with _watched(config, folder, clock) as (signals, watchdog):
         # ---------------------------------------------------------------- data: what to train on, and from which step
         checkpoints = folder / "checkpoints"
         choice = _choose_checkpoint(checkpoints, unresolved, recipe)
@@ -102,6 +103,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                     state, metrics = train(state, batch)
                 at += 1
                 asked = reporter.add(Pending(at, metrics, requests.ask() if calendar.meets(at) else no_request))
+                watchdog.finished(at - 1)
                 if exchange and calendar.exchanges(at):
                     state = exchange(state)
                 profile.after(at, metrics)
@@ -136,13 +138,18 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
 
 
 @contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[Signals]:
-    """A context in which no other run is at work in the folder, and a signal that ends this one leaves no lock. FolderError as `take`."""
+def _watched(config: Config, folder: pathlib.Path, clock: WallClock) -> Iterator[tuple[Signals, Watchdog]]:
+    """A context in which no other run is at work in the folder, and whatever ends this one, a signal or a hang, leaves no lock.
+
+    FolderError as RunLock.take.
+    """
     lock = RunLock(folder)
     try:
         with Signals(lock.release, notices=cluster.is_main()) as signals:
             cluster.from_main(lambda: lock.take(cluster.say), FolderError)
-            yield signals
+            peers = cluster.connect_peers()
+            with Watchdog(folder, peers, clock, config.train.hang_after, lock.release).watching() as watchdog:
+                yield signals, watchdog
     finally:
         lock.release()
 

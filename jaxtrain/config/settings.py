@@ -223,6 +223,11 @@ class TrainConfig:
     seed: int = setting(0, "seed of the initial weights", at_least=0)
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
     eval_batches: int = setting(8, "batches in an evaluation", at_least=1)
+    hang_after: float = setting(
+        30.0,
+        "seconds without a finished step (or three times the longest) after which a hung run ends; 0: never",
+        at_least=0,
+    )
     profile_steps: int = setting(0, "steps traced by jax.profiler, from the run's third", at_least=0)
     sample_prompt: str = setting("", "start of the sample printed at the end")
     sample_tokens: int = setting(0, "tokens of the sample printed at the end; 0: no sample", at_least=0)
