@@ -9,13 +9,11 @@ import pathlib
 import re
 import shutil
 import signal
-import time
 
 import pytest
 from support import train_runs as runs
+from support.processes import assert_gone, children, process_of_run
 from support.train_runs import settings
-
-from jaxtrain.run.exit_status import ExitStatus
 
 STEPS = 12
 DEVICES = 2  # of all processes together; those of --full have several each
@@ -72,30 +70,6 @@ def assert_same_trajectory(found: dict, expected: dict) -> None:
     for step, (loss, norm) in found.items():
         assert loss == pytest.approx(expected[step][0], rel=1e-5, abs=0), f"step {step}"
         assert norm == pytest.approx(expected[step][1], rel=1e-4, abs=0), f"step {step}"
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started and that still run."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-        if int(parent) == pid and state != "Z":
-            found.append(int(path.parent.name))
-    return sorted(found)
-
-
-def command_line(pid: int) -> str:
-    return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
-
-
-def assert_gone(pids: list[int]) -> None:
-    end = time.monotonic() + 10
-    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < end, [command_line(pid) for pid in left]
-        time.sleep(0.05)
 
 
 @pytest.mark.full
@@ -160,35 +134,34 @@ def test_processes_on_other_meshes(large, workdir, processes, mesh):
     assert_same_trajectory(runs.losses(workdir), runs.losses(large))
 
 
-def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
-    """The launcher gets SIGTERM, and the run is saved. Then one process is killed: the launcher says so, nothing is left behind, and
-    what was saved by time is there."""
-    flags = settings(train__steps=10_000, checkpoint__every=0, mesh__stage=1, mesh__data=2)
-    with runs.running(workdir.parent, *launch(workdir, 2, *flags)) as command:
-        command.wait_for(lambda: runs.last_step(workdir) > 2, "a step")
-        started = children(command.process.pid)
-        command.signal(signal.SIGTERM)
-        done = command.end(status=ExitStatus.STOPPED)
-    step = runs.last_step(workdir)
-    assert f"[0] stopped at step {step} of 10000" in done.out
-    assert runs.checkpoints(workdir) == [step] and not runs.unfinished(workdir)
-    assert_gone(started)
+def test_one_that_is_told_to_stop_and_one_that_is_killed(single, workdir):
+    """The first as a cluster takes a machine away: all save the same step and stop, with a status of their own. Then a kill: the others
+    say who has gone. Each time the launcher starts the run again, which ends as if nothing had been; nobody is left behind."""
+    steps = 200
+    flags = settings(train__steps=steps, mesh__stage=1, mesh__data=2, checkpoint__every=50)
+    words = launch(workdir, 2, *flags)
+    words.insert(1, "--restarts=2")
+    with runs.running(workdir.parent, *words) as command:
+        command.wait_for(lambda: runs.last_step(workdir) > 0, "a step")
+        before = children(command.process.pid)
+        os.kill(process_of_run(command.process.pid, 1), signal.SIGTERM)
+        command.wait_for(lambda: "restart 1 of 2: the run ended with status 75" in command.errors(), "a stop on request")
+        step = runs.last_step(workdir)
+        assert f"[0] stopped at step {step} of {steps}" in command.output()
+        assert runs.checkpoints(workdir)[-1] == step < steps and not runs.unfinished(workdir)
 
-    by_time = settings(checkpoint__minutes=0.0001)
-    with runs.running(workdir.parent, *launch(workdir, 2, *flags, *by_time)) as command:
-        command.wait_for(lambda: runs.checkpoints(workdir)[-1] > step, "a save by time after going on")
+        command.wait_for(lambda: runs.last_step(workdir) > step, "a step after going on")
         assert f"continuing from step {step}" in command.output()
-        started = children(command.process.pid)
-        (victim,) = [pid for pid in started if "--process_id=1" in command_line(pid)]
-        os.kill(victim, signal.SIGKILL)
-        done = command.end(status=128 + signal.SIGKILL)
-    assert "process 1 failed with status 137; its last lines:" in done.err
-    assert_gone(started)
-
-    step = runs.checkpoints(workdir)[-1]
+        before += children(command.process.pid)
+        os.kill(process_of_run(command.process.pid, 1), signal.SIGKILL)
+        command.wait_for(lambda: "restart 2 of 2: the run ended with status " in command.errors(), "a kill")
+        assert re.search(r"^error: process 1 \(.+, pid \d+\) has gone without a word, after step \d+$", command.errors(), re.MULTILINE)
+        done = command.end()
+    assert "Traceback" not in done.err + done.out
+    assert_gone([pid for pid in before if pid != command.process.pid])
     found = runs.losses(workdir)
-    assert step in found
-    assert_same_trajectory({s: values for s, values in found.items() if s <= STEPS}, runs.losses(single))
+    assert list(found) == list(range(1, steps + 1))
+    assert_same_trajectory({step: found[step] for step in range(1, STEPS + 1)}, runs.losses(single))
 
 
 def test_what_every_process_finds_wrong(folder, workdir):
