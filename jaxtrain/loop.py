@@ -1,6 +1,7 @@
 """The training loop, from top to bottom: data, step, state, loop, end. `run` reads as the run goes; its parts are in training/.
 
-What a run leaves in its folder: config.json, metrics.jsonl, checkpoints/, tensorboard/, loss.png, profile/; and run.lock while it runs.
+What a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/, tensorboard/, loss.png, goodput.png, profile/; and
+run.lock while it runs.
 """
 
 import concurrent.futures
@@ -30,6 +31,7 @@ from jaxtrain.generation.text import prompt_ids, sample_text
 from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.goodput_log import GoodputLog, plot_goodput
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
@@ -57,7 +59,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
     that is not finite.
     """
     clock.enter(Part.DATA)
-    with _watched(config, folder, clock) as (signals, watchdog):
+    with _watched(config, folder, clock) as (signals, watchdog), contextlib.ExitStack() as lasting:
         # ---------------------------------------------------------------- data: what to train on, and from which step
         checkpoints = folder / "checkpoints"
         choice = _choose_checkpoint(checkpoints, unresolved, recipe)
@@ -68,6 +70,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             return ExitStatus.FINISHED
         _say_what_changed(choice, config)
 
+        goodput = lasting.enter_context(_timed(folder, clock, choice))
         clock.enter(Part.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
@@ -86,14 +89,14 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             cluster.say(f"continuing from step {start}" if start else f"starting: weights from seed {config.train.seed}")
 
             # ------------------------------------------------------------ loop
-            log, progress = _open_log(config, folder, choice, clock.began)
+            log, progress = _open_log(config, folder, start, goodput)
             saves = Checkpointer(checkpoints, placement, shapes, config.checkpoint.keep, choice.strangers, progress.say)
             profile = Profile(trace_folder(folder), start, config.train.profile_steps)
             for part in (saves, log, progress, profile):
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
-            reporter = Reporter(calendar, step.mean_metrics, data.position, speedometer, log, progress, clock, room)
+            reporter = Reporter(calendar, step.mean_metrics, data.position, speedometer, log, progress, goodput, room)
             closing.enter_context(signals.deferred())
             at, validation = start, None
             clock.enter(Part.STEPPING)
@@ -112,7 +115,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                     if asked or calendar.saves(at):
                         requests.saved()
                         with clock.part(Part.SAVING):
-                            saves.save(at, state, dataclasses.asdict(_meta(config, corpus, at, log.wall_s())))
+                            saves.save(at, state, dataclasses.asdict(_meta(config, corpus, at, goodput.wall_s())))
                     if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop):
                         with clock.part(Part.EVALUATING):
                             validation = evaluation.loss(state.trained)
@@ -152,6 +155,17 @@ def _watched(config: Config, folder: pathlib.Path, clock: WallClock) -> Iterator
                 yield signals, watchdog
     finally:
         lock.release()
+
+
+@contextlib.contextmanager
+def _timed(folder: pathlib.Path, clock: WallClock, choice: Choice) -> Iterator[GoodputLog]:
+    """A context whose wall time by parts is in the run's folder; says at its end, and draws, what became of that of all starts."""
+    goodput = GoodputLog(folder if cluster.is_main() else None, clock, choice.step or 0, choice.meta.wall_s if choice.meta else 0.0)
+    with contextlib.closing(goodput):
+        yield goodput
+        cluster.say(goodput.summary())
+    if cluster.is_main():
+        plot_goodput(folder)
 
 
 def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Config) -> Choice:
@@ -220,13 +234,13 @@ def _compile(
     return compiled["step"], compiled.get("exchange")
 
 
-def _open_log(config: Config, folder: pathlib.Path, choice: Choice, began: float) -> tuple[MetricsWriter, Progress]:
+def _open_log(config: Config, folder: pathlib.Path, start: int, goodput: GoodputLog) -> tuple[MetricsWriter, Progress]:
     """What a step's results are written to and shown by; config.json is written too."""
-    main, start, ran_before = cluster.is_main(), choice.step or 0, choice.meta.wall_s if choice.meta else 0.0
+    main = cluster.is_main()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    log = MetricsWriter(folder if main else None, config.metrics.tensorboard, start, began, ran_before)
+    log = MetricsWriter(folder if main else None, config.metrics.tensorboard, start, goodput.wall_s)
     return log, Progress(config.train.steps, start, shown=main)
 
 

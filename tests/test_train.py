@@ -19,6 +19,7 @@ from support import train_runs as runs
 from support.train_runs import settings
 
 from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.run.goodput_log import REDONE, USEFUL, Goodput, read_goodput
 
 STEPS = 48  # of the run that is never stopped, and of those that are killed
 RESUMED, GOES_ON = 6, 12  # where other meshes take over, and until where
@@ -102,7 +103,7 @@ def test_metrics_config_and_files_of_a_run(whole):
     training = [record for record in records if "loss" in record]
     assert [record["step"] for record in training] == list(range(1, STEPS + 1))
     for record in training:
-        own = {"loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu"}
+        own = {"loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu", "goodput"}
         assert set(record) == {"step", "time", "wall_s"} | own
         assert record["tokens"] == record["step"] * 512 and record["step_time_s"] > 0 and record["mfu"] is None
         assert record["tokens_per_s"] == pytest.approx(512 / record["step_time_s"])
@@ -122,7 +123,11 @@ def test_metrics_config_and_files_of_a_run(whole):
     config = json.loads((workdir / "config.json").read_text())
     assert config["model"]["layers"] == 3 and config["mesh"]["data"] == 1 and config["train"]["steps"] == STEPS
     assert runs.checkpoints(workdir) == list(range(3, STEPS + 1, 3)) and not runs.unfinished(workdir)
-    assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert all((workdir / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "goodput.png"))
+    goodput = Goodput(read_goodput(workdir))
+    assert re.search(r"^goodput \d+\.\d % of \d+\.\d s in 1 start: ", done.out, re.MULTILINE) and 0 < training[-1]["goodput"] < 1
+    assert {USEFUL, "compiling", "evaluating"} <= goodput.parts().keys()
+    assert records[-1]["wall_s"] <= goodput.wall_s() < done.seconds and not goodput.parts()[REDONE]
     events = [path.read_bytes() for path in (workdir / "tensorboard").iterdir()]
     assert len(events) == 1 and b"train/loss" in events[0] and b"validation/validation_loss" in events[0]
 
@@ -180,6 +185,9 @@ def assert_killed_run_is_the_same(workdir, whole, moments: list[str], seed: int)
     assert ("continuing from step" in done.out) == bool(saved)
     assert "waiting" not in done.out + done.err and "absl" not in done.err  # the lock of a dead run; what its save has left
     assert runs.losses(workdir) == runs.losses(whole[0])
+    goodput, lines = Goodput(read_goodput(workdir)), read_goodput(workdir)
+    assert sum(goodput.parts().values()) + goodput.down_s == pytest.approx(lines[-1].time - lines[0].began, rel=0.02)
+    assert len(goodput.starts) > 1 and runs.read_metrics(workdir)[-1]["wall_s"] == pytest.approx(goodput.wall_s(), abs=5)
     assert runs.checkpoints(workdir)[-1] == STEPS and not runs.unfinished(workdir)
 
 

@@ -1,6 +1,6 @@
 """Parts of a command's wall time: each moment belongs to one part, so the parts add up to the whole.
 
-imports · table · data · tracing · compiling · state │ stepping  waiting  stepping  saving  stepping … ending
+imports · table · data · tracing · compiling · state │ stepping  data wait  stepping  saving  stepping … ending
 └───────────────── the start ───────────────────────┘ └────────────────── the loop ─────────────────┘
 """
 
@@ -24,7 +24,7 @@ class Part(enum.Enum):
     COMPILING = "compiling"
     STATE = "state"  # first values made, or a checkpoint restored
     STEPPING = "stepping"  # steps dispatched and their results awaited, and what is done with them
-    WAITING = "waiting"  # for a batch
+    WAITING = "data_wait"  # for a batch
     SAVING = "saving"  # the loop stands still for a checkpoint
     EVALUATING = "evaluating"
     ROLLING_BACK = "rolling_back"  # to an earlier checkpoint, in the same process

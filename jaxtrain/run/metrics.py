@@ -2,12 +2,13 @@
 
     metrics.jsonl    one JSON object a line, the record of everything; a number that is not finite is null
       {"step": 10, "time": 1763786000.123, "wall_s": 12.5, "loss": 3.21, "grad_norm": 0.8, "learning_rate": 3e-4, "tokens": 20480,
-       "step_time_s": 0.1, "tokens_per_s": …, "mfu": …}
+       "step_time_s": 0.1, "tokens_per_s": …, "mfu": …, "goodput": 0.7}
       {"step": 100, "time": …, "wall_s": …, "validation_loss": 3.4, …}
       {"step": 1, "time": …, "wall_s": …, "start_up_s": 9.1, "imports_s": 2.0, …}     once a start (start_up.py)
 
     time            Unix seconds at which the record was written
     wall_s          seconds that the run has run: all its starts, compiling and what a kill has cost too, without the time between starts
+    goodput         the share of wall_s that went into steps which count (goodput_log.py)
     step_time_s …   means over the steps since the training record before, without evaluations and saves
 
 Values are made elsewhere; nothing here touches a device. Libraries that are slow to import are imported where they are used.
@@ -19,7 +20,10 @@ import os
 import pathlib
 import re
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
+
+from jaxtrain.run.goodput import WallClock
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
 LONGEST_TITLE = 70  # characters that fit above loss.png
@@ -119,8 +123,7 @@ class MetricsWriter:
       workdir: made if need be. None: nothing is written (for the processes that keep no log).
       tensorboard: whether event files are written too.
       resume_step: the step that the run goes on from: records of later steps are dropped, for they will come again. 0 begins anew.
-      began: when this start of the run began, by time.monotonic; now if not given.
-      ran_before: seconds that the run had run when the checkpoint was saved that it goes on from. Records may know of more.
+      wall_s: seconds that the run has run by now, all its starts together; the writer's own if not given.
     """
 
     def __init__(
@@ -128,13 +131,11 @@ class MetricsWriter:
         workdir: str | os.PathLike | None,
         tensorboard: bool = True,
         resume_step: int = 0,
-        began: float | None = None,
-        ran_before: float = 0.0,
+        wall_s: Callable[[], float] | None = None,
     ):
         self._file: TextIO | None = None
         self._events: Any = None
-        self._began = time.monotonic() if began is None else began
-        self._ran_before = ran_before
+        self._wall_s = wall_s or WallClock().wall_s
         if workdir is None:
             return
         workdir = pathlib.Path(workdir)
@@ -143,8 +144,6 @@ class MetricsWriter:
         if path.exists():
             records = read_metrics(workdir) if resume_step > 0 else []
             kept = [record for record in records if record["step"] <= resume_step]
-            # What is dropped has taken its time too.
-            self._ran_before = max([ran_before, *(r["wall_s"] for r in records if isinstance(r.get("wall_s"), (int, float)))])
             # A file beside, then renamed: a kill in between must not lose the run's history.
             beside = path.with_suffix(".new")
             beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
@@ -155,15 +154,11 @@ class MetricsWriter:
 
             self._events = SummaryWriter(str(workdir / TENSORBOARD_FOLDER), purge_step=resume_step + 1, flush_secs=10)
 
-    def wall_s(self) -> float:
-        """Seconds that the run has run by now, all its starts together."""
-        return round(self._ran_before + time.monotonic() - self._began, 3)
-
     def write(self, step: int, **values: float | int | str | None) -> None:
         """One record, with `time` and `wall_s` in front. Numbers that are not finite become null: JSON has no others."""
         if self._file is None:
             return
-        now, wall_s = round(time.time(), 3), self.wall_s()
+        now, wall_s = round(time.time(), 3), round(self._wall_s(), 3)
         record = {"step": step, "time": now, "wall_s": wall_s} | {k: _finite(v) for k, v in values.items()}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         if self._events is not None:

@@ -11,6 +11,7 @@ from jaxtrain.config import Config
 from jaxtrain.run import metrics, start_up
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.goodput_log import GoodputLog
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics
@@ -88,7 +89,7 @@ class Reporter:
       mean_metrics: as in Step.
       position: step → the rows of its batch in words, for the error about a loss that is not finite.
       speedometer, log, progress: get every step, every logged step, and every step.
-      clock: of the command; where the time has gone up to the first step that is reported is shown and logged.
+      goodput: of the run; where the time of this start has gone up to the first step that is reported is shown and logged.
       expert_room: model.expert_room; what finds no room is warned of. A capacity drops by intention, and is only logged.
     """
 
@@ -100,12 +101,12 @@ class Reporter:
         speedometer: Speedometer,
         log: metrics.MetricsWriter,
         progress: Progress,
-        clock: WallClock,
+        goodput: GoodputLog,
         expert_room: float = 0.0,
     ):
         self._calendar, self._mean_metrics, self._position = calendar, mean_metrics, position
         self._speedometer, self._log, self._progress = speedometer, log, progress
-        self._clock, self._started = clock, False
+        self._goodput, self._started = goodput, False
         self._pending: Pending | None = None
         self._expert_room, self._warned_of = expert_room, 0.0
 
@@ -135,13 +136,15 @@ class Reporter:
         together = together or logged or self._mean_metrics is None
         values = self._read(pending.metrics, together) | {"tokens": pending.at * self._speedometer.tokens_per_step}
         self._speedometer.lap(pending.at)
+        self._goodput.reached(pending.at)
         self._end_start_up(pending.at)
         # One replica's loss does not end the run: all see it when they meet.
         finite = not together or (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
         recent = self._speedometer.recent()
         self._progress.update(pending.at, loss=values["loss"], tokens_per_s=recent.tokens_per_s, mfu=recent.mfu)
         if logged or not finite:
-            self._log.write(pending.at, **values, **dataclasses.asdict(self._speedometer.since_asked()))
+            speed = dataclasses.asdict(self._speedometer.since_asked())
+            self._log.write(pending.at, **values, **speed, goodput=round(self._goodput.share(), 4))
         self._warn_of_drops(pending.at, values.get("dropped", 0.0))
         if not finite:
             loss = f"the loss is {values['loss']} (gradient norm {values['grad_norm']})"
@@ -159,8 +162,8 @@ class Reporter:
     def _end_start_up(self, at: int) -> None:
         """Shows and logs where the time up to the first step went, once."""
         if not self._started:
-            self._progress.say(start_up.line(self._clock))
-            self._log.write(at, **start_up.record(self._clock))
+            self._progress.say(start_up.line(self._goodput.clock))
+            self._log.write(at, **start_up.record(self._goodput.clock))
             self._started = True
 
     def _read(self, metrics: StepMetrics, together: bool) -> dict[str, float]:

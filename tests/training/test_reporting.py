@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.goodput_log import GoodputLog
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.reporting import LossError, Pending, Reporter, Speed
@@ -45,7 +46,7 @@ def reporter(log_every: int = 4, mean_metrics=None, expert_room: float = 0.0) ->
     calendar = Calendar(last=10, save_every=0, evaluate_every=0, log_every=log_every, exchange_every=0 if mean_metrics is None else 5)
     clock = WallClock(4.0, clock=lambda: 6.5)
     clock.enter(Part.STEPPING)
-    return Reporter(calendar, mean_metrics, lambda step: f"step {step}: its rows", log, log, log, clock, expert_room), log
+    return Reporter(calendar, mean_metrics, lambda step: f"step {step}: its rows", log, log, log, GoodputLog(None, clock), expert_room), log
 
 
 def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
@@ -75,7 +76,7 @@ def test_one_step_behind_and_logged_when_due():
     assert [*log.written] == [1, 4]
     assert reports.finish(stopping=False) is Request.NOTHING and log.laps[-1] == 5 and [*log.written] == [1, 4]
     figures = {"step_time_s": 0.5, "tokens_per_s": 200.0, "mfu": None}
-    assert log.written[4] == pytest.approx({"loss": 2.0, "grad_norm": 0.5, "learning_rate": 0.1, "tokens": 400, **figures})
+    assert log.written[4] == pytest.approx({"loss": 2.0, "grad_norm": 0.5, "learning_rate": 0.1, "tokens": 400, "goodput": 0.0, **figures})
 
 
 def test_the_start_up_ends_with_the_first_step():
