@@ -63,7 +63,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
         # ---------------------------------------------------------------- data: what to train on, and from which step
         checkpoints = folder / "checkpoints"
         choice = _choose_checkpoint(checkpoints, unresolved, recipe)
-        start = choice.step or 0
+        start, position = (choice.step, choice.meta.position) if choice.meta else (0, 0)
         corpus = _prepare_corpus(config, choice.meta)
         if start >= config.train.steps:
             cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
@@ -96,16 +96,16 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
-            reporter = Reporter(calendar, step.mean_metrics, data.position, speedometer, log, progress, goodput, room)
+            reporter = Reporter(calendar, step.mean_metrics, data.rows_of, speedometer, log, progress, goodput, room)
             closing.enter_context(signals.deferred())
             at, validation = start, None
             clock.enter(Part.STEPPING)
-            for batch in clock.each(Part.WAITING, data.iterate(start, config.train.steps)):
+            for batch in clock.each(Part.WAITING, data.iterate(position, position + config.train.steps - start)):
                 profile.before(at)
                 with jax.profiler.StepTraceAnnotation("train", step_num=at):
                     state, metrics = train(state, batch)
-                at += 1
-                asked = reporter.add(Pending(at, metrics, requests.ask() if calendar.meets(at) else no_request))
+                at, position = at + 1, position + 1
+                asked = reporter.add(Pending(at, position - 1, metrics, requests.ask() if calendar.meets(at) else no_request))
                 watchdog.finished(at - 1)
                 if exchange and calendar.exchanges(at):
                     state = exchange(state)
@@ -115,7 +115,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                     if asked or calendar.saves(at):
                         requests.saved()
                         with clock.part(Part.SAVING):
-                            saves.save(at, state, dataclasses.asdict(_meta(config, corpus, at, goodput.wall_s())))
+                            saves.save(at, state, dataclasses.asdict(_meta(config, corpus, at, position, goodput.wall_s())))
                     if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop):
                         with clock.part(Part.EVALUATING):
                             validation = evaluation.loss(state.trained)
@@ -244,9 +244,9 @@ def _open_log(config: Config, folder: pathlib.Path, start: int, goodput: Goodput
     return log, Progress(config.train.steps, start, shown=main)
 
 
-def _meta(config: Config, corpus: Corpus, at: int, wall_s: float) -> Meta:
-    """What is saved beside the state of step `at`."""
-    return Meta(to_dict(config), history.VERSION, at, wall_s, corpus.checksum, corpus.tokenizer.describe())
+def _meta(config: Config, corpus: Corpus, at: int, position: int, wall_s: float) -> Meta:
+    """What is saved beside the state of step `at`; position: the number of the next batch."""
+    return Meta(to_dict(config), history.VERSION, at, position, wall_s, corpus.checksum, corpus.tokenizer.describe())
 
 
 def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: pathlib.Path, at: int) -> None:

@@ -103,9 +103,10 @@ def test_metrics_config_and_files_of_a_run(whole):
     training = [record for record in records if "loss" in record]
     assert [record["step"] for record in training] == list(range(1, STEPS + 1))
     for record in training:
-        own = {"loss", "grad_norm", "learning_rate", "tokens", "step_time_s", "tokens_per_s", "mfu", "goodput"}
+        own = {"loss", "grad_norm", "learning_rate", "tokens", "batch", "step_time_s", "tokens_per_s", "mfu", "goodput"}
         assert set(record) == {"step", "time", "wall_s"} | own
-        assert record["tokens"] == record["step"] * 512 and record["step_time_s"] > 0 and record["mfu"] is None
+        assert record["tokens"] == record["step"] * 512 and record["batch"] == record["step"] - 1
+        assert record["step_time_s"] > 0 and record["mfu"] is None
         assert record["tokens_per_s"] == pytest.approx(512 / record["step_time_s"])
         assert record["learning_rate"] == pytest.approx(5e-3 * min(record["step"], 4) / 4)
     assert training[0]["loss"] == pytest.approx(math.log(257), abs=0.5) and training[-1]["loss"] < 2
@@ -352,7 +353,7 @@ def test_a_loss_that_is_not_finite(folder, workdir):
     assert records[-1]["step"] == last and None in (records[-1]["loss"], records[-1]["grad_norm"])
     (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.err
-    place = rf"step {last - 1}: epoch 0, rows \d+, .*corpus.txt \(checksum \w+, seed 0\)"
+    place = rf"step {last}, batch {last - 1}: epoch 0, rows \d+, .*corpus.txt \(checksum \w+, seed 0\)"
     assert re.match(rf"error: the loss is \S+ \(gradient norm \S+\) at {place}; the last checkpoint is kept", error), error
     # What was saved last is what the first good steps have made.
     assert runs.checkpoints(workdir) == list(range(1, last)) and not runs.unfinished(workdir)

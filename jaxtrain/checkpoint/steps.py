@@ -49,6 +49,7 @@ class Meta:
     config:    the run's whole config, by group and setting
     version:   of the code that wrote it (config/history.py); version 1 did not write it
     step:      the number of steps done
+    position:  the number of the next batch; more than `step` where batches were passed over. Older checkpoints have none: it was the step
     wall_s:    seconds that the run had run
     checksum:  of the corpus
     tokenizer: what Tokenizer.describe gives
@@ -57,6 +58,7 @@ class Meta:
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     version: int = 1
     step: int = 0
+    position: int = 0
     wall_s: float = 0.0
     checksum: str = ""
     tokenizer: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -64,8 +66,10 @@ class Meta:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Meta":
         """The meta that a JSON object holds; what it lacks, or has of another type, is as by default."""
-        kinds: dict[str, Any] = {"config": dict, "version": int, "step": int, "wall_s": (int, float), "checksum": str, "tokenizer": dict}
-        return cls(**{name: values[name] for name, kind in kinds.items() if isinstance(values.get(name), kind)})
+        kinds: dict[str, Any] = {"config": dict, "checksum": str, "tokenizer": dict, "wall_s": (int, float)}
+        kinds |= dict.fromkeys(("version", "step", "position"), int)
+        found = {name: values[name] for name, kind in kinds.items() if isinstance(values.get(name), kind)}
+        return cls(**{"position": found.get("step", 0)} | found)
 
     def stored_config(self) -> Config:
         """The config, not resolved; settings that have come since are what the code did then. ConfigError for what is no config."""

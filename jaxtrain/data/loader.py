@@ -1,11 +1,12 @@
-"""Batches as global arrays: which row stands where, in every process and at every step, from the step alone.
+"""Batches as global arrays: which row stands where, in every process and in every batch, from the batch's number alone.
 
-    row i of step t   = row order[t·B + i] of the split; order = a permutation of all rows for each epoch, from the seed
+    row i of batch n  = row order[n·B + i] of the split; order = a permutation of all rows for each epoch, from the seed
     place of row i    = [i // (B / microbatches), i % (B / microbatches)] of arrays [microbatches, B / microbatches, T]
                         where replicas train apart, so in each replica's part of the batch, its B / replicas consecutive rows
 
 Packing and shuffling know nothing of meshes, processes or threads; a process then reads those rows that its own devices hold, each
-once. There is no other state: to resume at step t is to ask for step t of the same corpus.
+once. There is no other state: to resume at batch n is to ask for batch n of the same corpus. Step t has batch t − 1, unless the run has
+passed over batches: so a checkpoint has the number of the next batch beside the step.
 
 Legend: B the global batch in rows, T the sequence length. Cutting rows is in packing.py, preparing a corpus in tokens.py.
 """
@@ -38,7 +39,7 @@ class Loader:
     fill that up.
 
     Args:
-      corpus: prepared; its checksum and the step are all that a checkpoint needs.
+      corpus: prepared; its checksum and the number of the next batch are all that a checkpoint needs.
       data: config; sequence_length, batch_size, seed, attend_across_documents and prefetch are used.
       split: "train" or "validation".
       sharding: of [microbatches, rows, T], over any axes of any mesh.
@@ -105,39 +106,39 @@ class Loader:
         """Shapes, types and shardings of a batch, for compiling before there is one."""
         return {k: jax.ShapeDtypeStruct(self.shape, v.dtype, sharding=self._sharding) for k, v in self._rows.empty().items()}
 
-    def batch(self, step: int) -> Batch:
-        """The batch of a step, read now."""
-        if step < 0 or (self.batches is not None and step >= self.batches):
-            raise IndexError(f"batch {step} of {self.batches} of {self._name}")
-        rows = [self._row(step, i) for i in self._local]
+    def batch(self, number: int) -> Batch:
+        """The batch with a number, from 0, read now."""
+        if number < 0 or (self.batches is not None and number >= self.batches):
+            raise IndexError(f"batch {number} of {self.batches} of {self._name}")
+        rows = [self._row(number, i) for i in self._local]
         return {name: self._place_array([row[name] for row in rows]) for name in rows[0]}
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Batches from step `start` up to `stop` (None: for ever, or all of the validation split), data.prefetch of them read ahead.
+        """Batches from number `start` up to `stop` (None: for ever, or all of the validation split), data.prefetch of them read ahead.
 
         An error in a thread is raised here, at the batch that it belongs to.
         """
         last = min((end for end in (stop, self.batches) if end is not None), default=sys.maxsize)
-        steps = iter(range(start, last))
+        numbers = iter(range(start, last))
         if not self._ahead:
-            yield from map(self.batch, steps)
+            yield from map(self.batch, numbers)
             return
-        waiting = collections.deque(self._threads.submit(self.batch, step) for step in itertools.islice(steps, self._ahead))
+        waiting = collections.deque(self._threads.submit(self.batch, number) for number in itertools.islice(numbers, self._ahead))
         try:
             while waiting:
                 batch = waiting.popleft().result()
-                waiting.extend(self._threads.submit(self.batch, step) for step in itertools.islice(steps, 1))
+                waiting.extend(self._threads.submit(self.batch, number) for number in itertools.islice(numbers, 1))
                 yield batch
         finally:
             for future in waiting:
                 future.cancel()
 
-    def position(self, step: int) -> str:
-        """For people: which rows a step is made of."""
-        first = step * self._batch_size
+    def rows_of(self, number: int) -> str:
+        """For people: which rows a batch is made of."""
+        first = number * self._batch_size
         rows = [self._index(first + i) for i in range(self._batch_size)]
         shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
-        return f"step {step}: epoch {first // max(1, self.rows)}, rows {shown} of the {self.rows} of {self._name}"
+        return f"batch {number}: epoch {first // max(1, self.rows)}, rows {shown} of the {self.rows} of {self._name}"
 
     def close(self) -> None:
         """Ends the threads. Nothing can be iterated afterwards."""
@@ -156,8 +157,8 @@ class Loader:
         wanted = self.batches * self._batch_size
         return self._order[i * self.rows // wanted if wanted < self.rows else i] if i < self.rows else None
 
-    def _row(self, step: int, i: int) -> Row:
-        index = self._index(step * self._batch_size + i)
+    def _row(self, number: int, i: int) -> Row:
+        index = self._index(number * self._batch_size + i)
         return self._rows.empty() if index is None else self._rows[index]
 
     def _place_array(self, rows: list[np.ndarray]) -> jax.Array:

@@ -2,10 +2,11 @@
 
     metrics.jsonl    one JSON object a line, the record of everything; a number that is not finite is null
       {"step": 10, "time": 1763786000.123, "wall_s": 12.5, "loss": 3.21, "grad_norm": 0.8, "learning_rate": 3e-4, "tokens": 20480,
-       "step_time_s": 0.1, "tokens_per_s": …, "mfu": …, "goodput": 0.7}
+       "batch": 9, "step_time_s": 0.1, "tokens_per_s": …, "mfu": …, "goodput": 0.7}
       {"step": 100, "time": …, "wall_s": …, "validation_loss": 3.4, …}
       {"step": 1, "time": …, "wall_s": …, "start_up_s": 9.1, "imports_s": 2.0, …}     once a start (start_up.py)
 
+    batch           the number of the step's batch, from 0
     time            Unix seconds at which the record was written
     wall_s          seconds that the run has run: all its starts, compiling and what a kill has cost too, without the time between starts
     goodput         the share of wall_s that went into steps which count (goodput_log.py)

@@ -29,12 +29,13 @@ class LossError(RunError):
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A step that has been dispatched: its number, and its results, which the devices may still be at work on.
+    """A step that has been dispatched: its number, its batch's, and its results, which the devices may still be at work on.
 
     metrics: of each replica where replicas are independent; answer: what processes ask of the loop after it.
     """
 
     at: int
+    batch: int
     metrics: StepMetrics
     answer: Answer
 
@@ -87,7 +88,7 @@ class Reporter:
     Args:
       calendar: says which steps are logged.
       mean_metrics: as in Step.
-      position: step → the rows of its batch in words, for the error about a loss that is not finite.
+      rows_of: a batch's number → it and its rows in words, for the error about a loss that is not finite.
       speedometer, log, progress: get every step, every logged step, and every step.
       goodput: of the run; where the time of this start has gone up to the first step that is reported is shown and logged.
       expert_room: model.expert_room; what finds no room is warned of. A capacity drops by intention, and is only logged.
@@ -97,14 +98,14 @@ class Reporter:
         self,
         calendar: Calendar,
         mean_metrics: Callable[[StepMetrics], StepMetrics] | None,
-        position: Callable[[int], str],
+        rows_of: Callable[[int], str],
         speedometer: Speedometer,
         log: metrics.MetricsWriter,
         progress: Progress,
         goodput: GoodputLog,
         expert_room: float = 0.0,
     ):
-        self._calendar, self._mean_metrics, self._position = calendar, mean_metrics, position
+        self._calendar, self._mean_metrics, self._rows_of = calendar, mean_metrics, rows_of
         self._speedometer, self._log, self._progress = speedometer, log, progress
         self._goodput, self._started = goodput, False
         self._pending: Pending | None = None
@@ -134,7 +135,8 @@ class Reporter:
     def _report(self, pending: Pending, together: bool, logged: bool) -> Request:
         """together: all processes are at this step, so that independent replicas' results can be put together."""
         together = together or logged or self._mean_metrics is None
-        values = self._read(pending.metrics, together) | {"tokens": pending.at * self._speedometer.tokens_per_step}
+        values = self._read(pending.metrics, together)
+        values |= {"tokens": pending.at * self._speedometer.tokens_per_step, "batch": pending.batch}
         self._speedometer.lap(pending.at)
         self._goodput.reached(pending.at)
         self._end_start_up(pending.at)
@@ -148,7 +150,7 @@ class Reporter:
         self._warn_of_drops(pending.at, values.get("dropped", 0.0))
         if not finite:
             loss = f"the loss is {values['loss']} (gradient norm {values['grad_norm']})"
-            raise LossError(f"{loss} at {self._position(pending.at - 1)}; the last checkpoint is kept")
+            raise LossError(f"{loss} at step {pending.at}, {self._rows_of(pending.batch)}; the last checkpoint is kept")
         return pending.answer()
 
     def _warn_of_drops(self, at: int, dropped: float) -> None:

@@ -77,6 +77,11 @@ def test_the_newest_by_number(folder):
     assert choose(folder / "none", TO_TRAIN).step is None
 
 
+def test_the_position_of_older_checkpoints_is_their_step():
+    assert Meta.from_json({"step": 12}).position == 12
+    assert Meta.from_json({"step": 12, "position": 20}).position == 20
+
+
 def test_what_is_no_step(folder):
     """Named, but for what a kill leaves, what was set aside before, and what is hidden."""
     for name in ("100", "notes", "07", "12.orbax-checkpoint-tmp", "12.orbax-checkpoint-tmp-3", "50.broken-1", ".nfs01", "１３"):

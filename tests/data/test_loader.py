@@ -407,11 +407,11 @@ def test_specification_is_what_comes(config, corpus):
                 )
 
 
-def test_position_names_the_rows(config, corpus):
+def test_a_batch_in_words_names_its_rows(config, corpus):
     order, n = order_of(corpus, config(), 40)
     with Loader(corpus, config(), "train", sharding()) as loader:
         step = n // BATCH + 2
         rows = ", ".join(map(str, order[step * BATCH : (step + 1) * BATCH]))
-        assert loader.position(step).startswith(
-            f"step {step}: epoch 1, rows {rows} of the {n} of the train split of {corpus.source} (checksum "
+        assert loader.rows_of(step).startswith(
+            f"batch {step}: epoch 1, rows {rows} of the {n} of the train split of {corpus.source} (checksum "
         )

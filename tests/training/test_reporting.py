@@ -46,11 +46,13 @@ def reporter(log_every: int = 4, mean_metrics=None, expert_room: float = 0.0) ->
     calendar = Calendar(last=10, save_every=0, evaluate_every=0, log_every=log_every, exchange_every=0 if mean_metrics is None else 5)
     clock = WallClock(4.0, clock=lambda: 6.5)
     clock.enter(Part.STEPPING)
-    return Reporter(calendar, mean_metrics, lambda step: f"step {step}: its rows", log, log, log, GoodputLog(None, clock), expert_room), log
+    return Reporter(
+        calendar, mean_metrics, lambda number: f"batch {number}: its rows", log, log, log, GoodputLog(None, clock), expert_room
+    ), log
 
 
 def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
-    return Pending(at, StepMetrics(jnp.float32(loss), jnp.float32(0.5), jnp.float32(0.1), jnp.float32(7)), answer)
+    return Pending(at, at + 6, StepMetrics(jnp.float32(loss), jnp.float32(0.5), jnp.float32(0.1), jnp.float32(7)), answer)
 
 
 @pytest.mark.parametrize("room", [0.0, 1.5])
@@ -58,7 +60,7 @@ def test_drops_beyond_the_room_are_warned_of(room):
     reports, log = reporter(expert_room=room)
     for at, dropped in enumerate([0.0, 0.001, 0.0015, 0.0, 0.002], 1):
         metrics = dataclasses.replace(pending(at).metrics, dropped=jnp.float32(dropped))
-        reports.add(Pending(at, metrics, no_request))
+        reports.add(Pending(at, at, metrics, no_request))
     reports.finish(stopping=True)
     said = [line for line in log.shown if isinstance(line, str) and line.startswith("warning: ")]
     assert [line.split(",")[0] for line in said] == [
@@ -76,7 +78,9 @@ def test_one_step_behind_and_logged_when_due():
     assert [*log.written] == [1, 4]
     assert reports.finish(stopping=False) is Request.NOTHING and log.laps[-1] == 5 and [*log.written] == [1, 4]
     figures = {"step_time_s": 0.5, "tokens_per_s": 200.0, "mfu": None}
-    assert log.written[4] == pytest.approx({"loss": 2.0, "grad_norm": 0.5, "learning_rate": 0.1, "tokens": 400, "goodput": 0.0, **figures})
+    assert log.written[4] == pytest.approx(
+        {"loss": 2.0, "grad_norm": 0.5, "learning_rate": 0.1, "tokens": 400, "batch": 10, "goodput": 0.0, **figures}
+    )
 
 
 def test_the_start_up_ends_with_the_first_step():
@@ -107,7 +111,8 @@ def test_the_answer_is_that_of_the_step_before():
 def test_a_loss_that_is_not_finite_is_logged_and_ends_the_run(loss):
     reports, log = reporter()
     reports.add(pending(3, loss))
-    with pytest.raises(LossError, match=r"the loss is (nan|inf) \(gradient norm 0.5\) at step 2: its rows; the last checkpoint is kept"):
+    where = "at step 3, batch 9: its rows; the last checkpoint is kept"
+    with pytest.raises(LossError, match=rf"the loss is (nan|inf) \(gradient norm 0.5\) {where}"):
         reports.add(pending(4))
     assert [*log.written] == [3]
 
@@ -122,8 +127,8 @@ def test_independent_replicas_are_put_together_only_where_they_meet():
     reports, log = reporter(mean_metrics=mean)
     over_replicas = NamedSharding(make_mesh((2, 1, 1, 1, 1, 1), jax.devices()[:2]), PartitionSpec(REPLICA))
     each = StepMetrics(*(jax.device_put(np.float32(pair), over_replicas) for pair in ([1, np.nan], [1, 1], [0.1, 0.1], [10, 30])))
-    reports.add(Pending(2, each, no_request))
-    reports.add(Pending(3, each, no_request))  # step 2 is not logged: a replica's loss ends nothing yet
+    reports.add(Pending(2, 1, each, no_request))
+    reports.add(Pending(3, 2, each, no_request))  # step 2 is not logged: a replica's loss ends nothing yet
     assert not calls and not log.written
     with pytest.raises(LossError):
         reports.finish(stopping=False)
