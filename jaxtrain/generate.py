@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain import cli
-from jaxtrain.checkpoint.steps import STATE, TO_GENERATE, CheckpointError, Choice, Meta, choose, incomplete, nothing_wrong, read_meta
+from jaxtrain.checkpoint.steps import TO_GENERATE, CheckpointError, Choice, Judge, Meta, choose, nothing_wrong, read_meta, what_is_wrong
 from jaxtrain.config import Config
 from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
@@ -125,7 +125,7 @@ def check_flags(flags: types.SimpleNamespace) -> None:
 def find_checkpoint(
     workdir: str,
     step: int = -1,
-    wrong: Callable[[Meta, pathlib.Path], str] = nothing_wrong,
+    wrong: Judge = nothing_wrong,
     say: Callable[[str], object] = lambda line: None,
 ) -> tuple[pathlib.Path, int]:
     """The folder of checkpoints and the step, the newest whole one for −1; ends with status 2 where it is not there or not whole.
@@ -143,8 +143,7 @@ def find_checkpoint(
         return folder, choice.step
     why = next((s.why for s in choice.strangers if s.step == step), "")
     if not why and step in choice.steps:
-        state = folder / str(step) / STATE
-        why = incomplete(state) or wrong(Meta.from_json(read_meta(folder, step)), state)
+        why = what_is_wrong(folder / str(step), Meta.from_json(read_meta(folder, step)), wrong)
         if not why:
             return folder, step
     others = [whole for whole in choice.steps if whole != step]
@@ -153,7 +152,7 @@ def find_checkpoint(
     cli.fail(f"--step={step} {rule} (it has {', '.join(map(str, others))}): use --step={nearest}")
 
 
-def _checkpoints_of(workdir: str, wrong: Callable[[Meta, pathlib.Path], str]) -> tuple[pathlib.Path, Choice]:
+def _checkpoints_of(workdir: str, wrong: Judge) -> tuple[pathlib.Path, Choice]:
     """A run's folder of checkpoints, and what is in it; ends with status 2 where that cannot be read."""
     if not workdir:
         cli.fail(f"--workdir is empty: use the folder of a training run, such as --workdir={_some_run('tiny')}")

@@ -2,8 +2,9 @@
 
 Orbax writes a jax.Array only if every process holds a shard of it and all its shards are alike, which a layer that lives on one
 stage does not do. So saving hands Orbax the numbers already on the host, as `HostArray`s: a shard is copied from device memory
-once, whole, and cut on the host, so that saving takes no device memory. What is written is an ordinary Orbax checkpoint (zarr
-arrays in an OCDBT database), and any Orbax program restores it.
+once, whole, and cut on the host, so that saving takes no device memory. What is written is an ordinary Orbax checkpoint (zarr 3
+arrays in an OCDBT database), and any Orbax program restores it. Every piece is stored with its checksum (the codec crc32c of zarr 3),
+which TensorStore compares whenever it reads the piece; arrays of zarr 2, which was written before, are read too, and have none.
 
 Restoring goes straight from the files into host buffers shaped like the shards that this process needs, one leaf at a time, and
 from there onto the devices: no array but the result ever exists in device memory.
@@ -28,6 +29,9 @@ from jaxtrain.schedule.placement import Placement
 
 # How much is written at a time.
 WRITE_BYTES = 128 * 2**20
+
+# What becomes of a piece's numbers before they are stored: bytes, then four more that are their checksum.
+CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,6 +91,7 @@ def _write_spec(value: HostArray, info: Any) -> ts.Spec:
     spec = ocp.type_handlers.get_json_tspec_write(
         info, use_ocdbt=True, global_shape=value.shape, local_shape=value.piece, dtype=value.dtype, process_index=jax.process_index()
     )
+    spec["metadata"]["codecs"] = CODECS  # instead of Orbax's, which have no checksum of the numbers
     return ts.Spec(spec)
 
 
@@ -95,7 +100,7 @@ def tree_handler() -> ocp.PyTreeCheckpointHandler:
     handler = HostArrayHandler()
     registry = ocp.type_handlers.create_type_handler_registry((HostArray, handler), (jax.Array, handler))
     # Compressing trained weights saves 8 % and costs more processor time than writing them.
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False, use_zarr3=True)
 
 
 def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> dict:
@@ -154,16 +159,24 @@ def read_tree(directory: epath.Path, arrays: list[StoredArray], placement: Place
 def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorStore]:
     context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
 
-    def begin(array: StoredArray) -> ts.Future:
+    def begin(array: StoredArray, zarr3: bool) -> ts.Future:
         # Orbax's name for the path in the tree.
-        info = ocp.type_handlers.ParamInfo(name=array.name.replace("/", "."), parent_dir=directory, ts_context=context)
+        info = ocp.type_handlers.ParamInfo(name=array.name.replace("/", "."), parent_dir=directory, ts_context=context, use_zarr3=zarr3)
         return ts.open(ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)), open=True, context=context)
 
+    def opened(array: StoredArray, opening: ts.Future) -> ts.TensorStore:
+        try:
+            return opening.result()
+        except ValueError as error:
+            if not str(error).startswith("NOT_FOUND"):
+                raise
+            return begin(array, zarr3=False).result()
+
     sources = []
-    for array, opening in [(array, begin(array)) for array in arrays]:
+    for array, opening in [(array, begin(array, zarr3=True)) for array in arrays]:
         expected = f"{array.dtype}{list(array.shape)} is wanted"
         try:
-            source = opening.result()
+            source = opened(array, opening)
         except ValueError as error:
             missing = f"; {expected}" * str(error).startswith("NOT_FOUND")
             raise CheckpointError(f"{directory}: {array.name} {_in_words(error)}{missing}") from error
