@@ -52,14 +52,14 @@ def latest_step(directory: str | os.PathLike) -> int | None:
     return cluster.from_main(lambda: choose(directory, {}).step, CheckpointError)
 
 
-def choose_together(directory: str | os.PathLike) -> Choice:
-    """The step that a run goes on from, and what else is there: process 0's answer, on every process.
+def choose_together(directory: str | os.PathLike, damaged: Mapping[int, str] = steps.NONE) -> Choice:
+    """The step that a run goes on from, and what else is there: process 0's answer, on every process. damaged: as in `choose`.
 
     Raises CheckpointError where there is no whole step, but something of one: a run that begins anew would push it aside.
     """
 
     def decide() -> dict:
-        choice = choose(directory, TO_TRAIN, wrong_arrays)
+        choice = choose(directory, TO_TRAIN, wrong_arrays, damaged)
         if choice.step is None and any(s.holds for s in choice.strangers):
             lost = ", ".join(str(s) for s in choice.strangers if s.holds)
             raise CheckpointError(f"{directory} has no whole checkpoint: {lost}: move it away to begin anew, or use another --workdir")
@@ -109,6 +109,7 @@ def restore(directory: str | os.PathLike, step: int, abstract: Any, stored_shape
 
     Raises:
       CheckpointError: no such step, or an array that is not stored or has another shape or dtype.
+      DamageError: an array is damaged.
       ValueError: `abstract` is not laid out as the placement says.
     """
     directory = pathlib.Path(directory).absolute()

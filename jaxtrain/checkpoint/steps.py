@@ -48,6 +48,14 @@ class CheckpointError(RunError):
     status = ExitStatus.STORAGE
 
 
+class DamageError(CheckpointError):
+    """A step that turned out to be damaged when its arrays were read. what: the damage, in words, without the step."""
+
+    def __init__(self, folder: str | os.PathLike, what: str):
+        super().__init__(f"{folder}: {what}")
+        self.what = what
+
+
 @dataclasses.dataclass(frozen=True)
 class Meta:
     """What a run stores beside its state, as a JSON object with these keys.
@@ -108,6 +116,7 @@ class Choice:
 
 
 Shapes = Mapping[str, tuple[int, ...]]  # array → shape
+NONE: Mapping[int, str] = {}
 Judge = Callable[[Meta, Shapes], str]  # of a step with this meta and these arrays, what is wrong with it, in words; "" if nothing is
 
 
@@ -133,13 +142,16 @@ def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: Judge = nothing_wr
         return f"its state {error}"
 
 
-def choose(directory: str | os.PathLike, needs: Mapping[str, type], wrong: Judge = nothing_wrong) -> Choice:
+def choose(
+    directory: str | os.PathLike, needs: Mapping[str, type], wrong: Judge = nothing_wrong, damaged: Mapping[int, str] = NONE
+) -> Choice:
     """The newest whole step, and what else is there.
 
     Args:
       directory: the folder of checkpoints; it need not exist.
       needs: what a meta must have, as TO_TRAIN.
       wrong: asked of the newest step that is whole otherwise, then of the one before.
+      damaged: step → what is wrong with it, for steps of which that is known.
 
     Raises:
       CheckpointError: the folder cannot be read.
@@ -147,7 +159,7 @@ def choose(directory: str | os.PathLike, needs: Mapping[str, type], wrong: Judge
     folder = pathlib.Path(directory)
     metas, strangers = _look(folder, needs)
     for step in sorted(metas, reverse=True):
-        why = what_is_wrong(folder / str(step), metas[step], wrong)
+        why = damaged.get(step) or what_is_wrong(folder / str(step), metas[step], wrong)
         if not why:
             return Choice(step, metas[step], tuple(sorted(metas)), _sorted(strangers))
         strangers.append(Stranger(str(step), why, step, holds=True))

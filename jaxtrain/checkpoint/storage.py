@@ -23,7 +23,7 @@ import tensorstore as ts
 from etils import epath
 
 from jaxtrain.checkpoint.layout import Bounds, Part, StoredArray, holders, piece_shape, regions, writers
-from jaxtrain.checkpoint.steps import CheckpointError
+from jaxtrain.checkpoint.steps import CheckpointError, DamageError
 from jaxtrain.parallel import host_memory
 from jaxtrain.schedule.placement import Placement
 
@@ -142,8 +142,8 @@ def read_tree(directory: epath.Path, arrays: list[StoredArray], placement: Place
     """Reads `arrays` from an Orbax tree: the leaves in memory, in their order. Each process reads what its devices need.
 
     Raises:
-      CheckpointError: an array is not stored, has another shape or dtype, or is damaged. The first three are known before
-        anything is read.
+      CheckpointError: an array is not stored, or has another shape or dtype, which is known before anything is read.
+      DamageError: an array is damaged, or a piece of it is missing.
     """
     sources = _open(directory, arrays)
     leaves: dict[int, jax.Array] = {}
@@ -152,7 +152,7 @@ def read_tree(directory: epath.Path, arrays: list[StoredArray], placement: Place
             try:
                 leaves[part.leaf] = _read_part(source, array, part, placement)
             except ValueError as error:  # TensorStore's for whatever is wrong with the data
-                raise CheckpointError(f"{directory}: {array.name} {_in_words(error)}") from error
+                raise _error(directory, array, error) from error
     return [leaves[i] for i in sorted(leaves)]
 
 
@@ -178,18 +178,30 @@ def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorSto
         try:
             source = opened(array, opening)
         except ValueError as error:
-            missing = f"; {expected}" * str(error).startswith("NOT_FOUND")
-            raise CheckpointError(f"{directory}: {array.name} {_in_words(error)}{missing}") from error
+            if str(error).startswith("NOT_FOUND"):
+                raise CheckpointError(f"{directory}: {array.name} is not stored; {expected}") from error
+            raise _error(directory, array, error) from error
         if (source.shape, source.dtype.numpy_dtype) != (array.shape, array.dtype):
             raise CheckpointError(f"{directory}: {array.name} is stored as {source.dtype.name}{list(source.shape)}; {expected}")
         sources.append(source)
     return sources
 
 
-def _in_words(error: ValueError) -> str:
-    """What TensorStore's error, which begins with a code, says of an array."""
-    words = {"NOT_FOUND": "is not stored", "PERMISSION_DENIED": "may not be read", "RESOURCE_EXHAUSTED": "needs more memory than there is"}
-    return words.get(str(error).partition(":")[0], "cannot be read: its data is damaged")
+def _error(directory: epath.Path, array: StoredArray, error: ValueError) -> CheckpointError:
+    """What TensorStore's error, which begins with a code, says of an array that is stored."""
+    code = str(error).partition(":")[0]
+    if code in _NO_DAMAGE:
+        return CheckpointError(f"{directory}: {array.name} {_NO_DAMAGE[code]}")
+    damage = "a piece of it is missing" if code == "NOT_FOUND" else "its data is damaged"
+    return DamageError(directory, f"{array.name} cannot be read: {damage}")
+
+
+_NO_DAMAGE = {
+    "PERMISSION_DENIED": "may not be read",
+    "RESOURCE_EXHAUSTED": "needs more memory than there is",
+    "UNAVAILABLE": "cannot be read: the storage does not answer",
+    "DEADLINE_EXCEEDED": "cannot be read: the storage does not answer in time",
+}
 
 
 def _read_part(source: ts.TensorStore, array: StoredArray, part: Part, placement: Placement) -> jax.Array:

@@ -14,9 +14,11 @@ import pytest
 import tensorstore as ts
 from etils import epath
 from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
+from support.damage import damage_numbers
 
 from jaxtrain.checkpoint import database, manager, storage
 from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.restoring import restore_newest
 from jaxtrain.checkpoint.steps import MANIFEST_SINCE, CheckpointError, choose
 
 LAYOUT = Layout(18, stages=2, chunks=2, data=2, model=2)
@@ -136,9 +138,7 @@ def test_a_damaged_piece_is_refused_with_its_array_and_step(original, tmp_path):
     """The choice does not read it; the one who restores that array does, and nobody else."""
     folder = tmp_path / "copy"
     shutil.copytree(original, folder)
-    pieces = {v.key: v for v in database.read(epath.Path(folder / "6" / "state"))}
-    piece = pieces["params.layers.mlp.w/c/7/0/0"]
-    overwritten(folder / "6" / "state" / piece.file, piece.start + 9, 1, random.Random(0))
+    damage_numbers(folder / "6", "params.layers.mlp.w/c/7")
     assert choose(folder, {}).step == 6
     checkpointer = Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT))
     with pytest.raises(CheckpointError, match=r"6/state: params/layers/mlp/w cannot be read: its data is damaged$"):
@@ -170,3 +170,21 @@ def test_a_checkpoint_of_zarr_2_is_read(tmp_path, monkeypatch):
     choice = choose(tmp_path, {})
     assert choice.step == 5
     assert_same(checkpointer.restore(5, abstract_state(LAYOUT)), state(LAYOUT))
+
+
+def test_a_run_goes_on_from_the_newest_step_whose_arrays_are_whole(original, tmp_path):
+    folder, chosen = tmp_path / "copy", []
+    shutil.copytree(original, folder)
+    shutil.copytree(folder / "6", folder / "7")
+    for step in ("6", "7"):
+        damage_numbers(folder / step, "params.layers.mlp.w/c/7")
+
+    def choose_again(damaged):
+        chosen.append(dict(damaged))
+        return choose(folder, {}, damaged=damaged)
+
+    what = (folder, abstract_state(LAYOUT), stored_shapes(LAYOUT), LAYOUT.placement)
+    restored, choice = restore_newest(choose(folder, {}), choose_again, *what)
+    assert_same(restored, state(LAYOUT))
+    why = "params/layers/mlp/w cannot be read: its data is damaged"
+    assert (choice.step, str(choice), chosen) == (5, f"6 ({why}), 7 ({why})", [{7: why}, {6: why, 7: why}])
