@@ -7,18 +7,20 @@ run.lock while it runs.
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.stages import Compiled
 
-from jaxtrain.checkpoint.manager import Checkpointer, choose_together, restore
+from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
-from jaxtrain.checkpoint.steps import Choice, Meta
+from jaxtrain.checkpoint.restoring import restore_newest
+from jaxtrain.checkpoint.steps import NONE, Choice, Meta
 from jaxtrain.config import Config, history, to_dict
 from jaxtrain.config.continuing import changes
 from jaxtrain.config.pipeline_setup import Setup
@@ -63,8 +65,9 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
         # ---------------------------------------------------------------- data: what to train on, and from which step
         checkpoints = folder / "checkpoints"
         choice = _choose_checkpoint(checkpoints, unresolved, recipe)
-        start, position = (choice.step, choice.meta.position) if choice.meta else (0, 0)
-        corpus = _prepare_corpus(config, choice.meta)
+        start, position = _beginning(choice)
+        corpus = _prepare_corpus(config)
+        _refuse_another_corpus(corpus, choice)
         if start >= config.train.steps:
             cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
             return ExitStatus.FINISHED
@@ -85,7 +88,13 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
 
             # ------------------------------------------------------------ state: restored or new
             shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
-            state = first_state.result() if first_state else restore(checkpoints, start, step.abstract_state(), shapes, placement)
+            if first_state:
+                state = first_state.result()
+            else:
+                choose_again = functools.partial(_choose_another, checkpoints, unresolved, recipe, config, corpus)
+                state, choice = restore_newest(choice, choose_again, checkpoints, step.abstract_state(), shapes, placement)
+                start, position = _beginning(choice)
+                goodput.reached(start)
             cluster.say(f"continuing from step {start}" if start else f"starting: weights from seed {config.train.seed}")
 
             # ------------------------------------------------------------ loop
@@ -168,9 +177,12 @@ def _timed(folder: pathlib.Path, clock: WallClock, choice: Choice) -> Iterator[G
         plot_goodput(folder)
 
 
-def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Config) -> Choice:
-    """The checkpoint that the run continues, if there is one. ConfigError if the run's config cannot continue it."""
-    choice = choose_together(directory)
+def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Config, damaged: Mapping[int, str] = NONE) -> Choice:
+    """The checkpoint that the run continues, if there is one. ConfigError if the run's config cannot continue it.
+
+    damaged: step → why, for those whose arrays turned out to be damaged.
+    """
+    choice = choose_together(directory, damaged)
     if choice.strangers:
         rest = f"the newest whole checkpoint is {choice.step}" if choice.step else "there is no whole checkpoint"
         cluster.say(f"passed over in {directory}: {choice}; {rest}")
@@ -180,21 +192,40 @@ def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Conf
     return choice
 
 
-def _prepare_corpus(config: Config, meta: Meta | None) -> Corpus:
-    """The corpus. DataError where processes read different ones, where it is not the checkpoint's, or for a prompt that cannot be."""
+def _beginning(choice: Choice) -> tuple[int, int]:
+    """The number of steps done, and of batches taken, where the run goes on."""
+    return (choice.step, choice.meta.position) if choice.step and choice.meta else (0, 0)
+
+
+def _choose_another(
+    directory: pathlib.Path, unresolved: Config, recipe: Config, config: Config, corpus: Corpus, damaged: Mapping[int, str]
+) -> Choice:
+    """The checkpoint that the run continues when newer ones turned out to be damaged. Errors as when it is chosen first."""
+    choice = _choose_checkpoint(directory, unresolved, recipe, damaged)
+    _refuse_another_corpus(corpus, choice)
+    _say_what_changed(choice, config)
+    return choice
+
+
+def _prepare_corpus(config: Config) -> Corpus:
+    """The corpus. DataError where processes read different ones, or for a prompt that cannot be."""
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
     if jax.process_count() > 1:
         checksum = np.frombuffer(bytes.fromhex(corpus.checksum), np.uint8)
         if not (multihost_utils.process_allgather(checksum) == checksum).all():
             raise DataError(f"data.source={corpus.source} is not the same corpus on every host: use a file that all of them share")
-    if meta and meta.checksum != corpus.checksum:
-        raise DataError(
-            f"data.source={corpus.source} has changed since the checkpoint (checksum {corpus.checksum[:12]}, "
-            f"then {meta.checksum[:12]}): put it back or use another --workdir"
-        )
     if config.train.sample_tokens:
         prompt_ids(corpus.tokenizer, config.train.sample_prompt, config.model.vocab_size)
     return corpus
+
+
+def _refuse_another_corpus(corpus: Corpus, choice: Choice) -> None:
+    """DataError where the corpus is not the checkpoint's."""
+    if choice.meta and choice.meta.checksum != corpus.checksum:
+        raise DataError(
+            f"data.source={corpus.source} has changed since the checkpoint (checksum {corpus.checksum[:12]}, "
+            f"then {choice.meta.checksum[:12]}): put it back or use another --workdir"
+        )
 
 
 def _say_what_changed(choice: Choice, config: Config) -> None:

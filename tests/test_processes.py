@@ -12,6 +12,7 @@ import signal
 
 import pytest
 from support import train_runs as runs
+from support.damage import damage_numbers
 from support.processes import assert_gone, children, process_of_run
 from support.train_runs import settings
 
@@ -116,6 +117,18 @@ def test_processes_continue_each_other(single, workdir):
     assert "[0] sample, " in done.out
     assert not [line for line in done.out.splitlines() if re.match(r"\[1\] (mesh|step|validation|sample)", line)]
     assert runs.checkpoints(workdir) == [3, 6] and not runs.unfinished(workdir)
+
+
+@pytest.mark.full
+def test_damage_that_one_process_meets_is_everybody_s(single, workdir):
+    """Each reads its stage's layers alone: the second one finds a damaged piece, and both take the step before."""
+    runs.copy_up_to(6, single, workdir)
+    damage_numbers(workdir / "checkpoints" / "6", "params.layers.mlp.up.weight/c/2")
+    done = train(workdir, 2, *settings(train__steps=8))
+    why = "6 (params/layers/mlp/up/weight cannot be read: its data is damaged); the newest whole checkpoint is 3"
+    assert f"[0] passed over in {workdir.name}/checkpoints: {why}" in done.out and "[0] continuing from step 3" in done.out
+    assert_same_trajectory(runs.losses(workdir), runs.losses(single))
+    assert list(runs.losses(workdir)) == list(range(1, 9)) and runs.unfinished(workdir) == ["6.broken-1"]
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ import time
 
 import pytest
 from support import train_runs as runs
+from support.damage import damage_numbers
 from support.train_runs import settings
 
 from jaxtrain.run.exit_status import ExitStatus
@@ -271,6 +272,7 @@ def test_the_newest_whole_checkpoint_is_used_and_what_differs_is_said(whole, wor
     runs.copy_up_to(9, whole[0], workdir)
     checkpoints = workdir / "checkpoints"
     (checkpoints / "9" / "meta" / "metadata").write_text('{"config": {"mod')
+    damage_numbers(checkpoints / "6", "params.layers.mlp.up.weight/c/1")
     (checkpoints / "10").mkdir()
     (checkpoints / "notes.txt").write_text("")
     flags = settings(train__steps=10, checkpoint__every=0, checkpoint__minutes=0.00001, optimizer__learning_rate=0.1)
@@ -278,13 +280,17 @@ def test_the_newest_whole_checkpoint_is_used_and_what_differs_is_said(whole, wor
     lines = done.out.splitlines()
     said = "9 (its meta is no JSON), 10 (an empty folder), notes.txt (no step's name); the newest whole checkpoint is 6"
     assert lines[0] == f"passed over in {workdir.name}/checkpoints: {said}"
-    at = lines.index("changed since the checkpoint of step 6:")
+    damaged = "6 (params/layers/mlp/up/weight cannot be read: its data is damaged)"
+    said = said.replace("is 6", "is 3")
+    again = lines.index(f"passed over in {workdir.name}/checkpoints: {damaged}, {said}")
+    at = lines.index("changed since the checkpoint of step 3:")
+    assert at > again
     changes = ["optimizer.learning_rate: 0.005 → 0.1", "train.steps: 48 → 10", "train.eval_every: 20 → 0"]
     changes += ["checkpoint.every: 3 → 0", "checkpoint.minutes: 10.0 → 1e-05", "metrics.tensorboard: true → false"]
     assert lines[at + 1 : at + 7] == [f"  {change}" for change in changes] and not lines[at + 7].startswith(" ")
-    assert "continuing from step 6" in lines[at:]
-    assert {7, 8, 9} & set(runs.checkpoints(workdir)) and runs.checkpoints(workdir)[-1] == 10
-    assert sorted(runs.unfinished(workdir)) == ["10.broken-1", "9.broken-1", "notes.txt"]
+    assert "continuing from step 3" in lines[at:] and min(runs.losses(workdir)) == 1
+    assert set(range(4, 10)) & set(runs.checkpoints(workdir)) and runs.checkpoints(workdir)[-1] == 10
+    assert sorted(runs.unfinished(workdir)) == ["10.broken-1", "6.broken-1", "9.broken-1", "notes.txt"]
     assert (checkpoints / "9.broken-1" / "state").exists() and "Traceback" not in done.err
 
 
@@ -292,7 +298,7 @@ def test_broken_checkpoints_alone_are_no_new_start(stopped):
     """It would push aside what may be all that is left of a long run."""
     for step in runs.checkpoints(stopped):
         (stopped / "checkpoints" / str(step) / "state" / "manifest.ocdbt").unlink()
-    why = "its state has no manifest.ocdbt"
+    why = "state/manifest.ocdbt is missing"
     message = assert_refused(stopped, status=ExitStatus.STORAGE)
     assert message.startswith(f"{stopped.name}/checkpoints has no whole checkpoint: 3 ({why}), 6 ({why}): move it away to begin anew")
 
