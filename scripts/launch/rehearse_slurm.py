@@ -274,7 +274,7 @@ def disturbed_run(folder: pathlib.Path, environment: dict[str, str]) -> Job:
 
 
 def goes_on_after(job: Job, restarts: int, status: int, steps_left: int | None = None) -> int:
-    """Waits for a requeue by this status, and until the run has saved a further step; where `steps_left` are left to it, until it has begun.
+    """Waits for a requeue by this status, and until the run has saved a further step; with `steps_left` only until it has begun.
 
     Gives the last step.
     """
