@@ -19,11 +19,23 @@ import pathlib
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain import cli
-from jaxtrain.checkpoint.steps import STATE, TO_GENERATE, CheckpointError, Choice, Meta, choose, incomplete, nothing_wrong, read_meta
+from jaxtrain.checkpoint.steps import (
+    NONE,
+    TO_GENERATE,
+    CheckpointError,
+    Choice,
+    DamageError,
+    Judge,
+    Meta,
+    choose,
+    nothing_wrong,
+    read_meta,
+    what_is_wrong,
+)
 from jaxtrain.config import Config
 from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
@@ -37,6 +49,7 @@ if TYPE_CHECKING:  # these import jax, or take long
 
     from jaxtrain.data.tokenizer import Tokenizer
     from jaxtrain.generation.sampling import Sampler
+    from jaxtrain.models.transformer import Parts
 
 DESCRIPTION = """
 Continues a prompt with the model of a checkpoint.
@@ -73,30 +86,20 @@ def main(argv: Sequence[str]) -> int:
             cli.fail(unused)
         import jax  # not before the flags are known to be right: this takes seconds, and a mistake should not
 
-        from jaxtrain.checkpoint.manager import wrong_arrays
-        from jaxtrain.checkpoint.parameters import load_parameters
         from jaxtrain.generation.sampling import Sampler
-        from jaxtrain.generation.text import prompt_ids
 
-    folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True), remark)
-    try:
-        config, tokenizer = understand(Meta.from_json(read_meta(folder, step)), f"{folder}/{step}", flags.workdir)
-        ids = prompt_ids(tokenizer, flags.prompt, config.model.vocab_size)
-    except (ValueError, CheckpointError) as error:  # also ConfigError and DataError
-        cli.fail(str(error))
-    check_model(config, len(ids), flags)
-    check_devices(len(jax.devices()), flags)
-    try:
-        parts, params = load_parameters(folder, step, config, jax.devices()[: flags.model])
-    except CheckpointError as error:
-        cli.fail(str(error))
+    loaded: Loaded | None = None
+    damaged: dict[int, str] = {}
+    while loaded is None:
+        loaded = load(flags, damaged)
+    config, tokenizer, ids, step = loaded.config, loaded.tokenizer, loaded.ids, loaded.step
 
     trained_length = config.data.sequence_length
     if len(ids) + flags.tokens > trained_length:
         text = f"a prompt of {len(ids)} tokens and up to {flags.tokens} more"
         remark(f"{text} go beyond the {trained_length} tokens that the model was trained on (data.sequence_length)")
     try:
-        ended = sample(Sampler(parts, params, config.precision.compute), tokenizer, ids, step, flags)
+        ended = sample(Sampler(loaded.parts, loaded.params, config.precision.compute), tokenizer, ids, step, flags)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -125,14 +128,15 @@ def check_flags(flags: types.SimpleNamespace) -> None:
 def find_checkpoint(
     workdir: str,
     step: int = -1,
-    wrong: Callable[[Meta, pathlib.Path], str] = nothing_wrong,
+    wrong: Judge = nothing_wrong,
     say: Callable[[str], object] = lambda line: None,
+    damaged: Mapping[int, str] = NONE,
 ) -> tuple[pathlib.Path, int]:
     """The folder of checkpoints and the step, the newest whole one for −1; ends with status 2 where it is not there or not whole.
 
-    wrong: as in `choose`; say: gets a line about what is passed over.
+    wrong, damaged: as in `choose`; say: gets a line about what is passed over.
     """
-    folder, choice = _checkpoints_of(workdir, wrong)
+    folder, choice = _checkpoints_of(workdir, wrong, damaged)
     if choice.step is None:
         broken = ", ".join(str(stranger) for stranger in choice.strangers if stranger.step is not None)
         but = f"; these are not whole: {broken}" if broken else ""
@@ -143,8 +147,7 @@ def find_checkpoint(
         return folder, choice.step
     why = next((s.why for s in choice.strangers if s.step == step), "")
     if not why and step in choice.steps:
-        state = folder / str(step) / STATE
-        why = incomplete(state) or wrong(Meta.from_json(read_meta(folder, step)), state)
+        why = what_is_wrong(folder / str(step), Meta.from_json(read_meta(folder, step)), wrong)
         if not why:
             return folder, step
     others = [whole for whole in choice.steps if whole != step]
@@ -153,7 +156,7 @@ def find_checkpoint(
     cli.fail(f"--step={step} {rule} (it has {', '.join(map(str, others))}): use --step={nearest}")
 
 
-def _checkpoints_of(workdir: str, wrong: Callable[[Meta, pathlib.Path], str]) -> tuple[pathlib.Path, Choice]:
+def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> tuple[pathlib.Path, Choice]:
     """A run's folder of checkpoints, and what is in it; ends with status 2 where that cannot be read."""
     if not workdir:
         cli.fail(f"--workdir is empty: use the folder of a training run, such as --workdir={_some_run('tiny')}")
@@ -163,7 +166,7 @@ def _checkpoints_of(workdir: str, wrong: Callable[[Meta, pathlib.Path], str]) ->
             word = "is not a folder" if folder.exists() else "does not exist"
             cli.fail(f"--workdir={workdir!r} {word}: use the folder of a training run, such as --workdir={_some_run(workdir)}")
         folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-        return folder, choose(folder, TO_GENERATE, wrong)
+        return folder, choose(folder, TO_GENERATE, wrong, damaged)
     except OSError as error:
         cli.fail(f"--workdir={workdir!r} cannot be read ({error.strerror}): use a folder that you may read")
     except CheckpointError as error:
@@ -196,6 +199,46 @@ def start_jax(flags: types.SimpleNamespace) -> None:
 
 
 # --- the checkpoint --------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """A checkpoint's step, model and parameters, the prompt's ids, and what they were made with."""
+
+    step: int
+    config: Config
+    tokenizer: "Tokenizer"
+    ids: list[int]
+    parts: "Parts"
+    params: dict
+
+
+def load(flags: types.SimpleNamespace, damaged: dict[int, str]) -> Loaded | None:
+    """What the flags ask for, from the newest checkpoint that is not `damaged`: step → why. None if this one is, and it is added there.
+
+    Ends with status 2 for what cannot work, and where the flags name a step that is damaged.
+    """
+    import jax
+
+    from jaxtrain.checkpoint.manager import wrong_arrays
+    from jaxtrain.checkpoint.parameters import load_parameters
+    from jaxtrain.generation.text import prompt_ids
+
+    folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True), remark, damaged)
+    try:
+        config, tokenizer = understand(Meta.from_json(read_meta(folder, step)), f"{folder}/{step}", flags.workdir)
+        ids = prompt_ids(tokenizer, flags.prompt, config.model.vocab_size)
+    except (ValueError, CheckpointError) as error:  # also ConfigError and DataError
+        cli.fail(str(error))
+    check_model(config, len(ids), flags)
+    check_devices(len(jax.devices()), flags)
+    try:
+        return Loaded(step, config, tokenizer, ids, *load_parameters(folder, step, config, jax.devices()[: flags.model]))
+    except CheckpointError as error:
+        if not isinstance(error, DamageError) or flags.step >= 0:
+            cli.fail(str(error))
+        damaged[step] = error.what
+        return None
 
 
 def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"]:

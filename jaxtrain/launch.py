@@ -5,7 +5,8 @@
               └─ guard: kills both if the launcher is gone
 
 Every line of a process is printed with its number before it. When one fails, the others are stopped and its last lines come last. No
-process outlives the launcher, however that ends. Restarting processes and other machines are not here. No jax.
+process outlives the launcher, however that ends. With --restarts all processes are started again where the status says that this helps,
+as a cluster's engine would do. Other machines are not here. No jax.
 """
 
 import collections
@@ -32,6 +33,7 @@ Runs a command as several processes of one run on this machine, such as
 FLAGS = (
     Flag("processes", 2, "number of processes", at_least=1),
     Flag("devices_per_process", 0, "simulated CPU devices of each; 0: the machine's GPUs shared out, or 8 CPU devices in all", at_least=0),
+    Flag("restarts", 0, "how often the run is started again where it can go on: stopped, hung, killed, its storage failing", at_least=0),
     Flag("module", "jaxtrain.train", "what each process runs, with `python -m`"),
 )
 ON_REQUEST = (ExitStatus.STOPPED, ExitStatus.INTERRUPTED)
@@ -145,7 +147,8 @@ def watch(job: Job, signals: list[int]) -> int:
             passed_on += 1
             job.send(signals[0] if passed_on == 1 else signal.SIGKILL)
         if failed is None:
-            # Processes that stop on request do so together, each in its time.
+            if deadline == float("inf") and any(statuses[number] in ON_REQUEST for number in list(job.ended)):  # the others stop too
+                deadline = time.monotonic() + SIGNALLED_GRACE
             failed = next((number for number in list(job.ended) if statuses[number] not in (0, *ON_REQUEST)), None)
             if failed is not None:
                 deadline = time.monotonic() + (SIGNALLED_GRACE if signals else FAILED_GRACE)
@@ -156,10 +159,19 @@ def watch(job: Job, signals: list[int]) -> int:
     job.kill_and_show_rest()
     if failed is None:
         return max(filter(None, job.statuses()), default=ExitStatus.FINISHED)
-    status = job.statuses()[failed] or 1
+    status = job.statuses()[failed] or ExitStatus.FAULT
     if not signals:
-        print(f"process {failed} failed with status {status}; its last lines:", *job.tails[failed], sep="\n", file=sys.stderr, flush=True)
+        lines = [*job.tails[failed]]
+        if status > 128:  # who is killed says nothing: the others do
+            lines += [line for tail in job.tails for line in tail if line.startswith("error: ")][-1:]
+        print(f"process {failed} failed with status {status}; its last lines:", *lines, sep="\n", file=sys.stderr, flush=True)
     return status
+
+
+def goes_on(status: int) -> bool:
+    """Whether a run that ended with a status may come further when it is started again: also one that a signal killed."""
+    known = {int(known) for known in ExitStatus}
+    return ExitStatus(status).goes_on if status in known else status > 128
 
 
 def free_port() -> int:
@@ -201,15 +213,20 @@ def main(argv: Sequence[str]) -> int:
     gpus = 0 if devices else cluster_environment.visible_gpus(os.environ)
     if not devices and gpus < namespace.processes:
         devices = max(cluster_environment.SIMULATED_DEVICES // namespace.processes, 1)
-    lines = commands(namespace.module, argv[split + 1 :], namespace.processes, devices, free_port())
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, frame: signals.append(received))
-    job = Job(lines, environments(namespace.processes, gpus))
-    try:
-        return watch(job, signals)
-    finally:
-        job.close()
+    for start in range(namespace.restarts + 1):
+        lines = commands(namespace.module, argv[split + 1 :], namespace.processes, devices, free_port())
+        job = Job(lines, environments(namespace.processes, gpus))
+        try:
+            status = watch(job, signals)
+        finally:
+            job.close()
+        if signals or not goes_on(status) or start == namespace.restarts:
+            break
+        print(f"restart {start + 1} of {namespace.restarts}: the run ended with status {status}", file=sys.stderr, flush=True)
+    return status
 
 
 if __name__ == "__main__":

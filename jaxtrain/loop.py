@@ -1,24 +1,27 @@
 """The training loop, from top to bottom: data, step, state, loop, end. `run` reads as the run goes; its parts are in training/.
 
-What a run leaves in its folder: config.json, metrics.jsonl, checkpoints/, tensorboard/, loss.png, profile/; and run.lock while it runs.
+What a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/, tensorboard/, loss.png, goodput.png, profile/; and
+run.lock while it runs.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.stages import Compiled
 
-from jaxtrain.checkpoint.manager import Checkpointer, choose_together, restore
+from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
+from jaxtrain.checkpoint.restoring import restore_newest
 from jaxtrain.checkpoint.rollback import roll_back
-from jaxtrain.checkpoint.steps import Choice, Meta
+from jaxtrain.checkpoint.steps import NONE, Choice, Meta
 from jaxtrain.config import Config, history, to_dict
 from jaxtrain.config.continuing import changes
 from jaxtrain.config.pipeline_setup import Setup
@@ -30,11 +33,13 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import prompt_ids, sample_text
 from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.goodput_log import GoodputLog, plot_goodput
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
-from jaxtrain.run.start_up import StartUp
+from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
 from jaxtrain.training.parameter_checks import Finiteness
@@ -48,28 +53,31 @@ from jaxtrain.training.step import Step, make_step
 SAMPLE_TEMPERATURE = 0.8
 
 
-def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, unresolved: Config, recipe: Config) -> ExitStatus:
+def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, unresolved: Config, recipe: Config) -> ExitStatus:
     """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint. What the run ends with.
 
-    Continues from the newest whole checkpoint of `folder`. setup: the config's tables; start_up: since the command began;
+    Continues from the newest whole checkpoint of `folder`. setup: the config's tables; clock: of the command;
     unresolved, recipe: the config before it was resolved, and before the command's flags, from which an error's suggestions start.
 
     Raises FolderError where another run is at work in the folder; ConfigError, DataError or CheckpointError, before anything is compiled or
     written, for a config that does not fit the checkpoint or the corpus, and for checkpoints of which none is whole; NumbersError
     where numbers are not good and the run cannot help itself.
     """
-    with _locked(folder) as signals:
+    clock.enter(Part.DATA)
+    with _watched(config, folder, clock) as (signals, watchdog), contextlib.ExitStack() as lasting:
         # ---------------------------------------------------------------- data: what to train on, and from which step
         checkpoints = folder / "checkpoints"
         choice = _choose_checkpoint(checkpoints, unresolved, recipe)
         start = choice.step or 0
-        corpus = _prepare_corpus(config, choice.meta)
+        corpus = _prepare_corpus(config)
+        _refuse_another_corpus(corpus, choice)
         if start >= config.train.steps:
             cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
             return ExitStatus.FINISHED
         _say_what_changed(choice, config)
-        start_up.ended("data")
 
+        goodput = lasting.enter_context(_timed(folder, clock, choice))
+        clock.enter(Part.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
             # ------------------------------------------------------------ step: its programs, compiled while the first state is made
@@ -77,57 +85,69 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
             data, held_out = (closing.enter_context(loader) for loader in _loaders(config, step, corpus))
             beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(2))  # XLA compiles most of a program on one core
             first_state = None if start else beside.submit(initial_state, step.layout, step.optimizer, config.train.seed)
-            train, exchange = _compile(config, step, data, corpus, beside, start_up)
+            train, exchange = _compile(config, step, data, corpus, beside, clock)
             evaluation = Evaluation(step.evaluate, step.abstract_state().trained, held_out)
             cluster.say(*data.remarks(), *held_out.remarks())
 
             # ------------------------------------------------------------ state: restored or new
             shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
-            state = first_state.result() if first_state else restore(checkpoints, start, step.abstract_state(), shapes, placement)
+            if first_state:
+                state = first_state.result()
+            else:
+                choose_again = functools.partial(_choose_another, checkpoints, unresolved, recipe, config, corpus)
+                state, choice = restore_newest(choice, choose_again, checkpoints, step.abstract_state(), shapes, placement)
+                start = choice.step or 0
+                goodput.reached(start)
             cluster.say(f"continuing from step {start}" if start else f"starting: weights from seed {config.train.seed}")
-            start_up.ended("state")
 
             # ------------------------------------------------------------ loop
-            log, progress = _open_log(config, folder, choice, start_up.began)
+            log, progress = _open_log(config, folder, start, goodput)
             saves = Checkpointer(checkpoints, placement, shapes, config.checkpoint.keep, choice.strangers, progress.say)
             profile = Profile(trace_folder(folder), start, config.train.profile_steps)
             for part in (saves, log, progress, profile):
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
-            speedometer, room = Speedometer(config, step, start), config.model.expert_room
+            speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
             judge, finite = Judge(config.train, data.rows_of, _memory(choice)), Finiteness(mesh)
-            reporter = Reporter(calendar, step.mean_metrics, judge, speedometer, log, progress, start_up, room)
+            reporter = Reporter(calendar, step.mean_metrics, judge, speedometer, log, progress, goodput, room)
             closing.enter_context(signals.deferred())
             feed = Feed(data, choice.position, config.train.steps - start)
             at, asked, validation = start, Request.NOTHING, None
+            clock.enter(Part.STEPPING)
             while at < config.train.steps and not asked.stop:
                 profile.before(at)
+                with clock.part(Part.WAITING):
+                    batch = feed.next()
                 with jax.profiler.StepTraceAnnotation("train", step_num=at):
-                    state, metrics = train(state, feed.next())
+                    state, metrics = train(state, batch)
                 at += 1
                 asked = reporter.add(Pending(at, feed.position - 1, metrics, requests.ask() if calendar.meets(at) else no_request))
+                watchdog.finished(at - 1)
                 if exchange and calendar.exchanges(at):
                     state = exchange(state)
                 profile.after(at, metrics)
                 if asked or calendar.saves(at) or calendar.evaluates(at):
                     asked |= reporter.finish(stopping=asked.stop)
-                    with reporter.pause():
-                        saving = judge.good and (asked or calendar.saves(at))
-                        if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
-                            requests.saved()
-                            meta = _meta(config, corpus, at, feed.position, judge.memory, log.wall_s())
+                    saving = judge.good and (asked or calendar.saves(at))
+                    if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
+                        requests.saved()
+                        with clock.part(Part.SAVING):
+                            meta = _meta(config, corpus, at, feed.position, judge.memory, goodput.wall_s())
                             saves.save(at, state, dataclasses.asdict(meta))
-                        if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop) and judge.good:
+                    if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop) and judge.good:
+                        with clock.part(Part.EVALUATING):
                             validation = evaluation.loss(state.trained)
-                            reporter.validation(at, validation)
+                        reporter.validation(at, validation)
                 if judge.finding:
-                    rollback, state = roll_back(saves, judge.finding, state, step, config.train.seed)
-                    at = rollback.step
-                    feed.jump(rollback.position, config.train.steps - at)
-                    for listener in (judge, reporter, profile):
-                        listener.go_back(rollback)
+                    with clock.part(Part.ROLLING_BACK):
+                        rollback, state = roll_back(checkpoints, saves, judge.finding, state, step, config.train.seed)
+                        at = rollback.step
+                        feed.jump(rollback.position, config.train.steps - at)
+                        for listener in (judge, reporter, profile):
+                            listener.go_back(rollback)
 
             # ------------------------------------------------------------ end
+            clock.enter(Part.ENDING)
             saves.wait()
             progress.close()
             if cluster.is_main():
@@ -135,7 +155,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
             if at < config.train.steps:
                 cluster.say(f"stopped at step {at} of {config.train.steps}, which is saved: the same command goes on from there")
                 return ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED
-            del state  # room for the sampler
+            del state, batch  # room for the sampler
         _conclude(config, corpus, validation, folder, at)
     return ExitStatus.FINISHED
 
@@ -144,20 +164,39 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, start_up: StartUp, u
 
 
 @contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[Signals]:
-    """A context in which no other run is at work in the folder, and a signal that ends this one leaves no lock. FolderError as `take`."""
+def _watched(config: Config, folder: pathlib.Path, clock: WallClock) -> Iterator[tuple[Signals, Watchdog]]:
+    """A context in which no other run is at work in the folder, and whatever ends this one, a signal or a hang, leaves no lock.
+
+    FolderError as RunLock.take.
+    """
     lock = RunLock(folder)
     try:
         with Signals(lock.release, notices=cluster.is_main()) as signals:
             cluster.from_main(lambda: lock.take(cluster.say), FolderError)
-            yield signals
+            peers = cluster.connect_peers()
+            with Watchdog(folder, peers, clock, config.train.hang_after, lock.release).watching() as watchdog:
+                yield signals, watchdog
     finally:
         lock.release()
 
 
-def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Config) -> Choice:
-    """The checkpoint that the run continues, if there is one. ConfigError if the run's config cannot continue it."""
-    choice = choose_together(directory)
+@contextlib.contextmanager
+def _timed(folder: pathlib.Path, clock: WallClock, choice: Choice) -> Iterator[GoodputLog]:
+    """A context whose wall time by parts is in the run's folder; says at its end, and draws, what became of that of all starts."""
+    goodput = GoodputLog(folder if cluster.is_main() else None, clock, choice.step or 0, choice.meta.wall_s if choice.meta else 0.0)
+    with contextlib.closing(goodput):
+        yield goodput
+        cluster.say(goodput.summary())
+    if cluster.is_main():
+        plot_goodput(folder)
+
+
+def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Config, damaged: Mapping[int, str] = NONE) -> Choice:
+    """The checkpoint that the run continues, if there is one. ConfigError if the run's config cannot continue it.
+
+    damaged: step → why, for those whose arrays turned out to be damaged.
+    """
+    choice = choose_together(directory, damaged)
     if choice.strangers:
         rest = f"the newest whole checkpoint is {choice.step}" if choice.step else "there is no whole checkpoint"
         cluster.say(f"passed over in {directory}: {choice}; {rest}")
@@ -167,21 +206,35 @@ def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Conf
     return choice
 
 
-def _prepare_corpus(config: Config, meta: Meta | None) -> Corpus:
-    """The corpus. DataError where processes read different ones, where it is not the checkpoint's, or for a prompt that cannot be."""
+def _choose_another(
+    directory: pathlib.Path, unresolved: Config, recipe: Config, config: Config, corpus: Corpus, damaged: Mapping[int, str]
+) -> Choice:
+    """The checkpoint that the run continues when newer ones turned out to be damaged. Errors as when it is chosen first."""
+    choice = _choose_checkpoint(directory, unresolved, recipe, damaged)
+    _refuse_another_corpus(corpus, choice)
+    _say_what_changed(choice, config)
+    return choice
+
+
+def _prepare_corpus(config: Config) -> Corpus:
+    """The corpus. DataError where processes read different ones, or for a prompt that cannot be."""
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
     if jax.process_count() > 1:
         checksum = np.frombuffer(bytes.fromhex(corpus.checksum), np.uint8)
         if not (multihost_utils.process_allgather(checksum) == checksum).all():
             raise DataError(f"data.source={corpus.source} is not the same corpus on every host: use a file that all of them share")
-    if meta and meta.checksum != corpus.checksum:
-        raise DataError(
-            f"data.source={corpus.source} has changed since the checkpoint (checksum {corpus.checksum[:12]}, "
-            f"then {meta.checksum[:12]}): put it back or use another --workdir"
-        )
     if config.train.sample_tokens:
         prompt_ids(corpus.tokenizer, config.train.sample_prompt, config.model.vocab_size)
     return corpus
+
+
+def _refuse_another_corpus(corpus: Corpus, choice: Choice) -> None:
+    """DataError where the corpus is not the checkpoint's."""
+    if choice.meta and choice.meta.checksum != corpus.checksum:
+        raise DataError(
+            f"data.source={corpus.source} has changed since the checkpoint (checksum {corpus.checksum[:12]}, "
+            f"then {choice.meta.checksum[:12]}): put it back or use another --workdir"
+        )
 
 
 def _say_what_changed(choice: Choice, config: Config) -> None:
@@ -201,14 +254,14 @@ def _loaders(config: Config, step: Step, corpus: Corpus) -> tuple[Loader, Loader
 
 
 def _compile(
-    config: Config, step: Step, data: Loader, corpus: Corpus, beside: concurrent.futures.Executor, start_up: StartUp
+    config: Config, step: Step, data: Loader, corpus: Corpus, beside: concurrent.futures.Executor, clock: WallClock
 ) -> tuple[Compiled, Compiled | None]:
     """The programs of a step and, of independent replicas, of an exchange; says what somebody wants to see before the first step."""
     state = step.abstract_state()
     lowered = {"step": step.train.lower(state, data.specification())}
     if step.exchange:
         lowered["exchange"] = step.exchange.lower(state)
-    tracing = start_up.ended("tracing")
+    clock.enter(Part.COMPILING)
     compiling = beside.submit(lambda: {name: cluster.compile_everywhere(name, program) for name, program in lowered.items()})
     held_out = f"{len(corpus.validation):,} tokens held out"
     cluster.say(
@@ -216,17 +269,18 @@ def _compile(
         f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {held_out}",
     )
     compiled = compiling.result()
-    cluster.say(*as_compiled(step, compiled["step"], tracing, start_up.ended("compiling")))
+    clock.enter(Part.STATE)
+    cluster.say(*as_compiled(step, compiled["step"], clock.spent(Part.TRACING), clock.spent(Part.COMPILING)))
     return compiled["step"], compiled.get("exchange")
 
 
-def _open_log(config: Config, folder: pathlib.Path, choice: Choice, began: float) -> tuple[MetricsWriter, Progress]:
+def _open_log(config: Config, folder: pathlib.Path, start: int, goodput: GoodputLog) -> tuple[MetricsWriter, Progress]:
     """What a step's results are written to and shown by; config.json is written too."""
-    main, start, ran_before = cluster.is_main(), choice.step or 0, choice.meta.wall_s if choice.meta else 0.0
+    main = cluster.is_main()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    log = MetricsWriter(folder if main else None, config.metrics.tensorboard, start, began, ran_before)
+    log = MetricsWriter(folder if main else None, config.metrics.tensorboard, start, goodput.wall_s)
     return log, Progress(config.train.steps, start, shown=main)
 
 

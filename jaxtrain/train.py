@@ -6,7 +6,6 @@ import os
 import pathlib
 import signal
 import sys
-import time
 
 from jaxtrain import BEGAN, cli
 from jaxtrain.config import Config, ConfigError, flags, one_line
@@ -15,8 +14,9 @@ from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.search_progress import SearchProgress
-from jaxtrain.run.start_up import StartUp, imports_without_collection
+from jaxtrain.run.start_up import imports_without_collection
 
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
@@ -35,7 +35,7 @@ def main(argv: list[str], began: float | None = None) -> int:
 
     began: when the command began, by time.monotonic; now if not given.
     """
-    start_up = StartUp(time.monotonic() if began is None else began)
+    clock = WallClock(began)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until there is something to save, Ctrl-C ends the process: compilation does not listen, and Python drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -53,20 +53,19 @@ def main(argv: list[str], began: float | None = None) -> int:
             from jaxtrain import loop
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
-    start_up.ended("imports")
+    clock.enter(Part.TABLE)
 
     try:
         ready = check_and_find_tables(config, flags.recipe)
         if not ready:
             return _leave(ExitStatus.INTERRUPTED)
-        start_up.ended("table")
         for note in unused_settings(ready.config) if cluster.is_main() else ():
             print(f"note: {note}", file=sys.stderr, flush=True)
         if flags.dry_run:
-            plan = dry_run(ready.resolved, ready.setup, start_up)
+            plan = dry_run(ready.resolved, ready.setup, clock)
             cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
         else:
-            return loop.run(ready.resolved, ready.setup, pathlib.Path(flags.workdir), start_up, unresolved=config, recipe=flags.recipe)
+            return loop.run(ready.resolved, ready.setup, pathlib.Path(flags.workdir), clock, unresolved=config, recipe=flags.recipe)
     except (ConfigError, RunError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return _leave(error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG)

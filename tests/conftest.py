@@ -38,6 +38,8 @@ jax.config.update("jax_enable_compilation_cache", False)
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
+    parser.addoption("--kills", type=int, default=3, help="random kills of a run in tests/chaos")
+    parser.addoption("--chaos_seed", type=int, default=0, help="of their moments")
     parser.addoption("--part", type=suite.parse_part, default=(1, 1), metavar="K/N", help="run the K-th of N parts of the tests")
 
 

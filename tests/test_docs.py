@@ -28,6 +28,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("ben
 README, ARCHITECTURE, FEATURES = ((ROOT / name).read_text() for name in ("README.md", "docs/architecture.md", "docs/features.md"))
 README_BYTES = 9 * 1024
 GLOSSARY_LINES = 20
+ENGINES = ("sbatch", "kubectl", "sky", "bash")  # commands that take a template of scripts/launch
 
 
 def section(text: str, title: str) -> str:
@@ -56,7 +57,7 @@ def mapped() -> list[str]:
 
 
 def test_the_map_has_every_file_and_no_other():
-    patterns = ("jaxtrain/**/*.py", "configs/*.py", "benchmarks/*.py", "scripts/*", "docs/*.*")
+    patterns = ("jaxtrain/**/*.py", "configs/*.py", "benchmarks/*.py", "scripts/*.*", "scripts/launch/*.*", "docs/*.*")
     sources = {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern) if path.name != "__init__.py"}
     assert not (missing := sources - set(mapped())), f"not in the map of files: {missing}"
     assert not (gone := [path for path in mapped() if not (ROOT / path).exists()]), f"only in the map of files: {gone}"
@@ -111,6 +112,10 @@ def check(command: str) -> None:
         check_train(rest, cluster_environment.SIMULATED_DEVICES if "--config=" not in command else None)
     elif first == "scripts/test.sh":
         assert (ROOT / first).exists() and set(rest) <= {"--full"}
+    elif first in ENGINES:
+        (template,) = [number for number, word in enumerate(rest) if word.startswith("scripts/launch/")]
+        assert (ROOT / rest[template]).is_file(), f"{rest[template]} does not exist"
+        check_train(rest[template + 1 :])
     elif first == "jaxtrain":
         if rest != ["--help"]:
             assert rest[0] in COMMANDS

@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from support import ROOT, small
+from support.damage import damage_numbers
 from support.plain_model import plain_model
 
 from jaxtrain import config as configs
 from jaxtrain import generate
+from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.checkpoint.steps import Meta
@@ -209,18 +212,32 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
     meta = json.loads((folder / "20" / "meta" / "metadata").read_text())
     meta["config"]["model"]["mlp_width"] = 99
     (folder / "20" / "meta" / "metadata").write_text(json.dumps(meta))
+    manifest.write(epath.Path(folder / "20"))
     (folder / "3" / "meta" / "metadata").write_text("{}")
     assert here(f"--workdir={tmp_path}", "--prompt=1 2", "--tokens=2", "--greedy") == 0
     out, err = capsys.readouterr()
     assert len(out.split()) == 4
     passed, figures, *_ = err.splitlines()
     why = r"its state's params/layers/mlp/\S+ is \[.*\], not \[.*\]"
-    assert re.fullmatch(rf"passed over: 20 \({why}\), 30 \(its state has no d/\w+\), 40 \(an empty folder\)", passed), passed
+    assert re.fullmatch(rf"passed over: 20 \({why}\), 30 \(state/d/\w+ is missing\), 40 \(an empty folder\)", passed), passed
     assert figures.startswith("step 12: ")
-    for step, reason in ((3, "its meta has no 'config'"), (20, why), (30, r"its state has no d/\w+"), (40, "an empty folder")):
+    for step, reason in ((3, "its meta has no 'config'"), (20, why), (30, r"state/d/\w+ is missing"), (40, "an empty folder")):
         error = refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1", f"--step={step}")
         assert re.search(rf"--step={step} is not whole: {reason} \(it has .*12.*\): use --step=12", error), error
+    # Of arrays, damage is found when they are read: then the one before is taken.
+    damage_numbers(folder / "12", "params.layers.mlp.up.weight/c/4")
+    assert f"{folder}/12/state: params/layers/mlp/up/weight cannot be read: its data is damaged" in refused(
+        capsys, here, f"--workdir={tmp_path}", "--prompt=1", "--tokens=2", "--step=12"
+    )
+    shutil.copytree(run / "checkpoints" / "3", folder / "2")
+    meta = json.loads((folder / "2" / "meta" / "metadata").read_text())
+    (folder / "2" / "meta" / "metadata").write_text(json.dumps(meta | {"step": 2}))
+    manifest.write(epath.Path(folder / "2"))
+    assert here(f"--workdir={tmp_path}", "--prompt=1 2", "--tokens=2", "--greedy") == 0
+    err = capsys.readouterr().err
+    assert ", 12 (params/layers/mlp/up/weight cannot be read: its data is damaged), 20 (" in err and "\nstep 2: " in err
     shutil.rmtree(folder / "12")
+    shutil.rmtree(folder / "2")
     assert "has no finished checkpoint; these are not whole: 3 (" in refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1")
 
 

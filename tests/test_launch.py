@@ -220,3 +220,61 @@ def test_gpus_are_shared_out():
     assert [e["JAX_LOCAL_DEVICE_IDS"] for e in launch.environments(2, 8)] == ["0,1,2,3", "4,5,6,7"]
     assert [e["JAX_LOCAL_DEVICE_IDS"] for e in launch.environments(2, 5)] == ["0,1", "2,3"]
     assert all("JAX_LOCAL_DEVICE_IDS" not in e for e in launch.environments(2, 1))
+
+
+RESTARTED = """
+import pathlib
+starts = pathlib.Path(f"starts{number}")
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+count = len(starts.read_text())
+while not all(pathlib.Path(f"starts{n}").exists() and len(pathlib.Path(f"starts{n}").read_text()) >= count for n in "01"):
+    time.sleep(0.01)
+ends = {ENDS}
+end = ends[count - 1] if count <= len(ends) else 0
+if number == "1" and end:
+    if end < 0:
+        os.kill(os.getpid(), -end)
+    sys.exit(end)
+if end == 75:
+    sys.exit(end)
+if end:
+    time.sleep(1000)
+"""
+
+
+def test_what_is_started_again():
+    assert [status for status in range(256) if launch.goes_on(status)] == [74, 75, 79, 80, *range(129, 130), *range(131, 256)]
+
+
+@pytest.mark.parametrize(("ends", "restarts", "status", "starts"), [((-9, 75), 5, 0, 3), ((80, 80), 1, 80, 2), ((80, 65), 5, 65, 2)])
+def test_restarts_where_that_helps(tmp_path, ends, restarts, status, starts):
+    """To the end; as often as asked for; not where it would end the same way again."""
+    (tmp_path / "program.py").write_text(PROGRAM + RESTARTED.replace("{ENDS}", repr(ends)))
+    command = [sys.executable, "-m", "jaxtrain.launch", "--module=program", "--devices_per_process=1", f"--restarts={restarts}"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert [len((tmp_path / f"starts{n}").read_text()) for n in (0, 1)] == [starts, starts]
+    assert len([line for line in done.stderr.splitlines() if line.startswith("restart ")]) == starts - 1
+
+
+def test_no_restart_after_a_signal_to_the_launcher(launch_program):
+    """It came from whoever wants the run to end."""
+    launched = launch_program(
+        """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+open(f"ready{number}", "w").write("1")
+while True:
+    time.sleep(0.01)
+"""
+    )
+    launched.pids("ready0", "ready1")
+    os.kill(launched.process.pid, signal.SIGTERM)
+    assert launched.end()[0] == 75
+
+
+def test_one_that_is_stopped_on_request_is_waited_for(launch_program):
+    """A cluster may tell one process alone; the others end in their own time, with the same status."""
+    launched = launch_program("wait()\nif number == '0':\n    time.sleep(2)\nprint('saved')\nsys.exit(75)")
+    status, out, err = launched.end()
+    assert (status, err) == (75, []) and sorted(out) == ["[0] saved", "[1] saved"]

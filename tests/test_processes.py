@@ -9,13 +9,12 @@ import pathlib
 import re
 import shutil
 import signal
-import time
 
 import pytest
 from support import train_runs as runs
+from support.damage import damage_numbers
+from support.processes import assert_gone, children, process_of_run
 from support.train_runs import settings
-
-from jaxtrain.run.exit_status import ExitStatus
 
 STEPS = 12
 DEVICES = 2  # of all processes together; those of --full have several each
@@ -74,30 +73,6 @@ def assert_same_trajectory(found: dict, expected: dict) -> None:
         assert norm == pytest.approx(expected[step][1], rel=1e-4, abs=0), f"step {step}"
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started and that still run."""
-    found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-        if int(parent) == pid and state != "Z":
-            found.append(int(path.parent.name))
-    return sorted(found)
-
-
-def command_line(pid: int) -> str:
-    return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
-
-
-def assert_gone(pids: list[int]) -> None:
-    end = time.monotonic() + 10
-    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < end, [command_line(pid) for pid in left]
-        time.sleep(0.05)
-
-
 @pytest.mark.full
 def test_ops_have_their_names_in_a_profile(single):
     """As the table's columns are named: the ops of the chunks, and what comes before and after them. On one device a trace has not all."""
@@ -145,6 +120,18 @@ def test_processes_continue_each_other(single, workdir):
 
 
 @pytest.mark.full
+def test_damage_that_one_process_meets_is_everybody_s(single, workdir):
+    """Each reads its stage's layers alone: the second one finds a damaged piece, and both take the step before."""
+    runs.copy_up_to(6, single, workdir)
+    damage_numbers(workdir / "checkpoints" / "6", "params.layers.mlp.up.weight/c/2")
+    done = train(workdir, 2, *settings(train__steps=8))
+    why = "6 (params/layers/mlp/up/weight cannot be read: its data is damaged); the newest whole checkpoint is 3"
+    assert f"[0] passed over in {workdir.name}/checkpoints: {why}" in done.out and "[0] continuing from step 3" in done.out
+    assert_same_trajectory(runs.losses(workdir), runs.losses(single))
+    assert list(runs.losses(workdir)) == list(range(1, 9)) and runs.unfinished(workdir) == ["6.broken-1"]
+
+
+@pytest.mark.full
 def test_processes_of_the_larger_model_continue_each_other(large, workdir):
     assert_continue_each_other(large, workdir, [4, 2, 1, 4, 1, 2], *runs.large("1x4x2"), devices=8)
 
@@ -160,35 +147,34 @@ def test_processes_on_other_meshes(large, workdir, processes, mesh):
     assert_same_trajectory(runs.losses(workdir), runs.losses(large))
 
 
-def test_sigterm_saves_and_stops_all_and_a_killed_one_ends_all(single, workdir):
-    """The launcher gets SIGTERM, and the run is saved. Then one process is killed: the launcher says so, nothing is left behind, and
-    what was saved by time is there."""
-    flags = settings(train__steps=10_000, checkpoint__every=0, mesh__stage=1, mesh__data=2)
-    with runs.running(workdir.parent, *launch(workdir, 2, *flags)) as command:
-        command.wait_for(lambda: runs.last_step(workdir) > 2, "a step")
-        started = children(command.process.pid)
-        command.signal(signal.SIGTERM)
-        done = command.end(status=ExitStatus.STOPPED)
-    step = runs.last_step(workdir)
-    assert f"[0] stopped at step {step} of 10000" in done.out
-    assert runs.checkpoints(workdir) == [step] and not runs.unfinished(workdir)
-    assert_gone(started)
+def test_one_that_is_told_to_stop_and_one_that_is_killed(single, workdir):
+    """The first as a cluster takes a machine away: all save the same step and stop, with a status of their own. Then a kill: the others
+    say who has gone. Each time the launcher starts the run again, which ends as if nothing had been; nobody is left behind."""
+    steps = 200
+    flags = settings(train__steps=steps, mesh__stage=1, mesh__data=2, checkpoint__every=50)
+    words = launch(workdir, 2, *flags)
+    words.insert(1, "--restarts=2")
+    with runs.running(workdir.parent, *words) as command:
+        command.wait_for(lambda: runs.last_step(workdir) > 0, "a step")
+        before = children(command.process.pid)
+        os.kill(process_of_run(command.process.pid, 1), signal.SIGTERM)
+        command.wait_for(lambda: "restart 1 of 2: the run ended with status 75" in command.errors(), "a stop on request")
+        step = runs.last_step(workdir)
+        assert f"[0] stopped at step {step} of {steps}" in command.output()
+        assert runs.checkpoints(workdir)[-1] == step < steps and not runs.unfinished(workdir)
 
-    by_time = settings(checkpoint__minutes=0.0001)
-    with runs.running(workdir.parent, *launch(workdir, 2, *flags, *by_time)) as command:
-        command.wait_for(lambda: runs.checkpoints(workdir)[-1] > step, "a save by time after going on")
+        command.wait_for(lambda: runs.last_step(workdir) > step, "a step after going on")
         assert f"continuing from step {step}" in command.output()
-        started = children(command.process.pid)
-        (victim,) = [pid for pid in started if "--process_id=1" in command_line(pid)]
-        os.kill(victim, signal.SIGKILL)
-        done = command.end(status=128 + signal.SIGKILL)
-    assert "process 1 failed with status 137; its last lines:" in done.err
-    assert_gone(started)
-
-    step = runs.checkpoints(workdir)[-1]
+        before += children(command.process.pid)
+        os.kill(process_of_run(command.process.pid, 1), signal.SIGKILL)
+        command.wait_for(lambda: "restart 2 of 2: the run ended with status " in command.errors(), "a kill")
+        assert re.search(r"^error: process 1 \(.+, pid \d+\) has gone without a word, after step \d+$", command.errors(), re.MULTILINE)
+        done = command.end()
+    assert "Traceback" not in done.err + done.out
+    assert_gone([pid for pid in before if pid != command.process.pid])
     found = runs.losses(workdir)
-    assert step in found
-    assert_same_trajectory({s: values for s, values in found.items() if s <= STEPS}, runs.losses(single))
+    assert list(found) == list(range(1, steps + 1))
+    assert_same_trajectory({step: found[step] for step in range(1, STEPS + 1)}, runs.losses(single))
 
 
 def test_what_every_process_finds_wrong(folder, workdir):

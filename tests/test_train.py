@@ -16,9 +16,11 @@ import time
 
 import pytest
 from support import train_runs as runs
+from support.damage import damage_numbers
 from support.train_runs import settings
 
 from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.run.goodput_log import REDONE, USEFUL, Goodput, read_goodput
 
 STEPS = 48  # of the run that is never stopped, and of those that are killed
 RESUMED, GOES_ON = 6, 12  # where other meshes take over, and until where
@@ -102,7 +104,7 @@ def test_metrics_config_and_files_of_a_run(whole):
     training = [record for record in records if "loss" in record]
     assert [record["step"] for record in training] == list(range(1, STEPS + 1))
     for record in training:
-        own = {"loss", "grad_norm", "learning_rate", "tokens", "batch", "step_time_s", "tokens_per_s", "mfu"}
+        own = {"loss", "grad_norm", "learning_rate", "tokens", "batch", "step_time_s", "tokens_per_s", "mfu", "goodput"}
         assert set(record) == {"step", "time", "wall_s"} | own
         assert record["tokens"] == record["step"] * 512 and record["batch"] == record["step"] - 1
         assert record["step_time_s"] > 0 and record["mfu"] is None
@@ -116,13 +118,18 @@ def test_metrics_config_and_files_of_a_run(whole):
     assert list(held_out) == [20, 40, STEPS] and held_out[20] > held_out[40] > held_out[STEPS]
     assert f"{held_out[STEPS]:.4f}" in done.out
     (start_up,) = [record for record in records if "start_up_s" in record]
-    parts = [start_up[f"{part}_s"] for part in ("imports", "table", "data", "tracing", "compiling", "state", "running")]
+    parts = [value for name, value in start_up.items() if name.endswith("_s") and name not in ("wall_s", "start_up_s")]
+    assert {"imports_s", "table_s", "data_s", "tracing_s", "compiling_s", "state_s", "stepping_s"} <= start_up.keys()
     assert start_up["step"] == 1 and all(part > 0 for part in parts) and sum(parts) == pytest.approx(start_up["start_up_s"], abs=0.01)
     assert start_up["start_up_s"] < done.seconds and "first step after" in done.err
     config = json.loads((workdir / "config.json").read_text())
     assert config["model"]["layers"] == 3 and config["mesh"]["data"] == 1 and config["train"]["steps"] == STEPS
     assert runs.checkpoints(workdir) == list(range(3, STEPS + 1, 3)) and not runs.unfinished(workdir)
-    assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert all((workdir / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "goodput.png"))
+    goodput = Goodput(read_goodput(workdir))
+    assert re.search(r"^goodput \d+\.\d % of \d+\.\d s in 1 start: ", done.out, re.MULTILINE) and 0 < training[-1]["goodput"] < 1
+    assert {USEFUL, "compiling", "evaluating"} <= goodput.parts().keys()
+    assert records[-1]["wall_s"] <= goodput.wall_s() < done.seconds and not goodput.parts()[REDONE]
     events = [path.read_bytes() for path in (workdir / "tensorboard").iterdir()]
     assert len(events) == 1 and b"train/loss" in events[0] and b"validation/validation_loss" in events[0]
 
@@ -180,6 +187,9 @@ def assert_killed_run_is_the_same(workdir, whole, moments: list[str], seed: int)
     assert ("continuing from step" in done.out) == bool(saved)
     assert "waiting" not in done.out + done.err and "absl" not in done.err  # the lock of a dead run; what its save has left
     assert runs.losses(workdir) == runs.losses(whole[0])
+    goodput, lines = Goodput(read_goodput(workdir)), read_goodput(workdir)
+    assert sum(goodput.parts().values()) + goodput.down_s == pytest.approx(lines[-1].time - lines[0].began, rel=0.02)
+    assert len(goodput.starts) > 1 and runs.read_metrics(workdir)[-1]["wall_s"] == pytest.approx(goodput.wall_s(), abs=5)
     assert runs.checkpoints(workdir)[-1] == STEPS and not runs.unfinished(workdir)
 
 
@@ -262,6 +272,7 @@ def test_the_newest_whole_checkpoint_is_used_and_what_differs_is_said(whole, wor
     runs.copy_up_to(9, whole[0], workdir)
     checkpoints = workdir / "checkpoints"
     (checkpoints / "9" / "meta" / "metadata").write_text('{"config": {"mod')
+    damage_numbers(checkpoints / "6", "params.layers.mlp.up.weight/c/1")
     (checkpoints / "10").mkdir()
     (checkpoints / "notes.txt").write_text("")
     flags = settings(train__steps=10, checkpoint__every=0, checkpoint__minutes=0.00001, optimizer__learning_rate=0.1)
@@ -269,13 +280,17 @@ def test_the_newest_whole_checkpoint_is_used_and_what_differs_is_said(whole, wor
     lines = done.out.splitlines()
     said = "9 (its meta is no JSON), 10 (an empty folder), notes.txt (no step's name); the newest whole checkpoint is 6"
     assert lines[0] == f"passed over in {workdir.name}/checkpoints: {said}"
-    at = lines.index("changed since the checkpoint of step 6:")
+    damaged = "6 (params/layers/mlp/up/weight cannot be read: its data is damaged)"
+    said = said.replace("is 6", "is 3")
+    again = lines.index(f"passed over in {workdir.name}/checkpoints: {damaged}, {said}")
+    at = lines.index("changed since the checkpoint of step 3:")
+    assert at > again
     changes = ["optimizer.learning_rate: 0.005 → 0.1", "train.steps: 48 → 10", "train.eval_every: 20 → 0"]
     changes += ["checkpoint.every: 3 → 0", "checkpoint.minutes: 10.0 → 1e-05", "metrics.tensorboard: true → false"]
     assert lines[at + 1 : at + 7] == [f"  {change}" for change in changes] and not lines[at + 7].startswith(" ")
-    assert "continuing from step 6" in lines[at:]
-    assert {7, 8, 9} & set(runs.checkpoints(workdir)) and runs.checkpoints(workdir)[-1] == 10
-    assert sorted(runs.unfinished(workdir)) == ["10.broken-1", "9.broken-1", "notes.txt"]
+    assert "continuing from step 3" in lines[at:] and min(runs.losses(workdir)) == 1
+    assert set(range(4, 10)) & set(runs.checkpoints(workdir)) and runs.checkpoints(workdir)[-1] == 10
+    assert sorted(runs.unfinished(workdir)) == ["10.broken-1", "6.broken-1", "9.broken-1", "notes.txt"]
     assert (checkpoints / "9.broken-1" / "state").exists() and "Traceback" not in done.err
 
 
@@ -283,7 +298,7 @@ def test_broken_checkpoints_alone_are_no_new_start(stopped):
     """It would push aside what may be all that is left of a long run."""
     for step in runs.checkpoints(stopped):
         (stopped / "checkpoints" / str(step) / "state" / "manifest.ocdbt").unlink()
-    why = "its state has no manifest.ocdbt"
+    why = "state/manifest.ocdbt is missing"
     message = assert_refused(stopped, status=ExitStatus.STORAGE)
     assert message.startswith(f"{stopped.name}/checkpoints has no whole checkpoint: 3 ({why}), 6 ({why}): move it away to begin anew")
 

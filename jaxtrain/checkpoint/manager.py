@@ -10,6 +10,7 @@ processes finishing together, and to the atomic end of a save. What else may lie
 save whatever has a step's name and is no whole step gets another name.
 """
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -23,9 +24,10 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxtrain.checkpoint import steps
+from jaxtrain.checkpoint import manifest, steps
+from jaxtrain.checkpoint.database import STATE
 from jaxtrain.checkpoint.layout import stored_arrays
-from jaxtrain.checkpoint.steps import BROKEN, META, STATE, TO_TRAIN, CheckpointError, Choice, Meta, Stranger, choose, read_meta
+from jaxtrain.checkpoint.steps import BROKEN, META, TO_TRAIN, CheckpointError, Choice, Meta, Shapes, Stranger, choose, read_meta
 from jaxtrain.checkpoint.storage import host_tree, read_tree, tree_handler
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
@@ -50,14 +52,14 @@ def latest_step(directory: str | os.PathLike) -> int | None:
     return cluster.from_main(lambda: choose(directory, {}).step, CheckpointError)
 
 
-def choose_together(directory: str | os.PathLike, before: int | None = None) -> Choice:
-    """The step that a run goes on from, one `before` this if that is given, and what else is there: process 0's answer, on every process.
+def choose_together(directory: str | os.PathLike, damaged: Mapping[int, str] = steps.NONE, before: int | None = None) -> Choice:
+    """The step that a run goes on from, and what else is there: process 0's answer, on every process. damaged, before: as in `choose`.
 
     Raises CheckpointError where there is no whole step, but something of one: a run that begins anew would push it aside.
     """
 
     def decide() -> dict:
-        choice = choose(directory, TO_TRAIN, wrong_arrays, before)
+        choice = choose(directory, TO_TRAIN, wrong_arrays, damaged, before)
         if choice.step is None and any(s.holds for s in choice.strangers):
             lost = ", ".join(str(s) for s in choice.strangers if s.holds)
             raise CheckpointError(f"{directory} has no whole checkpoint: {lost}: move it away to begin anew, or use another --workdir")
@@ -68,12 +70,12 @@ def choose_together(directory: str | os.PathLike, before: int | None = None) -> 
     return Choice(values["step"], meta, tuple(values["steps"]), tuple(Stranger(**stranger) for stranger in values["strangers"]))
 
 
-def wrong_arrays(meta: Meta, state: pathlib.Path, trained_alone: bool = False) -> str:
+def wrong_arrays(meta: Meta, stored: Shapes, trained_alone: bool = False) -> str:
     """Which array of a state is missing or is not as the config in its meta makes it, in words; "" if none.
 
-    trained_alone: of the parameters that are evaluated and used.
+    stored: the shapes of its arrays; trained_alone: of the parameters that are evaluated and used.
     """
-    stored, config = steps.stored_shapes(state), meta.stored_config().resolve()
+    config = meta.stored_config().resolve()
     trained = "anchor/" if config.train.diloco_inner_steps else "params/"
     for name, shape in expected_shapes(config).items():
         if trained_alone and not name.startswith(trained):
@@ -107,6 +109,7 @@ def restore(directory: str | os.PathLike, step: int, abstract: Any, stored_shape
 
     Raises:
       CheckpointError: no such step, or an array that is not stored or has another shape or dtype.
+      DamageError: an array is damaged.
       ValueError: `abstract` is not laid out as the placement says.
     """
     directory = pathlib.Path(directory).absolute()
@@ -115,6 +118,16 @@ def restore(directory: str | os.PathLike, step: int, abstract: Any, stored_shape
         raise CheckpointError(f"{directory} has no checkpoint of step {step}")
     arrays = stored_arrays(abstract, stored_shapes, placement)
     return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays, placement))
+
+
+class _UnfinishedStep(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A folder that is being saved. Process 0 finishes it, in the background, when all have written their part."""
+
+    async def finalize(self) -> None:
+        """Gives the folder its name; if it is a step, and not one of its parts, writes its manifest."""
+        await super().finalize()
+        if self.get_final().name not in (STATE, META):
+            await asyncio.to_thread(manifest.write, self.get_final())
 
 
 class Checkpointer:
@@ -185,6 +198,7 @@ class Checkpointer:
             create=True,
             cleanup_tmp_directories=True,  # what an interrupted save has left; only the run that writes may delete it
             single_host_load_and_broadcast=True,  # as in latest_step: all processes must see the same steps
+            temporary_path_class=_UnfinishedStep,
         )
         handlers = {STATE: tree_handler(), META: ocp.JsonCheckpointHandler()}
         return ocp.CheckpointManager(epath.Path(self._directory), options=options, item_handlers=handlers)
@@ -216,10 +230,6 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """The newest finished step, None if there is none."""
         return latest_step(self._directory)
-
-    def choose_together(self, before: int) -> Choice:
-        """The newest whole step before this one. Every process must call it; errors as of the function."""
-        return choose_together(self._directory, before)
 
     def read_meta(self, step: int) -> dict:
         """The JSON that was saved with a step. Raises CheckpointError if there is none."""

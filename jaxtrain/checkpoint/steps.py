@@ -1,13 +1,13 @@
 """Which steps in a folder of checkpoints are whole, and what else lies there. Nothing is written here, and no array is read.
 
     checkpoints/
-      200/                      a step, if state/ and meta/ in it are whole
+      200/                      a step, if state/, meta/ and manifest.json in it are whole
       300.orbax-checkpoint-tmp  a save that did not end: of no interest, the next save removes it
       100.broken-1              what was set aside
       anything else             a stranger
 
-A state is an OCDBT database: a manifest names a tree of keys, whose leaves say in which file, where and how long each value is. So what
-is missing or cut off is known from the tree and the sizes of files. Damage inside of a value is not.
+A step is whole if all files are there with the sizes and checksums of its manifest (manifest.py), and its state is a database that is
+whole (database.py). Damage inside of an array's numbers is not known from these: whoever reads an array finds it (storage.py).
 
 No jax: commands find out what is wrong before they start it.
 """
@@ -18,17 +18,23 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import tensorstore as ts
+from etils import epath
 
+from jaxtrain.checkpoint import database, manifest
+from jaxtrain.checkpoint.database import STATE, DatabaseError
+from jaxtrain.checkpoint.manifest import ManifestError
 from jaxtrain.config import Config, ConfigError, from_dict, history
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
-STATE, META = "state", "meta"
+META = "meta"
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
 _STEP = re.compile("0|[1-9][0-9]{0,9}")
+
+# The version of a meta (config/history.py) since which a step has a manifest.
+MANIFEST_SINCE = 3
 
 # What a run stores beside its state, and what of it is needed to train, and to generate.
 TO_TRAIN: Mapping[str, type] = {"config": dict, "step": int, "checksum": str, "tokenizer": dict}
@@ -40,6 +46,14 @@ class CheckpointError(RunError):
     """A checkpoint that cannot be read or written as asked; the message is one line."""
 
     status = ExitStatus.STORAGE
+
+
+class DamageError(CheckpointError):
+    """A step that turned out to be damaged when its arrays were read. what: the damage, in words, without the step."""
+
+    def __init__(self, folder: str | os.PathLike, what: str):
+        super().__init__(f"{folder}: {what}")
+        self.what = what
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,15 +126,38 @@ class Choice:
         return ", ".join(map(str, self.strangers))
 
 
-def nothing_wrong(meta: Meta, state: pathlib.Path) -> str:
+Shapes = Mapping[str, tuple[int, ...]]  # array → shape
+NONE: Mapping[int, str] = {}
+Judge = Callable[[Meta, Shapes], str]  # of a step with this meta and these arrays, what is wrong with it, in words; "" if nothing is
+
+
+def nothing_wrong(meta: Meta, shapes: Shapes) -> str:
     """The `wrong` of `choose` that finds nothing."""
     return ""
+
+
+def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: Judge = nothing_wrong) -> str:
+    """What is wrong with a step's folder that has this meta, in words; "" if it is whole. The numbers of its arrays are not read."""
+    folder = epath.Path(step)
+    try:
+        listed = manifest.read(folder)
+        if listed is None and meta.version >= MANIFEST_SINCE:
+            return f"it has no {manifest.FILE}"
+        if listed and (damage := listed.damage(folder)):
+            return damage
+        values = database.read(folder / STATE)
+        return (listed.damage_beside(folder, values) if listed else "") or wrong(meta, database.shapes(values))
+    except ManifestError as error:
+        return str(error)
+    except DatabaseError as error:
+        return f"its state {error}"
 
 
 def choose(
     directory: str | os.PathLike,
     needs: Mapping[str, type],
-    wrong: Callable[[Meta, pathlib.Path], str] = nothing_wrong,
+    wrong: Judge = nothing_wrong,
+    damaged: Mapping[int, str] = NONE,
     before: int | None = None,
 ) -> Choice:
     """The newest whole step, and what else is there.
@@ -128,8 +165,9 @@ def choose(
     Args:
       directory: the folder of checkpoints; it need not exist.
       needs: what a meta must have, as TO_TRAIN.
-      wrong: (meta, the state's folder) → what is wrong beside that, in words, or "". Asked of the newest step, then of the one before.
-      before: later steps, and this one, are not looked at; None: all are.
+      wrong: asked of the newest step that is whole otherwise, then of the one before.
+      damaged: step → what is wrong with it, for steps of which that is known.
+      before: this step and later ones are not looked at; None: all are.
 
     Raises:
       CheckpointError: the folder cannot be read.
@@ -138,8 +176,7 @@ def choose(
     metas, strangers = _look(folder, needs)
     metas = {step: meta for step, meta in metas.items() if before is None or step < before}
     for step in sorted(metas, reverse=True):
-        state = folder / str(step) / STATE
-        why = incomplete(state) or wrong(metas[step], state)
+        why = damaged.get(step) or what_is_wrong(folder / str(step), metas[step], wrong)
         if not why:
             return Choice(step, metas[step], tuple(sorted(metas)), _sorted(strangers))
         strangers.append(Stranger(str(step), why, step, holds=True))
@@ -256,68 +293,3 @@ def _lacks(meta: dict, step: int, needs: Mapping[str, type]) -> str:
         except ConfigError as error:
             return f"in its meta's config {error.field}={error.value!r:.40} {error.rule}"
     return ""
-
-
-# --- the state's database --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """A value of the database: its key, and its bytes, if they stand in the tree itself, or where they are."""
-
-    key: str
-    inline: bytes | None
-    file: str
-    stop: int
-
-
-def incomplete(folder: pathlib.Path) -> str:
-    """What is missing or cut off of a state, in words; "" if nothing is."""
-    sizes: dict[str, int] = {}
-    try:
-        for entry in _entries(folder):
-            if entry.inline is None:
-                if entry.file not in sizes:
-                    sizes[entry.file] = (folder / entry.file).stat().st_size
-                if sizes[entry.file] < entry.stop:
-                    return f"its state is cut off: {STATE}/{entry.file} has {sizes[entry.file]:,} bytes of at least {entry.stop:,}"
-    except FileNotFoundError as error:
-        return f"its state has no {os.path.relpath(error.filename, folder)}"
-    except OSError as error:
-        return f"its state cannot be read: {error.strerror}"
-    except ValueError:  # TensorStore's, for whatever it cannot make sense of
-        return "its state is damaged"
-    return ""
-
-
-def stored_shapes(folder: pathlib.Path) -> dict[str, tuple[int, ...]]:
-    """Array → shape of a state that is not incomplete; names as in memory, "params/embed/table"."""
-    arrays = ((e.key.removesuffix("/.zarray"), e.inline) for e in _entries(folder) if e.key.endswith("/.zarray") and e.inline is not None)
-    return {name.replace(".", "/"): tuple(json.loads(inline)["shape"]) for name, inline in arrays}
-
-
-def _entries(folder: pathlib.Path) -> Iterator[_Entry]:
-    """All values of the newest version. OSError or ValueError where the tree cannot be read."""
-    (folder / "manifest.ocdbt").stat()  # FileNotFoundError: TensorStore takes a database without one for an empty one
-    base = ts.KvStore.open({"driver": "file", "path": f"{folder.absolute()}/"}).result()
-    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
-    nodes = [("", root["location"])] if "location" in root else []
-    while nodes:
-        prefix, location = nodes.pop()
-        file, stop = _place(location)
-        if (folder / file).stat().st_size < stop:
-            raise ValueError(f"{file} is cut off")
-        node = ts.ocdbt.dump(base, node=location).result()
-        for entry in node["entries"]:
-            if "location" in entry:
-                nodes.append((prefix + entry["subtree_common_prefix"].decode(), entry["location"]))
-            else:
-                inline = entry.get("inline_value")
-                yield _Entry(prefix + entry["key"].decode(), inline, *(("", 0) if inline is not None else _place(entry["indirect_value"])))
-
-
-def _place(location: str) -> tuple[str, int]:
-    """(file, end of the bytes in it) of "value:ocdbt.process_0/:d/0123:512:16", where the last two are offset and length."""
-    path, offset, length = location.partition(":")[2].rsplit(":", 2)
-    base, _, file = path.partition(":")
-    return base + file, int(offset) + int(length)

@@ -2,8 +2,9 @@
 
 Orbax writes a jax.Array only if every process holds a shard of it and all its shards are alike, which a layer that lives on one
 stage does not do. So saving hands Orbax the numbers already on the host, as `HostArray`s: a shard is copied from device memory
-once, whole, and cut on the host, so that saving takes no device memory. What is written is an ordinary Orbax checkpoint (zarr
-arrays in an OCDBT database), and any Orbax program restores it.
+once, whole, and cut on the host, so that saving takes no device memory. What is written is an ordinary Orbax checkpoint (zarr 3
+arrays in an OCDBT database), and any Orbax program restores it. Every piece is stored with its checksum (the codec crc32c of zarr 3),
+which TensorStore compares whenever it reads the piece; arrays of zarr 2, which was written before, are read too, and have none.
 
 Restoring goes straight from the files into host buffers shaped like the shards that this process needs, one leaf at a time, and
 from there onto the devices: no array but the result ever exists in device memory.
@@ -22,12 +23,15 @@ import tensorstore as ts
 from etils import epath
 
 from jaxtrain.checkpoint.layout import Bounds, Part, StoredArray, holders, piece_shape, regions, writers
-from jaxtrain.checkpoint.steps import CheckpointError
+from jaxtrain.checkpoint.steps import CheckpointError, DamageError
 from jaxtrain.parallel import host_memory
 from jaxtrain.schedule.placement import Placement
 
 # How much is written at a time.
 WRITE_BYTES = 128 * 2**20
+
+# What becomes of a piece's numbers before they are stored: bytes, then four more that are their checksum.
+CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,6 +91,7 @@ def _write_spec(value: HostArray, info: Any) -> ts.Spec:
     spec = ocp.type_handlers.get_json_tspec_write(
         info, use_ocdbt=True, global_shape=value.shape, local_shape=value.piece, dtype=value.dtype, process_index=jax.process_index()
     )
+    spec["metadata"]["codecs"] = CODECS  # instead of Orbax's, which have no checksum of the numbers
     return ts.Spec(spec)
 
 
@@ -95,7 +100,7 @@ def tree_handler() -> ocp.PyTreeCheckpointHandler:
     handler = HostArrayHandler()
     registry = ocp.type_handlers.create_type_handler_registry((HostArray, handler), (jax.Array, handler))
     # Compressing trained weights saves 8 % and costs more processor time than writing them.
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False, use_zarr3=True)
 
 
 def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> dict:
@@ -137,8 +142,8 @@ def read_tree(directory: epath.Path, arrays: list[StoredArray], placement: Place
     """Reads `arrays` from an Orbax tree: the leaves in memory, in their order. Each process reads what its devices need.
 
     Raises:
-      CheckpointError: an array is not stored, has another shape or dtype, or is damaged. The first three are known before
-        anything is read.
+      CheckpointError: an array is not stored, or has another shape or dtype, which is known before anything is read.
+      DamageError: an array is damaged, or a piece of it is missing.
     """
     sources = _open(directory, arrays)
     leaves: dict[int, jax.Array] = {}
@@ -147,36 +152,56 @@ def read_tree(directory: epath.Path, arrays: list[StoredArray], placement: Place
             try:
                 leaves[part.leaf] = _read_part(source, array, part, placement)
             except ValueError as error:  # TensorStore's for whatever is wrong with the data
-                raise CheckpointError(f"{directory}: {array.name} {_in_words(error)}") from error
+                raise _error(directory, array, error) from error
     return [leaves[i] for i in sorted(leaves)]
 
 
 def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorStore]:
     context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
 
-    def begin(array: StoredArray) -> ts.Future:
+    def begin(array: StoredArray, zarr3: bool) -> ts.Future:
         # Orbax's name for the path in the tree.
-        info = ocp.type_handlers.ParamInfo(name=array.name.replace("/", "."), parent_dir=directory, ts_context=context)
+        info = ocp.type_handlers.ParamInfo(name=array.name.replace("/", "."), parent_dir=directory, ts_context=context, use_zarr3=zarr3)
         return ts.open(ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)), open=True, context=context)
 
+    def opened(array: StoredArray, opening: ts.Future) -> ts.TensorStore:
+        try:
+            return opening.result()
+        except ValueError as error:
+            if not str(error).startswith("NOT_FOUND"):
+                raise
+            return begin(array, zarr3=False).result()
+
     sources = []
-    for array, opening in [(array, begin(array)) for array in arrays]:
+    for array, opening in [(array, begin(array, zarr3=True)) for array in arrays]:
         expected = f"{array.dtype}{list(array.shape)} is wanted"
         try:
-            source = opening.result()
+            source = opened(array, opening)
         except ValueError as error:
-            missing = f"; {expected}" * str(error).startswith("NOT_FOUND")
-            raise CheckpointError(f"{directory}: {array.name} {_in_words(error)}{missing}") from error
+            if str(error).startswith("NOT_FOUND"):
+                raise CheckpointError(f"{directory}: {array.name} is not stored; {expected}") from error
+            raise _error(directory, array, error) from error
         if (source.shape, source.dtype.numpy_dtype) != (array.shape, array.dtype):
             raise CheckpointError(f"{directory}: {array.name} is stored as {source.dtype.name}{list(source.shape)}; {expected}")
         sources.append(source)
     return sources
 
 
-def _in_words(error: ValueError) -> str:
-    """What TensorStore's error, which begins with a code, says of an array."""
-    words = {"NOT_FOUND": "is not stored", "PERMISSION_DENIED": "may not be read", "RESOURCE_EXHAUSTED": "needs more memory than there is"}
-    return words.get(str(error).partition(":")[0], "cannot be read: its data is damaged")
+def _error(directory: epath.Path, array: StoredArray, error: ValueError) -> CheckpointError:
+    """What TensorStore's error, which begins with a code, says of an array that is stored."""
+    code = str(error).partition(":")[0]
+    if code in _NO_DAMAGE:
+        return CheckpointError(f"{directory}: {array.name} {_NO_DAMAGE[code]}")
+    damage = "a piece of it is missing" if code == "NOT_FOUND" else "its data is damaged"
+    return DamageError(directory, f"{array.name} cannot be read: {damage}")
+
+
+_NO_DAMAGE = {
+    "PERMISSION_DENIED": "may not be read",
+    "RESOURCE_EXHAUSTED": "needs more memory than there is",
+    "UNAVAILABLE": "cannot be read: the storage does not answer",
+    "DEADLINE_EXCEEDED": "cannot be read: the storage does not answer in time",
+}
 
 
 def _read_part(source: ts.TensorStore, array: StoredArray, part: Part, placement: Placement) -> jax.Array:

@@ -6,6 +6,7 @@ it stands for what the code did then, which need not be its default.
     version 1   (not written) groups of experts were scored by their best ceil(experts_per_token / router_group_limit); modules of
                 multi-token prediction read the residual stream before the norm
     version 2   model.router_group_best; these modules read the stream after the norm
+    version 3   (the same configs) a checkpoint has a manifest
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, ModelConfig, checks
 from jaxtrain.config.surroundings import NOTHING, Surroundings
 
-VERSION = 2
+VERSION = 3
 
 
 def stored_config(values: dict[str, Any], version: int) -> Config:

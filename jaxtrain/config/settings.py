@@ -236,6 +236,11 @@ class TrainConfig:
     )
     spike_steps: int = setting(3, "spikes in a row that take the run back", at_least=1)
     rollbacks: int = setting(3, "times that a run goes back to a checkpoint, before it ends", at_least=1)
+    hang_after: float = setting(
+        30.0,
+        "seconds without a finished step (or three times the longest) after which a hung run ends; 0: never",
+        at_least=0,
+    )
     profile_steps: int = setting(0, "steps traced by jax.profiler, from the run's third", at_least=0)
     sample_prompt: str = setting("", "start of the sample printed at the end")
     sample_tokens: int = setting(0, "tokens of the sample printed at the end; 0: no sample", at_least=0)

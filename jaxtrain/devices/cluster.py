@@ -5,9 +5,11 @@ Open MPI, a TPU slice. jax detects the addresses; what is decided here is whethe
 for others. cluster_environment.py reads the environment; starting processes on one machine is launch.py.
 """
 
+import dataclasses
 import itertools
 import json
 import os
+import socket
 import sys
 import traceback
 import types
@@ -21,8 +23,14 @@ from jax.experimental import multihost_utils
 from jax.stages import Compiled, Lowered
 
 from jaxtrain.devices.cluster_environment import job, local_gpus, several_processes, visible_gpus
+from jaxtrain.run import watchdog
+from jaxtrain.run.peers import Address, Peers, PeersError
 
 BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
+# Seconds until jax finds out by itself that a process is gone, where the run's own connections (run/peers.py) do not tell; and until it
+# goes without the others at the end.
+HEARTBEAT_TIMEOUT_S, SHUTDOWN_TIMEOUT_S = 50, 60
+FAULT_OR_PEER_S = 5.0  # seconds in which an error turns out to be the death of another process
 _questions = itertools.count()
 
 
@@ -38,12 +46,36 @@ def initialize(namespace: types.SimpleNamespace) -> None:
     # jax's own preemption service takes SIGTERM away from the process; the training loop handles it.
     jax.config.update("jax_enable_preemption_service", False)
     devices = None if environment.get("JAX_LOCAL_DEVICE_IDS") else local_gpus(environment, visible_gpus(environment))
-    jax.distributed.initialize(**job(namespace, environment), local_device_ids=devices)
+    jax.distributed.initialize(
+        **job(namespace, environment),
+        local_device_ids=devices,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
+    )
     sys.excepthook = _leave_at_once
+    watchdog.outlive_abort()
+
+
+def connect_peers() -> Peers | None:
+    """The connections of this process to the others of the run; None where it is alone. Every process must call this.
+
+    Where process 0 cannot be reached a line says so, and the run goes on without: jax alone then sees that a process has gone.
+    """
+    if jax.process_count() == 1:
+        return None
+    peers = Peers(jax.process_index(), jax.process_count())
+    address = from_main(lambda: dataclasses.asdict(peers.listen()), PeersError)
+    if not is_main():
+        try:
+            peers.connect(Address(tuple(address.pop("hosts")), **address), socket.gethostname())
+        except PeersError as error:
+            print(f"warning: {error}: processes that hang or go will be found late", file=sys.stderr, flush=True)
+    return peers
 
 
 def _leave_at_once(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     """An uncaught error ends the process now: jax's shutdown would wait minutes for the others, which wait for this one's collectives."""
+    watchdog.wait_for_ending(FAULT_OR_PEER_S)
     traceback.print_exception(kind, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -114,6 +146,19 @@ def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
     if "refusal" in answer:
         raise refusal(answer["refusal"])
     return answer["value"]
+
+
+def texts_of_all(text: str) -> list[str]:
+    """The text that each process gave, by process. Every process must call it, at the same point of the program."""
+    if jax.process_count() == 1:
+        return [text]
+    barrier(f"texts of all {next(_questions)}")  # some may come later than the others' collectives wait
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(encoded.size)).ravel()
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: encoded.size] = encoded
+    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [row[:size].tobytes().decode() for row, size in zip(np.asarray(rows, np.uint8), sizes, strict=True)]
 
 
 def _on_tpu_vm(environment: Mapping[str, str]) -> bool:

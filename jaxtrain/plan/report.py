@@ -19,7 +19,8 @@ from jaxtrain.parallel.experts import room_of
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.plan.account import Entry, account, busiest, exchange_account
 from jaxtrain.plan.ops import NUMBER, Sizes
-from jaxtrain.run.start_up import StartUp
+from jaxtrain.run import start_up
+from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.training.state import OUTER, bytes_per_device
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
@@ -123,7 +124,7 @@ def state_memory(config: Config, step: Step) -> dict[str, int]:
 @dataclasses.dataclass(frozen=True)
 class DryRun:
     """A step that was compiled and not run. `stage`: of which the account is, the busiest; `exchange`: of replicas that train apart;
-    memory in bytes on a device; seconds of the command by part, as `StartUp.record` has them."""
+    memory in bytes on a device; seconds of the command by part, as `start_up.record` has them."""
 
     introduction: list[str]
     mesh: dict[str, int]
@@ -153,24 +154,24 @@ class DryRun:
         return json.dumps({"mesh": mesh, "stage": self.stage} | accounts | {"memory": memory, "seconds": self.seconds})
 
 
-def dry_run(config: Config, setup: Setup, start_up: StartUp) -> DryRun:
+def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
     """Compiles the step of a resolved config, whose tables are in `setup`, for this process's devices. Raises ConfigError for what cannot
-    be made. start_up: of the command."""
+    be made. clock: of the command."""
+    clock.enter(Part.TRACING)
     mesh = meshes.make_mesh(meshes.sizes_of(config.mesh))
     cpu = jax.default_backend() == "cpu"
     with jax.set_mesh(mesh):
         step = make_step(config, mesh, setup)
         lowered = step.train.lower(step.abstract_state(), abstract_batch(config, step))
-        tracing = start_up.ended("tracing")
-        compiled = lowered.compile()
-        compiling = start_up.ended("compiling")
-        lines = [*introduction(config, step), *as_compiled(step, compiled, tracing, compiling)]
+        with clock.part(Part.COMPILING):
+            compiled = lowered.compile()
+        lines = [*introduction(config, step), *as_compiled(step, compiled, clock.spent(Part.TRACING), clock.spent(Part.COMPILING))]
     stage = busiest(config, cpu)
     device = mesh.devices.flat[0].device_kind
     shape = {name: int(size) for name, size in mesh.shape.items()}
     accounts = account(config, stage, cpu), exchange_account(config, cpu)
     memory = compiled_memory(compiled), state_memory(config, step)
-    return DryRun(lines, shape, device, stage, *accounts, *memory, start_up.record())
+    return DryRun(lines, shape, device, stage, *accounts, *memory, start_up.record(clock))
 
 
 def _as_dicts(entries: list[Entry]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
     metrics.jsonl    one JSON object a line, the record of everything; a number that is not finite is null
       {"step": 10, "time": 1763786000.123, "wall_s": 12.5, "loss": 3.21, "grad_norm": 0.8, "learning_rate": 3e-4, "tokens": 20480,
-       "batch": 9, "step_time_s": 0.1, "tokens_per_s": …, "mfu": …}
+       "batch": 9, "step_time_s": 0.1, "tokens_per_s": …, "mfu": …, "goodput": 0.7}
       {"step": 100, "time": …, "wall_s": …, "validation_loss": 3.4, …}
       {"step": 1, "time": …, "wall_s": …, "start_up_s": 9.1, "imports_s": 2.0, …}     once a start (start_up.py)
       {"step": 60, "time": …, "wall_s": …, "rolled_back_from": 75, "next_batch": 75, "why": …, "rollbacks": 1}
@@ -12,6 +12,7 @@
     skipped         updates skipped so far, where the run skips those whose numbers are not finite
     time            Unix seconds at which the record was written
     wall_s          seconds that the run has run: all its starts, compiling and what a kill has cost too, without the time between starts
+    goodput         the share of wall_s that went into steps which count (goodput_log.py)
     step_time_s …   means over the steps since the training record before, without evaluations and saves
 
 Values are made elsewhere; nothing here touches a device. Libraries that are slow to import are imported where they are used.
@@ -23,7 +24,10 @@ import os
 import pathlib
 import re
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
+
+from jaxtrain.run.goodput import WallClock
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
 ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
@@ -124,8 +128,7 @@ class MetricsWriter:
       workdir: made if need be. None: nothing is written (for the processes that keep no log).
       tensorboard: whether event files are written too.
       resume_step: the step that the run goes on from: records of later steps are dropped, for they will come again. 0 begins anew.
-      began: when this start of the run began, by time.monotonic; now if not given.
-      ran_before: seconds that the run had run when the checkpoint was saved that it goes on from. Records may know of more.
+      wall_s: seconds that the run has run by now, all its starts together; the writer's own if not given.
     """
 
     def __init__(
@@ -133,13 +136,11 @@ class MetricsWriter:
         workdir: str | os.PathLike | None,
         tensorboard: bool = True,
         resume_step: int = 0,
-        began: float | None = None,
-        ran_before: float = 0.0,
+        wall_s: Callable[[], float] | None = None,
     ):
         self._file: TextIO | None = None
         self._events: Any = None
-        self._began = time.monotonic() if began is None else began
-        self._ran_before = ran_before
+        self._wall_s = wall_s or WallClock().wall_s
         if workdir is None:
             return
         workdir = pathlib.Path(workdir)
@@ -147,12 +148,10 @@ class MetricsWriter:
         self._workdir, self._tensorboard = workdir, tensorboard
         if resume_step == 0:
             (workdir / ROLLED_BACK_FILE).unlink(missing_ok=True)
-        records = self._open(resume_step, read_metrics(workdir) if resume_step > 0 else [])
-        # What is dropped has taken its time too.
-        self._ran_before = max([ran_before, *(r["wall_s"] for r in records if isinstance(r.get("wall_s"), (int, float)))])
+        self._open(resume_step, read_metrics(workdir) if resume_step > 0 else [])
 
-    def _open(self, step: int, records: list[dict]) -> list[dict]:
-        """Begins the files anew with those of these records that are not of later steps than this; all records."""
+    def _open(self, step: int, records: list[dict]) -> None:
+        """Begins the files anew, with those of these records that are not of later steps than this."""
         path = self._workdir / METRICS_FILE
         # A file beside, then renamed: a kill in between must not lose the run's history.
         beside = path.with_suffix(".new")
@@ -163,27 +162,23 @@ class MetricsWriter:
             from tensorboardX import SummaryWriter
 
             self._events = SummaryWriter(str(self._workdir / TENSORBOARD_FOLDER), purge_step=step + 1, flush_secs=10)
-        return records
 
     def go_back(self, step: int, **values: float | int | str | None) -> None:
         """The run stands at an earlier step: records of later ones move to ROLLED_BACK_FILE; one about this takes their place."""
         if self._file is None:
             return
         self.close()
-        records = self._open(step, read_metrics(self._workdir))
+        records = read_metrics(self._workdir)
+        self._open(step, records)
         with (self._workdir / ROLLED_BACK_FILE).open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records if record["step"] > step)
         self.write(step, **values)
-
-    def wall_s(self) -> float:
-        """Seconds that the run has run by now, all its starts together."""
-        return round(self._ran_before + time.monotonic() - self._began, 3)
 
     def write(self, step: int, **values: float | int | str | None) -> None:
         """One record, with `time` and `wall_s` in front. Numbers that are not finite become null: JSON has no others."""
         if self._file is None:
             return
-        now, wall_s = round(time.time(), 3), self.wall_s()
+        now, wall_s = round(time.time(), 3), round(self._wall_s(), 3)
         record = {"step": step, "time": now, "wall_s": wall_s} | {k: _finite(v) for k, v in values.items()}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         if self._events is not None:

@@ -7,11 +7,10 @@ What lasts, metrics.jsonl and the like, is in metrics.py; the progress of a sear
 """
 
 import collections
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TextIO
 
 from jaxtrain.run import terminal
@@ -23,7 +22,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 class StepTimer:
-    """Seconds a step, without what is paused for (evaluation, checkpoints).
+    """Seconds a step.
 
     Call `lap` when the devices have finished a step: dispatch alone takes no time. A single lap says little, since a host that was late for
     one result finds the next one there; so both figures are means over several laps where there are several.
@@ -31,17 +30,18 @@ class StepTimer:
     Args:
       step: the step that the run begins with.
       window: seconds that `recent` looks back.
+      clock: seconds, of those that count: of a clock that stands still in evaluations and saves, say.
     """
 
     def __init__(self, step: int, window: float = WINDOW, clock: Callable[[], float] = time.perf_counter):
-        self._clock, self._window, self._paused = clock, window, 0.0
-        # (step, time without pauses): the newest lap that is a window old or older, and all since.
+        self._clock, self._window = clock, window
+        # (step, time): the newest lap that is a window old or older, and all since.
         self._laps = collections.deque([(step, clock())])
         self._asked = self._laps[0]
 
     def lap(self, step: int) -> None:
         """`step` has ended now."""
-        now = self._clock() - self._paused
+        now = self._clock()
         self._laps.append((step, now))
         while len(self._laps) > 2 and self._laps[1][1] <= now - self._window:
             self._laps.popleft()
@@ -58,17 +58,8 @@ class StepTimer:
     def restart(self, step: int) -> None:
         """The run stands at this step now, whatever it was: nothing that was timed before counts."""
         self._laps.clear()
-        self._laps.append((step, self._clock() - self._paused))
+        self._laps.append((step, self._clock()))
         self._asked = self._laps[0]
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leaves out what happens inside."""
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._paused += self._clock() - start
 
 
 def _seconds_a_step(first: tuple[int, float], last: tuple[int, float]) -> float:

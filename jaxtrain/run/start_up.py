@@ -1,43 +1,28 @@
 """Where the time between a command's start and its first finished step goes.
 
-first step after 9.1 s: imports 2.0, data 0.5, tracing 1.1, compiling 4.6, running 0.8
+first step after 9.1 s: imports 2.0, data 0.5, tracing 1.1, compiling 4.6, stepping 0.8
 """
 
 import contextlib
 import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+
+from jaxtrain.run.goodput import WallClock
 
 SHOWN = 0.05  # seconds; a part that took less is not in the line
 
 
-class StartUp:
-    """The start of a command as a sequence of parts, each of which lasts from the end of the part before.
+def record(clock: WallClock) -> dict[str, float]:
+    """Seconds of the whole and of each part so far, as metrics.jsonl has them: {"start_up_s": 9.1, "imports_s": 2.0, …}."""
+    seconds = clock.seconds()
+    return {"start_up_s": round(sum(seconds.values()), 3)} | {f"{part.value}_s": round(s, 3) for part, s in seconds.items()}
 
-    Args:
-      began: when the first part began, by `clock`.
-    """
 
-    def __init__(self, began: float, clock: Callable[[], float] = time.monotonic):
-        self.began, self._clock, self._last = began, clock, began
-        self._seconds: dict[str, float] = {}
-
-    def ended(self, part: str) -> float:
-        """Ends a part now and returns its seconds; what is ended a second time lasts longer."""
-        now = self._clock()
-        seconds, self._last = now - self._last, now
-        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
-        return seconds
-
-    def record(self) -> dict[str, float]:
-        """Seconds of the whole and of each part, as metrics.jsonl has them: {"start_up_s": 9.1, "imports_s": 2.0, …}."""
-        parts = {f"{part}_s": round(seconds, 3) for part, seconds in self._seconds.items()}
-        return {"start_up_s": round(self._last - self.began, 3)} | parts
-
-    def line(self) -> str:
-        """The same for people."""
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self._seconds.items() if seconds >= SHOWN)
-        return f"first step after {self._last - self.began:.1f} s: {parts}"
+def line(clock: WallClock) -> str:
+    """The same for people."""
+    seconds = clock.seconds()
+    parts = ", ".join(f"{part.value} {s:.1f}" for part, s in seconds.items() if s >= SHOWN)
+    return f"first step after {sum(seconds.values()):.1f} s: {parts}"
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """What is done with a step's results: they are awaited one step behind, written to the log, and shown."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +9,10 @@ import numpy as np
 
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
-from jaxtrain.run import metrics
+from jaxtrain.run import metrics, start_up
+from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.goodput_log import GoodputLog
 from jaxtrain.run.progress import Progress, StepTimer
-from jaxtrain.run.start_up import StartUp
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics
 from jaxtrain.training.recovery import Finding, Judge, Numbers, Rollback
@@ -45,23 +45,24 @@ class Speed:
 
 
 class Speedometer:
-    """Speed over the last seconds and since the last record, without what is paused for.
+    """Speed over the last seconds and since the last record, of the time that steps took: evaluations and saves are left out.
 
     Args:
       config: a resolved config.
       step: of this config.
       start: the step that the run begins with.
+      clock: of the command.
     """
 
-    def __init__(self, config: Config, step: Step, start: int):
+    def __init__(self, config: Config, step: Step, start: int, clock: WallClock):
         model, length = config.model, config.data.sequence_length
         self.tokens_per_step = config.data.batch_size * length
         self._flops_per_token = metrics.model_flops_per_token(
             step.parts.matmul_parameters, model.dense_layers + model.layers + model.mtp_depth, step.parts.attention_width, length
         )
         self._devices, self._kind, self._dtype = step.mesh.size, step.mesh.devices.flat[0].device_kind, config.precision.compute
-        self._timer = StepTimer(start)
-        self.lap, self.pause, self.restart = self._timer.lap, self._timer.pause, self._timer.restart
+        self._timer = StepTimer(start, clock=lambda: clock.spent(Part.STEPPING, Part.WAITING))
+        self.lap, self.restart = self._timer.lap, self._timer.restart
 
     def recent(self) -> Speed:
         """The mean over the last seconds."""
@@ -84,7 +85,7 @@ class Reporter:
       mean_metrics: as in Step.
       judge: sees every step's numbers, and raises NumbersError, or finds that the run has to go back.
       speedometer, log, progress: get every step, every logged step, and every step.
-      start_up: of the command; it ends with the first step that is reported, and is then shown and logged.
+      goodput: of the run; where the time of this start has gone up to the first step that is reported is shown and logged.
       expert_room: model.expert_room; what finds no room is warned of. A capacity drops by intention, and is only logged.
     """
 
@@ -96,12 +97,12 @@ class Reporter:
         speedometer: Speedometer,
         log: metrics.MetricsWriter,
         progress: Progress,
-        start_up: StartUp,
+        goodput: GoodputLog,
         expert_room: float = 0.0,
     ):
         self._calendar, self._mean_metrics, self._judge = calendar, mean_metrics, judge
         self._speedometer, self._log, self._progress = speedometer, log, progress
-        self._start_up: StartUp | None = start_up
+        self._goodput, self._started = goodput, False
         self._pending: Pending | None = None
         self._expert_room, self._warned_of = expert_room, 0.0
         self._skips = 0  # of this process's replicas, since the last warning
@@ -122,10 +123,6 @@ class Reporter:
             return Request.NOTHING
         return self._report(pending, together=True, logged=stopping or self._calendar.logs(pending.at))
 
-    def pause(self) -> contextlib.AbstractContextManager[None]:
-        """What happens inside does not count for the speed."""
-        return self._speedometer.pause()
-
     def validation(self, at: int, loss: float | None) -> None:
         """Logs and shows a validation loss in nats a token, if there is one."""
         if loss is not None:
@@ -138,6 +135,7 @@ class Reporter:
         values = self._read(pending.metrics, together)
         values |= {"tokens": pending.at * self._speedometer.tokens_per_step, "batch": pending.batch}
         self._speedometer.lap(pending.at)
+        self._goodput.reached(pending.at)
         self._end_start_up(pending.at)
         finite = np.isfinite(_of_replicas(pending.metrics.loss)) & np.isfinite(_of_replicas(pending.metrics.grad_norm))
         numbers = Numbers(pending.at, pending.batch, values["loss"], values["grad_norm"], tuple(finite.tolist()), whole=together)
@@ -145,7 +143,8 @@ class Reporter:
         recent = self._speedometer.recent()
         self._progress.update(pending.at, loss=values["loss"], tokens_per_s=recent.tokens_per_s, mfu=recent.mfu)
         if logged or (together and (finding or not finite.all())):
-            self._log.write(pending.at, **values, **dataclasses.asdict(self._speedometer.since_asked()))
+            speed = dataclasses.asdict(self._speedometer.since_asked())
+            self._log.write(pending.at, **values, **speed, goodput=round(self._goodput.share(), 4))
         self._warn_of_drops(pending.at, values.get("dropped", 0.0))
         self._warn_of_skipping(numbers, values.get("skipped", 0.0))
         if together:  # one replica's numbers do not end the run before all see them
@@ -155,6 +154,7 @@ class Reporter:
     def go_back(self, rollback: Rollback) -> None:
         """The run stands at an earlier step: that is said and logged, and what was dispatched since is forgotten."""
         self._pending, self._skips, self._skipped = None, 0, None
+        self._goodput.reached(rollback.step)
         self._speedometer.restart(rollback.step)
         self._progress.restart(rollback.step)
         self._progress.say(
@@ -200,11 +200,10 @@ class Reporter:
 
     def _end_start_up(self, at: int) -> None:
         """Shows and logs where the time up to the first step went, once."""
-        if self._start_up is not None:
-            self._start_up.ended("running")
-            self._progress.say(self._start_up.line())
-            self._log.write(at, **self._start_up.record())
-            self._start_up = None
+        if not self._started:
+            self._progress.say(start_up.line(self._goodput.clock))
+            self._log.write(at, **start_up.record(self._goodput.clock))
+            self._started = True
 
     def _read(self, metrics: StepMetrics, together: bool) -> dict[str, float]:
         """A step's metrics by name. Of independent replicas: of all `together`, or of those that this process has a part of."""

@@ -10,9 +10,11 @@ import sys
 
 import pytest
 import tensorstore as ts
+from etils import epath
 from support import ROOT
 
 from jaxtrain import config as configs
+from jaxtrain.checkpoint import database
 from jaxtrain.checkpoint.steps import (
     TO_GENERATE,
     TO_TRAIN,
@@ -21,7 +23,6 @@ from jaxtrain.checkpoint.steps import (
     Stranger,
     choose,
     read_meta,
-    stored_shapes,
     strangers,
 )
 
@@ -73,7 +74,7 @@ def test_the_newest_by_number(folder):
     choice = choose(folder, TO_TRAIN)
     assert (choice.step, choice.meta, choice.steps, choice.strangers) == (12, Meta.from_json(meta_of(12)), (9, 12), ())
     assert read_meta(folder, 9) == meta_of(9)
-    assert stored_shapes(folder / "12" / "state") == SHAPES
+    assert database.shapes(database.read(epath.Path(folder / "12" / "state"))) == SHAPES
     assert choose(folder / "none", TO_TRAIN).step is None
 
 
@@ -156,12 +157,12 @@ def test_a_step_that_is_not_whole_is_passed_over(folder, why):
 def test_the_caller_s_own_check_is_asked_from_the_newest_on(folder):
     asked = []
 
-    def wrong(meta, state):
-        asked.append((meta.step, state))
+    def wrong(meta, shapes):
+        asked.append((meta.step, shapes))
         return "of another model" if meta.step == 12 else ""
 
     choice = choose(folder, TO_GENERATE, wrong)
-    assert asked == [(12, folder / "12" / "state"), (9, folder / "9" / "state")]
+    assert asked == [(12, SHAPES), (9, SHAPES)]
     assert choice.step == 9 and choice.strangers == (Stranger("12", "of another model", 12, holds=True),)
 
 

@@ -89,21 +89,6 @@ def test_a_step_longer_than_the_window_is_shown_alone():
     assert timer.recent() == 20.0
 
 
-def test_the_timer_leaves_pauses_out():
-    clock = Clock()
-    timer = StepTimer(10, clock=clock)
-    clock.now = 4
-    timer.lap(12)
-    assert timer.since_asked() == timer.recent() == 2
-    clock.now = 5
-    with timer.pause():
-        clock.now = 100
-    clock.now = 101
-    timer.lap(14)
-    assert timer.since_asked() == 1
-    assert timer.recent() == 1.5
-
-
 def test_the_mean_since_it_was_asked_is_over_all_steps_between():
     """The figures of metrics.jsonl: steps over time, not a mean of laps."""
     clock = Clock()

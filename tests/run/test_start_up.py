@@ -4,17 +4,19 @@ import gc
 
 import pytest
 
-from jaxtrain.run.start_up import StartUp, imports_without_collection
+from jaxtrain.run import start_up
+from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.start_up import imports_without_collection
 
 
 def test_parts_follow_each_other_and_add_up():
-    now = iter([102.0, 102.01, 105.5, 106.0, 106.75])
-    start_up = StartUp(100.0, lambda: next(now))
-    assert [start_up.ended(part) for part in ("imports", "table", "compiling", "running")] == pytest.approx([2.0, 0.01, 3.49, 0.5])
-    assert start_up.ended("compiling") == pytest.approx(0.75)
-    record = {"start_up_s": 6.75, "imports_s": 2.0, "table_s": 0.01, "compiling_s": 4.24, "running_s": 0.5}
-    assert start_up.record() == pytest.approx(record)
-    assert start_up.line() == "first step after 6.8 s: imports 2.0, compiling 4.2, running 0.5"
+    now = iter([102.0, 102.01, 105.5, 106.0, 106.75, 106.75, 106.75])
+    clock = WallClock(100.0, lambda: next(now))
+    for part in (Part.TABLE, Part.COMPILING, Part.STEPPING, Part.COMPILING):
+        clock.enter(part)
+    parts = {"imports_s": 2.0, "table_s": 0.01, "compiling_s": 4.24, "stepping_s": 0.5}
+    assert start_up.record(clock) == pytest.approx({"start_up_s": 6.75} | parts)
+    assert start_up.line(clock) == "first step after 6.8 s: imports 2.0, compiling 4.2, stepping 0.5"
 
 
 def test_the_collector_rests_during_imports_and_runs_again_after_them():

@@ -5,12 +5,11 @@ tests/golden/ has the text, the flags, and a file of values for each version of 
 
 import json
 import pathlib
-import time
 from unittest import mock
 
 from jaxtrain import cli, loop, train
+from jaxtrain.run.goodput import WallClock
 from jaxtrain.run.metrics import read_metrics
-from jaxtrain.run.start_up import StartUp
 from support import ROOT
 
 FOLDER = ROOT / "tests" / "golden"
@@ -32,6 +31,6 @@ def run(recipe: str, folder: pathlib.Path) -> dict[str, float]:
     config, flags = cli.parse(words, train.DESCRIPTION, train.FLAGS)
     ready = train.check_and_find_tables(config, flags.recipe)
     with mock.patch.object(loop.Evaluation, "loss", return_value=None):  # its program takes long to compile, and other tests have it
-        loop.run(ready.resolved, ready.setup, folder, StartUp(time.monotonic()), unresolved=config, recipe=flags.recipe)
+        loop.run(ready.resolved, ready.setup, folder, WallClock(), unresolved=config, recipe=flags.recipe)
     records = read_metrics(folder)
     return {f"step {record['step']} {name}": record[name] for record in records for name in FIGURES if name in record}

@@ -105,6 +105,10 @@ class Running:
         """What it has printed on standard output so far."""
         return self._outputs[0].read_text()
 
+    def errors(self) -> str:
+        """What it has printed on standard error so far."""
+        return self._outputs[1].read_text()
+
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
         """Returns when the condition is true, looking every 2 ms. Fails when the process ends before, or it takes too long."""
         end = time.monotonic() + PATIENCE

@@ -1,6 +1,5 @@
 """What becomes of a step's results: one step behind, logged when due, an error where the loss is not finite."""
 
-import contextlib
 import dataclasses
 
 import jax
@@ -11,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config import TrainConfig
 from jaxtrain.devices.mesh import REPLICA, make_mesh
-from jaxtrain.run.start_up import StartUp
+from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.goodput_log import GoodputLog
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.recovery import Judge, Memory, NumbersError, Rollback
@@ -37,9 +37,6 @@ class Log:
     def lap(self, at):
         self.laps.append(at)
 
-    def pause(self):
-        return contextlib.nullcontext()
-
     def restart(self, at):
         self.laps.append(f"from {at}")
 
@@ -55,9 +52,10 @@ class Log:
 def reporter(log_every: int = 4, mean_metrics=None, expert_room: float = 0.0, **policy) -> tuple[Reporter, Log]:
     log = Log()
     calendar = Calendar(last=10, save_every=0, evaluate_every=0, log_every=log_every, exchange_every=0 if mean_metrics is None else 5)
-    start_up = StartUp(4.0, clock=lambda: 6.5)
+    clock = WallClock(4.0, clock=lambda: 6.5)
+    clock.enter(Part.STEPPING)
     judge = Judge(TrainConfig(**policy), lambda number: f"batch {number}: its rows")
-    return Reporter(calendar, mean_metrics, judge, log, log, log, start_up, expert_room), log
+    return Reporter(calendar, mean_metrics, judge, log, log, log, GoodputLog(None, clock), expert_room), log
 
 
 def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
@@ -87,7 +85,9 @@ def test_one_step_behind_and_logged_when_due():
     assert [*log.written] == [1, 4]
     assert reports.finish(stopping=False) is Request.NOTHING and log.laps[-1] == 5 and [*log.written] == [1, 4]
     figures = {"step_time_s": 0.5, "tokens_per_s": 200.0, "mfu": None}
-    assert log.written[4] == pytest.approx({"loss": 2.0, "grad_norm": 0.5, "learning_rate": 0.1, "tokens": 400, "batch": 10, **figures})
+    assert log.written[4] == pytest.approx(
+        {"loss": 2.0, "grad_norm": 0.5, "learning_rate": 0.1, "tokens": 400, "batch": 10, "goodput": 0.0, **figures}
+    )
 
 
 def test_the_start_up_ends_with_the_first_step():
@@ -96,8 +96,8 @@ def test_the_start_up_ends_with_the_first_step():
     assert not log.start_ups
     reports.add(pending(7))
     reports.finish(stopping=True)
-    assert log.start_ups == {6: {"start_up_s": 2.5, "running_s": 2.5}}
-    assert log.shown == ["first step after 2.5 s: running 2.5", (6, 2.0), (7, 2.0)]
+    assert log.start_ups == {6: {"start_up_s": 2.5, "imports_s": 2.5, "stepping_s": 0.0}}
+    assert log.shown == ["first step after 2.5 s: imports 2.5", (6, 2.0), (7, 2.0)]
 
 
 def test_a_run_that_stops_logs_its_last_step():

@@ -1,0 +1,301 @@
+"""Goodput of a run over all its starts: which share of their wall time went into steps that count. goodput.jsonl and goodput.png.
+
+    goodput.jsonl    one JSON object a line, appended as a start goes on, so that a start that is killed has left its parts
+      {"start": 2, "began": 1763786000.1, "time": 1763786012.6, "step": 47, "seconds": {"imports": 2.01, …, "stepping": 4.5}}
+
+    start      from 1
+    began      Unix seconds at which the start's command began
+    step       the last step whose results were there; in a start's first line the step that it goes on from
+    seconds    of each part since `began` (goodput.py); they add up to time - began
+
+A start that goes on from step 40 takes what steps after 40 have cost earlier starts out of what counts: those steps are redone. So does
+a roll-back in a start, where `step` falls from one line to the next. Down time is what lies between a start's last line and the beginning
+of the next one; it is shown beside, and is no part of the run's wall time. A start that ends before its first line, in the imports, is
+down time too.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from jaxtrain.run.goodput import Part, WallClock
+
+GOODPUT_FILE, GOODPUT_PLOT = "goodput.jsonl", "goodput.png"
+# A line is due when a start has lasted so much longer than at its last line: a kill loses no more of it.
+GROWTH, SHORTEST, LONGEST = 0.01, 0.05, 60.0  # a part of the start's time; seconds
+SHOWN = 0.0005  # the share of a part that stands in the summary
+USEFUL, REDONE = "useful steps", "redone steps"
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of goodput.jsonl."""
+
+    start: int
+    began: float
+    time: float
+    step: int
+    seconds: dict[str, float]
+
+    def stepping(self) -> float:
+        return self.seconds.get(Part.STEPPING.value, 0.0)
+
+
+@dataclasses.dataclass
+class Start:
+    """A start as its last line has it. redone_s: of its stepping, what was done again or thrown away."""
+
+    last: Line
+    redone_s: float = 0.0
+
+    def wall_s(self) -> float:
+        return sum(self.last.seconds.values())
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part, where stepping is split into what counts and what does not."""
+        others = {name: seconds for name, seconds in self.last.seconds.items() if name != Part.STEPPING.value}
+        return {USEFUL: self.last.stepping() - self.redone_s, REDONE: self.redone_s} | others
+
+
+@dataclasses.dataclass
+class _Stretch:
+    """Steps that count so far: those after `begin` up to `end`, and the seconds that they took their start."""
+
+    begin: int
+    end: int
+    seconds: float
+    start: Start
+
+
+class Goodput:
+    """The starts of a run, from their lines in order."""
+
+    def __init__(self, lines: Iterable[Line] = ()):
+        self.starts: list[Start] = []
+        self.down_s = 0.0
+        self._stretches: list[_Stretch] = []  # one after the other, without gap or overlap
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: Line) -> None:
+        """Takes the next line: of the start that the last one was of, or of a new one."""
+        before = self.starts[-1].last if self.starts else None
+        if before is None or line.start != before.start:
+            self.down_s += max(0.0, line.began - before.time) if before else 0.0
+            self._forget_after(line.step)
+            self.starts.append(Start(line))
+            self._stretches.append(_Stretch(line.step, line.step, line.stepping(), self.starts[-1]))
+            return
+        start, seconds = self.starts[-1], line.stepping() - before.stepping()
+        start.last = line
+        if line.step < before.step:
+            start.redone_s += seconds
+            self._forget_after(line.step)
+            self._stretches.append(_Stretch(line.step, line.step, 0.0, start))
+            return
+        stretch = self._stretches[-1]
+        if stretch.end > stretch.begin and stretch.seconds > GROWTH * start.wall_s():
+            self._stretches.append(stretch := _Stretch(before.step, before.step, 0.0, start))
+        stretch.end = line.step
+        stretch.seconds += seconds
+
+    def wall_s(self) -> float:
+        """Seconds that the run has run, without the time between starts."""
+        return sum(start.wall_s() for start in self.starts)
+
+    def useful_s(self) -> float:
+        """Seconds in steps whose results are in what the run has become."""
+        return sum(start.last.stepping() - start.redone_s for start in self.starts)
+
+    def share(self) -> float:
+        """Goodput, 0 to 1: useful seconds over wall time; 0 before there is any."""
+        return self.useful_s() / wall_s if (wall_s := self.wall_s()) > 0 else 0.0
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part over all starts; they add up to the wall time."""
+        total: dict[str, float] = {}
+        for start in self.starts:
+            for name, seconds in start.parts().items():
+                total[name] = total.get(name, 0.0) + seconds
+        return total
+
+    def summary(self) -> str:
+        """For people, in a line."""
+        wall_s, parts = self.wall_s(), self.parts()
+        shares = {name: parts[name] / wall_s for name in sorted(parts, key=lambda name: -parts[name])} if wall_s > 0 else {}
+        text = ", ".join(f"{name.replace('_', ' ')} {100 * share:.1f} %" for name, share in shares.items() if share >= SHOWN)
+        starts = f"{len(self.starts)} start{'s'[: len(self.starts) > 1]}"
+        down = f"; {self.down_s:.1f} s down between them" if len(self.starts) > 1 else ""
+        return f"goodput {100 * self.share():.1f} % of {wall_s:.1f} s in {starts}: {text}{down}"
+
+    def _forget_after(self, step: int) -> None:
+        """What came after a step does not count: whole stretches, and of the one around it a part."""
+        while self._stretches and (last := self._stretches[-1]).begin >= step:
+            last.start.redone_s += last.seconds
+            self._stretches.pop()
+        if self._stretches and (last := self._stretches[-1]).end > step:
+            lost = last.seconds * (last.end - step) / (last.end - last.begin)
+            last.start.redone_s += lost
+            last.end, last.seconds = step, last.seconds - lost
+
+
+def read_goodput(workdir: str | os.PathLike) -> list[Line]:
+    """The lines of a run in order, none if there is no file. A line that a kill has cut off is left out."""
+    path = pathlib.Path(workdir) / GOODPUT_FILE
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            lines.append(Line(**json.loads(text)))
+        except (ValueError, TypeError):
+            continue
+    return lines
+
+
+class GoodputLog:
+    """Writes goodput.jsonl for a start, from a thread of its own: also while the loop compiles, saves or hangs.
+
+    Args:
+      workdir: made if need be. None: nothing is written (for the processes that keep no log), and no other start is known.
+      clock: of the command.
+      step: the step that the start goes on from.
+      ran_before: seconds that the run had run when the checkpoint was saved that it goes on from; the file may know of more.
+      now: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike | None,
+        clock: WallClock,
+        step: int = 0,
+        ran_before: float = 0.0,
+        now: Callable[[], float] = time.time,
+    ):
+        self.clock, self._now = clock, now
+        self._goodput = Goodput(read_goodput(workdir) if workdir is not None else [])
+        self._ran_before = max(ran_before, self._goodput.wall_s())
+        self._start = self._goodput.starts[-1].last.start + 1 if self._goodput.starts else 1
+        self._began = now() - clock.wall_s()
+        self._step = step
+        self._ended = threading.Event()
+        self._goodput.add(self._line())
+        self._descriptor: int | None = None
+        if workdir is None:
+            return
+        path = pathlib.Path(workdir) / GOODPUT_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._cut = path.exists() and not path.read_bytes().endswith(b"\n")
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._write()
+        self._thread = threading.Thread(target=self._go_on, name="jaxtrain-goodput", daemon=True)
+        self._thread.start()
+
+    def reached(self, step: int) -> None:
+        """The results of a step are there, or the run has gone back to an earlier one."""
+        back = step < self._step
+        if back:
+            self._note()
+        self._step = step
+        if back:
+            self._note()
+
+    def share(self) -> float:
+        """The run's goodput so far, 0 to 1."""
+        self._goodput.add(self._line())
+        return self._goodput.share()
+
+    def wall_s(self) -> float:
+        """Seconds that the run has run by now, all its starts together."""
+        return round(self._ran_before + self.clock.wall_s(), 3)
+
+    def summary(self) -> str:
+        """Of the run so far, for people."""
+        self._goodput.add(self._line())
+        return self._goodput.summary()
+
+    def close(self) -> None:
+        """Writes the last line and ends the thread."""
+        self._ended.set()
+        if self._descriptor is not None:
+            self._thread.join()
+            self._write()
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _note(self) -> None:
+        self._goodput.add(self._line())
+        self._write()
+
+    def _line(self) -> Line:
+        seconds = {part.value: round(seconds, 4) for part, seconds in self.clock.seconds().items()}
+        return Line(self._start, round(self._began, 3), round(self._now(), 3), self._step, seconds)
+
+    def _write(self) -> None:
+        """Appends a line. One that has no room on the disk is left out: what is measured must not end what it measures."""
+        if self._descriptor is None:
+            return
+        text = ("\n" * self._cut + json.dumps(dataclasses.asdict(self._line())) + "\n").encode()
+        try:
+            self._cut = os.write(self._descriptor, text) < len(text)
+        except OSError:
+            self._cut = True
+
+    def _go_on(self) -> None:
+        """Writes whatever becomes due until the start ends."""
+        while not self._ended.wait(min(max(GROWTH * self.clock.wall_s(), SHORTEST), LONGEST)):
+            self._write()
+
+
+# The parts of every start, from the bottom up, with their colours: what counts is dark, what is lost is red.
+COLOURS = {
+    USEFUL: "#1b6e3c",
+    REDONE: "#c0392b",
+    Part.ROLLING_BACK.value: "#e67e22",
+    Part.WAITING.value: "#f1c40f",
+    Part.SAVING.value: "#2e86c1",
+    Part.EVALUATING.value: "#8e44ad",
+    Part.COMPILING.value: "#7f8c8d",
+    Part.TRACING.value: "#95a5a6",
+    Part.STATE.value: "#aab7b8",
+    Part.DATA.value: "#bfc9ca",
+    Part.TABLE.value: "#d5dbdb",
+    Part.IMPORTS.value: "#e5e8e8",
+    Part.ENDING.value: "#34495e",
+    Part.OTHER.value: "#000000",
+}
+
+
+def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
+    """Draws goodput.png, from goodput.jsonl: each start's seconds by part, and the share of each over all. None if there is nothing."""
+    goodput = Goodput(read_goodput(workdir))
+    if not goodput.wall_s():
+        return None
+    from matplotlib.figure import Figure  # not pyplot: no display, no state
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    whole, each = figure.subplots(1, 2, width_ratios=(1, 5))
+    total = goodput.parts()
+    height, heights = 0.0, [0.0] * len(goodput.starts)
+    numbers = [start.last.start for start in goodput.starts]
+    for name in [*COLOURS, *sorted(total.keys() - COLOURS.keys())]:
+        if not total.get(name):
+            continue
+        share = 100 * total[name] / goodput.wall_s()
+        whole.bar([0], [share], bottom=[height], color=COLOURS.get(name), label=f"{name.replace('_', ' ')} {share:.1f} %")
+        seconds = [start.parts().get(name, 0.0) for start in goodput.starts]
+        each.bar(numbers, seconds, bottom=heights, color=COLOURS.get(name))
+        height, heights = height + share, [low + more for low, more in zip(heights, seconds, strict=True)]
+    whole.set(xticks=[], ylabel="% of the wall time of all starts", ylim=(0, 100))
+    each.set(xlabel="start", ylabel="seconds")
+    each.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(*(reversed(labels) for labels in whole.get_legend_handles_labels()), loc="outside right upper", fontsize="small")
+    figure.suptitle(goodput.summary().partition(":")[0])
+    path = pathlib.Path(workdir) / GOODPUT_PLOT
+    figure.savefig(path)
+    return path

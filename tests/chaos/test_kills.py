@@ -1,0 +1,70 @@
+"""Random kills of a run of two processes that is started again each time: it ends by itself, and as if nothing had been.
+
+`scripts/chaos.sh --kills=30` has 30 of them.
+"""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from support import train_runs as runs
+from support.processes import assert_gone, children, process_of_run
+from support.train_runs import settings
+
+EVERY = 5  # steps between checkpoints
+START_UP_S = 8.0  # seconds after a start in which some of the kills fall
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kills")
+    runs.write_inputs(folder)
+    return folder
+
+
+def words(workdir, restarts: int, *flags: str) -> list[str]:
+    launcher = ["jaxtrain.launch", "--processes=2", "--devices_per_process=1", f"--restarts={restarts}"]
+    return [*launcher, "--", "--config=recipe.py", f"--workdir={workdir.name}", *flags]
+
+
+def wait_for_a_moment(command: runs.Running, workdir, chance: random.Random) -> None:
+    """Some seconds after a start, or some steps after the newest checkpoint; a save may be under way then, or not."""
+    if chance.random() < 0.25:
+        end = time.monotonic() + chance.uniform(0, START_UP_S)
+        command.wait_for(lambda: time.monotonic() > end, "a moment of the start")
+    else:
+        step = max(runs.checkpoints(workdir), default=0) + chance.randint(1, 2 * EVERY)
+        command.wait_for(lambda: runs.last_step(workdir) >= step, f"step {step}")
+        end = time.monotonic() + chance.uniform(0, 0.2)
+        command.wait_for(lambda: time.monotonic() > end, "a moment of a step")
+
+
+@pytest.mark.full
+def test_random_kills(folder, pytestconfig):
+    kills, seed = pytestconfig.getoption("--kills"), pytestconfig.getoption("--chaos_seed")
+    chance = random.Random(seed)
+    flags = settings(train__steps=4 * EVERY * kills, checkpoint__every=EVERY, checkpoint__keep=3, mesh__stage=1, mesh__data=2)
+    whole, workdir = folder / "whole", folder / "killed"
+    with runs.running(folder, *words(whole, 0, *flags)) as command:
+        command.end()
+
+    redone, victims = [], set()
+    with runs.running(folder, *words(workdir, 10 * kills, *flags)) as command:
+        launcher = command.process.pid
+        for kill in range(1, kills + 1):
+            command.wait_for(lambda: process_of_run(launcher, 1), "two processes")
+            wait_for_a_moment(command, workdir, chance)
+            victims |= set(children(launcher))
+            pid = process_of_run(launcher, chance.randrange(2))
+            assert pid is not None, "the run has ended before its kills"
+            os.kill(pid, signal.SIGKILL)
+            command.wait_for(lambda kill=kill: command.errors().count("\nrestart ") >= kill, f"restart {kill}")
+            redone.append(runs.last_step(workdir) - max(runs.checkpoints(workdir), default=0))
+        done = command.end()
+    assert_gone(sorted(victims))
+    assert runs.losses(workdir) == runs.losses(whole)
+    # A save that was under way is lost, and so are the steps that ran beside it; a save waits for the one before.
+    assert max(redone) <= 2 * EVERY, redone
+    assert "Traceback" not in done.out + done.err

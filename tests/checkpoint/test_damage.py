@@ -1,0 +1,190 @@
+"""No damage to a checkpoint is loaded without a word: each kind of damage to each kind of file, and random ones.
+
+A damaged step is passed over when a step is chosen, or restoring it is refused.
+"""
+
+import os
+import pathlib
+import random
+import shutil
+from collections.abc import Callable
+
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from etils import epath
+from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
+from support.damage import damage_numbers
+
+from jaxtrain.checkpoint import database, manager, storage
+from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.restoring import restore_newest
+from jaxtrain.checkpoint.steps import MANIFEST_SINCE, CheckpointError, choose
+
+LAYOUT = Layout(18, stages=2, chunks=2, data=2, model=2)
+META = {"version": MANIFEST_SINCE}
+LONG = 4000  # bytes that are overwritten together
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A folder with steps 5 and 6; pieces of arrays lie in data files, for none is so small that it would be a part of the tree."""
+    folder = tmp_path_factory.mktemp("original")
+    checkpointer = Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "_write_spec", without_inline_values(storage._write_spec))
+        for step in (5, 6):
+            checkpointer.save(step, state(LAYOUT), META)
+        checkpointer.close()
+    return folder
+
+
+def without_inline_values(write_spec: Callable) -> Callable:
+    """`_write_spec` for a database that keeps no value of more than 20 bytes in its tree."""
+
+    def small(value, info):
+        spec = write_spec(value, info).to_json()
+        spec["kvstore"]["config"] = spec["kvstore"].get("config", {}) | {"max_inline_value_bytes": 20}
+        return ts.Spec(spec)
+
+    return small
+
+
+def overwritten(file: pathlib.Path, start: int, length: int, chance: random.Random) -> None:
+    """All of these bytes change, as far as there are any."""
+    content = bytearray(file.read_bytes())
+    for at in range(max(start, 0), min(max(start, 0) + length, len(content))):
+        content[at] ^= chance.randrange(1, 256)
+    file.write_bytes(content)
+
+
+def flipped(file: pathlib.Path, chance: random.Random) -> None:
+    overwritten(file, chance.randrange(file.stat().st_size), 1, chance)
+
+
+DAMAGE: dict[str, Callable[[pathlib.Path, random.Random], None]] = {
+    "one byte": flipped,
+    "at the beginning": lambda file, chance: overwritten(file, 0, LONG, chance),
+    "in the middle": lambda file, chance: overwritten(file, (file.stat().st_size - LONG) // 2, LONG, chance),
+    "at the end": lambda file, chance: overwritten(file, file.stat().st_size - LONG, LONG, chance),
+    "cut": lambda file, chance: os.truncate(file, chance.randrange(file.stat().st_size)),
+    "gone": lambda file, chance: file.unlink(),
+    "empty": lambda file, chance: os.truncate(file, 0),
+}
+
+
+def files_of(step: pathlib.Path) -> list[str]:
+    return sorted(str(path.relative_to(step)) for path in step.rglob("*") if path.is_file())
+
+
+def notice(folder: pathlib.Path) -> str:
+    """The line about the damaged step 6: of the choice that passes it over, or of the refusal to restore it. Fails if there is none."""
+    choice = choose(folder, {})
+    if choice.step == 5:
+        assert choice.strangers[0].step == 6
+        return str(choice)
+    try:
+        Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT)).restore(6, abstract_state(LAYOUT))
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("restored without a word")
+
+
+def all_noticed(original: pathlib.Path, tmp_path: pathlib.Path, damages: list[tuple[str, str, int]]) -> None:
+    """damages: (kind, file in the step, seed)."""
+    for kind, file, seed in damages:
+        folder = tmp_path / f"{seed}"
+        shutil.copytree(original, folder)
+        DAMAGE[kind](folder / "6" / file, random.Random(seed))
+        try:
+            line = notice(folder)
+        except AssertionError as error:
+            raise AssertionError(f"{kind} of {file}, seed {seed}") from error
+        assert "\n" not in line and ("6 (" in line or "/6/state: " in line), line
+        shutil.rmtree(folder)
+
+
+def random_damages(original: pathlib.Path, count: int) -> list[tuple[str, str, int]]:
+    chance, files = random.Random(count), files_of(original / "6")
+    return [(chance.choice(list(DAMAGE)), chance.choice(files), seed) for seed in range(count)]
+
+
+def test_random_damage_is_noticed(original, tmp_path):
+    all_noticed(original, tmp_path, random_damages(original, 20))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count", [300])
+def test_much_random_damage_is_noticed(original, tmp_path, count):
+    all_noticed(original, tmp_path, random_damages(original, count))
+
+
+def test_each_kind_of_damage_to_pieces_and_tree_is_noticed(original, tmp_path):
+    """The largest data file has the pieces; the smaller ones are trees."""
+    data = sorted((original / "6" / "state").glob("**/d/*"), key=lambda file: file.stat().st_size)
+    files = [str(file.relative_to(original / "6")) for file in (data[-1], data[0])]
+    all_noticed(original, tmp_path, [(kind, file, seed) for seed, (kind, file) in enumerate((k, f) for k in DAMAGE for f in files)])
+
+
+def test_a_folder_that_is_gone_is_noticed(original, tmp_path):
+    for name in ("meta", "state", "state/d", "state/ocdbt.process_0", "state/ocdbt.process_0/d"):
+        folder = tmp_path / name.replace("/", "-")
+        shutil.copytree(original, folder)
+        shutil.rmtree(folder / "6" / name)
+        assert choose(folder, {}).step == 5, name
+
+
+def test_a_damaged_piece_is_refused_with_its_array_and_step(original, tmp_path):
+    """The choice does not read it; the one who restores that array does, and nobody else."""
+    folder = tmp_path / "copy"
+    shutil.copytree(original, folder)
+    damage_numbers(folder / "6", "params.layers.mlp.w/c/7")
+    assert choose(folder, {}).step == 6
+    checkpointer = Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT))
+    with pytest.raises(CheckpointError, match=r"6/state: params/layers/mlp/w cannot be read: its data is damaged$"):
+        checkpointer.restore(6, abstract_state(LAYOUT))
+    part = lambda tree: {"params": {"embed": tree["params"]["embed"]}}
+    restored = manager.restore(folder, 6, part(abstract_state(LAYOUT)), part(stored_shapes(LAYOUT)), LAYOUT.placement)
+    assert_same(restored, part(state(LAYOUT)))
+
+
+def test_a_checkpoint_of_zarr_2_is_read(tmp_path, monkeypatch):
+    """As they were before they had checksums."""
+    registry = ocp.type_handlers.create_type_handler_registry((storage.HostArray, storage.HostArrayHandler()))
+    handler = lambda: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
+
+    def zarr_2(value, info):
+        spec = ocp.type_handlers.get_json_tspec_write(
+            info, use_ocdbt=True, global_shape=value.shape, local_shape=value.piece, dtype=value.dtype, process_index=0
+        )
+        return ts.Spec(spec)
+
+    monkeypatch.setattr(storage, "_write_spec", zarr_2)
+    monkeypatch.setattr(manager, "tree_handler", handler)
+    monkeypatch.setattr(manager.manifest, "write", lambda step: None)
+    checkpointer = Checkpointer(tmp_path, LAYOUT.placement, stored_shapes(LAYOUT))
+    checkpointer.save(5, state(LAYOUT), {})
+    checkpointer.close()
+    stored = database.read(epath.Path(tmp_path / "5" / "state"))
+    assert any(v.key.endswith("/.zarray") for v in stored) and not any(v.key.endswith("/zarr.json") for v in stored)
+    choice = choose(tmp_path, {})
+    assert choice.step == 5
+    assert_same(checkpointer.restore(5, abstract_state(LAYOUT)), state(LAYOUT))
+
+
+def test_a_run_goes_on_from_the_newest_step_whose_arrays_are_whole(original, tmp_path):
+    folder, chosen = tmp_path / "copy", []
+    shutil.copytree(original, folder)
+    shutil.copytree(folder / "6", folder / "7")
+    for step in ("6", "7"):
+        damage_numbers(folder / step, "params.layers.mlp.w/c/7")
+
+    def choose_again(damaged):
+        chosen.append(dict(damaged))
+        return choose(folder, {}, damaged=damaged)
+
+    what = (folder, abstract_state(LAYOUT), stored_shapes(LAYOUT), LAYOUT.placement)
+    restored, choice = restore_newest(choose(folder, {}), choose_again, *what)
+    assert_same(restored, state(LAYOUT))
+    why = "params/layers/mlp/w cannot be read: its data is damaged"
+    assert (choice.step, str(choice), chosen) == (5, f"6 ({why}), 7 ({why})", [{7: why}, {6: why, 7: why}])
