@@ -42,7 +42,7 @@ from jaxtrain.run.signals import Signals
 from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
-from jaxtrain.training.parameter_checks import Finiteness
+from jaxtrain.training.parameter_checks import Copies, Finiteness
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import Judge, Memory
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
@@ -108,7 +108,8 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
-            judge, finite = Judge(config.train, data.rows_of, _memory(choice)), Finiteness(mesh)
+            judge = Judge(config.train, data.rows_of, _memory(choice), start)
+            finite, copies = Finiteness(mesh), Copies(mesh, state)
             reporter = Reporter(calendar, step.mean_metrics, judge, speedometer, log, progress, goodput, room)
             closing.enter_context(signals.deferred())
             feed = Feed(data, choice.position, config.train.steps - start)
@@ -121,7 +122,10 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 with jax.profiler.StepTraceAnnotation("train", step_num=at):
                     state, metrics = train(state, batch)
                 at += 1
-                asked = reporter.add(Pending(at, feed.position - 1, metrics, requests.ask() if calendar.meets(at) else no_request))
+                with clock.part(Part.OTHER):
+                    comparison = copies.compare(state) if calendar.compares(at) else None
+                answer = requests.ask() if calendar.meets(at) else no_request
+                asked = reporter.add(Pending(at, feed.position - 1, metrics, answer, comparison))
                 watchdog.finished(at - 1)
                 if exchange and calendar.exchanges(at):
                     state = exchange(state)
@@ -129,9 +133,9 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 if asked or calendar.saves(at) or calendar.evaluates(at):
                     asked |= reporter.finish(stopping=asked.stop)
                     saving = judge.good and (asked or calendar.saves(at))
-                    if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
-                        requests.saved()
-                        with clock.part(Part.SAVING):
+                    with clock.part(Part.SAVING):
+                        if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
+                            requests.saved()
                             meta = _meta(config, corpus, at, feed.position, judge.memory, goodput.wall_s())
                             saves.save(at, state, dataclasses.asdict(meta))
                     if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop) and judge.good:

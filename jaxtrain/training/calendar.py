@@ -14,11 +14,12 @@ class Calendar:
     evaluate_every: int
     log_every: int
     exchange_every: int  # 0: replicas are not independent, and never exchange
+    compare_every: int = 0  # 0: copies of parameters are never compared
 
     @classmethod
     def of(cls, config: Config) -> "Calendar":
-        train = config.train
-        return cls(train.steps, config.checkpoint.every, train.eval_every, config.metrics.log_every, train.diloco_inner_steps)
+        train, saving, metrics = config.train, config.checkpoint, config.metrics
+        return cls(train.steps, saving.every, train.eval_every, metrics.log_every, train.diloco_inner_steps, train.hash_every)
 
     def is_last(self, at: int) -> bool:
         return at == self.last
@@ -38,6 +39,14 @@ class Calendar:
     def meets(self, at: int) -> bool:
         """Whether processes may ask each other something: independent replicas do not wait for each other in between."""
         return self.exchange_every == 0 or self.exchanges(at) or self._due(at, self.log_every)
+
+    def compares(self, at: int) -> bool:
+        """Whether copies of parameters are compared; those of independent replicas at the first exchange that is not before it is due."""
+        if not self.compare_every:
+            return False
+        if not self.exchange_every:
+            return at % self.compare_every == 0
+        return self.exchanges(at) and at // self.compare_every > (at - 1) // self.exchange_every * self.exchange_every // self.compare_every
 
     def _due(self, at: int, every: int) -> bool:
         return at == self.last or (every > 0 and at % every == 0)
