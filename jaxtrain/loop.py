@@ -20,12 +20,13 @@ from jax.stages import Compiled
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.checkpoint.restoring import restore_newest
+from jaxtrain.checkpoint.rollback import roll_back
 from jaxtrain.checkpoint.steps import NONE, Choice, Meta
 from jaxtrain.config import Config, history, to_dict
 from jaxtrain.config.continuing import changes
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.data.loader import Loader
+from jaxtrain.data.loader import Feed, Loader
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -41,7 +42,9 @@ from jaxtrain.run.signals import Signals
 from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
+from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.profile import Profile, trace_folder
+from jaxtrain.training.recovery import Judge, Memory
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import initial_state, stored_shapes
@@ -57,15 +60,15 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
     unresolved, recipe: the config before it was resolved, and before the command's flags, from which an error's suggestions start.
 
     Raises FolderError where another run is at work in the folder; ConfigError, DataError or CheckpointError, before anything is compiled or
-    written, for a config that does not fit the checkpoint or the corpus, and for checkpoints of which none is whole; LossError for a loss
-    that is not finite.
+    written, for a config that does not fit the checkpoint or the corpus, and for checkpoints of which none is whole; NumbersError
+    where numbers are not good and the run cannot help itself.
     """
     clock.enter(Part.DATA)
     with _watched(config, folder, clock) as (signals, watchdog), contextlib.ExitStack() as lasting:
         # ---------------------------------------------------------------- data: what to train on, and from which step
         checkpoints = folder / "checkpoints"
         choice = _choose_checkpoint(checkpoints, unresolved, recipe)
-        start, position = _beginning(choice)
+        start = choice.step or 0
         corpus = _prepare_corpus(config)
         _refuse_another_corpus(corpus, choice)
         if start >= config.train.steps:
@@ -93,7 +96,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             else:
                 choose_again = functools.partial(_choose_another, checkpoints, unresolved, recipe, config, corpus)
                 state, choice = restore_newest(choice, choose_again, checkpoints, step.abstract_state(), shapes, placement)
-                start, position = _beginning(choice)
+                start = choice.step or 0
                 goodput.reached(start)
             cluster.say(f"continuing from step {start}" if start else f"starting: weights from seed {config.train.seed}")
 
@@ -105,32 +108,43 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
-            reporter = Reporter(calendar, step.mean_metrics, data.rows_of, speedometer, log, progress, goodput, room)
+            judge, finite = Judge(config.train, data.rows_of, _memory(choice)), Finiteness(mesh)
+            reporter = Reporter(calendar, step.mean_metrics, judge, speedometer, log, progress, goodput, room)
             closing.enter_context(signals.deferred())
-            at, validation = start, None
+            feed = Feed(data, choice.position, config.train.steps - start)
+            at, asked, validation = start, Request.NOTHING, None
             clock.enter(Part.STEPPING)
-            for batch in clock.each(Part.WAITING, data.iterate(position, position + config.train.steps - start)):
+            while at < config.train.steps and not asked.stop:
                 profile.before(at)
+                with clock.part(Part.WAITING):
+                    batch = feed.next()
                 with jax.profiler.StepTraceAnnotation("train", step_num=at):
                     state, metrics = train(state, batch)
-                at, position = at + 1, position + 1
-                asked = reporter.add(Pending(at, position - 1, metrics, requests.ask() if calendar.meets(at) else no_request))
+                at += 1
+                asked = reporter.add(Pending(at, feed.position - 1, metrics, requests.ask() if calendar.meets(at) else no_request))
                 watchdog.finished(at - 1)
                 if exchange and calendar.exchanges(at):
                     state = exchange(state)
                 profile.after(at, metrics)
                 if asked or calendar.saves(at) or calendar.evaluates(at):
                     asked |= reporter.finish(stopping=asked.stop)
-                    if asked or calendar.saves(at):
+                    saving = judge.good and (asked or calendar.saves(at))
+                    if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
                         requests.saved()
                         with clock.part(Part.SAVING):
-                            saves.save(at, state, dataclasses.asdict(_meta(config, corpus, at, position, goodput.wall_s())))
-                    if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop):
+                            meta = _meta(config, corpus, at, feed.position, judge.memory, goodput.wall_s())
+                            saves.save(at, state, dataclasses.asdict(meta))
+                    if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop) and judge.good:
                         with clock.part(Part.EVALUATING):
                             validation = evaluation.loss(state.trained)
                         reporter.validation(at, validation)
-                if asked.stop:
-                    break
+                if judge.finding:
+                    with clock.part(Part.ROLLING_BACK):
+                        rollback, state = roll_back(checkpoints, saves, judge.finding, state, step, config.train.seed)
+                        at = rollback.step
+                        feed.jump(rollback.position, config.train.steps - at)
+                        for listener in (judge, reporter, profile):
+                            listener.go_back(rollback)
 
             # ------------------------------------------------------------ end
             clock.enter(Part.ENDING)
@@ -190,11 +204,6 @@ def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Conf
         surroundings = Surroundings(jax.device_count(), jax.default_backend(), recipe, files=True)
         history.refuse_to_continue(choice.meta.config, choice.meta.version, unresolved, surroundings)
     return choice
-
-
-def _beginning(choice: Choice) -> tuple[int, int]:
-    """The number of steps done, and of batches taken, where the run goes on."""
-    return (choice.step, choice.meta.position) if choice.step and choice.meta else (0, 0)
 
 
 def _choose_another(
@@ -275,9 +284,15 @@ def _open_log(config: Config, folder: pathlib.Path, start: int, goodput: Goodput
     return log, Progress(config.train.steps, start, shown=main)
 
 
-def _meta(config: Config, corpus: Corpus, at: int, position: int, wall_s: float) -> Meta:
+def _memory(choice: Choice) -> Memory:
+    """What the run remembers of its losses and rollbacks."""
+    return Memory.from_json(choice.meta.memory) if choice.meta else Memory()
+
+
+def _meta(config: Config, corpus: Corpus, at: int, position: int, memory: Memory, wall_s: float) -> Meta:
     """What is saved beside the state of step `at`; position: the number of the next batch."""
-    return Meta(to_dict(config), history.VERSION, at, position, wall_s, corpus.checksum, corpus.tokenizer.describe())
+    tokenizer = corpus.tokenizer.describe()
+    return Meta(to_dict(config), history.VERSION, at, position, wall_s, corpus.checksum, tokenizer, memory.to_json())
 
 
 def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: pathlib.Path, at: int) -> None:

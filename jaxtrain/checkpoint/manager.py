@@ -52,14 +52,14 @@ def latest_step(directory: str | os.PathLike) -> int | None:
     return cluster.from_main(lambda: choose(directory, {}).step, CheckpointError)
 
 
-def choose_together(directory: str | os.PathLike, damaged: Mapping[int, str] = steps.NONE) -> Choice:
-    """The step that a run goes on from, and what else is there: process 0's answer, on every process. damaged: as in `choose`.
+def choose_together(directory: str | os.PathLike, damaged: Mapping[int, str] = steps.NONE, before: int | None = None) -> Choice:
+    """The step that a run goes on from, and what else is there: process 0's answer, on every process. damaged, before: as in `choose`.
 
     Raises CheckpointError where there is no whole step, but something of one: a run that begins anew would push it aside.
     """
 
     def decide() -> dict:
-        choice = choose(directory, TO_TRAIN, wrong_arrays, damaged)
+        choice = choose(directory, TO_TRAIN, wrong_arrays, damaged, before)
         if choice.step is None and any(s.holds for s in choice.strangers):
             lost = ", ".join(str(s) for s in choice.strangers if s.holds)
             raise CheckpointError(f"{directory} has no whole checkpoint: {lost}: move it away to begin anew, or use another --workdir")
@@ -239,13 +239,24 @@ class Checkpointer:
         """The state of a step, laid out as `abstract` says. Arguments and errors as of the function `restore`."""
         return restore(self._directory, step, abstract, self._stored_shapes, self._placement)
 
+    def set_aside_after(self, step: int, why: str) -> None:
+        """Gives every checkpoint of a later step another name, once no save is under way. Every process must call it."""
+        self.close()  # Orbax remembers steps; the next save looks again
+
+        def rename() -> None:
+            for later in choose(self._directory, {}).steps:
+                if later > step:
+                    self._set_aside(str(later), why)
+
+        cluster.from_main(rename, CheckpointError)
+
     def wait(self) -> None:
         """Returns when no save is under way; raises what made one fail."""
         if self._manager is not None:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and ends Orbax's threads. The checkpointer cannot save any more."""
+        """Waits, and ends Orbax's threads, which another save would start again."""
         if self._manager is not None:
             self._manager.close()
             self._manager = None

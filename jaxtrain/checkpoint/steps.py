@@ -67,6 +67,7 @@ class Meta:
     wall_s:    seconds that the run had run
     checksum:  of the corpus
     tokenizer: what Tokenizer.describe gives
+    memory:    what the run remembers of its losses and rollbacks (training/recovery.py: Memory); older checkpoints have none
     """
 
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -76,11 +77,12 @@ class Meta:
     wall_s: float = 0.0
     checksum: str = ""
     tokenizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    memory: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Meta":
         """The meta that a JSON object holds; what it lacks, or has of another type, is as by default."""
-        kinds: dict[str, Any] = {"config": dict, "checksum": str, "tokenizer": dict, "wall_s": (int, float)}
+        kinds: dict[str, Any] = {"config": dict, "checksum": str, "tokenizer": dict, "memory": dict, "wall_s": (int, float)}
         kinds |= dict.fromkeys(("version", "step", "position"), int)
         found = {name: values[name] for name, kind in kinds.items() if isinstance(values.get(name), kind)}
         return cls(**{"position": found.get("step", 0)} | found)
@@ -115,6 +117,11 @@ class Choice:
     steps: tuple[int, ...]
     strangers: tuple[Stranger, ...]
 
+    @property
+    def position(self) -> int:
+        """The number of the batch that comes next; 0 where there is no step."""
+        return self.meta.position if self.meta else 0
+
     def __str__(self) -> str:
         return ", ".join(map(str, self.strangers))
 
@@ -147,7 +154,11 @@ def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: Judge = nothing_wr
 
 
 def choose(
-    directory: str | os.PathLike, needs: Mapping[str, type], wrong: Judge = nothing_wrong, damaged: Mapping[int, str] = NONE
+    directory: str | os.PathLike,
+    needs: Mapping[str, type],
+    wrong: Judge = nothing_wrong,
+    damaged: Mapping[int, str] = NONE,
+    before: int | None = None,
 ) -> Choice:
     """The newest whole step, and what else is there.
 
@@ -156,12 +167,14 @@ def choose(
       needs: what a meta must have, as TO_TRAIN.
       wrong: asked of the newest step that is whole otherwise, then of the one before.
       damaged: step → what is wrong with it, for steps of which that is known.
+      before: this step and later ones are not looked at; None: all are.
 
     Raises:
       CheckpointError: the folder cannot be read.
     """
     folder = pathlib.Path(directory)
     metas, strangers = _look(folder, needs)
+    metas = {step: meta for step, meta in metas.items() if before is None or step < before}
     for step in sorted(metas, reverse=True):
         why = damaged.get(step) or what_is_wrong(folder / str(step), metas[step], wrong)
         if not why:

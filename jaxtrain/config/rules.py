@@ -299,6 +299,14 @@ def _evaluation_has_data(c: Config) -> Broken | None:
     return Broken("train.eval_every", "needs held-out data, and data.validation_fraction=0", values_for("train.eval_every", [0]))
 
 
+def _spikes_take_a_run_back(c: Config) -> Broken | None:
+    t = c.train
+    if t.spike_threshold == 0 or t.on_nonfinite == "rollback":
+        return None
+    fixes: list[dict[str, Any]] = [{"train.on_nonfinite": "rollback"}, {"train.spike_threshold": 0.0}]
+    return Broken("train.spike_threshold", f"is for train.on_nonfinite='rollback' alone, not {t.on_nonfinite!r}", fixes)
+
+
 def _head_size_is_whole(c: Config, devices: int | None) -> Broken | None:
     m = c.model
     if m.head_dim or m.width % m.heads == 0:
@@ -332,4 +340,5 @@ RULES: tuple[Rule, ...] = (
     _schedule_fits_steps,
     _profile_fits_steps,
     _evaluation_has_data,
+    _spikes_take_a_run_back,
 )

@@ -223,6 +223,19 @@ class TrainConfig:
     seed: int = setting(0, "seed of the initial weights", at_least=0)
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
     eval_batches: int = setting(8, "batches in an evaluation", at_least=1)
+    on_nonfinite: str = setting(
+        "stop",
+        "a loss or gradients that are not finite: stop; skip the update; rollback: skip it, and go back to a checkpoint if they last",
+        choices=("stop", "skip", "rollback"),
+    )
+    nonfinite_limit: int = setting(10, "updates skipped in a row that end the run (skip) or take it back (rollback)", at_least=1)
+    spike_threshold: float = setting(
+        0.0,
+        "rollback: a loss so many robust deviations above the median of those before is a spike; 0: none is",
+        at_least=0,
+    )
+    spike_steps: int = setting(3, "spikes in a row that take the run back", at_least=1)
+    rollbacks: int = setting(3, "times that a run goes back to a checkpoint, before it ends", at_least=1)
     hang_after: float = setting(
         30.0,
         "seconds without a finished step (or three times the longest) after which a hung run ends; 0: never",

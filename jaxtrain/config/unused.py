@@ -86,6 +86,9 @@ USES = (
     ),
     Use(["data.token_dtype"], lambda c: c.data.source.endswith(".bin"), lambda c: f"with data.source={c.data.source!r}"),
     Use(["train.eval_batches"], lambda c: c.data.validation_fraction, lambda c: "with data.validation_fraction=0"),
+    Use(["train.nonfinite_limit"], lambda c: c.train.on_nonfinite != "stop", lambda c: "with train.on_nonfinite='stop'"),
+    Use(["train.rollbacks"], lambda c: c.train.on_nonfinite == "rollback", lambda c: f"with train.on_nonfinite={c.train.on_nonfinite!r}"),
+    Use(["train.spike_steps"], lambda c: c.train.spike_threshold, lambda c: "with train.spike_threshold=0"),
     Use(["train.sample_prompt"], lambda c: c.train.sample_tokens, lambda c: "with train.sample_tokens=0"),
 )
 

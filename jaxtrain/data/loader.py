@@ -171,6 +171,26 @@ class Loader:
             return jax.make_array_from_callback(self.shape, self._sharding, block)
 
 
+class Feed:
+    """A run's batches, one after the other. position: the number of the next.
+
+    loader: of the train split; count: how many batches will be taken.
+    """
+
+    def __init__(self, loader: Loader, position: int, count: int):
+        self._loader = loader
+        self.jump(position, count)
+
+    def next(self) -> Batch:
+        batch = next(self._batches)
+        self.position += 1
+        return batch
+
+    def jump(self, position: int, count: int) -> None:
+        """The next batch is another one."""
+        self.position, self._batches = position, self._loader.iterate(position, position + count)
+
+
 def _local_rows(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], independent_replicas: int) -> tuple[list[int], np.ndarray]:
     """The rows of a batch that this process's devices hold, ascending; and [microbatches, rows] the place of each in that list, or −1."""
     microbatches, rows, _ = shape

@@ -120,6 +120,11 @@ def all_agree(flag: bool) -> bool:
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
+def least(value: int) -> int:
+    """The least of all processes' values. Every process must call it, at the same point of the program."""
+    return value if jax.process_count() == 1 else int(np.min(multihost_utils.process_allgather(np.int32(value))))
+
+
 def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
     """What `decide()` returns in process 0, as JSON gives it back, on every process; the others do not call it.
 

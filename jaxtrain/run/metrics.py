@@ -5,8 +5,11 @@
        "batch": 9, "step_time_s": 0.1, "tokens_per_s": …, "mfu": …, "goodput": 0.7}
       {"step": 100, "time": …, "wall_s": …, "validation_loss": 3.4, …}
       {"step": 1, "time": …, "wall_s": …, "start_up_s": 9.1, "imports_s": 2.0, …}     once a start (start_up.py)
+      {"step": 60, "time": …, "wall_s": …, "rolled_back_from": 75, "next_batch": 75, "why": …, "rollbacks": 1}
+    metrics.rolled_back.jsonl    the records of steps 61 to 75 of before, when the run went back to step 60
 
     batch           the number of the step's batch, from 0
+    skipped         updates skipped so far, where the run skips those whose numbers are not finite
     time            Unix seconds at which the record was written
     wall_s          seconds that the run has run: all its starts, compiling and what a kill has cost too, without the time between starts
     goodput         the share of wall_s that went into steps which count (goodput_log.py)
@@ -27,6 +30,7 @@ from typing import Any, TextIO
 from jaxtrain.run.goodput import WallClock
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
+ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
 LONGEST_TITLE = 70  # characters that fit above loss.png
 
 # Floating-point operations a second of one device as jax counts them, without sparsity: bfloat16, and what float32 matmuls run at
@@ -141,19 +145,34 @@ class MetricsWriter:
             return
         workdir = pathlib.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
-        path = workdir / METRICS_FILE
-        if path.exists():
-            records = read_metrics(workdir) if resume_step > 0 else []
-            kept = [record for record in records if record["step"] <= resume_step]
-            # A file beside, then renamed: a kill in between must not lose the run's history.
-            beside = path.with_suffix(".new")
-            beside.write_text("".join(json.dumps(record) + "\n" for record in kept))
-            os.replace(beside, path)
+        self._workdir, self._tensorboard = workdir, tensorboard
+        if resume_step == 0:
+            (workdir / ROLLED_BACK_FILE).unlink(missing_ok=True)
+        self._open(resume_step, read_metrics(workdir) if resume_step > 0 else [])
+
+    def _open(self, step: int, records: list[dict]) -> None:
+        """Begins the files anew, with those of these records that are not of later steps than this."""
+        path = self._workdir / METRICS_FILE
+        # A file beside, then renamed: a kill in between must not lose the run's history.
+        beside = path.with_suffix(".new")
+        beside.write_text("".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
+        os.replace(beside, path)
         self._file = path.open("a", buffering=1)
-        if tensorboard:
+        if self._tensorboard:
             from tensorboardX import SummaryWriter
 
-            self._events = SummaryWriter(str(workdir / TENSORBOARD_FOLDER), purge_step=resume_step + 1, flush_secs=10)
+            self._events = SummaryWriter(str(self._workdir / TENSORBOARD_FOLDER), purge_step=step + 1, flush_secs=10)
+
+    def go_back(self, step: int, **values: float | int | str | None) -> None:
+        """The run stands at an earlier step: records of later ones move to ROLLED_BACK_FILE; one about this takes their place."""
+        if self._file is None:
+            return
+        self.close()
+        records = read_metrics(self._workdir)
+        self._open(step, records)
+        with (self._workdir / ROLLED_BACK_FILE).open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records if record["step"] > step)
+        self.write(step, **values)
 
     def write(self, step: int, **values: float | int | str | None) -> None:
         """One record, with `time` and `wall_s` in front. Numbers that are not finite become null: JSON has no others."""

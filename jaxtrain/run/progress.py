@@ -55,6 +55,12 @@ class StepTimer:
         before, self._asked = self._asked, self._laps[-1]
         return _seconds_a_step(before, self._asked)
 
+    def restart(self, step: int) -> None:
+        """The run stands at this step now, whatever it was: nothing that was timed before counts."""
+        self._laps.clear()
+        self._laps.append((step, self._clock()))
+        self._asked = self._laps[0]
+
 
 def _seconds_a_step(first: tuple[int, float], last: tuple[int, float]) -> float:
     """The mean between two laps, never 0; ValueError if there was no step between."""
@@ -110,6 +116,10 @@ class Progress:
             self._last = self._clock()
             parts = [f"step {step}/{self._total}", *self._parts().values()]
             print(self._dot().join(parts), file=self._stream, flush=True)
+
+    def restart(self, step: int) -> None:
+        """The run stands at this step now, whatever it was."""
+        self._step, self._first = step, None
 
     def _parts(self) -> dict[str, str]:
         """What is known, in the order in which it is shown."""

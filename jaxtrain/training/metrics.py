@@ -18,6 +18,7 @@ class StepMetrics:
     mtp_loss:      the mean loss of predictions beyond the next token; None where the model makes none
     expert_load:   the busiest expert's load over the mean, of the layer where that is largest; None without experts
     dropped:       the part of the choices of experts that was dropped; None where nothing can be
+    skipped:       updates skipped since the run began, this step's too, for their numbers were not finite; None where none is
     """
 
     loss: jax.Array
@@ -27,6 +28,7 @@ class StepMetrics:
     mtp_loss: jax.Array | None = None
     expert_load: jax.Array | None = None
     dropped: jax.Array | None = None
+    skipped: jax.Array | None = None
 
     def by_name(self) -> dict[str, jax.Array]:
         """The metrics that there are."""
@@ -35,7 +37,8 @@ class StepMetrics:
 
 
 def mean_over_replicas(each: StepMetrics) -> StepMetrics:
-    """The metrics of the whole step, from those of each replica: the loss is weighted by tokens, tokens are added up."""
+    """The metrics of the whole step, from those of each replica: the loss is weighted by tokens; tokens and skipped updates are sums."""
     tokens = each.tokens.sum()
     means = jax.tree.map(jnp.mean, each)
-    return dataclasses.replace(means, loss=(each.loss * each.tokens).sum() / jnp.maximum(tokens, 1), tokens=tokens)
+    loss, skipped = (each.loss * each.tokens).sum() / jnp.maximum(tokens, 1), None if each.skipped is None else each.skipped.sum()
+    return dataclasses.replace(means, loss=loss, tokens=tokens, skipped=skipped)

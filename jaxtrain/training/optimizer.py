@@ -1,8 +1,11 @@
 """optax optimizers and learning-rate schedules from the config's `optimizer` group."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 
@@ -33,30 +36,51 @@ def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax
     return optax.join_schedules([optax.linear_schedule(peak / warm, peak, max(1, warm - 1)), decay], [warm])
 
 
-def make_optimizer(cfg: OptimizerConfig, steps: int, specs: dict, offload: bool = False) -> optax.GradientTransformation:
+def make_optimizer(
+    cfg: OptimizerConfig, steps: int, specs: dict, offload: bool = False, skips: bool = False
+) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) with clipping by the global norm; matrices decay, norm scales and biases do not.
 
     specs: a pytree like the parameters, of Specs. offload: the moments lie in the host's memory, and `update` fetches them leaf by leaf.
+    skips: `update` takes a scalar `finite`, and where that is false the state stays as it is: moments, and the counts of updates, by which
+    the learning rate goes. What becomes of the parameters is the caller's part.
     """
     decays = jax.tree.map(lambda s: s.matrix, specs, is_leaf=lambda s: isinstance(s, Spec))
-    moments = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.epsilon)
+    guarded = where_finite if skips else lambda inner: inner
+    moments = guarded(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.epsilon))
     parts = [
         # One part also where nothing is clipped: the state's structure, which a checkpoint holds, does not depend on it.
         optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
         leaf_by_leaf(moments) if offload else moments,
         optax.add_decayed_weights(cfg.weight_decay, decays),
-        optax.scale_by_learning_rate(learning_rate(cfg, steps)),
+        guarded(optax.scale_by_learning_rate(learning_rate(cfg, steps))),
     ]
     return optax.chain(*parts)
 
 
-def leaf_by_leaf(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def updates_made(state: Any) -> jax.Array:
+    """The number of updates that a state of `make_optimizer` has made, int32: the steps without those skipped."""
+    return state[-1].count
+
+
+def where_finite(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`inner`, whose state changes only where the scalar `finite` is true, bit for bit."""
+
+    def update(updates, state, params=None, *, finite, **_):
+        updates, changed = inner.update(updates, state, params)
+        return updates, jax.tree.map(functools.partial(jnp.where, finite), changed, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def leaf_by_leaf(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """`inner`, with its state in the host's memory: fetched and put back leaf by leaf, and of stacks of layers row by row.
 
     inner: treats each matrix by itself and needs no parameters. Stacks are leaves [stages, rows, ...] under "layers".
     """
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, **extra):
+        update_one = functools.partial(optax.with_extra_args_support(inner).update, **extra)
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         follows = lambda part: jax.tree.structure(part) == tree
         # Parts of the state: trees like the parameters (each moment), and what there is once for all parameters (the count of steps).
@@ -65,7 +89,7 @@ def leaf_by_leaf(inner: optax.GradientTransformation) -> optax.GradientTransform
         results = []
         for i, (path, gradient) in enumerate(leaves):
             rows = gradient.shape[1] if path[0].key == "layers" else 0
-            results.append(_in_turn(inner, gradient, [column[i] for column in columns], outline, rows))
+            results.append(_in_turn(update_one, gradient, [column[i] for column in columns], outline, rows))
         new_updates, new_states = zip(*results, strict=True)
         new_columns = zip(*new_states, strict=True)
         new_parts = [
@@ -73,15 +97,15 @@ def leaf_by_leaf(inner: optax.GradientTransformation) -> optax.GradientTransform
         ]
         return jax.tree.unflatten(tree, new_updates), jax.tree.unflatten(outline, new_parts)
 
-    return optax.GradientTransformation(inner.init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _in_turn(
-    inner: optax.GradientTransformation, gradient: jax.Array, state: list[jax.Array], outline: jax.tree_util.PyTreeDef, rows: int
+    update_one: Callable, gradient: jax.Array, state: list[jax.Array], outline: jax.tree_util.PyTreeDef, rows: int
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The update of one parameter, and its state, by a loop over the rows of a stack; of something else (0 rows) all at once.
 
-    state: the leaves of `outline`, which is the structure of inner's state for a single parameter.
+    update_one: (gradient, state) → (update, state); state: the leaves of `outline`, the structure of this state for a single parameter.
 
     XLA runs one loop after the other. Without loops it fetches several parameters' states, and begins during the pipeline, where memory
     is scarcest; so what is done once is a loop, too, of a number of trips that XLA does not see.
@@ -97,7 +121,7 @@ def _in_turn(
         gradient, leaves = carry  # the gradient's rows become the update's
         # A scalar counts steps: every row begins from the count before the step.
         row_state = [read_row(row, a) if a.ndim else before for a, before in zip(leaves, state, strict=True)]
-        update, new_state = inner.update(read_row(row, gradient), jax.tree.unflatten(outline, row_state))
+        update, new_state = update_one(read_row(row, gradient), jax.tree.unflatten(outline, row_state))
         pairs = zip(leaves, jax.tree.leaves(new_state), strict=True)
         return write(gradient, update, start(row, gradient)), [write(a, b, start(row, a)) if a.ndim else b for a, b in pairs]
 

@@ -5,6 +5,8 @@ import pathlib
 
 import jax
 
+from jaxtrain.training.recovery import Rollback
+
 WARM_UP = 2  # steps of a run that are not traced
 
 
@@ -31,6 +33,10 @@ class Profile:
         if at == self.start + WARM_UP + self.count:
             jax.block_until_ready(results)
             self.close()
+
+    def go_back(self, _: Rollback) -> None:
+        """The run stands at an earlier step: a trace under way ends, and begins anew where its first step comes again."""
+        self.close()
 
     def close(self) -> None:
         """Ends the trace."""

@@ -1,30 +1,25 @@
 """What is done with a step's results: they are awaited one step behind, written to the log, and shown."""
 
 import dataclasses
-import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxtrain.config import Config
+from jaxtrain.devices import cluster
 from jaxtrain.run import metrics, start_up
-from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.goodput_log import GoodputLog
 from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics
+from jaxtrain.training.recovery import Finding, Judge, Numbers, Rollback
 from jaxtrain.training.requests import Answer, Request
 from jaxtrain.training.step import Step
 
 TINY = 1e-12  # any drop at all: one choice of a large batch is more
-
-
-class LossError(RunError):
-    """A loss that is not finite; the message names the step's batch."""
-
-    status = ExitStatus.BAD_NUMBERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +62,7 @@ class Speedometer:
         )
         self._devices, self._kind, self._dtype = step.mesh.size, step.mesh.devices.flat[0].device_kind, config.precision.compute
         self._timer = StepTimer(start, clock=lambda: clock.spent(Part.STEPPING, Part.WAITING))
-        self.lap = self._timer.lap
+        self.lap, self.restart = self._timer.lap, self._timer.restart
 
     def recent(self) -> Speed:
         """The mean over the last seconds."""
@@ -88,7 +83,7 @@ class Reporter:
     Args:
       calendar: says which steps are logged.
       mean_metrics: as in Step.
-      rows_of: a batch's number → it and its rows in words, for the error about a loss that is not finite.
+      judge: sees every step's numbers, and raises NumbersError, or finds that the run has to go back.
       speedometer, log, progress: get every step, every logged step, and every step.
       goodput: of the run; where the time of this start has gone up to the first step that is reported is shown and logged.
       expert_room: model.expert_room; what finds no room is warned of. A capacity drops by intention, and is only logged.
@@ -98,28 +93,30 @@ class Reporter:
         self,
         calendar: Calendar,
         mean_metrics: Callable[[StepMetrics], StepMetrics] | None,
-        rows_of: Callable[[int], str],
+        judge: Judge,
         speedometer: Speedometer,
         log: metrics.MetricsWriter,
         progress: Progress,
         goodput: GoodputLog,
         expert_room: float = 0.0,
     ):
-        self._calendar, self._mean_metrics, self._rows_of = calendar, mean_metrics, rows_of
+        self._calendar, self._mean_metrics, self._judge = calendar, mean_metrics, judge
         self._speedometer, self._log, self._progress = speedometer, log, progress
         self._goodput, self._started = goodput, False
         self._pending: Pending | None = None
         self._expert_room, self._warned_of = expert_room, 0.0
+        self._skips = 0  # of this process's replicas, since the last warning
+        self._skipped: float | None = None  # of the run by then, if that is known
 
     def add(self, pending: Pending) -> Request:
-        """Takes a step that has just been dispatched and reports the one before. What was asked after that; LossError as `finish`."""
+        """Takes a step that has just been dispatched and reports the one before. What was asked after that; NumbersError as `finish`."""
         before, self._pending = self._pending, pending
         return Request.NOTHING if before is None else self._report(before, together=False, logged=self._calendar.logs(before.at))
 
     def finish(self, stopping: bool) -> Request:
         """Reports the step that was added last, and returns what was asked after it. It is logged if the run stops with it.
 
-        Raises LossError for a loss that is not finite.
+        Raises NumbersError as the judge's `act`.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -140,18 +137,58 @@ class Reporter:
         self._speedometer.lap(pending.at)
         self._goodput.reached(pending.at)
         self._end_start_up(pending.at)
-        # One replica's loss does not end the run: all see it when they meet.
-        finite = not together or (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
+        finite = np.isfinite(_of_replicas(pending.metrics.loss)) & np.isfinite(_of_replicas(pending.metrics.grad_norm))
+        numbers = Numbers(pending.at, pending.batch, values["loss"], values["grad_norm"], tuple(finite.tolist()), whole=together)
+        finding = self._judge.see(numbers)
         recent = self._speedometer.recent()
         self._progress.update(pending.at, loss=values["loss"], tokens_per_s=recent.tokens_per_s, mfu=recent.mfu)
-        if logged or not finite:
+        if logged or (together and (finding or not finite.all())):
             speed = dataclasses.asdict(self._speedometer.since_asked())
             self._log.write(pending.at, **values, **speed, goodput=round(self._goodput.share(), 4))
         self._warn_of_drops(pending.at, values.get("dropped", 0.0))
-        if not finite:
-            loss = f"the loss is {values['loss']} (gradient norm {values['grad_norm']})"
-            raise LossError(f"{loss} at step {pending.at}, {self._rows_of(pending.batch)}; the last checkpoint is kept")
+        self._warn_of_skipping(numbers, values.get("skipped", 0.0))
+        if together:  # one replica's numbers do not end the run before all see them
+            self._judge.act(self._agreed(finding, pending))
         return pending.answer()
+
+    def go_back(self, rollback: Rollback) -> None:
+        """The run stands at an earlier step: that is said and logged, and what was dispatched since is forgotten."""
+        self._pending, self._skips, self._skipped = None, 0, None
+        self._goodput.reached(rollback.step)
+        self._speedometer.restart(rollback.step)
+        self._progress.restart(rollback.step)
+        self._progress.say(
+            f"warning: back from step {rollback.came_from} to step {rollback.step}, and on with batch {rollback.position}: {rollback.why}"
+        )
+        self._log.go_back(
+            rollback.step,
+            rolled_back_from=rollback.came_from,
+            next_batch=rollback.position,
+            why=rollback.why,
+            rollbacks=self._judge.memory.rollbacks,
+        )
+
+    def _agreed(self, finding: Finding | None, pending: Pending) -> Finding | None:
+        """What the processes have found, whose replicas have numbers of their own; of several findings the one that goes back furthest."""
+        if self._mean_metrics is None or jax.process_count() == 1:
+            return finding
+        none = pending.at + 1
+        since = cluster.least(finding.since if finding else none)
+        if since == none:
+            return None
+        why = finding.why if finding else f"a replica's numbers are not good since step {since}"
+        return Finding(pending.at, since, pending.batch, why)
+
+    def _warn_of_skipping(self, numbers: Numbers, skipped: float) -> None:
+        """A line for updates that were skipped; where replicas train apart, for all since they met before. skipped: so far in the run."""
+        self._skips += self._judge.skips * numbers.finite.count(False)
+        if not numbers.whole:
+            return
+        count = max(self._skips, 0 if self._skipped is None else round(skipped - self._skipped))
+        if count:
+            text = f"{count} updates were" if count > 1 else "an update was"
+            self._progress.say(f"warning: {text} skipped: {self._judge.describe(numbers)}")
+        self._skips, self._skipped = 0, skipped
 
     def _warn_of_drops(self, at: int, dropped: float) -> None:
         """dropped: the part of the choices of experts. A line for the first that find no room, and whenever these are twice as many."""
@@ -172,9 +209,12 @@ class Reporter:
         """A step's metrics by name. Of independent replicas: of all `together`, or of those that this process has a part of."""
         if self._mean_metrics is not None and together:
             metrics = self._mean_metrics(metrics)
-        return {name: _number(value) for name, value in metrics.by_name().items()}
+        return {name: float(np.mean(_of_replicas(value))) for name, value in metrics.by_name().items()}
 
 
-def _number(value: jax.Array) -> float:
-    """A scalar that every device has, or the mean over the replicas whose values are in this process."""
-    return float(value) if value.is_fully_replicated else float(np.mean([shard.data for shard in value.addressable_shards]))
+def _of_replicas(value: jax.Array) -> np.ndarray:
+    """The values, [replicas], of those replicas that this process has a part of; [1] of a scalar that all devices have."""
+    if value.is_fully_replicated:
+        return np.ravel(value)
+    parts: dict[Any, Any] = {shard.index[0].start: shard.data for shard in value.addressable_shards}
+    return np.concatenate([parts[start] for start in sorted(parts)])

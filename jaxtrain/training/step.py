@@ -22,7 +22,7 @@ from jaxtrain.parallel.zero import Zero
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
-from jaxtrain.training.optimizer import learning_rate, make_optimizer
+from jaxtrain.training.optimizer import learning_rate, make_optimizer, updates_made
 from jaxtrain.training.state import Layout, TrainState, abstract_state
 
 
@@ -96,7 +96,8 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     _check_memories(config, mesh)
     setup = setup or make_setup(config)
     layout = make_layout(config, setup, mesh)
-    optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs, layout.offload)
+    skips = config.train.on_nonfinite != "stop"
+    optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs, layout.offload, skips)
     runtime, evaluation = _runtimes(config, setup, layout)
     sequences = config.sequences_per_microbatch // batch_shards(mesh.shape)
     tokens, documents = config.data.sequence_length // mesh.shape[CONTEXT], not config.data.attend_across_documents
@@ -151,8 +152,12 @@ def _runtimes(config: Config, setup: Setup, layout: Layout) -> tuple[Runtime, Ru
 def _train(
     config: Config, layout: Layout, optimizer: optax.GradientTransformation, runtime: Runtime
 ) -> Callable[[TrainState, dict], tuple[TrainState, StepMetrics]]:
-    """The function of a step: gradients, then the optimizer, which of independent replicas is each one's own."""
-    rate = learning_rate(config.optimizer, config.train.steps)
+    """The function of a step: gradients, then the optimizer, which of independent replicas is each one's own.
+
+    Where the config says so, an update whose loss or gradients are not finite is computed and thrown away by selects, for a conditional
+    would copy the state. The learning rate then goes by the updates that were made, not by the steps.
+    """
+    rate, skips = learning_rate(config.optimizer, config.train.steps), config.train.on_nonfinite != "stop"
 
     def train(state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
         def update(params, optimizer_state, results: LossesAndGradients):
@@ -160,19 +165,23 @@ def _train(
             gradients = balance.without_counts(layout.specs, with_counts)
             # Each data shard updates its own part of the parameters, which are then gathered.
             scattered = jax.tree.map(lax.with_sharding_constraint, params, layout.scattered)
-            updates, optimizer_state = optimizer.update(gradients, optimizer_state, scattered)
-            scattered = balance.move(layout.specs, optax.apply_updates(scattered, updates), with_counts, config.model.balance_rate)
-            params = jax.tree.map(lax.with_sharding_constraint, scattered, layout.shardings)
+            guard = {"finite": jnp.isfinite(losses.loss) & jnp.isfinite(optax.tree.norm(gradients))} if skips else {}
+            updates, after = optimizer.update(gradients, optimizer_state, scattered, **guard)
+            moved = balance.move(layout.specs, optax.apply_updates(scattered, updates), with_counts, config.model.balance_rate)
+            if skips:
+                moved = jax.tree.map(functools.partial(jnp.where, guard["finite"]), moved, scattered)
+            params = jax.tree.map(lax.with_sharding_constraint, moved, layout.shardings)
             metrics = StepMetrics(
                 losses.loss,
                 grad_norm=optax.tree.norm(gradients),
-                learning_rate=rate(state.step),
+                learning_rate=rate(updates_made(optimizer_state) if skips else state.step),
                 tokens=losses.tokens,
                 mtp_loss=losses.mtp_loss,
                 expert_load=balance.expert_load(layout.specs, with_counts),
                 dropped=balance.dropped(layout.specs, with_counts),
+                skipped=(state.step + 1 - updates_made(after)).astype(jnp.float32) if skips else None,
             )
-            return params, optimizer_state, metrics
+            return params, after, metrics
 
         results = runtime.losses_and_gradients(state.params, batch)
         with jax.named_scope("optimizer"):

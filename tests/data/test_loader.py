@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data import packing
-from jaxtrain.data.loader import Loader
+from jaxtrain.data.loader import Feed, Loader
 from jaxtrain.data.packing import Rows
 from jaxtrain.data.tokens import DataError, prepare
 
@@ -405,6 +405,19 @@ def test_specification_is_what_comes(config, corpus):
                     specification[name].dtype,
                     sharding(data=4),
                 )
+
+
+def test_a_feed_jumps(config, corpus):
+    with Loader(corpus, config(), "train", sharding()) as loader:
+        feed, batches = Feed(loader, 2, 3), [flat(loader.batch(number)) for number in range(12)]
+        same(flat(feed.next()), batches[2])
+        assert feed.position == 3
+        feed.jump(9, 2)
+        for number in (9, 10):
+            assert feed.position == number
+            same(flat(feed.next()), batches[number])
+        with pytest.raises(StopIteration):
+            feed.next()
 
 
 def test_a_batch_in_words_names_its_rows(config, corpus):

@@ -7,11 +7,11 @@ from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.data.tokenizer import DataError
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.run_lock import FolderError
-from jaxtrain.training.reporting import LossError
+from jaxtrain.training.recovery import NumbersError
 
 
 def test_each_error_has_its_status():
-    errors = (DataError, CheckpointError, FolderError, LossError, RunError)
+    errors = (DataError, CheckpointError, FolderError, NumbersError, RunError)
     assert [error.status for error in errors] == [65, 74, 2, 81, 1]
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxtrain.run.metrics import MetricsWriter, mfu, model_flops_per_token, peak_flops, plot_losses, read_metrics
+from jaxtrain.run.metrics import ROLLED_BACK_FILE, MetricsWriter, mfu, model_flops_per_token, peak_flops, plot_losses, read_metrics
 
 
 def write(folder, steps, **options):
@@ -55,6 +55,21 @@ def test_a_record_of_the_resumed_step_stays(tmp_path):
     write(tmp_path, [3], resume_step=2)
     kept = [values(record) for record in read_metrics(tmp_path)[1:3]]
     assert kept == [{"step": 2, "loss": 5.0, "tokens": 200}, {"step": 2, "validation_loss": 3.0}]
+
+
+def test_going_back_moves_later_records_away(tmp_path):
+    writer = write(tmp_path, [1, 2, 3, 4])
+    writer.go_back(2, rolled_back_from=4, next_batch=4)
+    writer.write(3, loss=2.5)
+    writer.go_back(1, rolled_back_from=3, next_batch=6)
+    writer.close()
+    assert [values(record) for record in read_metrics(tmp_path)[1:]] == [{"step": 1, "rolled_back_from": 3, "next_batch": 6}]
+    lines = (tmp_path / ROLLED_BACK_FILE).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [3, 4, 2, 2, 3]  # the record of the first way back among them
+    write(tmp_path, [2], resume_step=1).close()
+    assert (tmp_path / ROLLED_BACK_FILE).exists()
+    write(tmp_path, [1]).close()
+    assert not (tmp_path / ROLLED_BACK_FILE).exists()
 
 
 def test_a_new_run_begins_with_an_empty_file(tmp_path):

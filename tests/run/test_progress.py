@@ -53,6 +53,33 @@ def test_the_speed_shown_follows_a_change():
     assert timer.recent() == pytest.approx(0.1)
 
 
+def test_a_run_that_goes_back_is_timed_anew():
+    clock = Clock()
+    timer = StepTimer(0, clock=clock)
+    clock.now = 9.0
+    timer.lap(3)
+    timer.restart(1)
+    with pytest.raises(ValueError, match="no step has ended since step 1"):
+        timer.recent()
+    clock.now = 11.0
+    timer.lap(2)
+    assert timer.recent() == timer.since_asked() == 2.0
+
+
+def test_the_time_left_is_reckoned_anew_when_a_run_goes_back():
+    clock, screen = Clock(), io.StringIO()
+    progress = Progress(10, stream=screen, every=0.0, clock=clock)
+    for step in (1, 2, 3):
+        clock.now = float(step)
+        progress.update(step)
+    progress.restart(1)
+    for step in (2, 3):
+        clock.now += 2.0
+        progress.update(step)
+    lines = screen.getvalue().splitlines()
+    assert "left" not in lines[3] and lines[4].endswith("0:14 left")
+
+
 def test_a_step_longer_than_the_window_is_shown_alone():
     clock = Clock()
     timer = StepTimer(5, window=10.0, clock=clock)

@@ -297,6 +297,10 @@ RULES = [
     ({"data.text_fields": ()}, "data.text_fields=() names no field to read: use --config.data.text_fields=text"),
     ({"data.sequence_length": 0}, "data.sequence_length=0 must be at least 1: use --config.data.sequence_length=128"),
     (
+        {"train.on_nonfinite": "skip", "train.spike_threshold": 6.0},
+        "train.spike_threshold=6.0 is for train.on_nonfinite='rollback' alone, not 'skip': use --config.train.on_nonfinite=rollback",
+    ),
+    (
         {"train.eval_every": 5, "data.validation_fraction": 0.0},
         "train.eval_every=5 needs held-out data, and data.validation_fraction=0: use --config.train.eval_every=0",
     ),
@@ -394,6 +398,9 @@ UNUSED = [
     ({"model.mtp_weight": 0.1}, "model.mtp_weight=0.1 has no use with model.mtp_depth=0"),
     ({"data.text_fields": ("a b", "c")}, "data.text_fields='a b,c' has no use with data.source='stdlib'"),
     ({"data.token_dtype": "uint32"}, "data.token_dtype=uint32 has no use with data.source='stdlib'"),
+    ({"train.nonfinite_limit": 3}, "train.nonfinite_limit=3 has no use with train.on_nonfinite='stop'"),
+    ({"train.on_nonfinite": "skip", "train.rollbacks": 1}, "train.rollbacks=1 has no use with train.on_nonfinite='skip'"),
+    ({"train.on_nonfinite": "rollback", "train.spike_steps": 1}, "train.spike_steps=1 has no use with train.spike_threshold=0"),
     ({"data.validation_fraction": 0.0, "train.eval_batches": 3}, "train.eval_batches=3 has no use with data.validation_fraction=0"),
     ({"train.sample_prompt": "it's "}, "train.sample_prompt='it'\"'\"'s ' has no use with train.sample_tokens=0"),
 ]

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtrain.config import TrainConfig
 from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.goodput_log import GoodputLog
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
-from jaxtrain.training.reporting import LossError, Pending, Reporter, Speed
+from jaxtrain.training.recovery import Judge, Memory, NumbersError, Rollback
+from jaxtrain.training.reporting import Pending, Reporter, Speed
 from jaxtrain.training.requests import Request, no_request
 
 
@@ -35,20 +37,25 @@ class Log:
     def lap(self, at):
         self.laps.append(at)
 
+    def restart(self, at):
+        self.laps.append(f"from {at}")
+
+    def go_back(self, at, **values):
+        self.written[f"back to {at}"] = values
+
     def recent(self):
         return Speed(0.5, 200.0, None)
 
     since_asked = recent
 
 
-def reporter(log_every: int = 4, mean_metrics=None, expert_room: float = 0.0) -> tuple[Reporter, Log]:
+def reporter(log_every: int = 4, mean_metrics=None, expert_room: float = 0.0, **policy) -> tuple[Reporter, Log]:
     log = Log()
     calendar = Calendar(last=10, save_every=0, evaluate_every=0, log_every=log_every, exchange_every=0 if mean_metrics is None else 5)
     clock = WallClock(4.0, clock=lambda: 6.5)
     clock.enter(Part.STEPPING)
-    return Reporter(
-        calendar, mean_metrics, lambda number: f"batch {number}: its rows", log, log, log, GoodputLog(None, clock), expert_room
-    ), log
+    judge = Judge(TrainConfig(**policy), lambda number: f"batch {number}: its rows")
+    return Reporter(calendar, mean_metrics, judge, log, log, log, GoodputLog(None, clock), expert_room), log
 
 
 def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
@@ -112,7 +119,7 @@ def test_a_loss_that_is_not_finite_is_logged_and_ends_the_run(loss):
     reports, log = reporter()
     reports.add(pending(3, loss))
     where = "at step 3, batch 9: its rows; the last checkpoint is kept"
-    with pytest.raises(LossError, match=rf"the loss is (nan|inf) \(gradient norm 0.5\) {where}"):
+    with pytest.raises(NumbersError, match=rf"the loss is (nan|inf) \(gradient norm 0.5\) {where}"):
         reports.add(pending(4))
     assert [*log.written] == [3]
 
@@ -130,9 +137,38 @@ def test_independent_replicas_are_put_together_only_where_they_meet():
     reports.add(Pending(2, 1, each, no_request))
     reports.add(Pending(3, 2, each, no_request))  # step 2 is not logged: a replica's loss ends nothing yet
     assert not calls and not log.written
-    with pytest.raises(LossError):
+    with pytest.raises(NumbersError):
         reports.finish(stopping=False)
     assert len(calls) == 1
+
+
+def skipping(at: int, skipped: int, loss: float = float("nan")) -> Pending:
+    return Pending(at, at - 1, dataclasses.replace(pending(at, loss).metrics, skipped=jnp.float32(skipped)), no_request)
+
+
+def test_a_skipped_update_is_logged_and_warned_of():
+    reports, log = reporter(on_nonfinite="skip")
+    for each in (skipping(2, 0, 2.0), skipping(3, 1), skipping(5, 1, 2.0)):
+        reports.add(each)
+    reports.finish(stopping=False)
+    assert [*log.written] == [3] and log.written[3]["skipped"] == 1
+    said = [line for line in log.shown if isinstance(line, str) and line.startswith("warning: ")]
+    assert said == ["warning: an update was skipped: the loss is nan (gradient norm 0.5) at step 3, batch 2: its rows"]
+
+
+def test_going_back_is_said_and_logged():
+    reports, log = reporter(on_nonfinite="rollback", nonfinite_limit=2)
+    judge = reports._judge
+    for each in (skipping(5, 1), skipping(6, 2), skipping(7, 3)):
+        reports.add(each)
+    assert judge.finding.since == 5 and judge.finding.batch == 5
+    rollback = Rollback(6, 4, 6, "why", Memory())
+    for part in (judge, reports):
+        part.go_back(rollback)
+    assert judge.good and log.laps[-1] == "from 4"
+    assert log.written["back to 4"] == {"rolled_back_from": 6, "next_batch": 6, "why": "why", "rollbacks": 1}
+    assert log.shown[-1] == "warning: back from step 6 to step 4, and on with batch 6: why"
+    assert reports.finish(stopping=True) is Request.NOTHING  # step 7 is forgotten
 
 
 def test_losses_are_weighted_by_tokens():

@@ -1,0 +1,143 @@
+"""When numbers end a run or take it back. No jax."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from jaxtrain.config import TrainConfig
+from jaxtrain.training.recovery import LEAST, WINDOW, Finding, Judge, Memory, Numbers, NumbersError, Rollback, deviations
+
+NOTHING = Memory()
+
+
+def judge(memory: Memory = NOTHING, **policy) -> Judge:
+    return Judge(TrainConfig(**policy), lambda number: f"batch {number}: its rows", memory)
+
+
+def numbers(at: int, loss: float = 2.0, *finite: bool, whole: bool = True) -> Numbers:
+    return Numbers(at, at + 3, loss, 0.5, finite or (math.isfinite(loss),), whole)
+
+
+def see(judge: Judge, losses, start: int = 1) -> list[Finding | None]:
+    """What is found after each step."""
+    return [judge.see(numbers(at, loss)) for at, loss in enumerate(losses, start)]
+
+
+NAN = math.nan
+USUAL = [2.0 + 0.01 * (i % 5) for i in range(LEAST)]  # median 2.02, robust deviation 0.0148
+
+
+def test_stop_ends_with_the_first():
+    one = judge()
+    assert see(one, [2.0, 3.0, 1e9]) == [None] * 3
+    finding = one.see(numbers(4, NAN))
+    with pytest.raises(NumbersError) as error:
+        one.act(finding)
+    assert str(error.value) == "the loss is nan (gradient norm 0.5) at step 4, batch 7: its rows; the last checkpoint is kept"
+    assert NumbersError.status == 81
+
+
+def test_skip_ends_with_the_last_of_so_many_in_a_row():
+    one = judge(on_nonfinite="skip", nonfinite_limit=3)
+    assert see(one, [NAN, NAN, 2.0, NAN, NAN]) == [None] * 5
+    finding = one.see(numbers(6, NAN))
+    assert (finding.since, finding.batch) == (4, 9)
+    with pytest.raises(NumbersError, match="^3 updates in a row were skipped, from step 4 on: the loss is nan"):
+        one.act(finding)
+
+
+def test_rollback_goes_back_and_ends_at_last():
+    one = judge(on_nonfinite="rollback", nonfinite_limit=2, rollbacks=2)
+    for count in (1, 2):
+        *_, finding = see(one, [2.0, NAN, NAN])
+        assert (finding.at, finding.since, finding.batch) == (3, 2, 6)
+        one.act(finding)
+        assert one.finding == finding and not one.good
+        one.go_back(Rollback(3, 1, 7, finding.why, Memory()))
+        assert one.good and one.memory == Memory(rollbacks=count)
+    with pytest.raises(NumbersError, match="the run has gone back 2 times, as often as train.rollbacks=2 lets it"):
+        one.act(see(one, [NAN, NAN])[-1])
+
+
+def test_the_first_finding_counts():
+    one = judge(on_nonfinite="rollback", nonfinite_limit=1)
+    for found in see(one, [NAN, NAN]):
+        one.act(found)
+    assert one.finding.at == 1
+
+
+def test_deviations():
+    assert deviations(5.0, [1.0, 2.0, 3.0, 4.0, 100.0]) == pytest.approx((5 - 3) / 1.4826)
+    assert deviations(1.0, [1.0, 2.0, 3.0]) < 0
+    assert deviations(2.01, [2.0] * 9) == pytest.approx(10)  # of the least deviation, 0.001
+
+
+def test_spikes_in_a_row():
+    one = judge(on_nonfinite="rollback", spike_threshold=6.0, spike_steps=2)
+    assert see(one, [9.0, *USUAL[1:]]) == [None] * LEAST  # too few before, then none
+    assert one.memory.losses[0] == 9.0
+    assert see(one, [2.4, 2.02, 2.4], start=LEAST + 1) == [None] * 3  # a single one passes
+    finding = one.see(numbers(LEAST + 4, 2.5))
+    assert (finding.since, finding.batch) == (LEAST + 3, LEAST + 7)
+    assert "the last of 2 spikes in a row, " in finding.why and "robust deviations above the usual 2.0" in finding.why
+    assert all(loss not in one.memory.losses for loss in (2.4, 2.5))
+
+
+def test_a_loss_far_below_and_a_loss_that_is_not_finite_are_no_spikes():
+    one = judge(Memory(losses=tuple(USUAL)), on_nonfinite="rollback", spike_threshold=6.0, spike_steps=1)
+    assert see(one, [0.1, NAN, 2.0]) == [None] * 3
+    assert NAN not in one.memory.losses
+
+
+def test_without_a_threshold_no_loss_is_remembered():
+    one = judge(on_nonfinite="rollback")
+    assert see(one, [*USUAL, 1e9]) == [None] * (LEAST + 1) and one.memory == Memory()
+
+
+def test_the_window_ends():
+    one = judge(on_nonfinite="rollback", spike_threshold=6.0)
+    see(one, [3.0] * 10 + [2.0] * WINDOW)
+    assert one.memory.losses == (2.0,) * WINDOW
+
+
+def test_a_run_that_was_killed_judges_as_if_it_had_not_been():
+    """Its memory goes through a checkpoint's meta."""
+    losses = [*USUAL, 2.5, NAN, 2.5, NAN, NAN, 2.5, 2.5]
+    policy = {"on_nonfinite": "rollback", "spike_threshold": 6.0, "spike_steps": 3, "nonfinite_limit": 2}
+    whole = judge(**policy)
+    expected = see(whole, losses)
+    assert any(expected)
+    for cut in range(len(losses)):
+        first = judge(**policy)
+        see(first, losses[:cut])
+        memory = Memory.from_json(json.loads(json.dumps(first.memory.to_json())))
+        assert memory == first.memory
+        second = judge(memory, **policy)
+        assert see(second, losses[cut:], start=cut + 1) == expected[cut:] and second.memory == whole.memory
+    assert Memory.from_json({"rollbacks": "x", "losses": [1.0, None], "more": 3}) == Memory(losses=(1.0,))
+
+
+def test_each_of_the_replicas_that_train_apart_has_its_own_row():
+    one = judge(on_nonfinite="skip", nonfinite_limit=2)
+    assert one.see(numbers(1, NAN, False, True, whole=False)) is None
+    assert one.see(numbers(2, NAN, True, False, whole=False)) is None
+    finding = one.see(numbers(3, NAN, True, False, whole=False))
+    assert finding.since == 2 and one.memory.nonfinite_since is None
+
+
+def test_parameters_that_are_not_finite_are_not_saved():
+    one = judge(on_nonfinite="rollback")
+    assert one.good_parameters(5, 9, True) and one.good
+    assert not one.good_parameters(5, 9, False)
+    assert (one.finding.since, one.finding.batch) == (5, 8)
+    for choice in ("stop", "skip"):
+        with pytest.raises(NumbersError, match="the parameters after step 5 are not finite, though its loss was"):
+            judge(on_nonfinite=choice).good_parameters(5, 9, False)
+
+
+def test_without_jax():
+    code = "import sys, jaxtrain.training.recovery; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
