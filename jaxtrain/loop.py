@@ -105,7 +105,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
-            reporter = Reporter(calendar, step.mean_metrics, data.rows_of, speedometer, log, progress, goodput, room)
+            reporter = Reporter(calendar, step.mean_metrics, data.rows_of, speedometer, log, progress, goodput, watchdog.stragglers, room)
             closing.enter_context(signals.deferred())
             at, validation = start, None
             clock.enter(Part.STEPPING)
