@@ -29,7 +29,8 @@ GOODPUT_FILE, GOODPUT_PLOT = "goodput.jsonl", "goodput.png"
 GROWTH, SHORTEST, LONGEST = 0.01, 0.05, 60.0  # a part of the start's time; seconds
 BEFORE_STATE = (Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING)
 SHOWN = 0.0005  # the share of a part that stands in the summary
-USEFUL, REDONE = "useful steps", "redone steps"
+STEPPING = (Part.STEPPING.value, Part.AWAITING.value)
+USEFUL, REDONE = "useful steps", "redone steps"  # what these are split into
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Line:
     seconds: dict[str, float]
 
     def stepping(self) -> float:
-        return self.seconds.get(Part.STEPPING.value, 0.0)
+        """Seconds in steps, without the wait for their batches."""
+        return sum(self.seconds.get(name, 0.0) for name in STEPPING)
 
 
 @dataclasses.dataclass
@@ -58,7 +60,7 @@ class Start:
 
     def parts(self) -> dict[str, float]:
         """Seconds by part, where stepping is split into what counts and what does not."""
-        others = {name: seconds for name, seconds in self.last.seconds.items() if name != Part.STEPPING.value}
+        others = {name: seconds for name, seconds in self.last.seconds.items() if name not in STEPPING}
         return {USEFUL: self.last.stepping() - self.redone_s, REDONE: self.redone_s} | others
 
 

@@ -150,9 +150,7 @@ def test_the_process_that_waits_for_data_is_behind(world, tmp_path, capfd):
     three.wait(0, 1, 2)
     assert set(three.ended.values()) == {ExitStatus.HUNG}
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(
-        f"process 1 (host1, pid {os.getpid()}) is behind, at {Part.WAITING.value} after step 7" in line for line in lines
-    )
+    assert len(lines) == 3 and all(f"process 1 (host1, pid {os.getpid()}) is behind, at data_wait after step 7" in line for line in lines)
     assert len(list((tmp_path / "hang").iterdir())) == 3
 
 
