@@ -110,7 +110,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
             judge = Judge(config.train, data.rows_of, _memory(choice), start)
             finite, copies = Finiteness(mesh), Copies(mesh, state)
-            reporter = Reporter(calendar, step.mean_metrics, judge, speedometer, log, progress, goodput, room)
+            reporter = Reporter(calendar, step.mean_metrics, judge, speedometer, log, progress, goodput, watchdog.stragglers, room)
             closing.enter_context(signals.deferred())
             feed = Feed(data, choice.position, config.train.steps - start)
             at, asked, validation = start, Request.NOTHING, None

@@ -9,12 +9,16 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 
 import pytest
 from support import train_runs as runs
 from support.damage import damage_numbers
 from support.processes import assert_gone, children, process_of_run
 from support.train_runs import settings
+
+from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.run.metrics import read_metrics
 
 STEPS = 12
 DEVICES = 2  # of all processes together; those of --full have several each
@@ -175,6 +179,27 @@ def test_one_that_is_told_to_stop_and_one_that_is_killed(single, workdir):
     found = runs.losses(workdir)
     assert list(found) == list(range(1, steps + 1))
     assert_same_trajectory({step: found[step] for step in range(1, STEPS + 1)}, runs.losses(single))
+
+
+@pytest.mark.full
+def test_a_process_with_slow_data_is_named(folder, workdir):
+    """By number and host, with how much the others lose by it, as soon as a window is over."""
+    flags = settings(train__steps=10_000, checkpoint__every=0, mesh__stage=1, mesh__data=2, data__prefetch=1)
+    words = launch(workdir, 2, *flags)
+    words.insert(1, "--module=support.slow_data")
+    paths = {"PYTHONPATH": f"{runs.ROOT}:{runs.ROOT / 'tests'}"}
+    with runs.running(folder, *words, environment=paths) as command:
+        named = lambda: [record for record in read_metrics(workdir) if "slowest_process" in record]
+        command.wait_for(lambda: len(named()) > 2, "a process is named")
+        command.signal(signal.SIGTERM)
+        done = command.end(status=ExitStatus.STOPPED)
+    assert {record["slowest_process"] for record in named()} == {1}
+    assert all(0.1 < record["slowest_behind_s"] < 0.3 for record in named())
+    lines = [line for line in done.out.splitlines() if "is slowest" in line]
+    pattern = (
+        rf"\[0\] warning: steps \d+ to \d+: process 1 \({re.escape(socket.gethostname())}, pid \d+\) is slowest, with 0\.\d+ s of its own"
+    )
+    assert lines and all(re.match(pattern, line) for line in lines)
 
 
 def test_what_every_process_finds_wrong(folder, workdir):

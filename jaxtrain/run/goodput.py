@@ -1,6 +1,6 @@
 """Parts of a command's wall time: each moment belongs to one part, so the parts add up to the whole.
 
-imports · table · data · tracing · compiling · state │ stepping  data wait  stepping  saving  stepping … ending
+imports · table · data · tracing · compiling · state │ stepping  awaiting  data wait  stepping  saving … ending
 └───────────────── the start ───────────────────────┘ └────────────────── the loop ─────────────────┘
 """
 
@@ -23,13 +23,18 @@ class Part(enum.Enum):
     TRACING = "tracing"
     COMPILING = "compiling"
     STATE = "state"  # first values made, or a checkpoint restored
-    STEPPING = "stepping"  # steps dispatched and their results awaited, and what is done with them
+    STEPPING = "stepping"  # steps dispatched, and what is done with their results
+    AWAITING = "awaiting"  # the devices, for the results of a step
     WAITING = "data_wait"  # for a batch
     SAVING = "saving"  # the loop stands still for a checkpoint
     EVALUATING = "evaluating"
     ROLLING_BACK = "rolling_back"  # to an earlier checkpoint, in the same process
     ENDING = "ending"  # after the last step: the last save finished, pictures, a sample
     OTHER = "other"
+
+
+STEPS = (Part.STEPPING, Part.AWAITING, Part.WAITING)  # what a loop does that only takes steps
+OWN = (Part.STEPPING, Part.WAITING)  # of these, what a process does by itself
 
 
 @dataclasses.dataclass(frozen=True)

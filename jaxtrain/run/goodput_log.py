@@ -27,8 +27,10 @@ from jaxtrain.run.goodput import Part, WallClock
 GOODPUT_FILE, GOODPUT_PLOT = "goodput.jsonl", "goodput.png"
 # A line is due when a start has lasted so much longer than at its last line: a kill loses no more of it.
 GROWTH, SHORTEST, LONGEST = 0.01, 0.05, 60.0  # a part of the start's time; seconds
+BEFORE_STATE = (Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING)
 SHOWN = 0.0005  # the share of a part that stands in the summary
-USEFUL, REDONE = "useful steps", "redone steps"
+STEPPING = (Part.STEPPING.value, Part.AWAITING.value)
+USEFUL, REDONE = "useful steps", "redone steps"  # what these are split into
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Line:
     seconds: dict[str, float]
 
     def stepping(self) -> float:
-        return self.seconds.get(Part.STEPPING.value, 0.0)
+        """Seconds in steps, without the wait for their batches."""
+        return sum(self.seconds.get(name, 0.0) for name in STEPPING)
 
 
 @dataclasses.dataclass
@@ -57,7 +60,7 @@ class Start:
 
     def parts(self) -> dict[str, float]:
         """Seconds by part, where stepping is split into what counts and what does not."""
-        others = {name: seconds for name, seconds in self.last.seconds.items() if name != Part.STEPPING.value}
+        others = {name: seconds for name, seconds in self.last.seconds.items() if name not in STEPPING}
         return {USEFUL: self.last.stepping() - self.redone_s, REDONE: self.redone_s} | others
 
 
@@ -161,7 +164,8 @@ class GoodputLog:
     """Writes goodput.jsonl for a start, from a thread of its own: also while the loop compiles, saves or hangs.
 
     Args:
-      workdir: made if need be. None: nothing is written (for the processes that keep no log), and no other start is known.
+      workdir: written to from the first state on, or at once if the file is there: a run that ends before leaves nothing. None: nothing
+        is written (for the processes that keep no log), and no other start is known.
       clock: of the command.
       step: the step that the start goes on from.
       ran_before: seconds that the run had run when the checkpoint was saved that it goes on from; the file may know of more.
@@ -184,13 +188,13 @@ class GoodputLog:
         self._step = step
         self._ended = threading.Event()
         self._goodput.add(self._line())
+        self._first: Line | None = self._line()  # until it is written
+        self._path: pathlib.Path | None = None
         self._descriptor: int | None = None
+        self._cut = False  # whether the file ends in the middle of a line
         if workdir is None:
             return
-        path = pathlib.Path(workdir) / GOODPUT_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._cut = path.exists() and not path.read_bytes().endswith(b"\n")
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._path = pathlib.Path(workdir) / GOODPUT_FILE
         self._write()
         self._thread = threading.Thread(target=self._go_on, name="jaxtrain-goodput", daemon=True)
         self._thread.start()
@@ -221,9 +225,10 @@ class GoodputLog:
     def close(self) -> None:
         """Writes the last line and ends the thread."""
         self._ended.set()
-        if self._descriptor is not None:
+        if self._path is not None:
             self._thread.join()
             self._write()
+        if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -238,12 +243,27 @@ class GoodputLog:
     def _write(self) -> None:
         """Appends a line. One that has no room on the disk is left out: what is measured must not end what it measures."""
         if self._descriptor is None:
+            self._descriptor = self._open()
+        if self._descriptor is None:
             return
-        text = ("\n" * self._cut + json.dumps(dataclasses.asdict(self._line())) + "\n").encode()
+        lines = [line for line in (self._first, self._line()) if line]
+        self._first = None
+        text = ("\n" * self._cut + "".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines)).encode()
         try:
             self._cut = os.write(self._descriptor, text) < len(text)
         except OSError:
             self._cut = True
+
+    def _open(self) -> int | None:
+        """The file to append to; None while there is none and nothing else that a run leaves, or where it cannot be written."""
+        if self._path is None or (not self._path.exists() and self.clock.current.part in BEFORE_STATE):
+            return None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._cut = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+            return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        except OSError:
+            return None
 
     def _go_on(self) -> None:
         """Writes whatever becomes due until the start ends."""

@@ -28,11 +28,17 @@ LARGEST_LINE = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """What a process says of itself. step: the last that is finished; part: what it is at (goodput.Part), and for how many seconds."""
+    """What a process says of itself.
+
+    step: the last that is finished; part: what it is at (goodput.Part), and for how many seconds; own_s: seconds since it began that it did
+    not await the devices in its steps, of which data_wait_s it waited for data.
+    """
 
     step: int = 0
     part: str = ""
     part_s: float = 0.0
+    own_s: float = 0.0
+    data_wait_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterator
 
 from jaxtrain.config import ConfigError, one_line
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.goodput import Current, Part, WallClock
+from jaxtrain.run.goodput import OWN, STEPS, Current, Part, WallClock
 from jaxtrain.run.peers import Beat, Ending, Peer, Peers
+from jaxtrain.run.stragglers import Stragglers
 
 BEAT_S = 1.0  # seconds between two beats
 TIMES_LONGEST = 3.0  # how many times the longest step so far a step may last
 OTHER_PART = 20  # times hang_after: the least limit of a start's first step, and of a part that is no step
-STEPS = (Part.STEPPING, Part.WAITING)
 ENDLESS = (Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING, Part.STATE)  # a peer that is silent ends these too
 HEAD_START_S = 5.0  # seconds that another process leaves process 0, which knows who is behind
 WRITING_S = 5.0  # seconds for the stacks: the file system may be what hangs
@@ -113,6 +113,7 @@ class Watchdog:
         self._folder, self._peers, self._clock = folder, peers, clock
         self._hang_after, self._before_end, self._end = hang_after, before_end, end
         self._patience = Patience(hang_after, time.monotonic())
+        self.stragglers = Stragglers()  # of process 0: which process the others wait for
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -171,8 +172,9 @@ class Watchdog:
             before = now
             if self._peers and now >= next_beat:
                 next_beat = now + BEAT_S
-                current = self._clock.current
-                self._peers.beat(Beat(self._patience.step, current.part.value, round(current.seconds, 1)))
+                self._peers.beat(self._beat())
+                if self._peers.process == 0 and len(self._peers.peers) == self._peers.processes - 1:
+                    self.stragglers.take({peer.process: (str(peer), peer.beat) for peer in self._all()}, now)
             ending = None if self._over.is_set() else self._look(now)
             if ending:
                 return self._carry_out(ending)
@@ -229,9 +231,7 @@ class Watchdog:
             return f"{_names(silent)} {'is' if len(silent) == 1 else 'are'} behind: stopped, or out of reach"
         if self._peers.process > 0:
             return "process 0 knows who is behind, and says nothing"
-        current = self._clock.current
-        mine = Peer(0, socket.gethostname(), os.getpid(), 0.0, Beat(self._patience.step, current.part.value, current.seconds))
-        processes = [mine, *self._peers.peers.values()]
+        current, processes = self._clock.current, self._all()
         least = min(peer.beat.step for peer in processes)
         late = [peer for peer in processes if peer.beat.step == least]
         if len(late) == len(processes):
@@ -240,6 +240,15 @@ class Watchdog:
         if not late:
             return f"all {len(processes)} processes are at {current.part.value} after step {least}"
         return f"{_names(late)} {'is' if len(late) == 1 else 'are'} behind, at {late[0].beat.part} after step {late[0].beat.step}"
+
+    def _beat(self) -> Beat:
+        current, own_s, data_wait_s = self._clock.current, self._clock.spent(*OWN), self._clock.spent(Part.WAITING)
+        return Beat(self._patience.step, current.part.value, round(current.seconds, 1), round(own_s, 4), round(data_wait_s, 4))
+
+    def _all(self) -> list[Peer]:
+        """Process 0 itself, and all others."""
+        mine = Peer(0, socket.gethostname(), os.getpid(), 0.0, self._beat())
+        return [mine, *self._peers.peers.values()] if self._peers else [mine]
 
     def _carry_out(self, ending: Ending) -> None:
         """Ends the process, after telling the others; process 0 leaves last."""

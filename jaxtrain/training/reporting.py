@@ -10,9 +10,10 @@ import numpy as np
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.run import metrics, start_up
-from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.goodput import STEPS, Part, WallClock
 from jaxtrain.run.goodput_log import GoodputLog
 from jaxtrain.run.progress import Progress, StepTimer
+from jaxtrain.run.stragglers import Stragglers
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics
 from jaxtrain.training.parameter_checks import Comparison
@@ -64,7 +65,7 @@ class Speedometer:
             step.parts.matmul_parameters, model.dense_layers + model.layers + model.mtp_depth, step.parts.attention_width, length
         )
         self._devices, self._kind, self._dtype = step.mesh.size, step.mesh.devices.flat[0].device_kind, config.precision.compute
-        self._timer = StepTimer(start, clock=lambda: clock.spent(Part.STEPPING, Part.WAITING))
+        self._timer = StepTimer(start, clock=lambda: clock.spent(*STEPS))
         self.lap, self.restart = self._timer.lap, self._timer.restart
 
     def recent(self) -> Speed:
@@ -89,6 +90,7 @@ class Reporter:
       judge: sees every step's numbers, and raises NumbersError, or finds that the run has to go back.
       speedometer, log, progress: get every step, every logged step, and every step.
       goodput: of the run; where the time of this start has gone up to the first step that is reported is shown and logged.
+      stragglers: of process 0; names a process that is slower than the others.
       expert_room: model.expert_room; what finds no room is warned of. A capacity drops by intention, and is only logged.
     """
 
@@ -101,11 +103,13 @@ class Reporter:
         log: metrics.MetricsWriter,
         progress: Progress,
         goodput: GoodputLog,
+        stragglers: Stragglers,
         expert_room: float = 0.0,
     ):
         self._calendar, self._mean_metrics, self._judge = calendar, mean_metrics, judge
         self._speedometer, self._log, self._progress = speedometer, log, progress
         self._goodput, self._started = goodput, False
+        self._stragglers, self._warned_of_slowest = stragglers, stragglers.slowest
         self._pending: Pending | None = None
         self._expert_room, self._warned_of = expert_room, 0.0
         self._skips = 0  # of this process's replicas, since the last warning
@@ -135,7 +139,8 @@ class Reporter:
     def _report(self, pending: Pending, together: bool, logged: bool) -> Request:
         """together: all processes are at this step, so that independent replicas' results can be put together."""
         together = together or logged or self._mean_metrics is None
-        values = self._read(pending.metrics, together)
+        with self._goodput.clock.part(Part.AWAITING):
+            values, asked = self._read(pending.metrics, together), pending.answer()
         values |= {"tokens": pending.at * self._speedometer.tokens_per_step, "batch": pending.batch}
         self._speedometer.lap(pending.at)
         self._goodput.reached(pending.at)
@@ -147,14 +152,24 @@ class Reporter:
         self._progress.update(pending.at, loss=values["loss"], tokens_per_s=recent.tokens_per_s, mfu=recent.mfu)
         if logged or (together and (finding or not finite.all())):
             speed = dataclasses.asdict(self._speedometer.since_asked())
-            self._log.write(pending.at, **values, **speed, goodput=round(self._goodput.share(), 4))
+            self._log.write(pending.at, **values, **speed, goodput=round(self._goodput.share(), 4), **self._slowest())
         self._warn_of_drops(pending.at, values.get("dropped", 0.0))
         self._warn_of_skipping(numbers, values.get("skipped", 0.0))
         if together:  # one replica's numbers do not end the run before all see them
             self._judge.act(self._agreed(finding, pending))
         if pending.comparison:
             self._judge.see_copies(pending.at, pending.comparison())
-        return pending.answer()
+        return asked
+
+    def _slowest(self) -> dict[str, float]:
+        """What is logged of the slowest process, where one is clearly slower than the others. A line for each window in which one is."""
+        slowest = self._stragglers.slowest
+        if slowest is None:
+            return {}
+        if slowest is not self._warned_of_slowest:
+            self._warned_of_slowest = slowest
+            self._progress.say(slowest.line())
+        return {"slowest_process": slowest.process, "slowest_behind_s": round(slowest.behind_s, 4)}
 
     def go_back(self, rollback: Rollback) -> None:
         """The run stands at an earlier step: that is said and logged, and what was dispatched since is forgotten."""

@@ -1,5 +1,6 @@
 """What counts of a run's wall time over kills and roll-backs, against a simulation that knows; the file, its cut lines, the picture."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -169,7 +170,9 @@ def test_a_checkpoint_knows_how_long_a_run_has_run(tmp_path):
 
 
 def test_a_thread_writes_while_the_loop_is_busy(tmp_path):
-    log = GoodputLog(tmp_path, WallClock(time.monotonic() - 1.0))
+    clock = WallClock(time.monotonic() - 1.0)
+    clock.enter(Part.STEPPING)
+    log = GoodputLog(tmp_path, clock)
     end = time.monotonic() + 60
     while len(read_goodput(tmp_path)) < 4:
         assert time.monotonic() < end
@@ -180,7 +183,9 @@ def test_a_thread_writes_while_the_loop_is_busy(tmp_path):
 
 
 def test_a_disk_without_room_loses_lines_and_nothing_else(tmp_path, monkeypatch):
-    log, write = GoodputLog(tmp_path, WallClock()), os.write
+    clock = WallClock()
+    clock.enter(Part.STEPPING)
+    log, write = GoodputLog(tmp_path, clock), os.write
 
     def full(descriptor: int, text: bytes) -> int:
         raise OSError(28, "No space left on device")
@@ -200,3 +205,11 @@ def test_a_disk_without_room_loses_lines_and_nothing_else(tmp_path, monkeypatch)
 
 def test_nothing_to_draw(tmp_path):
     assert plot_goodput(tmp_path) is None
+
+
+def test_nothing_is_left_of_a_start_without_a_state(tmp_path):
+    clock = WallClock()
+    clock.enter(Part.COMPILING)
+    with contextlib.closing(GoodputLog(tmp_path, clock, 0)):
+        clock.enter(Part.TRACING)
+    assert not list(tmp_path.iterdir())

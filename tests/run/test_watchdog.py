@@ -143,14 +143,14 @@ def test_a_process_alone_hangs(world, tmp_path, capfd):
 
 
 def test_the_process_that_waits_for_data_is_behind(world, tmp_path, capfd):
-    three = world(3, 0.5)
+    three = world(3, 1.5)
     three.clocks[1].enter(Part.WAITING)
     start(three, 1, 2, 0)
     three.clocks[1].enter(Part.WAITING)
     three.wait(0, 1, 2)
     assert set(three.ended.values()) == {ExitStatus.HUNG}
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(f"process 1 (host1, pid {os.getpid()}) is behind, at waiting after step 7" in line for line in lines)
+    assert len(lines) == 3 and all(f"process 1 (host1, pid {os.getpid()}) is behind, at data_wait after step 7" in line for line in lines)
     assert len(list((tmp_path / "hang").iterdir())) == 3
 
 

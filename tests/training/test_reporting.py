@@ -12,6 +12,7 @@ from jaxtrain.config import TrainConfig
 from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.goodput_log import GoodputLog
+from jaxtrain.run.stragglers import Slowest, Stragglers
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.recovery import Judge, Memory, NumbersError, Rollback
@@ -49,13 +50,15 @@ class Log:
     since_asked = recent
 
 
-def reporter(log_every: int = 4, mean_metrics=None, expert_room: float = 0.0, **policy) -> tuple[Reporter, Log]:
+def reporter(
+    log_every: int = 4, mean_metrics=None, expert_room: float = 0.0, stragglers: Stragglers | None = None, **policy
+) -> tuple[Reporter, Log]:
     log = Log()
     calendar = Calendar(last=10, save_every=0, evaluate_every=0, log_every=log_every, exchange_every=0 if mean_metrics is None else 5)
     clock = WallClock(4.0, clock=lambda: 6.5)
     clock.enter(Part.STEPPING)
     judge = Judge(TrainConfig(**policy), lambda number: f"batch {number}: its rows")
-    return Reporter(calendar, mean_metrics, judge, log, log, log, GoodputLog(None, clock), expert_room), log
+    return Reporter(calendar, mean_metrics, judge, log, log, log, GoodputLog(None, clock), stragglers or Stragglers(), expert_room), log
 
 
 def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
@@ -96,8 +99,23 @@ def test_the_start_up_ends_with_the_first_step():
     assert not log.start_ups
     reports.add(pending(7))
     reports.finish(stopping=True)
-    assert log.start_ups == {6: {"start_up_s": 2.5, "imports_s": 2.5, "stepping_s": 0.0}}
+    assert log.start_ups == {6: {"start_up_s": 2.5, "imports_s": 2.5, "stepping_s": 0.0, "awaiting_s": 0.0}}
     assert log.shown == ["first step after 2.5 s: imports 2.5", (6, 2.0), (7, 2.0)]
+
+
+def test_the_slowest_process_is_logged_and_said_once_a_window():
+    stragglers = Stragglers()
+    reports, log = reporter(log_every=1, stragglers=stragglers)
+    reports.add(pending(1))
+    for at, slowest in enumerate([Slowest(3, "process 3", (1, 9), 0.5, 0.4, 0.1, 1.0)] * 2 + [None], 2):
+        reports.add(pending(at))
+        stragglers.slowest = slowest
+    reports.finish(stopping=True)
+    logged = {at: values.get("slowest_process") for at, values in log.written.items()}
+    assert logged == {1: None, 2: 3, 3: 3, 4: None} and log.written[2]["slowest_behind_s"] == 0.4
+    assert (
+        len([line for line in log.shown if isinstance(line, str) and line.startswith("warning: steps 1 to 9: process 3 is slowest")]) == 1
+    )
 
 
 def test_a_run_that_stops_logs_its_last_step():

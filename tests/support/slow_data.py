@@ -1,0 +1,23 @@
+"""The training command in which the data of one process is slow: `python -m jaxtrain.launch --module=support.slow_data`."""
+
+import sys
+import time
+
+from jaxtrain import BEGAN, train
+from jaxtrain.data.loader import Batch, Loader
+
+SLOW_PROCESS, SECONDS = 1, 0.2  # more for each batch
+
+
+class SlowLoader(Loader):
+    def batch(self, step: int) -> Batch:
+        time.sleep(SECONDS)
+        return super().batch(step)
+
+
+if __name__ == "__main__":
+    if f"--process_id={SLOW_PROCESS}" in sys.argv:
+        from jaxtrain import loop
+
+        loop.Loader = SlowLoader
+    sys.exit(train.main(sys.argv[1:], BEGAN))
