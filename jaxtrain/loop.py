@@ -69,12 +69,12 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
         checkpoints = folder / "checkpoints"
         choice = _choose_checkpoint(checkpoints, unresolved, recipe)
         start = choice.step or 0
-        corpus = _prepare_corpus(config)
-        _refuse_another_corpus(corpus, choice)
+        corpus = prepare_corpus(config)
+        refuse_another_corpus(corpus, choice)
         if start >= config.train.steps:
             cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
             return ExitStatus.FINISHED
-        _say_what_changed(choice, config)
+        say_what_changed(choice, config)
 
         goodput = lasting.enter_context(_timed(folder, clock, choice))
         clock.enter(Part.TRACING)
@@ -82,10 +82,10 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
             # ------------------------------------------------------------ step: its programs, compiled while the first state is made
             step = make_step(config, mesh, setup)
-            data, held_out = (closing.enter_context(loader) for loader in _loaders(config, step, corpus))
+            data, held_out = (closing.enter_context(loader) for loader in loaders(config, step, corpus))
             beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(2))  # XLA compiles most of a program on one core
             first_state = None if start else beside.submit(initial_state, step.layout, step.optimizer, config.train.seed)
-            train, exchange = _compile(config, step, data, corpus, beside, clock)
+            train, exchange = compile_programs(config, step, data, corpus, beside, clock)
             evaluation = Evaluation(step.evaluate, step.abstract_state().trained, held_out)
             cluster.say(*data.remarks(), *held_out.remarks())
 
@@ -215,12 +215,12 @@ def _choose_another(
 ) -> Choice:
     """The checkpoint that the run continues when newer ones turned out to be damaged. Errors as when it is chosen first."""
     choice = _choose_checkpoint(directory, unresolved, recipe, damaged)
-    _refuse_another_corpus(corpus, choice)
-    _say_what_changed(choice, config)
+    refuse_another_corpus(corpus, choice)
+    say_what_changed(choice, config)
     return choice
 
 
-def _prepare_corpus(config: Config) -> Corpus:
+def prepare_corpus(config: Config) -> Corpus:
     """The corpus. DataError where processes read different ones, or for a prompt that cannot be."""
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
     if jax.process_count() > 1:
@@ -232,7 +232,7 @@ def _prepare_corpus(config: Config) -> Corpus:
     return corpus
 
 
-def _refuse_another_corpus(corpus: Corpus, choice: Choice) -> None:
+def refuse_another_corpus(corpus: Corpus, choice: Choice) -> None:
     """DataError where the corpus is not the checkpoint's."""
     if choice.meta and choice.meta.checksum != corpus.checksum:
         raise DataError(
@@ -241,13 +241,13 @@ def _refuse_another_corpus(corpus: Corpus, choice: Choice) -> None:
         )
 
 
-def _say_what_changed(choice: Choice, config: Config) -> None:
+def say_what_changed(choice: Choice, config: Config) -> None:
     """Lists the settings that are not those of the checkpoint."""
     if choice.meta and (changed := changes(choice.meta.stored_config(), config)):
         cluster.say(f"changed since the checkpoint of step {choice.step}:", *(f"  {change}" for change in changed))
 
 
-def _loaders(config: Config, step: Step, corpus: Corpus) -> tuple[Loader, Loader]:
+def loaders(config: Config, step: Step, corpus: Corpus) -> tuple[Loader, Loader]:
     """The batches to train on, and the held-out ones."""
     replicas = config.mesh.replica if config.train.diloco_inner_steps else 1
 
@@ -257,7 +257,7 @@ def _loaders(config: Config, step: Step, corpus: Corpus) -> tuple[Loader, Loader
     return load("train", None), load("validation", config.train.eval_batches)
 
 
-def _compile(
+def compile_programs(
     config: Config, step: Step, data: Loader, corpus: Corpus, beside: concurrent.futures.Executor, clock: WallClock
 ) -> tuple[Compiled, Compiled | None]:
     """The programs of a step and, of independent replicas, of an exchange; says what somebody wants to see before the first step."""

@@ -23,10 +23,12 @@ Trains a transformer as a recipe says, on all devices of a mesh.
 
 usage: jaxtrain train [--config=NAME|FILE] [--config.GROUP.FIELD=VALUE …] [--workdir=DIR] [--cpu_devices=N]
        jaxtrain train … --dry_run [--json]      (or python -m jaxtrain.train …)
+       jaxtrain train … --replay=STEP
 """
 FLAGS = (
     flags.Flag("dry_run", False, "compile the step, print mesh, memory and collectives, and stop: nothing is run, read or written"),
     flags.Flag("json", False, "with --dry_run: as one JSON object"),
+    flags.Flag("replay", 0, "do this step of the run in --workdir again and compare it with metrics.jsonl; writes nothing", at_least=0),
 )
 
 
@@ -42,7 +44,9 @@ def main(argv: list[str], began: float | None = None) -> int:
     config, flags = cli.parse(argv, DESCRIPTION, FLAGS)
     if flags.json and not flags.dry_run:
         cli.fail("--json=true is for --dry_run alone: use --dry_run=true (or --json=false)")
-    if not flags.dry_run:
+    if flags.replay and flags.dry_run:
+        cli.fail("--replay and --dry_run are two things: use --dry_run=false (or --replay=0)")
+    if not (flags.dry_run or flags.replay):
         cli.check_workdir(flags.workdir)
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         with imports_without_collection():
@@ -50,7 +54,7 @@ def main(argv: list[str], began: float | None = None) -> int:
             if unused := startup.unused_accelerator(flags):
                 cli.fail(unused)
 
-            from jaxtrain import loop
+            from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
     clock.enter(Part.TABLE)
@@ -64,12 +68,14 @@ def main(argv: list[str], began: float | None = None) -> int:
         if flags.dry_run:
             plan = dry_run(ready.resolved, ready.setup, clock)
             cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
-        else:
-            return loop.run(ready.resolved, ready.setup, pathlib.Path(flags.workdir), clock, unresolved=config, recipe=flags.recipe)
+            return ExitStatus.FINISHED
+        folder = pathlib.Path(flags.workdir)
+        if flags.replay:
+            return replay.replay(ready.resolved, ready.setup, folder, flags.replay, clock, unresolved=config, recipe=flags.recipe)
+        return loop.run(ready.resolved, ready.setup, folder, clock, unresolved=config, recipe=flags.recipe)
     except (ConfigError, RunError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return _leave(error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG)
-    return ExitStatus.FINISHED
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

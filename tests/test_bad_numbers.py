@@ -6,6 +6,7 @@ make the same updates have the same losses, bit for bit, whatever they passed ov
 
 import json
 import os
+import signal
 
 import pytest
 from support import ROOT
@@ -171,3 +172,82 @@ def test_a_copy_that_differs_takes_a_run_back_to_the_same_batches(folder):
     (back,) = [r for r in read_metrics(rolled_back) if "rolled_back_from" in r]
     assert (back["step"], back["rolled_back_from"], back["next_batch"]) == (6, 10, 6)
     assert by_batch(rolled_back) == by_batch(undisturbed) and len(by_batch(rolled_back)) == 12
+
+
+# --- replays ---------------------------------------------------------------------------------------------------------------------
+
+
+ROLLING_BACK = settings(train__on_nonfinite="rollback", train__nonfinite_limit=2)  # as of `rolled_back`
+
+
+def replayed(workdir, at: int, *flags: str, spoiled: str = "nan:4,7,8", status: int = 0, devices: int = 1) -> runs.Done:
+    """The command with --replay, which leaves the run's folder as it is."""
+    files = runs.contents(workdir)
+    done = train(workdir, spoiled, *ROLLING_BACK, *flags, f"--replay={at}", status=status, devices=devices)
+    assert runs.contents(workdir) == files
+    return done
+
+
+def test_a_step_after_a_rollback_is_the_same_bit_for_bit(rolled_back):
+    done = replayed(rolled_back[0], 8)
+    *_, replaying, loss, norm, verdict = done.out.splitlines()
+    assert replaying == "replaying step 8 from the checkpoint of step 6, with batches 9 to 10"
+    assert verdict == "the same, bit for bit" and "difference 0" in loss and "difference 0" in norm
+    assert f"loss of step 8: {runs.losses(rolled_back[0])[8][0]:.9g} in metrics.jsonl" in loss
+
+
+@pytest.mark.full
+def test_a_step_on_another_mesh_is_the_same_to_rounding(rolled_back):
+    done = replayed(rolled_back[0], 12, *settings(mesh__stage=2), devices=2)
+    assert done.out.splitlines()[-1].startswith("the same to rounding (0.0001 of each")
+
+
+@pytest.mark.full
+def test_a_step_whose_batch_is_another_now_is_not_the_same(rolled_back):
+    done = replayed(rolled_back[0], 8, spoiled="wrong:9", status=ExitStatus.BAD_NUMBERS)
+    assert done.out.splitlines()[-1].startswith("not the same: more than 0.0001 of each")
+
+
+@pytest.mark.full
+def test_the_step_that_ended_a_run_is_bad_again(folder):
+    workdir = folder / "stopped"
+    stopping = settings(train__on_nonfinite="stop")
+    train(workdir, "nan:7", *stopping, status=ExitStatus.BAD_NUMBERS)
+    done = replayed(workdir, 8, *stopping, spoiled="nan:7")
+    assert "loss of step 8: not finite in metrics.jsonl, nan now, difference 0" in done.out
+
+
+@pytest.mark.full
+def test_a_step_that_cannot_be_replayed_is_a_line(rolled_back):
+    workdir = rolled_back[0]
+    no_record = "has no record of step 40 (metrics.log_every): use --replay=12 (or 9, 10, 11)"
+    for at, said in ((40, no_record), (3, "has no checkpoint before step 3: use --replay=4 (or 5, 6, 7)")):
+        done = replayed(workdir, at, status=ExitStatus.BAD_CONFIG)
+        (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+        assert said in error and "Traceback" not in done.err
+
+
+@pytest.mark.full
+def test_replaying_a_run_that_is_at_work(folder):
+    """Its lock is in nobody's way."""
+    workdir = folder / "at-work"
+    flags = (*ROLLING_BACK, *settings(train__steps=4000, checkpoint__keep=1000))
+    words = runs.training(workdir, *flags, *ONE_DEVICE, devices=1)
+    with runs.running(folder, *words) as command:
+        command.wait_for(lambda: 3 in runs.checkpoints(workdir) and runs.last_step(workdir) > 5, "a checkpoint and a step after it")
+        done = train(workdir, "nan:99999", *flags, "--replay=5")
+        assert command.process.poll() is None
+        command.signal(signal.SIGTERM)
+        command.end(ExitStatus.STOPPED)
+    assert done.out.splitlines()[-1] == "the same, bit for bit"
+
+
+@pytest.mark.full
+def test_replicas_that_train_apart_are_replayed_over_an_exchange(folder):
+    workdir = folder / "apart-again"
+    flags = settings(mesh__stage=1, mesh__replica=2, train__diloco_inner_steps=3, metrics__log_every=1, train__steps=6)
+    flags += settings(checkpoint__every=2, train__on_nonfinite="stop")
+    train(workdir, "nan:99", *flags, devices=2)
+    done = replayed(workdir, 4, *flags, devices=2)
+    assert "from the checkpoint of step 2, with batches 2 to 3" in done.out
+    assert done.out.splitlines()[-1] == "the same, bit for bit"

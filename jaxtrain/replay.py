@@ -1,0 +1,180 @@
+"""`--replay=STEP`: a step of a run done again, from the checkpoint before it and with the batches that the run had, beside its record.
+
+    checkpoint 60 ── steps 61 … 70, batches as recorded ──▶ loss and gradient norm of step 70 │ those in metrics.jsonl
+
+Nothing is written into the run's folder, and no lock is taken: a run may be at work there.
+"""
+
+import concurrent.futures
+import dataclasses
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from jaxtrain.checkpoint.manager import choose_together
+from jaxtrain.checkpoint.restoring import restore_newest
+from jaxtrain.checkpoint.steps import TO_TRAIN, Choice, choose
+from jaxtrain.config import Config, history
+from jaxtrain.config.pipeline_setup import Setup
+from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.devices import cluster
+from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.loop import compile_programs, loaders, prepare_corpus, refuse_another_corpus, say_what_changed
+from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.run.metrics import read_metrics
+from jaxtrain.training.calendar import Calendar
+from jaxtrain.training.state import stored_shapes
+from jaxtrain.training.step import Step, make_step
+
+FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}  # of a record, and what they are called
+ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}  # by the type of compute: what another order of sums may change, of a figure
+NEAREST = 3  # steps that are suggested
+
+
+class ReplayError(RunError):
+    """A step that cannot be done again; the message names those that can."""
+
+    status = ExitStatus.BAD_CONFIG
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What metrics.jsonl has about a step: its figures by name, None where one was not finite; and what it has of all steps' batches.
+
+    batches: step → number of the batch, of the steps that are logged; jumps: steps to which the run went back, after which other batches
+    came.
+    """
+
+    figures: dict[str, float | None]
+    batches: dict[int, int]
+    jumps: list[int]
+
+
+def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: WallClock, unresolved: Config, recipe: Config) -> ExitStatus:
+    """Does step `at` of the run in `folder` again and says what differs: FINISHED where it is the same to rounding, else BAD_NUMBERS.
+
+    Arguments as of loop.run, whose errors this raises; ReplayError where the folder has no record of the step, or no checkpoint before it.
+    """
+    clock.enter(Part.DATA)
+    checkpoints = folder / "checkpoints"
+    recorded = _recorded(folder, checkpoints, at)
+    around = Surroundings(jax.device_count(), jax.default_backend(), recipe, files=True)
+
+    def choose_again(damaged: Mapping[int, str]) -> Choice:
+        choice = choose_together(checkpoints, damaged, before=at)
+        if choice.meta is None:
+            raise ReplayError(f"--replay={at}: {checkpoints} has no whole checkpoint before step {at}")
+        history.refuse_to_continue(choice.meta.config, choice.meta.version, unresolved, around)
+        return choice
+
+    choice = choose_again({})
+    corpus = prepare_corpus(config)
+    refuse_another_corpus(corpus, choice)
+    say_what_changed(choice, config)
+    clock.enter(Part.TRACING)
+    mesh = make_mesh(sizes_of(config.mesh))
+    with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as beside:
+        step = make_step(config, mesh, setup)
+        data, held_out = loaders(config, step, corpus)
+        with data, held_out:
+            train, exchange = compile_programs(config, step, data, corpus, beside, clock)
+            shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
+            state, choice = restore_newest(choice, choose_again, checkpoints, step.abstract_state(), shapes, placement)
+            start, calendar = choice.step or 0, Calendar.of(config)
+            numbers = batches_of(range(start + 1, at + 1), choice.position, recorded)
+            cluster.say(f"replaying step {at} from the checkpoint of step {start}, with batches {_listed(numbers)}")
+            clock.enter(Part.STEPPING)
+            for done, number in enumerate(numbers, start + 1):
+                state, metrics = train(state, data.batch(number))
+                if exchange and calendar.exchanges(done):
+                    state = exchange(state)
+            figures = _figures(step, metrics)
+    return _compare(recorded.figures, figures, at, ROUNDING[config.precision.compute])
+
+
+def batches_of(steps: range, position: int, recorded: Recorded) -> list[int]:
+    """The numbers of the batches of consecutive steps, the last of which is logged; position: of the first, if the log does not say.
+
+    From a logged step backwards they are consecutive, as far as no rollback lies between.
+    """
+    numbers: dict[int, int] = {}
+    for at in reversed(steps):
+        if at in recorded.batches:
+            numbers[at] = recorded.batches[at]
+        elif at + 1 in numbers and at not in recorded.jumps:
+            numbers[at] = numbers[at + 1] - 1
+    for at in steps:  # before a rollback, from the checkpoint or a logged step on
+        numbers.setdefault(at, numbers.get(at - 1, position - 1) + 1)
+    return [numbers[at] for at in steps]
+
+
+def _recorded(folder: pathlib.Path, checkpoints: pathlib.Path, at: int) -> Recorded:
+    """What the log has of step `at`, as process 0 reads it, on every process. ReplayError where it cannot be replayed."""
+
+    def read() -> dict:
+        records = read_metrics(folder)
+        logged = {record["step"]: record for record in records if "grad_norm" in record}
+        first = min(choose(checkpoints, TO_TRAIN).steps, default=math.inf)
+        refuse_unknown_step(at, sorted(logged), first, folder)
+        return {
+            "figures": {name: logged[at][name] for name in FIGURES},
+            "batches": [[step, record.get("batch", step - 1)] for step, record in logged.items()],
+            "jumps": [record["step"] for record in records if "rolled_back_from" in record],
+        }
+
+    values = cluster.from_main(read, ReplayError)
+    return Recorded(values["figures"], dict(values["batches"]), values["jumps"])
+
+
+def refuse_unknown_step(at: int, logged: Sequence[int], first: float, folder: pathlib.Path) -> None:
+    """Raises ReplayError unless step `at` is one of the logged ones, after the `first` checkpoint; it names the nearest that are."""
+    possible = [step for step in logged if step > first]
+    if at in possible:
+        return
+    if at not in logged:
+        rule = f"{folder} has no record of step {at} (metrics.log_every)"
+    else:
+        rule = f"{folder} has no checkpoint before step {at}"
+    near = sorted(possible, key=lambda step: (abs(step - at), step))[: NEAREST + 1]
+    if not near:
+        raise ReplayError(f"--replay={at}: {rule}, and none of its steps can be replayed: none is logged after a checkpoint")
+    others = f" (or {', '.join(map(str, sorted(near[1:])))})" if near[1:] else ""
+    raise ReplayError(f"--replay={at}: {rule}: use --replay={near[0]}{others}")
+
+
+def _figures(step: Step, metrics: object) -> dict[str, float]:
+    """A step's figures, of independent replicas together."""
+    whole = step.mean_metrics(metrics) if step.mean_metrics else metrics
+    return {name: float(getattr(whole, name)) for name in FIGURES}
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words: "3", "3 to 7", "3 to 7, 9"."""
+    starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1] + 1]
+    runs = [numbers[first:end] for first, end in zip(starts, [*starts[1:], len(numbers)], strict=True)]
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _compare(recorded: Mapping[str, float | None], replayed: Mapping[str, float], at: int, rounding: float) -> ExitStatus:
+    """Says both and their differences. FINISHED where these are rounding."""
+    differences = {name: _difference(recorded[name], replayed[name]) for name in FIGURES}
+    for name, words in FIGURES.items():
+        then = "not finite" if recorded[name] is None else f"{recorded[name]:.9g}"
+        cluster.say(f"{words} of step {at}: {then} in metrics.jsonl, {replayed[name]:.9g} now, difference {differences[name]:.2g}")
+    worst = max(differences.values())
+    if worst == 0:
+        cluster.say("the same, bit for bit")
+    else:
+        limit = f"{rounding:g} of each, which another order of sums may change"
+        cluster.say(f"the same to rounding ({limit})" if worst <= rounding else f"not the same: more than {limit}")
+    return ExitStatus.FINISHED if worst <= rounding else ExitStatus.BAD_NUMBERS
+
+
+def _difference(recorded: float | None, replayed: float) -> float:
+    """Of two figures, relative to the recorded one; None and what is not finite are the same, and nothing else is like them."""
+    if recorded is None or not math.isfinite(replayed):
+        return 0.0 if recorded is None and not math.isfinite(replayed) else math.inf
+    return abs(replayed - recorded) / max(abs(recorded), 1e-30)
