@@ -4,9 +4,11 @@ A program with a guard is the same for `skip` and `rollback`, and the learning r
 make the same updates have the same losses, bit for bit, whatever they passed over or skipped.
 """
 
+import contextlib
 import json
 import os
 import signal
+import socket
 
 import pytest
 from support import ROOT
@@ -137,16 +139,59 @@ def test_spikes_take_a_run_back(folder):
     assert runs.checkpoints(workdir)[-1] == 36 and [*runs.losses(workdir)] == list(range(1, 37))
 
 
+APART = settings(mesh__stage=1, mesh__replica=2, train__diloco_inner_steps=3, metrics__log_every=3, train__steps=9)
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("choice", ["skip", "rollback"])
-def test_replicas_that_train_apart(folder, choice):
-    workdir = folder / f"apart-{choice}"
-    flags = settings(mesh__stage=1, mesh__replica=2, train__diloco_inner_steps=3, metrics__log_every=2)
-    flags += settings(train__on_nonfinite=choice, train__nonfinite_limit=3, train__steps=9)
-    train(workdir, "nan:4", *flags, devices=2)
+@pytest.mark.parametrize(("spoiled", "skipped"), [("nan:4", 2), ("half:4", 1)])
+def test_replicas_that_train_apart_skip_their_own(folder, spoiled, skipped):
+    workdir = folder / f"apart-{skipped}"
+    done = train(workdir, spoiled, *APART, *settings(train__on_nonfinite="skip"), devices=2)
     records = [r for r in read_metrics(workdir) if "loss" in r]
-    assert records[-1]["skipped"] == 2 and records[-1]["step"] == 9 and records[-1]["loss"] is not None
+    assert [(r["step"], r["skipped"]) for r in records] == [(1, 0), (3, 0), (6, skipped), (9, skipped)]
+    assert all(r["loss"] is not None for r in records)
+    many = "an update was" if skipped == 1 else "2 updates were"
+    assert [line.partition(": the")[0] for line in warnings(done)] == [f"warning: {many} skipped"]
     assert runs.stored_numbers_are_finite(workdir, 9)
+
+
+def train_in_two(workdir, spoiled: str, *flags: str, status: int = 0) -> list[runs.Done]:
+    """Two processes of one device each, started one by one: the launcher has a command of its own."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    with contextlib.ExitStack() as commands:
+        started = []
+        for number in (0, 1):
+            own = ["--processes=2", f"--process_id={number}", f"--coordinator=localhost:{port}"]
+            words = ["support.bad_batches", *spoiled.split(), "--", *runs.training(workdir, *flags, *own, devices=1)[1:]]
+            started.append(commands.enter_context(runs.running(workdir.parent, *words, environment=environment)))
+        return [command.end(status) for command in started]
+
+
+@pytest.mark.full
+def test_two_processes_go_back_together(folder, rolled_back):
+    """A stage in each: the trajectory of one process on one device, to rounding."""
+    workdir = folder / "two"
+    first, second = train_in_two(workdir, "nan:4,7,8", *settings(train__on_nonfinite="rollback", train__nonfinite_limit=2))
+    assert warnings(first)[-1].startswith("warning: back from step 9 to step 6, and on with batch 9: ") and not warnings(second)
+    found, expected = by_batch(workdir), by_batch(rolled_back[0])
+    assert found.keys() == expected.keys()
+    for batch, figures in expected.items():
+        assert found[batch] == (pytest.approx(figures, rel=1e-4) if figures[0] else figures), batch
+
+
+@pytest.mark.full
+def test_replicas_in_two_processes_go_back_where_they_meet(folder):
+    """The first one's numbers are not finite in steps 5 and 6; the other learns of that in step 6."""
+    workdir = folder / "two-apart"
+    flags = settings(train__on_nonfinite="rollback", train__nonfinite_limit=2)
+    first, second = train_in_two(workdir, "half:4,5", *APART, *flags)
+    (back,) = [r for r in read_metrics(workdir) if "rolled_back_from" in r]
+    assert (back["step"], back["rolled_back_from"], back["next_batch"]) == (3, 6, 6)
+    records = [r for r in read_metrics(workdir) if "loss" in r]
+    assert [(r["step"], r["batch"], r["skipped"]) for r in records] == [(1, 0, 0), (3, 2, 0), (6, 8, 0), (9, 11, 0)]
 
 
 FOUR = settings(mesh__stage=1, mesh__data=4, parallel__zero=0, train__hash_every=2)

@@ -174,6 +174,19 @@ def test_keeps_the_newest(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.isdigit()) == ["12", "9"]
 
 
+def test_steps_that_a_run_has_gone_back_over_are_set_aside_and_saved_again(tmp_path):
+    layout, said = Layout(7), []
+    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), 9, say=said.append)
+    for step in (1, 2, 3):
+        c.save(step, state(layout), {"first": True})
+    c.set_aside_after(1, "the run went back to step 1")  # while the last is being saved
+    assert c.latest_step() == 1 and c.save(2, state(layout), {"first": False})
+    c.close()
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["1", "2", "2.broken-1", "3.broken-1"] and c.read_meta(2) == {"first": False}
+    assert [line.partition(": ")[2] for line in said] == [f"{step} (the run went back to step 1) is now {step}.broken-1" for step in (2, 3)]
+
+
 def test_old_checkpoints_stay_until_the_new_one_is_finished(tmp_path, monkeypatch):
     layout = Layout(7)
     c = checkpointer(tmp_path, layout, keep=1)

@@ -78,6 +78,12 @@ def test_the_newest_by_number(folder):
     assert choose(folder / "none", TO_TRAIN).step is None
 
 
+def test_the_newest_before_a_step(folder):
+    assert choose(folder, TO_TRAIN, before=13).step == 12
+    assert (choose(folder, TO_TRAIN, before=12).step, choose(folder, TO_TRAIN, before=12).steps) == (9, (9,))
+    assert choose(folder, TO_TRAIN, before=9).step is None
+
+
 def test_the_position_of_older_checkpoints_is_their_step():
     assert Meta.from_json({"step": 12}).position == 12
     assert Meta.from_json({"step": 12, "position": 20}).position == 20

@@ -1,6 +1,7 @@
 """The training command with what spoils a run: `python -m support.bad_batches nan:5,6 wrong:9 -- FLAGS…`.
 
-nan     a loss weight of the batches with these numbers is not a number
+nan     no loss weight of the batches with these numbers is a number
+half    nor of the first half of their rows: of the first of two replicas
 wrong   every target of these batches is the same rare token
 flip    a bit of one device's copy of a parameter is another one in these comparisons of copies, counted from 1
 """
@@ -10,11 +11,11 @@ import itertools
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain import train
-from jaxtrain.data.loader import Batch, Loader
+from jaxtrain.data.loader import Loader
+from jaxtrain.data.packing import Row
 from jaxtrain.training.parameter_checks import Comparison, Copies
 from jaxtrain.training.state import TrainState
 
@@ -23,18 +24,19 @@ DEVICE = 2  # whose copy is another one
 
 
 def spoil(numbers: dict[str, set[int]]) -> None:
-    """Every Loader of this process gives spoiled train batches where these numbers say so."""
-    whole = Loader.batch
+    """Every Loader of this process gives spoiled rows of train batches where these numbers say so."""
+    whole = Loader._row
 
-    def batch(loader: Loader, number: int) -> Batch:
-        made = whole(loader, number)
-        if loader.batches is None and number in numbers.get("nan", ()):
-            made["weights"] = made["weights"].at[..., 0].set(jnp.nan)
+    def row(loader: Loader, number: int, i: int) -> Row:
+        made = dict(whole(loader, number, i))
+        of_first_half = number in numbers.get("half", ()) and 2 * i < loader.shape[0] * loader.shape[1]
+        if loader.batches is None and (number in numbers.get("nan", ()) or of_first_half):
+            made["weights"] = np.full_like(made["weights"], np.nan)
         if loader.batches is None and number in numbers.get("wrong", ()):
-            made["targets"] = jnp.full_like(made["targets"], RARE)
+            made["targets"] = np.full_like(made["targets"], RARE)
         return made
 
-    Loader.batch = batch
+    Loader._row = row
 
 
 def flip(numbers: set[int]) -> None:
