@@ -115,6 +115,16 @@ def test_a_run_does_not_go_back_for_ever(folder):
 
 
 @pytest.mark.full
+def test_a_run_whose_checkpoints_are_all_too_new_does_not_begin_anew(folder):
+    workdir = folder / "too-new"
+    flags = settings(train__on_nonfinite="rollback", train__nonfinite_limit=2, checkpoint__every=1, checkpoint__keep=1)
+    done = train(workdir, "nan:4,5", *flags, status=ExitStatus.BAD_NUMBERS)
+    (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert "the checkpoints that are kept begin with step 5, and the run would have to go back further: keep more of them" in error
+    assert runs.checkpoints(workdir) == [5]
+
+
+@pytest.mark.full
 def test_skipping_ends_with_so_many_in_a_row(folder):
     workdir = folder / "in-a-row"
     flags = settings(train__on_nonfinite="skip", train__nonfinite_limit=3)

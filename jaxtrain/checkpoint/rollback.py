@@ -7,7 +7,7 @@ import jax
 
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.restoring import restore_newest
-from jaxtrain.training.recovery import Finding, Memory, Rollback
+from jaxtrain.training.recovery import Finding, Memory, NumbersError, Rollback
 from jaxtrain.training.state import TrainState, initial_state, stored_shapes
 from jaxtrain.training.step import Step
 
@@ -18,10 +18,15 @@ def roll_back(
     """The way back to the newest whole checkpoint from before `finding.since`, and its state; without one, to the first state.
 
     A save that is under way is finished first. Later checkpoints are set aside, for their steps come again. `state` is deleted, to make
-    room. Every process must call this. Raises CheckpointError as `choose_together` and `restore_newest` do.
+    room. Every process must call this.
+
+    Raises NumbersError where there are checkpoints, and none from before; CheckpointError as `choose_together` and `restore_newest` do.
     """
     saves.wait()
     choice = choose_together(directory, before=finding.since)
+    if choice.step is None and (kept := choose_together(directory).steps):
+        rule = f"the checkpoints that are kept begin with step {kept[0]}, and the run would have to go back further"
+        raise NumbersError(f"{finding.why}; {rule}: keep more of them (checkpoint.keep), or make them less often (checkpoint.every)")
     for array in jax.tree.leaves(state):
         array.delete()
     if choice.step:

@@ -23,7 +23,7 @@ class ExitStatus(enum.IntEnum):
     STOPPED = 75  # EX_TEMPFAIL: on request (SIGTERM, preemption), with the step saved: the same command goes on
     HUNG = 79  # no step for longer than a step can last
     LOST_PEER = 80  # another process of the run has gone
-    BAD_NUMBERS = 81  # a loss or gradients that are not finite
+    BAD_NUMBERS = 81  # a loss, gradients or parameters that are not finite, or copies of parameters that differ
     INTERRUPTED = 128 + signal.SIGINT  # Ctrl-C, with the step saved if there was one
 
     @property
