@@ -299,6 +299,20 @@ def _evaluation_has_data(c: Config) -> Broken | None:
     return Broken("train.eval_every", "needs held-out data, and data.validation_fraction=0", values_for("train.eval_every", [0]))
 
 
+def _local_checkpoints_have_folder_and_steps(c: Config) -> Broken | None:
+    local, every = c.checkpoint.local, c.checkpoint.local_every
+    if bool(local) != (every > 0):
+        if local:
+            rule = f"leaves checkpoint.local={local!r} without a step at which to save"
+            return Broken("checkpoint.local_every", rule, values_for("checkpoint.local_every", [10]))
+        rule = "needs a folder, and checkpoint.local is empty"
+        return Broken("checkpoint.local_every", rule, [{"checkpoint.local": "/dev/shm/jaxtrain"}, {"checkpoint.local_every": 0}])
+    if local and not local.startswith("/"):
+        rule = "is no absolute path, which it must be on every machine"
+        return Broken("checkpoint.local", rule, values_for("checkpoint.local", [f"/dev/shm/{local}"]))
+    return None
+
+
 def _head_size_is_whole(c: Config, devices: int | None) -> Broken | None:
     m = c.model
     if m.head_dim or m.width % m.heads == 0:
@@ -332,4 +346,5 @@ RULES: tuple[Rule, ...] = (
     _schedule_fits_steps,
     _profile_fits_steps,
     _evaluation_has_data,
+    _local_checkpoints_have_folder_and_steps,
 )
