@@ -253,6 +253,10 @@ class CheckpointConfig:
     every: int = setting(0, "steps between checkpoints; 0: by time alone, and the final one", at_least=0)
     minutes: float = setting(10.0, "minutes after the last checkpoint until the next, whatever `every` is; 0: never by time", at_least=0)
     keep: int = setting(3, "newest checkpoints kept", at_least=1)
+    local: str = setting(
+        "", "folder of each machine's own, on a RAM disk or a local disk, for checkpoints every local_every steps; empty: none"
+    )
+    local_every: int = setting(0, "steps between checkpoints in `local`, of which the newest two are kept", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
