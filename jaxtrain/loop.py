@@ -44,7 +44,7 @@ from jaxtrain.run.signals import Signals
 from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
-from jaxtrain.training.parameter_checks import Finiteness
+from jaxtrain.training.parameter_checks import Copies, Finiteness
 from jaxtrain.training.profile import Profile, trace_folder
 from jaxtrain.training.recovery import Judge, Memory
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
@@ -118,7 +118,8 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
-            judge, finite = Judge(config.train, data.rows_of, _memory(choice)), Finiteness(mesh)
+            judge = Judge(config.train, data.rows_of, _memory(choice), start)
+            finite, copies = Finiteness(mesh), Copies(mesh, state)
             reporter = Reporter(calendar, step.mean_metrics, judge, speedometer, log, progress, goodput, watchdog.stragglers, room)
             closing.enter_context(signals.deferred())
             feed = Feed(data, choice.position, config.train.steps - start)
@@ -131,7 +132,10 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 with jax.profiler.StepTraceAnnotation("train", step_num=at):
                     state, metrics = train(state, batch)
                 at += 1
-                asked = reporter.add(Pending(at, feed.position - 1, metrics, requests.ask() if calendar.meets(at) else no_request))
+                with clock.part(Part.OTHER):
+                    comparison = copies.compare(state) if calendar.compares(at) else None
+                answer = requests.ask() if calendar.meets(at) else no_request
+                asked = reporter.add(Pending(at, feed.position - 1, metrics, answer, comparison))
                 watchdog.finished(at - 1)
                 if exchange and calendar.exchanges(at):
                     state = exchange(state)
@@ -140,9 +144,9 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                     asked |= reporter.finish(stopping=asked.stop)
                     kept = asked or calendar.saves(at)
                     saving = judge.good and (kept or calendar.saves_locally(at))
-                    if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
-                        meta = dataclasses.asdict(_meta(config, corpus, at, feed.position, judge.memory, goodput.wall_s()))
-                        with clock.part(Part.SAVING):
+                    with clock.part(Part.SAVING):
+                        if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
+                            meta = dataclasses.asdict(_meta(config, corpus, at, feed.position, judge.memory, goodput.wall_s()))
                             if calendar.saves_locally(at):
                                 local.save(at, state, meta)
                             if kept:

@@ -146,3 +146,28 @@ def test_replicas_that_train_apart(folder, choice):
     records = [r for r in read_metrics(workdir) if "loss" in r]
     assert records[-1]["skipped"] == 2 and records[-1]["step"] == 9 and records[-1]["loss"] is not None
     assert runs.stored_numbers_are_finite(workdir, 9)
+
+
+FOUR = settings(mesh__stage=1, mesh__data=4, parallel__zero=0, train__hash_every=2)
+
+
+@pytest.mark.full
+def test_a_copy_that_differs_ends_the_run(folder):
+    workdir = folder / "flipped"
+    done = train(workdir, "flip:4", *FOUR, status=ExitStatus.BAD_NUMBERS, devices=4)
+    (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert error.startswith(
+        "error: cpu:2 (process 0) has parameters that are not those of the 3 others that hold them, at step 8 (not yet at step 6)"
+    )
+    assert runs.last_step(workdir) == 8 and runs.checkpoints(workdir) == [3, 6]
+
+
+@pytest.mark.full
+def test_a_copy_that_differs_takes_a_run_back_to_the_same_batches(folder):
+    rolled_back, undisturbed = folder / "flipped-back", folder / "not-flipped"
+    flags = (*FOUR, *settings(train__on_nonfinite="rollback"))
+    train(rolled_back, "flip:5", *flags, devices=4)  # at step 10, after a checkpoint of step 9: the one of step 6 is known to be right
+    train(undisturbed, "flip:99", *flags, devices=4)
+    (back,) = [r for r in read_metrics(rolled_back) if "rolled_back_from" in r]
+    assert (back["step"], back["rolled_back_from"], back["next_batch"]) == (6, 10, 6)
+    assert by_batch(rolled_back) == by_batch(undisturbed) and len(by_batch(rolled_back)) == 12

@@ -235,6 +235,9 @@ class TrainConfig:
         at_least=0,
     )
     spike_steps: int = setting(3, "spikes in a row that take the run back", at_least=1)
+    hash_every: int = setting(
+        100, "steps between comparisons of all copies of parameters on different devices, by sums of their bits; 0: never", at_least=0
+    )
     rollbacks: int = setting(3, "times that a run goes back to a checkpoint, before it ends", at_least=1)
     hang_after: float = setting(
         30.0,

@@ -15,12 +15,20 @@ class Calendar:
     log_every: int
     exchange_every: int  # 0: replicas are not independent, and never exchange
     save_locally_every: int = 0  # 0: never
+    compare_every: int = 0  # 0: copies of parameters are never compared
 
     @classmethod
     def of(cls, config: Config) -> "Calendar":
-        train = config.train
-        saves, logs = config.checkpoint, config.metrics.log_every
-        return cls(train.steps, saves.every, train.eval_every, logs, train.diloco_inner_steps, saves.local_every)
+        train, saves = config.train, config.checkpoint
+        return cls(
+            train.steps,
+            saves.every,
+            train.eval_every,
+            config.metrics.log_every,
+            train.diloco_inner_steps,
+            saves.local_every,
+            train.hash_every,
+        )
 
     def is_last(self, at: int) -> bool:
         return at == self.last
@@ -44,6 +52,14 @@ class Calendar:
     def meets(self, at: int) -> bool:
         """Whether processes may ask each other something: independent replicas do not wait for each other in between."""
         return self.exchange_every == 0 or self.exchanges(at) or self._due(at, self.log_every)
+
+    def compares(self, at: int) -> bool:
+        """Whether copies of parameters are compared; those of independent replicas at the first exchange that is not before it is due."""
+        if not self.compare_every:
+            return False
+        if not self.exchange_every:
+            return at % self.compare_every == 0
+        return self.exchanges(at) and at // self.compare_every > (at - 1) // self.exchange_every * self.exchange_every // self.compare_every
 
     def _due(self, at: int, every: int) -> bool:
         return at == self.last or (every > 0 and at % every == 0)

@@ -112,12 +112,14 @@ class Judge:
       policy: the settings.
       rows_of: a batch's number → it and its rows, in words.
       memory: of the checkpoint that the run goes on from.
+      start: its step.
     """
 
-    def __init__(self, policy: TrainConfig, rows_of: Callable[[int], str], memory: Memory = Memory()):
+    def __init__(self, policy: TrainConfig, rows_of: Callable[[int], str], memory: Memory = Memory(), start: int = 0):
         self._policy, self._rows_of, self.memory = policy, rows_of, memory
         self.finding: Finding | None = None  # why the run has to go back
         self._since: list[int | None] = [memory.nonfinite_since]  # of each replica
+        self._copies_agreed = start  # the last step at which copies of parameters were the same
 
     @property
     def skips(self) -> bool:
@@ -137,6 +139,14 @@ class Judge:
             why = f"the parameters after step {at} are not finite, though its loss was: no checkpoint is made of them"
             self.act(Finding(at, at, position - 1, why))
         return finite
+
+    def see_copies(self, at: int, wrong: str) -> None:
+        """Takes what is wrong with the copies of parameters after step `at`, in words; "" if they are all the same. Raises as `act`."""
+        if not wrong:
+            self._copies_agreed = at
+            return
+        since = self._copies_agreed + 1
+        self.act(Finding(at, since, None, f"{wrong}, at step {at}" + (f" (not yet at step {since - 1})" if since > 1 else "")))
 
     def see(self, numbers: Numbers) -> Finding | None:
         """What has to be done something about after this step, which is for `act`. Every step is to be seen, in turn."""
@@ -187,7 +197,7 @@ class Judge:
         """The run stands at another step now: what was seen since is forgotten, but for how often this has happened."""
         memory = rollback.memory
         self.memory = Memory(self.memory.rollbacks + 1, memory.losses)
-        self.finding, self._since = None, [None]
+        self.finding, self._since, self._copies_agreed = None, [None], rollback.step
 
 
 def deviations(loss: float, losses: Sequence[float]) -> float:

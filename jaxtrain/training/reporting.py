@@ -16,6 +16,7 @@ from jaxtrain.run.progress import Progress, StepTimer
 from jaxtrain.run.stragglers import Stragglers
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.metrics import StepMetrics
+from jaxtrain.training.parameter_checks import Comparison
 from jaxtrain.training.recovery import Finding, Judge, Numbers, Rollback
 from jaxtrain.training.requests import Answer, Request
 from jaxtrain.training.step import Step
@@ -27,13 +28,15 @@ TINY = 1e-12  # any drop at all: one choice of a large batch is more
 class Pending:
     """A step that has been dispatched: its number, its batch's, and its results, which the devices may still be at work on.
 
-    metrics: of each replica where replicas are independent; answer: what processes ask of the loop after it.
+    metrics: of each replica where replicas are independent; answer: what processes ask of the loop after it; comparison: of copies of the
+    parameters after it, where there is one.
     """
 
     at: int
     batch: int
     metrics: StepMetrics
     answer: Answer
+    comparison: Comparison | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +157,8 @@ class Reporter:
         self._warn_of_skipping(numbers, values.get("skipped", 0.0))
         if together:  # one replica's numbers do not end the run before all see them
             self._judge.act(self._agreed(finding, pending))
+        if pending.comparison:
+            self._judge.see_copies(pending.at, pending.comparison())
         return asked
 
     def _slowest(self) -> dict[str, float]:

@@ -26,6 +26,14 @@ def test_the_first_step_is_logged_too():
     assert days(calendar(metrics__log_every=3).logs) == [1, 3, 6, 9, 10]
 
 
+def test_copies_of_independent_replicas_are_compared_where_these_meet():
+    assert days(calendar(train__hash_every=4).compares) == [4, 8] and days(calendar(train__hash_every=0).compares) == []
+    independent = {"train__diloco_inner_steps": 3, "mesh__replica": 2}
+    assert days(calendar(train__hash_every=4, **independent).compares) == [6, 9]  # for 4 and 8
+    assert days(calendar(train__hash_every=1, **independent).compares) == [3, 6, 9, 10]
+    assert days(calendar(train__hash_every=5, **independent).compares) == [6, 10]
+
+
 def test_only_independent_replicas_exchange_and_they_meet_seldom():
     together, independent = calendar(metrics__log_every=4), calendar(metrics__log_every=4, train__diloco_inner_steps=3, mesh__replica=2)
     assert days(together.exchanges) == [] and days(together.meets) == [*range(1, 11)]

@@ -138,6 +138,20 @@ def test_parameters_that_are_not_finite_are_not_saved():
             judge(on_nonfinite=choice).good_parameters(5, 9, False)
 
 
+def test_copies_that_differ():
+    one = judge(on_nonfinite="rollback")
+    one.see_copies(100, "")
+    one.see_copies(200, "cpu:3 (process 1) has parameters that are not those of the 3 others")
+    assert (one.finding.since, one.finding.batch) == (101, None)  # the same batches come again
+    assert one.finding.why.endswith("the 3 others, at step 200 (not yet at step 100)")
+    one.go_back(Rollback(200, 90, 90, "", Memory()))
+    one.see_copies(100, "cpu:3 (process 1)")
+    assert one.finding.since == 91
+    for choice in ("stop", "skip"):
+        with pytest.raises(NumbersError, match="^cpu:3, at step 7; the last checkpoint is kept"):
+            judge(on_nonfinite=choice).see_copies(7, "cpu:3")
+
+
 def test_without_jax():
     code = "import sys, jaxtrain.training.recovery; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
