@@ -29,6 +29,7 @@ from jaxtrain.config.continuing import changes
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.data.loader import Feed, Loader
+from jaxtrain.data.row_log import RowLog
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -83,7 +84,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
             # ------------------------------------------------------------ step: its programs, compiled while the first state is made
             step = make_step(config, mesh, setup)
-            data, held_out = (closing.enter_context(loader) for loader in _loaders(config, step, corpus))
+            data, held_out = (closing.enter_context(loader) for loader in _loaders(config, step, corpus, folder))
             shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
             local = LocalCheckpoints(config.checkpoint.local, folder, checkpoints, step.abstract_state(), shapes, placement)
             newer = local.candidates(start, config.train.steps, functools.partial(_why_not_from, config, corpus, unresolved, recipe))
@@ -277,14 +278,15 @@ def _say_what_changed(choice: Choice, config: Config) -> None:
         cluster.say(f"changed since the checkpoint of step {choice.step}:", *(f"  {change}" for change in changed))
 
 
-def _loaders(config: Config, step: Step, corpus: Corpus) -> tuple[Loader, Loader]:
+def _loaders(config: Config, step: Step, corpus: Corpus, folder: pathlib.Path) -> tuple[Loader, Loader]:
     """The batches to train on, and the held-out ones."""
     replicas = config.mesh.replica if config.train.diloco_inner_steps else 1
+    log = RowLog(folder, jax.process_index(), jax.process_count()) if config.metrics.rows else None
 
-    def load(split: str, batches: int | None) -> Loader:
-        return Loader(corpus, config.data, split, step.batch_sharding, config.pipeline.microbatches, batches, replicas)
+    def load(split: str, batches: int | None, log: RowLog | None = None) -> Loader:
+        return Loader(corpus, config.data, split, step.batch_sharding, config.pipeline.microbatches, batches, replicas, log)
 
-    return load("train", None), load("validation", config.train.eval_batches)
+    return load("train", None, log), load("validation", config.train.eval_batches)
 
 
 def _compile(

@@ -268,6 +268,7 @@ class MetricsConfig:
 
     log_every: int = setting(10, "steps between rows of metrics.jsonl, which begins with the first", at_least=1)
     tensorboard: bool = setting(True, "write TensorBoard files too")
+    rows: bool = setting(False, "write which rows each process reads for every step, into rows/: what no number of processes may change")
 
 
 @dataclasses.dataclass(frozen=True)
