@@ -112,7 +112,9 @@ def _all_together(errors: Sequence[UsageError], changes: Mapping[str, Any]) -> s
 def _refusal(namespace: types.SimpleNamespace, config: Config, recipe: Config) -> ConfigError | None:
     """What is wrong with a config, with the number of devices taken into account: jax is asked for it only where something is wrong, and
     it may find other devices than simulated ones."""
-    devices = cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
+    loaded = sys.modules.get("jax")
+    started = loaded and loaded.distributed.is_initialized()  # by the program that trains, and the environment says nothing of it
+    devices = None if started else cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
     around = Surroundings(devices, "cpu" if devices else "", recipe, files=True)
     if not devices and checks.first_broken(config, around):
         start_jax(namespace)
