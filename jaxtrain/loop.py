@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.stages import Compiled
 
+from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.checkpoint.restoring import restore_newest
@@ -102,7 +103,8 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
 
             # ------------------------------------------------------------ loop
             log, progress = _open_log(config, folder, start, goodput)
-            saves = Checkpointer(checkpoints, placement, shapes, config.checkpoint.keep, choice.strangers, progress.say)
+            kept = Keep(config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.keep_best)
+            saves = Checkpointer(checkpoints, placement, shapes, kept, choice.strangers, progress.say)
             profile = Profile(trace_folder(folder), start, config.train.profile_steps)
             for part in (saves, log, progress, profile):
                 closing.callback(part.close)
@@ -134,10 +136,12 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                         with clock.part(Part.SAVING):
                             meta = _meta(config, corpus, at, feed.position, judge.memory, goodput.wall_s())
                             saves.save(at, state, dataclasses.asdict(meta))
+                        reporter.saves(saves.figures())
                     if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop) and judge.good:
                         with clock.part(Part.EVALUATING):
                             validation = evaluation.loss(state.trained)
                         reporter.validation(at, validation)
+                        saves.evaluated(at, validation)
                 if judge.finding:
                     with clock.part(Part.ROLLING_BACK):
                         rollback, state = roll_back(checkpoints, saves, judge.finding, state, step, config.train.seed)
@@ -149,6 +153,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             # ------------------------------------------------------------ end
             clock.enter(Part.ENDING)
             saves.wait()
+            reporter.saves(saves.figures())
             progress.close()
             if cluster.is_main():
                 plot_losses(folder)
