@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.stages import Compiled
 
+from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.local_restore import Saved
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
@@ -112,7 +113,8 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
 
             # ------------------------------------------------------------ loop
             log, progress = _open_log(config, folder, start, goodput)
-            saves = Checkpointer(checkpoints, placement, shapes, config.checkpoint.keep, choice.strangers, progress.say)
+            kept = Keep(config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.keep_best)
+            saves = Checkpointer(checkpoints, placement, shapes, kept, choice.strangers, progress.say)
             profile = Profile(trace_folder(folder), start, config.train.profile_steps)
             local.begin(start, progress.say)
             for part in (saves, local, log, progress, profile):
@@ -143,20 +145,22 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 profile.after(at, metrics)
                 if asked or calendar.saves(at) or calendar.saves_locally(at) or calendar.evaluates(at):
                     asked |= reporter.finish(stopping=asked.stop)
-                    kept = asked or calendar.saves(at)
-                    saving = judge.good and (kept or calendar.saves_locally(at))
+                    lasting_save = asked or calendar.saves(at)
+                    saving = judge.good and (lasting_save or calendar.saves_locally(at))
                     with clock.part(Part.SAVING):
                         if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
                             meta = dataclasses.asdict(_meta(config, corpus, at, feed.position, judge.memory, goodput.wall_s()))
                             if calendar.saves_locally(at):
                                 local.save(at, state, meta)
-                            if kept:
+                            if lasting_save:
                                 requests.saved()
                                 saves.save(at, state, meta)
+                    reporter.saves(saves.figures())
                     if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop) and judge.good:
                         with clock.part(Part.EVALUATING):
                             validation = evaluation.loss(state.trained)
                         reporter.validation(at, validation)
+                        saves.evaluated(at, validation)
                 if judge.finding:
                     with clock.part(Part.ROLLING_BACK):
                         rollback, state = roll_back(checkpoints, saves, judge.finding, state, step, config.train.seed)
@@ -168,6 +172,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             # ------------------------------------------------------------ end
             clock.enter(Part.ENDING)
             saves.wait()
+            reporter.saves(saves.figures())
             local.forget()
             progress.close()
             if cluster.is_main():

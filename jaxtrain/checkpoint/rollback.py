@@ -20,7 +20,7 @@ def roll_back(
     A save that is under way is finished first. Later checkpoints are set aside, for their steps come again. `state` is deleted, to make
     room. Every process must call this. Raises CheckpointError as `choose_together` and `restore_newest` do.
     """
-    saves.wait()
+    saves.close()
     choice = choose_together(directory, before=finding.since)
     for array in jax.tree.leaves(state):
         array.delete()

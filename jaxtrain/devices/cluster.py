@@ -29,6 +29,7 @@ from jaxtrain.run import watchdog
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.peers import Address, Peers, PeersError
 
+_TOLD = "jaxtrain/told"
 BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
 # Seconds until jax finds out by itself that a process is gone, where the run's own connections (run/peers.py) do not tell; and until it
 # goes without the others at the end.
@@ -179,6 +180,40 @@ def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
     if "refusal" in answer:
         raise refusal(answer["refusal"])
     return answer["value"]
+
+
+def told_by_main(question: str, decide: Callable[[], Any]) -> Any:
+    """What `decide()` returns in process 0, as JSON gives it back, on every process.
+
+    For threads: there is no collective in it, and no order among questions. Every process must ask each question once, in the same
+    words. `decide` must not raise: the others would wait.
+    """
+    if jax.process_count() == 1:
+        return json.loads(json.dumps(decide()))
+    if is_main():
+        _client().key_value_set(f"{_TOLD}/{question}/answer", json.dumps(decide()))
+    return json.loads(_client().blocking_key_value_get(f"{_TOLD}/{question}/answer", BARRIER_MS))
+
+
+def told_to_main(question: str, report: str) -> list[str]:
+    """The reports of all processes, by process, on process 0; none on the others. For threads, as `told_by_main`."""
+    if jax.process_count() == 1:
+        return [report]
+    _client().key_value_set(f"{_TOLD}/{question}/{jax.process_index()}", report)
+    if not is_main():
+        return []
+    return [_client().blocking_key_value_get(f"{_TOLD}/{question}/{index}", BARRIER_MS) for index in range(jax.process_count())]
+
+
+def forget(question: str) -> None:
+    """Lets go of what was told about a question and those below it, `question/…`. In process 0, when all processes have their answers."""
+    if jax.process_count() > 1:
+        _client().key_value_delete(f"{_TOLD}/{question}/")
+
+
+def _client() -> Any:
+    """The coordination service, of which jax has no public interface."""
+    return distributed.global_state.client
 
 
 def gather(value: Any) -> list[Any]:
