@@ -184,17 +184,18 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def texts_of_all(text: str) -> list[str]:
-    """The text that each process gave, by process. Every process must call it, at the same point of the program."""
+def gather(value: Any) -> list[Any]:
+    """The values of all processes, in their order, as JSON gives them back.
+
+    Every process must call this, at the same point of the program.
+    """
     if jax.process_count() == 1:
-        return [text]
-    barrier(f"texts of all {next(_questions)}")  # some may come later than the others' collectives wait
-    encoded = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(encoded.size)).ravel()
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: encoded.size] = encoded
-    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [row[:size].tobytes().decode() for row, size in zip(np.asarray(rows, np.uint8), sizes, strict=True)]
+        return [json.loads(json.dumps(value))]
+    barrier(f"gathering {next(_questions)}")  # as in from_main
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size))
+    rows = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
+    return [json.loads(np.asarray(row, np.uint8)[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _on_tpu_vm(environment: Mapping[str, str]) -> bool:

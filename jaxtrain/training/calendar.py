@@ -14,17 +14,23 @@ class Calendar:
     evaluate_every: int
     log_every: int
     exchange_every: int  # 0: replicas are not independent, and never exchange
+    save_locally_every: int = 0  # 0: never
 
     @classmethod
     def of(cls, config: Config) -> "Calendar":
         train = config.train
-        return cls(train.steps, config.checkpoint.every, train.eval_every, config.metrics.log_every, train.diloco_inner_steps)
+        saves, logs = config.checkpoint, config.metrics.log_every
+        return cls(train.steps, saves.every, train.eval_every, logs, train.diloco_inner_steps, saves.local_every)
 
     def is_last(self, at: int) -> bool:
         return at == self.last
 
     def saves(self, at: int) -> bool:
         return self._due(at, self.save_every)
+
+    def saves_locally(self, at: int) -> bool:
+        """Whether each machine saves for itself. Not after the last step, which everything waits for to be saved for good."""
+        return at != self.last and self.save_locally_every > 0 and at % self.save_locally_every == 0
 
     def evaluates(self, at: int) -> bool:
         return self._due(at, self.evaluate_every)

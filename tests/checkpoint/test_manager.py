@@ -483,7 +483,7 @@ def test_saving_and_restoring_take_no_device_memory_but_the_state(tmp_path, monk
 
         monkeypatch.setattr(storage, name, wrapped)
 
-    for name in ("_to_host", "_read_part"):
+    for name in ("to_host", "_read_part"):
         watch(name)
     base = live()
     s = state(layout)
