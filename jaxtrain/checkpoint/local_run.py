@@ -89,14 +89,15 @@ class LocalCheckpoints:
         if self._saver:
             self._saver.save(step, state, meta)
 
+    def go_back(self, rollback: Rollback) -> None:
+        """Removes what this machine has of the steps that a rollback gives up."""
+        if self._saver:
+            self._saver.give_up(rollback.step)
+
     def forget(self) -> None:
         """Removes what this machine has of the run, whose newest step is saved for good."""
         if self._saver:
             self._saver.forget()
-
-    def go_back(self, rollback: Rollback) -> None:
-        """The run goes on from an earlier step: what it kept of the steps thrown away must not be gone on from."""
-        self.forget()
 
     def close(self) -> None:
         """Ends a save that is under way."""
