@@ -167,7 +167,7 @@ def test_an_elastic_run_goes_on_with_the_devices_at_hand(folder, workdir, zero):
     train(whole, 1, *flags, *settings(train__steps=STEPS), devices=4)
     for steps, processes, devices in ((4, 2, 4), (8, 1, 2), (12, 2, 4)):
         done = train(workdir, processes, *flags, *settings(train__steps=steps), devices=devices)
-        assert ("elastic: mesh.data 4 → 2, pipeline.microbatches 2 → 4 for the 2 devices at hand" in done.out) == (devices == 2)
+        assert ("elastic: mesh.data 4 → 2, pipeline.microbatches 2 → 4 for the 2 devices at hand" in done.out + done.err) == (devices == 2)
     assert read_rows(workdir) == read_rows(whole)
     assert_same_trajectory(runs.losses(workdir), runs.losses(whole))
 
