@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from jaxtrain import BEGAN, cli
-from jaxtrain.config import Config, ConfigError, flags, one_line
+from jaxtrain.config import Config, ConfigError, elastic, flags, one_line
 from jaxtrain.config.checks import check_run
 from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.unused import unused_settings
@@ -87,7 +87,8 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
     ready = check_and_find_tables(config, flags.recipe)
     if not ready:
         return None
-    for note in unused_settings(ready.config) if cluster.is_main() else ():
+    notes = (*elastic.notes(config, ready.config), *unused_settings(ready.config))
+    for note in notes if cluster.is_main() else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
     if flags.dry_run:
         plan = dry_run(ready.resolved, ready.setup, clock)

@@ -116,7 +116,11 @@ def assert_continue_each_other(whole, workdir, numbers: list[int], *flags: str, 
 
 def test_processes_continue_each_other(single, workdir):
     """A new start of two: below. On and on: of the larger model."""
-    (done,) = assert_continue_each_other(single, workdir, [2], *settings(train__sample_tokens=4, metrics__rows=True))
+    four = settings(mesh__replica=2, mesh__data=1, mesh__elastic=True)  # as if two devices of four were gone
+    flags = [*four, *settings(train__sample_tokens=4, metrics__rows=True)]
+    (done,) = assert_continue_each_other(single, workdir, [2], *flags)
+    elastic = "elastic: mesh.replica 2 → 1, pipeline.microbatches 2 → 4 for the 2 devices at hand; a step still has 16 sequences"
+    assert f"[0] note: {elastic}" in done.out.splitlines()
     # The second start's processes have read what the one process has.
     assert read_rows(workdir) == read_rows(single) and len(list((workdir / "rows").iterdir())) == 2
     # One of them talks and keeps the logs.
@@ -151,6 +155,20 @@ def test_another_number_of_processes_neither_repeats_nor_skips_a_row(folder, wor
     rows = [row for batch in found.values() for row in batch.values()]
     assert len(set(rows)) == len(rows) == 16 * STEPS, "within one epoch no row comes twice"
     assert [record["batch"] for record in read_metrics(workdir) if "loss" in record] == list(range(STEPS))
+    assert_same_trajectory(runs.losses(workdir), runs.losses(whole))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_elastic_run_goes_on_with_the_devices_at_hand(folder, workdir, zero):
+    """Four devices of two processes, two of one, and four again, by the same flags: the losses of four devices."""
+    flags = settings(mesh__stage=1, mesh__data=4, mesh__elastic=True, parallel__zero=zero, metrics__rows=True)
+    whole = workdir.with_name(f"whole-zero-{zero}")
+    train(whole, 1, *flags, *settings(train__steps=STEPS), devices=4)
+    for steps, processes, devices in ((4, 2, 4), (8, 1, 2), (12, 2, 4)):
+        done = train(workdir, processes, *flags, *settings(train__steps=steps), devices=devices)
+        assert ("elastic: mesh.data 4 → 2, pipeline.microbatches 2 → 4 for the 2 devices at hand" in done.out + done.err) == (devices == 2)
+    assert read_rows(workdir) == read_rows(whole)
     assert_same_trajectory(runs.losses(workdir), runs.losses(whole))
 
 

@@ -126,6 +126,7 @@ class MeshConfig:
     context: int = setting(1, "context parallel: the sequence")
     expert: int = setting(1, "expert parallel: the experts; outside of them the batch")
     model: int = setting(1, "tensor and sequence parallel, inside a node")
+    elastic: bool = setting(False, "with other devices than these sizes ask for, replica and then data give way; the batch stays")
 
 
 @dataclasses.dataclass(frozen=True)
