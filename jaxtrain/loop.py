@@ -119,7 +119,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             local.begin(start, progress.say)
             for part in (saves, local, log, progress, profile):
                 closing.callback(part.close)
-            calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
+            calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes, config.checkpoint.grace)
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
             judge = Judge(config.train, data.rows_of, _memory(choice), start)
             finite, copies = Finiteness(mesh), Copies(mesh, state)
@@ -145,7 +145,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 profile.after(at, metrics)
                 if asked or calendar.saves(at) or calendar.saves_locally(at) or calendar.evaluates(at):
                     asked |= reporter.finish(stopping=asked.stop)
-                    lasting_save = asked or calendar.saves(at)
+                    lasting_save = (asked or calendar.saves(at)) and Request.HURRY not in asked
                     saving = judge.good and (lasting_save or calendar.saves_locally(at))
                     with clock.part(Part.SAVING):
                         if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
@@ -178,7 +178,8 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             if cluster.is_main():
                 plot_losses(folder)
             if at < config.train.steps:
-                cluster.say(f"stopped at step {at} of {config.train.steps}, which is saved: the same command goes on from there")
+                saved = "which is saved" if saves.newest == at else f"and step {saves.newest or 0} is saved"
+                cluster.say(f"stopped at step {at} of {config.train.steps}, {saved}: the same command goes on from there")
                 return ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED
             del state, batch  # room for the sampler
         _conclude(config, corpus, validation, folder, at)

@@ -153,6 +153,7 @@ class Checkpointer:
         self._is_last = False  # whether the save that is under way is waited for as the last one
         self._blocked_s: dict[int, float] = {}  # by step, of saves whose figures were not asked for
         self._ended: dict[int, Outcome] = {}
+        self.longest_s = 0.0  # of the saves that have ended well
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
         """Begins to save, and returns once the state is copied to the host: it may be changed or donated then.
@@ -193,6 +194,11 @@ class Checkpointer:
         """Whether a save is under way in this process."""
         return self._thread is not None and self._thread.busy
 
+    @property
+    def newest(self) -> int | None:
+        """The newest step that is saved, or being saved, as far as this run knows; None if there is none."""
+        return max(self._steps, default=None) if self._steps else None
+
     def evaluated(self, step: int, loss: float | None) -> None:
         """Notes a step's validation loss, by which the best are kept."""
         if loss is not None and self._keep.best and cluster.is_main():
@@ -216,6 +222,8 @@ class Checkpointer:
         if outcome.why:
             assert self._steps is not None
             self._steps.discard(outcome.step)
+        else:
+            self.longest_s = max(self.longest_s, outcome.seconds)
         return outcome
 
     # ---------------------------------------------------------------- process 0

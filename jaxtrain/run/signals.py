@@ -7,9 +7,11 @@ reads it there.
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +37,7 @@ class Signals:
     def __init__(self, before_end: Callable[[], object], notices: bool = True):
         self.asked = False  # whether a signal inside `deferred()` has asked to stop
         self.interrupted = False  # whether it was Ctrl-C
+        self.asked_at = math.inf  # when, by time.monotonic
         self._before_end, self._notices = before_end, notices
         self._deferring = False
         self._taken = False  # whether signals come here
@@ -85,6 +88,7 @@ class Signals:
                 continue  # a handler of somebody else's
             if self._deferring and not (self.interrupted and number == signal.SIGINT):
                 self.interrupted = self.interrupted or number == signal.SIGINT
+                self.asked_at = min(self.asked_at, time.monotonic())
                 self.asked = True
                 if number == signal.SIGINT and self._notices:
                     os.write(2, b"\r\x1b[K" * os.isatty(2) + NOTICE)
