@@ -256,9 +256,7 @@ class CheckpointConfig:
 
     every: int = setting(0, "steps between checkpoints; 0: by time alone, and the final one", at_least=0)
     minutes: float = setting(10.0, "minutes after the last checkpoint until the next, whatever `every` is; 0: never by time", at_least=0)
-    grace: float = setting(
-        0.0, "seconds from SIGTERM until the machine is taken away, for the last save; 0: not known", at_least=0
-    )
+    grace: float = setting(0.0, "seconds from SIGTERM until the machine is taken away, for the last save; 0: not known", at_least=0)
     keep: int = setting(3, "newest checkpoints kept", at_least=1)
     keep_every: int = setting(0, "checkpoints of steps that this divides are kept for ever; 0: none", at_least=0)
     keep_best: int = setting(0, "checkpoints of the lowest validation losses kept; 0: none", at_least=0)
