@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train what a recipe describes, or continue it",
     "generate": "text from a checkpoint",
     "schedule": "a pipeline schedule as a picture and in figures",
+    "checkpoint": "checkpoints of a run: listed, verified, shown, compared, deleted",
     "launch": "a run of several processes on this machine",
 }
 HELP = "\n".join(

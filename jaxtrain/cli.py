@@ -1,6 +1,6 @@
 """What the commands share: flags → Config, and one line for whatever is wrong with them.
 
-parse(argv, …)          recipe → Config → flags over it → checks     no jax, nothing written; status 2 when something is wrong
+parse(argv, …)          recipe → Config → flags over it → checks     no jax, nothing written; FlagsError when something is wrong
 start_jax(namespace)    devices, compilation cache, other processes  the first thing after parse (devices/startup.py)
 """
 
@@ -20,33 +20,46 @@ from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
+from jaxtrain.run.exit_status import ExitStatus, RunError
 
 
-def parse(argv: Sequence[str], description: str, extra_flags: Sequence[Flag] = ()) -> tuple[Config, types.SimpleNamespace]:
+class FlagsError(RunError):
+    """Flags that cannot work, or a recipe that cannot; the text is one line."""
+
+    status = ExitStatus.BAD_CONFIG
+
+    def __init__(self, text: str):
+        super().__init__(cfg.one_line(text))
+
+
+def parse(
+    argv: Sequence[str], description: str, extra_flags: Sequence[Flag] = (), recipe: Config | None = None
+) -> tuple[Config, types.SimpleNamespace]:
     """The checked config (not resolved) and the values of the other flags, by name, of a command that takes a recipe.
 
-    argv: without the program's name. The namespace's `config` is the recipe's path, `recipe` its config before the flags, and `workdir`
-    is filled in. Whatever is wrong ends the process with one line on stderr and status 2, whose flags put everything right that is known
-    to be wrong by then; `--help` ends it with status 0.
+    argv: without the program's name; recipe: instead of the one that --config names. The namespace's `config` is the recipe's path,
+    `recipe` its config before the flags, and `workdir` is filled in. `--help` ends the process with status 0. Raises FlagsError for
+    whatever is wrong, whose flags put everything right that is known to be wrong by then; ClusterError or DevicesError where jax has to be
+    asked for its devices, as `start_jax`.
     """
     reading = read_flags(argv, description, (*SHARED_FLAGS, *extra_flags), with_config=True)
     namespace, errors = types.SimpleNamespace(**reading.values), reading.errors
     _put_right(namespace, errors, check_cluster)
-    path, recipe = _recipe(namespace, errors)
+    path, recipe = (pathlib.Path("recipe"), recipe) if recipe else _recipe(namespace, errors)
     config = apply(recipe, reading.overrides)
     refused = _refusal(namespace, config, recipe)
     if errors:
         changes = {error.setting: cfg.get(config, error.setting) for error in errors if error.setting}
-        fail(_all_together(errors, changes | (dict(refused.fixes[0]) if refused and refused.fixes else {})))
+        raise FlagsError(_all_together(errors, changes | (dict(refused.fixes[0]) if refused and refused.fixes else {})))
     if refused:
-        fail(str(refused))
+        raise FlagsError(str(refused))
     namespace.config, namespace.recipe = str(path), recipe
     namespace.workdir = namespace.workdir or os.path.join("runs", path.stem)
     return config, namespace
 
 
 def parse_flags(argv: Sequence[str], description: str, flags: Sequence[Flag]) -> types.SimpleNamespace:
-    """The values of the flags of a command that takes no recipe. Errors and `--help` as in `parse`."""
+    """The values of the flags of a command that takes no recipe. Errors end the process with one line and status 2, `--help` with 0."""
     reading = read_flags(argv, description, flags, with_config=False)
     namespace = types.SimpleNamespace(**reading.values)
     if hasattr(namespace, "coordinator"):
@@ -59,10 +72,7 @@ def parse_flags(argv: Sequence[str], description: str, flags: Sequence[Flag]) ->
 def fail(message: str) -> NoReturn:
     """Ends the process with one line on stderr and status 2."""
     print(cfg.one_line(f"error: {message}"), file=sys.stderr, flush=True)
-    jax = sys.modules.get("jax")
-    if jax and jax.distributed.is_initialized():
-        os._exit(2)  # jax's shutdown would wait minutes for the other processes
-    sys.exit(2)
+    sys.exit(ExitStatus.BAD_CONFIG)
 
 
 def _put_right(namespace: types.SimpleNamespace, errors: list[UsageError], check: Callable[[types.SimpleNamespace], None]) -> None:
@@ -87,7 +97,7 @@ def _recipe(namespace: types.SimpleNamespace, errors: list[UsageError]) -> tuple
             path = find_recipe(error.nearest)
             return path, load_recipe(path)
         except RecipeError:  # there are none, or the nearest does not work either
-            fail(str(errors[0]))
+            raise FlagsError(str(errors[0])) from None
 
 
 def _all_together(errors: Sequence[UsageError], changes: Mapping[str, Any]) -> str:
@@ -102,7 +112,9 @@ def _all_together(errors: Sequence[UsageError], changes: Mapping[str, Any]) -> s
 def _refusal(namespace: types.SimpleNamespace, config: Config, recipe: Config) -> ConfigError | None:
     """What is wrong with a config, with the number of devices taken into account: jax is asked for it only where something is wrong, and
     it may find other devices than simulated ones."""
-    devices = cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
+    loaded = sys.modules.get("jax")
+    started = loaded and loaded.distributed.is_initialized()  # by the program that trains, and the environment says nothing of it
+    devices = None if started else cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
     around = Surroundings(devices, "cpu" if devices else "", recipe, files=True)
     if not devices and checks.first_broken(config, around):
         start_jax(namespace)
@@ -128,13 +140,17 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
 
 
 def check_workdir(workdir: str) -> None:
-    """Ends the process with one line and status 2 where the folder of a run can neither be written nor made."""
+    """Raises FlagsError where the folder of a run can neither be written nor made."""
     if "://" in workdir:
-        fail(f"--workdir={workdir!r} is an address, not a folder: use --workdir={os.path.join('runs', os.path.basename(workdir))!r}")
+        raise FlagsError(
+            f"--workdir={workdir!r} is an address, not a folder: use --workdir={os.path.join('runs', os.path.basename(workdir))!r}"
+        )
     path = pathlib.Path(workdir)
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         use = cfg.flag_text("workdir", str(nearest.with_name(nearest.name + "_run")))
-        fail(f"--workdir={workdir!r}: {str(nearest)!r} is not a folder: use {use}")
+        raise FlagsError(f"--workdir={workdir!r}: {str(nearest)!r} is not a folder: use {use}")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        fail(f"--workdir={workdir!r}: {str(nearest)!r} may not be written: use {cfg.flag_text('workdir', os.path.join('runs', path.name))}")
+        raise FlagsError(
+            f"--workdir={workdir!r}: {str(nearest)!r} may not be written: use {cfg.flag_text('workdir', os.path.join('runs', path.name))}"
+        )

@@ -17,16 +17,20 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.stages import Compiled
 
+from jaxtrain.checkpoint.keeping import Keep
+from jaxtrain.checkpoint.local_restore import Saved
+from jaxtrain.checkpoint.local_run import LocalCheckpoints
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.checkpoint.restoring import restore_newest
 from jaxtrain.checkpoint.rollback import roll_back
 from jaxtrain.checkpoint.steps import NONE, Choice, Meta
-from jaxtrain.config import Config, history, to_dict
+from jaxtrain.config import Config, ConfigError, history, to_dict
 from jaxtrain.config.continuing import changes
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.data.loader import Feed, Loader
+from jaxtrain.data.row_log import RowLog
 from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -76,37 +80,46 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             return ExitStatus.FINISHED
         say_what_changed(choice, config)
 
-        goodput = lasting.enter_context(_timed(folder, clock, choice))
         clock.enter(Part.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
             # ------------------------------------------------------------ step: its programs, compiled while the first state is made
             step = make_step(config, mesh, setup)
-            data, held_out = (closing.enter_context(loader) for loader in loaders(config, step, corpus))
+            data, held_out = (closing.enter_context(loader) for loader in loaders(config, step, corpus, folder))
+            shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
+            local = LocalCheckpoints(config.checkpoint.local, folder, checkpoints, step.abstract_state(), shapes, placement)
+            newer = local.candidates(start, config.train.steps, functools.partial(_why_not_from, config, corpus, unresolved, recipe))
+            goodput = lasting.enter_context(_timed(folder, clock, newer[0] if newer else choice))
             beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(2))  # XLA compiles most of a program on one core
-            first_state = None if start else beside.submit(initial_state, step.layout, step.optimizer, config.train.seed)
+            make_state = functools.partial(initial_state, step.layout, step.optimizer, config.train.seed)
+            first_state = None if start or newer else beside.submit(make_state)
             train, exchange = compile_programs(config, step, data, corpus, beside, clock)
             evaluation = Evaluation(step.evaluate, step.abstract_state().trained, held_out)
             cluster.say(*data.remarks(), *held_out.remarks())
 
             # ------------------------------------------------------------ state: restored or new
-            shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
-            if first_state:
-                state = first_state.result()
-            else:
+            restored = local.restore(newer)
+            if restored:
+                state, choice = restored.state, dataclasses.replace(choice, step=restored.step, meta=restored.meta)
+            elif start:
                 choose_again = functools.partial(_choose_another, checkpoints, unresolved, recipe, config, corpus)
                 state, choice = restore_newest(choice, choose_again, checkpoints, step.abstract_state(), shapes, placement)
-                start = choice.step or 0
-                goodput.reached(start)
-            cluster.say(f"continuing from step {start}" if start else f"starting: weights from seed {config.train.seed}")
+            else:
+                state = first_state.result() if first_state else make_state()
+            start = choice.step or 0
+            goodput.reached(start)
+            source = f", {restored.source}" if restored else ""
+            cluster.say(f"continuing from step {start}{source}" if start else f"starting: weights from seed {config.train.seed}")
 
             # ------------------------------------------------------------ loop
             log, progress = _open_log(config, folder, start, goodput)
-            saves = Checkpointer(checkpoints, placement, shapes, config.checkpoint.keep, choice.strangers, progress.say)
+            kept = Keep(config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.keep_best)
+            saves = Checkpointer(checkpoints, placement, shapes, kept, choice.strangers, progress.say)
             profile = Profile(trace_folder(folder), start, config.train.profile_steps)
-            for part in (saves, log, progress, profile):
+            local.begin(start, progress.say)
+            for part in (saves, local, log, progress, profile):
                 closing.callback(part.close)
-            calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes)
+            calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes, config.checkpoint.grace)
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
             judge = Judge(config.train, data.rows_of, _memory(choice), start)
             finite, copies = Finiteness(mesh), Copies(mesh, state)
@@ -130,34 +143,43 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 if exchange and calendar.exchanges(at):
                     state = exchange(state)
                 profile.after(at, metrics)
-                if asked or calendar.saves(at) or calendar.evaluates(at):
+                if asked or calendar.saves(at) or calendar.saves_locally(at) or calendar.evaluates(at):
                     asked |= reporter.finish(stopping=asked.stop)
-                    saving = judge.good and (asked or calendar.saves(at))
+                    lasting_save = (asked or calendar.saves(at)) and Request.HURRY not in asked
+                    saving = judge.good and (lasting_save or calendar.saves_locally(at))
                     with clock.part(Part.SAVING):
                         if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
-                            requests.saved()
-                            meta = _meta(config, corpus, at, feed.position, judge.memory, goodput.wall_s())
-                            saves.save(at, state, dataclasses.asdict(meta))
+                            meta = dataclasses.asdict(_meta(config, corpus, at, feed.position, judge.memory, goodput.wall_s()))
+                            if calendar.saves_locally(at):
+                                local.save(at, state, meta)
+                            if lasting_save:
+                                requests.saved()
+                                saves.save(at, state, meta)
+                    reporter.saves(saves.figures())
                     if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop) and judge.good:
                         with clock.part(Part.EVALUATING):
                             validation = evaluation.loss(state.trained)
                         reporter.validation(at, validation)
+                        saves.evaluated(at, validation)
                 if judge.finding:
                     with clock.part(Part.ROLLING_BACK):
                         rollback, state = roll_back(checkpoints, saves, judge.finding, state, step, config.train.seed)
                         at = rollback.step
                         feed.jump(rollback.position, config.train.steps - at)
-                        for listener in (judge, reporter, profile):
+                        for listener in (judge, reporter, profile, local):
                             listener.go_back(rollback)
 
             # ------------------------------------------------------------ end
             clock.enter(Part.ENDING)
             saves.wait()
+            reporter.saves(saves.figures())
+            local.forget()
             progress.close()
             if cluster.is_main():
                 plot_losses(folder)
             if at < config.train.steps:
-                cluster.say(f"stopped at step {at} of {config.train.steps}, which is saved: the same command goes on from there")
+                saved = "which is saved" if saves.newest == at else f"and step {saves.newest or 0} is saved"
+                cluster.say(f"stopped at step {at} of {config.train.steps}, {saved}: the same command goes on from there")
                 return ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED
             del state, batch  # room for the sampler
         _conclude(config, corpus, validation, folder, at)
@@ -185,9 +207,12 @@ def _watched(config: Config, folder: pathlib.Path, clock: WallClock) -> Iterator
 
 
 @contextlib.contextmanager
-def _timed(folder: pathlib.Path, clock: WallClock, choice: Choice) -> Iterator[GoodputLog]:
-    """A context whose wall time by parts is in the run's folder; says at its end, and draws, what became of that of all starts."""
-    goodput = GoodputLog(folder if cluster.is_main() else None, clock, choice.step or 0, choice.meta.wall_s if choice.meta else 0.0)
+def _timed(folder: pathlib.Path, clock: WallClock, begins: Choice | Saved) -> Iterator[GoodputLog]:
+    """A context whose wall time by parts is in the run's folder; says at its end, and draws, what became of that of all starts.
+
+    begins: what the run goes on from, as far as is known.
+    """
+    goodput = GoodputLog(folder if cluster.is_main() else None, clock, begins.step or 0, begins.meta.wall_s if begins.meta else 0.0)
     with contextlib.closing(goodput):
         yield goodput
         cluster.say(goodput.summary())
@@ -220,6 +245,18 @@ def _choose_another(
     return choice
 
 
+def _why_not_from(config: Config, corpus: Corpus, unresolved: Config, recipe: Config, meta: Meta) -> str:
+    """What speaks against going on from a local checkpoint with this meta, in words, or ""."""
+    if meta.checksum != corpus.checksum:
+        return f"data.source={corpus.source} has changed since"
+    try:
+        surroundings = Surroundings(jax.device_count(), jax.default_backend(), recipe, files=True)
+        history.refuse_to_continue(meta.config, meta.version, unresolved, surroundings)
+    except ConfigError as error:
+        return f"{error.field}={error.value!r} {error.rule}"
+    return ""
+
+
 def prepare_corpus(config: Config) -> Corpus:
     """The corpus. DataError where processes read different ones, or for a prompt that cannot be."""
     corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
@@ -247,14 +284,15 @@ def say_what_changed(choice: Choice, config: Config) -> None:
         cluster.say(f"changed since the checkpoint of step {choice.step}:", *(f"  {change}" for change in changed))
 
 
-def loaders(config: Config, step: Step, corpus: Corpus) -> tuple[Loader, Loader]:
-    """The batches to train on, and the held-out ones."""
+def loaders(config: Config, step: Step, corpus: Corpus, folder: pathlib.Path | None) -> tuple[Loader, Loader]:
+    """The batches to train on, and the held-out ones. folder: of the run, where rows are logged if they are to be; None: nowhere."""
     replicas = config.mesh.replica if config.train.diloco_inner_steps else 1
+    log = RowLog(folder, jax.process_index(), jax.process_count()) if config.metrics.rows and folder else None
 
-    def load(split: str, batches: int | None) -> Loader:
-        return Loader(corpus, config.data, split, step.batch_sharding, config.pipeline.microbatches, batches, replicas)
+    def load(split: str, batches: int | None, log: RowLog | None = None) -> Loader:
+        return Loader(corpus, config.data, split, step.batch_sharding, config.pipeline.microbatches, batches, replicas, log)
 
-    return load("train", None), load("validation", config.train.eval_batches)
+    return load("train", None, log), load("validation", config.train.eval_batches)
 
 
 def compile_programs(

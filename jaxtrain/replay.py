@@ -78,7 +78,7 @@ def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: W
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as beside:
         step = make_step(config, mesh, setup)
-        data, held_out = loaders(config, step, corpus)
+        data, held_out = loaders(config, step, corpus, folder=None)
         with data, held_out:
             train, exchange = compile_programs(config, step, data, corpus, beside, clock)
             shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement

@@ -1,4 +1,5 @@
-"""python -m jaxtrain.train: trains what a recipe describes. Flags are parsed in cli.py, the training itself is in loop.py."""
+"""python -m jaxtrain.train: trains what a recipe describes; `train` is the same for Python programs. Flags are parsed in cli.py, the
+training itself is in loop.py."""
 
 import contextlib
 import dataclasses
@@ -6,9 +7,11 @@ import os
 import pathlib
 import signal
 import sys
+import threading
+from collections.abc import Sequence
 
 from jaxtrain import BEGAN, cli
-from jaxtrain.config import Config, ConfigError, flags, one_line
+from jaxtrain.config import Config, ConfigError, elastic, flags, one_line
 from jaxtrain.config.checks import check_run
 from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.unused import unused_settings
@@ -32,50 +35,73 @@ FLAGS = (
 )
 
 
-def main(argv: list[str], began: float | None = None) -> int:
+def main(argv: Sequence[str], began: float | None = None) -> int:
     """The exit status, one of ExitStatus.
 
     began: when the command began, by time.monotonic; now if not given.
     """
-    clock = WallClock(began)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until there is something to save, Ctrl-C ends the process: compilation does not listen, and Python drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    config, flags = cli.parse(argv, DESCRIPTION, FLAGS)
+    try:
+        status = _train(argv, None, WallClock(began))
+    except (ConfigError, RunError) as error:
+        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
+        return _leave(error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG)
+    return _leave(ExitStatus.INTERRUPTED) if status is None else status
+
+
+def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus:
+    """Trains in this process as the command does with these flags, for a Python program; what the run ended with.
+
+    flags: as on the command line, without the command; recipe: instead of the one that --config names. jax.distributed may run already;
+    otherwise it is started where flags or environment describe several processes, and such a run can be had once in a process. May be
+    called in any thread: signals are taken in the main thread alone, and elsewhere nothing but the last step, or an error, ends the run.
+    Where a run can only be ended by ending its process (it is hung, a peer is lost, its folder is another run's), that is done here too.
+
+    Raises RunError, with its status, for whatever the command would end with by a line and a status.
+    """
+    try:
+        status = _train(flags, recipe, WallClock())
+    except ConfigError as error:
+        raise cli.FlagsError(str(error)) from error
+    return ExitStatus.INTERRUPTED if status is None else status
+
+
+def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> ExitStatus | None:
+    """What the run ended with; None if Ctrl-C has ended it before training began. Raises ConfigError or RunError."""
+    config, flags = cli.parse(argv, DESCRIPTION, FLAGS, recipe)
     if flags.json and not flags.dry_run:
-        cli.fail("--json=true is for --dry_run alone: use --dry_run=true (or --json=false)")
+        raise cli.FlagsError("--json=true is for --dry_run alone: use --dry_run=true (or --json=false)")
     if flags.replay and flags.dry_run:
-        cli.fail("--replay and --dry_run are two things: use --dry_run=false (or --replay=0)")
+        raise cli.FlagsError("--replay and --dry_run are two things: use --dry_run=false (or --replay=0)")
     if not (flags.dry_run or flags.replay):
         cli.check_workdir(flags.workdir)
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         with imports_without_collection():
             startup.start_jax(flags, config)
             if unused := startup.unused_accelerator(flags):
-                cli.fail(unused)
+                raise cli.FlagsError(unused)
 
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
     clock.enter(Part.TABLE)
 
-    try:
-        ready = check_and_find_tables(config, flags.recipe)
-        if not ready:
-            return _leave(ExitStatus.INTERRUPTED)
-        for note in unused_settings(ready.config) if cluster.is_main() else ():
-            print(f"note: {note}", file=sys.stderr, flush=True)
-        if flags.dry_run:
-            plan = dry_run(ready.resolved, ready.setup, clock)
-            cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
-            return ExitStatus.FINISHED
-        folder = pathlib.Path(flags.workdir)
-        if flags.replay:
-            return replay.replay(ready.resolved, ready.setup, folder, flags.replay, clock, unresolved=config, recipe=flags.recipe)
-        return loop.run(ready.resolved, ready.setup, folder, clock, unresolved=config, recipe=flags.recipe)
-    except (ConfigError, RunError) as error:
-        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
-        return _leave(error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG)
+    ready = check_and_find_tables(config, flags.recipe)
+    if not ready:
+        return None
+    notes = (*elastic.notes(config, ready.config), *unused_settings(ready.config))
+    for note in notes if cluster.is_main() else ():
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    if flags.dry_run:
+        plan = dry_run(ready.resolved, ready.setup, clock)
+        cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
+        return ExitStatus.FINISHED
+    folder = pathlib.Path(flags.workdir)
+    if flags.replay:
+        return replay.replay(ready.resolved, ready.setup, folder, flags.replay, clock, unresolved=config, recipe=flags.recipe)
+    return loop.run(ready.resolved, ready.setup, folder, clock, unresolved=config, recipe=flags.recipe)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +122,7 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
 
     from jaxtrain.devices import cluster
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if before is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -115,9 +141,8 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
 
 def _leave(status: int) -> int:
     """The exit status of a process that stops before its end."""
-    import jax
-
-    if jax.process_count() > 1:
+    jax = sys.modules.get("jax")
+    if jax and jax.distributed.is_initialized():
         os._exit(status)  # this error may be this process's alone, and jax's shutdown would wait minutes for the others
     return status
 

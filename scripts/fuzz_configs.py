@@ -5,13 +5,10 @@ checks, in this process and without jax, takes the flags out of the error line a
 again: everything that a run checks before it compiles must pass at the first try, and no flag of the suggestion may be idle.
 """
 
-import contextlib
-import io
 import math
 import pathlib
 import random
 import shlex
-import threading
 from typing import Any
 
 from jaxtrain import cli, train
@@ -23,6 +20,7 @@ from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.recipes import load_recipe
 from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.run.exit_status import RunError
 from jaxtrain.schedule.orders import SCHEDULES
 
 RECIPE = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tiny.py"
@@ -108,9 +106,6 @@ def draw_invalid(chance: random.Random, devices: int = 8) -> list[str]:
             return flags
 
 
-ONE_AT_A_TIME = threading.Lock()  # standard error is the whole process's
-
-
 def works(flags: list[str], devices: int) -> bool:
     """Whether a run with these flags would begin to compile; without a search for what would do."""
     reading = read_flags(flags, "", (*SHARED_FLAGS, *train.FLAGS), with_config=True)
@@ -129,16 +124,12 @@ def config_of(flags: list[str]) -> cfg.Config:
 
 def refusal_of(flags: list[str], devices: int) -> str:
     """The error line that the flags end with, "" if they work."""
-    said = io.StringIO()
     try:
-        with ONE_AT_A_TIME, contextlib.redirect_stderr(said):
-            config, namespace = cli.parse([f"--config={RECIPE}", f"--cpu_devices={devices}", *flags], "", train.FLAGS)
+        config, namespace = cli.parse([f"--config={RECIPE}", f"--cpu_devices={devices}", *flags], "", train.FLAGS)
         config = check_run(config, devices, "cpu", namespace.recipe)
         make_setup(config.resolve())
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         return f"error: {error}"
-    except SystemExit:
-        return said.getvalue().rstrip("\n")
     return ""
 
 

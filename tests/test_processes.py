@@ -17,6 +17,7 @@ from support.damage import damage_numbers
 from support.processes import assert_gone, children, process_of_run
 from support.train_runs import settings
 
+from jaxtrain.data.row_log import read_rows
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.metrics import read_metrics
 
@@ -36,7 +37,7 @@ def folder(tmp_path_factory):
 def single(folder):
     """The workdir of one process, with a profile."""
     workdir = folder / "single"
-    train(workdir, 1, *settings(train__steps=STEPS, train__profile_steps=2))
+    train(workdir, 1, *settings(train__steps=STEPS, train__profile_steps=2, metrics__rows=True))
     return workdir
 
 
@@ -115,7 +116,13 @@ def assert_continue_each_other(whole, workdir, numbers: list[int], *flags: str, 
 
 def test_processes_continue_each_other(single, workdir):
     """A new start of two: below. On and on: of the larger model."""
-    (done,) = assert_continue_each_other(single, workdir, [2], *settings(train__sample_tokens=4))
+    four = settings(mesh__replica=2, mesh__data=1, mesh__elastic=True)  # as if two devices of four were gone
+    flags = [*four, *settings(train__sample_tokens=4, metrics__rows=True)]
+    (done,) = assert_continue_each_other(single, workdir, [2], *flags)
+    elastic = "elastic: mesh.replica 2 → 1, pipeline.microbatches 2 → 4 for the 2 devices at hand; a step still has 16 sequences"
+    assert f"[0] note: {elastic}" in done.out.splitlines()
+    # The second start's processes have read what the one process has.
+    assert read_rows(workdir) == read_rows(single) and len(list((workdir / "rows").iterdir())) == 2
     # One of them talks and keeps the logs.
     assert "[0] mesh: stage 2 (2 × cpu, 2 processes)" in done.out.splitlines()
     assert "[0] sample, " in done.out
@@ -133,6 +140,36 @@ def test_damage_that_one_process_meets_is_everybody_s(single, workdir):
     assert f"[0] passed over in {workdir.name}/checkpoints: {why}" in done.out and "[0] continuing from step 3" in done.out
     assert_same_trajectory(runs.losses(workdir), runs.losses(single))
     assert list(runs.losses(workdir)) == list(range(1, 9)) and runs.unfinished(workdir) == ["6.broken-1"]
+
+
+@pytest.mark.full
+def test_another_number_of_processes_neither_repeats_nor_skips_a_row(folder, workdir):
+    """4, 2, 1 and again 4 processes of one run, the batch split over all: rows and losses are those of one process."""
+    flags = settings(mesh__stage=1, mesh__data=4, metrics__rows=True)
+    whole = workdir.with_name("whole-rows")
+    train(whole, 1, *flags, *settings(train__steps=STEPS), devices=4)
+    for steps, processes in ((3, 4), (6, 2), (9, 1), (12, 4)):
+        train(workdir, processes, *flags, *settings(train__steps=steps), devices=4)
+    found = read_rows(workdir)
+    assert found == read_rows(whole) and [*found] == list(range(STEPS))
+    rows = [row for batch in found.values() for row in batch.values()]
+    assert len(set(rows)) == len(rows) == 16 * STEPS, "within one epoch no row comes twice"
+    assert [record["batch"] for record in read_metrics(workdir) if "loss" in record] == list(range(STEPS))
+    assert_same_trajectory(runs.losses(workdir), runs.losses(whole))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_elastic_run_goes_on_with_the_devices_at_hand(folder, workdir, zero):
+    """Four devices of two processes, two of one, and four again, by the same flags: the losses of four devices."""
+    flags = settings(mesh__stage=1, mesh__data=4, mesh__elastic=True, parallel__zero=zero, metrics__rows=True)
+    whole = workdir.with_name(f"whole-zero-{zero}")
+    train(whole, 1, *flags, *settings(train__steps=STEPS), devices=4)
+    for steps, processes, devices in ((4, 2, 4), (8, 1, 2), (12, 2, 4)):
+        done = train(workdir, processes, *flags, *settings(train__steps=steps), devices=devices)
+        assert ("elastic: mesh.data 4 → 2, pipeline.microbatches 2 → 4 for the 2 devices at hand" in done.out + done.err) == (devices == 2)
+    assert read_rows(workdir) == read_rows(whole)
+    assert_same_trajectory(runs.losses(workdir), runs.losses(whole))
 
 
 @pytest.mark.full

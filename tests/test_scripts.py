@@ -146,12 +146,16 @@ def test_tests(repository, script):
     assert run(repository, script, JAXTRAIN_TEST_WORKERS="3")[2][-1] == f"<pytest><-n><3>{DISTRIBUTION}<{repository}>"
 
 
-def test_the_long_tests_have_their_compilers(repository):
-    """In a folder of their own, once, and again after a change."""
+def test_the_long_tests_have_their_compilers_and_store(repository):
+    """In folders of their own, once, and again after a change."""
     run(repository, "scripts/train.sh")
     compilers = "pip --disable-pip-version-check --no-deps --target .venv-compilers -r requirements-compilers.txt"
     _, _, log = run(repository, "scripts/test.sh", "--full", "--part=2/4", JAXTRAIN_TEST_WORKERS="1")
-    assert log[1] == compilers and log[-1] == f"<pytest><-n><1>{DISTRIBUTION}<--full><--part=2/4><{repository}>"
+    assert (
+        log[1] == compilers
+        and log[2] == compilers.replace("compilers", "store")
+        and log[-1] == f"<pytest><-n><1>{DISTRIBUTION}<--full><--part=2/4><{repository}>"
+    )
     assert compilers not in run(repository, "scripts/test.sh", "--full")[2]
     (repository / "requirements-compilers.txt").write_text("libtpu==1\n")
     assert compilers not in run(repository, "scripts/test.sh")[2]

@@ -185,7 +185,7 @@ def assert_killed_run_is_the_same(workdir, whole, moments: list[str], seed: int)
     saved = runs.checkpoints(workdir)
     done = train(workdir, *settings(train__steps=STEPS))
     assert ("continuing from step" in done.out) == bool(saved)
-    assert "waiting" not in done.out + done.err and "absl" not in done.err  # the lock of a dead run; what its save has left
+    assert "waiting for" not in done.out + done.err and "absl" not in done.err  # the lock of a dead run; what its save has left
     assert runs.losses(workdir) == runs.losses(whole[0])
     goodput, lines = Goodput(read_goodput(workdir)), read_goodput(workdir)
     assert sum(goodput.parts().values()) + goodput.down_s == pytest.approx(lines[-1].time - lines[0].began, rel=0.02)

@@ -5,30 +5,31 @@
         state/        parameters, optimizer and step: layers in order, nothing padded (layout.py, storage.py)
         meta/         JSON: everything else that a run needs to go on
 
-Any mesh, placement and number of processes restores what any other has saved. Orbax sees to the background thread, to several
-processes finishing together, and to the atomic end of a save. What else may lie in the folder is known to steps.py; before the first
-save whatever has a step's name and is no whole step gets another name.
+Any mesh, placement and number of processes restores what any other has saved. A save goes on in a thread (saving.py); which steps are
+kept is decided in keeping.py. What else may lie in the folder is known to steps.py; before the first save whatever has a step's name
+and is no whole step gets another name.
 """
 
-import asyncio
 import dataclasses
 import logging
 import os
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxtrain.checkpoint import manifest, steps
+from jaxtrain.checkpoint import keeping, steps
 from jaxtrain.checkpoint.database import STATE
+from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.layout import stored_arrays
-from jaxtrain.checkpoint.steps import BROKEN, META, TO_TRAIN, CheckpointError, Choice, Meta, Shapes, Stranger, choose, read_meta
-from jaxtrain.checkpoint.storage import host_tree, read_tree, tree_handler
+from jaxtrain.checkpoint.saving import Outcome, Save, SaveThread
+from jaxtrain.checkpoint.steps import BROKEN, TO_TRAIN, CheckpointError, Choice, Meta, Shapes, Stranger, choose, read_meta
+from jaxtrain.checkpoint.storage import host_tree, read_tree
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, REPLICA
@@ -39,8 +40,8 @@ from jaxtrain.training.state import Layout, abstract_state, stored_shapes
 
 
 def _is_for_users(record: logging.LogRecord) -> bool:
-    """Orbax warns of what a kill has left, of which nobody need know; what fails it raises, or logs as an error."""
-    return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+    """Orbax warns of what nobody need know, and logs with a traceback what it raises, too."""
+    return "orbax" not in record.pathname
 
 
 logging.getLogger("absl").addFilter(_is_for_users)
@@ -120,27 +121,17 @@ def restore(directory: str | os.PathLike, step: int, abstract: Any, stored_shape
     return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays, placement))
 
 
-class _UnfinishedStep(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A folder that is being saved. Process 0 finishes it, in the background, when all have written their part."""
-
-    async def finalize(self) -> None:
-        """Gives the folder its name; if it is a step, and not one of its parts, writes its manifest."""
-        await super().finalize()
-        if self.get_final().name not in (STATE, META):
-            await asyncio.to_thread(manifest.write, self.get_final())
-
-
 class Checkpointer:
-    """Saves and restores the state of one run; every process calls every method.
+    """Saves and restores the state of one run; every process calls every method, at the same points of the program.
 
     Args:
       directory: where the steps lie; made by the first save.
       placement: which layer lies in which row of the state's arrays.
       stored_shapes: a pytree like the state with each leaf's true shape, a tuple or an object with a `shape`: of one layer for
         leaves under "layers", without padding elsewhere. Of an object with a `lead`, too, that is added in front.
-      keep: how many of the newest checkpoints are kept.
+      keep: which checkpoints are kept; a number is of the newest.
       broken: names of steps that are not whole, beside those that can be told by their files.
-      say: gets a line for each name that is set aside.
+      say: gets a line for each name that is set aside, and for each save that fails.
     """
 
     def __init__(
@@ -148,20 +139,27 @@ class Checkpointer:
         directory: str | os.PathLike,
         placement: Placement,
         stored_shapes: Any,
-        keep: int = 3,
+        keep: Keep | int = 3,
         broken: Sequence[Stranger] = (),
         say: Callable[[str], object] = print,
     ):
-        self._directory = pathlib.Path(directory).absolute()
+        self._directory = epath.Path(directory).absolute()
         self._placement = placement
         self._stored_shapes = stored_shapes
-        self._keep, self._broken, self._say = keep, broken, say
-        self._manager: ocp.CheckpointManager | None = None
+        self._keep, self._broken, self._say = keep if isinstance(keep, Keep) else Keep(keep), broken, say
+        self._steps: set[int] | None = None  # those that are whole, or being saved; None before the first save
+        self._thread: SaveThread | None = None
+        self._number = 0  # of the save in this run
+        self._is_last = False  # whether the save that is under way is waited for as the last one
+        self._blocked_s: dict[int, float] = {}  # by step, of saves whose figures were not asked for
+        self._ended: dict[int, Outcome] = {}
+        self.longest_s = 0.0  # of the saves that have ended well
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
         """Begins to save, and returns once the state is copied to the host: it may be changed or donated then.
 
-        A save that is under way is finished first. Checkpoints beyond `keep` are deleted when this one is finished.
+        A save that is under way is finished first, but not tried again. If it fails, that is said. Checkpoints that need not be kept are
+        deleted when this one is finished.
 
         Args:
           state: a pytree of jax.Array, as in the constructor's `stored_shapes`.
@@ -172,48 +170,102 @@ class Checkpointer:
 
         Raises:
           ValueError: the state is not laid out as the placement says.
-          Exception: whatever made the save before this one fail.
+          CheckpointError: what is in the way cannot be set aside.
         """
-        if self._manager is None:
-            self._manager = self._open()
-        self._manager.wait_until_finished()
-        if step in self._manager.all_steps():
+        began = time.monotonic()
+        arrays = stored_arrays(state, self._stored_shapes, self._placement)
+        if self._steps is None:
+            self._steps = set(cluster.from_main(self._tidy_up, CheckpointError))
+            self._broken = ()  # by now they have other names, and theirs may be those of whole steps again
+        if self._thread:
+            self._thread.give_up_waiting()
+            self._settle()
+        if step in self._steps:
             return False
-        if cluster.is_main() and os.path.lexists(self._directory / str(step)):
-            self._set_aside(str(step), "it has come since the last save")
-        tree = host_tree(stored_arrays(state, self._stored_shapes, self._placement), state, self._placement)
-        args = ocp.args.Composite(**{STATE: ocp.args.PyTreeSave(tree), META: ocp.args.JsonSave(dict(meta))})
-        # `force`: Orbax has ideas of its own about which steps are worth saving.
-        return self._manager.save(step, args=args, force=True)
+        tree = host_tree(arrays, state, self._placement)
+        self._number += 1
+        self._steps.add(step)
+        self._thread = SaveThread(self._directory, Save(self._number, step, tree, meta), self._prepare, self._conclude)
+        self._blocked_s[step] = time.monotonic() - began
+        return True
 
     @property
     def busy(self) -> bool:
         """Whether a save is under way in this process."""
-        return self._manager is not None and self._manager.is_saving_in_progress()
+        return self._thread is not None and self._thread.busy
 
-    def _open(self) -> ocp.CheckpointManager:
-        cluster.from_main(self._set_all_aside, CheckpointError)
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep,
-            create=True,
-            cleanup_tmp_directories=True,  # what an interrupted save has left; only the run that writes may delete it
-            single_host_load_and_broadcast=True,  # as in latest_step: all processes must see the same steps
-            temporary_path_class=_UnfinishedStep,
-        )
-        handlers = {STATE: tree_handler(), META: ocp.JsonCheckpointHandler()}
-        return ocp.CheckpointManager(epath.Path(self._directory), options=options, item_handlers=handlers)
+    @property
+    def newest(self) -> int | None:
+        """The newest step that is saved, or being saved, as far as this run knows; None if there is none."""
+        return max(self._steps, default=None) if self._steps else None
 
-    def _set_all_aside(self) -> None:
-        """Before Orbax counts the steps: it would take all of these for steps, and delete whole ones for them."""
+    def evaluated(self, step: int, loss: float | None) -> None:
+        """Notes a step's validation loss, by which the best are kept."""
+        if loss is not None and self._keep.best and cluster.is_main():
+            try:
+                keeping.note_loss(self._directory, step, loss)
+            except OSError as error:
+                self._say(f"warning: the validation loss of step {step} is not noted for checkpoint.keep_best ({error.strerror})")
+
+    def figures(self) -> dict[int, dict[str, float]]:
+        """Step → how long its save blocked its caller, and how long it took in all, for those that have ended well since this was asked."""
+        ended, self._ended = {step: outcome for step, outcome in self._ended.items() if not outcome.why}, {}
+        return {s: {"save_blocked_s": round(self._blocked_s.pop(s), 6), "save_s": round(o.seconds, 6)} for s, o in ended.items()}
+
+    def _settle(self) -> Outcome | None:
+        """Waits for the save that is under way, if one is, and notes how it ended."""
+        if self._thread is None:
+            return None
+        thread, self._thread = self._thread, None
+        outcome = thread.wait()
+        self._ended[outcome.step] = outcome
+        if outcome.why:
+            assert self._steps is not None
+            self._steps.discard(outcome.step)
+        else:
+            self.longest_s = max(self.longest_s, outcome.seconds)
+        return outcome
+
+    # ---------------------------------------------------------------- process 0
+
+    def _prepare(self, step: int) -> None:
+        """Before a save is finished: nothing may have its name."""
+        if os.path.lexists(self._directory / str(step)):
+            self._set_aside(str(step), "it has come since the last save")
+
+    def _conclude(self, outcome: Outcome) -> None:
+        """After a save has ended, in its thread."""
+        if outcome.why and self._is_last:
+            return  # whoever waits for it is told
+        if not outcome.why:
+            try:
+                keeping.delete_others(self._directory, self._keep, outcome.step)
+            except OSError as error:
+                self._say(f"warning: checkpoints that need not be kept are not deleted in {self._directory} ({error.strerror})")
+            return
+        self._say(f"warning: step {outcome.step} is not saved: {self._failure(outcome)}; the next save tries again")
+
+    def _failure(self, outcome: Outcome) -> str:
+        """Why a save failed, and what there is instead."""
+        newest = max(steps.names(self._directory), default=None)
+        kept = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
+        tried = f"{outcome.attempts} attempt{'s'[: outcome.attempts > 1]} in {outcome.seconds:.0f} s"
+        return f"{outcome.why} ({tried}); {kept} in {self._directory}"
+
+    def _tidy_up(self) -> list[int]:
+        """Before the first save: removes what a kill has left, and sets aside what is no whole step. The steps that are there then."""
         broken = {s.name: s for s in (*steps.strangers(self._directory), *self._broken) if s.step is not None}
         whole = [step for step in choose(self._directory, {}).steps if str(step) not in broken]
+        for name in keeping.unfinished(self._directory):
+            shutil.rmtree(self._directory / name, ignore_errors=True)
         for stranger in broken.values():
             path = self._directory / stranger.name
-            if sum(step > (stranger.step or 0) for step in whole) >= self._keep and path.is_dir() and not path.is_symlink():
+            if sum(step > (stranger.step or 0) for step in whole) >= self._keep.newest and path.is_dir() and not os.path.islink(path):
                 # So many newer ones are whole that it would be deleted if it were: a deletion was interrupted.
                 shutil.rmtree(path, ignore_errors=True)
             if os.path.lexists(path):
                 self._set_aside(stranger.name, stranger.why)
+        return whole
 
     def _set_aside(self, name: str, why: str) -> None:
         number = 1
@@ -226,6 +278,8 @@ class Checkpointer:
                 f"{self._directory / name} ({why}) is in the way and cannot be renamed ({error.strerror}): move it away"
             ) from None
         self._say(f"set aside in {self._directory}: {name} ({why}) is now {name}{BROKEN}{number}")
+
+    # ---------------------------------------------------------------- all processes
 
     def latest_step(self) -> int | None:
         """The newest finished step, None if there is none."""
@@ -241,7 +295,8 @@ class Checkpointer:
 
     def set_aside_after(self, step: int, why: str) -> None:
         """Gives every checkpoint of a later step another name, once no save is under way. Every process must call it."""
-        self.close()  # Orbax remembers steps; the next save looks again
+        self.close()
+        self._steps = None  # the next save looks again
 
         def rename() -> None:
             for later in choose(self._directory, {}).steps:
@@ -251,12 +306,15 @@ class Checkpointer:
         cluster.from_main(rename, CheckpointError)
 
     def wait(self) -> None:
-        """Returns when no save is under way; raises what made one fail."""
-        if self._manager is not None:
-            self._manager.wait_until_finished()
+        """Returns when no save is under way. Raises CheckpointError if the last one has failed."""
+        self._is_last = True
+        outcome = self._settle()
+        self._is_last = False
+        if outcome and outcome.why:
+            raise CheckpointError(f"step {outcome.step}, the last of this run, is not saved: {self._failure(outcome)}")
 
     def close(self) -> None:
-        """Waits, and ends Orbax's threads, which another save would start again."""
-        if self._manager is not None:
-            self._manager.close()
-            self._manager = None
+        """Waits for the save that is under way, whatever becomes of it."""
+        if self._thread:
+            self._thread.give_up_waiting()
+        self._settle()

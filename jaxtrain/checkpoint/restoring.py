@@ -4,7 +4,6 @@ Whether the numbers of arrays are whole is known only by reading them, and each 
 of the others do; they tell each other, and all take an older step, or none does.
 """
 
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,7 +48,7 @@ def _restore_together(directory: pathlib.Path, step: int, *what: Any) -> tuple[A
         found["damage"] = error.what
     except CheckpointError as error:
         found["refusal"] = str(error)
-    answers = [json.loads(text) for text in cluster.texts_of_all(json.dumps(found))]
+    answers = cluster.gather(found)
     for kind, text in ((kind, answer[kind]) for kind in ("refusal", "damage") for answer in answers if answer[kind]):
         if kind == "refusal":
             raise CheckpointError(text)

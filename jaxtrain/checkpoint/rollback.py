@@ -22,7 +22,7 @@ def roll_back(
 
     Raises NumbersError where there are checkpoints, and none from before; CheckpointError as `choose_together` and `restore_newest` do.
     """
-    saves.wait()
+    saves.close()
     choice = choose_together(directory, before=finding.since)
     if choice.step is None and (kept := choose_together(directory).steps):
         rule = f"the checkpoints that are kept begin with step {kept[0]}, and the run would have to go back further"

@@ -30,6 +30,7 @@ from jaxtrain.config import Config, ConfigError, from_dict, history
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 META = "meta"
+LOSSES = "validation_losses.json"  # beside the steps
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
 _STEP = re.compile("0|[1-9][0-9]{0,9}")
 
@@ -197,6 +198,12 @@ def read_meta(directory: str | os.PathLike, step: int) -> dict:
     return meta
 
 
+def names(directory: str | os.PathLike) -> list[int]:
+    """The steps that have a folder there, whole or not, in order; none if there is no such directory."""
+    folder = epath.Path(directory)
+    return sorted(int(path.name) for path in folder.iterdir() if _STEP.fullmatch(path.name)) if folder.is_dir() else []
+
+
 def _sorted(strangers: list[Stranger]) -> tuple[Stranger, ...]:
     return tuple(sorted(strangers, key=lambda s: (math.inf if s.step is None else s.step, s.name)))
 
@@ -212,7 +219,7 @@ def _look(folder: pathlib.Path, needs: Mapping[str, type]) -> tuple[dict[int, Me
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read ({error.strerror}): put a readable folder there or use another --workdir") from None
     for name in names:
-        if name.startswith(".") or ORBAX_UNFINISHED in name or BROKEN in name:
+        if name.startswith(".") or name == LOSSES or ORBAX_UNFINISHED in name or BROKEN in name:
             continue
         if not _STEP.fullmatch(name):
             strangers.append(Stranger(name, "no step's name"))

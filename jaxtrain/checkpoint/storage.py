@@ -122,7 +122,7 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
         blocks = []
         for part in array.parts:
             for bounds, data in written.pop(part.leaf):
-                numbers = _to_host(data)
+                numbers = to_host(data)
                 blocks += [(region.stored, numbers[region.local]) for region in regions(part, bounds, array.shape, placement)]
         *folders, name = array.name.split("/")
         at = tree
@@ -132,7 +132,7 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
     return tree
 
 
-def _to_host(data: jax.Array) -> np.ndarray:
+def to_host(data: jax.Array) -> np.ndarray:
     # Of what lies in the host's memory, as all does on CPU, asarray may be a view, and the next step overwrites it.
     on_cpu = {device.platform for device in data.devices()} == {"cpu"}
     return np.array(data) if on_cpu or host_memory.is_host(data.sharding) else np.asarray(data)

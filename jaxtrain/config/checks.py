@@ -21,6 +21,8 @@ from jaxtrain.config.surroundings import NOTHING, Surroundings, rules_of
 from jaxtrain.schedule.orders import CSV
 from jaxtrain.schedule.search import Report, silent
 
+MESH_SIZES = tuple(f"mesh.{axis}" for axis in AXES)
+
 
 def check(config: Config, around: Surroundings = NOTHING) -> None:
     """Raises ConfigError for the first rule that is broken, of all that is known."""
@@ -114,7 +116,7 @@ class _Checks:
         settled = [cfg.get(around.recipe, path), cfg.fields()[path].default]
         if around.checkpoint:
             settled.insert(0, cfg.get(around.checkpoint, path))
-        devices = around.devices if path.startswith("mesh.") else None
+        devices = around.devices if path in MESH_SIZES else None
         keeps = lambda value: broken_field(path, cfg.fields()[path], value, around.recipe) is None
         fits = lambda value: not devices or value == -1 or devices % value == 0
         sizes = divisors(devices) if devices else ()
@@ -159,8 +161,8 @@ def _raw(config: Config, seen: set[str]) -> frozenset[str]:
     while waiting:
         path = waiting.pop()
         follows = () if path not in cfg.fields() else cfg.FOLLOWS.get(path, ())
-        if path.startswith("mesh.") and cfg.get(config, path) == -1:
-            follows = tuple(f"mesh.{axis}" for axis in AXES)
+        if path in MESH_SIZES and (config.mesh.elastic or cfg.get(config, path) == -1):
+            follows = MESH_SIZES
         waiting += [other for other in follows if other not in reads]
         reads |= set(follows)
     return frozenset(reads)

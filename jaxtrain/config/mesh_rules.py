@@ -8,13 +8,16 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ModelConfig
+from jaxtrain.config.elastic import fitted
 from jaxtrain.config.rules import Broken, EarlyRule, Rule, divisors, near, values_for
 
-AXES = tuple(f.name for f in dataclasses.fields(cfg.MeshConfig))
+AXES = tuple(f.name for f in dataclasses.fields(cfg.MeshConfig) if f.type is int)
 
 
 def filled(config: Config, devices: int | None) -> Config:
-    """The config with the mesh's -1 replaced, where the number of devices is known and the others divide it."""
+    """The config with the mesh's -1 replaced, and with the sizes of an elastic mesh that fit, where the number of devices is known."""
+    if config.mesh.elastic and devices:
+        config = fitted(config, devices)
     left = [axis for axis in AXES if getattr(config.mesh, axis) == -1]
     fixed = math.prod(getattr(config.mesh, axis) for axis in AXES if axis not in left)
     if devices is None or len(left) != 1 or fixed < 1 or devices % fixed:
@@ -36,6 +39,7 @@ def _axes_are_sizes(c: Config, devices: int | None) -> Broken | None:
 def _mesh_uses_devices(config: Config, devices: int | None) -> Broken | None:
     if devices is None:
         return None
+    config = filled(config, devices)
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     fixed = {axis: size for axis, size in sizes.items() if size != -1}
     product = math.prod(fixed.values())

@@ -307,6 +307,20 @@ def _spikes_take_a_run_back(c: Config) -> Broken | None:
     return Broken("train.spike_threshold", f"is for train.on_nonfinite='rollback' alone, not {t.on_nonfinite!r}", fixes)
 
 
+def _local_checkpoints_have_folder_and_steps(c: Config) -> Broken | None:
+    local, every = c.checkpoint.local, c.checkpoint.local_every
+    if bool(local) != (every > 0):
+        if local:
+            rule = f"leaves checkpoint.local={local!r} without a step at which to save"
+            return Broken("checkpoint.local_every", rule, values_for("checkpoint.local_every", [10]))
+        rule = "needs a folder, and checkpoint.local is empty"
+        return Broken("checkpoint.local_every", rule, [{"checkpoint.local": "/dev/shm/jaxtrain"}, {"checkpoint.local_every": 0}])
+    if local and not local.startswith("/"):
+        rule = "is no absolute path, which it must be on every machine"
+        return Broken("checkpoint.local", rule, values_for("checkpoint.local", [f"/dev/shm/{local}"]))
+    return None
+
+
 def _head_size_is_whole(c: Config, devices: int | None) -> Broken | None:
     m = c.model
     if m.head_dim or m.width % m.heads == 0:
@@ -341,4 +355,5 @@ RULES: tuple[Rule, ...] = (
     _profile_fits_steps,
     _evaluation_has_data,
     _spikes_take_a_run_back,
+    _local_checkpoints_have_folder_and_steps,
 )

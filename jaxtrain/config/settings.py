@@ -126,6 +126,7 @@ class MeshConfig:
     context: int = setting(1, "context parallel: the sequence")
     expert: int = setting(1, "expert parallel: the experts; outside of them the batch")
     model: int = setting(1, "tensor and sequence parallel, inside a node")
+    elastic: bool = setting(False, "with other devices than these sizes ask for, replica and then data give way; the batch stays")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +256,14 @@ class CheckpointConfig:
 
     every: int = setting(0, "steps between checkpoints; 0: by time alone, and the final one", at_least=0)
     minutes: float = setting(10.0, "minutes after the last checkpoint until the next, whatever `every` is; 0: never by time", at_least=0)
+    grace: float = setting(0.0, "seconds from SIGTERM until the machine is taken away, for the last save; 0: not known", at_least=0)
     keep: int = setting(3, "newest checkpoints kept", at_least=1)
+    keep_every: int = setting(0, "checkpoints of steps that this divides are kept for ever; 0: none", at_least=0)
+    keep_best: int = setting(0, "checkpoints of the lowest validation losses kept; 0: none", at_least=0)
+    local: str = setting(
+        "", "folder of each machine's own, on a RAM disk or a local disk, for checkpoints every local_every steps; empty: none"
+    )
+    local_every: int = setting(0, "steps between checkpoints in `local`, of which the newest two are kept", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +272,7 @@ class MetricsConfig:
 
     log_every: int = setting(10, "steps between rows of metrics.jsonl, which begins with the first", at_least=1)
     tensorboard: bool = setting(True, "write TensorBoard files too")
+    rows: bool = setting(False, "write which rows each process reads for every step, into rows/: what no number of processes may change")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from jaxtrain.data.packing import Row, Rows
+from jaxtrain.data.row_log import RowLog
 from jaxtrain.data.tokens import Corpus, DataError
 
 Batch = dict[str, jax.Array]
@@ -46,6 +47,7 @@ class Loader:
       microbatches: into which the batch is cut; divides B.
       batches: the most that are made of the validation split (None: all of it).
       independent_replicas: replicas that train apart, along the slowest axis of the rows.
+      log: gets the rows of each batch of `iterate` as that is taken.
 
     Raises DataError if the train split is empty.
     """
@@ -59,6 +61,7 @@ class Loader:
         microbatches: int = 1,
         batches: int | None = None,
         independent_replicas: int = 1,
+        log: RowLog | None = None,
     ):
         if split not in ("train", "validation"):
             raise ValueError(f"split {split!r}: use train or validation")
@@ -81,7 +84,7 @@ class Loader:
         self._order = order
         self.shape = (microbatches, self._batch_size // microbatches, data.sequence_length)
         self._local, self._place = _local_rows(sharding, self.shape, independent_replicas)
-        self._ahead = data.prefetch
+        self._ahead, self._log = data.prefetch, log
         self._threads = concurrent.futures.ThreadPoolExecutor(max(1, data.prefetch), thread_name_prefix=f"jaxtrain-{split}")
 
     def remarks(self) -> list[str]:
@@ -108,10 +111,15 @@ class Loader:
 
     def batch(self, number: int) -> Batch:
         """The batch with a number, from 0, read now."""
+        return self.read(number)[1]
+
+    def read(self, number: int) -> tuple[dict[int, int | None], Batch]:
+        """The same after place → row of the split, of those rows that this process has read for it."""
         if number < 0 or (self.batches is not None and number >= self.batches):
             raise IndexError(f"batch {number} of {self.batches} of {self._name}")
-        rows = [self._row(number, i) for i in self._local]
-        return {name: self._place_array([row[name] for row in rows]) for name in rows[0]}
+        indices = {i: self._index(number * self._batch_size + i) for i in self._local}
+        rows: list[Row] = [self._rows.empty() if index is None else self._rows[index] for index in indices.values()]
+        return indices, {name: self._place_array([row[name] for row in rows]) for name in rows[0]}
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Batches from number `start` up to `stop` (None: for ever, or all of the validation split), data.prefetch of them read ahead.
@@ -121,16 +129,18 @@ class Loader:
         last = min((end for end in (stop, self.batches) if end is not None), default=sys.maxsize)
         numbers = iter(range(start, last))
         if not self._ahead:
-            yield from map(self.batch, numbers)
+            yield from (self._taken(number, *self.read(number)) for number in numbers)
             return
-        waiting = collections.deque(self._threads.submit(self.batch, number) for number in itertools.islice(numbers, self._ahead))
+        submit = lambda number: (number, self._threads.submit(self.read, number))
+        waiting = collections.deque(map(submit, itertools.islice(numbers, self._ahead)))
         try:
             while waiting:
-                batch = waiting.popleft().result()
-                waiting.extend(self._threads.submit(self.batch, number) for number in itertools.islice(numbers, 1))
-                yield batch
+                number, future = waiting.popleft()
+                read = future.result()
+                waiting.extend(map(submit, itertools.islice(numbers, 1)))
+                yield self._taken(number, *read)
         finally:
-            for future in waiting:
+            for _, future in waiting:
                 future.cancel()
 
     def rows_of(self, number: int) -> str:
@@ -157,9 +167,10 @@ class Loader:
         wanted = self.batches * self._batch_size
         return self._order[i * self.rows // wanted if wanted < self.rows else i] if i < self.rows else None
 
-    def _row(self, number: int, i: int) -> Row:
-        index = self._index(number * self._batch_size + i)
-        return self._rows.empty() if index is None else self._rows[index]
+    def _taken(self, number: int, rows: dict[int, int | None], batch: Batch) -> Batch:
+        if self._log:
+            self._log.write(number, rows)
+        return batch
 
     def _place_array(self, rows: list[np.ndarray]) -> jax.Array:
         local = np.stack(rows)  # [rows that this process needs, T]

@@ -1,10 +1,11 @@
 """Several processes: when jax.distributed is started, which GPUs a process takes, and the few things that processes agree on.
 
-A run has several processes if the flags say so (`--coordinator --processes --process_id`) or the environment does: a Slurm step,
-Open MPI, a TPU slice. jax detects the addresses; what is decided here is whether to ask it at all: a single process must never wait
-for others. cluster_environment.py reads the environment; starting processes on one machine is launch.py.
+A run has several processes if the flags say so (`--coordinator --processes --process_id`), or the environment does as an engine has set
+it (cluster_environment.py), or the program that trains has started jax.distributed before. jax detects some addresses; what is decided
+here is whether to ask it at all: a single process must never wait for others. Starting processes on one machine is launch.py.
 """
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -19,25 +20,39 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax._src import distributed  # its store of keys and values: jax.distributed does not give it out
 from jax.experimental import multihost_utils
 from jax.stages import Compiled, Lowered
 
 from jaxtrain.devices.cluster_environment import job, local_gpus, several_processes, visible_gpus
 from jaxtrain.run import watchdog
+from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.peers import Address, Peers, PeersError
 
+_TOLD = "jaxtrain/told"
 BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
 # Seconds until jax finds out by itself that a process is gone, where the run's own connections (run/peers.py) do not tell; and until it
 # goes without the others at the end.
 HEARTBEAT_TIMEOUT_S, SHUTDOWN_TIMEOUT_S = 50, 60
+NAMES_MS = 60_000  # for the others' host names, when all processes have their devices
 FAULT_OR_PEER_S = 5.0  # seconds in which an error turns out to be the death of another process
 _questions = itertools.count()
 
 
-def initialize(namespace: types.SimpleNamespace) -> None:
-    """Starts jax.distributed if the run has several processes; nothing otherwise, or the second time.
+class DevicesError(RunError):
+    """A process that sees fewer devices than the others; the text is one line that names its host.
 
-    Must come before the first use of a device, and before signal handlers are set. Raises RuntimeError if the flags leave open what
+    Its devices have gone, as a peer goes: on another host, or when this one is mended, the same command goes on. An engine that bounds its
+    restarts ends a run whose host stays as it is.
+    """
+
+    status = ExitStatus.LOST_PEER
+
+
+def initialize(namespace: types.SimpleNamespace) -> None:
+    """Starts jax.distributed if the run has several processes; nothing otherwise, or where it runs.
+
+    Must come before the first use of a device, and before signal handlers are set. Raises ClusterError if the flags leave open what
     the environment does not say.
     """
     environment = os.environ
@@ -54,6 +69,25 @@ def initialize(namespace: types.SimpleNamespace) -> None:
     )
     sys.excepthook = _leave_at_once
     watchdog.outlive_abort()
+
+
+def check_devices() -> None:
+    """Raises DevicesError, in every process, where some see fewer devices than most.
+
+    Every process must call this, and before any exchange: jax's own need as many devices of each process.
+    """
+    count = collections.Counter(device.process_index for device in jax.devices())
+    usual = max(count.values(), key=lambda devices: (list(count.values()).count(devices), devices))
+    few = [process for process in range(jax.process_count()) if count[process] != usual]
+    if not few:
+        return
+    store = distributed.global_state.client
+    assert store is not None, "several processes have a store"
+    store.key_value_set(f"jaxtrain/host/{jax.process_index()}", socket.gethostname())
+    hosts = [f"host {store.blocking_key_value_get(f'jaxtrain/host/{process}', NAMES_MS)} (process {process})" for process in few[:4]]
+    seen = [f"{host} sees {count[process]} of {usual} devices" for host, process in zip(hosts, few, strict=False)]
+    others = f", and {len(few) - len(seen)} further processes" if len(few) > len(seen) else ""
+    raise DevicesError(f"{', '.join(seen)}{others}: each process of a run has as many devices; look after that host, or start without it")
 
 
 def connect_peers() -> Peers | None:
@@ -148,17 +182,52 @@ def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
     return answer["value"]
 
 
-def texts_of_all(text: str) -> list[str]:
-    """The text that each process gave, by process. Every process must call it, at the same point of the program."""
+def told_by_main(question: str, decide: Callable[[], Any]) -> Any:
+    """What `decide()` returns in process 0, as JSON gives it back, on every process.
+
+    For threads: there is no collective in it, and no order among questions. Every process must ask each question once, in the same
+    words. `decide` must not raise: the others would wait.
+    """
     if jax.process_count() == 1:
-        return [text]
-    barrier(f"texts of all {next(_questions)}")  # some may come later than the others' collectives wait
-    encoded = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(encoded.size)).ravel()
-    padded = np.zeros(sizes.max(), np.uint8)
-    padded[: encoded.size] = encoded
-    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [row[:size].tobytes().decode() for row, size in zip(np.asarray(rows, np.uint8), sizes, strict=True)]
+        return json.loads(json.dumps(decide()))
+    if is_main():
+        _client().key_value_set(f"{_TOLD}/{question}/answer", json.dumps(decide()))
+    return json.loads(_client().blocking_key_value_get(f"{_TOLD}/{question}/answer", BARRIER_MS))
+
+
+def told_to_main(question: str, report: str) -> list[str]:
+    """The reports of all processes, by process, on process 0; none on the others. For threads, as `told_by_main`."""
+    if jax.process_count() == 1:
+        return [report]
+    _client().key_value_set(f"{_TOLD}/{question}/{jax.process_index()}", report)
+    if not is_main():
+        return []
+    return [_client().blocking_key_value_get(f"{_TOLD}/{question}/{index}", BARRIER_MS) for index in range(jax.process_count())]
+
+
+def forget(question: str) -> None:
+    """Lets go of what was told about a question and those below it, `question/…`. In process 0, when all processes have their answers."""
+    if jax.process_count() > 1:
+        _client().key_value_delete(f"{_TOLD}/{question}/")
+
+
+def _client() -> Any:
+    """The coordination service, of which jax has no public interface."""
+    return distributed.global_state.client
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all processes, in their order, as JSON gives them back.
+
+    Every process must call this, at the same point of the program.
+    """
+    if jax.process_count() == 1:
+        return [json.loads(json.dumps(value))]
+    barrier(f"gathering {next(_questions)}")  # as in from_main
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size))
+    rows = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
+    return [json.loads(np.asarray(row, np.uint8)[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _on_tpu_vm(environment: Mapping[str, str]) -> bool:

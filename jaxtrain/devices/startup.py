@@ -14,6 +14,8 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
 
     `--cpu_devices=N` simulates N CPU devices. Where nothing asks for a number of devices, jax finds no accelerator and the run is a
     single process, 8 are simulated, and a line on stdout says so. `config`: of what will run, if known.
+
+    Raises ClusterError or DevicesError where the processes of a run cannot work together.
     """
     set_xla_flags(os.environ, config is not None and (config.model.experts or config.model.mtp_depth) > 0)
     import jax  # not before the config is known to be right: this takes a second, and a mistake should not
@@ -25,10 +27,11 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
     if namespace.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", namespace.cpu_devices)
-    elif not asked and not several_processes(namespace, os.environ):
+    elif not asked and not several_processes(namespace, os.environ) and not jax.distributed.is_initialized():
         # This is the number of devices of jax's CPU platform alone: beside an accelerator it changes nothing.
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     cluster.initialize(namespace)
+    cluster.check_devices()
     use_compilation_cache()
     if not asked and not namespace.cpu_devices and jax.process_count() == 1 and jax.default_backend() == "cpu":
         print(f"no accelerator found: simulating {jax.device_count()} CPU devices (--cpu_devices=N for another number)", flush=True)

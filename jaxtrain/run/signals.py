@@ -7,9 +7,11 @@ reads it there.
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +26,8 @@ def _nothing(number: int, frame: Any) -> None:
 class Signals:
     """A context in which SIGTERM and Ctrl-C end the process by that signal, after `before_end()`; inside `deferred()` they do not.
 
-    Enter it in the main thread. A signal that is ignored, or has a handler of its own, keeps that until `deferred()`.
+    A signal that is ignored, or has a handler of its own, keeps that until `deferred()`. Entered in another thread than the main one, which
+    alone may change handlers, the context leaves all signals as they are.
 
     Args:
       before_end: called from another thread.
@@ -34,10 +37,15 @@ class Signals:
     def __init__(self, before_end: Callable[[], object], notices: bool = True):
         self.asked = False  # whether a signal inside `deferred()` has asked to stop
         self.interrupted = False  # whether it was Ctrl-C
+        self.asked_at = math.inf  # when, by time.monotonic
         self._before_end, self._notices = before_end, notices
         self._deferring = False
+        self._taken = False  # whether signals come here
 
     def __enter__(self) -> "Signals":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._taken = True
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -48,6 +56,8 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._taken:
+            return
         _active.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -60,6 +70,9 @@ class Signals:
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Inside, a signal sets `asked`, and the second Ctrl-C ends the process."""
+        if not self._taken:
+            yield
+            return
         self._deferring = True
         before = {n: signal.signal(n, _nothing) for n in NUMBERS}
         try:
@@ -75,6 +88,7 @@ class Signals:
                 continue  # a handler of somebody else's
             if self._deferring and not (self.interrupted and number == signal.SIGINT):
                 self.interrupted = self.interrupted or number == signal.SIGINT
+                self.asked_at = min(self.asked_at, time.monotonic())
                 self.asked = True
                 if number == signal.SIGINT and self._notices:
                     os.write(2, b"\r\x1b[K" * os.isatty(2) + NOTICE)

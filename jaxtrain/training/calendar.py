@@ -14,18 +14,31 @@ class Calendar:
     evaluate_every: int
     log_every: int
     exchange_every: int  # 0: replicas are not independent, and never exchange
+    save_locally_every: int = 0  # 0: never
     compare_every: int = 0  # 0: copies of parameters are never compared
 
     @classmethod
     def of(cls, config: Config) -> "Calendar":
-        train, saving, metrics = config.train, config.checkpoint, config.metrics
-        return cls(train.steps, saving.every, train.eval_every, metrics.log_every, train.diloco_inner_steps, train.hash_every)
+        train, saves = config.train, config.checkpoint
+        return cls(
+            train.steps,
+            saves.every,
+            train.eval_every,
+            config.metrics.log_every,
+            train.diloco_inner_steps,
+            saves.local_every,
+            train.hash_every,
+        )
 
     def is_last(self, at: int) -> bool:
         return at == self.last
 
     def saves(self, at: int) -> bool:
         return self._due(at, self.save_every)
+
+    def saves_locally(self, at: int) -> bool:
+        """Whether each machine saves for itself. Not after the last step, which everything waits for to be saved for good."""
+        return at != self.last and self.save_locally_every > 0 and at % self.save_locally_every == 0
 
     def evaluates(self, at: int) -> bool:
         return self._due(at, self.evaluate_every)

@@ -1,7 +1,7 @@
 """What is done with a step's results: they are awaited one step behind, written to the log, and shown."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -135,6 +135,11 @@ class Reporter:
         if loss is not None:
             self._log.write(at, validation_loss=loss)
             self._progress.say(f"step {at}: validation loss {loss:.4f} nats a token")
+
+    def saves(self, figures: Mapping[int, Mapping[str, float]]) -> None:
+        """Logs, by step, how long saves that have ended blocked the loop and how long they took."""
+        for at, values in figures.items():
+            self._log.write(at, **values)
 
     def _report(self, pending: Pending, together: bool, logged: bool) -> Request:
         """together: all processes are at this step, so that independent replicas' results can be put together."""

@@ -22,6 +22,7 @@ class Request(enum.Flag):
     NOTHING = 0
     STOP = enum.auto()  # a signal has reached some process
     INTERRUPT = enum.auto()  # and it was Ctrl-C: somebody is there, and does not want the run started again
+    HURRY = enum.auto()  # and the machine is taken away before another save could end
     SAVE = enum.auto()  # process 0 finds that it is time
 
     @property
@@ -38,7 +39,9 @@ def no_request() -> Request:
 
 
 class Saves(Protocol):
-    """Of checkpoint.manager.Checkpointer: whether a save is under way."""
+    """Of checkpoint.manager.Checkpointer: whether a save is under way, and how many seconds the longest so far has taken."""
+
+    longest_s: float
 
     @property
     def busy(self) -> bool: ...
@@ -52,11 +55,20 @@ class Requests:
       signals: this process's.
       saves: no save is asked for while one is under way, which the next would wait for.
       minutes: after a save until it is time for the next; 0 means never.
+      grace: seconds after a signal until the machine is taken away; 0: not known, and enough.
       clock: seconds.
     """
 
-    def __init__(self, mesh: Mesh, signals: Signals, saves: Saves, minutes: float, clock: Callable[[], float] = time.monotonic):
-        self._signals, self._saves = signals, saves
+    def __init__(
+        self,
+        mesh: Mesh,
+        signals: Signals,
+        saves: Saves,
+        minutes: float,
+        grace: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._signals, self._saves, self._grace = signals, saves, grace or math.inf
         self._interval = 60 * minutes if minutes else math.inf
         self._clock, self._last_save = clock, clock()
         self._devices = mesh.size
@@ -85,5 +97,12 @@ class Requests:
 
     def _of_this_process(self) -> Request:
         late = cluster.is_main() and self._clock() - self._last_save >= self._interval and not self._saves.busy
-        wanted = {Request.STOP: self._signals.asked, Request.INTERRUPT: self._signals.interrupted, Request.SAVE: late}
+        # A save that is under way is finished first.
+        needed = (2 if self._saves.busy else 1) * self._saves.longest_s
+        wanted = {
+            Request.STOP: self._signals.asked,
+            Request.INTERRUPT: self._signals.interrupted,
+            Request.HURRY: self._clock() + needed > self._signals.asked_at + self._grace,
+            Request.SAVE: late,
+        }
         return functools.reduce(operator.or_, (request for request, asked in wanted.items() if asked), Request.NOTHING)

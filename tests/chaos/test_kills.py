@@ -10,23 +10,12 @@ import time
 
 import pytest
 from support import train_runs as runs
+from support.chaos import launched
 from support.processes import assert_gone, children, process_of_run
 from support.train_runs import settings
 
 EVERY = 5  # steps between checkpoints
 START_UP_S = 8.0  # seconds after a start in which some of the kills fall
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kills")
-    runs.write_inputs(folder)
-    return folder
-
-
-def words(workdir, restarts: int, *flags: str) -> list[str]:
-    launcher = ["jaxtrain.launch", "--processes=2", "--devices_per_process=1", f"--restarts={restarts}"]
-    return [*launcher, "--", "--config=recipe.py", f"--workdir={workdir.name}", *flags]
 
 
 def wait_for_a_moment(command: runs.Running, workdir, chance: random.Random) -> None:
@@ -47,11 +36,11 @@ def test_random_kills(folder, pytestconfig):
     chance = random.Random(seed)
     flags = settings(train__steps=4 * EVERY * kills, checkpoint__every=EVERY, checkpoint__keep=3, mesh__stage=1, mesh__data=2)
     whole, workdir = folder / "whole", folder / "killed"
-    with runs.running(folder, *words(whole, 0, *flags)) as command:
+    with runs.running(folder, *launched(whole, 0, *flags)) as command:
         command.end()
 
     redone, victims = [], set()
-    with runs.running(folder, *words(workdir, 10 * kills, *flags)) as command:
+    with runs.running(folder, *launched(workdir, 10 * kills, *flags)) as command:
         launcher = command.process.pid
         for kill in range(1, kills + 1):
             command.wait_for(lambda: process_of_run(launcher, 1), "two processes")

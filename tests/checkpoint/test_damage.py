@@ -16,7 +16,7 @@ from etils import epath
 from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
 from support.damage import damage_numbers
 
-from jaxtrain.checkpoint import database, manager, storage
+from jaxtrain.checkpoint import database, manager, saving, storage
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import restore_newest
 from jaxtrain.checkpoint.steps import MANIFEST_SINCE, CheckpointError, choose
@@ -160,8 +160,8 @@ def test_a_checkpoint_of_zarr_2_is_read(tmp_path, monkeypatch):
         return ts.Spec(spec)
 
     monkeypatch.setattr(storage, "_write_spec", zarr_2)
-    monkeypatch.setattr(manager, "tree_handler", handler)
-    monkeypatch.setattr(manager.manifest, "write", lambda step: None)
+    monkeypatch.setattr(saving, "tree_handler", handler)
+    monkeypatch.setattr(saving.manifest, "write", lambda step: None)
     checkpointer = Checkpointer(tmp_path, LAYOUT.placement, stored_shapes(LAYOUT))
     checkpointer.save(5, state(LAYOUT), {})
     checkpointer.close()

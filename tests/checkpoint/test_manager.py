@@ -1,9 +1,10 @@
 """Round trips between layouts, the stored form, and what happens to checkpoints over a run. Crashes: test_checkpoint_processes.py."""
 
 import asyncio
-import logging
+import errno
 import re
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,8 @@ from support.checkpoint_state import (
 )
 
 from jaxtrain import config as configs
-from jaxtrain.checkpoint import database, storage
+from jaxtrain.checkpoint import database, saving, steps, storage
+from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.manager import Checkpointer, expected_shapes, latest_step, restore, wrong_arrays
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, Stranger, choose, read_meta
 from jaxtrain.schedule.placement import Placement
@@ -176,7 +178,7 @@ def test_keeps_the_newest(tmp_path):
 
 def test_steps_that_a_run_has_gone_back_over_are_set_aside_and_saved_again(tmp_path):
     layout, said = Layout(7), []
-    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), 9, say=said.append)
+    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), Keep(9), say=said.append)
     for step in (1, 2, 3):
         c.save(step, state(layout), {"first": True})
     c.set_aside_after(1, "the run went back to step 1")  # while the last is being saved
@@ -185,6 +187,25 @@ def test_steps_that_a_run_has_gone_back_over_are_set_aside_and_saved_again(tmp_p
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["1", "2", "2.broken-1", "3.broken-1"] and c.read_meta(2) == {"first": False}
     assert [line.partition(": ")[2] for line in said] == [f"{step} (the run went back to step 1) is now {step}.broken-1" for step in (2, 3)]
+
+
+def test_keeps_some_for_ever_and_the_best(tmp_path):
+    """By what is stored: the next run keeps the same ones."""
+    layout, keep = Layout(7), Keep(newest=1, every=4, best=2)
+    losses = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.6, 5: 2.4, 6: 2.7}
+    for first, last in ((1, 4), (4, 7)):
+        c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), keep)
+        for step in range(first, last):
+            c.save(step, state(layout), {})
+            c.evaluated(step, losses[step])
+        c.close()
+    # 3 was among the best two until 5 came, 4 stays for ever, and 6 is the newest.
+    assert steps.names(tmp_path) == [2, 4, 5, 6] and choose(tmp_path, {}).strangers == ()
+    (tmp_path / "validation_losses.json").write_text("{")
+    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), keep)
+    c.save(7, state(layout), {})
+    c.close()
+    assert steps.names(tmp_path) == [4, 7]
 
 
 def test_old_checkpoints_stay_until_the_new_one_is_finished(tmp_path, monkeypatch):
@@ -233,22 +254,84 @@ def test_a_step_is_saved_once(saved):
     assert read_meta(folder, 5) == {"seed": 3}
 
 
-def test_a_failed_save_is_reported_and_can_be_repeated(tmp_path, monkeypatch):
-    layout = Layout(7)
-    c = checkpointer(tmp_path, layout)
+def failing(monkeypatch, *failures: Exception) -> list[float]:
+    """Makes the next writings of arrays fail, one by one, and returns the times at which they were begun."""
+    write, left, begun = storage._write, list(failures), []
 
     async def fail(values, infos):
-        raise OSError("disk full")
+        begun.append(time.monotonic())
+        if left:
+            raise left.pop(0)
+        await write(values, infos)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "_write", fail)
-        c.save(1, state(layout), {})
-        with pytest.raises(OSError, match="disk full"):
-            c.wait()
-    assert c.latest_step() is None
-    assert c.save(1, state(layout), {})
-    c.close()
+    monkeypatch.setattr(storage, "_write", fail)
+    return begun
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_store_that_fails_for_a_while_costs_no_checkpoint(tmp_path, monkeypatch, caplog):
+    """In the background, with growing waits, and without a word."""
+    monkeypatch.setattr(saving, "RETRY_WAITS_S", (0.05, 0.1, 0.2))
+    begun = failing(monkeypatch, FULL, ValueError("UNAVAILABLE: the store is busy"), FULL)
+    layout, said = Layout(7), []
+    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), say=said.append)
+    c.save(1, state(layout), {})
+    c.wait()
+    waits = np.diff(begun)
+    assert len(waits) == 3 and (waits >= (0.05, 0.1, 0.2)).all()
+    assert not said and not caplog.records
     assert_same(c.restore(1, abstract_state(layout)), state(layout))
+    assert list(c.figures()) == [1] and not c.figures()
+    c.close()
+
+
+def test_a_failed_save_is_reported_and_the_next_one_tries_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(saving, "RETRY_WAITS_S", (0.01, 0.01))
+    layout, said = Layout(7), []
+    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), say=said.append)
+    c.save(1, state(layout), {})
+    c.wait()
+    with monkeypatch.context() as patch:
+        failing(patch, *[FULL] * 6)
+        c.save(2, state(layout), {})
+        c.save(3, state(layout), {})
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 3, the last of this run, is not saved: No space left on device \(3 .*; the newest checkpoint is 1 in ",
+        ):
+            c.wait()
+    what = r"No space left on device \(\d attempts? in 0 s\); the newest checkpoint is 1 in \S+; the next save tries again"
+    line = rf"warning: step 2 is not saved: {what}"
+    assert len(said) == 1 and re.fullmatch(line, said[0]), said
+    assert not caplog.records and [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert c.save(3, state(layout), {})
+    c.close()
+    assert latest_step(tmp_path) == 3
+    assert_same(c.restore(1, abstract_state(layout)), state(layout))
+
+
+def test_a_save_that_fails_does_not_hold_up_the_next(tmp_path, monkeypatch):
+    """It is not tried again when another one is due."""
+    monkeypatch.setattr(saving, "RETRY_WAITS_S", (100.0,))
+    begun, layout, said = failing(monkeypatch, FULL), Layout(7), []
+    c = Checkpointer(tmp_path, layout.placement, stored_shapes(layout), say=said.append)
+    c.save(1, state(layout), {})
+    began = time.monotonic()
+    c.save(2, state(layout), {})
+    c.close()
+    assert time.monotonic() - began < 50 and len(begun) == 2 and latest_step(tmp_path) == 2
+    assert said[0].endswith(f"(1 attempt in 0 s); there is no checkpoint in {tmp_path}; the next save tries again")
+
+
+def test_a_fault_in_the_program_is_no_failure_of_the_storage(tmp_path, monkeypatch):
+    failing(monkeypatch, KeyError("a mistake"))
+    layout = Layout(7)
+    c = checkpointer(tmp_path, layout)
+    c.save(1, state(layout), {})
+    with pytest.raises(KeyError, match="a mistake"):
+        c.wait()
 
 
 def test_parameters_alone(saved):
@@ -377,15 +460,6 @@ def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
     assert wrong_arrays(Meta(configs.to_dict(configs.replace(config, {"model.biases": True}))), stored).startswith("its state lacks ")
 
 
-def test_orbax_s_warnings_stay_inside(saved, caplog):
-    folder, layout = saved
-    (folder / "5" / "_CHECKPOINT_METADATA").unlink()
-    c = checkpointer(folder, layout)
-    c.save(6, state(layout), {})
-    c.close()
-    assert [r for r in caplog.records if "orbax" in r.pathname and r.levelno >= logging.WARNING] == []
-
-
 def test_a_state_of_another_placement_is_refused(tmp_path):
     layout = Layout(18, stages=2, chunks=2)
     for other, message in {
@@ -400,7 +474,7 @@ def test_a_state_of_another_placement_is_refused(tmp_path):
     del live["params"]["layers"]["1"], shapes["params"]["layers"]["1"]
     with pytest.raises(ValueError, match="params/layers/mlp/w: 1 units are not the 2 of 18 layers over 2 stages × 2 chunks"):
         Checkpointer(tmp_path / "run", layout.placement, shapes).save(1, live, {})
-    assert not any((tmp_path / "run").iterdir())
+    assert not (tmp_path / "run").exists()
 
 
 def test_saving_and_restoring_take_no_device_memory_but_the_state(tmp_path, monkeypatch):
@@ -422,7 +496,7 @@ def test_saving_and_restoring_take_no_device_memory_but_the_state(tmp_path, monk
 
         monkeypatch.setattr(storage, name, wrapped)
 
-    for name in ("_to_host", "_read_part"):
+    for name in ("to_host", "_read_part"):
         watch(name)
     base = live()
     s = state(layout)

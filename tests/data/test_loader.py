@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain.data import packing
 from jaxtrain.data.loader import Feed, Loader
 from jaxtrain.data.packing import Rows
+from jaxtrain.data.row_log import RowLog, read_rows
 from jaxtrain.data.tokens import DataError, prepare
 
 BATCH, LENGTH = 8, 8
@@ -181,6 +182,33 @@ def test_only_the_rows_of_this_process(config, corpus, monkeypatch):
         monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, block: [block(index) for index in mine.values()])
         loader.batch(0)
     assert seen == [everything[i] for i in (2, 3, 6, 7)]  # rows 2, 3 of each microbatch of 4
+
+
+def test_another_number_of_processes_neither_repeats_nor_skips_a_row(config, corpus, monkeypatch, tmp_path):
+    """4, 2, 1 and again 4 of them, with batches that are taken twice as after a kill: what each has read makes whole
+    batches, and every epoch has each row once."""
+    whole, devices_of = sharding(data=8), NamedSharding.addressable_devices_indices_map
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, block: None)
+    for start, stop, processes in ((0, 14, 4), (12, 26, 2), (25, 34, 1), (32, 44, 4)):
+        for process in range(processes):
+            mine = range(8 * process // processes, 8 * (process + 1) // processes)
+            own = lambda s, shape, mine=mine: {device: index for device, index in devices_of(s, shape).items() if device.id in mine}
+            monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", own)
+            with Loader(corpus, config(), "train", whole, log=RowLog(tmp_path, process, processes)) as loader:
+                assert len([*loader.iterate(start, stop)]) == stop - start
+    found = read_rows(tmp_path)
+    assert [*found] == list(range(44)) and all(rows.keys() == set(range(BATCH)) for rows in found.values())
+    order = [rows[place] for rows in found.values() for place in range(BATCH)]
+    assert order == [loader._index(i) for i in range(44 * BATCH)] and 2 * loader.rows < len(order)
+    for epoch in range(2):
+        assert sorted(order[epoch * loader.rows : (epoch + 1) * loader.rows]) == list(range(loader.rows))
+
+
+def test_processes_that_read_different_rows_are_found_out(tmp_path):
+    for process, row in enumerate([7, 8]):
+        RowLog(tmp_path, process, 2).write(3, {0: 5, 1: row})
+    with pytest.raises(ValueError, match="batch 3, place 1: process 1 has read row 8, another one row 7"):
+        read_rows(tmp_path)
 
 
 PROCESS = """
@@ -378,8 +406,8 @@ def test_threads_end(config, corpus):
 
 def test_reads_ahead_while_a_batch_is_used(config, corpus, monkeypatch):
     made = []
-    batch = Loader.batch
-    monkeypatch.setattr(Loader, "batch", lambda loader, step: made.append(step) or batch(loader, step))
+    read = Loader.read
+    monkeypatch.setattr(Loader, "read", lambda loader, number: made.append(number) or read(loader, number))
     with Loader(corpus, config(prefetch=3), "train", sharding()) as loader:
         batches = loader.iterate(5)
         next(batches)

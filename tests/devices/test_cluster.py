@@ -1,6 +1,8 @@
 """cluster_environment.py on environments as cluster managers make them, and cluster.py in two real processes."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
 import types
@@ -9,6 +11,7 @@ import pytest
 from support import ROOT
 
 from jaxtrain.devices import cluster, cluster_environment
+from jaxtrain.launch import free_port
 
 ALONE = types.SimpleNamespace(coordinator="", processes=1, process_id=0)
 BY_FLAGS = types.SimpleNamespace(coordinator="host:1", processes=4, process_id=3)
@@ -104,8 +107,69 @@ def test_open_mpi_5_has_no_address():
     same = [cluster_environment.job(ALONE, open_mpi(2, 2, i, PMIX_NAMESPACE="prterun-a@1")) for i in range(2)]
     assert same[0]["coordinator_address"] == same[1]["coordinator_address"]
     assert same[0]["coordinator_address"].startswith("localhost:")
-    with pytest.raises(RuntimeError, match="use --coordinator=HOST:PORT"):
+    with pytest.raises(cluster_environment.ClusterError, match="use --coordinator=HOST:PORT"):
         cluster_environment.job(ALONE, open_mpi(4, 2, 0))
+
+
+def jobset(index: int, processes: int = 4, **more: str) -> dict[str, str]:
+    """As scripts/launch/jobset.yaml sets it."""
+    own = {"JAX_COORDINATOR_ADDRESS": "run-hosts-0-0.run:29500", "JAX_NUM_PROCESSES": str(processes)}
+    return own | {"JOB_COMPLETION_INDEX": str(index), "KUBERNETES_SERVICE_HOST": "10.0.0.1"} | more
+
+
+def skypilot(rank: int, nodes: int = 2, task: str = "sky-1", **more: str) -> dict[str, str]:
+    ips = "\n".join(f"10.0.0.{7 + node}" for node in range(nodes))
+    own = {"SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": ips, "SKYPILOT_TASK_ID": task}
+    return own | {"SKYPILOT_NUM_GPUS_PER_NODE": "8"} | more
+
+
+def test_what_engines_set_is_enough():
+    """Address, number and id without any flag, as jax.distributed takes them."""
+    job, several = cluster_environment.job, cluster_environment.several_processes
+    address = "run-hosts-0-0.run:29500"
+    assert job(ALONE, jobset(3)) == {"coordinator_address": address, "num_processes": 4, "process_id": 3}
+    kubeflow = jobset(0, JAX_PROCESS_ID="2")  # Kubeflow Trainer numbers processes itself
+    assert job(ALONE, kubeflow) == {"coordinator_address": address, "num_processes": 4, "process_id": 2}
+    sky = [job(ALONE, skypilot(rank)) for rank in range(2)]
+    assert [known["process_id"] for known in sky] == [0, 1] and {known["num_processes"] for known in sky} == {2}
+    host, _, port = sky[0]["coordinator_address"].partition(":")
+    assert sky[0]["coordinator_address"] == sky[1]["coordinator_address"] and host == "10.0.0.7"
+    assert int(port) in cluster_environment.COORDINATOR_PORTS
+    assert job(ALONE, skypilot(1, task="sky-2"))["coordinator_address"] != sky[1]["coordinator_address"]  # two jobs of one cluster
+    assert job(ALONE, skypilot(1, JAX_COORDINATOR_ADDRESS="head:1"))["coordinator_address"] == "head:1"
+    assert all(several(ALONE, environment) for environment in (jobset(0), skypilot(0)))
+    assert not any(several(ALONE, environment) for environment in (jobset(0, processes=1), skypilot(0, nodes=1)))
+
+
+def test_what_is_started_within_comes_first():
+    """mpirun or srun on a node of SkyPilot's, and flags everywhere."""
+    job = cluster_environment.job
+    assert job(ALONE, skypilot(1) | open_mpi(4, 4, 2, OMPI_MCA_orte_hnp_uri="x"))["num_processes"] == 4
+    assert cluster_environment.environment_processes(skypilot(1) | slurm(8, "4(x2)", 0, 0)) == 8
+    assert job(ALONE, skypilot(1) | slurm(8, "4(x2)", 0, 0)) == {}
+    for environment in (jobset(0), skypilot(0)):
+        assert job(BY_FLAGS, environment) == {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3}
+
+
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        (without(jobset(1), "JAX_COORDINATOR_ADDRESS"), "JAX_NUM_PROCESSES=4 in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT"),
+        (without(jobset(1), "JOB_COMPLETION_INDEX"), "JAX_NUM_PROCESSES=4 in the environment needs JAX_PROCESS_ID or an indexed Job's"),
+        (jobset(4), "JOB_COMPLETION_INDEX=4 in the environment is not below JAX_NUM_PROCESSES=4"),
+        (jobset(0, JAX_NUM_PROCESSES="four"), "JAX_NUM_PROCESSES='four' in the environment is not a number"),
+        (without(skypilot(0), "SKYPILOT_NODE_IPS"), "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_IPS"),
+        (without(skypilot(0), "SKYPILOT_NODE_RANK"), "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_RANK"),
+    ],
+)
+def test_half_of_an_environment_is_refused(environment, message):
+    with pytest.raises(cluster_environment.ClusterError, match=re.escape(message)) as error:
+        cluster_environment.job(ALONE, environment)
+    assert error.value.status == 2 and "\n" not in str(error.value)
 
 
 def test_one_process_starts_nothing():
@@ -162,3 +226,33 @@ def test_two_processes_agree_and_end_together(tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[0].startswith("process 1 failed with status 1")
     assert done.stderr.splitlines()[-1] == "ValueError: the reason"
+
+
+UNEVEN = """
+import sys, types
+from jaxtrain.devices.startup import start_jax
+from jaxtrain.run.exit_status import RunError
+process, port = int(sys.argv[1]), sys.argv[2]
+try:
+    start_jax(types.SimpleNamespace(coordinator=f"localhost:{port}", processes=2, process_id=process, cpu_devices=1 if process == 1 else 2))
+except RunError as error:
+    print(int(error.status), error, flush=True)
+import os
+os._exit(0)  # jax's shutdown would wait
+"""
+
+
+def test_a_process_with_fewer_devices_is_named(tmp_path):
+    """On all of them, with its host, before anything is compiled."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "OMPI_", "XLA_"))}
+    environment |= {"PYTHONPATH": str(ROOT), "JAXTRAIN_CACHE": str(tmp_path)}
+    port = str(free_port())
+    commands = [[sys.executable, "-c", UNEVEN, str(process), port] for process in range(2)]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
+    try:
+        said = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"80 host {socket.gethostname()} (process 1) sees 1 of 2 devices: each process of a run has as many devices")

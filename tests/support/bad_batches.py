@@ -9,13 +9,13 @@ flip    a bit of one device's copy of a parameter is another one in these compar
 import dataclasses
 import itertools
 import sys
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from jaxtrain import train
-from jaxtrain.data.loader import Loader
-from jaxtrain.data.packing import Row
+from jaxtrain.data.loader import Batch, Loader
 from jaxtrain.training.parameter_checks import Comparison, Copies
 from jaxtrain.training.state import TrainState
 
@@ -24,19 +24,30 @@ DEVICE = 2  # whose copy is another one
 
 
 def spoil(numbers: dict[str, set[int]]) -> None:
-    """Every Loader of this process gives spoiled rows of train batches where these numbers say so."""
-    whole = Loader._row
+    """Every Loader of this process reads spoiled train batches where these numbers say so."""
+    whole = Loader.read
 
-    def row(loader: Loader, number: int, i: int) -> Row:
-        made = dict(whole(loader, number, i))
-        of_first_half = number in numbers.get("half", ()) and 2 * i < loader.shape[0] * loader.shape[1]
-        if loader.batches is None and (number in numbers.get("nan", ()) or of_first_half):
-            made["weights"] = np.full_like(made["weights"], np.nan)
-        if loader.batches is None and number in numbers.get("wrong", ()):
-            made["targets"] = np.full_like(made["targets"], RARE)
-        return made
+    def no_weight(values: np.ndarray, shard: jax.Shard) -> None:
+        values[:] = np.nan
 
-    Loader._row = row
+    def rare_targets(values: np.ndarray, shard: jax.Shard) -> None:
+        values[:] = RARE
+
+    def read(loader: Loader, number: int) -> tuple[dict[int, int | None], Batch]:
+        def no_weight_in_first_half(values: np.ndarray, shard: jax.Shard) -> None:
+            values[:, : max(0, loader.shape[1] // 2 - (shard.index[1].start or 0))] = np.nan
+
+        rows, batch = whole(loader, number)
+        for kind, name, change in (
+            ("nan", "weights", no_weight),
+            ("half", "weights", no_weight_in_first_half),
+            ("wrong", "targets", rare_targets),
+        ):
+            if loader.batches is None and number in numbers.get(kind, ()):
+                batch[name] = changed(batch[name], change)
+        return rows, batch
+
+    Loader.read = read
 
 
 def flip(numbers: set[int]) -> None:
@@ -54,12 +65,21 @@ def flip(numbers: set[int]) -> None:
 
 def flipped(array: jax.Array, device: int, bit: int = 0) -> jax.Array:
     """The same, but for one bit of one number in a device's copy."""
+
+    def flip_bit(values: np.ndarray, shard: jax.Shard) -> None:
+        if shard.device.id == device:
+            values.reshape(-1).view(np.uint32)[values.size // 2] ^= np.uint32(1 << bit)
+
+    return changed(array, flip_bit)
+
+
+def changed(array: jax.Array, change: Callable[[np.ndarray, jax.Shard], None]) -> jax.Array:
+    """The array after `change(values, shard)` of each of this process's shards."""
     shards = []
     for shard in array.addressable_shards:
-        numbers = np.array(shard.data)
-        if shard.device.id == device:
-            numbers.reshape(-1).view(np.uint32)[numbers.size // 2] ^= np.uint32(1 << bit)
-        shards.append(jax.device_put(numbers, shard.device))
+        values = np.array(shard.data)
+        change(values, shard)
+        shards.append(jax.device_put(values, shard.device))
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 

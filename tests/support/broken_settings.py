@@ -304,6 +304,20 @@ RULES = [
         {"train.eval_every": 5, "data.validation_fraction": 0.0},
         "train.eval_every=5 needs held-out data, and data.validation_fraction=0: use --config.train.eval_every=0",
     ),
+    (
+        {"checkpoint.local": "/dev/shm/jaxtrain"},
+        "checkpoint.local_every=0 leaves checkpoint.local='/dev/shm/jaxtrain' without a step at which to save: "
+        "use --config.checkpoint.local_every=10",
+    ),
+    (
+        {"checkpoint.local_every": 5},
+        "checkpoint.local_every=5 needs a folder, and checkpoint.local is empty: use --config.checkpoint.local=/dev/shm/jaxtrain",
+    ),
+    (
+        {"checkpoint.local": "ram/disk", "checkpoint.local_every": 5},
+        "checkpoint.local='ram/disk' is no absolute path, which it must be on every machine: "
+        "use --config.checkpoint.local=/dev/shm/ram/disk",
+    ),
 ]
 
 ALLOWED = [

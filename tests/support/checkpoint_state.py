@@ -26,7 +26,10 @@ EMBED, HEAD = {"table": (VOCABULARY, WIDTH)}, {"w": (WIDTH, VOCABULARY)}
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh of replicas × data × stages × model devices, and how the layers are placed on it; several replicas train apart."""
+    """A mesh of replicas × data × stages × model devices, and how the layers are placed on it; several replicas train apart.
+
+    scatters: whether moments are scattered over data.
+    """
 
     layers: int = 7
     stages: int = 1
@@ -35,6 +38,7 @@ class Layout:
     model: int = 1
     padded: int = 16
     replicas: int = 1
+    scatters: bool = True
 
     @property
     def placement(self) -> Placement:
@@ -70,6 +74,7 @@ def abstract_state(layout: Layout) -> dict:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     def tree(dtype, scattered):
+        scattered = scattered and layout.scatters
         data = "data" if scattered else None
         vocabulary = ("stage", "data", "model") if scattered else "model"
         columns = ("stage", "data") if scattered and WIDTH % (layout.stages * layout.data) == 0 else None

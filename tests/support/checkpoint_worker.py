@@ -2,16 +2,22 @@
 
 python checkpoint_worker.py FOLDER kill WHEN                  save step 2 and be killed during it
 python checkpoint_worker.py FOLDER next PROCESSES INDEX PORT STEP LAYOUT…    restore STEP, compare, save STEP + 1
+python checkpoint_worker.py FOLDER locally MISHAP PROCESSES INDEX PORT LAYOUT…    save steps 5, 10 and 15 in FOLDER/machine-INDEX, have
+                                                              a mishap, restore the newest but 15, compare, say which
 """
 
 import os
+import pathlib
+import shutil
 import signal
 import sys
 
 import jax
 
 from jaxtrain.checkpoint import storage
+from jaxtrain.checkpoint.local_run import LocalCheckpoints
 from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.devices import cluster
 from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
 
 
@@ -50,5 +56,43 @@ def next_step(folder: str, processes: str, index: str, port: str, step: str, *la
     assert c.latest_step() == int(step) + 1
 
 
+def locally(folder: str, mishap: str, processes: str, index: str, port: str, *layout: str):
+    """Each process is a machine of its own. mishap: "none", "swap" of the two machines' folders, "damage-I" to step 10 of, or "loss-I"."""
+    jax.distributed.initialize(f"localhost:{port}", int(processes), int(index))
+    laid_out, run, machine = Layout(*map(int, layout)), pathlib.Path(folder) / "run", pathlib.Path(folder) / f"machine-{index}"
+
+    def opened() -> LocalCheckpoints:
+        shapes, abstract = stored_shapes(laid_out), abstract_state(laid_out)
+        return LocalCheckpoints(str(machine), run, run / "checkpoints", abstract, shapes, laid_out.placement)
+
+    local = opened()
+    local.begin(0, print)
+    for step in (5, 10, 15):
+        local.save(step, state(laid_out), {"step": step})
+    local.close()
+    cluster.barrier("saved")
+    if mishap == f"loss-{index}":
+        shutil.rmtree(machine)
+    elif mishap == f"damage-{index}":
+        (path,) = machine.rglob("10")
+        with path.open("r+b") as file:
+            file.seek(100)
+            file.write(bytes(10))
+    elif mishap == "swap" and index == "0":
+        for old, new in [("machine-0", "aside"), ("machine-1", "machine-0"), ("aside", "machine-1")]:
+            (machine.parent / old).rename(machine.parent / new)
+    cluster.barrier("after the mishap")
+
+    local = opened()
+    with jax.set_mesh(laid_out.mesh):
+        restored = local.restore(local.candidates(0, 100, lambda meta: "it is odd" if meta.step == 15 else ""))
+    if restored is None:
+        print("restored nothing")
+        return
+    assert_same(restored.state, state(laid_out))
+    assert restored.meta.step == restored.step
+    print(f"restored step {restored.step}, {restored.source}")
+
+
 if __name__ == "__main__":
-    {"kill": kill, "next": next_step}[sys.argv[2]](sys.argv[1], *sys.argv[3:])
+    {"kill": kill, "next": next_step, "locally": locally}[sys.argv[2]](sys.argv[1], *sys.argv[3:])

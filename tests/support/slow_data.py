@@ -10,9 +10,9 @@ SLOW_PROCESS, SECONDS = 1, 0.2  # more for each batch
 
 
 class SlowLoader(Loader):
-    def batch(self, step: int) -> Batch:
+    def read(self, number: int) -> tuple[dict[int, int | None], Batch]:
         time.sleep(SECONDS)
-        return super().batch(step)
+        return super().read(number)
 
 
 if __name__ == "__main__":

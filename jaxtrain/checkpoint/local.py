@@ -1,0 +1,264 @@
+"""Checkpoints in a folder of each machine's own, a RAM disk or a local disk: written every few steps, lost with the machine.
+
+    LOCAL/tiny-3fa9c2b1d0e4/     a run: the name of its folder, and a digest of that folder and the run's id
+      process-0/                 what process 0 has written
+        30  35                   steps: the shards of its devices, one after the other, then the index, then where the index begins
+        .40                      a step that is being written
+
+A file has the shards of one process, each once however many of its devices hold it, with a checksum for each. Nothing is gathered and
+nothing is agreed upon while saving: what all processes together have is found out by the next run (local_restore.py). Files of other runs
+are left alone.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from jaxtrain.checkpoint.shards import Shard, Shards
+from jaxtrain.checkpoint.steps import CheckpointError
+from jaxtrain.checkpoint.storage import to_host
+
+RUN_ID = ".run_id"  # in the folder of the persistent checkpoints: who deletes those begins another run
+_STEP = re.compile("0|[1-9][0-9]{0,9}")
+_TAIL = struct.Struct("<QI8s")  # bytes of the index, its checksum, MAGIC
+MAGIC = b"JTLOCAL1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a shard's bytes are, and their checksum."""
+
+    path: pathlib.Path
+    offset: int
+    size: int
+    crc32: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """What a file says of itself.
+
+    fingerprint: of the state's layout (Shards.fingerprint)
+    start: the id of the start of the run that wrote it: what two starts have made of a step is never put together
+    meta: what a checkpoint has beside its state
+    """
+
+    fingerprint: str
+    start: str
+    meta: dict[str, Any]
+    places: dict[Shard, Place]
+
+
+class DamagedError(Exception):
+    """A local file or a shard in it that is not what was written; the message says which."""
+
+
+def run_name(workdir: pathlib.Path, checkpoints: str | os.PathLike) -> str:
+    """The name of the run's folder on each machine. The main process alone calls it: others need not see the run's own folders yet.
+
+    Makes the run's id, in the folder of its checkpoints, where there is none.
+
+    Raises CheckpointError if the id can be neither read nor written.
+    """
+    path = epath.Path(os.fspath(checkpoints)) / RUN_ID
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(secrets.token_hex(8) + "\n")
+        run = path.read_text().strip()
+    except OSError as error:
+        raise CheckpointError(f"{path}, which tells this run's local checkpoints from others, cannot be used ({error.strerror})") from None
+    workdir = workdir.absolute()
+    return f"{workdir.name}-{hashlib.sha256(f'{run} {workdir}'.encode()).hexdigest()[:12]}"
+
+
+class LocalCheckpointer:
+    """Saves this process's shards of one run's state; every process calls every method.
+
+    The newest two are kept while a third is written. Two are enough: a process begins to save only when the step is done on all devices,
+    so when each has begun the save before, and has therefore finished the one before that.
+
+    Args:
+      folder: of the run on this machine; it is there, or can be made.
+      shards: of the state.
+      start: an id of this start of the run, the same on all processes.
+      after: the step that this start goes on from; what is there of later steps is removed.
+      say: gets a line when a save fails, and training goes on.
+      process: this one's number.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, shards: Shards, start: str, after: int, say: Callable[[str], object], process: int | None = None
+    ):
+        process = jax.process_index() if process is None else process
+        self._run, self._folder = folder, folder / f"process-{process}"
+        self._shards, self._say = shards, say
+        self._needed = shards.needed_by(process)
+        self._fingerprint, self._start = shards.fingerprint(), start
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="local_checkpoint")
+        self._writing: concurrent.futures.Future[None] | None = None
+        self._saved: list[int] = []
+        self._failed = False
+        for path in self._folder.glob(".*"):  # what a killed process was writing
+            path.unlink(missing_ok=True)
+        self.give_up(after)
+
+    def give_up(self, after: int) -> None:
+        """Removes what this machine has of steps later than `after`, from which the run goes on."""
+        self.wait()
+        self._saved = [step for step in self._saved if step <= after]
+        for path, step in files_of(self._run):
+            if step > after:
+                path.unlink(missing_ok=True)
+
+    def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
+        """Begins to save, and returns once this process's shards are copied to the host: the state may be changed or donated then.
+
+        A save that is under way is finished first. One that fails is told by a line, and the next is tried.
+
+        Args:
+          state: a pytree of jax.Array, whose layout is that of `shards`.
+          meta: what JSON can hold.
+        """
+        self.wait()
+        self._remove_old()
+        leaves = jax.tree.leaves(state)
+        held = {leaf: {shard.device: shard.data for shard in leaves[leaf].addressable_shards} for leaf in self._shards.parts}
+        copies = []
+        for shard in self._needed:
+            data = next(held[shard.leaf][device] for device in self._shards.devices[shard] if device in held[shard.leaf])
+            data.copy_to_host_async()  # all copies are under way before the first is waited for
+            copies.append((shard, data))
+        numbers = [(shard, to_host(data)) for shard, data in copies]
+        self._writing = self._thread.submit(self._write, step, numbers, dict(meta))
+
+    def wait(self) -> None:
+        """Returns when no save is under way."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def forget(self) -> None:
+        """Removes all that this machine has of the run: the persistent checkpoints have its newest step."""
+        self.wait()
+        shutil.rmtree(self._run, ignore_errors=True)
+
+    def close(self) -> None:
+        """Waits for a save that is under way, and ends the thread."""
+        self.wait()
+        self._thread.shutdown()
+
+    def _write(self, step: int, numbers: list[tuple[Shard, np.ndarray]], meta: dict[str, Any]) -> None:
+        unfinished = self._folder / f".{step}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with open(unfinished, "wb") as file:
+                _write_file(file, numbers, {"fingerprint": self._fingerprint, "start": self._start, "meta": meta})
+            os.rename(unfinished, self._folder / str(step))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            if not self._failed:  # once for as long as it lasts
+                size = sum(array.nbytes for _, array in numbers)
+                self._say(f"the local checkpoint of step {step} was not written ({error.strerror}; {size:,} bytes in {self._folder})")
+            self._failed = True
+        else:
+            self._saved.append(step)
+            self._failed = False
+
+    def _remove_old(self) -> None:
+        """Removes this run's files on this machine beyond the newest two of this process, before it writes one more."""
+        for path, step in _files(self._folder):
+            if step not in self._saved[-2:] and len(self._saved) >= 2:
+                path.unlink(missing_ok=True)
+        # Processes of another number, of an earlier start, may have written here; those at work now are at most a save behind.
+        for path, step in files_of(self._run):
+            if len(self._saved) >= 3 and step < self._saved[-3]:
+                path.unlink(missing_ok=True)
+
+
+def _write_file(file: Any, numbers: list[tuple[Shard, np.ndarray]], index: dict[str, Any]) -> None:
+    places, offset = [], 0
+    while numbers:  # each copy is freed as it is written
+        shard, array = numbers.pop(0)
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        file.write(data)
+        places.append([shard.leaf, shard.bounds, offset, data.nbytes, zlib.crc32(data)])
+        offset += data.nbytes
+    text = json.dumps(index | {"places": places}).encode()
+    file.write(text)
+    file.write(_TAIL.pack(len(text), zlib.crc32(text), MAGIC))
+
+
+def _folders(run: pathlib.Path) -> list[pathlib.Path]:
+    try:
+        return sorted(path for path in run.iterdir() if path.name.startswith("process-"))
+    except OSError:
+        return []
+
+
+def _files(folder: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
+    """The files of finished steps in a process's folder, with their steps."""
+    try:
+        return sorted(((path, int(path.name)) for path in folder.iterdir() if _STEP.fullmatch(path.name)), key=lambda file: file[1])
+    except OSError:
+        return []
+
+
+def files_of(run: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
+    """What this machine has of a run, whichever processes have written it: files of finished steps, with their steps."""
+    return [file for folder in _folders(run) for file in _files(folder)]
+
+
+def read_index(path: pathlib.Path) -> Index:
+    """What a file says of itself. Raises DamagedError where it cannot be read, or is not as it was written."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - _TAIL.size, 0))
+            tail = file.read()
+            length, crc32, magic = _TAIL.unpack(tail) if len(tail) == _TAIL.size else (0, 0, b"")
+            if magic != MAGIC or length > size:
+                raise DamagedError(f"{path} is cut off or damaged")
+            file.seek(size - _TAIL.size - length)
+            index = file.read(length)
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+    if zlib.crc32(index) != crc32:
+        raise DamagedError(f"{path} is damaged in its index")
+    values = json.loads(index)
+    places = {
+        Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(path, offset, nbytes, crc)
+        for leaf, bounds, offset, nbytes, crc in values["places"]
+    }
+    return Index(values["fingerprint"], values["start"], values["meta"], places)
+
+
+def read_shard(place: Place, shard: Shard, dtype: np.dtype) -> np.ndarray:
+    """A shard's numbers. Raises DamagedError where they cannot be read, or are not those that were written."""
+    numbers = np.empty(shard.shape, dtype)
+    data = numbers.reshape(-1).view(np.uint8).data
+    try:
+        with open(place.path, "rb") as file:
+            file.seek(place.offset)
+            read = file.readinto(data)
+    except OSError as error:
+        raise DamagedError(f"{place.path} cannot be read ({error.strerror})") from None
+    if (read, place.size) != (data.nbytes, data.nbytes) or zlib.crc32(data) != place.crc32:
+        raise DamagedError(f"{place.path} is damaged at bytes {place.offset:,} to {place.offset + place.size:,}")
+    return numbers

@@ -1,0 +1,188 @@
+"""One save at a time, in a thread: written by all processes, tried again when the storage fails, finished by process 0.
+
+    process 0   makes N.orbax-checkpoint-tmp/
+    each        writes its part of the arrays into it, and tells process 0 whether that went well
+    process 0   joins the parts, writes meta and manifest, and renames the folder to N/: a step appears whole or not at all
+                or removes the folder, waits, and lets all begin again; or gives up
+    each        is told which
+
+What processes tell each other goes through the coordination service, for the main thread's collectives must not be disturbed. Nothing
+here knows which steps are kept (manager.py).
+"""
+
+import dataclasses
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxtrain.checkpoint import manifest
+from jaxtrain.checkpoint.database import STATE, DatabaseError
+from jaxtrain.checkpoint.steps import META, ORBAX_UNFINISHED, CheckpointError
+from jaxtrain.checkpoint.storage import tree_handler
+from jaxtrain.devices import cluster
+
+# Seconds before each further attempt: a store that fails for half a minute costs no checkpoint.
+RETRY_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+
+FAULT = "a fault in the program"
+
+# Which class of Orbax reads each item, for programs that know Orbax alone.
+_ORBAX_METADATA = {
+    "item_handlers": {
+        META: "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
+        STATE: "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
+    },
+    "metrics": {},
+    "performance_metrics": {},
+    "custom_metadata": {},
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Save:
+    """What is to be saved. tree: this process's HostArrays (storage.host_tree); number: of the save in this run; meta: what JSON holds."""
+
+    number: int
+    step: int
+    tree: dict
+    meta: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a save ended. why: what failed last, in words, "" if nothing did; attempts: how often it was tried; seconds: how long it took."""
+
+    step: int
+    why: str
+    attempts: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Of process 0 after an attempt. why: what failed, "" if nothing did; again: whether all shall try again."""
+
+    why: str
+    again: bool
+
+
+class SaveThread:
+    """A save on its way.
+
+    Args:
+      directory: where the steps lie.
+      save: the same step and number on every process.
+      before: called with the step in process 0 alone, in the thread, before the step appears in the directory.
+      after: called in process 0 alone, in the thread, when the save has ended.
+    """
+
+    def __init__(self, directory: epath.Path, save: Save, before: Callable[[int], object], after: Callable[[Outcome], object]):
+        self._directory, self._save, self._before, self._after = directory, save, before, after
+        self._unfinished = directory / f"{save.step}{ORBAX_UNFINISHED}"
+        self._hurry = threading.Event()
+        self._fault: Exception | None = None  # in the program: is raised where the save is waited for
+        self.outcome: Outcome | None = None
+        # A daemon: a process that ends for another reason does not wait for a store that does not answer.
+        self._thread = threading.Thread(target=self._run, name=f"save {save.step}", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread.is_alive()
+
+    def give_up_waiting(self) -> None:
+        """Makes this attempt the last: another save is due."""
+        self._hurry.set()
+
+    def wait(self) -> Outcome:
+        """How the save ended, when it has. Raises what was a fault in the program."""
+        self._thread.join()
+        if self._fault is not None:
+            raise self._fault
+        assert self.outcome is not None
+        return self.outcome
+
+    def _run(self) -> None:
+        began, attempt, answer = time.monotonic(), 0, Answer("", again=True)
+        try:
+            while answer.again:
+                answer = self._attempt(attempt)
+                attempt += 1
+            self.outcome = Outcome(self._save.step, answer.why, attempt, time.monotonic() - began)
+            if cluster.is_main():
+                self._after(self.outcome)
+        except Exception as error:
+            self._fault = self._fault or error
+
+    def _attempt(self, attempt: int) -> Answer:
+        """What process 0 answers when all have done their part."""
+        question = f"save {self._save.number}/{attempt}"
+        made = cluster.told_by_main(f"{question}/folder", lambda: self._done(self._make_folder))
+        reports = cluster.told_to_main(f"{question}/parts", made or self._done(self._write))
+
+        def decide() -> dict:
+            cluster.forget(f"save {self._save.number - 1}")
+            why = next(filter(None, reports), "") or self._done(self._finish)
+            if why:
+                self._done(lambda: _remove(self._unfinished))
+            last = attempt == len(RETRY_WAITS_S) or why.startswith(FAULT)
+            return {"why": why, "again": bool(why) and not last and not self._hurry.wait(RETRY_WAITS_S[attempt])}
+
+        return Answer(**cluster.told_by_main(f"{question}/end", decide))
+
+    def _done(self, do: Callable[[], object]) -> str:
+        """What the storage did not do, in words. A fault in the program is kept, and has words too, for which the others wait."""
+        try:
+            do()
+        except Exception as error:
+            if why := _storage_failure(error):
+                return why
+            self._fault = error
+            return f"{FAULT}: {type(error).__name__}"
+        return ""
+
+    def _make_folder(self) -> None:
+        _remove(self._unfinished)
+        for item in (STATE, META):
+            (self._unfinished / item).mkdir(parents=True)
+
+    def _write(self) -> None:
+        tree_handler().save(self._unfinished / STATE, args=ocp.args.PyTreeSave(self._save.tree))
+
+    def _finish(self) -> None:
+        folder = self._unfinished
+        tree_handler().finalize(folder / STATE)
+        (folder / META / "metadata").write_text(json.dumps(dict(self._save.meta)))
+        times = {"init_timestamp_nsecs": time.time_ns(), "commit_timestamp_nsecs": time.time_ns()}
+        (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(_ORBAX_METADATA | times))
+        manifest.write(folder)
+        self._before(self._save.step)
+        folder.rename(self._directory / str(self._save.step))
+
+
+def _remove(folder: epath.Path) -> None:
+    if folder.exists():
+        folder.rmtree()
+
+
+def _storage_failure(error: Exception) -> str:
+    """What the storage did not do, in words; "" for an error of another kind."""
+    if isinstance(error, OSError):
+        return error.strerror or " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, DatabaseError):
+        return f"the state that was written {error}"
+    if isinstance(error, ValueError):  # TensorStore's begin with a code, and may quote the system's
+        if match := re.search(r"\[os_error_code='(\d+)'\]", str(error)):
+            return os.strerror(int(match[1]))
+        if re.match(r"[A-Z_]+: ", str(error)):
+            return " ".join(str(error).split())[:200]
+    return ""
