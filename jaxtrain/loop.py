@@ -39,6 +39,7 @@ from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.goodput_log import GoodputLog, plot_goodput
+from jaxtrain.run.line_file import warned
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
@@ -176,7 +177,8 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             local.forget()
             progress.close()
             if cluster.is_main():
-                plot_losses(folder)
+                with warned(folder / "loss.png", cluster.say):
+                    plot_losses(folder)
             if at < config.train.steps:
                 saved = "which is saved" if saves.newest == at else f"and step {saves.newest or 0} is saved"
                 cluster.say(f"stopped at step {at} of {config.train.steps}, {saved}: the same command goes on from there")
@@ -217,7 +219,8 @@ def _timed(folder: pathlib.Path, clock: WallClock, begins: Choice | Saved) -> It
         yield goodput
         cluster.say(goodput.summary())
     if cluster.is_main():
-        plot_goodput(folder)
+        with warned(folder / "goodput.png", cluster.say):
+            plot_goodput(folder)
 
 
 def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Config, damaged: Mapping[int, str] = NONE) -> Choice:
@@ -321,9 +324,10 @@ def _open_log(config: Config, folder: pathlib.Path, start: int, goodput: Goodput
     main = cluster.is_main()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    log = MetricsWriter(folder if main else None, config.metrics.tensorboard, start, goodput.wall_s)
-    return log, Progress(config.train.steps, start, shown=main)
+        with warned(folder / "config.json", cluster.say):
+            (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    progress = Progress(config.train.steps, start, shown=main)
+    return MetricsWriter(folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.say), progress
 
 
 def _memory(choice: Choice) -> Memory:
