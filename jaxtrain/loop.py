@@ -174,7 +174,8 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             clock.enter(Part.ENDING)
             saves.wait()
             reporter.saves(saves.figures())
-            local.forget()
+            if saves.newest == at:
+                local.forget()
             progress.close()
             if cluster.is_main():
                 with warned(folder / "loss.png", cluster.say):
