@@ -63,20 +63,21 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
             nonlocal state, at
             saves.wait()
             jax.block_until_ready(state)
-            cpu, began, blocked = time.process_time(), time.perf_counter(), 0.0
+            cpu, began, blocked, blocked_cpu = time.process_time(), time.perf_counter(), 0.0, 0.0
             for _ in range(options.every * options.saves):
                 state, metrics = compiled(state, batch)
                 at += 1
                 jax.block_until_ready(metrics)  # as the loop does, one step behind
                 if saving and at % options.every == 0:
                     jax.block_until_ready(state)
-                    save_began = time.perf_counter()
+                    save_began, save_cpu = time.perf_counter(), time.thread_time()
                     saves.save(at, state, {"step": at})
                     blocked += time.perf_counter() - save_began
+                    blocked_cpu += time.thread_time() - save_cpu
             jax.block_until_ready(state)
             wall = time.perf_counter() - began
             saves.wait()
-            return {"wall": wall, "blocked": blocked, "cpu": time.process_time() - cpu}
+            return {"wall": wall, "blocked": blocked, "blocked_cpu": blocked_cpu, "cpu": time.process_time() - cpu}
 
         window(True)  # what comes once: folders, imports
         saves.figures()
@@ -93,7 +94,11 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
         ratio = median(b[name] / a[name] for a, b in pairs)
         print(f"{name:8} {median(w[name] for w in never):8.3f} s never  {median(w[name] for w in saving):8.3f} s saving  ratio {ratio:.3f}")
     share = median(w["blocked"] / w["wall"] for w in saving)
-    print(f"blocked  {median(w['blocked'] for w in saving) / options.saves:8.4f} s a save, {share:.2%} of the loop", end="")
+    busy = median(w["blocked_cpu"] for w in saving) / options.saves
+    print(
+        f"blocked  {median(w['blocked'] for w in saving) / options.saves:8.4f} s a save ({busy:.4f} s of CPU), {share:.2%} of the loop",
+        end="",
+    )
     print(f"; a save takes {median(whole):.3f} s in all")
 
 

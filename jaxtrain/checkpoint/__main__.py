@@ -56,16 +56,16 @@ LISTED = 20  # arrays that `diff` lists
 
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0; 2 for what cannot work, with one line on stderr; 74 where `verify` has found damage, or another cannot read."""
-    command, places, flags = _parse(argv)
+    command, names, flags = parse(argv)
     try:
-        return _COMMANDS[command](places, flags)
+        return _COMMANDS[command](list(map(_folder, names)), flags)
     except (CheckpointError, FolderError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.status
 
 
-def _parse(argv: Sequence[str]) -> tuple[str, list[epath.Path], types.SimpleNamespace]:
-    """The command, the folders that it is about, and its flags; ends with status 2 for what is none."""
+def parse(argv: Sequence[str]) -> tuple[str, list[str], types.SimpleNamespace]:
+    """The command, the names of the folders that it is about, and its flags; ends with status 2 for what is none."""
     words = [word for word in argv if not word.startswith("-")]
     command = words[0] if words else ""
     flagged = [word for word in argv if word.startswith("-")]
@@ -80,7 +80,7 @@ def _parse(argv: Sequence[str]) -> tuple[str, list[epath.Path], types.SimpleName
         what = "two steps or runs" if wanted == 2 else "one folder"
         use = f"jaxtrain checkpoint {command} {'A B' if wanted == 2 else 'DIR'}"
         cli.fail(f"{command} is about {what}, not {len(words) - 1}: use {use}")
-    return command, [_folder(word) for word in words[1:]], flags
+    return command, words[1:], flags
 
 
 def _folder(name: str) -> epath.Path:

@@ -209,8 +209,10 @@ class Checkpointer:
 
     def figures(self) -> dict[int, dict[str, float]]:
         """Step → how long its save blocked its caller, and how long it took in all, for those that have ended well since this was asked."""
-        ended, self._ended = {step: outcome for step, outcome in self._ended.items() if not outcome.why}, {}
-        return {s: {"save_blocked_s": round(self._blocked_s.pop(s), 6), "save_s": round(o.seconds, 6)} for s, o in ended.items()}
+        ended, self._ended = self._ended, {}
+        blocked = {step: self._blocked_s.pop(step) for step in ended}
+        well = {step: outcome for step, outcome in ended.items() if not outcome.why}
+        return {s: {"save_blocked_s": round(blocked[s], 6), "save_s": round(outcome.seconds, 6)} for s, outcome in well.items()}
 
     def _settle(self) -> Outcome | None:
         """Waits for the save that is under way, if one is, and notes how it ended."""
