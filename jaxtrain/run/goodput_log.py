@@ -210,6 +210,7 @@ class GoodputLog:
         self._path: pathlib.Path | None = None
         self._descriptor: int | None = None
         self._cut = False  # whether the file ends in the middle of a line
+        self._writing = threading.Lock()
         if workdir is None:
             return
         self._path = pathlib.Path(workdir) / GOODPUT_FILE
@@ -260,17 +261,22 @@ class GoodputLog:
 
     def _write(self) -> None:
         """Appends a line. One that has no room on the disk is left out: what is measured must not end what it measures."""
+        with self._writing:  # the loop's thread writes too where the run goes back
+            self._append()
+
+    def _append(self) -> None:
         if self._descriptor is None:
             self._descriptor = self._open()
         if self._descriptor is None:
             return
         lines = [line for line in (self._first, self._line()) if line]
-        self._first = None
         text = ("\n" * self._cut + "".join(map(_text, lines))).encode()
         try:
             self._cut = os.write(self._descriptor, text) < len(text)
         except OSError:
             self._cut = True
+        if not self._cut:
+            self._first = None
 
     def _open(self) -> int | None:
         """The file to append to; None while there is none and nothing else that a run leaves, or where it cannot be written."""

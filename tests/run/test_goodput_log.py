@@ -218,6 +218,18 @@ def test_a_disk_without_room_loses_lines_and_nothing_else(tmp_path, monkeypatch)
     assert all(json.loads(text).keys() == {field.name for field in dataclasses.fields(Line)} for text in texts if text.endswith("}"))
 
 
+def test_a_first_line_without_room_comes_with_the_next(tmp_path, monkeypatch):
+    """It says from which step the start goes on, so that what came after that step is redone."""
+    (tmp_path / "goodput.jsonl").touch()
+    write = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda descriptor, text: write(descriptor, text[:9]))
+        log = GoodputLog(tmp_path, WallClock(time.monotonic() - 1000.0), 2)
+    log.reached(7)
+    log.close()
+    assert [line.step for line in read_goodput(tmp_path)] == [2, 7]
+
+
 def test_nothing_to_draw(tmp_path):
     assert plot_goodput(tmp_path) is None
 
