@@ -93,6 +93,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             local = LocalCheckpoints(config.checkpoint.local, folder, checkpoints, step.abstract_state(), shapes, placement)
             newer = local.candidates(start, config.train.steps, functools.partial(_why_not_from, config, corpus, unresolved, recipe))
             goodput = lasting.enter_context(_timed(folder, clock, newer[0] if newer else choice))
+            signals.before_end(goodput.discard)
             beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(2))  # XLA compiles most of a program on one core
             make_state = functools.partial(initial_state, step.layout, step.optimizer, config.train.seed)
             first_state = None if start or newer else beside.submit(make_state)
@@ -138,8 +139,10 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 with jax.profiler.StepTraceAnnotation("train", step_num=at):
                     state, metrics = train(state, batch)
                 at += 1
-                with clock.part(Part.OTHER):
-                    comparison = copies.compare(state) if calendar.compares(at) else None
+                comparison = None
+                if calendar.compares(at):
+                    with clock.part(Part.OTHER):
+                        comparison = copies.compare(state)
                 answer = requests.ask() if calendar.meets(at) else no_request
                 asked = reporter.add(Pending(at, feed.position - 1, metrics, answer, comparison))
                 watchdog.finished(at - 1)

@@ -2,11 +2,13 @@
 
 import ast
 import importlib.util
+import os
 import pathlib
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 import types
 
 import pytest
@@ -124,9 +126,14 @@ def check(command: str) -> None:
     elif rest[0] == "-m":
         assert first == "python"
         check_module(rest[1], rest[2:])
+    elif first == "pip":
+        (extra,) = re.fullmatch(r"jaxtrain\[(\w+)\]", rest[-1]).groups()
+        assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]["optional-dependencies"]
     else:
         assert first == "python"
-        said = subprocess.run([sys.executable, ROOT / rest[0], "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
+        installed = os.environ | {"PYTHONPATH": str(ROOT)}
+        words = [sys.executable, ROOT / rest[0], "--help"]
+        said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60, env=installed).stdout
         for flag in rest[1:]:
             assert flag.partition("=")[0] in said, f"{rest[0]} has no {flag}"
 

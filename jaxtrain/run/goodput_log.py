@@ -27,7 +27,7 @@ from jaxtrain.run.goodput import Part, WallClock
 GOODPUT_FILE, GOODPUT_PLOT = "goodput.jsonl", "goodput.png"
 # A line is due when a start has lasted so much longer than at its last line: a kill loses no more of it.
 GROWTH, SHORTEST, LONGEST = 0.01, 0.05, 60.0  # a part of the start's time; seconds
-BEFORE_STATE = (Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING)
+BEFORE_STATE = {Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING}
 KEPT_LINES = 50  # about so many of each start are kept once another start follows
 SHOWN = 0.0005  # the share of a part that stands in the summary
 STEPPING = (Part.STEPPING.value, Part.AWAITING.value)
@@ -182,8 +182,7 @@ class GoodputLog:
     """Writes goodput.jsonl for a start, from a thread of its own: also while the loop compiles, saves or hangs.
 
     Args:
-      workdir: written to from the first state on, or at once if the file is there: a run that ends before leaves nothing. None: nothing
-        is written (for the processes that keep no log), and no other start is known.
+      workdir: made if need be. None: nothing is written (for the processes that keep no log), and no other start is known.
       clock: of the command.
       step: the step that the start goes on from.
       ran_before: seconds that the run had run when the checkpoint was saved that it goes on from; the file may know of more.
@@ -209,11 +208,13 @@ class GoodputLog:
         self._first: Line | None = self._line()  # until it is written
         self._path: pathlib.Path | None = None
         self._descriptor: int | None = None
+        self._is_first = False  # whether there was nothing in the folder before this start
         self._cut = False  # whether the file ends in the middle of a line
         self._writing = threading.Lock()
         if workdir is None:
             return
         self._path = pathlib.Path(workdir) / GOODPUT_FILE
+        self._is_first = not self._path.exists()
         self._write()
         self._thread = threading.Thread(target=self._go_on, name="jaxtrain-goodput", daemon=True)
         self._thread.start()
@@ -250,6 +251,13 @@ class GoodputLog:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+        self.discard()
+
+    def discard(self) -> None:
+        """Removes the file of a run that ends, by a signal or an error, before it has a state: such a run leaves nothing. Any thread."""
+        if self._path is not None and self._is_first and self.clock.seconds().keys() <= BEFORE_STATE:
+            self._ended.set()
+            self._path.unlink(missing_ok=True)
 
     def _note(self) -> None:
         self._goodput.add(self._line())
@@ -279,8 +287,8 @@ class GoodputLog:
             self._first = None
 
     def _open(self) -> int | None:
-        """The file to append to; None while there is none and nothing else that a run leaves, or where it cannot be written."""
-        if self._path is None or (not self._path.exists() and self.clock.current.part in BEFORE_STATE):
+        """The file to append to; None where it cannot be written."""
+        if self._path is None:
             return None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

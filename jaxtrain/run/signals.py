@@ -38,7 +38,7 @@ class Signals:
         self.asked = False  # whether a signal inside `deferred()` has asked to stop
         self.interrupted = False  # whether it was Ctrl-C
         self.asked_at = math.inf  # when, by time.monotonic
-        self._before_end, self._notices = before_end, notices
+        self._before_end, self._notices = [before_end], notices
         self._deferring = False
         self._taken = False  # whether signals come here
 
@@ -67,6 +67,10 @@ class Signals:
         os.close(self._read)
         os.close(self._write)
 
+    def before_end(self, call: Callable[[], object]) -> None:
+        """Has this called too, before what was given so far, from another thread."""
+        self._before_end.insert(0, call)
+
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Inside, a signal sets `asked`, and the second Ctrl-C ends the process."""
@@ -93,7 +97,8 @@ class Signals:
                 if number == signal.SIGINT and self._notices:
                     os.write(2, b"\r\x1b[K" * os.isatty(2) + NOTICE)
             else:
-                self._before_end()
+                for each in self._before_end:
+                    each()
                 _end(number)
 
 
