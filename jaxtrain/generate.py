@@ -22,7 +22,10 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from etils import epath
+
 from jaxtrain import cli
+from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.steps import (
     NONE,
     TO_GENERATE,
@@ -31,6 +34,7 @@ from jaxtrain.checkpoint.steps import (
     DamageError,
     Judge,
     Meta,
+    checkpoints_of,
     choose,
     nothing_wrong,
     read_meta,
@@ -131,7 +135,7 @@ def find_checkpoint(
     wrong: Judge = nothing_wrong,
     say: Callable[[str], object] = lambda line: None,
     damaged: Mapping[int, str] = NONE,
-) -> tuple[pathlib.Path, int]:
+) -> tuple[epath.Path, int]:
     """The folder of checkpoints and the step, the newest whole one for −1; ends with status 2 where it is not there or not whole.
 
     wrong, damaged: as in `choose`; say: gets a line about what is passed over.
@@ -156,16 +160,16 @@ def find_checkpoint(
     cli.fail(f"--step={step} {rule} (it has {', '.join(map(str, others))}): use --step={nearest}")
 
 
-def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> tuple[pathlib.Path, Choice]:
+def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> tuple[epath.Path, Choice]:
     """A run's folder of checkpoints, and what is in it; ends with status 2 where that cannot be read."""
     if not workdir:
         cli.fail(f"--workdir is empty: use the folder of a training run, such as --workdir={_some_run('tiny')}")
-    folder = pathlib.Path(workdir).expanduser()
+    folder = stores.folder(workdir)
     try:
         if not folder.is_dir():
             word = "is not a folder" if folder.exists() else "does not exist"
             cli.fail(f"--workdir={workdir!r} {word}: use the folder of a training run, such as --workdir={_some_run(workdir)}")
-        folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+        folder = checkpoints_of(folder)
         return folder, choose(folder, TO_GENERATE, wrong, damaged)
     except OSError as error:
         cli.fail(f"--workdir={workdir!r} cannot be read ({error.strerror}): use a folder that you may read")

@@ -14,9 +14,11 @@ from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
+from etils import epath
 from jax.experimental import multihost_utils
 from jax.stages import Compiled
 
+from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.local_restore import Saved
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
@@ -24,7 +26,7 @@ from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.checkpoint.restoring import restore_newest
 from jaxtrain.checkpoint.rollback import roll_back
-from jaxtrain.checkpoint.steps import NONE, Choice, Meta
+from jaxtrain.checkpoint.steps import NONE, CheckpointError, Choice, Meta
 from jaxtrain.config import Config, ConfigError, history, to_dict
 from jaxtrain.config.continuing import changes
 from jaxtrain.config.pipeline_setup import Setup
@@ -39,6 +41,7 @@ from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.goodput_log import GoodputLog, plot_goodput
+from jaxtrain.run.line_file import warned
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
@@ -70,7 +73,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
     clock.enter(Part.DATA)
     with _watched(config, folder, clock) as (signals, watchdog), contextlib.ExitStack() as lasting:
         # ---------------------------------------------------------------- data: what to train on, and from which step
-        checkpoints = folder / "checkpoints"
+        checkpoints = _folder_of_checkpoints(config, folder)
         choice = _choose_checkpoint(checkpoints, unresolved, recipe)
         start = choice.step or 0
         corpus = prepare_corpus(config)
@@ -173,10 +176,12 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             clock.enter(Part.ENDING)
             saves.wait()
             reporter.saves(saves.figures())
-            local.forget()
+            if saves.newest == at:
+                local.forget()
             progress.close()
             if cluster.is_main():
-                plot_losses(folder)
+                with warned(folder / "loss.png", cluster.say):
+                    plot_losses(folder)
             if at < config.train.steps:
                 saved = "which is saved" if saves.newest == at else f"and step {saves.newest or 0} is saved"
                 cluster.say(f"stopped at step {at} of {config.train.steps}, {saved}: the same command goes on from there")
@@ -217,10 +222,11 @@ def _timed(folder: pathlib.Path, clock: WallClock, begins: Choice | Saved) -> It
         yield goodput
         cluster.say(goodput.summary())
     if cluster.is_main():
-        plot_goodput(folder)
+        with warned(folder / "goodput.png", cluster.say):
+            plot_goodput(folder)
 
 
-def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Config, damaged: Mapping[int, str] = NONE) -> Choice:
+def _choose_checkpoint(directory: epath.Path, unresolved: Config, recipe: Config, damaged: Mapping[int, str] = NONE) -> Choice:
     """The checkpoint that the run continues, if there is one. ConfigError if the run's config cannot continue it.
 
     damaged: step → why, for those whose arrays turned out to be damaged.
@@ -235,8 +241,16 @@ def _choose_checkpoint(directory: pathlib.Path, unresolved: Config, recipe: Conf
     return choice
 
 
+def _folder_of_checkpoints(config: Config, workdir: pathlib.Path) -> epath.Path:
+    """Where the run's checkpoints lie. CheckpointError where that is a store in which nothing can be written."""
+    directory = config.checkpoint.directory
+    if why := cluster.from_main(lambda: stores.cannot_be_used(directory), CheckpointError):
+        raise CheckpointError(f"checkpoint.directory={directory!r} {why}")
+    return stores.folder(directory or workdir / "checkpoints")
+
+
 def _choose_another(
-    directory: pathlib.Path, unresolved: Config, recipe: Config, config: Config, corpus: Corpus, damaged: Mapping[int, str]
+    directory: epath.Path, unresolved: Config, recipe: Config, config: Config, corpus: Corpus, damaged: Mapping[int, str]
 ) -> Choice:
     """The checkpoint that the run continues when newer ones turned out to be damaged. Errors as when it is chosen first."""
     choice = _choose_checkpoint(directory, unresolved, recipe, damaged)
@@ -321,9 +335,10 @@ def _open_log(config: Config, folder: pathlib.Path, start: int, goodput: Goodput
     main = cluster.is_main()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    log = MetricsWriter(folder if main else None, config.metrics.tensorboard, start, goodput.wall_s)
-    return log, Progress(config.train.steps, start, shown=main)
+        with warned(folder / "config.json", cluster.say):
+            (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    progress = Progress(config.train.steps, start, shown=main)
+    return MetricsWriter(folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.say), progress
 
 
 def _memory(choice: Choice) -> Memory:
@@ -347,7 +362,7 @@ def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: 
         cluster.say(f"validation loss {validation:.4f} nats a token{beside}")
     train = config.train
     if train.sample_tokens:
-        parts, params = load_parameters(folder / "checkpoints", at, config)
+        parts, params = load_parameters(_folder_of_checkpoints(config, folder), at, config)
         dtype = jax.numpy.dtype(config.precision.compute)
         text = sample_text(
             parts, params, corpus.tokenizer, train.sample_prompt, train.sample_tokens, train.seed, SAMPLE_TEMPERATURE, dtype=dtype

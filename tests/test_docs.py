@@ -15,6 +15,7 @@ from support import ROOT
 
 from jaxtrain import cli, generate, launch, train
 from jaxtrain.__main__ import COMMANDS
+from jaxtrain.checkpoint import __main__ as checkpoint_command
 from jaxtrain.config import checks, fields
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices import cluster_environment
@@ -138,6 +139,8 @@ def check_module(module: str, arguments: list[str]) -> None:
         generate.check_flags(cli.parse_flags(arguments, "", generate.FLAGS))
     elif module == "jaxtrain.schedule":
         schedule_command.check_flags(cli.parse_flags(arguments, "", schedule_command.FLAGS))
+    elif module == "jaxtrain.checkpoint":
+        checkpoint_command.parse(arguments)
     else:
         assert module == "jaxtrain.launch"
         at = arguments.index("--")

@@ -2,10 +2,14 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
+import pytest
 from support import COMPILE_QUICKLY, ROOT, train_runs
+
+from jaxtrain.launch import free_port
 
 PROGRAM = """
 import json
@@ -44,12 +48,18 @@ print(json.dumps(found))
 """
 
 
+def environment(folder: pathlib.Path) -> dict[str, str]:
+    """Of a program that runs in a folder."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
+    return clean | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(folder / "cache")}
+
+
 def test_in_a_thread(tmp_path):
     """A run, the same once more, and errors with their statuses; the process lives on, and its signals are as they were."""
     train_runs.write_inputs(tmp_path)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
-    environment |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["first"], found["goes on"]) == ("FINISHED", "FINISHED")
@@ -61,3 +71,34 @@ def test_in_a_thread(tmp_path):
         ("other data", "BAD_CONFIG", "none.txt"),
     ):
         assert found[name][0] == status and text in found[name][1], found[name]
+
+
+STARTED_BEFORE = """
+import concurrent.futures
+import sys
+
+import jax
+
+from jaxtrain.train import train
+
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+flags = ["--config=recipe.py", "--workdir=run", "--config.train.steps=3"]
+with concurrent.futures.ThreadPoolExecutor(1) as worker:
+    print(worker.submit(train, flags).result().name, jax.process_count(), flush=True)
+"""
+
+
+@pytest.mark.full
+def test_where_jax_distributed_runs_already(tmp_path):
+    """As a worker of Ray Train: two processes with a device each, known to jax alone."""
+    train_runs.write_inputs(tmp_path)
+    own = environment(tmp_path) | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "JAX_ENABLE_PREEMPTION_SERVICE": "false"}
+    words = [sys.executable, "-c", STARTED_BEFORE, f"localhost:{free_port()}"]
+    processes = [subprocess.Popen([*words, str(number)], cwd=tmp_path, env=own, stdout=subprocess.PIPE, text=True) for number in range(2)]
+    try:
+        said = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [text.splitlines()[-1] for text in said] == ["FINISHED 2", "FINISHED 2"]
+    assert "(2 × cpu, 2 processes)" in said[0] and list(train_runs.losses(tmp_path / "run")) == [1, 2, 3]

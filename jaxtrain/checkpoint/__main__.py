@@ -2,10 +2,10 @@
 
 import dataclasses
 import datetime
+import json
 import math
 import os
 import pathlib
-import shutil
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,8 @@ from jaxtrain.checkpoint import keeping, reading, steps
 from jaxtrain.checkpoint.database import DatabaseError
 from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.reading import StoredStep
-from jaxtrain.checkpoint.steps import BROKEN, ORBAX_UNFINISHED, CheckpointError, Meta, choose, read_meta, what_is_wrong
+from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, checkpoints_of, choose, read_meta, what_is_wrong
+from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.config import Config, ConfigError, fields, get
 from jaxtrain.config.flags import Flag
 from jaxtrain.run import terminal
@@ -56,16 +57,16 @@ LISTED = 20  # arrays that `diff` lists
 
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0; 2 for what cannot work, with one line on stderr; 74 where `verify` has found damage, or another cannot read."""
-    command, places, flags = _parse(argv)
+    command, names, flags = parse(argv)
     try:
-        return _COMMANDS[command](places, flags)
+        return _COMMANDS[command](list(map(_folder, names)), flags)
     except (CheckpointError, FolderError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.status
 
 
-def _parse(argv: Sequence[str]) -> tuple[str, list[epath.Path], types.SimpleNamespace]:
-    """The command, the folders that it is about, and its flags; ends with status 2 for what is none."""
+def parse(argv: Sequence[str]) -> tuple[str, list[str], types.SimpleNamespace]:
+    """The command, the names of the folders that it is about, and its flags; ends with status 2 for what is none."""
     words = [word for word in argv if not word.startswith("-")]
     command = words[0] if words else ""
     flagged = [word for word in argv if word.startswith("-")]
@@ -80,16 +81,16 @@ def _parse(argv: Sequence[str]) -> tuple[str, list[epath.Path], types.SimpleName
         what = "two steps or runs" if wanted == 2 else "one folder"
         use = f"jaxtrain checkpoint {command} {'A B' if wanted == 2 else 'DIR'}"
         cli.fail(f"{command} is about {what}, not {len(words) - 1}: use {use}")
-    return command, [_folder(word) for word in words[1:]], flags
+    return command, words[1:], flags
 
 
 def _folder(name: str) -> epath.Path:
     """The folder of checkpoints, or of a step; ends with status 2 where there is none."""
-    folder = epath.Path(name).expanduser()
+    folder = checkpoints_of(name)
     if not folder.is_dir():
         runs = sorted(str(path.parent) for path in pathlib.Path("runs").glob("*/checkpoints"))
         cli.fail(f"{name!r} is no folder: use the folder of a run, such as {runs[0] if runs else 'runs/tiny'}")
-    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    return folder
 
 
 # --- ls and verify -----------------------------------------------------------------------------------------------------------------
@@ -114,8 +115,15 @@ def listed(directory: epath.Path) -> list[Listed]:
     for step in steps.names(directory):
         folder = directory / str(step)
         why = strange.get(str(step)) or what_is_wrong(folder, Meta.from_json(read_meta(directory, step)))
-        found.append(Listed(step, size_of(folder), folder.stat().mtime, losses.get(step), why))
+        found.append(Listed(step, size_of(folder), _saved_at(folder), losses.get(step), why))
     return found
+
+
+def _saved_at(folder: epath.Path) -> float:
+    """When a step was saved, in seconds since 1970. A store's folders have no times, but each step in one has Orbax's file."""
+    if not scheme_of(folder):
+        return folder.stat().mtime
+    return json.loads((folder / "_CHECKPOINT_METADATA").read_bytes())["commit_timestamp_nsecs"] / 1e9
 
 
 def ls(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
@@ -135,7 +143,7 @@ def ls(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
 
 def _others(directory: epath.Path) -> list[str]:
     """What runs have set aside or not finished."""
-    return sorted(path.name for path in directory.iterdir() if BROKEN in path.name or ORBAX_UNFINISHED in path.name)
+    return sorted(path.name for path in directory.iterdir() if BROKEN in path.name or steps.is_unfinished(path))
 
 
 def verify(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
@@ -289,7 +297,7 @@ def doomed(directory: epath.Path, flags: types.SimpleNamespace) -> dict[str, str
     if flags.broken:
         found |= {name: "set aside as broken" for name in _others(directory) if BROKEN in name}
     if flags.unfinished:
-        found |= {name: "not finished" for name in _others(directory) if ORBAX_UNFINISHED in name}
+        found |= {name: "not finished" for name in _others(directory) if BROKEN not in name}
     return found
 
 
@@ -298,7 +306,7 @@ def prune(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
     if not (flags.keep or flags.broken or flags.unfinished):
         cli.fail("prune without a policy deletes nothing: use --keep=3 (and --keep_every, --keep_best), --broken=true or --unfinished=true")
     run = directory.parent if directory.name == "checkpoints" else directory
-    lock = RunLock(run) if flags.yes else None
+    lock = RunLock(run) if flags.yes and not scheme_of(run) else None  # a store has no locks
     if lock:
         lock.take()
     try:
@@ -310,7 +318,7 @@ def prune(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
                 flush=True,
             )
             if flags.yes:
-                keeping.delete(directory / name) if why == "not kept" else shutil.rmtree(directory / name)
+                keeping.delete(directory / name) if why == "not kept" else (directory / name).rmtree()
         verb = "deleted" if flags.yes else "would be deleted: --yes deletes them"
         print(f"{len(going)} folders, {in_units(total)} {verb}" if going else "nothing to delete")
     except OSError as error:

@@ -19,6 +19,8 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
+from jaxtrain.checkpoint.stores import kvstore
+
 STATE = "state"
 _DESCRIPTION = re.compile(r"(.*)/(?:zarr\.json|\.zarray)")
 _CHECKED_PIECE = re.compile(r".*/c(?:/\d+)*")
@@ -60,7 +62,8 @@ def read(folder: epath.Path) -> list[Value]:
                 if sizes[value.file] < value.stop:
                     raise DatabaseError(f"is cut off: {STATE}/{value.file} has {sizes[value.file]:,} bytes of at least {value.stop:,}")
     except FileNotFoundError as error:
-        raise DatabaseError(f"has no {epath.Path(error.filename).relative_to(folder)}") from None
+        missing = epath.Path(error.filename).relative_to(folder) if error.filename else "manifest.ocdbt"  # stores' errors name no file
+        raise DatabaseError(f"has no {missing}") from None
     except OSError as error:
         raise DatabaseError(f"cannot be read: {error.strerror}") from None
     except ValueError:  # TensorStore's, for whatever it cannot make sense of
@@ -83,7 +86,7 @@ def shapes(values: Sequence[Value]) -> dict[str, tuple[int, ...]]:
 def _values(folder: epath.Path) -> Iterator[Value]:
     """All values. OSError or ValueError where the tree cannot be read."""
     (folder / "manifest.ocdbt").stat()  # FileNotFoundError: TensorStore takes a database without one for an empty one
-    base = ts.KvStore.open({"driver": "file", "path": f"{epath.Path(folder).absolute()}/"}).result()
+    base = ts.KvStore.open(kvstore(folder)).result()
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     nodes = [("", root["location"])] if "location" in root else []
     while nodes:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, steps
-from jaxtrain.checkpoint.steps import LOSSES, ORBAX_UNFINISHED
+from jaxtrain.checkpoint.steps import LOSSES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def delete(step: epath.Path) -> None:
 
 def unfinished(directory: epath.Path) -> list[str]:
     """The names of saves that did not end, none of which is under way."""
-    return [path.name for path in directory.iterdir() if ORBAX_UNFINISHED in path.name] if directory.is_dir() else []
+    return [path.name for path in directory.iterdir() if steps.is_unfinished(path)] if directory.is_dir() else []
 
 
 def read_losses(directory: epath.Path) -> dict[int, float]:

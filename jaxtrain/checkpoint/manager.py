@@ -10,11 +10,10 @@ kept is decided in keeping.py. What else may lie in the folder is known to steps
 and is no whole step gets another name.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
-import pathlib
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from jaxtrain.checkpoint import keeping, steps
+from jaxtrain.checkpoint import keeping, steps, stores
 from jaxtrain.checkpoint.database import STATE
 from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.layout import stored_arrays
@@ -113,12 +112,18 @@ def restore(directory: str | os.PathLike, step: int, abstract: Any, stored_shape
       DamageError: an array is damaged.
       ValueError: `abstract` is not laid out as the placement says.
     """
-    directory = pathlib.Path(directory).absolute()
-    folder = directory / str(step) / STATE
+    steps_folder = stores.absolute(directory)
+    folder = steps_folder / str(step) / STATE
     if not folder.exists():
-        raise CheckpointError(f"{directory} has no checkpoint of step {step}")
+        raise CheckpointError(f"{steps_folder} has no checkpoint of step {step}")
     arrays = stored_arrays(abstract, stored_shapes, placement)
     return jax.tree.unflatten(jax.tree.structure(abstract), read_tree(folder, arrays, placement))
+
+
+def _remove(folder: epath.Path) -> None:
+    """Removes a folder if that is possible."""
+    with contextlib.suppress(OSError):
+        folder.rmtree()
 
 
 class Checkpointer:
@@ -143,7 +148,7 @@ class Checkpointer:
         broken: Sequence[Stranger] = (),
         say: Callable[[str], object] = print,
     ):
-        self._directory = epath.Path(directory).absolute()
+        self._directory = stores.absolute(directory)
         self._placement = placement
         self._stored_shapes = stored_shapes
         self._keep, self._broken, self._say = keep if isinstance(keep, Keep) else Keep(keep), broken, say
@@ -204,13 +209,17 @@ class Checkpointer:
         if loss is not None and self._keep.best and cluster.is_main():
             try:
                 keeping.note_loss(self._directory, step, loss)
-            except OSError as error:
-                self._say(f"warning: the validation loss of step {step} is not noted for checkpoint.keep_best ({error.strerror})")
+            except Exception as error:
+                if not (why := stores.failure(error)):
+                    raise
+                self._say(f"warning: the validation loss of step {step} is not noted for checkpoint.keep_best ({why})")
 
     def figures(self) -> dict[int, dict[str, float]]:
         """Step → how long its save blocked its caller, and how long it took in all, for those that have ended well since this was asked."""
-        ended, self._ended = {step: outcome for step, outcome in self._ended.items() if not outcome.why}, {}
-        return {s: {"save_blocked_s": round(self._blocked_s.pop(s), 6), "save_s": round(o.seconds, 6)} for s, o in ended.items()}
+        ended, self._ended = self._ended, {}
+        blocked = {step: self._blocked_s.pop(step) for step in ended}
+        well = {step: outcome for step, outcome in ended.items() if not outcome.why}
+        return {s: {"save_blocked_s": round(blocked[s], 6), "save_s": round(outcome.seconds, 6)} for s, outcome in well.items()}
 
     def _settle(self) -> Outcome | None:
         """Waits for the save that is under way, if one is, and notes how it ended."""
@@ -230,7 +239,7 @@ class Checkpointer:
 
     def _prepare(self, step: int) -> None:
         """Before a save is finished: nothing may have its name."""
-        if os.path.lexists(self._directory / str(step)):
+        if stores.exists(self._directory / str(step)):
             self._set_aside(str(step), "it has come since the last save")
 
     def _conclude(self, outcome: Outcome) -> None:
@@ -240,14 +249,16 @@ class Checkpointer:
         if not outcome.why:
             try:
                 keeping.delete_others(self._directory, self._keep, outcome.step)
-            except OSError as error:
-                self._say(f"warning: checkpoints that need not be kept are not deleted in {self._directory} ({error.strerror})")
+            except Exception as error:
+                if not (why := stores.failure(error)):
+                    raise
+                self._say(f"warning: checkpoints that need not be kept are not deleted in {self._directory} ({why})")
             return
         self._say(f"warning: step {outcome.step} is not saved: {self._failure(outcome)}; the next save tries again")
 
     def _failure(self, outcome: Outcome) -> str:
         """Why a save failed, and what there is instead."""
-        newest = max(steps.names(self._directory), default=None)
+        newest = max((step for step in self._steps or () if step != outcome.step), default=None)
         kept = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
         tried = f"{outcome.attempts} attempt{'s'[: outcome.attempts > 1]} in {outcome.seconds:.0f} s"
         return f"{outcome.why} ({tried}); {kept} in {self._directory}"
@@ -257,25 +268,25 @@ class Checkpointer:
         broken = {s.name: s for s in (*steps.strangers(self._directory), *self._broken) if s.step is not None}
         whole = [step for step in choose(self._directory, {}).steps if str(step) not in broken]
         for name in keeping.unfinished(self._directory):
-            shutil.rmtree(self._directory / name, ignore_errors=True)
+            _remove(self._directory / name)
         for stranger in broken.values():
             path = self._directory / stranger.name
             if sum(step > (stranger.step or 0) for step in whole) >= self._keep.newest and path.is_dir() and not os.path.islink(path):
                 # So many newer ones are whole that it would be deleted if it were: a deletion was interrupted.
-                shutil.rmtree(path, ignore_errors=True)
-            if os.path.lexists(path):
+                _remove(path)
+            if stores.exists(path):
                 self._set_aside(stranger.name, stranger.why)
         return whole
 
     def _set_aside(self, name: str, why: str) -> None:
         number = 1
-        while os.path.lexists(self._directory / f"{name}{BROKEN}{number}"):
+        while stores.exists(self._directory / f"{name}{BROKEN}{number}"):
             number += 1
         try:
-            os.rename(self._directory / name, self._directory / f"{name}{BROKEN}{number}")
+            stores.move(self._directory / name, self._directory / f"{name}{BROKEN}{number}")
         except OSError as error:
             raise CheckpointError(
-                f"{self._directory / name} ({why}) is in the way and cannot be renamed ({error.strerror}): move it away"
+                f"{self._directory / name} ({why}) is in the way and cannot be renamed ({stores.failure(error)}): move it away"
             ) from None
         self._say(f"set aside in {self._directory}: {name} ({why}) is now {name}{BROKEN}{number}")
 

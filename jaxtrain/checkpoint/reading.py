@@ -13,6 +13,7 @@ from etils import epath
 from jaxtrain.checkpoint import database, manifest
 from jaxtrain.checkpoint.database import STATE, DatabaseError, Value
 from jaxtrain.checkpoint.manifest import ManifestError
+from jaxtrain.checkpoint.stores import kvstore
 
 READ_BYTES = 2**27  # of pieces that are being read at a time
 
@@ -59,7 +60,7 @@ def open_step(folder: epath.Path) -> StoredStep:
         key, _, description = value.key.rpartition("/")
         driver = {"zarr.json": "zarr3", ".zarray": "zarr"}.get(description)
         if driver:
-            store = {"driver": "ocdbt", "base": f"file://{(folder / STATE).absolute()}/", "path": f"{key}/"}
+            store = {"driver": "ocdbt", "base": kvstore(folder / STATE), "path": f"{key}/"}
             spec = {"driver": driver, "kvstore": store, "fill_missing_data_reads": False}
             opening[key.replace(".", "/")] = ts.open(spec, open=True, context=context)
     try:

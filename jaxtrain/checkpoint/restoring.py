@@ -4,9 +4,10 @@ Whether the numbers of arrays are whole is known only by reading them, and each 
 of the others do; they tell each other, and all take an older step, or none does.
 """
 
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from etils import epath
 
 from jaxtrain.checkpoint.manager import restore
 from jaxtrain.checkpoint.steps import CheckpointError, Choice, DamageError
@@ -17,7 +18,7 @@ ChooseAgain = Callable[[Mapping[int, str]], Choice]
 
 
 def restore_newest(
-    choice: Choice, choose_again: ChooseAgain, directory: pathlib.Path, abstract: Any, stored_shapes: Any, placement: Placement
+    choice: Choice, choose_again: ChooseAgain, directory: epath.Path, abstract: Any, stored_shapes: Any, placement: Placement
 ) -> tuple[Any, Choice]:
     """The state of the chosen step, or of the newest one before it whose arrays are whole; and the choice that it is of.
 
@@ -39,7 +40,7 @@ def restore_newest(
         choice = choose_again(damaged)
 
 
-def _restore_together(directory: pathlib.Path, step: int, *what: Any) -> tuple[Any, str]:
+def _restore_together(directory: epath.Path, step: int, *what: Any) -> tuple[Any, str]:
     """(the state, "") if every process has restored its part, or (None, why not). Raises CheckpointError as `restore_newest`."""
     state, found = None, {"damage": "", "refusal": ""}
     try:

@@ -1,9 +1,9 @@
 """A run's way back to an earlier checkpoint, in the same process: the state has the same shardings, so no program is compiled again."""
 
-import pathlib
 from typing import Any
 
 import jax
+from etils import epath
 
 from jaxtrain.checkpoint.manager import Checkpointer, choose_together
 from jaxtrain.checkpoint.restoring import restore_newest
@@ -13,7 +13,7 @@ from jaxtrain.training.step import Step
 
 
 def roll_back(
-    directory: pathlib.Path, saves: Checkpointer, finding: Finding, state: Any, step: Step, seed: int
+    directory: epath.Path, saves: Checkpointer, finding: Finding, state: Any, step: Step, seed: int
 ) -> tuple[Rollback, TrainState]:
     """The way back to the newest whole checkpoint from before `finding.since`, and its state; without one, to the first state.
 

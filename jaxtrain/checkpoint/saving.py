@@ -2,7 +2,8 @@
 
     process 0   makes N.orbax-checkpoint-tmp/
     each        writes its part of the arrays into it, and tells process 0 whether that went well
-    process 0   joins the parts, writes meta and manifest, and renames the folder to N/: a step appears whole or not at all
+    process 0   joins the parts, writes meta and manifest, and renames the folder to N/: a step appears whole or not at all (in an object
+                store it has this name from the beginning, and the manifest makes it whole)
                 or removes the folder, waits, and lets all begin again; or gives up
     each        is told which
 
@@ -24,8 +25,9 @@ from etils import epath
 
 from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.database import STATE, DatabaseError
-from jaxtrain.checkpoint.steps import META, ORBAX_UNFINISHED, CheckpointError
+from jaxtrain.checkpoint.steps import META, ORBAX_UNFINISHED, CheckpointError, is_unfinished
 from jaxtrain.checkpoint.storage import tree_handler
+from jaxtrain.checkpoint.stores import failure, scheme_of
 from jaxtrain.devices import cluster
 
 # Seconds before each further attempt: a store that fails for half a minute costs no checkpoint.
@@ -85,7 +87,8 @@ class SaveThread:
 
     def __init__(self, directory: epath.Path, save: Save, before: Callable[[int], object], after: Callable[[Outcome], object]):
         self._directory, self._save, self._before, self._after = directory, save, before, after
-        self._unfinished = directory / f"{save.step}{ORBAX_UNFINISHED}"
+        self._in_place = bool(scheme_of(directory))  # a store's folder cannot be renamed: a step is there when its manifest is
+        self._unfinished = directory / f"{save.step}{'' if self._in_place else ORBAX_UNFINISHED}"
         self._hurry = threading.Event()
         self._fault: Exception | None = None  # in the program: is raised where the save is waited for
         self.outcome: Outcome | None = None
@@ -149,6 +152,8 @@ class SaveThread:
         return ""
 
     def _make_folder(self) -> None:
+        if self._in_place and not is_unfinished(self._unfinished):
+            self._before(self._save.step)
         _remove(self._unfinished)
         for item in (STATE, META):
             (self._unfinished / item).mkdir(parents=True)
@@ -163,8 +168,9 @@ class SaveThread:
         times = {"init_timestamp_nsecs": time.time_ns(), "commit_timestamp_nsecs": time.time_ns()}
         (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(_ORBAX_METADATA | times))
         manifest.write(folder)
-        self._before(self._save.step)
-        folder.rename(self._directory / str(self._save.step))
+        if not self._in_place:
+            self._before(self._save.step)
+            folder.rename(self._directory / str(self._save.step))
 
 
 def _remove(folder: epath.Path) -> None:
@@ -174,8 +180,8 @@ def _remove(folder: epath.Path) -> None:
 
 def _storage_failure(error: Exception) -> str:
     """What the storage did not do, in words; "" for an error of another kind."""
-    if isinstance(error, OSError):
-        return error.strerror or " ".join(str(error).split()) or type(error).__name__
+    if why := failure(error):
+        return why
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, DatabaseError):

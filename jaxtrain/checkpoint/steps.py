@@ -12,24 +12,26 @@ whole (database.py). Damage inside of an array's numbers is not known from these
 No jax: commands find out what is wrong before they start it.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
-import pathlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
 
-from jaxtrain.checkpoint import database, manifest
+from jaxtrain.checkpoint import database, manifest, stores
 from jaxtrain.checkpoint.database import STATE, DatabaseError
 from jaxtrain.checkpoint.manifest import ManifestError
+from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.config import Config, ConfigError, from_dict, history
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 META = "meta"
+CONFIG = "config.json"  # in a run's folder
 LOSSES = "validation_losses.json"  # beside the steps
 ORBAX_UNFINISHED, BROKEN = ".orbax-checkpoint-tmp", ".broken-"
 _STEP = re.compile("0|[1-9][0-9]{0,9}")
@@ -173,7 +175,7 @@ def choose(
     Raises:
       CheckpointError: the folder cannot be read.
     """
-    folder = pathlib.Path(directory)
+    folder = epath.Path(directory)
     metas, strangers = _look(folder, needs)
     metas = {step: meta for step, meta in metas.items() if before is None or step < before}
     for step in sorted(metas, reverse=True):
@@ -187,33 +189,53 @@ def choose(
 
 def strangers(directory: str | os.PathLike) -> tuple[Stranger, ...]:
     """What lies among the checkpoints and has no state or no meta that could be one's."""
-    return _sorted(_look(pathlib.Path(directory), {})[1])
+    return _sorted(_look(epath.Path(directory), {})[1])
 
 
 def read_meta(directory: str | os.PathLike, step: int) -> dict:
     """The JSON object that was saved with a step. Raises CheckpointError if there is none."""
-    meta = _meta(pathlib.Path(directory) / str(step))
+    meta = _meta(epath.Path(directory) / str(step))
     if isinstance(meta, str):
         raise CheckpointError(f"{directory} has no checkpoint of step {step}: {meta}")
     return meta
 
 
+def checkpoints_of(place: str | os.PathLike) -> epath.Path:
+    """The folder of checkpoints of a run, by the run's folder or by itself; it need not exist."""
+    folder = stores.folder(place)
+    if scheme_of(folder):
+        return folder
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if directory := json.loads((folder / CONFIG).read_bytes())["checkpoint"]["directory"]:
+            return stores.folder(directory)
+    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+
+
 def names(directory: str | os.PathLike) -> list[int]:
     """The steps that have a folder there, whole or not, in order; none if there is no such directory."""
     folder = epath.Path(directory)
-    return sorted(int(path.name) for path in folder.iterdir() if _STEP.fullmatch(path.name)) if folder.is_dir() else []
+    found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(int(path.name) for path in found if not is_unfinished(path))
+
+
+def is_unfinished(path: epath.Path) -> bool:
+    """Whether something among the checkpoints is a save that did not end: by its name, or, in an object store, where nothing is renamed
+    and a save has its step's name from the beginning, because it has no manifest yet."""
+    if ORBAX_UNFINISHED in path.name:
+        return True
+    return bool(scheme_of(path)) and _STEP.fullmatch(path.name) is not None and not (path / manifest.FILE).exists()
 
 
 def _sorted(strangers: list[Stranger]) -> tuple[Stranger, ...]:
     return tuple(sorted(strangers, key=lambda s: (math.inf if s.step is None else s.step, s.name)))
 
 
-def _look(folder: pathlib.Path, needs: Mapping[str, type]) -> tuple[dict[int, Meta], list[Stranger]]:
+def _look(folder: epath.Path, needs: Mapping[str, type]) -> tuple[dict[int, Meta], list[Stranger]]:
     """The metas of the steps that have both parts, by step; and the strangers."""
     metas: dict[int, Meta] = {}
     strangers: list[Stranger] = []
     try:
-        names = sorted(os.listdir(folder))
+        names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
         return {}, []
     except OSError as error:
@@ -224,6 +246,8 @@ def _look(folder: pathlib.Path, needs: Mapping[str, type]) -> tuple[dict[int, Me
         if not _STEP.fullmatch(name):
             strangers.append(Stranger(name, "no step's name"))
             continue
+        if is_unfinished(folder / name):
+            continue
         meta = _look_at_step(folder / name, int(name), needs)
         if isinstance(meta, Stranger):
             strangers.append(meta)
@@ -232,7 +256,7 @@ def _look(folder: pathlib.Path, needs: Mapping[str, type]) -> tuple[dict[int, Me
     return metas, strangers
 
 
-def _look_at_step(folder: pathlib.Path, step: int, needs: Mapping[str, type]) -> Meta | Stranger:
+def _look_at_step(folder: epath.Path, step: int, needs: Mapping[str, type]) -> Meta | Stranger:
     """The meta of a step's folder, or what the folder is instead."""
 
     def stranger(why: str, holds: bool = True) -> Stranger:
@@ -243,7 +267,7 @@ def _look_at_step(folder: pathlib.Path, step: int, needs: Mapping[str, type]) ->
             return stranger("a link to nothing", False)
         if not folder.is_dir():
             return stranger("a file", False)
-        if not os.listdir(folder):
+        if next(iter(folder.iterdir()), None) is None:
             return stranger("an empty folder", False)
         if not (folder / STATE).is_dir():
             return stranger("it has no state")
@@ -256,7 +280,7 @@ def _look_at_step(folder: pathlib.Path, step: int, needs: Mapping[str, type]) ->
     return stranger(why) if why else Meta.from_json(meta)
 
 
-def _meta(folder: pathlib.Path) -> dict | str:
+def _meta(folder: epath.Path) -> dict | str:
     """The meta of a step's folder; what is wrong with it, in words, where it is none."""
     path = folder / META / "metadata"
     try:
@@ -270,7 +294,7 @@ def _meta(folder: pathlib.Path) -> dict | str:
     return meta if isinstance(meta, dict) else "its meta is no JSON object"
 
 
-def _orbax_stumbles(path: pathlib.Path) -> str:
+def _orbax_stumbles(path: epath.Path) -> str:
     """What is wrong with Orbax's own file of a step, which it reads of all steps before it saves; "" also where there is none."""
     try:
         values = json.loads(path.read_bytes())

@@ -15,6 +15,7 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config, ends_with_layers, kernels
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
+STORES = ("gs", "s3")  # schemes of checkpoint.directory
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
 
 
@@ -307,6 +308,21 @@ def _spikes_take_a_run_back(c: Config) -> Broken | None:
     return Broken("train.spike_threshold", f"is for train.on_nonfinite='rollback' alone, not {t.on_nonfinite!r}", fixes)
 
 
+def _directory_is_a_folder_or_a_store(c: Config) -> Broken | None:
+    directory = c.checkpoint.directory
+    scheme, separator, path = directory.partition("://")
+    if not separator:
+        return None
+    if scheme not in STORES:
+        fixes = [f"{known}://{path}" for known in STORES]
+        return Broken("checkpoint.directory", "is in no store that is known", values_for("checkpoint.directory", fixes), show=2)
+    bucket, _, key = path.rstrip("/").partition("/")
+    if not bucket or not key:
+        fixes = [f"{scheme}://{bucket or 'BUCKET'}/run"]
+        return Broken("checkpoint.directory", "is no folder in a bucket", values_for("checkpoint.directory", fixes))
+    return None
+
+
 def _local_checkpoints_have_folder_and_steps(c: Config) -> Broken | None:
     local, every = c.checkpoint.local, c.checkpoint.local_every
     if bool(local) != (every > 0):
@@ -355,5 +371,6 @@ RULES: tuple[Rule, ...] = (
     _profile_fits_steps,
     _evaluation_has_data,
     _spikes_take_a_run_back,
+    _directory_is_a_folder_or_a_store,
     _local_checkpoints_have_folder_and_steps,
 )

@@ -260,6 +260,7 @@ class CheckpointConfig:
     keep: int = setting(3, "newest checkpoints kept", at_least=1)
     keep_every: int = setting(0, "checkpoints of steps that this divides are kept for ever; 0: none", at_least=0)
     keep_best: int = setting(0, "checkpoints of the lowest validation losses kept; 0: none", at_least=0)
+    directory: str = setting("", "where checkpoints lie: a folder, or gs://BUCKET/PATH or s3://BUCKET/PATH; empty: WORKDIR/checkpoints")
     local: str = setting(
         "", "folder of each machine's own, on a RAM disk or a local disk, for checkpoints every local_every steps; empty: none"
     )

@@ -87,6 +87,7 @@ def check_devices() -> None:
     hosts = [f"host {store.blocking_key_value_get(f'jaxtrain/host/{process}', NAMES_MS)} (process {process})" for process in few[:4]]
     seen = [f"{host} sees {count[process]} of {usual} devices" for host, process in zip(hosts, few, strict=False)]
     others = f", and {len(few) - len(seen)} further processes" if len(few) > len(seen) else ""
+    barrier("hosts are known")  # the store is process 0's, and goes with it
     raise DevicesError(f"{', '.join(seen)}{others}: each process of a run has as many devices; look after that host, or start without it")
 
 

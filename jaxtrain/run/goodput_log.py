@@ -28,6 +28,7 @@ GOODPUT_FILE, GOODPUT_PLOT = "goodput.jsonl", "goodput.png"
 # A line is due when a start has lasted so much longer than at its last line: a kill loses no more of it.
 GROWTH, SHORTEST, LONGEST = 0.01, 0.05, 60.0  # a part of the start's time; seconds
 BEFORE_STATE = (Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING)
+KEPT_LINES = 50  # about so many of each start are kept once another start follows
 SHOWN = 0.0005  # the share of a part that stands in the summary
 STEPPING = (Part.STEPPING.value, Part.AWAITING.value)
 USEFUL, REDONE = "useful steps", "redone steps"  # what these are split into
@@ -146,6 +147,10 @@ class Goodput:
             last.end, last.seconds = step, last.seconds - lost
 
 
+def _text(line: Line) -> str:
+    return json.dumps(dataclasses.asdict(line)) + "\n"
+
+
 def read_goodput(workdir: str | os.PathLike) -> list[Line]:
     """The lines of a run in order, none if there is no file. A line that a kill has cut off is left out."""
     path = pathlib.Path(workdir) / GOODPUT_FILE
@@ -158,6 +163,19 @@ def read_goodput(workdir: str | os.PathLike) -> list[Line]:
         except (ValueError, TypeError):
             continue
     return lines
+
+
+def thinned(lines: list[Line]) -> list[Line]:
+    """So few of the lines that each start has some KEPT_LINES, with its first and last one and those around a roll-back."""
+    whole = {line.start: sum(line.seconds.values()) for line in lines}  # the last of each start has all
+    kept: list[Line] = []
+    for before, line, after in zip([None, *lines], lines, [*lines[1:], None], strict=False):
+        ends = (before is None or before.start != line.start, after is None or after.start != line.start)
+        back = (before is not None and line.step < before.step, after is not None and after.step < line.step)
+        grown = bool(kept) and sum(line.seconds.values()) - sum(kept[-1].seconds.values()) > whole[line.start] / KEPT_LINES
+        if any(ends) or any(back) or grown:
+            kept.append(line)
+    return kept
 
 
 class GoodputLog:
@@ -192,6 +210,7 @@ class GoodputLog:
         self._path: pathlib.Path | None = None
         self._descriptor: int | None = None
         self._cut = False  # whether the file ends in the middle of a line
+        self._writing = threading.Lock()
         if workdir is None:
             return
         self._path = pathlib.Path(workdir) / GOODPUT_FILE
@@ -242,17 +261,22 @@ class GoodputLog:
 
     def _write(self) -> None:
         """Appends a line. One that has no room on the disk is left out: what is measured must not end what it measures."""
+        with self._writing:  # the loop's thread writes too where the run goes back
+            self._append()
+
+    def _append(self) -> None:
         if self._descriptor is None:
             self._descriptor = self._open()
         if self._descriptor is None:
             return
         lines = [line for line in (self._first, self._line()) if line]
-        self._first = None
-        text = ("\n" * self._cut + "".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines)).encode()
+        text = ("\n" * self._cut + "".join(map(_text, lines))).encode()
         try:
             self._cut = os.write(self._descriptor, text) < len(text)
         except OSError:
             self._cut = True
+        if not self._cut:
+            self._first = None
 
     def _open(self) -> int | None:
         """The file to append to; None while there is none and nothing else that a run leaves, or where it cannot be written."""
@@ -260,6 +284,11 @@ class GoodputLog:
             return None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            lines = read_goodput(self._path.parent)
+            if len(few := thinned(lines)) < len(lines):  # over hundreds of starts the file would grow without end
+                beside = self._path.with_suffix(".new")  # then renamed: a kill in between must not lose what was
+                beside.write_text("".join(map(_text, few)))
+                os.replace(beside, self._path)
             self._cut = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
             return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         except OSError:

@@ -25,9 +25,10 @@ import pathlib
 import re
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 from jaxtrain.run.goodput import WallClock
+from jaxtrain.run.line_file import LineFile, warned
 
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
 ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
@@ -122,13 +123,14 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict]:
 
 
 class MetricsWriter:
-    """Appends records to metrics.jsonl and TensorBoard. A line is on its way to the disk when `write` returns.
+    """Appends records to metrics.jsonl and TensorBoard. A line is on its way to the disk when `write` returns, if there is room on it.
 
     Args:
       workdir: made if need be. None: nothing is written (for the processes that keep no log).
       tensorboard: whether event files are written too.
       resume_step: the step that the run goes on from: records of later steps are dropped, for they will come again. 0 begins anew.
       wall_s: seconds that the run has run by now, all its starts together; the writer's own if not given.
+      say: gets a line, once, where files cannot be written.
     """
 
     def __init__(
@@ -137,8 +139,10 @@ class MetricsWriter:
         tensorboard: bool = True,
         resume_step: int = 0,
         wall_s: Callable[[], float] | None = None,
+        say: Callable[[str], object] = print,
     ):
-        self._file: TextIO | None = None
+        self._file: LineFile | None = None
+        self._say = say
         self._events: Any = None
         self._wall_s = wall_s or WallClock().wall_s
         if workdir is None:
@@ -155,13 +159,12 @@ class MetricsWriter:
         path = self._workdir / METRICS_FILE
         # A file beside, then renamed: a kill in between must not lose the run's history.
         beside = path.with_suffix(".new")
-        beside.write_text("".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
-        os.replace(beside, path)
-        self._file = path.open("a", buffering=1)
+        with warned(path, self._say):
+            beside.write_text("".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
+            os.replace(beside, path)
+        self._file = LineFile(path, self._say)
         if self._tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._events = SummaryWriter(str(self._workdir / TENSORBOARD_FOLDER), purge_step=step + 1, flush_secs=10)
+            self._events = _event_files(self._workdir / TENSORBOARD_FOLDER, step + 1, self._say)
 
     def go_back(self, step: int, **values: float | int | str | None) -> None:
         """The run stands at an earlier step: records of later ones move to ROLLED_BACK_FILE; one about this takes their place."""
@@ -170,7 +173,8 @@ class MetricsWriter:
         self.close()
         records = read_metrics(self._workdir)
         self._open(step, records)
-        with (self._workdir / ROLLED_BACK_FILE).open("a") as file:
+        rolled_back = self._workdir / ROLLED_BACK_FILE
+        with warned(rolled_back, self._say), rolled_back.open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records if record["step"] > step)
         self.write(step, **values)
 
@@ -180,7 +184,7 @@ class MetricsWriter:
             return
         now, wall_s = round(time.time(), 3), round(self._wall_s(), 3)
         record = {"step": step, "time": now, "wall_s": wall_s} | {k: _finite(v) for k, v in values.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.write(json.dumps(record, allow_nan=False))
         if self._events is not None:
             group = "validation" if any(k.startswith("validation") for k in values) else "train"
             for name, value in {"wall_s": wall_s, **values}.items():
@@ -195,6 +199,33 @@ class MetricsWriter:
         if self._events is not None:
             self._events.close()
             self._events = None
+
+
+def _event_files(folder: pathlib.Path, first_step: int, say: Callable[[str], object]) -> Any:
+    """TensorBoard's writer, None where there is no room for one. Its thread would end at an error, and `add_scalar` then wait for ever."""
+    from tensorboardX import SummaryWriter
+
+    with warned(folder, say):
+        events = SummaryWriter(str(folder), purge_step=first_step, flush_secs=10)
+        said: set[str] = set()
+
+        def once(line: str) -> None:
+            if not said:
+                say(line)
+            said.add(line)
+
+        def guarded(method: Callable[..., object]) -> Callable[..., object]:
+            def call(*arguments: object) -> None:
+                with warned(folder, once):
+                    method(*arguments)
+
+            return call
+
+        writer: Any = events.file_writer.event_writer._ev_writer
+        for name in ("write_event", "flush", "close"):
+            setattr(writer, name, guarded(getattr(writer, name)))
+        return events
+    return None
 
 
 def _finite(value: Any) -> Any:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -43,7 +44,7 @@ def get_config():
         metrics=MetricsConfig(log_every=1, tensorboard=False),
     )
 """
-STEPS = 400
+STEPS = 150
 
 
 class NotSeen(Exception):
@@ -105,8 +106,8 @@ def rehearse(folder: pathlib.Path, packages: pathlib.Path) -> None:
         os.kill(victim, signal.SIGKILL)
         seen(f"kill -9 of worker {victim}")
         wait_for(lambda: "continuing from step" in out.read_text(errors="replace"), "workers that go on", process)
-        line = next(line for line in out.read_text(errors="replace").splitlines() if "continuing from step" in line)
-        seen(f"Ray has started both again: {line.rpartition(') ')[2].removeprefix(chr(27) + '[0m ')}")
+        (goes_on, *_) = re.findall(r"continuing from step \d+", out.read_text(errors="replace"))
+        seen(f"Ray has started both again: {goes_on}")
         status = process.wait(timeout=PATIENCE)
         steps = [json.loads(text)["step"] for text in (workdir / "metrics.jsonl").read_text().splitlines() if '"loss"' in text]
         if status or steps != list(range(1, STEPS + 1)):

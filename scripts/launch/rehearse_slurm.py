@@ -257,6 +257,7 @@ def disturbed_run(folder: pathlib.Path, environment: dict[str, str]) -> Job:
     os.kill(victim, signal.SIGKILL)
     seen(f"kill -9 of process {victim}")
     goes_on_after(job, restarts=1, status=128 + signal.SIGKILL)
+    seen(f"of that the other task had said: {job.last_line('has gone without a word')}")
 
     job.signal("--signal=TERM")
     seen("SIGTERM to the tasks, as a preemption sends it")

@@ -55,6 +55,23 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+@pytest.mark.full
+def test_what_one_process_cannot_write_all_write_again(tmp_path):
+    layout = (7, 2, 1, 1, 1, 16)
+    port = free_port()
+    running = [start(tmp_path, "failing", 2, i, port, *layout, devices=1) for i in range(2)]
+    try:
+        for process in running:
+            output, _ = process.communicate(timeout=90)
+            assert process.returncode == 0, output
+    finally:
+        for process in running:
+            process.kill()
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    one = Layout(7)
+    assert_same(Checkpointer(tmp_path, one.placement, stored_shapes(one)).restore(1, abstract_state(one)), state(one))
+
+
 # Processes; layers, stages, chunks, data, model, padded: stages of their own processes, and stages within each.
 PROCESSES = [(2, (7, 4, 1, 1, 2, 16)), (4, (7, 2, 3, 2, 2, 32)), (2, (7, 2, 2, 4, 1, 24))]
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxtrain.run.goodput import Part, WallClock
-from jaxtrain.run.goodput_log import GROWTH, REDONE, USEFUL, Goodput, GoodputLog, Line, plot_goodput, read_goodput
+from jaxtrain.run.goodput_log import GROWTH, KEPT_LINES, REDONE, USEFUL, Goodput, GoodputLog, Line, plot_goodput, read_goodput, thinned
 
 STEPS, SAVE_EVERY = 200, 10
 
@@ -73,7 +73,7 @@ class Simulated:
 
 
 @pytest.mark.parametrize("roll_backs", [False, True])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_thirty_kills(seed, roll_backs):
     """Parts add up to what the starts have lived, with the down time to all. What counts is what the last execution of each step cost."""
     run = Simulated(30, seed, roll_backs)
@@ -108,6 +108,21 @@ def test_a_long_run_keeps_few_stretches():
     lines = (Line(1, 0.0, 0.1 * step, step, {"stepping": 0.1 * step}) for step in range(50_000))
     goodput = Goodput(lines)
     assert goodput.useful_s() == pytest.approx(4999.9) and len(goodput._stretches) < 2000
+
+
+@pytest.mark.parametrize("roll_backs", [False, True])
+def test_fewer_lines_say_the_same(tmp_path, roll_backs):
+    """Once another start follows, the file has few of the earlier ones' lines."""
+    run = Simulated(30, 7, roll_backs)
+    few = thinned(run.lines)
+    assert len(few) < len(run.lines) / 2 and len(few) < 31 * (KEPT_LINES + 10)
+    goodput, expected = Goodput(few), Goodput(run.lines)
+    assert goodput.wall_s() == expected.wall_s() and goodput.down_s == expected.down_s
+    assert goodput.parts() == pytest.approx(expected.parts(), abs=0.01 * expected.wall_s())
+    (tmp_path / "goodput.jsonl").write_text("".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in run.lines))
+    GoodputLog(tmp_path, WallClock(), STEPS).close()
+    lines = read_goodput(tmp_path)
+    assert [line for line in lines if line.start < lines[-1].start] == few and lines[-1].start == few[-1].start + 1
 
 
 class Now:
@@ -201,6 +216,18 @@ def test_a_disk_without_room_loses_lines_and_nothing_else(tmp_path, monkeypatch)
     texts = (tmp_path / "goodput.jsonl").read_text().splitlines()
     assert [line.step for line in read_goodput(tmp_path)][-1] == 0
     assert all(json.loads(text).keys() == {field.name for field in dataclasses.fields(Line)} for text in texts if text.endswith("}"))
+
+
+def test_a_first_line_without_room_comes_with_the_next(tmp_path, monkeypatch):
+    """It says from which step the start goes on, so that what came after that step is redone."""
+    (tmp_path / "goodput.jsonl").touch()
+    write = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda descriptor, text: write(descriptor, text[:9]))
+        log = GoodputLog(tmp_path, WallClock(time.monotonic() - 1000.0), 2)
+    log.reached(7)
+    log.close()
+    assert [line.step for line in read_goodput(tmp_path)] == [2, 7]
 
 
 def test_nothing_to_draw(tmp_path):

@@ -305,6 +305,15 @@ RULES = [
         "train.eval_every=5 needs held-out data, and data.validation_fraction=0: use --config.train.eval_every=0",
     ),
     (
+        {"checkpoint.directory": "http://bucket/run"},
+        "checkpoint.directory='http://bucket/run' is in no store that is known: use --config.checkpoint.directory=gs://bucket/run "
+        "(or s3://bucket/run)",
+    ),
+    (
+        {"checkpoint.directory": "s3://bucket"},
+        "checkpoint.directory='s3://bucket' is no folder in a bucket: use --config.checkpoint.directory=s3://bucket/run",
+    ),
+    (
         {"checkpoint.local": "/dev/shm/jaxtrain"},
         "checkpoint.local_every=0 leaves checkpoint.local='/dev/shm/jaxtrain' without a step at which to save: "
         "use --config.checkpoint.local_every=10",

