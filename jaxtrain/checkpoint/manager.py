@@ -308,6 +308,9 @@ class Checkpointer:
         """Gives every checkpoint of a later step another name, once no save is under way. Every process must call it."""
         self.close()
         self._steps = None  # the next save looks again
+        # Of a step that is saved again only the second save has figures.
+        self._ended = {saved: outcome for saved, outcome in self._ended.items() if saved <= step}
+        self._blocked_s = {saved: seconds for saved, seconds in self._blocked_s.items() if saved <= step}
 
         def rename() -> None:
             for later in choose(self._directory, {}).steps:

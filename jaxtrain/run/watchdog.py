@@ -32,7 +32,8 @@ from jaxtrain.run.stragglers import Stragglers
 BEAT_S = 1.0  # seconds between two beats
 TIMES_LONGEST = 3.0  # how many times the longest step so far a step may last
 OTHER_PART = 20  # times hang_after: the least limit of a start's first step, and of a part that is no step
-ENDLESS = (Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING, Part.STATE)  # a peer that is silent ends these too
+# A peer that is silent ends these too.
+ENDLESS = (Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING, Part.STATE, Part.ROLLING_BACK)
 HEAD_START_S = 5.0  # seconds that another process leaves process 0, which knows who is behind
 WRITING_S = 5.0  # seconds for the stacks: the file system may be what hangs
 OWN_WORD_S = 2.0  # seconds in which what ended a peer may end this process too, with a line of its own

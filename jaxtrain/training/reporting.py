@@ -161,7 +161,7 @@ class Reporter:
         self._warn_of_drops(pending.at, values.get("dropped", 0.0))
         self._warn_of_skipping(numbers, values.get("skipped", 0.0))
         if together:  # one replica's numbers do not end the run before all see them
-            self._judge.act(self._agreed(finding, pending))
+            self._judge.act(self._agreed(finding, numbers))
         if pending.comparison:
             self._judge.see_copies(pending.at, pending.comparison())
         return asked
@@ -193,16 +193,15 @@ class Reporter:
             rollbacks=self._judge.memory.rollbacks,
         )
 
-    def _agreed(self, finding: Finding | None, pending: Pending) -> Finding | None:
+    def _agreed(self, finding: Finding | None, numbers: Numbers) -> Finding | None:
         """What the processes have found, whose replicas have numbers of their own; of several findings the one that goes back furthest."""
         if self._mean_metrics is None or jax.process_count() == 1:
             return finding
-        none = pending.at + 1
+        none = numbers.at + 1
         since = cluster.least(finding.since if finding else none)
         if since == none:
             return None
-        why = finding.why if finding else f"a replica's numbers are not good since step {since}"
-        return Finding(pending.at, since, pending.batch, why)
+        return Finding(numbers.at, since, numbers.batch, finding.why if finding else self._judge.describe(numbers))
 
     def _warn_of_skipping(self, numbers: Numbers, skipped: float) -> None:
         """A line for updates that were skipped; where replicas train apart, for all since they met before. skipped: so far in the run."""

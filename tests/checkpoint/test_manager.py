@@ -183,6 +183,9 @@ def test_steps_that_a_run_has_gone_back_over_are_set_aside_and_saved_again(tmp_p
         c.save(step, state(layout), {"first": True})
     c.set_aside_after(1, "the run went back to step 1")  # while the last is being saved
     assert c.latest_step() == 1 and c.save(2, state(layout), {"first": False})
+    assert [*c.figures()] == [1]
+    c.wait()
+    assert [*c.figures()] == [2]
     c.close()
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["1", "2", "2.broken-1", "3.broken-1"] and c.read_meta(2) == {"first": False}
