@@ -12,7 +12,9 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 import jax
+from etils import epath
 
+from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.manager import choose_together
 from jaxtrain.checkpoint.restoring import restore_newest
 from jaxtrain.checkpoint.steps import TO_TRAIN, Choice, choose
@@ -59,7 +61,7 @@ def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: W
     Arguments as of loop.run, whose errors this raises; ReplayError where the folder has no record of the step, or no checkpoint before it.
     """
     clock.enter(Part.DATA)
-    checkpoints = folder / "checkpoints"
+    checkpoints = stores.folder(config.checkpoint.directory or folder / "checkpoints")
     recorded = _recorded(folder, checkpoints, at)
     around = Surroundings(jax.device_count(), jax.default_backend(), recipe, files=True)
 
@@ -111,7 +113,7 @@ def batches_of(steps: range, position: int, recorded: Recorded) -> list[int]:
     return [numbers[at] for at in steps]
 
 
-def _recorded(folder: pathlib.Path, checkpoints: pathlib.Path, at: int) -> Recorded:
+def _recorded(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> Recorded:
     """What the log has of step `at`, as process 0 reads it, on every process. ReplayError where it cannot be replayed."""
 
     def read() -> dict:

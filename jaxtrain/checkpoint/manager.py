@@ -155,6 +155,7 @@ class Checkpointer:
         self._steps: set[int] | None = None  # those that are whole, or being saved; None before the first save
         self._thread: SaveThread | None = None
         self._number = 0  # of the save in this run
+        self._unsaved: Outcome | None = None  # a save that could not begin, if none has begun since
         self._is_last = False  # whether the save that is under way is waited for as the last one
         self._blocked_s: dict[int, float] = {}  # by step, of saves whose figures were not asked for
         self._ended: dict[int, Outcome] = {}
@@ -171,7 +172,7 @@ class Checkpointer:
           meta: what JSON can hold.
 
         Returns:
-          False if this step is already saved, or being saved.
+          False if this step is already saved, or being saved, or if the storage does not even say what is there, which is said.
 
         Raises:
           ValueError: the state is not laid out as the placement says.
@@ -180,7 +181,13 @@ class Checkpointer:
         began = time.monotonic()
         arrays = stored_arrays(state, self._stored_shapes, self._placement)
         if self._steps is None:
-            self._steps = set(cluster.from_main(self._tidy_up, CheckpointError))
+            tidied = cluster.from_main(self._try_to_tidy_up, CheckpointError)
+            if tidied["why"]:
+                self._unsaved = Outcome(step, tidied["why"], 1, time.monotonic() - began)
+                if cluster.is_main():
+                    self._conclude(self._unsaved)
+                return False
+            self._steps, self._unsaved = set(tidied["steps"]), None
             self._broken = ()  # by now they have other names, and theirs may be those of whole steps again
         if self._thread:
             self._thread.give_up_waiting()
@@ -263,6 +270,17 @@ class Checkpointer:
         tried = f"{outcome.attempts} attempt{'s'[: outcome.attempts > 1]} in {outcome.seconds:.0f} s"
         return f"{outcome.why} ({tried}); {kept} in {self._directory}"
 
+    def _try_to_tidy_up(self) -> dict:
+        """The steps that are there after `_tidy_up`; or why the storage does not do that, in words."""
+        try:
+            return {"steps": self._tidy_up(), "why": ""}
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if not (why := stores.failure(error)):
+                raise
+            return {"steps": [], "why": why}
+
     def _tidy_up(self) -> list[int]:
         """Before the first save: removes what a kill has left, and sets aside what is no whole step. The steps that are there then."""
         broken = {s.name: s for s in (*steps.strangers(self._directory), *self._broken) if s.step is not None}
@@ -322,7 +340,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Returns when no save is under way. Raises CheckpointError if the last one has failed."""
         self._is_last = True
-        outcome = self._settle()
+        outcome = self._settle() or self._unsaved
         self._is_last = False
         if outcome and outcome.why:
             raise CheckpointError(f"step {outcome.step}, the last of this run, is not saved: {self._failure(outcome)}")

@@ -10,7 +10,7 @@ from support.checkpoint_state import Layout, abstract_state, assert_same, state,
 
 from jaxtrain.checkpoint import saving, steps, stores
 from jaxtrain.checkpoint.manager import Checkpointer, latest_step
-from jaxtrain.checkpoint.steps import choose, names
+from jaxtrain.checkpoint.steps import CheckpointError, choose, names
 
 LAYOUT, OTHER = Layout(7, stages=2, chunks=2, data=2, model=2), Layout(7, stages=4, data=2)
 
@@ -135,6 +135,16 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
     c.wait()
     c.close()
     assert names(directory) == [1, 2, 4]
+
+    server.stop()  # before the first save of another start
+    other = checkpointer(directory, say=said.append)
+    assert not other.save(5, state(LAYOUT), {"step": 5, "version": steps.MANIFEST_SINCE})
+    assert len(said) == 2 and said[1].startswith("warning: step 5 is not saved: Could not connect to the endpoint URL")
+    with pytest.raises(CheckpointError, match="step 5, the last of this run, is not saved: Could not connect"):
+        other.wait()
+    server.start()
+    assert other.save(6, state(LAYOUT), {"step": 6, "version": steps.MANIFEST_SINCE})
+    other.wait()
     assert_same(checkpointer(directory).restore(4, abstract_state(LAYOUT)), state(LAYOUT))
 
 
