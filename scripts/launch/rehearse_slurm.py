@@ -208,12 +208,15 @@ class Job:
         return sorted(found)
 
     def wait_for_requeue(self, restarts: int) -> None:
-        """Waits until the job is in the queue for its Nth restart, and lets it begin now: Slurm would wait 2 minutes."""
+        """Waits until the job is in the queue for its Nth restart, and lets it begin in 5 s: Slurm would wait 2 minutes.
+
+        Not at once: a node refuses a job whose last credential it revoked in the same second.
+        """
         wait_for(lambda: self.show()["Restarts"] == str(restarts), f"restart {restarts}")
         wait_for(lambda: self.show()["JobState"] in ("PENDING", "RUNNING"), "the job in the queue")
         seen(f"the job is in the queue, Restarts={restarts}: {self.last_line('requeued')}")
         with contextlib.suppress(subprocess.CalledProcessError):  # it runs already
-            self._run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+            self._run("scontrol", "update", f"JobId={self.number}", "StartTime=now+5")
 
     def wait_for_end(self, state: str, exit_code: str) -> None:
         wait_for(lambda: self.show()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), f"the end of job {self.number}")
