@@ -188,13 +188,20 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             if at < config.train.steps:
                 saved = "which is saved" if saves.newest == at else f"and step {saves.newest or 0} is saved"
                 cluster.say(f"stopped at step {at} of {config.train.steps}, {saved}: the same command goes on from there")
-                return ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED
+                return _together(ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED)
             del state, batch  # room for the sampler
-        _conclude(config, corpus, validation, folder, at)
-    return ExitStatus.FINISHED
+        _conclude(config, corpus, validation, checkpoints, at)
+        return _together(ExitStatus.FINISHED)
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------------------
+
+
+def _together(status: ExitStatus) -> ExitStatus:
+    """The status, when every process is here: process 0 still draws and samples, and jax aborts those that wait long for it."""
+    if jax.process_count() > 1:
+        cluster.barrier("the run has ended")
+    return status
 
 
 @contextlib.contextmanager
@@ -355,7 +362,7 @@ def _meta(config: Config, corpus: Corpus, at: int, position: int, memory: Memory
     return Meta(to_dict(config), history.VERSION, at, position, wall_s, corpus.checksum, tokenizer, memory.to_json())
 
 
-def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: pathlib.Path, at: int) -> None:
+def _conclude(config: Config, corpus: Corpus, validation: float | None, checkpoints: epath.Path, at: int) -> None:
     """Says the result beside the corpus's own, and a sample."""
     if not cluster.is_main():
         return
@@ -365,7 +372,7 @@ def _conclude(config: Config, corpus: Corpus, validation: float | None, folder: 
         cluster.say(f"validation loss {validation:.4f} nats a token{beside}")
     train = config.train
     if train.sample_tokens:
-        parts, params = load_parameters(_folder_of_checkpoints(config, folder), at, config)
+        parts, params = load_parameters(checkpoints, at, config)
         dtype = jax.numpy.dtype(config.precision.compute)
         text = sample_text(
             parts, params, corpus.tokenizer, train.sample_prompt, train.sample_tokens, train.seed, SAMPLE_TEMPERATURE, dtype=dtype

@@ -5,11 +5,10 @@ import pathlib
 import shutil
 
 import pytest
-from checkpoint.test_checkpoint_processes import free_port
 from support import train_runs as runs
-from support.train_runs import settings
-from test_processes import assert_same_trajectory
+from support.train_runs import assert_same_trajectory, settings
 
+from jaxtrain.launch import free_port
 from jaxtrain.run.goodput_log import Goodput, read_goodput
 
 STEPS = 14

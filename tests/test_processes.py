@@ -15,7 +15,7 @@ import pytest
 from support import train_runs as runs
 from support.damage import damage_numbers
 from support.processes import assert_gone, children, process_of_run
-from support.train_runs import settings
+from support.train_runs import assert_same_trajectory, settings
 
 from jaxtrain.data.row_log import read_rows
 from jaxtrain.run.exit_status import ExitStatus
@@ -69,13 +69,6 @@ def train(workdir: pathlib.Path, processes: int, *flags: str, devices: int = DEV
         return runs.train(workdir, *flags, devices=devices)
     with runs.running(workdir.parent, *launch(workdir, processes, *flags, devices=devices)) as command:
         return command.end()
-
-
-def assert_same_trajectory(found: dict, expected: dict) -> None:
-    """Losses of all of `found`'s steps to 1e-5 relative, gradient norms, which Adam's steps drive apart sooner, to 1e-4."""
-    for step, (loss, norm) in found.items():
-        assert loss == pytest.approx(expected[step][0], rel=1e-5, abs=0), f"step {step}"
-        assert norm == pytest.approx(expected[step][1], rel=1e-4, abs=0), f"step {step}"
 
 
 @pytest.mark.full

@@ -31,9 +31,8 @@ from jaxtrain.run.peers import Address, Peers, PeersError
 
 _TOLD = "jaxtrain/told"
 BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
-# Seconds until jax finds out by itself that a process is gone, where the run's own connections (run/peers.py) do not tell; and until it
-# goes without the others at the end.
-HEARTBEAT_TIMEOUT_S, SHUTDOWN_TIMEOUT_S = 50, 60
+# Seconds until jax finds out by itself that a process is gone, where the run's own connections (run/peers.py) do not tell.
+HEARTBEAT_TIMEOUT_S = 50
 NAMES_MS = 60_000  # for the others' host names, when all processes have their devices
 FAULT_OR_PEER_S = 5.0  # seconds in which an error turns out to be the death of another process
 _questions = itertools.count()
@@ -65,7 +64,6 @@ def initialize(namespace: types.SimpleNamespace) -> None:
         **job(namespace, environment),
         local_device_ids=devices,
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
-        shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
     )
     sys.excepthook = _leave_at_once
     watchdog.outlive_abort()

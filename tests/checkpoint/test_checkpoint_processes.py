@@ -1,26 +1,13 @@
 """Checkpoints of runs that are killed, and of runs of several processes. Each test starts processes: some seconds a test."""
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 
 import pytest
-from support import ROOT
+from support.checkpoint_processes import start
 from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
 
 from jaxtrain.checkpoint.manager import Checkpointer, latest_step
-
-
-def start(folder, *arguments, devices: int) -> subprocess.Popen:
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
-    command = [sys.executable, ROOT / "tests" / "support" / "checkpoint_worker.py", folder, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+from jaxtrain.launch import free_port
 
 
 @pytest.mark.parametrize("when", ["during", "written", "unfinished"])
@@ -47,12 +34,6 @@ def test_a_killed_save_leaves_the_one_before(tmp_path, when):
     assert latest_step(tmp_path) == 2
     assert_same(c.restore(2, abstract_state(other)), state(other))
     assert [p.name for p in tmp_path.iterdir()] == ["2"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 @pytest.mark.full

@@ -8,9 +8,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from checkpoint.test_checkpoint_processes import free_port, start
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.checkpoint_processes import start
 from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
 
 from jaxtrain.checkpoint import local
@@ -20,6 +20,7 @@ from jaxtrain.checkpoint.local_restore import give_copies
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
 from jaxtrain.checkpoint.shards import Shards
 from jaxtrain.checkpoint.steps import CheckpointError
+from jaxtrain.launch import free_port
 
 LAYOUT = Layout(7, stages=2, chunks=2, data=2, model=2)
 

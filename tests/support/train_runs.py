@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from jaxtrain.run.metrics import read_metrics
 from support import COMPILE_QUICKLY, ROOT
@@ -219,3 +220,10 @@ def stored_numbers_are_finite(workdir: pathlib.Path, step: int) -> bool:
     with ocp.StandardCheckpointer() as plain:
         arrays = jax.tree.leaves(plain.restore(workdir / "checkpoints" / str(step) / "state"))
     return bool(arrays) and all(np.isfinite(array).all() for array in arrays)
+
+
+def assert_same_trajectory(found: dict, expected: dict) -> None:
+    """Losses of all of `found`'s steps to 1e-5 relative, gradient norms, which Adam's steps drive apart sooner, to 1e-4."""
+    for step, (loss, norm) in found.items():
+        assert loss == pytest.approx(expected[step][0], rel=1e-5, abs=0), f"step {step}"
+        assert norm == pytest.approx(expected[step][1], rel=1e-4, abs=0), f"step {step}"
