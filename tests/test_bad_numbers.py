@@ -243,6 +243,7 @@ def replayed(workdir, at: int, *flags: str, spoiled: str = "nan:4,7,8", status: 
     return done
 
 
+@pytest.mark.full
 def test_a_step_after_a_rollback_is_the_same_bit_for_bit(rolled_back):
     done = replayed(rolled_back[0], 8)
     *_, replaying, loss, norm, verdict = done.out.splitlines()

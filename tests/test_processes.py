@@ -184,8 +184,8 @@ def test_processes_on_other_meshes(large, workdir, processes, mesh):
 def test_one_that_is_told_to_stop_and_one_that_is_killed(single, workdir):
     """The first as a cluster takes a machine away: all save the same step and stop, with a status of their own. Then a kill: the others
     say who has gone. Each time the launcher starts the run again, which ends as if nothing had been; nobody is left behind."""
-    steps = 200
-    flags = settings(train__steps=steps, mesh__stage=1, mesh__data=2, checkpoint__every=50)
+    steps = 80
+    flags = settings(train__steps=steps, mesh__stage=1, mesh__data=2, checkpoint__every=30)
     words = launch(workdir, 2, *flags)
     words.insert(1, "--restarts=2")
     with runs.running(workdir.parent, *words) as command:

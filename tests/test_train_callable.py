@@ -54,6 +54,7 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
     return clean | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(folder / "cache")}
 
 
+@pytest.mark.full
 def test_in_a_thread(tmp_path):
     """A run, the same once more, and errors with their statuses; the process lives on, and its signals are as they were."""
     train_runs.write_inputs(tmp_path)

@@ -185,6 +185,7 @@ def assert_same_parameters(got: dict, expected: dict, cfg: Config) -> None:
         assert worst < 1e-3 * moved, f"{jax.tree_util.keystr(path)}: {worst / moved:.1e} of its largest move"
 
 
+@pytest.mark.full
 def test_int8_is_the_same_as_plain_loops_with_rounded_numbers():
     """On one device a replica, where blocks are those of whole tensors."""
     cfg = config(Case((1, 1, 1), changes={"precision.outer": "int8", "model.layers": 2}))
