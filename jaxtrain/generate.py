@@ -373,17 +373,5 @@ def how_it_ended(ended: Ended, prompt: int, config: Config) -> str:
     return f"stopped: {'; '.join(remarks)}"
 
 
-def run(argv: Sequence[str]) -> int:
-    """`main`, ended quietly by Ctrl-C and by a reader that has seen enough."""
-    try:
-        return main(argv)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return ExitStatus.INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to write to at exit
-        return 0
-
-
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(cli.run_quietly(main, sys.argv[1:]))

@@ -10,34 +10,28 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import jax
-import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
-from jax.stages import Compiled
 
-from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.local_restore import Saved
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
-from jaxtrain.checkpoint.manager import Checkpointer, choose_together
+from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.checkpoint.restoring import restore_newest
 from jaxtrain.checkpoint.rollback import roll_back
-from jaxtrain.checkpoint.steps import NONE, CheckpointError, Choice, Meta
-from jaxtrain.config import Config, ConfigError, history, to_dict
-from jaxtrain.config.continuing import changes
+from jaxtrain.checkpoint.steps import Choice, Meta
+from jaxtrain.config import Config, history, to_dict
 from jaxtrain.config.pipeline_setup import Setup
-from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.data.loader import Feed, Loader
-from jaxtrain.data.row_log import RowLog
-from jaxtrain.data.tokens import Corpus, DataError, bigram_entropy, prepare
+from jaxtrain.data.loader import Feed
+from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.generation.text import prompt_ids, sample_text
-from jaxtrain.plan.report import as_compiled, introduction
+from jaxtrain.generation.text import sample_text
+from jaxtrain.preparation import compile_programs, loaders, prepare_corpus
+from jaxtrain.resumption import Resumption, check_store, folder_of_checkpoints
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.goodput_log import GoodputLog, plot_goodput
@@ -55,7 +49,7 @@ from jaxtrain.training.recovery import Judge, Memory
 from jaxtrain.training.reporting import Pending, Reporter, Speedometer
 from jaxtrain.training.requests import Request, Requests, no_request
 from jaxtrain.training.state import initial_state, stored_shapes
-from jaxtrain.training.step import Step, make_step
+from jaxtrain.training.step import make_step
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -73,15 +67,17 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
     clock.enter(Part.DATA)
     with _watched(config, folder, clock) as (signals, watchdog), contextlib.ExitStack() as lasting:
         # ---------------------------------------------------------------- data: what to train on, and from which step
-        checkpoints = _folder_of_checkpoints(config, folder)
-        choice = _choose_checkpoint(checkpoints, unresolved, recipe)
+        check_store(config)
+        checkpoints = folder_of_checkpoints(config, folder)
+        resumption = Resumption(checkpoints, config, unresolved, recipe)
+        choice = resumption.choose()
         start = choice.step or 0
         corpus = prepare_corpus(config)
-        refuse_another_corpus(corpus, choice)
+        resumption.check_corpus(choice, corpus)
         if start >= config.train.steps:
             cluster.say(f"{folder} already has its {start} steps: raise train.steps to go on")
             return ExitStatus.FINISHED
-        say_what_changed(choice, config)
+        resumption.say_changes(choice)
 
         clock.enter(Part.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
@@ -91,7 +87,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             data, held_out = (closing.enter_context(loader) for loader in loaders(config, step, corpus, folder))
             shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
             local = LocalCheckpoints(config.checkpoint.local, folder, checkpoints, step.abstract_state(), shapes, placement)
-            newer = local.candidates(start, config.train.steps, functools.partial(_why_not_from, config, corpus, unresolved, recipe))
+            newer = local.candidates(start, config.train.steps, functools.partial(resumption.why_not, corpus))
             goodput = lasting.enter_context(_timed(folder, clock, newer[0] if newer else choice))
             signals.before_end(goodput.discard)
             beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(2))  # XLA compiles most of a program on one core
@@ -106,7 +102,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             if restored:
                 state, choice = restored.state, dataclasses.replace(choice, step=restored.step, meta=restored.meta)
             elif start:
-                choose_again = functools.partial(_choose_another, checkpoints, unresolved, recipe, config, corpus)
+                choose_again = functools.partial(resumption.choose_again, corpus)
                 state, choice = restore_newest(choice, choose_again, checkpoints, step.abstract_state(), shapes, placement)
             else:
                 state = first_state.result() if first_state else make_state()
@@ -125,7 +121,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 closing.callback(part.close)
             calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes, config.checkpoint.grace)
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
-            judge = Judge(config.train, data.rows_of, _memory(choice), start)
+            judge = Judge(config.train, data.rows_of, Memory.from_json(choice.memory), start)
             finite, copies = Finiteness(mesh), Copies(mesh, state)
             reporter = Reporter(calendar, step.mean_metrics, judge, speedometer, log, progress, goodput, watchdog.stragglers, room)
             closing.enter_context(signals.deferred())
@@ -236,110 +232,6 @@ def _timed(folder: pathlib.Path, clock: WallClock, begins: Choice | Saved) -> It
             plot_goodput(folder)
 
 
-def _choose_checkpoint(directory: epath.Path, unresolved: Config, recipe: Config, damaged: Mapping[int, str] = NONE) -> Choice:
-    """The checkpoint that the run continues, if there is one. ConfigError if the run's config cannot continue it.
-
-    damaged: step → why, for those whose arrays turned out to be damaged.
-    """
-    choice = choose_together(directory, damaged)
-    if choice.strangers:
-        rest = f"the newest whole checkpoint is {choice.step}" if choice.step else "there is no whole checkpoint"
-        cluster.say(f"passed over in {directory}: {choice}; {rest}")
-    if choice.meta:
-        surroundings = Surroundings(jax.device_count(), jax.default_backend(), recipe, files=True)
-        history.refuse_to_continue(choice.meta.config, choice.meta.version, unresolved, surroundings)
-    return choice
-
-
-def _folder_of_checkpoints(config: Config, workdir: pathlib.Path) -> epath.Path:
-    """Where the run's checkpoints lie. CheckpointError where that is a store in which nothing can be written."""
-    directory = config.checkpoint.directory
-    if why := cluster.from_main(lambda: stores.cannot_be_used(directory), CheckpointError):
-        raise CheckpointError(f"checkpoint.directory={directory!r} {why}")
-    return stores.folder(directory or workdir / "checkpoints")
-
-
-def _choose_another(
-    directory: epath.Path, unresolved: Config, recipe: Config, config: Config, corpus: Corpus, damaged: Mapping[int, str]
-) -> Choice:
-    """The checkpoint that the run continues when newer ones turned out to be damaged. Errors as when it is chosen first."""
-    choice = _choose_checkpoint(directory, unresolved, recipe, damaged)
-    refuse_another_corpus(corpus, choice)
-    say_what_changed(choice, config)
-    return choice
-
-
-def _why_not_from(config: Config, corpus: Corpus, unresolved: Config, recipe: Config, meta: Meta) -> str:
-    """What speaks against going on from a local checkpoint with this meta, in words, or ""."""
-    if meta.checksum != corpus.checksum:
-        return f"data.source={corpus.source} has changed since"
-    try:
-        surroundings = Surroundings(jax.device_count(), jax.default_backend(), recipe, files=True)
-        history.refuse_to_continue(meta.config, meta.version, unresolved, surroundings)
-    except ConfigError as error:
-        return f"{error.field}={error.value!r} {error.rule}"
-    return ""
-
-
-def prepare_corpus(config: Config) -> Corpus:
-    """The corpus. DataError where processes read different ones, or for a prompt that cannot be."""
-    corpus = prepare(config.data, config.model.vocab_size, progress=cluster.is_main())
-    if jax.process_count() > 1:
-        checksum = np.frombuffer(bytes.fromhex(corpus.checksum), np.uint8)
-        if not (multihost_utils.process_allgather(checksum) == checksum).all():
-            raise DataError(f"data.source={corpus.source} is not the same corpus on every host: use a file that all of them share")
-    if config.train.sample_tokens:
-        prompt_ids(corpus.tokenizer, config.train.sample_prompt, config.model.vocab_size)
-    return corpus
-
-
-def refuse_another_corpus(corpus: Corpus, choice: Choice) -> None:
-    """DataError where the corpus is not the checkpoint's."""
-    if choice.meta and choice.meta.checksum != corpus.checksum:
-        raise DataError(
-            f"data.source={corpus.source} has changed since the checkpoint (checksum {corpus.checksum[:12]}, "
-            f"then {choice.meta.checksum[:12]}): put it back or use another --workdir"
-        )
-
-
-def say_what_changed(choice: Choice, config: Config) -> None:
-    """Lists the settings that are not those of the checkpoint."""
-    if choice.meta and (changed := changes(choice.meta.stored_config(), config)):
-        cluster.say(f"changed since the checkpoint of step {choice.step}:", *(f"  {change}" for change in changed))
-
-
-def loaders(config: Config, step: Step, corpus: Corpus, folder: pathlib.Path | None) -> tuple[Loader, Loader]:
-    """The batches to train on, and the held-out ones. folder: of the run, where rows are logged if they are to be; None: nowhere."""
-    replicas = config.mesh.replica if config.train.diloco_inner_steps else 1
-    log = RowLog(folder, jax.process_index(), jax.process_count()) if config.metrics.rows and folder else None
-
-    def load(split: str, batches: int | None, log: RowLog | None = None) -> Loader:
-        return Loader(corpus, config.data, split, step.batch_sharding, config.pipeline.microbatches, batches, replicas, log)
-
-    return load("train", None, log), load("validation", config.train.eval_batches)
-
-
-def compile_programs(
-    config: Config, step: Step, data: Loader, corpus: Corpus, beside: concurrent.futures.Executor, clock: WallClock
-) -> tuple[Compiled, Compiled | None]:
-    """The programs of a step and, of independent replicas, of an exchange; says what somebody wants to see before the first step."""
-    state = step.abstract_state()
-    lowered = {"step": step.train.lower(state, data.specification())}
-    if step.exchange:
-        lowered["exchange"] = step.exchange.lower(state)
-    clock.enter(Part.COMPILING)
-    compiling = beside.submit(lambda: {name: cluster.compile_everywhere(name, program) for name, program in lowered.items()})
-    held_out = f"{len(corpus.validation):,} tokens held out"
-    cluster.say(
-        *introduction(config, step),
-        f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {held_out}",
-    )
-    compiled = compiling.result()
-    clock.enter(Part.STATE)
-    cluster.say(*as_compiled(step, compiled["step"], clock.spent(Part.TRACING), clock.spent(Part.COMPILING)))
-    return compiled["step"], compiled.get("exchange")
-
-
 def _open_log(config: Config, folder: pathlib.Path, start: int, goodput: GoodputLog) -> tuple[MetricsWriter, Progress]:
     """What a step's results are written to and shown by; config.json is written too."""
     main = cluster.is_main()
@@ -349,11 +241,6 @@ def _open_log(config: Config, folder: pathlib.Path, start: int, goodput: Goodput
             (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
     progress = Progress(config.train.steps, start, shown=main)
     return MetricsWriter(folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.say), progress
-
-
-def _memory(choice: Choice) -> Memory:
-    """What the run remembers of its losses and rollbacks."""
-    return Memory.from_json(choice.meta.memory) if choice.meta else Memory()
 
 
 def _meta(config: Config, corpus: Corpus, at: int, position: int, memory: Memory, wall_s: float) -> Meta:

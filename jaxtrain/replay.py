@@ -14,16 +14,14 @@ from collections.abc import Mapping, Sequence
 import jax
 from etils import epath
 
-from jaxtrain.checkpoint import stores
-from jaxtrain.checkpoint.manager import choose_together
 from jaxtrain.checkpoint.restoring import restore_newest
 from jaxtrain.checkpoint.steps import TO_TRAIN, Choice, choose
-from jaxtrain.config import Config, history
+from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import Setup
-from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.loop import compile_programs, loaders, prepare_corpus, refuse_another_corpus, say_what_changed
+from jaxtrain.preparation import compile_programs, loaders, prepare_corpus
+from jaxtrain.resumption import Resumption, folder_of_checkpoints
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.metrics import read_metrics
@@ -61,21 +59,20 @@ def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: W
     Arguments as of loop.run, whose errors this raises; ReplayError where the folder has no record of the step, or no checkpoint before it.
     """
     clock.enter(Part.DATA)
-    checkpoints = stores.folder(config.checkpoint.directory or folder / "checkpoints")
+    checkpoints = folder_of_checkpoints(config, folder)
     recorded = _recorded(folder, checkpoints, at)
-    around = Surroundings(jax.device_count(), jax.default_backend(), recipe, files=True)
+    resumption = Resumption(checkpoints, config, unresolved, recipe, before=at)
 
-    def choose_again(damaged: Mapping[int, str]) -> Choice:
-        choice = choose_together(checkpoints, damaged, before=at)
-        if choice.meta is None:
+    def checked(choice: Choice) -> Choice:
+        if choice.step is None:
             raise ReplayError(f"--replay={at}: {checkpoints} has no whole checkpoint before step {at}")
-        history.refuse_to_continue(choice.meta.config, choice.meta.version, unresolved, around)
         return choice
 
-    choice = choose_again({})
+    choice = checked(resumption.choose())
     corpus = prepare_corpus(config)
-    refuse_another_corpus(corpus, choice)
-    say_what_changed(choice, config)
+    resumption.check_corpus(choice, corpus)
+    resumption.say_changes(choice)
+    choose_again = lambda damaged: checked(resumption.choose_again(corpus, damaged))
     clock.enter(Part.TRACING)
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh), concurrent.futures.ThreadPoolExecutor(1) as beside:

@@ -31,6 +31,7 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
 set_xla_flags(os.environ, side_by_side=True)
 
 import jax  # noqa: E402 (after its environment)
+from support import train_runs  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_enable_compilation_cache", False)
@@ -41,6 +42,14 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=3, help="random kills of a run in tests/chaos")
     parser.addoption("--chaos_seed", type=int, default=0, help="of their moments")
     parser.addoption("--part", type=suite.parse_part, default=(1, 1), metavar="K/N", help="run the K-th of N parts of the tests")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds the recipe of support/train_runs.py, its corpus and the corpus's cache, and the workdirs of a module's tests."""
+    folder = tmp_path_factory.mktemp("runs")
+    train_runs.write_inputs(folder)
+    return folder
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

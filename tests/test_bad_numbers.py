@@ -21,14 +21,6 @@ from jaxtrain.run.metrics import ROLLED_BACK_FILE, read_metrics
 ONE_DEVICE = settings(mesh__stage=1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Holds recipe, corpus and its cache, and the workdirs of all tests here."""
-    folder = tmp_path_factory.mktemp("numbers")
-    runs.write_inputs(folder)
-    return folder
-
-
 def train(workdir, spoiled: str, *flags: str, status: int = 0, devices: int = 1) -> runs.Done:
     """The training command with spoiled batches (support/bad_batches.py)."""
     words = runs.training(workdir, *flags, *(ONE_DEVICE if devices == 1 else ()), devices=devices)

@@ -17,14 +17,6 @@ pytestmark = [pytest.mark.full, pytest.mark.xdist_group("local_runs")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Holds recipe, corpus and its cache, and the workdirs of all tests here."""
-    folder = tmp_path_factory.mktemp("runs")
-    runs.write_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(folder):
     """The losses of a run that is never stopped."""
     runs.train(folder / "whole", *NEVER)

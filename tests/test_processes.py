@@ -26,14 +26,6 @@ DEVICES = 2  # of all processes together; those of --full have several each
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Holds recipe, corpus and its cache, and the workdirs of all tests here."""
-    folder = tmp_path_factory.mktemp("runs")
-    runs.write_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def single(folder):
     """The workdir of one process, with a profile."""
     workdir = folder / "single"

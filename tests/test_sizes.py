@@ -102,14 +102,6 @@ def whole() -> tuple[Case, ...]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Holds recipe, corpus and its cache, and the workdirs of all tests here."""
-    folder = tmp_path_factory.mktemp("sizes")
-    runs.write_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def trained(folder):
     """(name, devices, flags of the model, flags of the layout) → the workdir of STEPS steps, of GOES_ON on one device without a layout."""
 

@@ -17,13 +17,6 @@ FLAGS = settings(train__steps=STEPS, checkpoint__every=1, checkpoint__minutes=0)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    runs.write_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def server(folder):
     with object_store.ObjectStore(folder / "store") as server:
         yield server

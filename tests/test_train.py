@@ -28,14 +28,6 @@ ONE_DEVICE = settings(mesh__stage=1)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Holds recipe, corpus and its cache, and the workdirs of all tests here."""
-    folder = tmp_path_factory.mktemp("runs")
-    runs.write_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(folder):
     """The workdir and the output of a run that nothing disturbs: all of its checkpoints are kept."""
     workdir = folder / "whole"

@@ -364,17 +364,5 @@ _COMMANDS: Mapping[str, Callable[[list[epath.Path], types.SimpleNamespace], int]
 }
 
 
-def run(argv: Sequence[str]) -> int:
-    """`main`, ended quietly by Ctrl-C and by a reader that has seen enough."""
-    try:
-        return main(argv)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return ExitStatus.INTERRUPTED
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitStatus.FINISHED
-
-
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(cli.run_quietly(main, sys.argv[1:]))

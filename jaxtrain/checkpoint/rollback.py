@@ -38,5 +38,4 @@ def roll_back(
     at = choice.step or 0
     saves.set_aside_after(at, f"the run went back to step {at}")
     position = choice.position if finding.batch is None else finding.batch + 1
-    memory = Memory.from_json(choice.meta.memory) if choice.meta else Memory()
-    return Rollback(finding.at, at, position, finding.why, memory), restored
+    return Rollback(finding.at, at, position, finding.why, Memory.from_json(choice.memory)), restored

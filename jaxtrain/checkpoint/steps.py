@@ -125,6 +125,11 @@ class Choice:
         """The number of the batch that comes next; 0 where there is no step."""
         return self.meta.position if self.meta else 0
 
+    @property
+    def memory(self) -> Mapping[str, Any]:
+        """The meta's `memory`; empty where there is no step."""
+        return self.meta.memory if self.meta else {}
+
     def __str__(self) -> str:
         return ", ".join(map(str, self.strangers))
 

@@ -146,13 +146,6 @@ def barrier(name: str) -> None:
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=BARRIER_MS)
 
 
-def all_agree(flag: bool) -> bool:
-    """True on every process if the flag is true on any. Every process must call it, at the same point of the program."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
-
-
 def least(value: int) -> int:
     """The least of all processes' values. Every process must call it, at the same point of the program."""
     return value if jax.process_count() == 1 else int(np.min(multihost_utils.process_allgather(np.int32(value))))
@@ -161,24 +154,23 @@ def least(value: int) -> int:
 def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
     """What `decide()` returns in process 0, as JSON gives it back, on every process; the others do not call it.
 
-    Every process must call this, at the same point of the program. A `refusal` that it raises is raised on all of them with the same text.
+    Every process must call this, in the same order. A `refusal` that it raises is raised on all of them with the same text.
     """
+
+    def answer() -> dict:
+        try:
+            return {"value": decide()}
+        except refusal as error:
+            return {"refusal": str(error)}
+
     if jax.process_count() == 1:
         return json.loads(json.dumps(decide()))
-    answer = {}
-    if is_main():
-        try:
-            answer = {"value": decide()}
-        except refusal as error:
-            answer = {"refusal": str(error)}
-    barrier(f"process 0 decides {next(_questions)}")  # it may take longer than the others' collectives wait
-    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    text = multihost_utils.broadcast_one_to_all(text if is_main() else np.zeros(size, np.uint8))
-    answer = json.loads(np.asarray(text, np.uint8).tobytes())
-    if "refusal" in answer:
-        raise refusal(answer["refusal"])
-    return answer["value"]
+    question = f"decision {next(_questions)}"
+    values = told_by_main(question, answer)
+    if "refusal" in values:
+        barrier(f"{question} is known")  # process 0 may end now, and the others ask it
+        raise refusal(values["refusal"])
+    return values["value"]
 
 
 def told_by_main(question: str, decide: Callable[[], Any]) -> Any:
@@ -189,9 +181,11 @@ def told_by_main(question: str, decide: Callable[[], Any]) -> Any:
     """
     if jax.process_count() == 1:
         return json.loads(json.dumps(decide()))
-    if is_main():
-        _client().key_value_set(f"{_TOLD}/{question}/answer", json.dumps(decide()))
-    return json.loads(_client().blocking_key_value_get(f"{_TOLD}/{question}/answer", BARRIER_MS))
+    if not is_main():
+        return json.loads(_client().blocking_key_value_get(f"{_TOLD}/{question}/answer", BARRIER_MS))
+    text = json.dumps(decide())
+    _client().key_value_set(f"{_TOLD}/{question}/answer", text)
+    return json.loads(text)
 
 
 def told_to_main(question: str, report: str) -> list[str]:
@@ -222,7 +216,7 @@ def gather(value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [json.loads(json.dumps(value))]
-    barrier(f"gathering {next(_questions)}")  # as in from_main
+    barrier(f"gathering {next(_questions)}")  # one may come later than the others' collectives wait
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(text.size))
     rows = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))

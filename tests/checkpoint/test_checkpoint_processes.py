@@ -3,11 +3,10 @@
 import signal
 
 import pytest
-from support.checkpoint_processes import start
+from support.checkpoint_processes import run_together, start
 from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
 
 from jaxtrain.checkpoint.manager import Checkpointer, latest_step
-from jaxtrain.launch import free_port
 
 
 @pytest.mark.parametrize("when", ["during", "written", "unfinished"])
@@ -39,15 +38,7 @@ def test_a_killed_save_leaves_the_one_before(tmp_path, when):
 @pytest.mark.full
 def test_what_one_process_cannot_write_all_write_again(tmp_path):
     layout = (7, 2, 1, 1, 1, 16)
-    port = free_port()
-    running = [start(tmp_path, "failing", 2, i, port, *layout, devices=1) for i in range(2)]
-    try:
-        for process in running:
-            output, _ = process.communicate(timeout=90)
-            assert process.returncode == 0, output
-    finally:
-        for process in running:
-            process.kill()
+    run_together(tmp_path, ["failing"], 2, *layout, devices=1)
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
     one = Layout(7)
     assert_same(Checkpointer(tmp_path, one.placement, stored_shapes(one)).restore(1, abstract_state(one)), state(one))
@@ -65,15 +56,7 @@ def test_processes_restore_each_other(tmp_path, chain):
     c.save(1, state(first), {"step": 1})
     c.close()
     for step, (processes, layout) in enumerate(chain, start=1):
-        port = free_port()
-        running = [start(tmp_path, "next", processes, i, port, step, *layout, devices=8 // processes) for i in range(processes)]
-        try:
-            for process in running:
-                output, _ = process.communicate(timeout=90)
-                assert process.returncode == 0, output
-        finally:
-            for process in running:
-                process.kill()
+        run_together(tmp_path, ["next"], processes, step, *layout, devices=8 // processes)
     last = Layout(7, stages=4, chunks=1, data=2)
     c = Checkpointer(tmp_path, last.placement, stored_shapes(last))
     assert c.latest_step() == 1 + len(chain)

@@ -12,6 +12,7 @@ import pytest
 from support import ROOT, small
 from support.damage import damage_numbers
 
+from jaxtrain import cli
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as command
 from jaxtrain.checkpoint import steps
@@ -53,7 +54,7 @@ def here(capsys):
 
     def call(*argv) -> tuple[int, list[str], str]:
         try:
-            status = command.run([str(word) for word in argv])
+            status = cli.run_quietly(command.main, [str(word) for word in argv])
         except SystemExit as end:
             status = end.code
         out, err = capsys.readouterr()
@@ -151,7 +152,7 @@ def test_one_line_for_what_is_wrong(original, here, argv, message):
 
 
 def test_help_needs_no_jax():
-    program = "import sys; from jaxtrain.checkpoint.__main__ import run; run(['--help'])"
+    program = "import sys; from jaxtrain.checkpoint.__main__ import main; main(['--help'])"
     check = "import sys, jaxtrain.checkpoint.__main__; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True, cwd=ROOT)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

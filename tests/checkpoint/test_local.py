@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.checkpoint_processes import start
+from support.checkpoint_processes import run_together
 from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
 
 from jaxtrain.checkpoint import local
@@ -20,7 +20,6 @@ from jaxtrain.checkpoint.local_restore import give_copies
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
 from jaxtrain.checkpoint.shards import Shards
 from jaxtrain.checkpoint.steps import CheckpointError
-from jaxtrain.launch import free_port
 
 LAYOUT = Layout(7, stages=2, chunks=2, data=2, model=2)
 
@@ -247,15 +246,7 @@ COPIED, SCATTERED = (7, 1, 1, 2, 1, 16, 1, 0), (7, 1, 1, 2, 1, 16, 1, 1)
 
 def run_processes(folder: pathlib.Path, mishap: str, layout: tuple[int, ...]) -> list[str]:
     """The output of two processes, each a machine with one device, that save, have a mishap and restore."""
-    port = free_port()
-    running = [start(folder, "locally", mishap, 2, i, port, *layout, devices=1) for i in range(2)]
-    try:
-        outputs = [process.communicate(timeout=180)[0] for process in running]
-        assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
-        return outputs
-    finally:
-        for process in running:
-            process.kill()
+    return run_together(folder, ["locally", mishap], 2, *layout, devices=1)
 
 
 def test_a_replaced_machine_gets_its_shards_from_the_other(tmp_path):

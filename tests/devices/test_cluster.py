@@ -176,7 +176,7 @@ def test_one_process_starts_nothing():
     cluster.initialize(ALONE)
     cluster.barrier("alone")
     assert cluster.is_main()
-    assert cluster.all_agree(True) is True and cluster.all_agree(False) is False
+    assert cluster.gather((1, None)) == [[1, None]] and cluster.least(3) == 3
     assert cluster.from_main(lambda: {"steps": (1, 2)}, LookupError) == {"steps": [1, 2]}  # as other processes get it
 
 
@@ -189,7 +189,7 @@ start_jax(cli.parse_flags(sys.argv[1:], "usage: x", CLUSTER_FLAGS))
 import jax
 from jaxtrain.devices import cluster
 me = jax.process_index()
-print(jax.process_count(), jax.device_count(), cluster.is_main(), cluster.all_agree(me == 1), cluster.all_agree(False))
+print(jax.process_count(), jax.device_count(), cluster.is_main(), cluster.gather([me, "ä" * me]), cluster.least(me + 3))
 def decide(text):
     assert me == 0, "the others do not decide"
     if text == "refuse":
@@ -200,6 +200,23 @@ try:
     cluster.from_main(lambda: decide("refuse"), LookupError)
 except LookupError as error:
     print("refused:", error)
+# Sums that are shared out, of all devices and of pairs: gloo's reduce-scatter is wrong at times.
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtrain.devices.mesh import make_mesh, psum_scatter
+mesh = make_mesh((1, 2, 2, 1, 1, 1))
+sums = lambda x: (psum_scatter(x[0], ("data", "stage"), 1), psum_scatter(x[0], "data", 1), psum_scatter(x[0], "stage", 1, [[0, 1]]))
+both = P(None, ("data", "stage"))
+program = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P(("data", "stage")), out_specs=(both,) * 3, check_vma=False))
+x = np.arange(4 * 3 * 8, dtype=np.float32).reshape(4, 3, 8) ** 2
+shared = program.lower(x).compile()
+print("reduce-scatters:", shared.as_text().count("reduce-scatter("))
+whole, data, stage = x.sum(0), x[:2] + x[2:], x[::2] + x[1::2]
+results = [whole, np.concatenate([data[0, :, :4], data[1, :, :4], data[0, :, 4:], data[1, :, 4:]], 1),
+           np.concatenate([stage[0, :, :4], stage[0, :, 4:], stage[1, :, :4], stage[1, :, 4:]], 1)]
+for array, result in zip(program(x), results, strict=True):
+    for shard in array.addressable_shards:
+        assert (np.asarray(shard.data) == result[shard.index]).all(), (shard, result)
 cluster.barrier("here")
 if me == 1:
     raise ValueError("the reason")
@@ -218,11 +235,12 @@ def test_two_processes_agree_and_end_together(tmp_path):
         text=True,
         timeout=120,
     )
-    assert "[0] 2 4 True True False" in done.stdout.splitlines()
-    assert "[1] 2 4 False True False" in done.stdout.splitlines()
+    assert "[0] 2 4 True [[0, ''], [1, 'ä']] 3" in done.stdout.splitlines()
+    assert "[1] 2 4 False [[0, ''], [1, 'ä']] 3" in done.stdout.splitlines()
     for number in (0, 1):
         assert f"[{number}] {{'text': 'ä', 'numbers': [1, None]}}" in done.stdout.splitlines()
         assert f"[{number}] refused: in one line" in done.stdout.splitlines()
+        assert f"[{number}] reduce-scatters: 0" in done.stdout.splitlines()
     assert done.returncode == 1
     assert done.stderr.splitlines()[0].startswith("process 1 failed with status 1")
     assert done.stderr.splitlines()[-1] == "ValueError: the reason"
