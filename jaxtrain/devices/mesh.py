@@ -13,6 +13,7 @@ Six axes, slowest network first; all always exist, with size 1 where they are no
 import collections
 import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -140,9 +141,36 @@ def psum_scatter(x: jax.Array, axes: str | Sequence[str], dim: int, groups: Sequ
     where given."""
     # Of [1, T, D] along T XLA's TPU compiler makes an all-reduce and a slice, of [T, D] a reduce-scatter.
     kept = [d for d, size in enumerate(x.shape) if size > 1 or d == dim]
-    scatter = lambda x: jax.lax.psum_scatter(x, axes, scatter_dimension=kept.index(dim), tiled=True, axis_index_groups=groups)
+    along = kept.index(dim)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        if not _by_gloo():
+            return jax.lax.psum_scatter(x, axes, scatter_dimension=along, tiled=True, axis_index_groups=groups)
+        parts = len(groups[0]) if groups else jax.lax.axis_size(axes)
+        every = jax.lax.all_to_all(x, axes, along, along, tiled=True, axis_index_groups=groups)
+        return every.reshape(*x.shape[:along], parts, -1, *x.shape[along + 1 :]).sum(along)
+
     part = _summed(x.reshape([x.shape[d] for d in kept]), scatter)
-    return part.reshape(*x.shape[:dim], part.shape[kept.index(dim)], *x.shape[dim + 1 :])
+    return part.reshape(*x.shape[:dim], part.shape[along], *x.shape[dim + 1 :])
+
+
+def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Inside a manual region: the parts of all devices of the mesh axis, one behind the other along `dim`. It may be differentiated."""
+    return (_all_gather if _by_gloo() else _all_gather.fun)(x, axis, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+_all_gather.defvjp(lambda x, axis, dim: (_all_gather(x, axis, dim), None), lambda axis, dim, _, g: (psum_scatter(g, axis, dim),))
+
+
+def _by_gloo() -> bool:
+    """Whether XLA's CPU backend gives collectives to gloo, whose reduce-scatter is wrong at times, without an error: it may send what has
+    been overwritten (https://github.com/jax-ml/jax/issues/40830)."""
+    return on_cpu() and jax.distributed.is_initialized()
 
 
 _TRACED_FOR: contextvars.ContextVar[jax.Device | None] = contextvars.ContextVar("traced_for", default=None)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtrain.devices.mesh import CONTEXT, manual_size
+from jaxtrain.devices.mesh import CONTEXT, all_gather, manual_size
 from jaxtrain.parallel.heads import by_heads
 
 
@@ -88,7 +88,7 @@ def _in_device_order(x: jax.Array, parts: int, dim: int = 1) -> jax.Array:
 
 
 def _gathered(x: jax.Array, dim: int = 1) -> jax.Array:
-    return lax.all_gather(x, CONTEXT, axis=dim, tiled=True)
+    return all_gather(x, CONTEXT, dim)
 
 
 def _whole(k, v, segments):
