@@ -31,11 +31,13 @@ def wait_for_a_moment(command: runs.Running, workdir, chance: random.Random) -> 
 
 
 @pytest.mark.full
-def test_random_kills(folder, pytestconfig):
+@pytest.mark.parametrize("axis", ["data", "stage"])
+def test_random_kills(folder, pytestconfig, axis):
     kills, seed = pytestconfig.getoption("--kills"), pytestconfig.getoption("--chaos_seed")
     chance = random.Random(seed)
-    flags = settings(train__steps=4 * EVERY * kills, checkpoint__every=EVERY, checkpoint__keep=3, mesh__stage=1, mesh__data=2)
-    whole, workdir = folder / "whole", folder / "killed"
+    mesh = {"mesh__stage": 1, "mesh__data": 1, f"mesh__{axis}": 2}
+    flags = settings(train__steps=4 * EVERY * kills, checkpoint__every=EVERY, checkpoint__keep=3, **mesh)
+    whole, workdir = folder / f"{axis}_whole", folder / f"{axis}_killed"
     with runs.running(folder, *launched(whole, 0, *flags)) as command:
         command.end()
 
