@@ -14,8 +14,11 @@ from support.chaos import launched
 from support.processes import assert_gone, children, process_of_run
 from support.train_runs import settings
 
+from jaxtrain.run.goodput_log import Goodput, read_goodput
+
 EVERY = 5  # steps between checkpoints
 START_UP_S = 8.0  # seconds after a start in which some of the kills fall
+LAUNCHER_S = 4.0  # seconds before the first start and after the end: the launcher, and the end of Python
 
 
 def wait_for_a_moment(command: runs.Running, workdir, chance: random.Random) -> None:
@@ -41,7 +44,7 @@ def test_random_kills(folder, pytestconfig, axis):
     with runs.running(folder, *launched(whole, 0, *flags)) as command:
         command.end()
 
-    redone, victims = [], set()
+    redone, victims, began = [], set(), time.monotonic()
     with runs.running(folder, *launched(workdir, 10 * kills, *flags)) as command:
         launcher = command.process.pid
         for kill in range(1, kills + 1):
@@ -59,3 +62,6 @@ def test_random_kills(folder, pytestconfig, axis):
     # A save that was under way is lost, and so are the steps that ran beside it; a save waits for the one before.
     assert max(redone) <= 2 * EVERY, redone
     assert "Traceback" not in done.out + done.err
+    goodput, wall_s = Goodput(read_goodput(workdir)), time.monotonic() - began
+    assert sum(goodput.parts().values()) == pytest.approx(goodput.wall_s())
+    assert goodput.wall_s() + goodput.down_s == pytest.approx(wall_s, rel=0.02, abs=LAUNCHER_S)
