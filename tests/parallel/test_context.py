@@ -19,12 +19,12 @@ GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions"
 LENGTH = {"data.sequence_length": 24}  # of which 3 devices have whole chunks
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 CASES = {
-    "gather 8, selective, blocks": Case((1, 1, 1), microbatches=1, changes={"mesh.context": 8, **SELECTIVE, "data.sequence_length": 64}),
     "ring 3, grouped heads, documents, blocks": Case(
         (1, 1, 2), changes={"mesh.context": 3, "parallel.context": "ring", **APART, "model.kv_heads": 2, "data.sequence_length": 24}
     ),
 }
 MORE = {
+    "gather 8, selective, blocks": Case((1, 1, 1), microbatches=1, changes={"mesh.context": 8, **SELECTIVE, "data.sequence_length": 64}),
     "gather 3, learned positions": Case((1, 2, 1), "interleaved", 2, 4, changes={"mesh.context": 3, **GPT2, **LENGTH}),
     "gather 2, grouped heads, blocks": Case((1, 2, 2), "zb_v", 2, 4, changes={"mesh.context": 2, **APART, **NONE, "model.kv_heads": 2}),
     "ulysses 2, documents, blocks": Case((2, 1, 2), changes={"mesh.context": 2, "parallel.context": "ulysses", **APART}),

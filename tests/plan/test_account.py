@@ -31,9 +31,9 @@ APART = {"data.attend_across_documents": False}
 CASES = {
     "stage": Case((1, 7, 1), microbatches=4),
     "data · stage · model": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 3}),
-    "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),
 }  # fmt: skip
 MORE = {
+    "data · expert": Case((2, 1, 1), changes={**MOE, "parallel.zero": 3}),
     "hybrid": Case((4, 1, 1), changes={"mesh.replica": 2, "parallel.zero": 3}),
     "model, heads shared": Case((1, 1, 8), changes={"model.kv_heads": 2}),
     "data · context · model": Case((2, 1, 2), changes={"mesh.context": 2}),

@@ -22,14 +22,15 @@ SEVERAL = {"model.dense_layers": 2, "model.shared_experts": 2, "model.router": "
 GROUPS = {"model.experts": 9, "model.router_groups": 3, "model.router_group_limit": 2, "data.batch_size": 24}
 V2 = {"model.router_group_best": 1, "model.router_normalize": "never"}  # as in DeepSeek-V2
 CASES = {
+    "drops": Case((1, 1, 1), changes={"mesh.expert": 2, "model.capacity_factor": 0.7}),
+}
+MORE = {
     "drops, all at once, zb_h1, zero 2": Case(
         (2, 2, 1),
         "zb_h1",
         1,
         changes={"mesh.expert": 2, "pipeline.remat": "none", "parallel.zero": 2, "model.capacity_factor": 0.7, **SEVERAL},
     ),
-}
-MORE = {
     "room for some, context, zero 2": Case(  # fewer rows than there can be, and none dropped
         (1, 2, 1),
         "zb_h1",
