@@ -173,23 +173,30 @@ def test_processes_on_other_meshes(large, workdir, processes, mesh):
     assert_same_trajectory(runs.losses(workdir), runs.losses(large))
 
 
-def test_one_that_is_told_to_stop_stops_all(single, workdir):
-    """As a cluster takes a machine away: all save the same step and stop, with a status of their own. The launcher starts the run again,
-    which ends as if nothing had been; nobody is left behind. A kill is in tests/chaos."""
-    steps = 40
+def test_one_that_is_told_to_stop_and_one_that_is_killed(single, workdir):
+    """The first as a cluster takes a machine away: all save the same step and stop, with a status of their own. Then a kill: the others
+    say who has gone. Each time the launcher starts the run again, which ends as if nothing had been; nobody is left behind."""
+    steps = 60
     flags = settings(train__steps=steps, mesh__stage=1, mesh__data=2, checkpoint__every=30)
     words = launch(workdir, 2, *flags)
-    words.insert(1, "--restarts=1")
+    words.insert(1, "--restarts=2")
     with runs.running(workdir.parent, *words) as command:
         command.wait_for(lambda: runs.last_step(workdir) > 0, "a step")
         before = children(command.process.pid)
         os.kill(process_of_run(command.process.pid, 1), signal.SIGTERM)
-        command.wait_for(lambda: "restart 1 of 1: the run ended with status 75" in command.errors(), "a stop on request")
+        command.wait_for(lambda: "restart 1 of 2: the run ended with status 75" in command.errors(), "a stop on request")
         step = runs.last_step(workdir)
         assert f"[0] stopped at step {step} of {steps}" in command.output()
         assert runs.checkpoints(workdir)[-1] == step < steps and not runs.unfinished(workdir)
+
+        command.wait_for(lambda: runs.last_step(workdir) > step, "a step after going on")
+        assert f"continuing from step {step}" in command.output()
+        before += children(command.process.pid)
+        os.kill(process_of_run(command.process.pid, 1), signal.SIGKILL)
+        command.wait_for(lambda: "restart 2 of 2: the run ended with status " in command.errors(), "a kill")
+        assert re.search(r"^error: process 1 \(.+, pid \d+\) has gone without a word, after step \d+$", command.errors(), re.MULTILINE)
         done = command.end()
-    assert f"continuing from step {step}" in done.out and "Traceback" not in done.err + done.out
+    assert "Traceback" not in done.err + done.out
     assert_gone([pid for pid in before if pid != command.process.pid])
     found = runs.losses(workdir)
     assert list(found) == list(range(1, steps + 1))

@@ -151,14 +151,9 @@ def test_the_matrix_has_what_it_should():
     assert {case.schedule for case in whole()} == set(SCHEDULES)
 
 
-def test_first_of_such_meshes(trained):
-    """3 × 3, with the losses of one device."""
-    assert_same(*run_of(trained, FIRST), range(1, STEPS + 1))
-
-
-@pytest.mark.full
 def test_goes_on_on_another_such_mesh(trained):
-    """On from there on 7 stages."""
+    """With the losses of one device on 3 × 3, and on from there on 7 stages."""
+    assert_same(*run_of(trained, FIRST), range(1, STEPS + 1))
     assert_goes_on(trained, FIRST, SECOND)
 
 

@@ -210,6 +210,7 @@ def test_one_stage_is_a_plain_scan():
     """Gradient accumulation: no loop of one trip, no permute, and one layer after the other."""
     c = compile_program(Case((1, 1, 1), microbatches=4, changes={"model.layers": 1}))
     loops = [i for i in c.program.below(c.tick) if i.opcode in ("while", "conditional")]
+    loops = [i for i in loops if "scatter" not in i.op_name]  # on CPU one, over tokens
     assert loops == [] and not [i for i in c.program.below(c.program.entry) if i.collective]
 
 
