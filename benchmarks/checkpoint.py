@@ -65,7 +65,9 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
         placement, shapes = step.layout.placement, stored_shapes(step.layout, step.optimizer)
         saves: Checkpointer | LocalCheckpointer = Checkpointer(folder, placement, shapes, 2)
         if options.local:
-            saves = LocalCheckpointer(folder, Shards(stored_arrays(step.abstract_state(), shapes, placement)), "benchmark", 0, print)
+            saves = LocalCheckpointer(
+                folder, Shards(stored_arrays(step.abstract_state(), shapes, placement), placement), "benchmark", 0, print
+            )
         at = 0
 
         def window(saving: bool) -> dict[str, float]:
