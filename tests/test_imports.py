@@ -8,7 +8,7 @@ import pytest
 from support import ROOMS, ROOT
 
 TOP = len(ROOMS)  # modules beside the rooms, and a room's `__main__`
-WITHOUT_JAX = ("schedule", "config", "run", "data", "checkpoint.steps", "devices.cluster_environment")
+WITHOUT_JAX = ("costs", "schedule", "config", "run", "data", "checkpoint.steps", "devices.cluster_environment")
 WITH_JAX = ("data.loader",)  # of those
 NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
@@ -58,7 +58,7 @@ def test_reading_of_imports():
         "import jax.numpy as jnp\nfrom jaxtrain import config\ndef f():\n    from jaxtrain.config import Config\n    from . import paths\n"
     )
     assert imports("jaxtrain.config", source) == {"jax.numpy", "jaxtrain.config", "jaxtrain.config.paths"}
-    assert level("jaxtrain.schedule.table") == level("jaxtrain.schedule") == 0 and level("jaxtrain.schedule.__main__") == TOP == level(
+    assert level("jaxtrain.costs.layout") == level("jaxtrain.costs") == 0 and level("jaxtrain.schedule.__main__") == TOP == level(
         "jaxtrain.loop"
     )
 

@@ -14,7 +14,8 @@ from support import ROOT
 from jaxtrain import __main__ as command
 from jaxtrain import __version__
 
-SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "jaxtrain").rglob("*.py")}
+FILES = [*(ROOT / "jaxtrain").rglob("*.py"), *(ROOT / "jaxtrain").rglob("*.json")]
+SOURCES = {path.relative_to(ROOT).as_posix() for path in FILES}
 RECIPES = {f"jaxtrain/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
 # What pip does, by setuptools alone: each hook of PEP 517 in a process of its own.
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"

@@ -1,0 +1,158 @@
+"""Kinds of devices, as data: hardware/NAME.json, or a file of a user's own with the same keys.
+
+A file says what a data sheet says (peaks, memory, links) and which part of it programs reach. The parts are few and physical:
+
+    matmul.peak     part of the peak that large products reach
+    matmul.half     [m, n, k]: a product whose m (n, k) is this long reaches half of that: tiles at its edges, pipelines that fill
+    attention       parts of the peak that a fused kernel reaches, forward and backward
+    memory_reached  part of the memory's bandwidth that passes over large arrays reach
+    launch_us       time between the operations of a program
+    tiers           links from the fastest to the slowest. devices: how many one of them joins, 0 for any number; gb_per_s: what a device
+                    sends at most, one way; reached: the part of it that large collectives reach; latency_us: of one step of a ring
+
+Sources of the figures stand in each file.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+FOLDER = pathlib.Path(__file__).parent / "hardware"
+GIB = 2**30
+NUMBERS = ("memory_gib", "memory_usable", "memory_gb_per_s", "memory_reached", "launch_us", "watts")
+
+
+class HardwareError(Exception):
+    """A kind of device that is not known, or a file that does not describe one; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tier:
+    """Links of one kind, which join so many devices; 0: any number."""
+
+    name: str
+    devices: int
+    gb_per_s: float
+    reached: float
+    latency_us: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What a device sends, one way, in a large collective."""
+        return 1e9 * self.gb_per_s * self.reached
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The part of the peak that a product [m, k] · [k, n] reaches."""
+
+    peak: float
+    half: tuple[float, float, float]  # m, n, k
+
+    def reached(self, m: float, n: float, k: float) -> float:
+        """Between 0 and `peak`."""
+        return self.peak / (1 + sum(half / max(size, 1) for half, size in zip(self.half, (m, n, k), strict=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """A kind of device.
+
+    peak_tflops:    dense, by the type of the operands
+    memory_gib, memory_usable: and the part of it that a program's arrays may take
+    memory_gb_per_s, memory_reached: bandwidth, and the part that is reached
+    attention_forward, attention_backward: parts of the peak
+    watts:          of the device under load, for energy
+    """
+
+    name: str
+    peak_tflops: Mapping[str, float]
+    memory_gib: float
+    memory_usable: float
+    memory_gb_per_s: float
+    memory_reached: float
+    matmul: Matmul
+    attention_forward: float
+    attention_backward: float
+    launch_us: float
+    tiers: tuple[Tier, ...]
+    watts: float
+    sources: tuple[str, ...]
+
+    def peak(self, dtype: str = "bfloat16") -> float:
+        """Operations a second."""
+        return 1e12 * self.peak_tflops[dtype]
+
+    @property
+    def memory(self) -> float:
+        """Bytes that a program's arrays may take."""
+        return GIB * self.memory_gib * self.memory_usable
+
+    @property
+    def streaming(self) -> float:
+        """Bytes a second of a pass over large arrays."""
+        return 1e9 * self.memory_gb_per_s * self.memory_reached
+
+    def tier(self, devices: float) -> Tier:
+        """The fastest links that join so many neighbours."""
+        return next((tier for tier in self.tiers if not tier.devices or tier.devices >= devices), self.tiers[-1])
+
+
+def known() -> tuple[str, ...]:
+    """The kinds of devices that are there by name."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+
+
+def load(name: str) -> Hardware:
+    """The kind of device with this name, or that of this file. Raises HardwareError."""
+    path = pathlib.Path(name)
+    if path.suffix != ".json":
+        if name not in known():
+            near = difflib.get_close_matches(name.lower(), known(), 1, 0.0)[0]
+            raise HardwareError(f"--hardware={name!r} is not known ({', '.join(known())}, or a JSON file): use --hardware={near}")
+        path = FOLDER / f"{name}.json"
+    try:
+        return from_json(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise HardwareError(f"--hardware={name!r} cannot be read ({os.strerror(error.errno or 0)}): use --hardware={known()[0]}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:120]
+        raise HardwareError(
+            f"--hardware={name!r} does not describe a device ({what}): compare it with {FOLDER / known()[0]}.json"
+        ) from None
+
+
+def from_json(values: Mapping[str, Any]) -> Hardware:
+    """A kind of device from a file's object. Raises KeyError, TypeError or ValueError for what is none."""
+    default: dict[str, Any] = {"reached": 1.0, "latency_us": 0.0}
+    tiers = tuple(Tier(**default | dict(tier)) for tier in values["tiers"])
+    if not tiers or any(tier.devices for tier in tiers[-1:]):
+        raise ValueError("the last of tiers joins any number of devices: devices 0")
+    numbers = {
+        key: float(values[key]) for key in ("memory_gib", "memory_usable", "memory_gb_per_s", "memory_reached", "launch_us", "watts")
+    }
+    if any(not math.isfinite(number) or number < 0 for number in numbers.values()):
+        raise ValueError("a figure is negative or not finite")
+    m, n, k = (float(size) for size in values["matmul"]["half"])
+    return Hardware(
+        name=str(values["name"]),
+        peak_tflops={str(dtype): float(peak) for dtype, peak in values["peak_tflops"].items()},
+        matmul=Matmul(float(values["matmul"]["peak"]), (m, n, k)),
+        attention_forward=float(values["attention"][0]),
+        attention_backward=float(values["attention"][1]),
+        tiers=tiers,
+        sources=tuple(values.get("sources", ())),
+        **numbers,
+    )
+
+
+def to_json(hardware: Hardware) -> dict[str, Any]:
+    """The object of a file that `from_json` reads as this."""
+    values = dataclasses.asdict(hardware)
+    values["attention"] = [values.pop("attention_forward"), values.pop("attention_backward")]
+    return values | {"peak_tflops": dict(hardware.peak_tflops), "tiers": [dataclasses.asdict(tier) for tier in hardware.tiers]}

@@ -1,0 +1,90 @@
+"""What a step holds on the fullest device, by parts, in closed form.
+
+weights, gradients, optimizer   by the stage of ZeRO, of the stage with most parameters
+activations                     what layers keep of a microbatch, for those that a stage holds at once
+logits                          of the tokens whose logits exist at a time
+working                         what one op needs beside: a layer's matrices as products read them, its widest results
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxtrain.costs import identities
+from jaxtrain.costs.step_time import ITEM, Work
+
+LOGIT_BYTES = 10.0  # of a logit: in 32 bits, its gradient, and in 16 bits what products read of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes by part on the fullest device."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.parts.values())
+
+
+def layer_activations(work: Work) -> float:
+    """Bytes that one layer keeps of one microbatch on a device."""
+    model, layout, program = work.model, work.layout, work.program
+    if not program.fused_attention:
+        s, t = model.sequence, layout.model
+        sequence = program.sequence_parallel
+        kind = {
+            "full": "full",
+            "selective": "selective_sequence" if sequence else "selective",
+            "none": "sequence" if sequence else "tensor" if t > 1 else "none",
+        }[layout.remat]
+        return identities.activation_bytes(kind, s, layout.microbatch, model.width, model.heads, t)
+    hidden = model.mlp_width if not model.experts else (model.experts_per_token + model.shared_experts) * model.expert_width
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim  # queries, keys, values, and the result
+    split = layout.model if program.sequence_parallel else 1
+    width = {"full": 1.0, "selective": 2.0, "none": 4.0}[layout.remat] * model.width / split
+    inner = {"full": 0.0, "selective": heads + hidden * (2 if model.gated else 1), "none": heads + hidden * (4 if model.gated else 2)}
+    return ITEM * work.tokens * (width + inner[layout.remat] / layout.model)
+
+
+def microbatches_in_flight(work: Work) -> float:
+    """Microbatches whose activations the fullest stage holds at once, in those of a whole stage."""
+    layout = work.layout
+    p, v, m = layout.stage, layout.repeats, layout.microbatches
+    if p == 1:
+        return 1.0
+    most = {
+        "gpipe": m,
+        "1f1b": p,
+        "interleaved": p * (1 + (p - 1) / (p * v)),
+        "zb_h1": p,
+        "zb_h2": 2 * p - 1,
+        "zb_v": p,
+        "dualpipe": p + 1,
+    }.get(layout.schedule, p * (1 + (p - 1) / (p * v)))
+    return min(float(m), float(most))
+
+
+def memory(work: Work, loss_chunk: int = 2048) -> Memory:
+    """The parts. loss_chunk: tokens whose logits exist at a time."""
+    model, layout, program = work.model, work.layout, work.program
+    parameters, shards = work.device_parameters(), layout.data
+    optimizer = program.state_bytes * parameters / (shards if layout.zero >= 1 else 1)
+    layers = model.layers / layout.stage + (model.dense_layers if layout.stage == 1 else 0)
+    kept = layer_activations(work) * layers * microbatches_in_flight(work)
+    logits = LOGIT_BYTES * min(work.tokens, loss_chunk) * model.vocab_size / layout.model
+    widest = max(model.mlp_width * (2 if model.gated else 1), (model.heads + 2 * model.kv_heads) * model.head_dim) / layout.model
+    working = ITEM * (model.layer_parameters() / layout.model / max(1, layout.expert) + 4 * work.tokens * widest)
+    if layout.offload in ("optimizer", "both"):
+        optimizer = 0.0
+    if layout.offload in ("activations", "both"):
+        kept = layer_activations(work) * layers
+    return Memory(
+        {
+            "weights": program.weight_bytes * parameters / (shards if layout.zero >= 3 else 1),
+            "gradients": program.gradient_bytes * parameters / (shards if layout.zero >= 2 else 1),
+            "optimizer": optimizer,
+            "activations": kept,
+            "logits": logits,
+            "working": working,
+        }
+    )

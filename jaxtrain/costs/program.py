@@ -1,0 +1,111 @@
+"""Programs that train transformers, by what differs between them in time and memory. Published runs were made by others than ours.
+
+Each difference is physical: what is kept, what passes through memory, what waits for what.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a program does.
+
+    text:             the differences in words
+    fused_attention:  scores stay on the chip; otherwise they pass through memory
+    attention_passes: over the scores, forward, where they do
+    sequence_parallel: what lies between products is split over `model`, too
+    core_again:       "selective" computes attention's core again; otherwise all that is no product
+    passes:           over a layer's [tokens, width], forward, beside its products: norms, residuals, dropout
+    inner_passes:     over what products make inside attention and MLP: copies by head, activation
+    model_overlap:    part of the time of `model`'s collectives that stands beside products
+    data_overlap:     the same of the sums of gradients, beside the backward of the last microbatch
+    gather_overlap:   the same of ZeRO-3's gathers
+    stage_overlap:    messages between stages go beside ops
+    tick:             seconds of each tick of a table beside its ops, per device of the pipeline that it waits for
+    weight_bytes, gradient_bytes, state_bytes: of a parameter: of the copy that products use, of its gradient, of optimizer and master copy
+    sent_gradient, sent_weight: bytes of a number that crosses `data`
+    split_sends:      messages between stages are split over `model`
+    vocabulary_parallel: embedding and head are split over the stages
+    fixed_s:          seconds of a step beside all this: its host, the loss, the norm of gradients
+    """
+
+    name: str
+    text: str
+    fused_attention: bool = True
+    attention_passes: float = 0.0
+    sequence_parallel: bool = True
+    core_again: bool = False
+    passes: float = 8.0
+    inner_passes: float = 2.0
+    model_overlap: float = 0.0
+    data_overlap: float = 0.0
+    gather_overlap: float = 0.9
+    stage_overlap: bool = False
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    state_bytes: float = 12.0
+    sent_gradient: float = 4.0
+    sent_weight: float = 2.0
+    split_sends: bool = True
+    vocabulary_parallel: bool = False
+    fixed_s: float = 0.0
+
+
+_MEGATRON_2021 = Program(
+    "megatron2021",
+    "no sequence parallelism; scores pass through memory; tensor's sums, gradients' sums and messages are waited for; dropout",
+    fused_attention=False,
+    attention_passes=6.5,  # product, scaled and masked softmax, dropout with its mask, product: written and read, in 16 bits
+    sequence_parallel=False,
+    core_again=True,
+    passes=14.0,  # two norms (2 each), two residuals with dropout and bias (5 each)
+    inner_passes=3.0,
+    sent_gradient=2.0,
+    state_bytes=12.0,
+)
+PROGRAMS: dict[str, Program] = {
+    program.name: program
+    for program in (
+        Program(
+            "jaxtrain",
+            "the program that this package compiles",
+            stage_overlap=True,
+            data_overlap=0.0,
+            weight_bytes=4.0,  # the master copy: products read a cast of it that lives no longer than its layer
+            state_bytes=8.0,
+            sent_weight=4.0,
+            vocabulary_parallel=True,
+        ),
+        _MEGATRON_2021,
+        dataclasses.replace(
+            _MEGATRON_2021,
+            name="megatron2022",
+            text="as megatron2021, with sequence parallelism; selective recomputes attention's core alone",
+            sequence_parallel=True,
+        ),
+        Program(
+            "megatron_core",
+            "sequence parallelism, fused attention, distributed optimizer; tensor's and data's collectives beside products in part",
+            core_again=True,
+            model_overlap=0.6,
+            data_overlap=0.8,
+            stage_overlap=True,
+            state_bytes=12.0,
+        ),
+        Program(
+            "maxtext",
+            "ZeRO-3 (fsdp) with gathers beside products, fused attention, full recomputation but for named matrices",
+            data_overlap=0.9,
+            gather_overlap=0.95,
+            weight_bytes=4.0,
+            state_bytes=8.0,
+        ),
+        dataclasses.replace(
+            _MEGATRON_2021,
+            name="zero3",
+            text="DeepSpeed's ZeRO-3 of 2021 without tensor parallelism: parameters gathered by layer, some of it beside products",
+            gather_overlap=0.5,
+            data_overlap=0.5,
+        ),
+    )
+}

@@ -1,0 +1,320 @@
+"""How long a step takes, by parts, in closed form: enough to compare thousands of layouts. The exact clock of a table comes after.
+
+    layer ops      products by their shapes, attention by its kernel, passes over memory, collectives of `model`, `context`, `expert`
+    stage          its layers' F, R, B, W for each microbatch, the head where it lies
+    step           microbatches one after the other, the bubble of the schedule, messages, sums of gradients, the optimizer
+
+A step's parts add up to its time: what is hidden behind other work is listed apart and does not count.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jaxtrain.costs.hardware import Hardware
+from jaxtrain.costs.layout import Layout
+from jaxtrain.costs.program import Program
+from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
+
+ITEM = 2  # bytes of an activation's number
+LOGIT_PASSES = 3.0  # over a microbatch's logits, in 32 bits: written, read for the loss, and for its gradient
+UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
+BACKWARD_PASSES = 2.0  # over memory, of those of the forward
+ATTENTION_BACKWARD = 2.5  # products of attention's backward over the two of its forward: scores again, and four
+MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, FIXED = "matmuls", "attention", "memory", "bubble", "optimizer", "fixed"
+AXES = ("model", "context", "expert", "stage", "data", "replica")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Seconds by part: those that count, and those that stand beside others. Communication is named by its axis."""
+
+    exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    hidden: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.exposed.values())
+
+    def __add__(self, other: "Parts") -> "Parts":
+        return Parts(_sum(self.exposed, other.exposed), _sum(self.hidden, other.hidden))
+
+    def __mul__(self, times: float) -> "Parts":
+        return Parts({k: v * times for k, v in self.exposed.items()}, {k: v * times for k, v in self.hidden.items()})
+
+
+def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in (*a, *(key for key in b if key not in a))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is planned: a model with a layout, by a program, on a kind of device."""
+
+    model: Transformer
+    layout: Layout
+    program: Program
+    hardware: Hardware
+    dtype: str = "bfloat16"
+
+    @property
+    def tokens(self) -> float:
+        """Of a microbatch on the devices of `model` together."""
+        return self.layout.microbatch * self.model.sequence / self.layout.context
+
+    # ------------------------------------------------------------------------------------------------------------ layers
+
+    def layer(self, dense: bool = False) -> dict[str, Parts]:
+        """F, R, B and W of one layer and microbatch; R is what the layout's recomputation costs."""
+        model, layout, program = self.model, self.layout, self.program
+        forward, weights, inputs = 0.0, 0.0, 0.0
+        for name, n_in, n_out in model.products(dense):
+            k, n = float(n_in), float(n_out)
+            if name in COLUMNS:
+                n = n_out / layout.model
+            elif name not in WHOLE:
+                k = n_in / layout.model
+            tokens, experts = self.tokens, 1.0
+            if model.experts and not dense and name.startswith("mlp"):
+                # Rows of an expert: all devices of `expert` send theirs; as if evenly.
+                experts = model.experts_per_token + model.shared_experts
+                local = model.experts / layout.expert
+                rows = self.tokens * model.experts_per_token / local
+                k, n = (k / experts, n) if name == "mlp_out" else (k, n / experts)
+                forward += local * self._product(rows, n, k) + model.shared_experts * self._product(tokens, n, k)
+                inputs += local * self._product(rows, k, n) + model.shared_experts * self._product(tokens, k, n)
+                weights += local * self._product(k, n, rows) + model.shared_experts * self._product(k, n, tokens)
+                continue
+            forward += self._product(tokens, n, k)
+            inputs += self._product(tokens, k, n)
+            weights += self._product(k, n, tokens)
+        attention, attention_back = self._attention()
+        memory, scores = self._passes(dense), self._scores()
+        sums = self._model_sums(dense)
+        context = self._context()
+        experts_sent = self._experts(dense)
+        f = Parts({MATMULS: forward, ATTENTION: attention, MEMORY: memory + scores}) + sums + context + experts_sent
+        b = Parts({MATMULS: inputs, ATTENTION: attention_back, MEMORY: BACKWARD_PASSES * (memory + scores)}) + sums + context + experts_sent
+        w = Parts({MATMULS: weights})
+        if layout.remat == "full":
+            again = f
+        elif layout.remat == "selective":
+            again = Parts({ATTENTION: attention, MEMORY: scores}) if program.core_again else Parts({MEMORY: memory})
+            if program.fused_attention and program.core_again:
+                again = Parts({ATTENTION: attention})
+        else:
+            again = Parts()
+        return {"F": f, "R": again, "B": b, "W": w}
+
+    def _product(self, m: float, n: float, k: float) -> float:
+        """Seconds of [m, k] · [k, n]."""
+        hardware = self.hardware
+        flops = 2.0 * m * n * k / (hardware.peak(self.dtype) * hardware.matmul.reached(m, n, k))
+        moved = ITEM * (m * k + k * n + m * n) / hardware.streaming
+        return max(flops, moved) + 1e-6 * hardware.launch_us
+
+    def _attention(self) -> tuple[float, float]:
+        """Seconds of attention's core, forward and backward: fused kernels leave out what is masked."""
+        model, layout, hardware = self.model, self.layout, self.hardware
+        flops = layout.microbatch * model.attention_flops() / (layout.model * layout.context)
+        if self.program.fused_attention:
+            peak = hardware.peak(self.dtype)
+            half = 0.5 * flops / peak
+            return half / hardware.attention_forward, ATTENTION_BACKWARD * half / hardware.attention_backward
+        reached = hardware.matmul.reached(model.sequence, model.sequence, model.score_dim)
+        seconds = flops / (hardware.peak(self.dtype) * reached)
+        return seconds, 2 * seconds
+
+    def _scores(self) -> float:
+        """Seconds in which scores pass through memory, forward."""
+        model, layout = self.model, self.layout
+        if self.program.fused_attention:
+            return 0.0
+        scores = layout.microbatch * model.heads / layout.model * model.sequence**2 / layout.context
+        return ITEM * self.program.attention_passes * scores / self.hardware.streaming
+
+    def _passes(self, dense: bool) -> float:
+        """Seconds of passes over activations beside products, forward."""
+        model, layout, program = self.model, self.layout, self.program
+        outside = program.passes * model.width / (layout.model if program.sequence_parallel else 1)
+        heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+        hidden = model.mlp_width if dense or not model.experts else (model.experts_per_token + model.shared_experts) * model.expert_width
+        inner = program.inner_passes * (heads + hidden * (1.5 if model.gated else 1.0)) / layout.model
+        return ITEM * self.tokens * (outside + inner) / self.hardware.streaming
+
+    def _model_sums(self, dense: bool) -> Parts:
+        """Tensor parallelism's collectives of a layer's forward, and of its backward: two of [tokens, width], gathered and scattered or
+        summed, which is the same number of bytes."""
+        if self.layout.model == 1:
+            return Parts()
+        size = ITEM * self.tokens * self.model.width
+        seconds = 2 * self.collective("model", size, rounds=2)
+        return _overlapped("model", seconds, self.program.model_overlap)
+
+    def _context(self) -> Parts:
+        """Keys and values of the whole sequence, gathered."""
+        model, layout = self.model, self.layout
+        if layout.context == 1:
+            return Parts()
+        size = ITEM * layout.microbatch * model.sequence * 2 * model.kv_heads * model.head_dim / layout.model
+        return Parts({"context": self.collective("context", size)})
+
+    def _experts(self, dense: bool) -> Parts:
+        """Rows to their experts and back."""
+        model, layout = self.model, self.layout
+        if layout.expert == 1 or dense or not model.experts:
+            return Parts()
+        size = ITEM * self.tokens * model.experts_per_token * model.width / layout.model
+        return Parts({"expert": 2 * self.collective("expert", size)})
+
+    # ------------------------------------------------------------------------------------------------------------ collectives
+
+    def collective(self, axis: str, size: float, rounds: int = 1) -> float:
+        """Seconds of a ring's collective over a mesh axis: `rounds` of (n - 1)/n of `size` bytes, the array's on a device when whole.
+
+        An axis whose devices lie in several islands is bound by the links between them; those of its devices that share an island send
+        over as many links.
+        """
+        count, apart = self.layout.neighbours(axis)
+        if count == 1:
+            return 0.0
+        tier = self.hardware.tier(count * apart)
+        inside = self.hardware.tiers[0]
+        bytes_per_s = tier.bytes_per_s
+        if tier is not inside and inside.devices > apart:
+            bytes_per_s *= max(1, min(count, inside.devices // apart))
+            bytes_per_s = min(bytes_per_s, inside.bytes_per_s)
+        hops = 1e-6 * tier.latency_us * math.log2(count) * 2
+        return rounds * (size * (count - 1) / count / bytes_per_s + hops)
+
+    def message(self) -> float:
+        """Seconds of a microbatch's activations from a stage to its neighbour."""
+        layout = self.layout
+        if layout.stage == 1:
+            return 0.0
+        tier = self.hardware.tier(2 * layout.neighbours("stage")[1])
+        size = ITEM * self.tokens * self.model.width / (layout.model if self.program.split_sends else 1)
+        return size / tier.bytes_per_s + 1e-6 * tier.latency_us
+
+    # ------------------------------------------------------------------------------------------------------------ the step
+
+    def head(self) -> Parts:
+        """Head, loss and embedding of one microbatch, forward and backward, on the devices of one stage."""
+        model, layout = self.model, self.layout
+        columns = model.vocab_size / layout.model
+        products = self._product(self.tokens, columns, model.width) + self._product(self.tokens, model.width, columns)
+        products += self._product(model.width, columns, self.tokens)
+        memory = 4 * LOGIT_PASSES * self.tokens * columns + 3 * ITEM * self.tokens * model.width
+        return Parts({MATMULS: products * (1 + model.predictions), MEMORY: memory * (1 + model.predictions) / self.hardware.streaming})
+
+    def bubble(self, forward: float, again: float, backward: float, weights: float) -> float:
+        """Seconds that a stage waits, of F, R, B and W of a microbatch on a whole stage (Narayanan 2021; Qi et al. 2023 and 2024 for those
+        with B and W apart)."""
+        p, v = self.layout.stage, self.layout.repeats
+        whole = forward + again + backward + weights
+        return {
+            "gpipe": (p - 1) * whole,
+            "1f1b": (p - 1) * whole,
+            "interleaved": (p - 1) * whole / v,
+            "zb_h1": (p - 1) * max(0.0, forward + again + backward - weights),
+            "zb_h2": (p - 1) * max(0.0, forward + again + backward - 2 * weights),
+            "zb_v": (p - 1) * max(0.0, forward + again + backward - 2 * weights) / 2,
+            "dualpipe": (p / 2 - 1) * max(0.0, whole + backward - 2 * weights) / 2,
+        }.get(self.layout.schedule, (p - 1) * whole / v)
+
+    def step(self) -> Parts:
+        """All of a step, on the device that works most."""
+        model, layout, program = self.model, self.layout, self.program
+        p, m = layout.stage, layout.microbatches
+        ops = self.layer()
+        whole = Parts()
+        for op in ops.values():
+            whole += op
+        stage = whole * (model.layers / p)
+        if model.dense_layers:
+            for op in self.layer(dense=True).values():
+                stage += op * (model.dense_layers / (1 if p > 1 else 1))
+        head = self.head()
+        shared = program.vocabulary_parallel and p > 1
+        gathers = self._gathers()
+        times = [ops[name].seconds * model.layers / p for name in "FRBW"]
+        step = stage * m + head * (m / p if shared else m) + gathers
+        waits = self.bubble(*times) if p > 1 else 0.0
+        step += Parts({BUBBLE: waits}) + self._messages(sum(times)) + self._sums(times) + self.update()
+        return step + Parts({FIXED: program.fixed_s})
+
+    def _messages(self, microbatch: float) -> Parts:
+        """Two messages a chunk and microbatch, one each way, and the wait of the first ones to arrive."""
+        layout = self.layout
+        if layout.stage == 1:
+            return Parts()
+        each = self.message()
+        seconds = 2 * each * layout.microbatches * layout.repeats
+        if not self.program.stage_overlap:
+            return Parts({"stage": seconds})
+        per_chunk = microbatch / layout.repeats / 2
+        exposed = max(0.0, each - per_chunk) * 2 * layout.microbatches * layout.repeats + 2 * each * (layout.stage - 1)
+        return Parts({"stage": exposed}, {"stage": max(0.0, seconds - exposed)})
+
+    def device_parameters(self) -> float:
+        """Of the stage with most of them: its layers, and its part of the tables."""
+        model, layout = self.model, self.layout
+        expert = model.experts * model.width * model.expert_width * (3 if model.gated else 2) if model.experts else 0
+        layer = (model.layer_parameters() - expert) / layout.model + expert / (layout.model * layout.expert)
+        tables = float(model.embedding_parameters())
+        if layout.stage > 1:  # all stages have a part of each table, or each end has one
+            first = (model.vocab_size + model.sequence * model.learned_positions) * model.width
+            tables = tables / layout.stage if self.program.vocabulary_parallel else first
+        dense = model.dense_layers * model.layer_parameters(dense=True) / layout.model
+        return math.ceil(model.layers / layout.stage) * layer + dense + tables / layout.model
+
+    def _gathers(self) -> Parts:
+        """ZeRO-3's parameters, for the forward and for the backward of each microbatch."""
+        layout = self.layout
+        if layout.zero < 3 or layout.data == 1:
+            return Parts()
+        size = self.program.sent_weight * self.device_parameters()
+        rounds = 2 * layout.microbatches * (self.collective("data", size))
+        return _overlapped("data", rounds, self.program.gather_overlap)
+
+    def _sums(self, times: list[float]) -> Parts:
+        """Sums of gradients over `data` and `replica`, and the gather of the parameters that ZeRO has updated in parts."""
+        layout, program = self.layout, self.program
+        parameters = self.device_parameters()
+        parts = Parts()
+        if layout.data > 1:
+            each = self.collective("data", program.sent_gradient * parameters)
+            back = self.collective("data", (program.sent_weight if layout.zero else program.sent_gradient) * parameters)
+            seconds = each * (layout.microbatches if layout.zero > 1 else 1) + (back if layout.zero < 3 else 0.0)
+            parts += _overlapped("data", seconds, program.data_overlap)
+        if layout.replica > 1:
+            shards = layout.data if layout.zero else 1
+            parts += Parts({"replica": self.collective("replica", program.sent_gradient * parameters / shards, rounds=2)})
+        return parts
+
+    def update(self) -> Parts:
+        """The optimizer's passes over its state."""
+        layout = self.layout
+        shards = layout.data if layout.zero else 1
+        return Parts({OPTIMIZER: UPDATE_BYTES * self.device_parameters() / shards / self.hardware.streaming})
+
+    # ------------------------------------------------------------------------------------------------------------ figures
+
+    def model_flops(self, causal: bool = False) -> float:
+        """Operations of a step that the model itself needs, on all devices: forward, and twice that backward."""
+        return 3.0 * self.layout.batch * self.model.sequence_flops(causal)
+
+    def hardware_flops(self, causal: bool = False) -> float:
+        """With those that are computed again, of the layers (Narayanan 2021, Korthikanti 2022)."""
+        model, layout = self.model, self.layout
+        again = 0.0
+        if layout.remat == "full":
+            head = 2.0 * model.vocab_size * model.width * model.sequence * (1 + model.predictions)
+            again = model.sequence_flops(causal) - head
+        elif layout.remat == "selective" and self.program.core_again:
+            again = model.layers * model.attention_flops() * (0.5 if causal else 1.0)
+        return self.model_flops(causal) + layout.batch * again
+
+
+def _overlapped(axis: str, seconds: float, part: float) -> Parts:
+    return Parts({axis: seconds * (1 - part)}, {axis: seconds * part} if part else {})

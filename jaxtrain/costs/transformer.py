@@ -1,0 +1,107 @@
+"""A transformer by its sizes: what its layers have of parameters, and what a token costs in each of them."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """Sizes of a model and its sequences; names as in the `model` group of a config, resolved.
+
+    gated: three matrices in an MLP, and not two; value_dim, query_rank, kv_rank, rope_dim: of latent attention (mla), else 0
+    experts, experts_per_token, shared_experts, expert_width: of each of `layers`; dense_layers: before those, with an MLP
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    vocab_size: int
+    sequence: int
+    gated: bool = True
+    tied: bool = False
+    biases: bool = False
+    learned_positions: bool = False
+    norm_vectors: int = 1
+    mla: bool = False
+    query_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_experts: int = 0
+    expert_width: int = 0
+    dense_layers: int = 0
+    predictions: int = 0
+
+    @property
+    def score_dim(self) -> int:
+        """Of a head's queries and keys."""
+        return self.head_dim + self.rope_dim
+
+    @property
+    def output_dim(self) -> int:
+        """Of a head's values."""
+        return self.value_dim or self.score_dim
+
+    def products(self, dense: bool = False) -> tuple[tuple[str, int, int], ...]:
+        """(name, inputs, outputs) of each matrix that a token is multiplied with in a layer; experts count as one, as wide as a token's.
+
+        dense: a layer of those before the others. `model` splits what is named in COLUMNS by its outputs, and the others by their inputs.
+        """
+        width, heads = self.width, self.heads
+        if self.mla:
+            attention = [
+                ("latent", width, self.query_rank + self.kv_rank + self.rope_dim),
+                ("query", self.query_rank or width, heads * self.score_dim),
+                ("key_value", self.kv_rank, heads * (self.head_dim + self.value_dim)),
+            ]
+        else:
+            attention = [("query_key_value", width, (heads + 2 * self.kv_heads) * self.head_dim)]
+        attention.append(("attention_output", heads * self.output_dim, width))
+        hidden = self.mlp_width
+        if self.experts and not dense:
+            attention.append(("router", width, self.experts))
+            hidden = (self.experts_per_token + self.shared_experts) * self.expert_width
+        return (*attention, ("mlp_in", width, hidden * (2 if self.gated else 1)), ("mlp_out", hidden, width))
+
+    def token_parameters(self, dense: bool = False) -> int:
+        """Numbers of one layer's matrices that a token is multiplied with."""
+        return sum(inputs * outputs for _, inputs, outputs in self.products(dense))
+
+    def layer_parameters(self, dense: bool = False) -> int:
+        """All parameters of one layer: all experts, norms, and biases where there are any."""
+        matrices = self.token_parameters(dense)
+        if self.experts and not dense:
+            matrices += (self.experts - self.experts_per_token) * self.width * self.expert_width * (3 if self.gated else 2)
+        vectors = 2 * self.norm_vectors * self.width + self.query_rank + self.kv_rank
+        if self.biases:
+            vectors += sum(outputs for name, _, outputs in self.products(dense) if name != "router")
+        return matrices + vectors
+
+    def embedding_parameters(self) -> int:
+        """Tables at both ends, and the last norm."""
+        tables = self.vocab_size * (1 if self.tied else 2) + (self.sequence if self.learned_positions else 0)
+        return tables * self.width + self.norm_vectors * self.width
+
+    def parameters(self) -> int:
+        """Of the whole model, without modules that predict further tokens."""
+        return self.layers * self.layer_parameters() + self.dense_layers * self.layer_parameters(dense=True) + self.embedding_parameters()
+
+    def attention_flops(self) -> float:
+        """Forward operations of attention in one layer and sequence, each token with all tokens; causal attention needs half of them."""
+        return 2.0 * self.sequence**2 * self.heads * (self.score_dim + self.output_dim)
+
+    def sequence_flops(self, causal: bool = True) -> float:
+        """Forward operations of a sequence: products with matrices, attention and the head. causal: attention's half counts."""
+        tokens = 2.0 * (self.layers * self.token_parameters() + self.dense_layers * self.token_parameters(dense=True))
+        head = 2.0 * self.vocab_size * self.width * (1 + self.predictions)
+        extra = self.predictions * 2.0 * (self.token_parameters() + 2 * self.width**2)
+        attention = (self.layers + self.dense_layers + self.predictions) * self.attention_flops() * (0.5 if causal else 1.0)
+        return self.sequence * (tokens + head + extra) + attention
+
+
+COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})  # matrices whose outputs `model` splits
+WHOLE = frozenset({"latent", "router"})  # those that it does not split
