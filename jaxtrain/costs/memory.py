@@ -72,8 +72,7 @@ def memory(work: Work, loss_chunk: int = 2048) -> Memory:
     layers = model.layers / layout.stage + (model.dense_layers if layout.stage == 1 else 0)
     kept = layer_activations(work) * layers * microbatches_in_flight(work)
     logits = LOGIT_BYTES * min(work.tokens, loss_chunk) * model.vocab_size / layout.model
-    widest = max(model.mlp_width * (2 if model.gated else 1), (model.heads + 2 * model.kv_heads) * model.head_dim) / layout.model
-    working = ITEM * (model.layer_parameters() / layout.model / max(1, layout.expert) + 4 * work.tokens * widest)
+    working = _working(work)
     if layout.offload in ("optimizer", "both"):
         optimizer = 0.0
     if layout.offload in ("activations", "both"):
@@ -84,7 +83,20 @@ def memory(work: Work, loss_chunk: int = 2048) -> Memory:
             "gradients": program.gradient_bytes * parameters / (shards if layout.zero >= 2 else 1),
             "optimizer": optimizer,
             "activations": kept,
-            "logits": logits,
             "working": working,
+            "logits": max(0.0, logits - working),
         }
     )
+
+
+def _working(work: Work) -> float:
+    """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and their gradients before they are scattered,
+    with the head's beside."""
+    model, layout = work.model, work.layout
+    widest = max(model.mlp_width * (2 if model.gated else 1), (model.heads + 2 * model.kv_heads) * model.head_dim) / layout.model
+    layer = model.layer_parameters() / layout.model / max(1, layout.expert)
+    matrices = ITEM * layer
+    if layout.zero >= 3 and layout.data > 1:
+        matrices = (2 * ITEM + ITEM + work.program.gradient_bytes) * layer
+        matrices += work.program.gradient_bytes * model.vocab_size * model.width / layout.model / (layout.stage if layout.stage > 1 else 1)
+    return matrices + ITEM * 4 * work.tokens * widest

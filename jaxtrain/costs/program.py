@@ -17,11 +17,12 @@ class Program:
     core_again:       "selective" computes attention's core again; otherwise all that is no product
     passes:           over a layer's [tokens, width], forward, beside its products: norms, residuals, dropout
     inner_passes:     over what products make inside attention and MLP: copies by head, activation
+    logit_passes:     over a microbatch's logits in 32 bits: written, read for the loss, and for its gradient
     model_overlap:    part of the time of `model`'s collectives that stands beside products
     data_overlap:     the same of the sums of gradients, beside the backward of the last microbatch
-    gather_overlap:   the same of ZeRO-3's gathers
+    gather_overlap:   the same of ZeRO-3's gathers, and of its sums, beside all ops
+    one_link:         part of one link's bandwidth that ZeRO-3's collectives reach where they leave an island; 0: all its links, as others
     stage_overlap:    messages between stages go beside ops
-    tick:             seconds of each tick of a table beside its ops, per device of the pipeline that it waits for
     weight_bytes, gradient_bytes, state_bytes: of a parameter: of the copy that products use, of its gradient, of optimizer and master copy
     sent_gradient, sent_weight: bytes of a number that crosses `data`
     split_sends:      messages between stages are split over `model`
@@ -37,9 +38,11 @@ class Program:
     core_again: bool = False
     passes: float = 8.0
     inner_passes: float = 2.0
+    logit_passes: float = 3.0
     model_overlap: float = 0.0
     data_overlap: float = 0.0
     gather_overlap: float = 0.9
+    one_link: float = 0.0
     stage_overlap: bool = False
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
@@ -60,8 +63,8 @@ _MEGATRON_2021 = Program(
     core_again=True,
     passes=14.0,  # two norms (2 each), two residuals with dropout and bias (5 each)
     inner_passes=3.0,
+    logit_passes=8.0,
     sent_gradient=2.0,
-    state_bytes=12.0,
 )
 PROGRAMS: dict[str, Program] = {
     program.name: program
@@ -71,7 +74,7 @@ PROGRAMS: dict[str, Program] = {
             "the program that this package compiles",
             stage_overlap=True,
             data_overlap=0.0,
-            weight_bytes=4.0,  # the master copy: products read a cast of it that lives no longer than its layer
+            weight_bytes=6.0,  # the master copy, and a cast of all of it that XLA makes before the loops
             state_bytes=8.0,
             sent_weight=4.0,
             vocabulary_parallel=True,
@@ -87,10 +90,13 @@ PROGRAMS: dict[str, Program] = {
             "megatron_core",
             "sequence parallelism, fused attention, distributed optimizer; tensor's and data's collectives beside products in part",
             core_again=True,
+            passes=14.0,
+            inner_passes=3.0,
+            logit_passes=8.0,
             model_overlap=0.6,
-            data_overlap=0.8,
+            data_overlap=0.9,
             stage_overlap=True,
-            state_bytes=12.0,
+            sent_gradient=2.0,
         ),
         Program(
             "maxtext",
@@ -100,12 +106,32 @@ PROGRAMS: dict[str, Program] = {
             weight_bytes=4.0,
             state_bytes=8.0,
         ),
+        Program(
+            "torchtitan",
+            "FSDP with gathers beside products, torch.compile: fused attention, norms and activations in passes of their own",
+            passes=14.0,
+            inner_passes=3.0,
+            logit_passes=8.0,
+            data_overlap=0.9,
+            weight_bytes=4.0,
+            state_bytes=8.0,
+        ),
+        Program(
+            "torchtitan_eager",
+            "as torchtitan without torch.compile: each operation reads and writes its arrays, casts to 32 bits in norms and rotation",
+            passes=40.0,
+            inner_passes=8.0,
+            logit_passes=12.0,
+            data_overlap=0.9,
+            weight_bytes=4.0,
+            state_bytes=8.0,
+        ),
         dataclasses.replace(
             _MEGATRON_2021,
             name="zero3",
-            text="DeepSpeed's ZeRO-3 of 2021 without tensor parallelism: parameters gathered by layer, some of it beside products",
-            gather_overlap=0.5,
-            data_overlap=0.5,
+            text="DeepSpeed's ZeRO-3 of 2021 without tensor parallelism: parameters gathered one by one, over one adapter of each node",
+            gather_overlap=0.78,
+            one_link=0.85,  # many small tensors
         ),
     )
 }

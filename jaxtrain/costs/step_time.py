@@ -17,7 +17,6 @@ from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
 
 ITEM = 2  # bytes of an activation's number
-LOGIT_PASSES = 3.0  # over a microbatch's logits, in 32 bits: written, read for the loss, and for its gradient
 UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
 BACKWARD_PASSES = 2.0  # over memory, of those of the forward
 ATTENTION_BACKWARD = 2.5  # products of attention's backward over the two of its forward: scores again, and four
@@ -140,7 +139,8 @@ class Work:
         heads = (model.heads + 2 * model.kv_heads) * model.head_dim
         hidden = model.mlp_width if dense or not model.experts else (model.experts_per_token + model.shared_experts) * model.expert_width
         inner = program.inner_passes * (heads + hidden * (1.5 if model.gated else 1.0)) / layout.model
-        return ITEM * self.tokens * (outside + inner) / self.hardware.streaming
+        started = (program.passes + program.inner_passes) / 2  # operations, each of which reads and writes
+        return ITEM * self.tokens * (outside + inner) / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
     def _model_sums(self, dense: bool) -> Parts:
         """Tensor parallelism's collectives of a layer's forward, and of its backward: two of [tokens, width], gathered and scattered or
@@ -149,7 +149,7 @@ class Work:
             return Parts()
         size = ITEM * self.tokens * self.model.width
         seconds = 2 * self.collective("model", size, rounds=2)
-        return _overlapped("model", seconds, self.program.model_overlap)
+        return _beside("model", seconds, self.program.model_overlap)
 
     def _context(self) -> Parts:
         """Keys and values of the whole sequence, gathered."""
@@ -169,11 +169,11 @@ class Work:
 
     # ------------------------------------------------------------------------------------------------------------ collectives
 
-    def collective(self, axis: str, size: float, rounds: int = 1) -> float:
+    def collective(self, axis: str, size: float, rounds: int = 1, one_link: float = 0.0) -> float:
         """Seconds of a ring's collective over a mesh axis: `rounds` of (n - 1)/n of `size` bytes, the array's on a device when whole.
 
         An axis whose devices lie in several islands is bound by the links between them; those of its devices that share an island send
-        over as many links.
+        over as many links, or with `one_link` over one, of which they reach that part.
         """
         count, apart = self.layout.neighbours(axis)
         if count == 1:
@@ -181,9 +181,10 @@ class Work:
         tier = self.hardware.tier(count * apart)
         inside = self.hardware.tiers[0]
         bytes_per_s = tier.bytes_per_s
-        if tier is not inside and inside.devices > apart:
-            bytes_per_s *= max(1, min(count, inside.devices // apart))
-            bytes_per_s = min(bytes_per_s, inside.bytes_per_s)
+        if tier is not inside and one_link:
+            bytes_per_s *= one_link
+        elif tier is not inside and inside.devices > apart:
+            bytes_per_s = min(bytes_per_s * max(1, min(count, inside.devices // apart)), inside.bytes_per_s)
         hops = 1e-6 * tier.latency_us * math.log2(count) * 2
         return rounds * (size * (count - 1) / count / bytes_per_s + hops)
 
@@ -204,7 +205,7 @@ class Work:
         columns = model.vocab_size / layout.model
         products = self._product(self.tokens, columns, model.width) + self._product(self.tokens, model.width, columns)
         products += self._product(model.width, columns, self.tokens)
-        memory = 4 * LOGIT_PASSES * self.tokens * columns + 3 * ITEM * self.tokens * model.width
+        memory = 4 * self.program.logit_passes * self.tokens * columns + 3 * ITEM * self.tokens * model.width
         return Parts({MATMULS: products * (1 + model.predictions), MEMORY: memory * (1 + model.predictions) / self.hardware.streaming})
 
     def bubble(self, forward: float, again: float, backward: float, weights: float) -> float:
@@ -236,11 +237,11 @@ class Work:
                 stage += op * (model.dense_layers / (1 if p > 1 else 1))
         head = self.head()
         shared = program.vocabulary_parallel and p > 1
-        gathers = self._gathers()
         times = [ops[name].seconds * model.layers / p for name in "FRBW"]
-        step = stage * m + head * (m / p if shared else m) + gathers
+        step = stage * m + head * (m / p if shared else m)
         waits = self.bubble(*times) if p > 1 else 0.0
-        step += Parts({BUBBLE: waits}) + self._messages(sum(times)) + self._sums(times) + self.update()
+        backward = times[2] + times[3]
+        step += Parts({BUBBLE: waits}) + self._messages(sum(times)) + self._shards(step) + self._sums(times[0], backward) + self.update()
         return step + Parts({FIXED: program.fixed_s})
 
     def _messages(self, microbatch: float) -> Parts:
@@ -268,25 +269,31 @@ class Work:
         dense = model.dense_layers * model.layer_parameters(dense=True) / layout.model
         return math.ceil(model.layers / layout.stage) * layer + dense + tables / layout.model
 
-    def _gathers(self) -> Parts:
-        """ZeRO-3's parameters, for the forward and for the backward of each microbatch."""
-        layout = self.layout
+    def _shards(self, stage: Parts) -> Parts:
+        """ZeRO-3's collectives: parameters for the forward and for the backward of each microbatch, and sums of gradients behind it.
+
+        stage: what they may stand beside.
+        """
+        layout, program = self.layout, self.program
         if layout.zero < 3 or layout.data == 1:
             return Parts()
-        size = self.program.sent_weight * self.device_parameters()
-        rounds = 2 * layout.microbatches * (self.collective("data", size))
-        return _overlapped("data", rounds, self.program.gather_overlap)
+        parameters = self.device_parameters()
+        gather = self.collective("data", program.sent_weight * parameters, one_link=program.one_link)
+        scatter = self.collective("data", program.sent_gradient * parameters, one_link=program.one_link)
+        return _beside("data", layout.microbatches * (2 * gather + scatter), program.gather_overlap, stage.seconds)
 
-    def _sums(self, times: list[float]) -> Parts:
-        """Sums of gradients over `data` and `replica`, and the gather of the parameters that ZeRO has updated in parts."""
+    def _sums(self, forward: float, backward: float) -> Parts:
+        """Sums of gradients over `data` and `replica`, and the gather of the parameters that ZeRO has updated in parts. forward, backward:
+        seconds of a microbatch, the last and the next one."""
         layout, program = self.layout, self.program
         parameters = self.device_parameters()
         parts = Parts()
-        if layout.data > 1:
+        if layout.data > 1 and layout.zero < 3:
             each = self.collective("data", program.sent_gradient * parameters)
             back = self.collective("data", (program.sent_weight if layout.zero else program.sent_gradient) * parameters)
-            seconds = each * (layout.microbatches if layout.zero > 1 else 1) + (back if layout.zero < 3 else 0.0)
-            parts += _overlapped("data", seconds, program.data_overlap)
+            often = layout.microbatches if layout.zero > 1 else 1
+            parts += _beside("data", each * often, program.data_overlap, backward * often)
+            parts += _beside("data", back, program.data_overlap, forward if layout.zero else backward)
         if layout.replica > 1:
             shards = layout.data if layout.zero else 1
             parts += Parts({"replica": self.collective("replica", program.sent_gradient * parameters / shards, rounds=2)})
@@ -316,5 +323,7 @@ class Work:
         return self.model_flops(causal) + layout.batch * again
 
 
-def _overlapped(axis: str, seconds: float, part: float) -> Parts:
-    return Parts({axis: seconds * (1 - part)}, {axis: seconds * part} if part else {})
+def _beside(axis: str, seconds: float, part: float, others: float = math.inf) -> Parts:
+    """Communication of which a part can stand beside other work, as long as that lasts."""
+    hidden = min(part * seconds, part * others)
+    return Parts({axis: seconds - hidden}, {axis: hidden} if hidden else {})
