@@ -1,0 +1,204 @@
+"""The planner beside published runs: predicted, published, error; by the program that made each run.
+
+    python benchmarks/planner.py [--markdown]
+
+Rows are those of published/*.csv. What a source does not say is assumed here, in the function that reads it. Figures are TFLOP/s a device,
+seconds a step or tokens/s a device, as published.
+"""
+
+import csv
+import dataclasses
+import pathlib
+import statistics
+import sys
+from collections.abc import Iterator
+
+FOLDER = pathlib.Path(__file__).parent / "published"
+sys.path.insert(0, str(FOLDER.parents[1]))
+
+from jaxtrain.costs.hardware import load  # noqa: E402 (the path comes first)
+from jaxtrain.costs.layout import Layout  # noqa: E402
+from jaxtrain.costs.program import PROGRAMS  # noqa: E402
+from jaxtrain.costs.step_time import Work  # noqa: E402
+from jaxtrain.costs.transformer import Transformer  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A published figure and the run that it is of. figure: "tflops" (`counts` says which operations), "seconds" or "tokens"."""
+
+    name: str
+    work: Work
+    figure: str
+    published: float
+    counts: str = "hardware"
+    faster: bool = True  # a larger figure is better
+
+    def predicted(self) -> float:
+        seconds, devices = self.work.step().seconds, self.work.layout.devices
+        if self.figure == "seconds":
+            return seconds
+        if self.figure == "tokens":
+            return self.work.layout.batch * self.work.model.sequence / seconds / devices
+        flops = self.work.hardware_flops() if self.counts == "hardware" else self.work.model_flops()
+        return flops / seconds / devices / 1e12
+
+    @property
+    def error(self) -> float:
+        """Of what was published; positive where the prediction is larger."""
+        return self.predicted() / self.published - 1
+
+
+def gpt(width: int, heads: int, layers: int, sequence: int, vocabulary: int, tied: bool = True) -> Transformer:
+    """Megatron's GPT: two matrices in an MLP, learned positions, biases."""
+    return Transformer(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=width // heads,
+        mlp_width=4 * width,
+        vocab_size=vocabulary,
+        sequence=sequence,
+        gated=False,
+        tied=tied,
+        biases=True,
+        learned_positions=True,
+        norm_vectors=2,
+    )
+
+
+def read(name: str) -> Iterator[dict[str, str]]:
+    with (FOLDER / f"{name}.csv").open() as file:
+        yield from csv.DictReader(file)
+
+
+def pipeline(row: dict[str, str], remat: str, zero: int = 0, repeats: int = 1, microbatch: int = 0) -> Layout:
+    """The layout of a row with columns tensor, pipeline, gpus, batch."""
+    model, stage, devices, batch = (int(row[key]) for key in ("tensor", "pipeline", "gpus", "batch"))
+    each, data = microbatch or int(row["microbatch"]), devices // (model * stage)
+    repeats = int(row.get("chunks", repeats))
+    return Layout(
+        data=data,
+        stage=stage,
+        model=model,
+        microbatch=each,
+        microbatches=batch // (data * each),
+        repeats=repeats,
+        remat=remat,
+        zero=zero,
+        schedule="interleaved" if repeats > 1 else "1f1b",
+    )
+
+
+def model_of(row: dict[str, str]) -> Transformer:
+    sizes = (int(row[key]) for key in ("hidden", "heads", "layers", "seq", "vocab"))
+    return gpt(*sizes, tied=row.get("tied", "1") != "0")
+
+
+def megatron2021() -> Iterator[Row]:
+    """All computed again, as the paper's end-to-end runs."""
+    for row in read("megatron2021_a100"):
+        work = Work(model_of(row), pipeline(row, "full"), PROGRAMS["megatron2021"], load("a100-80gb"))
+        yield Row(f"Megatron 2021, {row['params_billion']} B on {row['gpus']} A100", work, "tflops", float(row["tflops_per_gpu"]))
+
+
+def korthikanti2022() -> Iterator[Row]:
+    columns = {"full": ("megatron2021", "step_seconds_full_recompute"), "selective": ("megatron2022", "step_seconds_selective_and_sp")}
+    for row in read("korthikanti2022_a100"):
+        for remat, (program, column) in columns.items():
+            work = Work(model_of(row), pipeline(row, remat), PROGRAMS[program], load("a100-80gb"))
+            name = f"Korthikanti 2022, {row['model']} on {row['gpus']} A100, {remat}"
+            yield Row(name, work, "seconds", float(row[column]), faster=False)
+
+
+def megatron_core() -> Iterator[Row]:
+    """Assumed: one sequence a microbatch, one chunk a stage, attention's core computed again but in the smallest model."""
+    for row in read("megatron_core_h100"):
+        remat = "none" if float(row["params_billion"]) < 10 else "selective"
+        work = Work(model_of(row), pipeline(row, remat, zero=1, microbatch=1), PROGRAMS["megatron_core"], load("h100"))
+        name = f"Megatron-Core, {row['params_billion']} B on {row['gpus']} H100"
+        yield Row(name, work, "tflops", float(row["tflops_per_gpu"]), counts="model")
+
+
+def zero3() -> Iterator[Row]:
+    """GPT-3's sizes; PTD-P as 8-way tensor and 12-way pipeline parallelism, as its 96-way model parallelism on 8 GPUs a node."""
+    for row in read("megatron2021_zero3_vs_ptdp"):
+        devices, batch, each = (int(row[key]) for key in ("gpus", "batch", "microbatch"))
+        model = gpt(12288, 96, 96, 2048, 51200)
+        if row["scheme"] == "zero3":
+            layout = Layout(data=devices, microbatch=each, microbatches=batch // (devices * each), zero=3)
+            work = Work(model, layout, PROGRAMS["zero3"], load("a100-80gb"))
+        else:
+            data = devices // 96
+            layout = Layout(data=data, stage=12, model=8, microbatch=each, microbatches=batch // (data * each), zero=0)
+            work = Work(model, layout, PROGRAMS["megatron2021"], load("a100-80gb"))
+        yield Row(f"{row['scheme']}, {row['params_billion']} B on {devices} A100", work, "tflops", float(row["tflops_per_gpu"]))
+
+
+# Sizes that give the named number of parameters: width, layers, MLP, heads of 256, sequences a device.
+MAXTEXT_SIZES = {
+    ("16", "v5e"): (6144, 26, 24576, 24, 6),
+    ("32", "v5e"): (8192, 30, 32768, 32, 4),
+    ("64", "v5e"): (10240, 38, 40960, 40, 1),
+    ("32", "v5p"): (8192, 30, 32768, 32, 10),
+    ("64", "v5p"): (10240, 38, 40960, 40, 4),
+    ("128", "v5p"): (16384, 30, 65536, 64, 4),
+}
+
+
+def maxtext_tpu() -> Iterator[Row]:
+    """Assumed: products are kept, for a part of the peak that is above 3/4 leaves no room for computing them again."""
+    for row in read("maxtext_tpu"):
+        width, layers, mlp, heads, each = MAXTEXT_SIZES[row["params_billion"], row["chip"]]
+        devices = int(row["slice_chips"])
+        model = Transformer(layers, width, heads, heads, 256, mlp, 32768, int(row["seq"]))
+        layout = Layout(data=devices, microbatch=each, zero=3, remat="selective")
+        work = Work(model, layout, PROGRAMS["maxtext"], load(f"tpu-{row['chip']}"))
+        yield Row(f"MaxText, {row['params_billion']} B on {devices} {row['chip']}", work, "tflops", float(row["tflops_per_chip"]), "model")
+
+
+def gpus_jax() -> Iterator[Row]:
+    """Assumed: MaxText computes all again; torchtitan what is no product."""
+    for row in read("gpus_jax"):
+        devices = int(row["gpus"].split()[0])
+        big = "70b" in row["model"]
+        sizes = (80, 8192, 64, 8, 128, 28672) if big else (32, 4096, 32, 8, 128, 14336)
+        model = Transformer(*sizes, vocab_size=128256, sequence=int(row["seq"]))
+        layout = Layout(data=devices, microbatch=int(row["per_device_batch"]), zero=3, remat="full" if big else "selective")
+        if row["framework"] == "maxtext":
+            work = Work(model, layout, PROGRAMS["maxtext"], load("h100"))
+            yield Row(f"MaxText, {row['model']} on {row['gpus']}", work, "seconds", float(row["step_seconds"]), faster=False)
+        else:
+            program = PROGRAMS["torchtitan" if "compile" in row["model"] else "torchtitan_eager"]
+            published = float(row["mfu_or_tokens"].split()[0])
+            yield Row(f"torchtitan, {row['model']}", Work(model, layout, program, load("h100-96gb-500w")), "tokens", published)
+
+
+def rows() -> list[Row]:
+    """All published figures that the planner predicts."""
+    return [row for source in (megatron2021, korthikanti2022, megatron_core, zero3, maxtext_tpu, gpus_jax) for row in source()]
+
+
+UNITS = {"tflops": "TFLOP/s", "seconds": "s", "tokens": "tokens/s"}
+
+
+def main(argv: list[str]) -> None:
+    listed, markdown = rows(), "--markdown" in argv
+    if markdown:
+        print("| run | program | predicted | published | error | where the time goes |\n|---|---|---|---|---|---|")
+    for row in listed:
+        parts = row.work.step()
+        large = {name: seconds / parts.seconds for name, seconds in parts.exposed.items() if seconds > 0.02 * parts.seconds}
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in large.items())
+        figures = (f"{row.predicted():.1f}", f"{row.published:g} {UNITS[row.figure]}", f"{row.error:+.1%}")
+        if markdown:
+            print("| " + " | ".join((row.name, row.work.program.name, *figures, shares)) + " |")
+        else:
+            print(f"{row.name:46} {row.work.program.name:16} {figures[0]:>9} {figures[1]:>18} {figures[2]:>8}  {shares}")
+    errors = [abs(row.error) for row in listed]
+    print(f"\n{len(errors)} figures: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,26 @@
+"""The planner beside published runs."""
+
+import statistics
+
+import planner
+import pytest
+
+
+def test_errors():
+    """The rows that constants may be fitted to."""
+    errors = {row.name: abs(row.error) for row in planner.rows()}
+    assert len(errors) == 23
+    assert statistics.median(errors.values()) < 0.1
+    assert max(errors.values()) < 0.2, max(errors, key=errors.get)
+
+
+def test_the_table(capsys):
+    planner.main(["--markdown"])
+    out = capsys.readouterr().out
+    assert out.count("\n| ") == 23 and "median error" in out
+
+
+@pytest.mark.parametrize("row", planner.rows(), ids=lambda row: row.name)
+def test_a_layout_uses_the_run_s_devices_and_batch(row):
+    assert str(row.work.layout.devices) in row.name.replace(",", "") or "torchtitan" in row.name
+    assert row.work.layout.microbatches >= 1

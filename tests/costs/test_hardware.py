@@ -1,0 +1,60 @@
+"""Kinds of devices: the files that are there, and what is said of others."""
+
+import json
+
+import pytest
+
+from jaxtrain.costs import hardware
+from jaxtrain.costs.hardware import HardwareError, from_json, known, load, to_json
+
+NAMED = {"a100-40gb", "a100-80gb", "h100", "h200", "b200", "gb200", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"}
+
+
+def test_those_that_are_promised():
+    assert set(known()) >= NAMED
+
+
+@pytest.mark.parametrize("name", known())
+def test_a_file(name):
+    """Its figures are possible, it says where they come from, and it is read as it was written."""
+    h = load(name)
+    assert h.name == name and h.sources
+    assert 0 < h.matmul.peak <= 1 and 0 < h.attention_backward <= h.attention_forward <= 1 and 0 < h.memory_reached <= 1
+    assert all(0 < tier.reached <= 1 and tier.gb_per_s > 0 for tier in h.tiers)
+    assert [t.gb_per_s for t in h.tiers] == sorted((t.gb_per_s for t in h.tiers), reverse=True)
+    assert h.tiers[-1].devices == 0 and h.tier(1e6) is h.tiers[-1] and h.tier(2) is h.tiers[0]
+    assert from_json(json.loads(json.dumps(to_json(h)))) == h
+
+
+def test_a_product_reaches_its_peak_where_it_is_large():
+    matmul = load("h100").matmul
+    assert matmul.reached(1e9, 1e9, 1e9) == pytest.approx(matmul.peak)
+    m, n, k = matmul.half
+    for sizes in ((m, 1e9, 1e9), (1e9, n, 1e9), (1e9, 1e9, k)):
+        assert matmul.reached(*sizes) == pytest.approx(matmul.peak / 2)
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("h1000", None, "--hardware='h1000' is not known (a100-40gb, "),
+        ("gone.json", None, "cannot be read (No such file or directory): use --hardware="),
+        ("own.json", "{", "does not describe a device (Expecting"),
+        ("own.json", "{}", "does not describe a device (lacks 'tiers'): compare it with "),
+        ("own.json", json.dumps({"tiers": [{"name": "x", "devices": 8, "gb_per_s": 1}]}), "joins any number of devices"),
+        ("own.json", "[]", "does not describe a device"),
+    ],
+)
+def test_what_is_none(tmp_path, monkeypatch, name, text, message):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(HardwareError) as error:
+        load(name)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_nearest_is_named():
+    with pytest.raises(HardwareError, match="use --hardware=h100$"):
+        load("H-100")
+    assert hardware.FOLDER.is_dir()

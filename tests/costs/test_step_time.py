@@ -1,0 +1,108 @@
+"""A step's time: its parts, and what must be true of it whatever the constants are."""
+
+import dataclasses
+
+import pytest
+
+from jaxtrain.costs.hardware import load
+from jaxtrain.costs.layout import Layout
+from jaxtrain.costs.memory import memory
+from jaxtrain.costs.program import PROGRAMS
+from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.transformer import Transformer
+
+LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256, 8192)
+MIXTRAL = dataclasses.replace(LLAMA, experts=8, experts_per_token=2, expert_width=14336, vocab_size=32000)
+
+
+def work(layout: Layout, model: Transformer = LLAMA, program: str = "jaxtrain", hardware: str = "h100") -> Work:
+    return Work(model, layout, PROGRAMS[program], load(hardware))
+
+
+def test_counts():
+    """Llama 3 8B and Mixtral 8x7B have the parameters that their names say."""
+    assert LLAMA.parameters() == 8_030_261_248
+    assert MIXTRAL.parameters() / 1e9 == pytest.approx(46.7, abs=0.05)
+    assert LLAMA.sequence_flops() == pytest.approx(2 * 8192 * (LLAMA.parameters() - 128256 * 4096 - 65 * 4096) + 32 * 8192**2 * 4096 * 2)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("hardware", ["a100-80gb", "tpu-v5p"])
+def test_parts(program, hardware):
+    """They add up, none is negative, and recomputation, ZeRO and stages change what they should."""
+    base = Layout(data=8, model=4, stage=2, microbatch=1, microbatches=8)
+    seconds = {}
+    for remat in ("full", "selective", "none"):
+        for zero in (0, 1, 3):
+            w = work(dataclasses.replace(base, remat=remat, zero=zero), program=program, hardware=hardware)
+            parts = w.step()
+            assert sum(parts.exposed.values()) == parts.seconds > 0
+            assert min(parts.exposed.values()) >= 0 and min(parts.hidden.values(), default=0) >= 0
+            assert w.hardware_flops() >= w.model_flops()
+            seconds[remat, zero] = parts.seconds
+    assert seconds["full", 1] > seconds["selective", 1] >= seconds["none", 1]
+
+
+def test_more_devices_take_less_time_each_step_and_waste_more():
+    times = [work(Layout(data=d, microbatches=1024 // d)).step().seconds for d in (16, 64, 256, 1024)]
+    assert times == sorted(times, reverse=True)
+    assert all(4 * later > earlier for earlier, later in zip(times, times[1:], strict=False))
+
+
+def test_the_bubble_shrinks_with_repeats_and_with_work_put_off():
+    base = Layout(data=2, stage=8, model=4, microbatches=16)
+    bubbles = {}
+    for schedule, repeats in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1), ("zb_h2", 1)):
+        bubbles[schedule, repeats] = work(dataclasses.replace(base, schedule=schedule, repeats=repeats)).step().exposed["bubble"]
+    assert bubbles["1f1b", 1] == pytest.approx(2 * bubbles["interleaved", 2]) == pytest.approx(4 * bubbles["interleaved", 4])
+    assert bubbles["1f1b", 1] > bubbles["zb_h1", 1] > bubbles["zb_h2", 1]
+
+
+def test_tensor_parallelism_beyond_a_node_costs_more():
+    """For twice the tokens on twice the devices, although all adapters of both nodes send."""
+    inside, outside = (work(Layout(model=m, data=128 // m, microbatches=8, microbatch=m // 8)).step() for m in (8, 16))
+    assert outside.exposed["model"] > 2.2 * inside.exposed["model"]
+
+
+def test_an_axis_over_nodes_has_their_links_together():
+    """Eight neighbours of a node send over eight adapters, one of each node over one."""
+    wide, narrow = work(Layout(data=64)), work(Layout(data=64, model=8))
+    assert narrow.collective("data", 1e9) > 4 * wide.collective("data", 1e9)
+
+
+def test_zero_3_loses_where_devices_are_many():
+    """Narayanan et al. 2021, table 2: level on 384 GPUs, and more than three times slower on 1,536."""
+    gpt3 = Transformer(
+        96, 12288, 96, 96, 128, 49152, 51200, 2048, gated=False, tied=True, biases=True, learned_positions=True, norm_vectors=2
+    )
+    ratios = []
+    for devices in (384, 768, 1536):
+        zero3 = work(Layout(data=devices, microbatch=1536 // devices, zero=3), gpt3, "zero3", "a100-80gb")
+        data = devices // 96
+        ptdp = work(Layout(data=data, stage=12, model=8, microbatches=1536 // data, zero=0), gpt3, "megatron2021", "a100-80gb")
+        ratios.append(zero3.step().seconds / ptdp.step().seconds)
+    assert ratios == sorted(ratios) and 0.9 < ratios[0] < 1.3 and ratios[2] > 2.5
+
+
+def test_memory_by_zero_and_recomputation():
+    by_zero = [memory(work(Layout(data=64, zero=zero))).bytes for zero in range(3)]
+    assert by_zero == sorted(by_zero, reverse=True)
+    by_remat = [memory(work(Layout(data=64, remat=remat))).parts["activations"] for remat in ("none", "selective", "full")]
+    assert by_remat == sorted(by_remat, reverse=True) and by_remat[2] == 2 * 8192 * 4096 * 32
+    deep = [
+        memory(work(Layout(stage=8, microbatches=m, schedule=s))).parts["activations"]
+        for s, m in (("gpipe", 32), ("1f1b", 32), ("1f1b", 4))
+    ]
+    assert deep[0] == 4 * deep[1] == 8 * deep[2]
+
+
+@pytest.mark.parametrize(
+    "layout, gigabytes",
+    [
+        (Layout(data=64, zero=3), 11.55),
+        (Layout(data=16, model=4, microbatch=4), 25.45),
+    ],
+)
+def test_memory_beside_the_compiler_s(layout, gigabytes):
+    """XLA's for H100s, llama3_8b, all computed again (jax 0.10.2, compiled ahead of time)."""
+    assert memory(work(layout)).bytes / 1e9 == pytest.approx(gigabytes, rel=0.1)
