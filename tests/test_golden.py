@@ -8,8 +8,8 @@ from support import golden
 
 from jaxtrain.config.recipes import shipped_recipes
 
-# Shrunk, their models are those of deepseek_v3, mixtral_tiny, tiny and gpt2_124m.
-TWINS = ("deepseek_tiny", "mixtral_8x7b", "tiny_diloco", "gpt3_175b")
+# Shrunk, their models are those of deepseek_v3, mixtral_tiny, tiny and, of both, gpt2_124m.
+TWINS = ("deepseek_tiny", "mixtral_8x7b", "tiny_diloco", "gpt3_175b", "gpt_1t")
 LONG = ("deepseek_v3",)  # its parts have tests of their own: latent attention, experts, predictions, zb_v
 FILE = golden.values_file(jax.__version__)
 

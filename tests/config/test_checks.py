@@ -427,10 +427,10 @@ def parameters(config: Config) -> int:
 
 @pytest.mark.parametrize(
     "name, published, devices",
-    [("gpt2_124m", 124_439_808, 8), ("llama3_8b", 8_030_261_248, 64), ("gpt3_175b", 174.6e9, 1024)],
+    [("gpt2_124m", 124_439_808, 8), ("llama3_8b", 8_030_261_248, 64), ("gpt3_175b", 174.6e9, 1024), ("gpt_1t", 1008.0e9, 3072)],
 )
 def test_recipe_has_its_published_size(name, published, devices):
-    """GPT-2 and Llama 3: the parameters of the released weights; GPT-3: its paper's table 2.1, to half a percent."""
+    """GPT-2 and Llama 3: the parameters of the released weights; GPT-3 and the trillion of Megatron-LM: their papers, to half a percent."""
     config = recipe(name)
     assert parameters(config) == pytest.approx(published, rel=0 if isinstance(published, int) else 5e-3)
     checks.check(config)
