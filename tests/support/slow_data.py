@@ -17,7 +17,7 @@ class SlowLoader(Loader):
 
 if __name__ == "__main__":
     if f"--process_id={SLOW_PROCESS}" in sys.argv:
-        from jaxtrain import loop
+        from jaxtrain import preparation
 
-        loop.Loader = SlowLoader
+        preparation.Loader = SlowLoader
     sys.exit(train.main(sys.argv[1:], BEGAN))
