@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from jaxtrain.costs import identities
 from jaxtrain.costs.step_time import ITEM, Work
 
+ALLOCATED = 1.04  # of what is live at the peak, for buffers do not fit without gaps (XLA for H100s: 1.04 to 1.19)
 LOGIT_BYTES = 10.0  # of a logit: in 32 bits, its gradient, and in 16 bits what products read of it
 
 
@@ -23,7 +24,8 @@ class Memory:
 
     @property
     def bytes(self) -> float:
-        return sum(self.parts.values())
+        """With what lies between arrays."""
+        return ALLOCATED * sum(self.parts.values())
 
 
 def layer_activations(work: Work) -> float:
@@ -71,6 +73,8 @@ def memory(work: Work, loss_chunk: int = 2048) -> Memory:
     optimizer = program.state_bytes * parameters / (shards if layout.zero >= 1 else 1)
     layers = model.layers / layout.stage + (model.dense_layers if layout.stage == 1 else 0)
     kept = layer_activations(work) * layers * microbatches_in_flight(work)
+    if program.units and layout.stage > 1 and layout.remat == "full":
+        kept = layer_activations(work) * layout.repeats * microbatches_in_flight(work) + _unit(work)
     logits = LOGIT_BYTES * min(work.tokens, loss_chunk) * model.vocab_size / layout.model
     working = _working(work)
     if layout.offload in ("optimizer", "both"):
@@ -87,6 +91,17 @@ def memory(work: Work, loss_chunk: int = 2048) -> Memory:
             "logits": max(0.0, logits - working),
         }
     )
+
+
+def _unit(work: Work) -> float:
+    """Bytes of a chunk's residuals between R and B, and between B and W, of one microbatch: as compiled, of the hidden layer's arrays six
+    (four without a gate), and nine as wide as the layer."""
+    model, layout = work.model, work.layout
+    hidden = model.mlp_width if not model.experts else (model.experts_per_token + model.shared_experts) * model.expert_width
+    heads = 4 * model.heads * model.score_dim + 4 * model.kv_heads * model.score_dim
+    width = (6 if model.gated else 4) * hidden + 5 * model.width + heads
+    layers = model.layers / (layout.stage * layout.repeats)
+    return ITEM * layers * work.tokens * width / layout.model
 
 
 def _working(work: Work) -> float:

@@ -27,6 +27,7 @@ class Program:
     sent_gradient, sent_weight: bytes of a number that crosses `data`
     split_sends:      messages between stages are split over `model`
     vocabulary_parallel: embedding and head are split over the stages
+    units:            in a pipeline what is computed again is a chunk of layers: its input alone is kept, and all its residuals at once
     fixed_s:          seconds of a step beside all this: its host, the loss, the norm of gradients
     """
 
@@ -51,6 +52,7 @@ class Program:
     sent_weight: float = 2.0
     split_sends: bool = True
     vocabulary_parallel: bool = False
+    units: bool = False
     fixed_s: float = 0.0
 
 
@@ -78,6 +80,7 @@ PROGRAMS: dict[str, Program] = {
             state_bytes=8.0,
             sent_weight=4.0,
             vocabulary_parallel=True,
+            units=True,
         ),
         _MEGATRON_2021,
         dataclasses.replace(

@@ -90,7 +90,7 @@ def test_memory_by_zero_and_recomputation():
     by_remat = [memory(work(Layout(data=64, remat=remat))).parts["activations"] for remat in ("none", "selective", "full")]
     assert by_remat == sorted(by_remat, reverse=True) and by_remat[2] == 2 * 8192 * 4096 * 32
     deep = [
-        memory(work(Layout(stage=8, microbatches=m, schedule=s))).parts["activations"]
+        memory(work(Layout(stage=8, microbatches=m, schedule=s, remat="selective"))).parts["activations"]
         for s, m in (("gpipe", 32), ("1f1b", 32), ("1f1b", 4))
     ]
     assert deep[0] == 4 * deep[1] == 8 * deep[2]
@@ -101,6 +101,7 @@ def test_memory_by_zero_and_recomputation():
     [
         (Layout(data=64, zero=3), 11.55),
         (Layout(data=16, model=4, microbatch=4), 25.45),
+        (Layout(data=16, stage=4, repeats=2, microbatches=16, schedule="interleaved"), 31.88),
     ],
 )
 def test_memory_beside_the_compiler_s(layout, gigabytes):
