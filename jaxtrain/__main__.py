@@ -13,6 +13,7 @@ from jaxtrain import __version__
 
 COMMANDS = {
     "train": "train what a recipe describes, or continue it",
+    "plan": "what a run needs, how fast it is and how to lay it out, before anyone pays",
     "generate": "text from a checkpoint",
     "schedule": "a pipeline schedule as a picture and in figures",
     "checkpoint": "checkpoints of a run: listed, verified, shown, compared, deleted",

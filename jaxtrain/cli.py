@@ -42,20 +42,48 @@ def parse(
     whatever is wrong, whose flags put everything right that is known to be wrong by then; ClusterError or DevicesError where jax has to be
     asked for its devices, as `start_jax`.
     """
-    reading = read_flags(argv, description, (*SHARED_FLAGS, *extra_flags), with_config=True)
-    namespace, errors = types.SimpleNamespace(**reading.values), reading.errors
-    _put_right(namespace, errors, check_cluster)
-    path, recipe = (pathlib.Path("recipe"), recipe) if recipe else _recipe(namespace, errors)
-    config = apply(recipe, reading.overrides)
+    reading = _read(argv, description, (*SHARED_FLAGS, *extra_flags), recipe)
+    namespace, errors, config, recipe = reading.namespace, reading.errors, reading.config, reading.recipe
     refused = _refusal(namespace, config, recipe)
     if errors:
         changes = {error.setting: cfg.get(config, error.setting) for error in errors if error.setting}
         raise FlagsError(_all_together(errors, changes | (dict(refused.fixes[0]) if refused and refused.fixes else {})))
     if refused:
         raise FlagsError(str(refused))
-    namespace.config, namespace.recipe = str(path), recipe
-    namespace.workdir = namespace.workdir or os.path.join("runs", path.stem)
+    namespace.config, namespace.recipe = str(reading.path), recipe
+    namespace.workdir = namespace.workdir or os.path.join("runs", reading.path.stem)
     return config, namespace
+
+
+def parse_unchecked(argv: Sequence[str], description: str, flags: Sequence[Flag]) -> tuple[Config, types.SimpleNamespace]:
+    """As `parse`, of a command that changes the config before it is checked; `flags` are all of the command's, with `config`. Asks
+    nobody for devices. Raises FlagsError for flags that cannot be understood."""
+    reading = _read(argv, description, flags, None)
+    if reading.errors:
+        changes = {error.setting: cfg.get(reading.config, error.setting) for error in reading.errors if error.setting}
+        raise FlagsError(_all_together(reading.errors, changes))
+    reading.namespace.config, reading.namespace.recipe = str(reading.path), reading.recipe
+    return reading.config, reading.namespace
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A command line with its recipe: the config is the recipe's with the flags over it, and nothing of it is checked."""
+
+    namespace: types.SimpleNamespace
+    errors: list[UsageError]
+    path: pathlib.Path
+    recipe: Config
+    config: Config
+
+
+def _read(argv: Sequence[str], description: str, flags: Sequence[Flag], recipe: Config | None) -> _Read:
+    reading = read_flags(argv, description, flags, with_config=True)
+    namespace, errors = types.SimpleNamespace(**reading.values), reading.errors
+    if hasattr(namespace, "coordinator"):
+        _put_right(namespace, errors, check_cluster)
+    path, recipe = (pathlib.Path("recipe"), recipe) if recipe else _recipe(namespace, errors)
+    return _Read(namespace, errors, path, recipe, apply(recipe, reading.overrides))
 
 
 def parse_flags(argv: Sequence[str], description: str, flags: Sequence[Flag]) -> types.SimpleNamespace:

@@ -8,7 +8,10 @@ import pytest
 from support import ROOMS, ROOT
 
 TOP = len(ROOMS)  # modules beside the rooms, and a room's `__main__`
-WITHOUT_JAX = ("costs", "schedule", "config", "run", "data", "checkpoint.steps", "devices.cluster_environment")
+WITHOUT_JAX = (
+    *("costs", "schedule", "config", "run", "data", "checkpoint.steps", "devices.cluster_environment"),
+    *("plan.layout_flag", "plan.prediction"),
+)
 WITH_JAX = ("data.loader",)  # of those
 NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 

@@ -61,7 +61,7 @@ def microbatches_in_flight(work: Work) -> float:
         "zb_h1": p,
         "zb_h2": 2 * p - 1,
         "zb_v": p,
-        "dualpipe": p + 1,
+        "dualpipe_v": p + 1,
     }.get(layout.schedule, p * (1 + (p - 1) / (p * v)))
     return min(float(m), float(most))
 

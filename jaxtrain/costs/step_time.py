@@ -220,7 +220,7 @@ class Work:
             "zb_h1": (p - 1) * max(0.0, forward + again + backward - weights),
             "zb_h2": (p - 1) * max(0.0, forward + again + backward - 2 * weights),
             "zb_v": (p - 1) * max(0.0, forward + again + backward - 2 * weights) / 2,
-            "dualpipe": (p / 2 - 1) * max(0.0, whole + backward - 2 * weights) / 2,
+            "dualpipe_v": (p / 2 - 1) * max(0.0, whole + backward - 2 * weights) / 2,
         }.get(self.layout.schedule, (p - 1) * whole / v)
 
     def step(self) -> Parts:

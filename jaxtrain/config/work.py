@@ -1,0 +1,103 @@
+"""From a run's config to what costs/ reckons with: the model's sizes, its layout, the program, as one `Work`. No jax."""
+
+import dataclasses
+
+from jaxtrain.config import Config, ModelConfig, ends_with_layers, kernels
+from jaxtrain.costs.hardware import Hardware
+from jaxtrain.costs.layout import Layout
+from jaxtrain.costs.program import PROGRAMS, Program
+from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.transformer import Transformer
+
+OURS = "jaxtrain"
+# Of 16 bits, forward, over scores in 32 bits: a product writes them, a softmax reads them twice and writes them, a product reads them.
+SCORE_PASSES = 10.0
+
+
+def work_of(config: Config, hardware: Hardware, assume: str = OURS) -> Work:
+    """The step of a resolved config whose mesh is known, on this kind of device, by the program of that name."""
+    return Work(transformer_of(config), layout_of(config), program_of(config, hardware, assume), hardware, config.precision.compute)
+
+
+def transformer_of(config: Config) -> Transformer:
+    """A resolved config's model and the length of its sequences."""
+    m = config.model
+    return Transformer(
+        layers=m.layers,
+        width=m.width,
+        heads=m.heads,
+        kv_heads=m.kv_heads,
+        head_dim=m.head_dim,
+        mlp_width=m.mlp_width,
+        vocab_size=m.vocab_size,
+        sequence=config.data.sequence_length,
+        gated=m.activation == "swiglu",
+        tied=m.tied_embeddings,
+        biases=m.biases,
+        learned_positions=m.positions == "learned",
+        norm_vectors=2 if m.norm == "layernorm" and m.biases else 1,
+        mla=m.attention == "mla",
+        query_rank=m.query_rank,
+        kv_rank=m.kv_rank,
+        rope_dim=m.rope_head_dim,
+        value_dim=m.value_head_dim,
+        predictions=m.mtp_depth,
+        **_experts_of(m),
+    )
+
+
+def _experts_of(m: ModelConfig) -> dict[str, int]:
+    if not m.experts:
+        return {}
+    names = ("experts", "experts_per_token", "shared_experts", "expert_width", "dense_layers")
+    return {name: getattr(m, name) for name in names}
+
+
+def layout_of(config: Config) -> Layout:
+    """A resolved config's layout; its mesh is known, and its batch divides."""
+    mesh, pipeline = config.mesh, config.pipeline
+    return Layout(
+        data=mesh.data,
+        stage=mesh.stage,
+        model=mesh.model,
+        context=mesh.context,
+        expert=mesh.expert,
+        replica=mesh.replica,
+        microbatch=config.data.batch_size // (mesh.replica * mesh.data * mesh.expert * pipeline.microbatches),
+        microbatches=pipeline.microbatches,
+        repeats=max(1, pipeline.repeats),
+        remat=pipeline.remat,
+        zero=config.parallel.zero,
+        schedule=pipeline.schedule,
+        offload=config.parallel.offload,
+    )
+
+
+def program_of(config: Config, hardware: Hardware, assume: str = OURS) -> Program:
+    """The program of this name, as a resolved config changes it: its kernel of attention, where its vocabulary lies, what it sends."""
+    program = PROGRAMS[assume]
+    vocabulary = config.pipeline.vocabulary
+    if vocabulary != "auto":
+        program = dataclasses.replace(program, vocabulary_parallel=vocabulary == "parallel")
+    elif ends_with_layers(config.model):
+        program = dataclasses.replace(program, vocabulary_parallel=False)
+    if assume == OURS:
+        program = dataclasses.replace(program, sent_gradient=4.0 if config.precision.reduce == "float32" else 2.0)
+    if program.fused_attention and _scores_pass_through_memory(config, hardware, assume):
+        program = dataclasses.replace(program, fused_attention=False, attention_passes=program.attention_passes or SCORE_PASSES)
+    return program
+
+
+def _scores_pass_through_memory(config: Config, hardware: Hardware, assume: str) -> bool:
+    """Whether no fused kernel attends: plain XLA is asked for, or, in our own program, all that takes the case."""
+    wanted = config.model.attention_kernel
+    if wanted != "auto" or assume != OURS:
+        return wanted == kernels.XLA
+    case = kernels.attention_case(config, kernels.Hardware(platform_of(hardware)))
+    return kernels.attention_kernel(case).kernel == kernels.XLA
+
+
+def platform_of(hardware: Hardware) -> str:
+    """The platform of a kind of device, as jax names it."""
+    name = hardware.name.lower()
+    return next((platform for platform in (kernels.TPU, kernels.CPU) if name.startswith(platform)), kernels.GPU)
