@@ -1,0 +1,87 @@
+"""Stages on unequal devices: the cut of the layers, and what the step takes."""
+
+import itertools
+
+import pytest
+
+from jaxtrain import config as configs
+from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.config.work import work_of
+from jaxtrain.costs.hardware import HardwareError
+from jaxtrain.plan import unequal
+from jaxtrain.plan.unequal import parse, plan, split_layers
+
+MIXED = "a100-80gb:512,h100:512"
+
+
+def config(
+    stages: int, layers: int = 64, microbatches: int = 128, schedule: str = "1f1b", repeats: int = 1, devices: int = 1024, **changes
+):
+    data = devices // 8 // stages
+    settings = {
+        "model.layers": layers,
+        "mesh.stage": stages,
+        "mesh.model": 8,
+        "mesh.data": data,
+        "pipeline.schedule": schedule,
+        "pipeline.repeats": repeats,
+        "pipeline.microbatches": microbatches,
+        "data.batch_size": microbatches * data,
+    }
+    return configs.replace(load_recipe(find_recipe("gpt3_175b")), settings | changes).resolve()
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 1.0, 2.2), (1.0, 3.1, 0.7), (2.0, 2.0, 2.0)])
+@pytest.mark.parametrize("most", [(9, 9, 9), (2, 9, 9)])
+def test_no_other_cut_is_better(seconds, most):
+    layers = 9
+    cut = split_layers(layers, seconds, (0.0, 0.5, 0.0), most)
+    cost = lambda given: max(f + n * s for f, n, s in zip((0.0, 0.5, 0.0), given, seconds, strict=True))
+    others = (given for given in itertools.product(range(1, layers), repeat=3) if sum(given) == layers)
+    assert sum(cut) == layers and all(1 <= n <= m for n, m in zip(cut, most, strict=True))
+    assert cost(cut) == pytest.approx(min(cost(given) for given in others if all(n <= m for n, m in zip(given, most, strict=True))))
+
+
+def test_without_room():
+    with pytest.raises(ValueError, match="9 layers do not fit: the stages have room for 2, 3"):
+        split_layers(9, (1.0, 1.0), (0.0, 0.0), (2, 3))
+
+
+@pytest.mark.parametrize("schedule, repeats", [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)])
+def test_two_kinds(schedule, repeats):
+    """64 layers on 8 stages take at most 1.1 times the time of all devices together; the faster ones have more layers."""
+    made = plan(config(8, schedule=schedule, repeats=repeats), parse(MIXED))
+    assert sum(made.layers) == 64 and len(made.config.pipeline.chunk_layers) == 8 * repeats and sum(made.config.pipeline.chunk_layers) == 64
+    assert max(made.layers[:4]) < min(made.layers[4:]) and made.fits
+    assert max(made.stage_s) <= made.seconds <= 1.1 * made.ideal_s
+    assert unequal.describe(made)[0].startswith("a100-80gb: stages 0 to 3 with ")
+
+
+def test_better_than_layers_cut_evenly():
+    even = work_of(config(8), parse("a100-80gb:1024")[0].hardware)
+    assert plan(config(8), parse(MIXED)).seconds < 0.8 * even.step().seconds
+
+
+def test_one_kind_in_two_groups_is_one_kind():
+    both, one = (plan(config(8), parse(text)) for text in ("h100:512,h100:512", "h100:1024"))
+    assert both.layers == one.layers == (8,) * 8 and both.seconds == one.seconds
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a100-80gb", "'a100-80gb' is no NAME:DEVICES, such as"),
+        ("a100-80gb:0,h100:4", "is no NAME:DEVICES"),
+        ("a100-80gb:4,b100:4", "'b100' is not known"),
+    ],
+)
+def test_groups_that_are_none(text, message):
+    with pytest.raises(HardwareError, match=message):
+        parse(text)
+
+
+def test_groups_without_whole_stages():
+    with pytest.raises(ValueError, match="a100-80gb has 320 devices, no whole number of stages of 128: use stage=16, or a multiple of it"):
+        plan(config(8), parse("a100-80gb:320,h100:704"))
+    with pytest.raises(ValueError, match="stage=1 does not share out 1024 devices"):
+        plan(config(1), parse(MIXED))
