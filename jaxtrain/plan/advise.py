@@ -1,0 +1,159 @@
+"""`plan --advise WORKDIR`: what a run's own records say, and what to change. No jax.
+
+Two sources: goodput.jsonl has the share of wall time that went elsewhere than into steps; the planner, given the kind of device, has the
+step as it could be, with its parts, and other settings beside it. Where the measured step is far from the planned one, that is said first:
+advice from a plan that is wrong for a machine is worth little.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtrain import config as configs
+from jaxtrain.checkpoint.steps import CONFIG
+from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.config.work import platform_of
+from jaxtrain.costs.hardware import GIB, Hardware
+from jaxtrain.plan.prediction import Prediction, predict
+from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.goodput import Part
+from jaxtrain.run.goodput_log import REDONE, Goodput, read_goodput
+from jaxtrain.run.metrics import read_metrics
+
+FAR = 1.5  # times the planned step: so far off, the plan is not of this machine, or something is wrong with it
+WORTH = 0.02  # of the step or of the wall time, from which on a change is named
+
+# Part of the wall time → what is to be done about it.
+REMEDIES: Mapping[str, str] = {
+    Part.WAITING.value: "the step waits for batches: raise data.prefetch, put the corpus on a local disk, or give hosts more cores",
+    Part.SAVING.value: "saves hold the loop: raise checkpoint.every or .minutes, with checkpoint.local for the frequent ones",
+    Part.EVALUATING.value: "evaluation takes long: raise train.eval_every, or lower train.eval_batches",
+    Part.COMPILING.value: "starts compile: keep the cache of programs ($JAXTRAIN_CACHE) on a disk that outlives them, and start less often",
+    REDONE: "steps are done again after stops: save more often, or beside that every few steps into checkpoint.local",
+    Part.ROLLING_BACK.value: "the run goes back often: look at its warnings, and at optimizer.learning_rate",
+}
+
+
+class AdviceError(RunError):
+    """A folder in which there is nothing to advise on; the message is one line."""
+
+    status = ExitStatus.BAD_CONFIG
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a run has recorded. seconds: of a step, the median of the later half; steps: how many rows that is from."""
+
+    config: Config
+    seconds: float
+    rows: int
+    goodput: Goodput
+    last: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A setting that would make the step faster. gain: of its time; memory_gib: of the fullest device with it."""
+
+    settings: Mapping[str, Any]
+    gain: float
+    memory_gib: float
+
+
+def read(workdir: str | os.PathLike) -> Measured:
+    """The records of a run's folder. Raises AdviceError where they are missing."""
+    folder = pathlib.Path(workdir)
+    try:
+        config = configs.from_dict(json.loads((folder / CONFIG).read_bytes()))
+    except OSError as error:
+        raise AdviceError(f"--advise={str(workdir)!r} has no {CONFIG} ({error.strerror}): name the folder of a run") from None
+    except (ValueError, ConfigError) as error:
+        raise AdviceError(f"--advise={str(workdir)!r}: its {CONFIG} is no config ({' '.join(str(error).split())[:100]})") from None
+    rows = [record for record in read_metrics(folder) if isinstance(record.get("step_time_s"), (int, float))]
+    later = rows[len(rows) // 2 :] if len(rows) > 2 else rows[1:]
+    if not later:
+        raise AdviceError(f"--advise={str(workdir)!r} has {len(rows)} rows with a step's time: let it run for some steps more")
+    seconds = statistics.median(row["step_time_s"] for row in later)
+    return Measured(config, seconds, len(later), Goodput(read_goodput(folder)), rows[-1])
+
+
+def losses_of_time(goodput: Goodput) -> list[tuple[str, float]]:
+    """(part, its share of the wall time) of those that something can be done about, the largest first."""
+    wall_s = goodput.wall_s()
+    parts = goodput.parts() if wall_s > 0 else {}
+    shares = [(name, parts[name] / wall_s) for name in REMEDIES if name in parts]
+    return sorted((item for item in shares if item[1] >= WORTH), key=lambda item: -item[1])
+
+
+def changes(config: Config, hardware: Hardware, now: Prediction) -> list[Change]:
+    """Single changes of a resolved config whose mesh is known that make the planned step faster and still fit, the best first."""
+    pipeline, devices = config.pipeline, now.devices
+    tried: list[dict[str, Any]] = [{"pipeline.remat": remat} for remat in ("none", "selective") if remat != pipeline.remat]
+    tried += [{"parallel.zero": zero} for zero in (0, 1, 2, 3) if zero != config.parallel.zero]
+    tried += [{"pipeline.microbatches": n} for n in (2 * pipeline.microbatches, pipeline.microbatches // 2) if n]
+    if config.mesh.stage > 1:
+        tried += [{"pipeline.schedule": "interleaved", "pipeline.repeats": 2 * max(1, pipeline.repeats)}]
+        tried += [{"pipeline.schedule": name, "pipeline.repeats": 0} for name in ("zb_h1", "zb_h2") if name != pipeline.schedule]
+    for smaller, larger in (("model", "data"), ("stage", "data"), ("data", "model"), ("stage", "model")):
+        sizes = {axis: getattr(config.mesh, axis) for axis in (smaller, larger)}
+        if sizes[smaller] % 2 == 0:
+            tried.append({f"mesh.{smaller}": sizes[smaller] // 2, f"mesh.{larger}": 2 * sizes[larger]})
+    found = []
+    for settings in tried:
+        changed = configs.replace(config, {"pipeline.repeats": 0} | settings if "mesh.stage" in settings else settings)
+        around = Surroundings(devices, platform_of(hardware), config, files=False)
+        if checks.first_broken(changed, around) or changed.data.batch_size % _pieces(changed):
+            continue
+        other = predict(changed.resolve(), hardware)
+        gain = 1 - other.seconds / now.seconds
+        if other.fits and gain >= WORTH:
+            found.append(Change(settings, gain, other.memory.bytes / GIB))
+    return sorted(found, key=lambda change: -change.gain)
+
+
+def _pieces(config: Config) -> int:
+    """Into how many parts a step's batch is cut."""
+    mesh = config.mesh
+    return mesh.replica * mesh.data * mesh.expert * config.pipeline.microbatches
+
+
+def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list[str]:
+    """Lines for people. hardware: the kind of device that the run is on; None: what the records alone say. Raises AdviceError."""
+    measured = read(workdir)
+    config, lines = measured.config, [f"a step takes {measured.seconds:.4g} s, the median of {measured.rows} rows of metrics.jsonl"]
+    if measured.goodput.starts:
+        lines.append(measured.goodput.summary())
+        lines += [f"{share:.1%} of the wall time: {REMEDIES[name]}" for name, share in losses_of_time(measured.goodput)]
+    if measured.last.get("slowest_process") is not None:
+        lines.append(
+            f"process {measured.last['slowest_process']} is behind the others by {measured.last.get('slowest_behind_s', 0):.3g} s a step"
+        )
+    if hardware is None:
+        return [*lines, "with --hardware=NAME the planner says what else the step could be"]
+    now = predict(config.resolve(), hardware)
+    ratio = measured.seconds / now.seconds
+    lines.append(f"planned for {hardware.name}: {now.seconds:.4g} s; measured {ratio:.2f} times that")
+    if ratio > FAR:
+        lines.append("that is far: a profile (train.profile_steps) says where the time goes; is this the device, and is it alone?")
+    lines += _largest_parts(now)
+    listed = changes(config.resolve(), hardware, now)
+    return [*lines, *_listed(listed)]
+
+
+def _largest_parts(now: Prediction) -> list[str]:
+    shares = sorted(((seconds / now.seconds, name) for name, seconds in now.time.exposed.items()), reverse=True)
+    return ["planned parts: " + ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= WORTH)]
+
+
+def _listed(listed: Sequence[Change]) -> list[str]:
+    if not listed:
+        return ["no single change of the layout is planned to make it faster and to fit"]
+    flags = [" ".join(f"--config.{path}={value}" for path, value in change.settings.items()) for change in listed[:5]]
+    return ["planned to be faster, one change at a time:"] + [
+        f"  {flag}: {change.gain:.0%} less time, {change.memory_gib:.1f} GiB a device" for flag, change in zip(flags, listed, strict=False)
+    ]

@@ -1,0 +1,78 @@
+"""Advice from a run's records, with and without a kind of device."""
+
+import json
+
+import pytest
+
+from jaxtrain import config as configs
+from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.costs.hardware import load
+from jaxtrain.plan import advise
+from jaxtrain.plan.advise import AdviceError, changes, read
+from jaxtrain.plan.prediction import predict
+
+SETTINGS = {"mesh.data": 8, "mesh.model": 8, "pipeline.microbatches": 8, "data.batch_size": 64, "pipeline.remat": "full"}
+H100 = load("h100")
+
+
+@pytest.fixture
+def config():
+    return configs.replace(load_recipe(find_recipe("llama3_8b")), SETTINGS)
+
+
+@pytest.fixture
+def workdir(tmp_path, config):
+    """A run whose planned step it takes 1.2 times, after a slow beginning, and that waits for data for a tenth of its time."""
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(config)))
+    seconds = 1.2 * predict(config.resolve(), H100).seconds
+    rows = [{"step": step, "loss": 1.0, "step_time_s": seconds * (5 if step < 3 else 1)} for step in range(1, 11)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts = {"imports": 1.0, "compiling": 1.0, "awaiting": 87.0, "data_wait": 10.0, "saving": 1.0}
+    line = {"start": 1, "began": 0.0, "time": 100.0, "step": 10, "seconds": parts}
+    (tmp_path / "goodput.jsonl").write_text(json.dumps(line | {"step": 0, "seconds": {}, "time": 0.0}) + "\n" + json.dumps(line) + "\n")
+    return tmp_path
+
+
+def test_what_records_say(workdir):
+    lines = advise.advise(workdir)
+    assert "the median of 5 rows" in lines[0] and lines[1].startswith("goodput 87.0 %")
+    assert [line for line in lines if "of the wall time" in line] == [f"10.0% of the wall time: {advise.REMEDIES['data_wait']}"]
+    assert lines[-1] == "with --hardware=NAME the planner says what else the step could be"
+
+
+def test_what_the_planner_says(workdir, config):
+    lines = advise.advise(workdir, H100)
+    assert any("measured 1.20 times that" in line for line in lines) and not any("that is far" in line for line in lines)
+    listed = [line for line in lines if line.startswith("  --config.")]
+    assert 0 < len(listed) <= 5 and all("less time" in line for line in listed)
+
+
+def test_a_machine_that_is_not_the_planned_one(workdir):
+    assert any(line.startswith("that is far") for line in advise.advise(workdir, load("b200")))
+
+
+def test_changes_are_faster_fit_and_are_what_train_takes(config):
+    now = predict(config.resolve(), H100)
+    found = changes(config.resolve(), H100, now)
+    assert [change.gain for change in found] == sorted((change.gain for change in found), reverse=True)
+    assert {"pipeline.remat"} in [set(change.settings) for change in found]
+    for change in found:
+        changed = configs.replace(config, change.settings)
+        other = predict(changed.resolve(), H100)
+        assert other.fits and other.seconds < now.seconds and other.devices == now.devices
+        configs.checks.check_devices(changed, 64, "gpu")
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "its config.json is no config"),
+        (lambda folder: (folder / "metrics.jsonl").unlink(), "has 0 rows with a step's time"),
+    ],
+)
+def test_a_folder_without_records(workdir, spoil, message):
+    spoil(workdir)
+    with pytest.raises(AdviceError, match=message) as error:
+        read(workdir)
+    assert "\n" not in str(error.value) and error.value.status == 2
