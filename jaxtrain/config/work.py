@@ -93,6 +93,8 @@ def _scores_pass_through_memory(config: Config, hardware: Hardware, assume: str)
     wanted = config.model.attention_kernel
     if wanted != "auto" or assume != OURS:
         return wanted == kernels.XLA
+    if platform_of(hardware) == kernels.CPU:  # a file of `--calibrate`: plain XLA is what it has measured
+        return False
     case = kernels.attention_case(config, kernels.Hardware(platform_of(hardware)))
     return kernels.attention_kernel(case).kernel == kernels.XLA
 

@@ -7,6 +7,7 @@ A file says what a data sheet says (peaks, memory, links) and which part of it p
     attention       parts of the peak that a fused kernel reaches, forward and backward
     memory_reached  part of the memory's bandwidth that passes over large arrays reach
     launch_us       time between the operations of a program
+    alone           simulated devices share their cores: how many times as fast one is while the others wait; 1 if left out
     tiers           links from the fastest to the slowest. devices: how many one of them joins, 0 for any number; gb_per_s: what a device
                     sends at most, one way; reached: the part of it that large collectives reach; latency_us: of one step of a ring
 
@@ -19,11 +20,25 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent / "hardware"
 GIB = 2**30
+# jax's names of kinds of devices → the files here; the first pattern found counts.
+DEVICE_KINDS = (
+    (r"TPU v6 ?lite|TPU v6e", "tpu-v6e"),
+    (r"TPU v5 ?lite|TPU v5e", "tpu-v5e"),
+    (r"TPU v5", "tpu-v5p"),
+    (r"TPU v4", "tpu-v4"),
+    (r"GB200", "gb200"),
+    (r"B200", "b200"),
+    (r"H200(?! NVL)", "h200"),
+    (r"H100(?! NVL| PCIe)", "h100"),
+    (r"A100.*80GB", "a100-80gb"),
+    (r"A100.*40GB", "a100-40gb"),
+)
 NUMBERS = ("memory_gib", "memory_usable", "memory_gb_per_s", "memory_reached", "launch_us", "watts")
 
 
@@ -68,6 +83,7 @@ class Hardware:
     memory_gb_per_s, memory_reached: bandwidth, and the part that is reached
     attention_forward, attention_backward: parts of the peak
     watts:          of the device under load, for energy
+    alone:          how many times as fast a device is while those that share its cores wait
     """
 
     name: str
@@ -83,6 +99,12 @@ class Hardware:
     tiers: tuple[Tier, ...]
     watts: float
     sources: tuple[str, ...]
+    alone: float = 1.0
+
+    def waited(self, busy: float, idle: float) -> float:
+        """Of `idle` seconds without work beside `busy` ones, those by which a step is longer: what a waiting device leaves of shared cores,
+        the others use."""
+        return max(0.0, (busy + idle) / self.alone - busy)
 
     def peak(self, dtype: str = "bfloat16") -> float:
         """Operations a second."""
@@ -106,6 +128,12 @@ class Hardware:
 def known() -> tuple[str, ...]:
     """The kinds of devices that are there by name."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
+
+
+def of_device(kind: str) -> "Hardware | None":
+    """The kind of device that jax calls so (`Device.device_kind`); None if it is not known, as any CPU."""
+    name = next((name for pattern, name in DEVICE_KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
+    return load(name) if name else None
 
 
 def load(name: str) -> Hardware:
@@ -147,12 +175,20 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
         attention_backward=float(values["attention"][1]),
         tiers=tiers,
         sources=tuple(values.get("sources", ())),
+        alone=_at_least_1(float(values.get("alone", 1.0))),
         **numbers,
     )
+
+
+def _at_least_1(alone: float) -> float:
+    if not 1 <= alone < math.inf:
+        raise ValueError("alone is below 1 or not finite")
+    return alone
 
 
 def to_json(hardware: Hardware) -> dict[str, Any]:
     """The object of a file that `from_json` reads as this."""
     values = dataclasses.asdict(hardware)
     values["attention"] = [values.pop("attention_forward"), values.pop("attention_backward")]
+    values["matmul"]["half"] = list(hardware.matmul.half)
     return values | {"peak_tflops": dict(hardware.peak_tflops), "tiers": [dataclasses.asdict(tier) for tier in hardware.tiers]}

@@ -16,7 +16,7 @@ from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
 
-ITEM = 2  # bytes of an activation's number
+ITEM = 2  # bytes of an activation's number in 16 bits
 UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
 BACKWARD_PASSES = 2.0  # over memory, of those of the forward
 ATTENTION_BACKWARD = 2.5  # products of attention's backward over the two of its forward: scores again, and four
@@ -55,6 +55,11 @@ class Work:
     program: Program
     hardware: Hardware
     dtype: str = "bfloat16"
+
+    @property
+    def item(self) -> int:
+        """Bytes of an activation's number."""
+        return 2 * ITEM if self.dtype == "float32" else ITEM
 
     @property
     def tokens(self) -> float:
@@ -109,7 +114,7 @@ class Work:
         """Seconds of [m, k] · [k, n]."""
         hardware = self.hardware
         flops = 2.0 * m * n * k / (hardware.peak(self.dtype) * hardware.matmul.reached(m, n, k))
-        moved = ITEM * (m * k + k * n + m * n) / hardware.streaming
+        moved = self.item * (m * k + k * n + m * n) / hardware.streaming
         return max(flops, moved) + 1e-6 * hardware.launch_us
 
     def _attention(self) -> tuple[float, float]:
@@ -130,7 +135,7 @@ class Work:
         if self.program.fused_attention:
             return 0.0
         scores = layout.microbatch * model.heads / layout.model * model.sequence**2 / layout.context
-        return ITEM * self.program.attention_passes * scores / self.hardware.streaming
+        return self.item * self.program.attention_passes * scores / self.hardware.streaming
 
     def _passes(self, dense: bool) -> float:
         """Seconds of passes over activations beside products, forward."""
@@ -140,14 +145,14 @@ class Work:
         hidden = model.mlp_width if dense or not model.experts else (model.experts_per_token + model.shared_experts) * model.expert_width
         inner = program.inner_passes * (heads + hidden * (1.5 if model.gated else 1.0)) / layout.model
         started = (program.passes + program.inner_passes) / 2  # operations, each of which reads and writes
-        return ITEM * self.tokens * (outside + inner) / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
+        return self.item * self.tokens * (outside + inner) / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
     def _model_sums(self, dense: bool) -> Parts:
         """Tensor parallelism's collectives of a layer's forward, and of its backward: two of [tokens, width], gathered and scattered or
         summed, which is the same number of bytes."""
         if self.layout.model == 1:
             return Parts()
-        size = ITEM * self.tokens * self.model.width
+        size = self.item * self.tokens * self.model.width
         seconds = 2 * self.collective("model", size, rounds=2)
         return _beside("model", seconds, self.program.model_overlap)
 
@@ -156,7 +161,7 @@ class Work:
         model, layout = self.model, self.layout
         if layout.context == 1:
             return Parts()
-        size = ITEM * layout.microbatch * model.sequence * 2 * model.kv_heads * model.head_dim / layout.model
+        size = self.item * layout.microbatch * model.sequence * 2 * model.kv_heads * model.head_dim / layout.model
         return Parts({"context": self.collective("context", size)})
 
     def _experts(self, dense: bool) -> Parts:
@@ -164,7 +169,7 @@ class Work:
         model, layout = self.model, self.layout
         if layout.expert == 1 or dense or not model.experts:
             return Parts()
-        size = ITEM * self.tokens * model.experts_per_token * model.width / layout.model
+        size = self.item * self.tokens * model.experts_per_token * model.width / layout.model
         return Parts({"expert": 2 * self.collective("expert", size)})
 
     # ------------------------------------------------------------------------------------------------------------ collectives
@@ -194,7 +199,7 @@ class Work:
         if layout.stage == 1:
             return 0.0
         tier = self.hardware.tier(2 * layout.neighbours("stage")[1])
-        size = ITEM * self.tokens * self.model.width / (layout.model if self.program.split_sends else 1)
+        size = self.item * self.tokens * self.model.width / (layout.model if self.program.split_sends else 1)
         return size / tier.bytes_per_s + 1e-6 * tier.latency_us
 
     # ------------------------------------------------------------------------------------------------------------ the step
@@ -205,7 +210,7 @@ class Work:
         columns = model.vocab_size / layout.model
         products = self._product(self.tokens, columns, model.width) + self._product(self.tokens, model.width, columns)
         products += self._product(model.width, columns, self.tokens)
-        memory = 4 * self.program.logit_passes * self.tokens * columns + 3 * ITEM * self.tokens * model.width
+        memory = 4 * self.program.logit_passes * self.tokens * columns + 3 * self.item * self.tokens * model.width
         return Parts({MATMULS: products * (1 + model.predictions), MEMORY: memory * (1 + model.predictions) / self.hardware.streaming})
 
     def bubble(self, forward: float, again: float, backward: float, weights: float) -> float:
@@ -239,7 +244,7 @@ class Work:
         shared = program.vocabulary_parallel and p > 1
         times = [ops[name].seconds * model.layers / p for name in "FRBW"]
         step = stage * m + head * (m / p if shared else m)
-        waits = self.bubble(*times) if p > 1 else 0.0
+        waits = self.hardware.waited(step.seconds, self.bubble(*times)) if p > 1 else 0.0
         backward = times[2] + times[3]
         step += Parts({BUBBLE: waits}) + self._messages(sum(times)) + self._shards(step) + self._sums(times[0], backward) + self.update()
         return step + Parts({FIXED: program.fixed_s})

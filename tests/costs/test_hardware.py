@@ -1,5 +1,6 @@
 """Kinds of devices: the files that are there, and what is said of others."""
 
+import dataclasses
 import json
 
 import pytest
@@ -58,3 +59,36 @@ def test_the_nearest_is_named():
     with pytest.raises(HardwareError, match="use --hardware=h100$"):
         load("H-100")
     assert hardware.FOLDER.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("TPU v4", "tpu-v4"),
+        ("TPU v5 lite", "tpu-v5e"),
+        ("TPU v5p", "tpu-v5p"),
+        ("TPU v5", "tpu-v5p"),
+        ("TPU v6 lite", "tpu-v6e"),
+        ("cpu", None),
+    ],
+)
+def test_kinds_by_the_names_that_jax_gives_them(kind, name):
+    found = hardware.of_device(kind)
+    assert (found and found.name) == (hardware.load(name).name if name else None)
+
+
+def test_devices_that_share_cores_use_what_waiting_ones_leave():
+    """Four devices' work on one core: stages that wait a third of the time cost nothing; what is longer than all the work remains."""
+    shared = dataclasses.replace(hardware.load("h100"), alone=4.0)
+    assert hardware.load("h100").waited(3.0, 2.0) == 2.0
+    assert shared.waited(3.0, 2.0) == 0.0 and shared.waited(3.0, 13.0) == 1.0
+    assert hardware.from_json(hardware.to_json(shared)) == shared
+    with pytest.raises(ValueError, match="alone"):
+        hardware.from_json(hardware.to_json(shared) | {"alone": 0.5})

@@ -1,0 +1,117 @@
+"""Whether the planner orders cpu_step.py's layouts as they are measured, on 8 simulated CPU devices that `--calibrate` has measured.
+
+    python benchmarks/planned_order.py [--layouts=data8,model8,…] [--rounds=3] [--hardware=FILE]
+
+One process calibrates, then compiles all layouts and steps them in turn, so that a change of the machine's speed meets all alike. Seconds
+are CPU-seconds over the cores: those of a machine that does nothing else. The status is 1 where a pair whose measured times differ by
+more than a tenth is planned the other way round.
+"""
+
+import argparse
+import itertools
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+MATTERS = 1.1  # measured times that differ by less may be planned in any order
+
+
+class Stepped:
+    """A layout's compiled step, its state and its batch."""
+
+    def __init__(self, config: Any):
+        import jax
+
+        from jaxtrain.data.loader import Loader
+        from jaxtrain.data.tokens import prepare
+        from jaxtrain.devices.mesh import make_mesh, sizes_of
+        from jaxtrain.training.state import initial_state
+        from jaxtrain.training.step import make_step
+
+        self.mesh = make_mesh(sizes_of(config.mesh))
+        with jax.set_mesh(self.mesh):
+            step = make_step(config, self.mesh)
+            corpus = prepare(config.data, config.model.vocab_size)
+            loader = Loader(corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches)
+            self.compiled = step.train.lower(step.abstract_state(), loader.specification()).compile()
+            self.state, self.batch = initial_state(step.layout, step.optimizer, 0), loader.batch(0)
+            loader.close()
+
+    def cpu_seconds(self) -> float:
+        """Of one step."""
+        import jax
+
+        with jax.set_mesh(self.mesh):
+            began = time.process_time()
+            self.state, metrics = self.compiled(self.state, self.batch)
+            jax.block_until_ready((self.state, metrics))
+            return time.process_time() - began
+
+
+def wrong_pairs(measured: dict[str, float], plan: dict[str, float]) -> list[tuple[str, str]]:
+    """(faster, slower) layouts, as measured, that the plan has the other way round."""
+    return [
+        (fast, slow)
+        for fast, slow in itertools.permutations(measured, 2)
+        if measured[slow] > MATTERS * measured[fast] and plan[slow] <= plan[fast]
+    ]
+
+
+def main() -> int:
+    sys.path.insert(0, REPOSITORY)
+    import cpu_step
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", default=",".join(cpu_step.LAYOUTS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hardware", default="", help="a file that --calibrate has written, and not a new one")
+    options = parser.parse_args()
+    from jaxtrain import cli
+    from jaxtrain.config.work import work_of
+    from jaxtrain.costs import hardware as kinds
+    from jaxtrain.devices.startup import start_jax
+
+    configs = {}
+    for layout in options.layouts.split(","):
+        config, namespace = cli.parse(cpu_step.flags(layout, []), "benchmark")
+        configs[layout] = config.resolve()
+    start_jax(namespace)
+    import jax
+
+    from jaxtrain.plan import bench, calibrate
+
+    began = time.process_time()
+    if options.hardware:
+        hardware = kinds.load(options.hardware)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(pathlib.Path(folder) / "cpu.json")
+            calibrate.write(calibrate.calibrate(), file)
+            hardware = kinds.load(file)
+    print("\n".join([*calibrate.summary(hardware), f"calibrated in {time.process_time() - began:.0f} CPU-seconds, jax {jax.__version__}"]))
+    steps = {layout: Stepped(config) for layout, config in configs.items()}
+    times: dict[str, list[float]] = {layout: [] for layout in steps}
+    for turn in range(options.rounds + 1):
+        for layout, step in steps.items():
+            seconds = step.cpu_seconds() / bench.stopwatch(jax.devices(), 0.0).cores
+            if turn:  # the first step is slower
+                times[layout].append(seconds)
+    measured = {layout: statistics.median(values) for layout, values in times.items()}
+    plan = {layout: work_of(config, hardware).step().seconds for layout, config in configs.items()}
+    print(f"{'layout':24} {'planned s':>10} {'measured s':>11}  ratio")
+    for layout, seconds in sorted(measured.items(), key=lambda item: item[1]):
+        print(f"{layout:24} {plan[layout]:10.2f} {seconds:11.2f} {plan[layout] / seconds:6.2f}")
+    wrong = wrong_pairs(measured, plan)
+    for fast, slow in wrong:
+        ratio, as_planned = measured[slow] / measured[fast], plan[slow] / plan[fast]
+        print(f"wrong: {slow} takes {ratio:.2f} times as long as {fast}, and is planned at {as_planned:.2f}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
