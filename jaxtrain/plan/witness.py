@@ -23,9 +23,9 @@ from jaxtrain.config.flags import Flag, apply, read_flags
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 from jaxtrain.config.work import work_of
 from jaxtrain.costs import hardware
-from jaxtrain.costs.memory import memory
+from jaxtrain.costs.memory import Memory, memory
 from jaxtrain.devices.mesh import sizes_of
-from jaxtrain.plan import topology
+from jaxtrain.plan import hlo, topology
 from jaxtrain.plan.account import account
 from jaxtrain.plan.ahead import Compiled, Refused, compile_config
 from jaxtrain.plan.step_figures import StepFigures
@@ -213,7 +213,7 @@ def compare(config: Config, devices: Topology, compiled: Compiled) -> Witness:
         devices,
         f"{platform.package} {platform.version}",
         compiled,
-        tuple(_parts(compiled, dict(memory(work_of(config, device), config.model.loss_chunk).parts))),
+        tuple(_parts(compiled, memory(work_of(config, device), config.model.loss_chunk))),
         device.memory,
         figures.stage,
         config.mesh.stage,
@@ -221,14 +221,35 @@ def compare(config: Config, devices: Topology, compiled: Compiled) -> Witness:
     )
 
 
-def _parts(compiled: Compiled, planned: dict[str, float]) -> list[Part]:
+def _parts(compiled: Compiled, planned: Memory) -> list[Part]:
     """By the planner's parts, as far as a program's memory is known to be theirs: with one stage, what activations it keeps is not."""
-    known = {part: float(compiled.kinds[kind]) for part, kind in PARTS.items() if kind in compiled.kinds and part in planned}
+    known = {part: float(compiled.kinds[kind]) for part, kind in PARTS.items() if kind in compiled.kinds and part in planned.parts}
+    if "weights" in known:
+        known["weights"] += cast_bytes(compiled.program)
     others = {kind: float(n) for kind, n in compiled.kinds.items() if kind not in PARTS.values() and not kind.endswith("on the host")}
-    parts = [Part(part, n, planned.pop(part)) for part, n in known.items()]
+    parts = [Part(part, n, planned.parts[part]) for part, n in known.items()]
     parts += [Part(kind, n, math.nan) for kind, n in others.items()]
-    rest = f"{REST} ({', '.join(planned)})"
-    return [*parts, Part(rest, compiled.total - sum(part.compiled for part in parts), sum(planned.values()))]
+    rest = ", ".join([*(name for name in planned.parts if name not in known), "gaps"])
+    planned_rest = planned.bytes - sum(planned.parts[part] for part in known)
+    return [*parts, Part(f"{REST} ({rest})", compiled.total - sum(part.compiled for part in parts), planned_rest)]
+
+
+def cast_bytes(program: hlo.Program) -> int:
+    """Bytes of what a step casts of its arguments before all loops, once: the weights in the type of the products."""
+    found = 0
+    for i in program.inline(program.entry):
+        if i.opcode not in ("fusion", "convert"):
+            continue
+        sizes = {source.sizes[0] for source in map(lambda o: _behind_views(program, o), program.operands(i)) if source.opcode == "parameter"}
+        results = zip(i.sizes, i.types, i.bytes_of_each, strict=True)
+        found += sum(size for elements, kind, size in results if kind == "bf16" and elements in sizes)
+    return found
+
+
+def _behind_views(program: hlo.Program, i: hlo.Instruction) -> hlo.Instruction:
+    while i.opcode in ("bitcast", "reshape", "copy") and i.operands:
+        i = program.operands(i)[0]
+    return i
 
 
 def _crossings(config: Config, figures: StepFigures) -> list[Crossing]:
