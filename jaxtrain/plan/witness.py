@@ -240,7 +240,8 @@ def cast_bytes(program: hlo.Program) -> int:
     for i in program.inline(program.entry):
         if i.opcode not in ("fusion", "convert"):
             continue
-        sizes = {source.sizes[0] for source in map(lambda o: _behind_views(program, o), program.operands(i)) if source.opcode == "parameter"}
+        sources = [_behind_views(program, operand) for operand in program.operands(i)]
+        sizes = {source.sizes[0] for source in sources if source.opcode == "parameter"}
         results = zip(i.sizes, i.types, i.bytes_of_each, strict=True)
         found += sum(size for elements, kind, size in results if kind == "bf16" and elements in sizes)
     return found
