@@ -1,11 +1,11 @@
 """What the compilers for TPU v5p and H100 make of the real train step, by recipe and layout: compiled ahead of time, read, never run.
 
-    python benchmarks/ahead.py [--recipe=llama3_8b] [--layout=zero3,pipeline] [--platform=tpu_v5p,h100] [--layers=8] [--sequence=8192]
+    python benchmarks/ahead.py [--recipe=llama3_8b] [--layout=zero3,pipeline] [--platform=v5p,h100] [--layers=8] [--sequence=8192]
                                [--json=FILE] [--append] [--config.mesh.model=4 …]
 
 Needs the compilers of requirements-compilers.txt, and neither a device nor a driver; JAXTRAIN_COMPILERS names their folder where that is
 not .venv-compilers. A case takes one to four minutes; the status is 1 if a compiler refused one, 2 if the flags are wrong.
-tests/support/step_figures.py says what each figure means; tables are in ahead.md.
+jaxtrain/plan/step_figures.py says what each figure means; tables are in ahead.md.
 Layers are a loop: few of them compile as many do (two at least in each chunk of a stage), and figures of fewer are of fewer.
 """
 
@@ -14,25 +14,29 @@ import datetime
 import importlib.metadata
 import json
 import pathlib
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
-sys.path[:0] = [path for path in (str(REPOSITORY), str(REPOSITORY / "tests")) if path not in sys.path]
+sys.path[:0] = [path for path in (str(REPOSITORY),) if path not in sys.path]
 
 from jaxtrain import cli  # noqa: E402 (the path comes first)
 from jaxtrain import config as configs  # noqa: E402
 from jaxtrain.config import Config, ConfigError, checks  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
+from jaxtrain.plan import ahead  # noqa: E402
+from jaxtrain.plan.step_figures import Peaks, StepFigures  # noqa: E402
+from jaxtrain.plan.topology import INSTALL_COMMAND, PLATFORMS, Topology, TopologyError, compilers, fitting  # noqa: E402
+from jaxtrain.plan.traffic import describe  # noqa: E402
 
+KINDS = ("v5p", "h100")
 TABLE = REPOSITORY / "benchmarks" / "ahead.md"
 FLAGS = (
     Flag("recipe", "llama3_8b", "recipes, with commas between them"),
     Flag("layout", "", "layouts, with commas between them; empty: all of the recipe's"),
-    Flag("platform", "tpu_v5p,h100", "tpu_v5p, h100"),
+    Flag("platform", ",".join(KINDS), "v5p, h100"),
     Flag("layers", 0, "layers in place of the recipe's; 0: all of them, or as the layout cuts them", at_least=0),
     Flag("sequence", 0, "tokens of a sequence in place of the recipe's", at_least=0),
     Flag("devices", 0, "devices in place of the layout's", at_least=0),
@@ -96,28 +100,25 @@ class Case:
 
     recipe: str
     layout: str
-    platform: str
-    devices: int
+    topology: Topology
     text: str
     config: Config
 
 
 def cases(values: dict, overrides: list[tuple[str, str]]) -> Iterator[Case]:
     """What the flags ask for, checked. Raises ValueError with one line."""
-    from support import ahead
-
-    platforms, recipes = names(values, "platform", ahead.PLATFORMS), names(values, "recipe", LAYOUTS)
+    platforms, recipes = names(values, "platform", KINDS), names(values, "recipe", LAYOUTS)
     for platform in platforms:
-        if ahead.PLATFORMS[platform].missing:
-            raise ValueError(f"--platform={platform} has no compiler in {ahead.COMPILERS}: {ahead.INSTALL_COMMAND}")
+        if PLATFORMS[platform].missing:
+            raise ValueError(f"--platform={platform} has no compiler in {compilers()}: {INSTALL_COMMAND}")
         for recipe in recipes:
             for name in names(values, "layout", LAYOUTS[recipe]):
                 layout = LAYOUTS[recipe][name]
-                devices = values["devices"] or layout.devices
+                topology = fitting(platform, values["devices"] or layout.devices)
                 changes = {**SHARED[recipe], **layout.settings, **settings_of_flags(values)}
                 config = apply(configs.replace(load_recipe(find_recipe(recipe)), changes), overrides)
-                config = checks.check_devices(config, devices, ahead.PLATFORMS[platform].backend).resolve()
-                yield Case(recipe, name, platform, devices, layout.text, config)
+                config = checks.check_devices(config, topology.devices, topology.platform.backend).resolve()
+                yield Case(recipe, name, topology, layout.text, config)
 
 
 def settings_of_flags(values: dict) -> dict[str, object]:
@@ -137,37 +138,28 @@ def names(values: dict, flag: str, known) -> list[str]:
 
 def measure(case: Case, values: dict) -> dict:
     """The figures of a case; of one that the compiler refuses its words, as `refused`."""
-    from support import ahead
-    from support.step_figures import Peaks, StepFigures
-
-    about = {"recipe": case.recipe, "layout": case.layout, "platform": case.platform, "devices": case.devices, "text": case.text}
+    platform = case.topology.platform.name
+    about = {"recipe": case.recipe, "layout": case.layout, "platform": platform, "devices": case.topology.devices, "text": case.text}
     about |= {"layers": case.config.model.layers, "sequence": case.config.data.sequence_length}
     try:
-        compiled = ahead.compile_config(case.platform, case.config, case.devices, program="train")
-    except RuntimeError as error:
-        words = [line for line in str(error).splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        return versions() | about | {"refused": (words or str(error).splitlines())[-1]}
+        compiled = ahead.compile_config(case.topology, case.config)
+    except ahead.Refused as error:
+        return versions() | about | {"refused": error.line}
     if values["text"]:
         folder = pathlib.Path(values["text"])
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{case.recipe}_{case.layout}_{case.platform}.txt").write_text(compiled.text)
-    figures = StepFigures(case.config, case.platform, compiled, Peaks(values["products"], values["kernels"]))
+        (folder / f"{case.recipe}_{case.layout}_{platform}.txt").write_text(compiled.text)
+    figures = StepFigures(case.config, platform, compiled, Peaks(values["products"], values["kernels"]))
     return versions() | about | figures.as_dict()
 
 
 def versions() -> dict[str, str]:
     """The day, the commit ("+": with changes since), and the versions of jax and its compilers."""
-    from support import ahead
-
-    sys.path.append(str(ahead.COMPILERS))
     git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty=+"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
     described = {"date": datetime.date.today().isoformat(), "commit": commit, "python": ".".join(map(str, sys.version_info[:2]))}
-    for package in ("jax", "libtpu", "jax-cuda13-pjrt"):
-        try:
-            described[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            described[package] = "none"
+    described["jax"] = importlib.metadata.version("jax")
+    described |= {platform.package: platform.version for platform in (PLATFORMS[kind] for kind in KINDS)}
     return described
 
 
@@ -198,20 +190,13 @@ def report(row: dict) -> list[str]:
     lines.append(f"  copies over 1 MB in loops: {c['bytes'] / 1e9:,.0f} GB, {c['seconds']:.3f} s, {c['share']:.1%}: {c['longest']}")
     for t in row["collectives"]:
         if t["bytes"] > 1e8:
-            asynchronous, beside = t["asynchronous"] / t["bytes"], t["hidden"] / t["bytes"]
-            overlap = (
-                f"{asynchronous:.0%} asynchronous, {beside:.0%} beside products ({t['flops'] / 1e12:.1f} TF)"
-                if asynchronous
-                else "not asynchronous"
-            )
-            kind = f"{t['op']:9} {t['kind']:18} {t['type']:5} {t['axes']:12}"
-            lines.append(f"  {kind} {t['times']:6.0f} × {t['bytes'] / t['times'] / 1e6:8.1f} MB, {t['bytes'] / 1e9:7.2f} GB; {overlap}")
+            lines.append(f"  {describe(t)}")
     return lines
 
 
 def table_row(row: dict) -> str:
     """A row of ahead.md."""
-    compiler = f"libtpu {row['libtpu']}" if row["platform"] == "tpu_v5p" else f"XLA {row['jax-cuda13-pjrt']}"
+    compiler = f"libtpu {row['libtpu']}" if row["platform"] == "v5p" else f"XLA {row['jax-cuda13-pjrt']}"
     case = f"{row['platform']}: {row['recipe']}, {row['text']}; {row['layers']} layers, T = {row['sequence']}"
     whose = [f"{row['date']}, {row['commit']}, {row['jax']}, {compiler}", case]
     if "refused" in row:
@@ -243,7 +228,7 @@ def main(argv: list[str]) -> None:
         cli.fail(str(reading.errors[0]))
     try:
         wanted = list(cases(reading.values, reading.overrides))
-    except (ConfigError, RecipeError, ValueError) as error:
+    except (ConfigError, RecipeError, TopologyError, ValueError) as error:
         cli.fail(str(error))
     rows = []
     for case in wanted:

@@ -35,12 +35,12 @@ def validation_loss(flags: list[str]) -> float:
 def bytes_a_step(flags: list[str]) -> float:
     """That a device sends to other replicas."""
     import jax
-    from support import hlo
     from support.crossing import bytes_sent
 
     from jaxtrain import cli
     from jaxtrain.config import checks
     from jaxtrain.devices.mesh import make_mesh, sizes_of
+    from jaxtrain.plan import hlo
     from jaxtrain.training.step import abstract_batch, make_step
 
     config = checks.check_devices(cli.parse(flags, "")[0], 8).resolve()

@@ -11,7 +11,6 @@ import argparse
 import json
 import pathlib
 import sys
-import time
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 DEVICES = 64
@@ -26,34 +25,25 @@ SETTINGS = {
 }
 
 
-def compiled(devices, recipe, settings: dict[str, str], length: int, mode: str) -> dict:
+def compiled(recipe, settings: dict[str, str], length: int, mode: str) -> dict:
     """Lengths of time in seconds and bytes on a device for one length and mode."""
-    import jax
-
     from jaxtrain import config as configs
     from jaxtrain.config import checks
     from jaxtrain.config.flags import apply
-    from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.training.step import abstract_batch, make_step
+    from jaxtrain.plan.ahead import compile_config
+    from jaxtrain.plan.topology import fitting
 
     own = {"data.sequence_length": str(length), "parallel.context": mode}
     config = checks.check_devices(apply(recipe, list((settings | own).items())), DEVICES).resolve()
     config = configs.replace(config, {"data.batch_size": config.mesh.data * config.mesh.replica})
-    mesh = make_mesh(sizes_of(config.mesh), devices)
-    step = make_step(config, mesh)
-    state, begin = step.abstract_state(), time.time()
-    with jax.set_mesh(mesh), jax.default_device(devices[0]):
-        program = step.train.lower(state, abstract_batch(config, step)).compile()
-    memory = program.memory_analysis()
-    arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    total = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    program = compile_config(fitting("h100", DEVICES), config)
     return {
         "length": length,
         "mode": mode,
-        "seconds": round(time.time() - begin),
-        "arguments": arguments,
-        "temporary": temporary,
-        "total": total,
+        "seconds": round(program.seconds),
+        "arguments": program.memory["argument"],
+        "temporary": program.memory["temp"],
+        "total": program.total,
     }
 
 
@@ -64,26 +54,19 @@ def main() -> None:
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("changes", nargs="*", help="settings, as --config.PATH=VALUE")
     args = parser.parse_args()
-    sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
-    import jax
-    from jax.experimental import topologies
-    from support import ahead
-
+    sys.path.insert(0, str(REPOSITORY))
     from jaxtrain.config.recipes import find_recipe, load_recipe
+    from jaxtrain.plan.topology import INSTALL_COMMAND, PLATFORMS
 
-    sys.path.append(str(ahead.COMPILERS))
-    if ahead.PLATFORMS["h100"].missing:
-        parser.error(f"no compiler for H100s here: {ahead.INSTALL_COMMAND}")
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)
-    devices = topologies.get_topology_desc(**ahead.h100s(DEVICES)).devices
+    if PLATFORMS["h100"].missing:
+        parser.error(f"no compiler for H100s here: {INSTALL_COMMAND}")
     recipe = load_recipe(find_recipe("llama3_8b"))
     settings = SETTINGS | dict(change.removeprefix("--config.").split("=", 1) for change in args.changes)
     print(f"{'tokens':>9}  {'context':10} {'arguments GB':>12} {'temporary GB':>12} {'total GB':>8} {'compiled s':>10}")
     rows = []
     for length in map(int, args.lengths.split(",")):
         for mode in args.modes.split(","):
-            row = compiled(devices, recipe, settings, length, mode)
+            row = compiled(recipe, settings, length, mode)
             gigabytes = (row[name] / 1e9 for name in ("arguments", "temporary", "total"))
             print(f"{length:9}  {mode:10}", *(f"{n:{width}.1f}" for n, width in zip(gigabytes, (12, 12, 8), strict=True)), end="")
             print(f" {row['seconds']:10}{'' if row['total'] < H100 else '  more than 80 GB'}", flush=True)

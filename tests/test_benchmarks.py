@@ -4,8 +4,11 @@ import importlib.util
 import json
 
 import pytest
-from support import ROOT, ahead
+from support import ROOT
 from support.step_text import CONFIG, STEP
+
+from jaxtrain.plan import ahead
+from jaxtrain.plan.topology import INSTALL_COMMAND, Platform, parse
 
 SPEC = importlib.util.spec_from_file_location("benchmark_ahead", ROOT / "benchmarks" / "ahead.py")
 benchmark = importlib.util.module_from_spec(SPEC)
@@ -16,15 +19,15 @@ FLAGS = {flag.name: flag.default for flag in benchmark.FLAGS}
 @pytest.fixture(autouse=True)
 def compilers(monkeypatch):
     """All of them, as if installed."""
-    monkeypatch.setattr(ahead.Platform, "missing", False)
+    monkeypatch.setattr(Platform, "missing", False)
 
 
 def test_every_case_is_a_config_that_works():
     found = list(benchmark.cases({**FLAGS, "recipe": ",".join(benchmark.LAYOUTS)}, []))
     assert len(found) == 2 * sum(map(len, benchmark.LAYOUTS.values()))
-    case = next(c for c in found if (c.recipe, c.layout, c.platform) == ("llama3_8b", "pipeline", "tpu_v5p"))
+    case = next(c for c in found if (c.recipe, c.layout, c.topology.text) == ("llama3_8b", "pipeline", "v5p:4x4x4"))
     assert case.config.data.sequence_length == 8192 and not case.config.data.attend_across_documents
-    assert case.config.mesh.data * case.config.mesh.stage == case.devices == 64
+    assert case.config.mesh.data * case.config.mesh.stage == case.topology.devices == 64
 
 
 def test_settings_and_sizes():
@@ -36,7 +39,7 @@ def test_settings_and_sizes():
     ("words", "says"),
     [
         (["--layout=flat"], "--layout='flat' is none of zero3, tensor, pipeline, pipeline_tensor: use --layout=zero3"),
-        (["--platform=h200"], "--platform='h200' is none of tpu_v5p, h100: use --platform=tpu_v5p"),
+        (["--platform=h200"], "--platform='h200' is none of v5p, h100: use --platform=v5p"),
         (["--recipe=tiny"], "--recipe='tiny' is none of llama3_8b, mixtral_8x7b, deepseek_v3: use --recipe=llama3_8b"),
         (["--", "--config.mesh.model=3"], "mesh.model=3 does not divide"),
         (["--layers=-1"], "--layers=-1 must be at least 0: use --layers=0"),
@@ -51,19 +54,20 @@ def test_what_is_wrong_is_one_line(words, says, capsys):
 
 
 def test_a_platform_without_a_compiler(monkeypatch, capsys):
-    monkeypatch.setattr(ahead.Platform, "missing", True)
+    monkeypatch.setattr(Platform, "missing", True)
     with pytest.raises(SystemExit):
         benchmark.main(["--platform=h100"])
-    assert ahead.INSTALL_COMMAND in capsys.readouterr().err
+    assert INSTALL_COMMAND in capsys.readouterr().err
 
 
 def test_what_is_printed_and_written(monkeypatch, tmp_path, capsys):
     """Of a case that compiles, and of one that the compiler refuses."""
     table, file = tmp_path / "table.md", tmp_path / "rows.json"
-    case = benchmark.Case("llama3_8b", "pipeline", "tpu_v5p", 2, "stage 2", CONFIG)
+    case = benchmark.Case("llama3_8b", "pipeline", parse("v5p:2x2x1"), "stage 2", CONFIG)
     monkeypatch.setattr(benchmark, "TABLE", table)
     monkeypatch.setattr(benchmark, "cases", lambda *_: [case, case])
-    answers = [ahead.Compiled(STEP, 0, 0, seconds=12.0, memory={"argument": 3e9, "temp": 4e9}), RuntimeError("in a\njax.Error: no room")]
+    compiled = ahead.Compiled(STEP, tracing=2.0, compiling=10.0, memory={"argument": 3e9, "temp": 4e9})
+    answers = [compiled, ahead.Refused("in a\njax.Error: no room")]
 
     def compile_config(*_, **__):
         answer = answers.pop(0)
@@ -81,4 +85,4 @@ def test_what_is_printed_and_written(monkeypatch, tmp_path, capsys):
     columns = [line.count("|") for line in lines]
     header = next(line for line in (ROOT / "benchmarks" / "ahead.md").read_text().splitlines() if line.startswith("| date"))
     assert columns == [header.count("|")] * 2 and "pallas splash_mha; bf16[1, 4, 64, 64] in K" in lines[0]
-    assert (tmp_path / "llama3_8b_pipeline_tpu_v5p.txt").read_text() == STEP
+    assert (tmp_path / "llama3_8b_pipeline_v5p.txt").read_text() == STEP

@@ -14,7 +14,7 @@ from support import ROOT
 from jaxtrain import __main__ as command
 from jaxtrain import __version__
 
-FILES = [*(ROOT / "jaxtrain").rglob("*.py"), *(ROOT / "jaxtrain").rglob("*.json")]
+FILES = [path for kind in ("py", "json", "txtpb") for path in (ROOT / "jaxtrain").rglob(f"*.{kind}")]
 SOURCES = {path.relative_to(ROOT).as_posix() for path in FILES}
 RECIPES = {f"jaxtrain/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
 # What pip does, by setuptools alone: each hook of PEP 517 in a process of its own.

@@ -49,8 +49,7 @@ def introduction(config: Config, step: Step) -> list[str]:
         lines += _room_for_rows(config)
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
-        size = step.slot_bytes()
-        pools = {kind: (n, size[kind]) for kind, n in step.setup.train.pool_sizes.items() if n}
+        pools = slot_pools(step)
         total = sum(n * each for n, each in pools.values())
         listed = ", ".join(f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in pools.items())
         lines.append(f"slots: {listed} MiB, {mebibytes(total)} in all")
@@ -114,11 +113,18 @@ def state_memory(config: Config, step: Step) -> dict[str, int]:
     kinds["accumulators"] = sum(elements) * NUMBER
     host = {"moments": bytes_per_device(state.optimizer, host=True)}
     if step.setup.train:
-        slot_bytes = step.slot_bytes()
-        pools = {kind: number * slot_bytes[kind] for kind, number in step.setup.train.pool_sizes.items() if number}
+        pools = {kind: number * each for kind, (number, each) in slot_pools(step).items()}
         host["slots"] = sum(size for kind, size in pools.items() if kind in step.host_pools)
         kinds["slots"] = sum(pools.values()) - host["slots"]
     return kinds | {f"{kind} on the host": n for kind, n in host.items() if n}
+
+
+def slot_pools(step: Step) -> dict[str, tuple[int, int]]:
+    """Kind of slot → how many a device has, bytes of each; nothing with one stage."""
+    if not step.setup.train:
+        return {}
+    size = step.slot_bytes()
+    return {kind: (number, size[kind]) for kind, number in step.setup.train.pool_sizes.items() if number}
 
 
 @dataclasses.dataclass(frozen=True)

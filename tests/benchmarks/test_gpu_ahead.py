@@ -4,9 +4,11 @@ import gpu
 import gpu_cases
 import pytest
 from gpu_cases import CASES
-from support import ahead
 from support.compilers import compiled_for
-from support.step_figures import StepFigures
+
+from jaxtrain.plan.ahead import compile_config
+from jaxtrain.plan.step_figures import StepFigures
+from jaxtrain.plan.topology import fitting
 
 H100 = 81_559 * 2**20  # bytes of an "80 GB" H100, as its driver counts them
 
@@ -15,8 +17,8 @@ H100 = 81_559 * 2**20  # bytes of an "80 GB" H100, as its driver counts them
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_case_fits_one_gpu(platform, case):
     config = gpu_cases.config_of(case, tiny=False)
-    compiled = ahead.compile_config(platform, config, 1, program="train")
-    memory = compiled.memory["argument"] + compiled.memory["temp"]
+    compiled = compile_config(fitting(platform, 1), config)
+    memory = compiled.total
     assert memory < float(gpu.DEFAULTS["XLA_PYTHON_CLIENT_MEM_FRACTION"]) * H100
     # A model whose width is its sequences' length has matrices of that shape, too.
     assert config.data.sequence_length == config.model.width or not StepFigures(config, platform, compiled).square_arrays()

@@ -5,12 +5,13 @@ import collections
 import jax
 import numpy as np
 import pytest
-from support import hlo, plain_loop, small
+from support import plain_loop, small
 from support.plain_loop import CLIP, STEPS, assert_same, gradients, reference, train
 from support.small import Case
 
 from jaxtrain.config import replace
 from jaxtrain.parallel import blockwise, context
+from jaxtrain.plan import hlo
 from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.training.step import abstract_batch, make_step
 

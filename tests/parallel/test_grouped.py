@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import hlo, small
+from support import small
 
 from jaxtrain.config.kernels import BLOCKS, MEGABLOX
 from jaxtrain.parallel import experts, grouped, megablox
+from jaxtrain.plan import hlo
 
 INPUTS, OUTPUTS = 24, 40
 # Rows of each group; what is left of the rows belongs to none. Blocks are of 8 rows.

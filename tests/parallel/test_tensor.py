@@ -8,9 +8,10 @@ import re
 
 import jax
 import pytest
-from support import hlo, small
+from support import small
 
 from jaxtrain.devices.mesh import AXES, MODEL
+from jaxtrain.plan import hlo
 from jaxtrain.training.step import abstract_batch, make_step
 
 ROWS, TOKENS, WIDTH, MODEL_SIZE = 4, 16, 64, 4

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import hlo
 
 from jaxtrain.devices.mesh import BATCH_AXES, MANUAL_AXES, make_mesh, psum
 from jaxtrain.devices.sharding import constrain, named
 from jaxtrain.parallel.vocabulary import add_lookup_gradient, lookup
+from jaxtrain.plan import hlo
 
 ROWS, WIDTH, BATCH, LENGTH = 64, 6, 4, 8
 random = np.random.default_rng(0)

@@ -4,17 +4,18 @@ import collections
 
 import jax
 import pytest
-from support import ahead, compiled_account, hlo, small
-from support.compiled_account import FEW
-from support.compilers import compiled_for
+from support import ahead, compiled_account, small
+from support.compilers import KINDS, compiled_for
 from support.small import Case
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices.mesh import AXES
+from jaxtrain.plan import hlo
 from jaxtrain.plan.account import Entry, account, busiest, exchange_account, sent
 from jaxtrain.plan.flops import BACKWARD_PRODUCTS, BACKWARD_PRODUCTS_ONCE, flops
+from jaxtrain.plan.traffic import FEW
 from jaxtrain.training.step import make_step
 
 SHAPES = {"model.width": 64, "model.mlp_width": 192, "model.vocab_size": 256, "data.sequence_length": 32, "model.layers": 8}
@@ -112,7 +113,7 @@ AHEAD = {
 
 
 @pytest.mark.parametrize("case", AHEAD)
-@compiled_for(*ahead.PLATFORMS)
+@compiled_for(*KINDS)
 def test_as_compiled_ahead_of_time(platform, case):
     """Also over `model`, and no sum of a weight or an activation is an all-reduce where a reduce-scatter was meant."""
     changes = {"model.layers": 8, "pipeline.repeats": 1} | AHEAD[case]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from support import ROOT, ahead
-from support.compilers import compiled_for
+from support.compilers import KINDS, compiled_for
 
 SCHEDULES = {"interleaved": 2, "zb_h1": 1}  # with repeats
 
@@ -56,8 +56,8 @@ ENTRY %main (a: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
 """
 
 
-def tick(text: str = TICK) -> ahead.Compiled:
-    return ahead.Compiled(text, payload=64, smallest_matrix=256)
+def tick(text: str = TICK) -> ahead.CompiledTick:
+    return ahead.CompiledTick(text, payload=64, smallest_matrix=256)
 
 
 def moved(line: str, before: str) -> str:
@@ -101,7 +101,7 @@ def test_a_large_move_in_an_op_is_none():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@compiled_for(*ahead.PLATFORMS)
+@compiled_for(*KINDS)
 def test_permutes_run_beside_the_ops(platform, schedule):
     c = ahead.compile_step(platform, {"pipeline.schedule": schedule, "pipeline.repeats": SCHEDULES[schedule]})
     assert len(c.ops) >= 5  # forward, backward, the last chunk or the head, and both ends of the embedding
@@ -134,7 +134,7 @@ FEW = {"model.layers": 8, "model.vocab_size": 4096, "pipeline.permute": "late"}
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-@compiled_for(*ahead.PLATFORMS)
+@compiled_for(*KINDS)
 def test_slots_on_the_host_leave_the_device(platform, remat):
     """The host has the slots; the device as much less, but for what is on its way: of 8 layers in 4 slots, one or two; of their inputs
     one that comes and one that goes."""
@@ -145,7 +145,7 @@ def test_slots_on_the_host_leave_the_device(platform, remat):
     assert here.memory["temp"] - there.memory["temp"] > there.on_host - on_its_way
 
 
-@compiled_for("tpu_v5p")  # of GPUs that are not there jax knows no memory, so arguments cannot be said to lie in the host's
+@compiled_for("v5p")  # of GPUs that are not there jax knows no memory, so arguments cannot be said to lie in the host's
 def test_moments_on_the_host_leave_the_device_and_do_not_come_back_at_once(platform):
     """Of 4-byte parameters, two moments of 4 bytes each, shared out over data 2; temporary memory stays what it was."""
     small = {**FEW, "model.layers": 4, "data.sequence_length": 128}

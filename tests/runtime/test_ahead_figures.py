@@ -8,12 +8,13 @@ import functools
 from typing import Any
 
 import pytest
-from support import ahead
 from support.compilers import needs
-from support.step_figures import PLAIN, StepFigures
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config, checks
+from jaxtrain.plan.ahead import compile_config
+from jaxtrain.plan.step_figures import PLAIN, StepFigures
+from jaxtrain.plan.topology import PLATFORMS, fitting
 
 DEVICES = 16
 MODEL = {
@@ -40,9 +41,9 @@ CASES = {
 
 @functools.cache
 def figures(platform: str, case: str) -> dict[str, Any]:
-    backend = ahead.PLATFORMS[platform].backend
+    backend = PLATFORMS[platform].backend
     config = checks.check_devices(configs.replace(Config(), MODEL | CASES[case]), DEVICES, backend).resolve()
-    return StepFigures(config, platform, ahead.compile_config(platform, config, DEVICES, program="train")).as_dict()
+    return StepFigures(config, platform, compile_config(fitting(platform, DEVICES), config)).as_dict()
 
 
 # (platform, case) → figure → the most that it may be:
@@ -54,7 +55,7 @@ def figures(platform: str, case: str) -> dict[str, Any]:
 #   exposed       gigabytes of collectives without products beside them
 #   plain         1 for attention without a kernel
 BOUNDS: dict[tuple[str, str], dict[str, float]] = {
-    ("tpu_v5p", "zero3"): {
+    ("v5p", "zero3"): {
         "products": 1.06,  # splash's backward is two kernels, each of which computes the scores
         "gigabytes": 1.65,
         "milliseconds": 58,

@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from support import hlo, small
+from support import small
 
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.devices.sharding import constrain
+from jaxtrain.plan import hlo
 from jaxtrain.runtime.loss import VocabularyPart, cut_count, loss_and_gradients, loss_sum, token_losses
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 12, 6, 40

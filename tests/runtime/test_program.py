@@ -13,12 +13,13 @@ import jax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
-from support import hlo, small
+from support import small
 from support.small import Case
 
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, STAGE
 from jaxtrain.parallel.zero import Reduction
+from jaxtrain.plan import hlo
 from jaxtrain.runtime import runtime, tick
 from jaxtrain.runtime.tick_state import TickState, merged, only
 from jaxtrain.schedule.columns import permutes

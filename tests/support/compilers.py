@@ -2,12 +2,14 @@
 
 import pytest
 
-from support import ahead
+from jaxtrain.plan.topology import INSTALL_COMMAND, PLATFORMS
+
+KINDS = ("v5p", "h100")  # a TPU and a GPU
 
 
 def needs(platform: str) -> list[pytest.MarkDecorator]:
     """The marks of a test for a platform."""
-    missing = pytest.mark.skipif(ahead.PLATFORMS[platform].missing, reason=f"no compiler for {platform} here: {ahead.INSTALL_COMMAND}")
+    missing = pytest.mark.skipif(PLATFORMS[platform].missing, reason=f"no compiler for {platform} here: {INSTALL_COMMAND}")
     return [pytest.mark.full, missing]
 
 

@@ -3,8 +3,8 @@
 from jax.sharding import Mesh
 
 from jaxtrain.devices.mesh import REPLICA
+from jaxtrain.plan import hlo
 from jaxtrain.plan.account import sent
-from support import hlo
 
 
 def across(program: hlo.Program, mesh: Mesh) -> list[hlo.Instruction]:

@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import hlo, plain_loop, small
+from support import plain_loop, small
 from support.crossing import across, bytes_sent
 from support.small import Case
 
@@ -23,6 +23,7 @@ from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
 from jaxtrain.devices.mesh import REPLICA, make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
+from jaxtrain.plan import hlo
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import TrainState

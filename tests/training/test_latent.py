@@ -4,10 +4,11 @@ import collections
 
 import jax
 import pytest
-from support import hlo, small
+from support import small
 from support.plain_loop import CLIP, assert_same, gradients, reference, train
 from support.small import Case
 
+from jaxtrain.plan import hlo
 from jaxtrain.training.step import abstract_batch, make_step
 
 LATENT = {  # no size is another's

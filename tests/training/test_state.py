@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import hlo, small
+from support import small
 
+from jaxtrain.plan import hlo
 from jaxtrain.training.state import Layout, abstract_state, bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import make_step
 

@@ -4,11 +4,12 @@ import collections
 
 import jax
 import pytest
-from support import hlo, small
+from support import small
 from support.plain_loop import CLIP, assert_same, reference, train
 from support.small import Case
 
 from jaxtrain import config as configs
+from jaxtrain.plan import hlo
 from jaxtrain.training.step import abstract_batch, make_step
 
 ENDS, SHARED = {"pipeline.vocabulary": "end_stages"}, {"pipeline.vocabulary": "parallel"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from support import hlo
+from jaxtrain.plan import hlo
 
 PROGRAM = """HloModule jit_f, is_scheduled=true
 

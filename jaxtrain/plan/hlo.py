@@ -164,16 +164,17 @@ class Program:
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
-        self.entry = name = None
+        entry = name = None
         for line in re.sub(r"\n(?=\"|}})", "", text).splitlines():  # a kernel's metadata may go over several lines
             if head := re.match(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
                 name = head[2]
                 self.computations[name] = []
-                self.entry = name if head[1] else self.entry
+                entry = name if head[1] else entry
             elif name and (made := _instruction(line, name)):
                 self.computations[name].append(made)
-        if self.entry is None:
+        if entry is None:
             raise ValueError("this is no program: it has no entry")
+        self.entry: str = entry
         self.named = {name: {i.name: i for i in instructions} for name, instructions in self.computations.items()}
 
     def below(self, name: str) -> Iterator[Instruction]:

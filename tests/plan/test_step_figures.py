@@ -1,29 +1,31 @@
 """The figures of a step, on the text of a small program whose numbers are known."""
 
 import pytest
+from support import small
+from support.step_text import CONFIG, STEP, TICK, TICKS
 
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.plan import flops
+from jaxtrain.plan.ahead import Compiled
+from jaxtrain.plan.step_figures import H100_MEMORY, Peaks, StepFigures
+from jaxtrain.plan.step_loops import StepLoops, scope_of
+from jaxtrain.plan.topology import PLATFORMS
 from jaxtrain.schedule.columns import columns
-from support import small
-from support.ahead import Compiled
-from support.step_figures import CLOCK, H100_MEMORY, Peaks, StepFigures
-from support.step_loops import StepLoops, scope_of
-from support.step_text import CONFIG, STEP, TICK, TICKS
 
+CLOCK = PLATFORMS["v5p"].clock
 SIZE = 4 * 64 * 16 * 512  # bytes
 DOT = 2 * 64 * 16 * 512 * 512  # operations
 RUNS = columns(make_setup(CONFIG).train).runs
 
 
-def figures(platform: str = "tpu_v5p", **peaks: float) -> StepFigures:
-    return StepFigures(CONFIG, platform, Compiled(STEP, 0, 0, memory={"argument": 5, "temp": 7}), Peaks(**peaks))
+def figures(platform: str = "v5p", **peaks: float) -> StepFigures:
+    return StepFigures(CONFIG, platform, Compiled(STEP, memory={"argument": 5, "temp": 7}), Peaks(**peaks))
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_how_often_a_stage_runs_what(stage):
     """An op as its column says, what is around the ops in every tick."""
-    compiled = Compiled(STEP, 0, 0)
+    compiled = Compiled(STEP)
     times = {run.instruction.name: (run.times, run.op) for run in StepLoops(compiled.program, make_setup(CONFIG), stage).executed()}
     assert times["y"] == (RUNS["K0"][:, stage].sum(), "K")
     assert times["turned"] == (RUNS["B0"][:, stage].sum(), "B")
@@ -34,7 +36,7 @@ def test_a_kernel_is_called_once_for_a_sequences_documents():
     """However many layers the unit has that the loop's name speaks of."""
     loop = f'body=%F, metadata={{op_name="{TICK}/body/'
     assert loop in STEP
-    compiled = Compiled(STEP.replace(loop, f"{loop}while/body/K0/while/body/document_calls/"), 0, 0)
+    compiled = Compiled(STEP.replace(loop, f"{loop}while/body/K0/while/body/document_calls/"))
     setup = make_setup(CONFIG)
     times = {run.instruction.name: run.times for run in StepLoops(compiled.program, setup, 0).executed()}
     assert times["y"] == columns(setup.train).busy[:, 0].sum()
@@ -84,7 +86,7 @@ def test_the_busiest_stage():
     """One op is left that takes time, and stage 1 alone runs it."""
     only = STEP.replace('"estimated_cycles":"200"', "").replace('"estimated_cycles":"300"', "").replace("/K0/", "/head/")
     assert figures().stage == 0
-    found = StepFigures(CONFIG, "tpu_v5p", Compiled(only, 0, 0, memory={"argument": 0, "temp": 0}))
+    found = StepFigures(CONFIG, "v5p", Compiled(only, memory={"argument": 0, "temp": 0}))
     assert found.stage == 1 and found.by_op().keys() == {"head"}
 
 
@@ -114,7 +116,7 @@ ENTRY %main (a: f32[8,8]) -> f32[8,8] {
   ROOT %back = f32[8,8]{1,0} dot(%again, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="s/while/body/B0/while/body/transpose(jvp())/dot"}
 }
 """  # noqa: E501
-    runs = StepLoops(Compiled(text, 0, 0).program, make_setup(config)).executed()
+    runs = StepLoops(Compiled(text).program, make_setup(config)).executed()
     assert {run.instruction.name: run.op for run in runs if run.instruction.name != "a"} == {"again": "R", "back": "B"}
 
 
@@ -139,5 +141,5 @@ ENTRY %main (a: (s32[], f32[64,8])) -> (s32[], f32[64,8]) {
   ROOT %c = pred[] compare(%i.2, %i.2), direction=NE
 }
 """  # noqa: E501
-    runs = StepLoops(Compiled(text, 0, 0).program, make_setup(config), rows=rows).executed()
+    runs = StepLoops(Compiled(text).program, make_setup(config), rows=rows).executed()
     assert {run.instruction.name: run.times for run in runs}["x"] == expected

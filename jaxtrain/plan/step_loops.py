@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 
 from jaxtrain.config.pipeline_setup import Setup
+from jaxtrain.plan.hlo import Instruction, Program
 from jaxtrain.schedule.columns import columns
-from support.hlo import Instruction, Program
 
 SCOPE = re.compile(
     r"[/(](?:([FKRBW])\d+|(take_\w+|send_\w+|stay_\w+|embed_gradient|embed|head|permute|reduce_gradients|optimizer)(?:_EARLY|_LATE)?)(?=[/)]|$)"

@@ -1,7 +1,8 @@
 """What the compilers' programs say of a step on a device: operations, seconds, bytes, kernels, copies, collectives; nothing is run.
 
-    seconds    TPU: libtpu's cycles at CLOCK; H100: the longer of an instruction's operations at a fraction of the peak and its bytes at the
-               memory's speed. A kernel, for which there is neither, takes its operations at another fraction. Collectives are left out.
+    seconds    TPU: libtpu's cycles at the platform's clock; H100: the longer of an instruction's operations at a fraction of the peak and
+               its bytes at the memory's speed. A kernel, for which there is neither, takes its operations at another fraction. Collectives
+               are left out.
     step       the busiest stage's seconds / (1 − the bubble that the table's simulation predicts)
 
 A scope's names are those of the table's ops; with one stage R is what B computes again, and B all of the backward.
@@ -16,14 +17,14 @@ from typing import Any
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
-from jaxtrain.plan import flops
+from jaxtrain.plan import flops, hlo
+from jaxtrain.plan.ahead import Compiled
+from jaxtrain.plan.hlo_cost import GPU_MEMORY, TPU_MEMORY, Costs, target
+from jaxtrain.plan.step_loops import Run, StepLoops
+from jaxtrain.plan.topology import PLATFORMS
+from jaxtrain.plan.traffic import crossings
 from jaxtrain.run.metrics import peak_flops
-from support import compiled_account, hlo
-from support.ahead import PLATFORMS, Compiled
-from support.hlo_cost import GPU_MEMORY, TPU_MEMORY, Costs, target
-from support.step_loops import Run, StepLoops
 
-CLOCK = 1.75e9  # a v5p's cycles a second: 459 TFLOP/s are 262 kFLOP a cycle
 H100_MEMORY = 3.35e12  # bytes a second (NVIDIA's data sheet, SXM)
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays
@@ -50,6 +51,7 @@ class Traffic:
     """Collectives alike, in a step.
 
     bytes         of the whole arrays: an all-gather's results, the operands of others
+    sent          what a device sends of them, by the ring algorithms
     asynchronous  those of them that have a start and a done, or stand in one fusion with products
     hidden        those that have products between start and done, or in the fusion
     flops         these products; what stands beside two collectives counts for both
@@ -57,6 +59,7 @@ class Traffic:
 
     times: float = 0.0
     bytes: float = 0.0
+    sent: float = 0.0
     asynchronous: float = 0.0
     hidden: float = 0.0
     flops: float = 0.0
@@ -76,7 +79,8 @@ class StepFigures:
     def __init__(self, config: Config, platform: str, compiled: Compiled, peaks: Peaks = Peaks()):
         self.config, self.platform, self.compiled, self.peaks = config, platform, compiled, peaks
         self.setup, self.program = make_setup(config), compiled.program
-        self.peak, self.peak_in_float32 = (peak_flops(PLATFORMS[platform].device_kind, t) or math.nan for t in ("bfloat16", "float32"))
+        kind, self.clock = PLATFORMS[platform].device_kind, PLATFORMS[platform].clock
+        self.peak, self.peak_in_float32 = (peak_flops(kind, dtype) or math.nan for dtype in ("bfloat16", "float32"))
         self.tpu = PLATFORMS[platform].backend == "tpu"
         self.costs = Costs(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
         shards = batch_shards(dict(zip(AXES, sizes_of(config.mesh), strict=True))) * config.mesh.context
@@ -137,7 +141,7 @@ class StepFigures:
         if self.kernel(i):
             return run.times * self.kernel_flops(i) / (self.peak * self.peaks.kernels)
         if self.tpu:
-            return run.times * self.costs.cycles(i) / CLOCK
+            return run.times * self.costs.cycles(i) / self.clock
         products, peak = self.costs.flops(i), self.peak
         if products and self.costs.in_float32(i):
             peak = self.peak_in_float32
@@ -147,10 +151,10 @@ class StepFigures:
 
     def by_op(self) -> dict[str, float]:
         """Seconds of each scope, the longest first."""
-        found: collections.Counter = collections.Counter()
+        found: dict[str, float] = collections.defaultdict(float)
         for run in self.runs:
             found[run.op] += self.seconds(run)
-        return {op: seconds for op, seconds in found.most_common() if seconds > 0}
+        return {op: seconds for op, seconds in sorted(found.items(), key=lambda item: -item[1]) if seconds > 0}
 
     @property
     def bubble(self) -> float:
@@ -185,14 +189,14 @@ class StepFigures:
 
     def copies(self) -> dict[str, Any]:
         """Copies and transposes of more than LARGE bytes in loops: bytes, seconds, part of the estimate, the longest."""
-        total, seconds, each = 0.0, 0.0, collections.Counter()
+        total, seconds, each = 0.0, 0.0, collections.defaultdict[str, float](float)
         for run in self.runs:
             i = run.instruction
             if run.loops and i.bytes > LARGE and self.costs.is_copy(i):
                 spent = self.seconds(run)
                 total, seconds = total + run.times * i.bytes, seconds + spent
                 each[f"{i.types[0]}{list(i.shapes[0])} in {run.op}"] += spent
-        longest = {name: round(spent, 4) for name, spent in each.most_common(LISTED)}
+        longest = {name: round(spent, 4) for name, spent in sorted(each.items(), key=lambda item: -item[1])[:LISTED]}
         return {"bytes": total, "seconds": seconds, "share": seconds / max(self.busy_seconds, 1e-12), "longest": longest}
 
     # ------------------------------------------------------------------ collectives
@@ -203,19 +207,15 @@ class StepFigures:
         mesh = dict(zip(AXES, sizes_of(self.config.mesh), strict=True))
         hidden = self._hidden_flops()
         for run in self.runs:
-            for i, kind, arrays in compiled_account.collectives(self.program, run.instruction):
-                axes, n = hlo.along(i, mesh)
-                # There and back, either what is sent or the room for what arrives is larger than what travels.
-                size = min(arrays[:2]) if kind == "ragged-all-to-all" else sum(arrays) * (n if kind == "all-gather" else 1)
-                if size <= compiled_account.FEW or not run.times:
-                    continue
-                traffic = found[run.op, kind, self.program.operands(i)[0].types[0], "·".join(axes)]
+            for crossing in crossings(self.program, run.instruction, mesh, self.stage) if run.times else ():
+                traffic = found[run.op, crossing.kind, crossing.dtype, "·".join(crossing.axes)]
                 beside = hidden.get((run.instruction.computation, run.instruction.name))
                 traffic.times += run.times
-                traffic.bytes += run.times * size
+                traffic.bytes += run.times * crossing.size
+                traffic.sent += run.times * crossing.sent
                 if beside is not None:
-                    traffic.asynchronous += run.times * size
-                    traffic.hidden += run.times * size * (beside > 0)
+                    traffic.asynchronous += run.times * crossing.size
+                    traffic.hidden += run.times * crossing.size * (beside > 0)
                     traffic.flops += run.times * beside
         return dict(found)
 

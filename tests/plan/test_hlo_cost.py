@@ -2,8 +2,8 @@
 
 import pytest
 
-from support import hlo
-from support.hlo_cost import Costs
+from jaxtrain.plan import hlo
+from jaxtrain.plan.hlo_cost import Costs
 
 # A loop whose trips stand in its condition, as libtpu writes it; [8,16] × [16,4] eight times as a convolution with a dilated base.
 PROGRAM = """HloModule jit_f, is_scheduled=true

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Set
 
 import numpy as np
 
-from support.hlo import FREE, Instruction, Program
+from jaxtrain.plan.hlo import FREE, Instruction, Program
 
 CALLS = frozenset({"while", "call", "conditional"})
 READS_A_PART = frozenset({"dynamic-slice", "slice", "gather"})

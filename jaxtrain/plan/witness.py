@@ -1,0 +1,292 @@
+"""The compiler as witness: the train step compiled for devices that are not there, beside what the planner says of it.
+
+    python -m jaxtrain.plan.witness --config=llama3_8b --topology=v5p:4x4x4 [--config.mesh.model=4 …] [--json]
+
+    memory        what XLA's account says of a device, and the closed form of costs/memory.py, by parts
+    collectives   bytes that a device of the busiest stage sends in a step, and the account's (account.py); which are asynchronous, which
+                  have products beside them
+
+Nothing is run. A compiler refuses a step that does not fit a TPU; the GPU's never does, so its figure is held against the memory.
+"""
+
+import collections
+import dataclasses
+import importlib.metadata
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtrain.config import Config, ConfigError, checks, one_line
+from jaxtrain.config.flags import Flag, apply, read_flags
+from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
+from jaxtrain.config.work import work_of
+from jaxtrain.costs import hardware
+from jaxtrain.costs.memory import Memory, memory
+from jaxtrain.devices.mesh import sizes_of
+from jaxtrain.plan import hlo, topology
+from jaxtrain.plan.account import account
+from jaxtrain.plan.ahead import Compiled, Refused, compile_config
+from jaxtrain.plan.step_figures import StepFigures
+from jaxtrain.plan.topology import INSTALL_COMMAND, Topology, TopologyError, compilers
+from jaxtrain.run.exit_status import ExitStatus
+
+GIB = 2**30
+# The planner's part → what a program is known to hold of it, by `plan.report.state_memory`; all else is the rest of both.
+PARTS = {"weights": "parameters", "gradients": "accumulators", "optimizer": "moments", "activations": "slots"}
+REST = "rest"
+AGREES = 0.1  # of the compiler's memory
+FLAGS = (
+    Flag("config", DEFAULT_RECIPE, "recipe: a Python file, or a shipped one's name"),
+    Flag("topology", "", "devices to compile for: " + ", ".join(platform.form for platform in topology.PLATFORMS.values())),
+    Flag("json", False, "print one JSON object"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a device's memory, bytes. planned: nan where the planner has no such part."""
+
+    name: str
+    compiled: float
+    planned: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """Collectives of a kind over mesh axes: bytes that a device sends in a step, by the program and by the account.
+
+    asynchronous, beside: parts, from 0 to 1, of the program's that have a start and a done, and that have products in between
+    """
+
+    kind: str
+    axes: str
+    compiled: float
+    planned: float
+    asynchronous: float
+    beside: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Witness:
+    """What the compiler says of a resolved config's step, and what the planner says. stage: of which the collectives are."""
+
+    topology: Topology
+    compiler: str
+    compiled: Compiled
+    parts: tuple[Part, ...]
+    usable: float
+    stage: int
+    stages: int
+    crossings: tuple[Crossing, ...]
+
+    @property
+    def total(self) -> Part:
+        """All parts. `compiled` is XLA's sum of arguments, temporary memory and results."""
+        planned = sum(part.planned for part in self.parts if not math.isnan(part.planned))
+        return Part("total", float(self.compiled.total), planned)
+
+    @property
+    def error(self) -> float:
+        """The planner's memory over the compiler's, less 1."""
+        return self.total.planned / self.total.compiled - 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether what the compiler asks for is there."""
+        return self.total.compiled <= self.usable
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON can hold it: bytes and seconds."""
+        planned = {part.name: None if math.isnan(part.planned) else part.planned for part in self.parts}
+        kinds = {"kinds": dict(self.compiled.kinds), "pools": {kind: list(pool) for kind, pool in self.compiled.pools.items()}}
+        return {
+            "topology": self.topology.text,
+            "devices": self.topology.devices,
+            "device": self.topology.platform.device_kind,
+            "wrap": list(self.topology.wrap),
+            "compiler": self.compiler,
+            "jax": importlib.metadata.version("jax"),
+            "tracing_s": self.compiled.tracing,
+            "compiling_s": self.compiled.compiling,
+            "memory": {
+                "compiled": dict(self.compiled.memory) | {"total": self.compiled.total},
+                **kinds,
+                "parts": {part.name: part.compiled for part in self.parts},
+                "planned": planned | {"total": self.total.planned},
+                "error": self.error,
+                "usable": self.usable,
+                "fits": self.fits,
+            },
+            "stage": self.stage,
+            "collectives": [dataclasses.asdict(crossing) for crossing in self.crossings],
+        }
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        device, jax = self.topology.platform.device_kind, importlib.metadata.version("jax")
+        seconds = f"traced in {self.compiled.tracing:.0f} s, compiled in {self.compiled.compiling:.0f} s"
+        return [
+            f"{self.topology.text}: {self.topology.devices} × {device}{self._links()}; {self.compiler}, jax {jax}: {seconds}",
+            *self._memory_lines(),
+            *self._crossing_lines(),
+        ]
+
+    def _links(self) -> str:
+        if self.topology.platform.backend == "gpu":
+            return ""
+        round_ = [size for size, wraps in zip(self.topology.sizes, self.topology.wrap, strict=False) if wraps]
+        return f", links that go round along {len(round_)} of {len(self.topology.sizes)} dimensions"
+
+    def _memory_lines(self) -> list[str]:
+        cells: list[tuple[str, ...]] = [("memory per device, GiB", "compiler", "planner")]
+        for part in (*self.parts, self.total):
+            cells.append((f"  {part.name}", *("–" if math.isnan(n) else f"{n / GIB:,.2f}" for n in (part.compiled, part.planned))))
+        split = ", ".join(f"{name} {self.compiled.memory[name] / GIB:,.2f}" for name in ("argument", "temp"))
+        agrees = "within" if abs(self.error) <= AGREES else "not within"
+        fits = "fits" if self.fits else "does not fit"
+        below = "below" if self.error < 0 else "above"
+        return [
+            *_columns(cells),
+            f"  the planner is {abs(self.error):.1%} {below} the compiler, {agrees} {AGREES:.0%}; as compiled it {fits} "
+            f"the {self.usable / GIB:,.1f} GiB that a device has for arrays ({split})",
+        ]
+
+    def _crossing_lines(self) -> list[str]:
+        whose = f" of stage {self.stage}" if self.stages > 1 else ""
+        cells: list[tuple[str, ...]] = [
+            (f"collectives: GB that a device{whose} sends in a step", "compiler", "account", "asynchronous", "beside products")
+        ]
+        for c in self.crossings:
+            parts = (f"{c.asynchronous:.0%}", f"{c.beside:.0%}") if c.compiled else ("–", "–")
+            cells.append((f"  {c.kind} over {c.axes}", f"{c.compiled / 1e9:,.3f}", f"{c.planned / 1e9:,.3f}", *parts))
+        totals = (sum(c.compiled for c in self.crossings), sum(c.planned for c in self.crossings))
+        cells.append(("  in all", *(f"{n / 1e9:,.3f}" for n in totals), "", ""))
+        return _columns(cells)
+
+
+def _columns(cells: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip() for row in cells]
+
+
+def witness(config: Config, text: str, write: Callable[[str], object] = print) -> Witness:
+    """The witness of a resolved config, whose mesh is known, on the topology of a text like v5p:8x8x8.
+
+    write: is told that it takes minutes. Raises TopologyError for devices that are not known, that the mesh does not use, or for which no
+    compiler is installed; Refused with the compiler's words where it does not take the step.
+    """
+    devices = check_topology(config, text)
+    compiler = f"{devices.platform.package} {devices.platform.version}"
+    write(f"compiling the step for {devices.text} with {compiler}: a few minutes at most, nothing is run")
+    return compare(config, devices, compile_config(devices, config))
+
+
+def check_topology(config: Config, text: str) -> Topology:
+    """The topology of a text. Raises TopologyError as `witness`."""
+    devices, wanted = topology.parse(text), math.prod(sizes_of(config.mesh))
+    if devices.devices != wanted:
+        try:
+            use = f"use --topology={topology.fitting(devices.platform.name, wanted).text}"
+        except TopologyError as error:
+            use = f"{error}: use another mesh"
+        raise TopologyError(f"--topology={devices.text} has {devices.devices} devices, and the mesh has {wanted}: {use}")
+    require_compiler(devices)
+    return devices
+
+
+def require_compiler(devices: Topology) -> None:
+    """Raises TopologyError, with the command that installs it, where a topology's compiler is missing."""
+    platform = devices.platform
+    if platform.missing:
+        where = f"neither installed nor in {compilers()} ($JAXTRAIN_COMPILERS)"
+        raise TopologyError(f"--topology={devices.text} needs {platform.package}, which is {where}: {INSTALL_COMMAND}")
+
+
+def compare(config: Config, devices: Topology, compiled: Compiled) -> Witness:
+    """The witness of a step that has been compiled."""
+    platform = devices.platform
+    device = hardware.load(platform.hardware)
+    figures = StepFigures(config, platform.name, compiled)
+    return Witness(
+        devices,
+        f"{platform.package} {platform.version}",
+        compiled,
+        tuple(_parts(compiled, memory(work_of(config, device), config.model.loss_chunk))),
+        device.memory,
+        figures.stage,
+        config.mesh.stage,
+        tuple(_crossings(config, figures)),
+    )
+
+
+def _parts(compiled: Compiled, planned: Memory) -> list[Part]:
+    """By the planner's parts, as far as a program's memory is known to be theirs: with one stage, what activations it keeps is not."""
+    known = {part: float(compiled.kinds[kind]) for part, kind in PARTS.items() if kind in compiled.kinds and part in planned.parts}
+    if "weights" in known:
+        known["weights"] += cast_bytes(compiled.program)
+    others = {kind: float(n) for kind, n in compiled.kinds.items() if kind not in PARTS.values() and not kind.endswith("on the host")}
+    parts = [Part(part, n, planned.parts[part]) for part, n in known.items()]
+    parts += [Part(kind, n, math.nan) for kind, n in others.items()]
+    rest = ", ".join([*(name for name in planned.parts if name not in known), "gaps"])
+    planned_rest = planned.bytes - sum(planned.parts[part] for part in known)
+    return [*parts, Part(f"{REST} ({rest})", compiled.total - sum(part.compiled for part in parts), planned_rest)]
+
+
+def cast_bytes(program: hlo.Program) -> int:
+    """Bytes of what a step casts of its arguments before all loops, once: the weights in the type of the products."""
+    found = 0
+    for i in program.inline(program.entry):
+        if i.opcode not in ("fusion", "convert"):
+            continue
+        sources = [_behind_views(program, operand) for operand in program.operands(i)]
+        sizes = {source.sizes[0] for source in sources if source.opcode == "parameter"}
+        results = zip(i.sizes, i.types, i.bytes_of_each, strict=True)
+        found += sum(size for elements, kind, size in results if kind == "bf16" and elements in sizes)
+    return found
+
+
+def _behind_views(program: hlo.Program, i: hlo.Instruction) -> hlo.Instruction:
+    while i.opcode in ("bitcast", "reshape", "copy") and i.operands:
+        i = program.operands(i)[0]
+    return i
+
+
+def _crossings(config: Config, figures: StepFigures) -> list[Crossing]:
+    """Of the busiest stage, those with most bytes first."""
+    sent, bytes_, asynchronous, beside = (collections.Counter[tuple[str, str]]() for _ in range(4))
+    for (_, kind, _, axes), traffic in figures.collectives().items():
+        sent[kind, axes] += round(traffic.sent)
+        bytes_[kind, axes] += round(traffic.bytes)
+        asynchronous[kind, axes] += round(traffic.asynchronous)
+        beside[kind, axes] += round(traffic.hidden)
+    planned: collections.Counter[tuple[str, str]] = collections.Counter()
+    for entry in account(config, figures.stage):
+        planned[entry.kind, "·".join(entry.axes)] += entry.bytes
+    keys = sorted({*sent, *planned}, key=lambda key: (-max(sent[key], planned[key]), key))
+    part = lambda of, key: of[key] / bytes_[key] if bytes_[key] else 0.0
+    return [Crossing(*key, sent[key], planned[key], part(asynchronous, key), part(beside, key)) for key in keys]
+
+
+def main(argv: Sequence[str]) -> int:
+    reading = read_flags(argv, __doc__ or "", FLAGS, with_config=True)
+    try:
+        if reading.errors:
+            raise reading.errors[0]
+        devices = topology.parse(reading.values["topology"])
+        config = apply(load_recipe(find_recipe(reading.values["config"])), reading.overrides)
+        config = checks.check_devices(config, devices.devices, devices.platform.backend).resolve()
+        found = witness(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
+    except (ConfigError, RecipeError, ValueError) as error:
+        print(one_line(f"error: {error}"), file=sys.stderr)
+        return ExitStatus.BAD_CONFIG
+    except Refused as error:
+        print(one_line(f"the compiler refuses the step: {error.line}"), file=sys.stderr)
+        return ExitStatus.FAULT
+    print(json.dumps(found.as_dict()) if reading.values["json"] else "\n".join(found.lines()))
+    return ExitStatus.FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
