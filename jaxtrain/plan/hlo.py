@@ -361,12 +361,14 @@ def pairs(text: str) -> list[tuple[int, int]]:
 def along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
     """(the axes of a mesh along which the partitions of a collective differ, how many of them meet)."""
     shape = tuple(mesh.values())
-    place = lambda device: np.array(np.unravel_index(device, shape))
+    places = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=-1)  # [devices, axes]
     if instruction.collective == "collective-permute":
         met = [frozenset(pair) for pair in pairs(instruction.text)]
     else:
         met = list(instruction.groups(math.prod(shape)))
-    differ = np.any([place(a) != place(b) for group in met for a in group for b in group], axis=0)
+    differ = np.zeros(len(shape), bool)
+    for group in met:
+        differ |= (places[list(group)] != places[min(group)]).any(axis=0)
     return tuple(name for name, different in zip(mesh, differ, strict=True) if different), len(met[0])
 
 
