@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtrain.config import Config, ConfigError, checks, one_line
-from jaxtrain.config.flags import Flag, apply, read_flags
+from jaxtrain.config.flags import Flag, UsageError, apply, read_flags
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 from jaxtrain.config.work import work_of
 from jaxtrain.costs import hardware
@@ -278,7 +278,7 @@ def main(argv: Sequence[str]) -> int:
         config = apply(load_recipe(find_recipe(reading.values["config"])), reading.overrides)
         config = checks.check_devices(config, devices.devices, devices.platform.backend).resolve()
         found = witness(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
-    except (ConfigError, RecipeError, ValueError) as error:
+    except (ConfigError, RecipeError, TopologyError, UsageError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr)
         return ExitStatus.BAD_CONFIG
     except Refused as error:
