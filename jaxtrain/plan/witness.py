@@ -140,29 +140,31 @@ class Witness:
         return f", links that go round along {len(round_)} of {len(self.topology.sizes)} dimensions"
 
     def _memory_lines(self) -> list[str]:
-        cells: list[tuple[str, ...]] = [("memory per device, GiB", "compiler", "planner")]
+        unit, name = (GIB, "GiB") if self.total.compiled >= GIB else (2**20, "MiB")
+        cells: list[tuple[str, ...]] = [(f"memory per device, {name}", "compiler", "planner")]
         for part in (*self.parts, self.total):
-            cells.append((f"  {part.name}", *("–" if math.isnan(n) else f"{n / GIB:,.2f}" for n in (part.compiled, part.planned))))
-        split = ", ".join(f"{name} {self.compiled.memory[name] / GIB:,.2f}" for name in ("argument", "temp"))
+            cells.append((f"  {part.name}", *("–" if math.isnan(n) else f"{n / unit:,.2f}" for n in (part.compiled, part.planned))))
+        split = ", ".join(f"{kind} {self.compiled.memory[kind] / unit:,.2f}" for kind in ("argument", "temp"))
         agrees = "within" if abs(self.error) <= AGREES else "not within"
         fits = "fits" if self.fits else "does not fit"
         below = "below" if self.error < 0 else "above"
         return [
             *_columns(cells),
             f"  the planner is {abs(self.error):.1%} {below} the compiler, {agrees} {AGREES:.0%}; as compiled it {fits} "
-            f"the {self.usable / GIB:,.1f} GiB that a device has for arrays ({split})",
+            f"the {self.usable / GIB:,.1f} GiB that a device has for arrays ({split} {name})",
         ]
 
     def _crossing_lines(self) -> list[str]:
         whose = f" of stage {self.stage}" if self.stages > 1 else ""
+        unit, name = (1e9, "GB") if sum(c.compiled for c in self.crossings) >= 1e9 else (1e6, "MB")
         cells: list[tuple[str, ...]] = [
-            (f"collectives: GB that a device{whose} sends in a step", "compiler", "account", "asynchronous", "beside products")
+            (f"collectives: {name} that a device{whose} sends in a step", "compiler", "account", "asynchronous", "beside products")
         ]
         for c in self.crossings:
             parts = (f"{c.asynchronous:.0%}", f"{c.beside:.0%}") if c.compiled else ("–", "–")
-            cells.append((f"  {c.kind} over {c.axes}", f"{c.compiled / 1e9:,.3f}", f"{c.planned / 1e9:,.3f}", *parts))
+            cells.append((f"  {c.kind} over {c.axes}", f"{c.compiled / unit:,.3f}", f"{c.planned / unit:,.3f}", *parts))
         totals = (sum(c.compiled for c in self.crossings), sum(c.planned for c in self.crossings))
-        cells.append(("  in all", *(f"{n / 1e9:,.3f}" for n in totals), "", ""))
+        cells.append(("  in all", *(f"{n / unit:,.3f}" for n in totals), "", ""))
         return _columns(cells)
 
 
