@@ -69,7 +69,7 @@ def microbatches_in_flight(work: Work) -> float:
 def memory(work: Work, loss_chunk: int = 2048) -> Memory:
     """The parts. loss_chunk: tokens whose logits exist at a time."""
     model, layout, program = work.model, work.layout, work.program
-    parameters, shards = work.device_parameters(), layout.data
+    parameters, shards = work.device_parameters(), work.shards
     optimizer = program.state_bytes * parameters / (shards if layout.zero >= 1 else 1)
     layers = model.layers / layout.stage + (model.dense_layers if layout.stage == 1 else 0)
     kept = layer_activations(work) * layers * microbatches_in_flight(work)

@@ -27,6 +27,7 @@ class Program:
     sent_gradient, sent_weight: bytes of a number that crosses `data`
     split_sends:      messages between stages are split over `model`
     vocabulary_parallel: embedding and head are split over the stages
+    by_dimension:     ZeRO shares out a dimension of each array, so `data` has to divide the width; otherwise it cuts flat buffers anywhere
     units:            in a pipeline what is computed again is a chunk of layers: its input alone is kept, and all its residuals at once
     fixed_s:          seconds of a step beside all this: its host, the loss, the norm of gradients
     """
@@ -52,6 +53,7 @@ class Program:
     sent_weight: float = 2.0
     split_sends: bool = True
     vocabulary_parallel: bool = False
+    by_dimension: bool = False
     units: bool = False
     fixed_s: float = 0.0
 
@@ -80,6 +82,7 @@ PROGRAMS: dict[str, Program] = {
             state_bytes=8.0,
             sent_weight=4.0,
             vocabulary_parallel=True,
+            by_dimension=True,
             units=True,
         ),
         _MEGATRON_2021,

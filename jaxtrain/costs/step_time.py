@@ -66,6 +66,12 @@ class Work:
         """Of a microbatch on the devices of `model` together."""
         return self.layout.microbatch * self.model.sequence / self.layout.context
 
+    @property
+    def shards(self) -> int:
+        """Into how many parts ZeRO cuts what it shares out over `data`."""
+        data = self.layout.data
+        return 1 if self.program.by_dimension and self.model.width % data else data
+
     # ------------------------------------------------------------------------------------------------------------ layers
 
     def layer(self, dense: bool = False) -> dict[str, Parts]:
@@ -295,19 +301,19 @@ class Work:
         parts = Parts()
         if layout.data > 1 and layout.zero < 3:
             each = self.collective("data", program.sent_gradient * parameters)
-            back = self.collective("data", (program.sent_weight if layout.zero else program.sent_gradient) * parameters)
+            back = self.collective("data", (program.sent_weight if layout.zero and self.shards > 1 else program.sent_gradient) * parameters)
             often = layout.microbatches if layout.zero > 1 else 1
             parts += _beside("data", each * often, program.data_overlap, backward * often)
             parts += _beside("data", back, program.data_overlap, forward if layout.zero else backward)
         if layout.replica > 1:
-            shards = layout.data if layout.zero else 1
+            shards = self.shards if layout.zero else 1
             parts += Parts({"replica": self.collective("replica", program.sent_gradient * parameters / shards, rounds=2)})
         return parts
 
     def update(self) -> Parts:
         """The optimizer's passes over its state."""
         layout = self.layout
-        shards = layout.data if layout.zero else 1
+        shards = self.shards if layout.zero else 1
         return Parts({OPTIMIZER: UPDATE_BYTES * self.device_parameters() / shards / self.hardware.streaming})
 
     # ------------------------------------------------------------------------------------------------------------ figures
