@@ -1,43 +1,53 @@
 """`python -m jaxtrain.plan`: whether a run fits, how fast it is, how long it takes and how to lay it out, before anyone pays.
 
-    recipe, kind of device  ─ --layout ─→  one layout, evaluated
+    recipe, kind of device  ─ --layout ──→  one layout, evaluated
                             ─ --devices ─→  the best of all layouts
 
-Closed forms (costs/) and the exact clock of the schedule's table; nothing is compiled and jax is not imported.
+Closed forms (costs/), then the exact clock of the schedule's table; nothing is compiled and jax is not imported.
 """
 
-import dataclasses
 import difflib
 import json
+import math
+import os
+import pathlib
 import sys
 import types
 from collections.abc import Sequence
 
 from jaxtrain import cli
+from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, one_line
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
+from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.work import OURS, platform_of
-from jaxtrain.costs import hardware as devices
-from jaxtrain.costs.hardware import Hardware, HardwareError
+from jaxtrain.costs import hardware
+from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.costs.program import PROGRAMS
 from jaxtrain.plan import layout_flag
+from jaxtrain.plan.explanation import Prices, explained, flags_of, table
 from jaxtrain.plan.layout_flag import LayoutError
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.plans import Plan, best_plans, plan_of
+from jaxtrain.plan.recipe import recipe_text
+from jaxtrain.plan.search import Space
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
-DESCRIPTION = """usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --layout=KEY=VALUE,… [--tokens=N] [--json]
+DESCRIPTION = """usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N] [--recipe=FILE] [--json]
+       jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --layout=KEY=VALUE,… [--tokens=N] [--json]
        (or python -m jaxtrain.plan …)
 
-Says what a run needs and how fast it is on devices that need not be there, such as
-  jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --layout=data=8,stage=16,model=8,microbatch=1 --tokens=300e9
+Says what a run needs and how fast it is on devices that need not be there, and how to lay it over them, such as
+  jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --devices=1024 --tokens=300e9
+  jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --layout=data=8,stage=16,model=8,microbatch=1
 
 --layout is in the place of the recipe's mesh, microbatches, repeats, remat, ZeRO stage and schedule:
   data, stage, model, context, expert, replica            sizes of the mesh's axes; 1 where not named
   microbatch                                              sequences of a microbatch on a data shard
   repeats, remat, zero, schedule, offload, vocabulary     as in a recipe, whose they are where not named
-A layout that does not fit is evaluated all the same.
+A layout that does not fit is evaluated all the same. Without --layout all layouts are searched, and the ten best that fit are timed by the
+exact clock of their tables, too.
 
-What --json prints:
+What --json prints, of the layout or of the best, by closed forms:
   step_time_s                   of a step
   model_tflops_per_device       attention counted in full; hardware_tflops_per_device, with what is computed again
   mfu, hfu                      the same over the peak
@@ -47,71 +57,103 @@ What --json prints:
   layout                        as --layout has it"""
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
-    Flag("hardware", "h100", f"kind of device: {', '.join(devices.known())}, or a JSON file of your own"),
-    Flag("devices", 0, "number of devices; 0: those of --layout", at_least=1),
-    Flag("layout", "", "evaluate this layout: KEY=VALUE,…"),
+    Flag("hardware", "h100", f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own"),
+    Flag("devices", 0, "number of devices; 0: those of --layout, or of the recipe's mesh", at_least=1),
+    Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
     Flag("assume", OURS, f"the program that trains: {', '.join(PROGRAMS)}"),
     Flag("tokens", 0.0, "tokens of the whole run, for days; 0: not known", at_least=0),
+    Flag("price", 0.0, "US dollars for a device and hour; 0: not known", at_least=0),
+    Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
+    Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),
     Flag("json", False, "print the figures as one JSON object"),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What is to be planned. config: the recipe's with the flags over it, not checked; tokens: None if not known."""
-
-    config: Config
-    recipe: Config
-    hardware: Hardware
-    assume: str
-    devices: int
-    tokens: float | None
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0, or 2 and one line on stderr for flags that cannot work."""
     try:
-        config, flags = cli.parse_unchecked(argv, DESCRIPTION, FLAGS)
-        _plan(config, flags)
+        config, recipe, flags = cli.parse_unchecked(argv, DESCRIPTION, FLAGS)
+        _plan(config, recipe, flags)
     except (ConfigError, RunError, HardwareError, LayoutError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return ExitStatus.BAD_CONFIG
     return ExitStatus.FINISHED
 
 
-def _plan(config: Config, flags: types.SimpleNamespace) -> None:
-    request = _request(config, flags)
-    if not flags.layout:
-        raise cli.FlagsError("--layout is not given: use --layout=data=8")
-    prediction = predict(_laid_out(request, flags.layout), request.hardware, request.assume, request.tokens)
-    print(json.dumps(prediction.figures(), indent=None if flags.json else 2))
+def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
+    """Prints what the flags ask for, and writes what they name. Raises what `main` makes a line of."""
+    space, tokens = _space(config, recipe, flags), flags.tokens or None
+    if flags.layout:
+        plans = [plan_of(_laid_out(space, flags.layout), space.hardware, flags.assume, tokens, clock=not flags.json)]
+    else:
+        plans = best_plans(_with_devices(space), tokens)
+    if flags.recipe:
+        _write_recipe(flags.recipe, plans[0], flags)
+    if flags.json:
+        print(json.dumps(plans[0].prediction.figures()))
+    else:
+        print("\n".join(_lines(plans, recipe, flags)))
 
 
-def _request(config: Config, flags: types.SimpleNamespace) -> Request:
+def _lines(plans: Sequence[Plan], recipe: Config, flags: types.SimpleNamespace) -> list[str]:
+    lines = [*table(plans), ""] if len(plans) > 1 else []
+    lines += explained(plans[0], Prices(flags.price, flags.kwh_price))
+    return [
+        *lines,
+        "to train it:",
+        f"  python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(plans[0].config, recipe)}",
+    ]
+
+
+def _space(config: Config, recipe: Config, flags: types.SimpleNamespace) -> Space:
     """The flags, checked. Raises FlagsError or HardwareError."""
     if flags.assume not in PROGRAMS:
         near = difflib.get_close_matches(flags.assume, PROGRAMS, 1, 0.0)[0]
         raise cli.FlagsError(f"--assume={flags.assume!r} is not known ({', '.join(PROGRAMS)}): use --assume={near}")
-    hardware = devices.load(flags.hardware)
-    if config.precision.compute not in hardware.peak_tflops:
-        dtypes = [dtype for dtype in hardware.peak_tflops if dtype in ("bfloat16", "float32")]
-        rule = f"precision.compute={config.precision.compute!r} has no peak in --hardware={flags.hardware}"
-        raise cli.FlagsError(f"{rule}: use --config.precision.compute={(dtypes or ['bfloat16'])[0]}")
-    return Request(config, flags.recipe, hardware, flags.assume, flags.devices, flags.tokens or None)
+    for name in ("tokens", "price", "kwh_price"):
+        if not math.isfinite(getattr(flags, name)):
+            raise cli.FlagsError(f"--{name}={getattr(flags, name)} is not a finite number: use --{name}=0")
+    kind, compute = hardware.load(flags.hardware), config.precision.compute
+    if compute not in kind.peak_tflops and compute in cfg.fields()["precision.compute"].metadata["choices"]:
+        dtype = next((dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16")
+        raise cli.FlagsError(f"precision.compute={compute!r} has no peak on {kind.name}: use --config.precision.compute={dtype}")
+    return Space(config, recipe, kind, flags.devices, flags.assume)
 
 
-def _laid_out(request: Request, text: str) -> Config:
-    """The resolved config with the layout that --layout names. Raises LayoutError."""
+def _laid_out(space: Space, text: str) -> Config:
+    """The config with the layout that --layout names, not resolved. Raises LayoutError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
-    if request.devices and request.devices != count:
+    if space.devices and space.devices != count:
         rest = count // values.get("data", 1)
-        fits = f"data={request.devices // rest}" if request.devices % rest == 0 else ""
-        rule = f"--devices={request.devices} and --layout, which is for {count}, are not the same number"
+        fits = f"data={space.devices // rest}" if space.devices % rest == 0 else ""
+        rule = f"--devices={space.devices} and --layout, which is for {count}, are not the same number"
         raise LayoutError(f"{rule}: use --devices={count}{f' (or {fits} in --layout)' * bool(fits)}")
-    config = layout_flag.apply(request.config, values)
-    layout_flag.check(config, values, platform_of(request.hardware), request.recipe)
-    return config.resolve()
+    config = layout_flag.apply(space.config, values)
+    layout_flag.check(config, values, platform_of(space.hardware), space.recipe)
+    return config
+
+
+def _with_devices(space: Space) -> Space:
+    """With the devices of the recipe's mesh, where no number is given. Raises FlagsError where the mesh leaves it open."""
+    if space.devices:
+        return space
+    sizes = [getattr(space.config.mesh, axis) for axis in AXES]
+    if any(not isinstance(size, int) or size < 1 for size in sizes):
+        least = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+        raise cli.FlagsError(f"--devices is not given, and the recipe's mesh leaves the number open: use --devices={least}")
+    return space.on(math.prod(sizes))
+
+
+def _write_recipe(path: str, plan: Plan, flags: types.SimpleNamespace) -> None:
+    """Writes a plan's config. Raises FlagsError where the file cannot be written."""
+    name, devices = os.path.basename(flags.config), plan.prediction.devices
+    doc = f"{name.removesuffix('.py')} as planned for {devices:,} × {plan.prediction.work.hardware.name}."
+    try:
+        pathlib.Path(path).write_text(recipe_text(plan.config, doc))
+    except OSError as error:
+        use = cfg.flag_text("recipe", "planned.py")
+        raise cli.FlagsError(f"--recipe={path!r} cannot be written ({os.strerror(error.errno or 0)}): use {use}") from None
 
 
 if __name__ == "__main__":
