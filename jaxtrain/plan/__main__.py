@@ -7,6 +7,7 @@ Closed forms (costs/), then the exact clock of the schedule's table; nothing is 
 """
 
 import difflib
+import importlib
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from jaxtrain.costs.program import PROGRAMS
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.explanation import Prices, explained, flags_of, table
 from jaxtrain.plan.layout_flag import LayoutError
+from jaxtrain.plan.picture import png
 from jaxtrain.plan.plans import Plan, best_plans, plan_of
 from jaxtrain.plan.recipe import recipe_text
 from jaxtrain.plan.search import Space
@@ -34,7 +36,9 @@ from jaxtrain.run.exit_status import ExitStatus, RunError
 
 DESCRIPTION = """usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N] [--recipe=FILE] [--json]
        jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --layout=KEY=VALUE,… [--tokens=N] [--json]
-       (or python -m jaxtrain.plan …)
+       jaxtrain plan --calibrate --out=FILE                          measures this machine's devices, as a file for --hardware
+       jaxtrain plan --compile --topology=DEVICES --config=NAME|FILE  what the compiler says of a step for devices that are not there
+       (or python -m jaxtrain.plan …; --calibrate --help and --compile --help have the flags of these two)
 
 Says what a run needs and how fast it is on devices that need not be there, and how to lay it over them, such as
   jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --devices=1024 --tokens=300e9
@@ -65,12 +69,20 @@ FLAGS = (
     Flag("price", 0.0, "US dollars for a device and hour; 0: not known", at_least=0),
     Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
     Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),
+    Flag("png", "", "draw memory and time by part to this file"),
     Flag("json", False, "print the figures as one JSON object"),
 )
 
 
+# Flags that stand for commands with flags of their own, which import jax.
+COMMANDS = {"--calibrate": "calibrate", "--compile": "witness"}
+
+
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0, or 2 and one line on stderr for flags that cannot work."""
+    if command := next((flag for flag in argv if flag in COMMANDS), ""):
+        module = importlib.import_module(f"jaxtrain.plan.{COMMANDS[command]}")
+        return int(module.main([flag for flag in argv if flag != command]))
     try:
         config, recipe, flags = cli.parse_unchecked(argv, DESCRIPTION, FLAGS)
         _plan(config, recipe, flags)
@@ -78,6 +90,16 @@ def main(argv: Sequence[str]) -> int:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return ExitStatus.BAD_CONFIG
     return ExitStatus.FINISHED
+
+
+def check_flags(argv: Sequence[str]) -> None:
+    """Raises what `main` makes a line of for flags that cannot work, as far as they can be judged without a search."""
+    config, recipe, flags = cli.parse_unchecked(argv, DESCRIPTION, FLAGS)
+    space = _space(config, recipe, flags)
+    if flags.layout:
+        _laid_out(space, flags.layout)
+    else:
+        _with_devices(space)
 
 
 def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
@@ -88,7 +110,9 @@ def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
     else:
         plans = best_plans(_with_devices(space), tokens)
     if flags.recipe:
-        _write_recipe(flags.recipe, plans[0], flags)
+        _write("recipe", flags.recipe, _recipe(plans[0], flags).encode())
+    if flags.png:
+        _write("png", flags.png, png(plans))
     if flags.json:
         print(json.dumps(plans[0].prediction.figures()))
     else:
@@ -145,15 +169,19 @@ def _with_devices(space: Space) -> Space:
     return space.on(math.prod(sizes))
 
 
-def _write_recipe(path: str, plan: Plan, flags: types.SimpleNamespace) -> None:
-    """Writes a plan's config. Raises FlagsError where the file cannot be written."""
+def _recipe(plan: Plan, flags: types.SimpleNamespace) -> str:
+    """A plan's config as a recipe."""
     name, devices = os.path.basename(flags.config), plan.prediction.devices
-    doc = f"{name.removesuffix('.py')} as planned for {devices:,} × {plan.prediction.work.hardware.name}."
+    return recipe_text(plan.config, f"{name.removesuffix('.py')} as planned for {devices:,} × {plan.prediction.work.hardware.name}.")
+
+
+def _write(flag: str, path: str, content: bytes) -> None:
+    """Writes a file that a flag names. Raises FlagsError where it cannot be written."""
     try:
-        pathlib.Path(path).write_text(recipe_text(plan.config, doc))
+        pathlib.Path(path).write_bytes(content)
     except OSError as error:
-        use = cfg.flag_text("recipe", "planned.py")
-        raise cli.FlagsError(f"--recipe={path!r} cannot be written ({os.strerror(error.errno or 0)}): use {use}") from None
+        use = cfg.flag_text(flag, {"recipe": "planned.py", "png": "plan.png"}[flag])
+        raise cli.FlagsError(f"--{flag}={path!r} cannot be written ({os.strerror(error.errno or 0)}): use {use}") from None
 
 
 if __name__ == "__main__":

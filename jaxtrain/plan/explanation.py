@@ -74,6 +74,8 @@ def _memory(prediction: Prediction, clock: Clocked | None) -> list[str]:
     verdict = "fits" if prediction.fits else "DOES NOT FIT"
     lines = [f"memory of the fullest device: {total / GIB:.1f} GiB of {room / GIB:.1f}, {verdict}"]
     lines += [f"  {name:14} {size / GIB:8.2f} GiB  {size / total:6.1%}" for name, size in prediction.memory.parts.items() if size]
+    gaps = total - sum(prediction.memory.parts.values())
+    lines += [f"  {'between arrays':14} {gaps / GIB:8.2f} GiB  {gaps / total:6.1%}"] * (gaps > 0)
     if clock:
         lines.append(f"  at most {clock.in_flight:.4g} microbatches of a whole stage between forward and backward, by the table")
     return lines

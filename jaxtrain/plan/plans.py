@@ -14,6 +14,7 @@ from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.prediction import Prediction, predict
 from jaxtrain.plan.search import Space
 
+SHOWN = 10
 MOST_TIMES, MOST_STEPS = 4096, 2048  # how far a number of devices that works is looked for: as a multiple, and one by one
 
 
@@ -39,7 +40,7 @@ def plan_of(config: Config, kind: Hardware, assume: str, tokens: float | None, c
 
 
 def best_plans(space: Space, tokens: float | None) -> list[Plan]:
-    """At most search.BEST, the fastest by the exact clock first. Raises LayoutError, with the nearest request that has a plan, where no
+    """At most SHOWN, the fastest by the exact clock first. Raises LayoutError, with the nearest request that has a plan, where no
     layout fits, and ConfigError for a config that breaks a rule whatever its layout is."""
     search.check(space)
     plans = []
@@ -50,7 +51,7 @@ def best_plans(space: Space, tokens: float | None) -> list[Plan]:
             continue
     if not plans:
         raise LayoutError(_nearest(space))
-    return sorted(plans, key=lambda plan: plan.seconds)
+    return sorted(plans, key=lambda plan: plan.seconds)[:SHOWN]
 
 
 # --- where there is none -------------------------------------------------------------------------------------------------------------

@@ -201,6 +201,18 @@ def test_refusals(plan, argv, text):
     assert re.search(text, plan(*argv)[1])
 
 
+def test_picture(plan, tmp_path):
+    plan("--config=tiny", "--devices=4", f"--png={tmp_path / 'plan.png'}")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command, flag", [("--calibrate", "--out="), ("--compile", "--topology=")])
+def test_commands_of_their_own(command, flag, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0 and flag in capsys.readouterr().out
+
+
 def test_every_kind_of_devices(plan):
     for kind in known():
         assert json.loads(plan("--config=llama3_8b", f"--hardware={kind}", "--layout=data=64,zero=3", "--json")[0])["step_time_s"] > 0
