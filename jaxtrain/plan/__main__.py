@@ -6,6 +6,7 @@
 Closed forms (costs/), then the exact clock of the schedule's table; nothing is compiled and jax is not imported.
 """
 
+import dataclasses
 import difflib
 import importlib
 import json
@@ -25,7 +26,8 @@ from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.costs.program import PROGRAMS
-from jaxtrain.plan import layout_flag
+from jaxtrain.plan import layout_flag, unequal
+from jaxtrain.plan.advise import advise
 from jaxtrain.plan.explanation import Prices, explained, flags_of, table
 from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.picture import png
@@ -59,9 +61,10 @@ What --json prints, of the layout or of the best, by closed forms:
   bubble_fraction               of the whole step
   tokens_per_s, train_days      days without a stop, null without --tokens
   layout                        as --layout has it"""
+DEFAULT_HARDWARE = "h100"
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
-    Flag("hardware", "h100", f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own"),
+    Flag("hardware", "", f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own; NAME:N,NAME:N: groups; empty: h100"),
     Flag("devices", 0, "number of devices; 0: those of --layout, or of the recipe's mesh", at_least=1),
     Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
     Flag("assume", OURS, f"the program that trains: {', '.join(PROGRAMS)}"),
@@ -69,6 +72,7 @@ FLAGS = (
     Flag("price", 0.0, "US dollars for a device and hour; 0: not known", at_least=0),
     Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
     Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),
+    Flag("advise", "", "say what the records of the run in this folder suggest to change; with --hardware, what is planned to be faster"),
     Flag("png", "", "draw memory and time by part to this file"),
     Flag("json", False, "print the figures as one JSON object"),
 )
@@ -104,6 +108,12 @@ def check_flags(argv: Sequence[str]) -> None:
 
 def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
     """Prints what the flags ask for, and writes what they name. Raises what `main` makes a line of."""
+    if flags.advise:
+        print("\n".join(advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)))
+        return
+    if _is_groups(flags.hardware):
+        _plan_groups(config, recipe, flags)
+        return
     space, tokens = _space(config, recipe, flags), flags.tokens or None
     if flags.layout:
         plans = [plan_of(_laid_out(space, flags.layout), space.hardware, flags.assume, tokens, clock=not flags.json)]
@@ -119,6 +129,28 @@ def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
         print("\n".join(_lines(plans, recipe, flags)))
 
 
+def _is_groups(text: str) -> bool:
+    """Whether --hardware names groups of devices, NAME:DEVICES each."""
+    return text.rpartition(":")[2].isdigit()
+
+
+def _plan_groups(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
+    """Prints what a layout over unequal devices is. Raises what `main` makes a line of."""
+    groups = unequal.parse(flags.hardware)
+    space = dataclasses.replace(_space(config, recipe, flags, groups[0].hardware.name), devices=sum(group.devices for group in groups))
+    if not flags.layout or flags.json:
+        raise cli.FlagsError(
+            f"--hardware={flags.hardware!r} names groups, for which a --layout is explained: use --layout=stage=2,… and no --json"
+        )
+    laid_out = _laid_out(space, flags.layout).resolve()
+    try:
+        planned = unequal.plan(laid_out, groups, flags.assume)
+    except ValueError as error:
+        raise cli.FlagsError(f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}") from None
+    print("\n".join(unequal.describe(planned)))
+    print("to train it: " + " ".join(cfg.flag_text(f"config.{path}", value) for path, value in planned.settings().items()))
+
+
 def _lines(plans: Sequence[Plan], recipe: Config, flags: types.SimpleNamespace) -> list[str]:
     lines = [*table(plans), ""] if len(plans) > 1 else []
     lines += explained(plans[0], Prices(flags.price, flags.kwh_price))
@@ -129,15 +161,15 @@ def _lines(plans: Sequence[Plan], recipe: Config, flags: types.SimpleNamespace) 
     ]
 
 
-def _space(config: Config, recipe: Config, flags: types.SimpleNamespace) -> Space:
-    """The flags, checked. Raises FlagsError or HardwareError."""
+def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, name: str = "") -> Space:
+    """The flags, checked. name: of the kind of device, that of the flags if not given. Raises FlagsError or HardwareError."""
     if flags.assume not in PROGRAMS:
         near = difflib.get_close_matches(flags.assume, PROGRAMS, 1, 0.0)[0]
         raise cli.FlagsError(f"--assume={flags.assume!r} is not known ({', '.join(PROGRAMS)}): use --assume={near}")
-    for name in ("tokens", "price", "kwh_price"):
-        if not math.isfinite(getattr(flags, name)):
-            raise cli.FlagsError(f"--{name}={getattr(flags, name)} is not a finite number: use --{name}=0")
-    kind, compute = hardware.load(flags.hardware), config.precision.compute
+    for flag in ("tokens", "price", "kwh_price"):
+        if not math.isfinite(getattr(flags, flag)):
+            raise cli.FlagsError(f"--{flag}={getattr(flags, flag)} is not a finite number: use --{flag}=0")
+    kind, compute = hardware.load(name or flags.hardware or DEFAULT_HARDWARE), config.precision.compute
     if compute not in kind.peak_tflops and compute in cfg.fields()["precision.compute"].metadata["choices"]:
         dtype = next((dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16")
         raise cli.FlagsError(f"precision.compute={compute!r} has no peak on {kind.name}: use --config.precision.compute={dtype}")

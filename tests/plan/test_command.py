@@ -213,6 +213,20 @@ def test_commands_of_their_own(command, flag, capsys):
     assert end.value.code == 0 and flag in capsys.readouterr().out
 
 
+def test_unequal_devices(plan):
+    mixed, layout = "--hardware=a100-80gb:512,h100:512", "--layout=data=16,stage=8,model=8,microbatch=1,schedule=1f1b"
+    lines = plan("--config=gpt3_175b", mixed, layout)[0].splitlines()
+    assert lines[0].startswith("a100-80gb: stages 0 to 3 with ") and lines[1].startswith("h100: stages 4 to 7 with ")
+    layers = [int(n) for n in lines[-1].partition("chunk_layers=")[2].split(",")]
+    assert sum(layers) == 96 and max(layers[:4]) < min(layers[4:])  # the slower devices have fewer
+    assert "--devices=1000" not in plan("--config=gpt3_175b", mixed, "--layout=data=8")[1]
+    assert "for which a --layout is explained" in plan("--config=gpt3_175b", mixed)[1]
+
+
+def test_advice(plan, tmp_path):
+    assert str(tmp_path) in plan(f"--advise={tmp_path}")[1]  # no run is there; what is said of one is tested in test_advise.py
+
+
 def test_every_kind_of_devices(plan):
     for kind in known():
         assert json.loads(plan("--config=llama3_8b", f"--hardware={kind}", "--layout=data=64,zero=3", "--json")[0])["step_time_s"] > 0
