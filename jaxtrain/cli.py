@@ -55,15 +55,16 @@ def parse(
     return config, namespace
 
 
-def parse_unchecked(argv: Sequence[str], description: str, flags: Sequence[Flag]) -> tuple[Config, types.SimpleNamespace]:
-    """As `parse`, of a command that changes the config before it is checked; `flags` are all of the command's, with `config`. Asks
-    nobody for devices. Raises FlagsError for flags that cannot be understood."""
+def parse_unchecked(argv: Sequence[str], description: str, flags: Sequence[Flag]) -> tuple[Config, Config, types.SimpleNamespace]:
+    """(config, recipe before the flags, values of the flags) of a command that changes the config before it is checked.
+
+    flags: all of the command's, with `config`. Asks nobody for devices. Raises FlagsError for flags that cannot be understood.
+    """
     reading = _read(argv, description, flags, None)
     if reading.errors:
         changes = {error.setting: cfg.get(reading.config, error.setting) for error in reading.errors if error.setting}
         raise FlagsError(_all_together(reading.errors, changes))
-    reading.namespace.config, reading.namespace.recipe = str(reading.path), reading.recipe
-    return reading.config, reading.namespace
+    return reading.config, reading.recipe, reading.namespace
 
 
 @dataclasses.dataclass(frozen=True)

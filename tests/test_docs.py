@@ -21,6 +21,7 @@ from jaxtrain.checkpoint import __main__ as checkpoint_command
 from jaxtrain.config import checks, fields
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices import cluster_environment
+from jaxtrain.plan import __main__ as plan_command
 from jaxtrain.schedule import __main__ as schedule_command
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import CSV, SCHEDULES
@@ -148,6 +149,9 @@ def check_module(module: str, arguments: list[str]) -> None:
         schedule_command.check_flags(cli.parse_flags(arguments, "", schedule_command.FLAGS))
     elif module == "jaxtrain.checkpoint":
         checkpoint_command.parse(arguments)
+    elif module == "jaxtrain.plan":
+        if not set(arguments) & set(plan_command.COMMANDS):
+            plan_command.check_flags(arguments)
     else:
         assert module == "jaxtrain.launch"
         at = arguments.index("--")

@@ -7,6 +7,7 @@ working                         what one op needs beside: a layer's matrices as 
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from jaxtrain.costs import identities
@@ -71,7 +72,7 @@ def memory(work: Work, loss_chunk: int = 2048) -> Memory:
     model, layout, program = work.model, work.layout, work.program
     parameters, shards = work.device_parameters(), work.shards
     optimizer = program.state_bytes * parameters / (shards if layout.zero >= 1 else 1)
-    layers = model.layers / layout.stage + (model.dense_layers if layout.stage == 1 else 0)
+    layers = math.ceil(model.layers / layout.stage) + (model.dense_layers if layout.stage == 1 else 0)
     kept = layer_activations(work) * layers * microbatches_in_flight(work)
     if program.units and layout.stage > 1 and layout.remat == "full":
         kept = layer_activations(work) * layout.repeats * microbatches_in_flight(work) + _unit(work)

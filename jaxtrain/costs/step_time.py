@@ -242,13 +242,14 @@ class Work:
         whole = Parts()
         for op in ops.values():
             whole += op
-        stage = whole * (model.layers / p)
+        layers = math.ceil(model.layers / p)  # of the busiest stage
+        stage = whole * layers
         if model.dense_layers:
             for op in self.layer(dense=True).values():
                 stage += op * (model.dense_layers / (1 if p > 1 else 1))
         head = self.head()
         shared = program.vocabulary_parallel and p > 1
-        times = [ops[name].seconds * model.layers / p for name in "FRBW"]
+        times = [ops[name].seconds * layers for name in "FRBW"]
         step = stage * m + head * (m / p if shared else m)
         waits = self.hardware.waited(step.seconds, self.bubble(*times)) if p > 1 else 0.0
         backward = times[2] + times[3]

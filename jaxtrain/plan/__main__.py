@@ -1,43 +1,59 @@
 """`python -m jaxtrain.plan`: whether a run fits, how fast it is, how long it takes and how to lay it out, before anyone pays.
 
-    recipe, kind of device  ─ --layout ─→  one layout, evaluated
+    recipe, kind of device  ─ --layout ──→  one layout, evaluated
                             ─ --devices ─→  the best of all layouts
 
-Closed forms (costs/) and the exact clock of the schedule's table; nothing is compiled and jax is not imported.
+Closed forms (costs/), then the exact clock of the schedule's table; nothing is compiled and jax is not imported.
 """
 
 import dataclasses
 import difflib
+import importlib
 import json
+import math
+import os
+import pathlib
 import sys
 import types
 from collections.abc import Sequence
 
 from jaxtrain import cli
+from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, one_line
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
+from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.work import OURS, platform_of
-from jaxtrain.costs import hardware as devices
-from jaxtrain.costs.hardware import Hardware, HardwareError
+from jaxtrain.costs import hardware
+from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.costs.program import PROGRAMS
-from jaxtrain.plan import layout_flag
+from jaxtrain.plan import layout_flag, unequal
+from jaxtrain.plan.advise import advise
+from jaxtrain.plan.explanation import Prices, explained, flags_of, table
 from jaxtrain.plan.layout_flag import LayoutError
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.picture import png
+from jaxtrain.plan.plans import Plan, best_plans, plan_of
+from jaxtrain.plan.recipe import recipe_text
+from jaxtrain.plan.search import Space
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
-DESCRIPTION = """usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --layout=KEY=VALUE,… [--tokens=N] [--json]
-       (or python -m jaxtrain.plan …)
+DESCRIPTION = """usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N] [--recipe=FILE] [--json]
+       jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --layout=KEY=VALUE,… [--tokens=N] [--json]
+       jaxtrain plan --calibrate --out=FILE                          measures this machine's devices, as a file for --hardware
+       jaxtrain plan --compile --topology=DEVICES --config=NAME|FILE  what the compiler says of a step for devices that are not there
+       (or python -m jaxtrain.plan …; --calibrate --help and --compile --help have the flags of these two)
 
-Says what a run needs and how fast it is on devices that need not be there, such as
-  jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --layout=data=8,stage=16,model=8,microbatch=1 --tokens=300e9
+Says what a run needs and how fast it is on devices that need not be there, and how to lay it over them, such as
+  jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --devices=1024 --tokens=300e9
+  jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --layout=data=8,stage=16,model=8,microbatch=1
 
 --layout is in the place of the recipe's mesh, microbatches, repeats, remat, ZeRO stage and schedule:
   data, stage, model, context, expert, replica            sizes of the mesh's axes; 1 where not named
   microbatch                                              sequences of a microbatch on a data shard
   repeats, remat, zero, schedule, offload, vocabulary     as in a recipe, whose they are where not named
-A layout that does not fit is evaluated all the same.
+A layout that does not fit is evaluated all the same. Without --layout all layouts are searched, and the ten best that fit are timed by the
+exact clock of their tables, too.
 
-What --json prints:
+What --json prints, of the layout or of the best, by closed forms:
   step_time_s                   of a step
   model_tflops_per_device       attention counted in full; hardware_tflops_per_device, with what is computed again
   mfu, hfu                      the same over the peak
@@ -45,73 +61,159 @@ What --json prints:
   bubble_fraction               of the whole step
   tokens_per_s, train_days      days without a stop, null without --tokens
   layout                        as --layout has it"""
+DEFAULT_HARDWARE = "h100"
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
-    Flag("hardware", "h100", f"kind of device: {', '.join(devices.known())}, or a JSON file of your own"),
-    Flag("devices", 0, "number of devices; 0: those of --layout", at_least=1),
-    Flag("layout", "", "evaluate this layout: KEY=VALUE,…"),
+    Flag("hardware", "", f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own; NAME:N,NAME:N: groups; empty: h100"),
+    Flag("devices", 0, "number of devices; 0: those of --layout, or of the recipe's mesh", at_least=1),
+    Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
     Flag("assume", OURS, f"the program that trains: {', '.join(PROGRAMS)}"),
     Flag("tokens", 0.0, "tokens of the whole run, for days; 0: not known", at_least=0),
+    Flag("price", 0.0, "US dollars for a device and hour; 0: not known", at_least=0),
+    Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
+    Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),
+    Flag("advise", "", "say what the records of the run in this folder suggest to change; with --hardware, what is planned to be faster"),
+    Flag("png", "", "draw memory and time by part to this file"),
     Flag("json", False, "print the figures as one JSON object"),
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What is to be planned. config: the recipe's with the flags over it, not checked; tokens: None if not known."""
-
-    config: Config
-    recipe: Config
-    hardware: Hardware
-    assume: str
-    devices: int
-    tokens: float | None
+# Flags that stand for commands with flags of their own, which import jax.
+COMMANDS = {"--calibrate": "calibrate", "--compile": "witness"}
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0, or 2 and one line on stderr for flags that cannot work."""
+    if command := next((flag for flag in argv if flag in COMMANDS), ""):
+        module = importlib.import_module(f"jaxtrain.plan.{COMMANDS[command]}")
+        return int(module.main([flag for flag in argv if flag != command]))
     try:
-        config, flags = cli.parse_unchecked(argv, DESCRIPTION, FLAGS)
-        _plan(config, flags)
+        config, recipe, flags = cli.parse_unchecked(argv, DESCRIPTION, FLAGS)
+        _plan(config, recipe, flags)
     except (ConfigError, RunError, HardwareError, LayoutError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return ExitStatus.BAD_CONFIG
     return ExitStatus.FINISHED
 
 
-def _plan(config: Config, flags: types.SimpleNamespace) -> None:
-    request = _request(config, flags)
-    if not flags.layout:
-        raise cli.FlagsError("--layout is not given: use --layout=data=8")
-    prediction = predict(_laid_out(request, flags.layout), request.hardware, request.assume, request.tokens)
-    print(json.dumps(prediction.figures(), indent=None if flags.json else 2))
+def check_flags(argv: Sequence[str]) -> None:
+    """Raises what `main` makes a line of for flags that cannot work, as far as they can be judged without a search."""
+    config, recipe, flags = cli.parse_unchecked(argv, DESCRIPTION, FLAGS)
+    space = _space(config, recipe, flags)
+    if flags.layout:
+        _laid_out(space, flags.layout)
+    else:
+        _with_devices(space)
 
 
-def _request(config: Config, flags: types.SimpleNamespace) -> Request:
-    """The flags, checked. Raises FlagsError or HardwareError."""
+def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
+    """Prints what the flags ask for, and writes what they name. Raises what `main` makes a line of."""
+    if flags.advise:
+        print("\n".join(advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)))
+        return
+    if _is_groups(flags.hardware):
+        _plan_groups(config, recipe, flags)
+        return
+    space, tokens = _space(config, recipe, flags), flags.tokens or None
+    if flags.layout:
+        plans = [plan_of(_laid_out(space, flags.layout), space.hardware, flags.assume, tokens, clock=not flags.json)]
+    else:
+        plans = best_plans(_with_devices(space), tokens)
+    if flags.recipe:
+        _write("recipe", flags.recipe, _recipe(plans[0], flags).encode())
+    if flags.png:
+        _write("png", flags.png, png(plans))
+    if flags.json:
+        print(json.dumps(plans[0].prediction.figures()))
+    else:
+        print("\n".join(_lines(plans, recipe, flags)))
+
+
+def _is_groups(text: str) -> bool:
+    """Whether --hardware names groups of devices, NAME:DEVICES each."""
+    return text.rpartition(":")[2].isdigit()
+
+
+def _plan_groups(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
+    """Prints what a layout over unequal devices is. Raises what `main` makes a line of."""
+    groups = unequal.parse(flags.hardware)
+    space = dataclasses.replace(_space(config, recipe, flags, groups[0].hardware.name), devices=sum(group.devices for group in groups))
+    if not flags.layout or flags.json:
+        raise cli.FlagsError(
+            f"--hardware={flags.hardware!r} names groups, for which a --layout is explained: use --layout=stage=2,… and no --json"
+        )
+    laid_out = _laid_out(space, flags.layout).resolve()
+    try:
+        planned = unequal.plan(laid_out, groups, flags.assume)
+    except ValueError as error:
+        raise cli.FlagsError(f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}") from None
+    print("\n".join(unequal.describe(planned)))
+    print("to train it: " + " ".join(cfg.flag_text(f"config.{path}", value) for path, value in planned.settings().items()))
+
+
+def _lines(plans: Sequence[Plan], recipe: Config, flags: types.SimpleNamespace) -> list[str]:
+    lines = [*table(plans), ""] if len(plans) > 1 else []
+    lines += explained(plans[0], Prices(flags.price, flags.kwh_price))
+    return [
+        *lines,
+        "to train it:",
+        f"  python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(plans[0].config, recipe)}",
+    ]
+
+
+def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, name: str = "") -> Space:
+    """The flags, checked. name: of the kind of device, that of the flags if not given. Raises FlagsError or HardwareError."""
     if flags.assume not in PROGRAMS:
         near = difflib.get_close_matches(flags.assume, PROGRAMS, 1, 0.0)[0]
         raise cli.FlagsError(f"--assume={flags.assume!r} is not known ({', '.join(PROGRAMS)}): use --assume={near}")
-    hardware = devices.load(flags.hardware)
-    if config.precision.compute not in hardware.peak_tflops:
-        dtypes = [dtype for dtype in hardware.peak_tflops if dtype in ("bfloat16", "float32")]
-        rule = f"precision.compute={config.precision.compute!r} has no peak in --hardware={flags.hardware}"
-        raise cli.FlagsError(f"{rule}: use --config.precision.compute={(dtypes or ['bfloat16'])[0]}")
-    return Request(config, flags.recipe, hardware, flags.assume, flags.devices, flags.tokens or None)
+    for flag in ("tokens", "price", "kwh_price"):
+        if not math.isfinite(getattr(flags, flag)):
+            raise cli.FlagsError(f"--{flag}={getattr(flags, flag)} is not a finite number: use --{flag}=0")
+    kind, compute = hardware.load(name or flags.hardware or DEFAULT_HARDWARE), config.precision.compute
+    if compute not in kind.peak_tflops and compute in cfg.fields()["precision.compute"].metadata["choices"]:
+        dtype = next((dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16")
+        raise cli.FlagsError(f"precision.compute={compute!r} has no peak on {kind.name}: use --config.precision.compute={dtype}")
+    return Space(config, recipe, kind, flags.devices, flags.assume)
 
 
-def _laid_out(request: Request, text: str) -> Config:
-    """The resolved config with the layout that --layout names. Raises LayoutError."""
+def _laid_out(space: Space, text: str) -> Config:
+    """The config with the layout that --layout names, not resolved. Raises LayoutError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
-    if request.devices and request.devices != count:
+    if space.devices and space.devices != count:
         rest = count // values.get("data", 1)
-        fits = f"data={request.devices // rest}" if request.devices % rest == 0 else ""
-        rule = f"--devices={request.devices} and --layout, which is for {count}, are not the same number"
+        fits = f"data={space.devices // rest}" if space.devices % rest == 0 else ""
+        rule = f"--devices={space.devices} and --layout, which is for {count}, are not the same number"
         raise LayoutError(f"{rule}: use --devices={count}{f' (or {fits} in --layout)' * bool(fits)}")
-    config = layout_flag.apply(request.config, values)
-    layout_flag.check(config, values, platform_of(request.hardware), request.recipe)
-    return config.resolve()
+    config = layout_flag.apply(space.config, values)
+    layout_flag.check(config, values, platform_of(space.hardware), space.recipe)
+    return config
+
+
+def _with_devices(space: Space) -> Space:
+    """With the devices of the recipe's mesh, where no number is given. Raises FlagsError where the mesh leaves it open."""
+    if space.devices:
+        return space
+    sizes = [getattr(space.config.mesh, axis) for axis in AXES]
+    if any(not isinstance(size, int) or size < 1 for size in sizes):
+        least = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+        raise cli.FlagsError(f"--devices is not given, and the recipe's mesh leaves the number open: use --devices={least}")
+    return space.on(math.prod(sizes))
+
+
+def _recipe(plan: Plan, flags: types.SimpleNamespace) -> str:
+    """A plan's config as a recipe."""
+    name, devices = os.path.basename(flags.config), plan.prediction.devices
+    return recipe_text(plan.config, f"{name.removesuffix('.py')} as planned for {devices:,} × {plan.prediction.work.hardware.name}.")
+
+
+def _write(flag: str, path: str, content: bytes) -> None:
+    """Writes a file that a flag names. Raises FlagsError where it cannot be written."""
+    try:
+        pathlib.Path(path).write_bytes(content)
+    except OSError as error:
+        use = cfg.flag_text(flag, {"recipe": "planned.py", "png": "plan.png"}[flag])
+        raise cli.FlagsError(f"--{flag}={path!r} cannot be written ({os.strerror(error.errno or 0)}): use {use}") from None
 
 
 if __name__ == "__main__":

@@ -5,9 +5,15 @@ import re
 
 import pytest
 
-from jaxtrain.costs.hardware import load
+from jaxtrain.config import to_dict
+from jaxtrain.config.checks import check_devices
+from jaxtrain.config.flags import apply
+from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.costs.hardware import known, load
 from jaxtrain.costs.program import PROGRAMS
+from jaxtrain.plan import exact_clock, layout_flag
 from jaxtrain.plan.__main__ import main
+from jaxtrain.plan.prediction import predict
 
 KEYS = (
     "step_time_s model_tflops_per_device hardware_tflops_per_device mfu hfu memory_gib_per_device fits bubble_fraction tokens_per_s "
@@ -92,3 +98,135 @@ ERRORS = [
 def test_errors(plan, argv, text):
     err = plan(*GPT3, *argv)[1]
     assert re.search(text, err), err
+
+
+# --- the search ------------------------------------------------------------------------------------------------------------------
+
+
+def layout_text(layout: dict) -> str:
+    return ",".join(f"{key}={value}" for key, value in layout.items())
+
+
+LARGE = [
+    pytest.param([*GPT3, "--devices=4096"], marks=pytest.mark.full),
+    pytest.param(["--config=mixtral_8x7b", "--hardware=h100", "--devices=64"], marks=pytest.mark.full),
+    pytest.param(["--config=llama3_8b", "--hardware=tpu-v5e", "--devices=48"], marks=pytest.mark.full),
+]
+SMALL = [
+    ["--config=mixtral_tiny", "--devices=16"],
+    ["--config=tiny_diloco", "--devices=8"],
+    ["--config=tiny", "--devices=7"],
+    ["--config=tiny", "--devices=1"],
+]
+
+
+@pytest.mark.parametrize("argv", [*LARGE, *SMALL])
+def test_search(plan, argv, tmp_path):
+    """The choice fits, is on all devices, is what --layout says of it, and is one that train takes, by its flags and as a recipe."""
+    path = tmp_path / "planned.py"
+    found = json.loads(plan(*argv, "--json", f"--recipe={path}")[0])
+    assert found["fits"] and list(found) == KEYS
+    recipe, devices = next(a for a in argv if a.startswith("--config=")), int(argv[-1].partition("=")[2])
+    hardware = [a for a in argv if a.startswith("--hardware")]
+    again = json.loads(plan(recipe, *hardware, f"--devices={devices}", f"--layout={layout_text(found['layout'])}", "--json")[0])
+    assert again == found
+    planned = load_recipe(path)
+    check_devices(planned, devices, "tpu" if "tpu" in str(hardware) else "gpu")
+    flags = plan(*argv)[0].splitlines()[-1].split()
+    assert flags[:3] == ["python", "-m", "jaxtrain.train"] and flags[3] == recipe
+    changes = [tuple(flag.removeprefix("--config.").split("=", 1)) for flag in flags[4:]]
+    config = apply(load_recipe(find_recipe(recipe.partition("=")[2])), changes)
+    assert to_dict(config) == to_dict(planned)
+
+
+def test_text(plan):
+    lines = plan(*GPT3, "--devices=1024", "--tokens=300e9", "--price=2", "--kwh_price=0.1")[0].splitlines()
+    published = json.loads(plan(*GPT3, f"--layout={PUBLISHED}", "--json")[0])
+    rows = lines[: lines.index("")]
+    assert len(rows) == 11 and rows[0].split()[:3] == ["data", "stage", "model"]
+    clocks = [float(row.split()[-2]) for row in rows[1:]]
+    assert clocks == sorted(clocks)
+    text = "\n".join(lines)
+    for part in ("weights", "gradients", "optimizer", "activations", "matmuls", "attention", "bubble", "by the exact clock", "MFU", "HFU"):
+        assert part in text
+    days, hours, dollars = re.search(r"300 billion tokens take ([\d.]+) days, ([\d,]+) device-hours, .*, \$([\d,]+) at \$2", text).groups()
+    assert int(hours.replace(",", "")) == pytest.approx(float(days) * 24 * 1024, rel=0.01)
+    assert int(dollars.replace(",", "")) == pytest.approx(2 * int(hours.replace(",", "")), abs=2)
+    times = lines[next(at for at, line in enumerate(lines) if line.startswith("time: ")) :]
+    parts = [found for line in times if (found := re.fullmatch(r"  \w+ +([\d.]+) (m?s) +[\d.]+%.*", line))]
+    whole = float(re.search(r"time: ([\d.]+) s a step", text)[1])
+    assert sum(float(part[1]) / (1000 if part[2] == "ms" else 1) for part in parts) == pytest.approx(whole, rel=0.01)
+    assert whole <= published["step_time_s"]  # the choice is at least as fast as the published layout
+    layout = layout_flag.read(next(line for line in lines if line.startswith("layout: ")).removeprefix("layout: "))
+    assert layout["model"] <= load("a100-80gb").tiers[0].devices  # and tensor parallelism stays inside the node
+
+
+NOTHING = [
+    pytest.param([*GPT3, "--devices=8"], r"no layout fits into .* GiB .*: use --devices=(\d+)", marks=pytest.mark.full),
+    pytest.param([*GPT3, "--devices=1021"], r"no layout uses so many devices .*: use --devices=(1020)", marks=pytest.mark.full),
+    (["--config=tiny", "--config.model.width=32768", "--devices=1"], r"no layout fits into .*: use --devices=(\d+)"),
+    (["--config=tiny", "--devices=100000"], r"no layout uses so many devices .*: use --devices=(512)"),
+]
+
+
+@pytest.mark.parametrize("argv, text", NOTHING)
+def test_the_nearest_that_works(plan, argv, text):
+    nearest = re.search(text, plan(*argv)[1])
+    assert nearest and json.loads(plan(*argv[:-1], f"--devices={nearest[1]}", "--json")[0])["fits"]
+
+
+def test_long_steps_are_timed_in_part(monkeypatch):
+    """Two shorter steps say what the whole table says."""
+    config = layout_flag.apply(load_recipe(find_recipe("gpt2_124m")), layout_flag.read("data=4,stage=4,microbatch=1,schedule=zb_h1"))
+    prediction = predict(config.resolve(), load("h100"))
+    microbatches = prediction.work.layout.microbatches
+    assert microbatches > exact_clock.LEAST_ROUNDS * 4
+    monkeypatch.setattr(exact_clock, "CELLS", 16 * microbatches)
+    whole = exact_clock.clocked(prediction)
+    monkeypatch.setattr(exact_clock, "CELLS", 0)
+    part = exact_clock.clocked(prediction)
+    assert part.seconds == pytest.approx(whole.seconds, rel=1e-2) and part.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-2)
+
+
+REFUSED = [
+    (["--config=tiny"], "the recipe's mesh leaves the number open: use --devices=4"),
+    (["--config=tiny", "--devices=8", "--config.model.width=0"], "model.width=0 must be at least 1"),
+    (["--config=tiny", "--devices=8", "--recipe=/nonexistent/planned.py"], "cannot be written .*: use --recipe=planned.py"),
+    (["--config=tiny", "--devices=8", "--tokens=inf"], "not a finite number: use --tokens=0"),
+]
+
+
+@pytest.mark.parametrize("argv, text", REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
+def test_refusals(plan, argv, text):
+    assert re.search(text, plan(*argv)[1])
+
+
+def test_picture(plan, tmp_path):
+    plan("--config=tiny", "--devices=4", f"--png={tmp_path / 'plan.png'}")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command, flag", [("--calibrate", "--out="), ("--compile", "--topology=")])
+def test_commands_of_their_own(command, flag, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0 and flag in capsys.readouterr().out
+
+
+def test_unequal_devices(plan):
+    mixed, layout = "--hardware=a100-80gb:512,h100:512", "--layout=data=16,stage=8,model=8,microbatch=1,schedule=1f1b"
+    lines = plan("--config=gpt3_175b", mixed, layout)[0].splitlines()
+    assert lines[0].startswith("a100-80gb: stages 0 to 3 with ") and lines[1].startswith("h100: stages 4 to 7 with ")
+    layers = [int(n) for n in lines[-1].partition("chunk_layers=")[2].split(",")]
+    assert sum(layers) == 96 and max(layers[:4]) < min(layers[4:])  # the slower devices have fewer
+    assert "--devices=1000" not in plan("--config=gpt3_175b", mixed, "--layout=data=8")[1]
+    assert "for which a --layout is explained" in plan("--config=gpt3_175b", mixed)[1]
+
+
+def test_advice(plan, tmp_path):
+    assert str(tmp_path) in plan(f"--advise={tmp_path}")[1]  # no run is there; what is said of one is tested in test_advise.py
+
+
+def test_every_kind_of_devices(plan):
+    for kind in known():
+        assert json.loads(plan("--config=llama3_8b", f"--hardware={kind}", "--layout=data=64,zero=3", "--json")[0])["step_time_s"] > 0

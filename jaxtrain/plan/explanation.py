@@ -1,0 +1,194 @@
+"""A prediction in words and columns: memory and time by part, rates, what a run takes, and what would change the answer. No jax."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from jaxtrain import config as cfg
+from jaxtrain.config import Config
+from jaxtrain.config.rules import divisors
+from jaxtrain.costs.hardware import GIB, Hardware
+from jaxtrain.costs.layout import Layout
+from jaxtrain.costs.memory import memory
+from jaxtrain.costs.step_time import AXES, BUBBLE, Work
+from jaxtrain.plan import layout_flag
+from jaxtrain.plan.exact_clock import Clocked
+from jaxtrain.plan.plans import Plan
+from jaxtrain.plan.prediction import DAY, Prediction
+
+HOUR = 3600.0
+LEAST_GAIN = 0.005  # of a step: what is less is not worth a line
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """US dollars for a device and hour, and for a kilowatt-hour; 0: not known."""
+
+    device_hour: float = 0.0
+    kwh: float = 0.0
+
+
+def table(plans: Sequence[Plan]) -> list[str]:
+    """Plans as rows. Axes and choices that are the same in all, and the default's, are left out."""
+    layouts = [layout_flag.of(plan.prediction.config) for plan in plans]
+    unused = {"offload": "none", "vocabulary": "auto"} | dict.fromkeys(("context", "expert", "replica"), 1)
+    keys = [key for key in layout_flag.KEYS if any(layout[key] != unused.get(key) for layout in layouts)]
+    rows = [[*keys, "GiB", "bubble", "MFU", "step", "by the clock"]]
+    for plan, layout in zip(plans, layouts, strict=True):
+        prediction = plan.prediction
+        mfu = prediction.model_flops_per_s / prediction.work.hardware.peak(prediction.work.dtype)
+        figures = [f"{prediction.memory.bytes / GIB:.1f}", f"{prediction.bubble_fraction:.1%}", f"{mfu:.1%}", _seconds(prediction.seconds)]
+        rows.append([*(str(layout[key]) for key in keys), *figures, _seconds(plan.clock.seconds) if plan.clock else "—"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def flags_of(config: Config, recipe: Config) -> str:
+    """The flags of `train` that make this config of its recipe."""
+    changes = {path: value for path in cfg.fields() if (value := cfg.get(config, path)) != cfg.get(recipe, path)}
+    return " ".join(cfg.flag_text(f"config.{path}", value) for path, value in changes.items())
+
+
+def explained(plan: Plan, prices: Prices) -> list[str]:
+    """Lines for people."""
+    prediction, clock = plan.prediction, plan.clock
+    work = prediction.work
+    layout = work.layout
+    chunks = f" in {layout.repeats} chunks" if layout.repeats > 1 and layout.stage > 1 else ""
+    layers = f"{work.model.layers / layout.stage:.4g} layers a stage{chunks}"
+    what = f"{layout.microbatches} microbatches of {layout.microbatch} sequence{'s'[: layout.microbatch > 1]} on each of "
+    return [
+        f"layout: {layout_flag.text_of(layout_flag.of(prediction.config))}",
+        f"  {layout.devices:,} × {work.hardware.name}, {layers}; {what}{layout.batch_shards} batch shards",
+        f"  as the program {work.program.name}: {work.program.text}",
+        *_memory(prediction, clock),
+        *_time(prediction, clock),
+        *_run(prediction, prices),
+        *_next(prediction),
+    ]
+
+
+def _memory(prediction: Prediction, clock: Clocked | None) -> list[str]:
+    room, total = prediction.work.hardware.memory, prediction.memory.bytes
+    verdict = "fits" if prediction.fits else "DOES NOT FIT"
+    lines = [f"memory of the fullest device: {total / GIB:.1f} GiB of {room / GIB:.1f}, {verdict}"]
+    lines += [f"  {name:14} {size / GIB:8.2f} GiB  {size / total:6.1%}" for name, size in prediction.memory.parts.items() if size]
+    gaps = total - sum(prediction.memory.parts.values())
+    lines += [f"  {'between arrays':14} {gaps / GIB:8.2f} GiB  {gaps / total:6.1%}"] * (gaps > 0)
+    if clock:
+        lines.append(f"  at most {clock.in_flight:.4g} microbatches of a whole stage between forward and backward, by the table")
+    return lines
+
+
+def _time(prediction: Prediction, clock: Clocked | None) -> list[str]:
+    time, work = prediction.time, prediction.work
+    lines = [f"time: {_seconds(time.seconds)} a step"]
+    if clock:
+        lines[0] += f"; {_seconds(clock.seconds)} by the exact clock of its table, whose bubble is {clock.bubble_fraction:.1%}"
+    for name in dict.fromkeys((*time.exposed, *time.hidden)):
+        exposed, hidden = time.exposed.get(name, 0.0), time.hidden.get(name, 0.0)
+        if not exposed and not hidden:
+            continue
+        where = f"  {_link(work, name)}" if name in AXES else ""
+        beside = f", {_seconds(hidden)} hidden behind other work" if hidden else ""
+        lines.append(f"  {name:14} {_seconds(exposed):>10}  {exposed / time.seconds:6.1%}{where}{beside}")
+    peak = work.hardware.peak(work.dtype)
+    mfu, hfu = prediction.model_flops_per_s, prediction.hardware_flops_per_s
+    rates = f"{mfu / 1e12:.1f} TFLOP/s a device, MFU {mfu / peak:.1%}; {hfu / 1e12:.1f} with recomputation, HFU {hfu / peak:.1%}"
+    return [*lines, f"rate: {rates}; {prediction.tokens_per_s:,.0f} tokens/s"]
+
+
+def _link(work: Work, axis: str) -> str:
+    """The links that an axis crosses."""
+    count, apart = work.layout.neighbours(axis)
+    tier = work.hardware.tier((2 if axis == "stage" else count) * apart)
+    return f"{count} devices over {tier.name}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _run(prediction: Prediction, prices: Prices) -> list[str]:
+    """What the whole run takes, or a billion tokens where its length is not known."""
+    tokens = prediction.tokens or 1e9
+    seconds = tokens / prediction.tokens_per_s
+    hours = prediction.devices * seconds / HOUR
+    energy = hours * prediction.work.hardware.watts / 1000
+    text = f"{seconds / DAY:,.1f} days" if seconds >= DAY else f"{seconds / HOUR:,.2f} hours"
+    line = f"run: {tokens / 1e9:,.4g} billion tokens take {text}, {hours:,.0f} device-hours, {energy / 1000:,.2f} MWh of the devices alone"
+    if prices.device_hour:
+        line += f", ${hours * prices.device_hour:,.0f} at ${prices.device_hour:g} a device-hour"
+    if prices.kwh:
+        line += f", ${energy * prices.kwh:,.0f} of energy at ${prices.kwh:g} a kWh"
+    return [line]
+
+
+# --- what would change the answer ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """What would be otherwise, in words, the seconds of the step then, and the bytes of its fullest device."""
+
+    text: str
+    seconds: float
+    bytes: float
+
+
+def _next(prediction: Prediction) -> list[str]:
+    """The next bottlenecks: the hardware whose doubling gains most, and the layouts nearby that are faster."""
+    at, room = prediction.seconds, prediction.work.hardware.memory
+    gains = lambda changes: sorted((c for c in changes if c.seconds < at * (1 - LEAST_GAIN)), key=lambda c: c.seconds)
+    say = lambda change: f"{change.text}: {_seconds(change.seconds)} ({change.seconds / at - 1:+.1%})"
+    hardware = gains(_hardware_changes(prediction))
+    near = gains(_layout_changes(prediction))
+    lines = ["what would change the answer:"]
+    if waits := max(
+        (name for name in prediction.time.exposed if name in (*AXES, BUBBLE)), key=prediction.time.exposed.__getitem__, default=""
+    ):
+        part = prediction.time.exposed[waits] / at
+        lines += [f"  {waits} is the longest wait, {part:.1%} of the step"] * (part > LEAST_GAIN)
+    lines += [f"  {say(change)}" for change in hardware[:2]]
+    lines += [f"  {say(change)}, and fits" for change in [c for c in near if c.bytes <= room][:2]]
+    lines += [
+        f"  {say(change)}, but needs {change.bytes / GIB:.1f} GiB of {room / GIB:.1f}" for change in [c for c in near if c.bytes > room][:2]
+    ]
+    return lines if len(lines) > 1 else []
+
+
+def _hardware_changes(prediction: Prediction) -> Iterator[_Change]:
+    """A step on devices one of whose figures is doubled."""
+    hardware = prediction.work.hardware
+    doubled: dict[str, Hardware] = {
+        "twice the peak": dataclasses.replace(hardware, peak_tflops={k: 2 * v for k, v in hardware.peak_tflops.items()}),
+        "twice the memory's bandwidth": dataclasses.replace(hardware, memory_gb_per_s=2 * hardware.memory_gb_per_s),
+    }
+    for at, tier in enumerate(hardware.tiers):
+        tiers = [*hardware.tiers]
+        tiers[at] = dataclasses.replace(tier, gb_per_s=2 * tier.gb_per_s)
+        doubled[f"twice the bandwidth of {tier.name}"] = dataclasses.replace(hardware, tiers=tuple(tiers))
+    for text, kind in doubled.items():
+        yield _Change(text, dataclasses.replace(prediction.work, hardware=kind).step().seconds, prediction.memory.bytes)
+
+
+def _layout_changes(prediction: Prediction) -> Iterator[_Change]:
+    """Layouts that differ in one choice."""
+    for text, layout in _neighbours(prediction.work.layout):
+        work = dataclasses.replace(prediction.work, layout=layout)
+        yield _Change(text, work.step().seconds, memory(work, prediction.config.model.loss_chunk).bytes)
+
+
+def _neighbours(layout: Layout) -> Iterator[tuple[str, Layout]]:
+    for remat in ("none", "selective", "full"):
+        if remat != layout.remat:
+            yield f"remat={remat}", dataclasses.replace(layout, remat=remat)
+    for zero in (1, 2, 3):
+        if zero != layout.zero and layout.data > 1:
+            yield f"zero={zero}", dataclasses.replace(layout, zero=zero)
+    each = layout.microbatch * layout.microbatches
+    sizes = divisors(each)
+    place = sizes.index(layout.microbatch)
+    for size in itertools.chain(sizes[max(0, place - 1) : place], sizes[place + 1 : place + 2]):
+        yield f"microbatch={size}", dataclasses.replace(layout, microbatch=size, microbatches=math.floor(each / size))

@@ -1,0 +1,231 @@
+"""The best layouts of a number of devices, by closed forms. No jax.
+
+    meshes          all sizes of the six axes whose product is the number of devices and whose rules are kept
+    × microbatch    divisors of a shard's sequences
+    × remat         × zero × schedule × repeats; offload alone where nothing fits without
+
+The ops of all microbatches, one after the other, are a lower bound of a step that no schedule changes: what is above the best is passed
+over. `gpipe` is left out, since 1f1b takes as long and holds less, and so is zero=0 beside zero=1; `replica` is tried for the best alone.
+Every layout that comes back keeps the rules of training.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from jaxtrain import config as cfg
+from jaxtrain.config import Config, checks
+from jaxtrain.config.rules import divisors
+from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.config.work import OURS, platform_of, program_of, transformer_of, work_of
+from jaxtrain.costs.hardware import Hardware
+from jaxtrain.costs.layout import Layout
+from jaxtrain.costs.memory import memory
+from jaxtrain.costs.program import Program
+from jaxtrain.costs.step_time import Work
+from jaxtrain.plan import layout_flag
+from jaxtrain.schedule.orders import SCHEDULES
+
+BEST = 16  # by closed forms, which the exact clock ranks again
+LEAST_TOKENS = 1024  # of a sequence on a device of `context`: shorter parts are not tried
+MOST_MODEL, MOST_REPLICAS, MOST_SEQUENCES, MOST_REPEATS = 64, 16, 64, 8
+REMATS = ("none", "selective", "full")
+OFFLOADS = ("none", "optimizer", "activations", "both")
+TABLE_SETTINGS = {"pipeline.chunk_layers": (), "pipeline.times": (), "pipeline.memory": 0.0, "pipeline.layer_costs": ()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """What is searched: layouts of this config, whose own is of no account, on so many devices."""
+
+    config: Config
+    recipe: Config
+    hardware: Hardware
+    devices: int
+    assume: str = OURS
+
+    def on(self, devices: int) -> "Space":
+        """The same on another number of devices."""
+        return dataclasses.replace(self, devices=devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A layout that fits, and the seconds of its step."""
+
+    layout: Layout
+    seconds: float
+
+
+def check(space: Space) -> None:
+    """Raises ConfigError where the config breaks a rule of training whatever its layout is."""
+    layout = Layout(replica=_replicas(space))
+    checks.check(laid_out(space, layout), Surroundings(layout.devices, platform_of(space.hardware), space.recipe))
+
+
+def search(space: Space) -> list[Candidate]:
+    """The best that fit, fastest first: at most BEST, of each way to cut the model and schedule one. Empty where none fits."""
+    for offload in OFFLOADS:
+        if found := _search(space, offload):
+            return found
+    return []
+
+
+def laid_out(space: Space, layout: Layout) -> Config:
+    """The space's config with a layout, not resolved."""
+    return layout_flag.apply(cfg.replace(space.config, TABLE_SETTINGS), _values(layout))
+
+
+def _values(layout: Layout) -> layout_flag.Values:
+    return {key: getattr(layout, key) for key in layout_flag.KEYS if key != "vocabulary"}
+
+
+def _search(space: Space, offload: str) -> list[Candidate]:
+    """With this offload. Works are tried in the order of their lower bounds, until none can be among the best."""
+    best: dict[tuple, Candidate] = {}
+    bound = math.inf
+    for least, work in sorted(((_lower_bound(work), work) for work in _works(space, offload)), key=lambda pair: pair[0]):
+        if least >= bound:
+            break
+        for layout in _tables(work):
+            row = _row(layout)
+            candidate = _evaluated(space, work, layout, min(bound, best[row].seconds if row in best else math.inf))
+            if candidate:
+                best[row] = candidate
+                bound = sorted(candidate.seconds for candidate in best.values())[BEST - 1] if len(best) >= BEST else math.inf
+    ranked = sorted(best.values(), key=lambda candidate: candidate.seconds)[:BEST]
+    return sorted((_with_replicas(space, candidate) for candidate in ranked), key=lambda candidate: candidate.seconds)
+
+
+def _evaluated(space: Space, work: Work, layout: Layout, below: float) -> Candidate | None:
+    """The layout with the seconds of its step, if it fits, takes less than `below` and keeps the rules."""
+    work = dataclasses.replace(work, layout=layout)
+    if memory(work, space.config.model.loss_chunk).bytes > space.hardware.memory:
+        return None
+    seconds = work.step().seconds
+    return Candidate(layout, seconds) if seconds < below and _keeps_rules(space, layout) else None
+
+
+def _with_replicas(space: Space, best: Candidate) -> Candidate:
+    """The same, or what is faster with some of its data shards as replicas."""
+    work = work_of(laid_out(space, best.layout).resolve(), space.hardware, space.assume)
+    for replica in divisors(best.layout.data)[1:]:
+        if replica > MOST_REPLICAS or space.config.train.diloco_inner_steps:
+            break
+        layout = dataclasses.replace(best.layout, replica=replica, data=best.layout.data // replica)
+        best = _evaluated(space, work, layout, best.seconds) or best
+    return best
+
+
+def _row(layout: Layout) -> tuple:
+    """Layouts that differ in none of these are one row of the table."""
+    return (layout.stage, layout.context, layout.expert, layout.model, layout.schedule)
+
+
+def _lower_bound(work: Work) -> float:
+    """Seconds that the ops of a stage take at least, one after the other."""
+    layers = math.ceil(work.model.layers / work.layout.stage) * work.layout.microbatches
+    return layers * sum(op.seconds for op in work.layer().values())
+
+
+# --- what is tried -------------------------------------------------------------------------------------------------------------------
+
+
+def _works(space: Space, offload: str) -> Iterator[Work]:
+    """A work for each mesh, microbatch and recomputation."""
+    resolved = space.config.resolve()
+    model, programs = transformer_of(resolved), _Programs(space, resolved)
+    for mesh in meshes(space):
+        each = space.config.data.batch_size // mesh.batch_shards
+        for microbatch in divisors(each):
+            if microbatch > MOST_SEQUENCES:
+                break
+            for remat in REMATS:
+                layout = dataclasses.replace(mesh, microbatch=microbatch, microbatches=each // microbatch, remat=remat, offload=offload)
+                yield Work(model, layout, programs.of(mesh.context), space.hardware, space.config.precision.compute)
+
+
+class _Programs:
+    """The program by the size of `context`, which may decide about its kernel of attention."""
+
+    def __init__(self, space: Space, resolved: Config):
+        self._space, self._config, self._programs = space, resolved, dict[int, Program]()
+
+    def of(self, context: int) -> Program:
+        if context not in self._programs:
+            config = cfg.replace(self._config, {"mesh.context": context})
+            self._programs[context] = program_of(config, self._space.hardware, self._space.assume)
+        return self._programs[context]
+
+
+def meshes(space: Space) -> Iterator[Layout]:
+    """Every mesh of so many devices that keeps the rules, as a layout of one sequence in a microbatch."""
+    config, n = space.config, space.devices
+    m, tokens = config.model, config.data.sequence_length
+    replicas = _replicas(space)
+    stages = [size for size in divisors(n) if size <= m.layers]
+    models = [size for size in divisors(n) if size <= MOST_MODEL and m.heads % size == 0]
+    contexts = [size for size in divisors(n) if size == 1 or tokens // size >= LEAST_TOKENS]
+    experts = [size for size in divisors(n) if m.experts and m.experts % size == 0] or [1]
+    for model in models:
+        for context in (size for size in contexts if n % (model * size) == 0):
+            for expert in (size for size in experts if n % (model * context * size) == 0):
+                if not _axes_fit(space, Layout(model=model, context=context, expert=expert, replica=replicas)):
+                    continue
+                for stage in (size for size in stages if n % (model * context * expert * size) == 0):
+                    shards = n // (model * context * expert * stage)
+                    if config.data.batch_size % (shards * expert):
+                        continue
+                    if shards % replicas == 0:
+                        yield Layout(shards // replicas, stage, model, context, expert, replicas)
+
+
+def _replicas(space: Space) -> int:
+    """1, or as many as train apart: their number is no matter of speed."""
+    return max(1, space.config.mesh.replica) if space.config.train.diloco_inner_steps else 1
+
+
+def _axes_fit(space: Space, layout: Layout) -> bool:
+    """Whether these axes cut what they cut evenly, with one data shard and stage and a batch that divides."""
+    config = cfg.replace(space.config, TABLE_SETTINGS | {"data.batch_size": layout.batch_shards})
+    return _keeps(space, layout_flag.apply(config, _values(layout)), layout.devices)
+
+
+def _tables(work: Work) -> Iterator[Layout]:
+    """The layout with every schedule, its numbers of chunks, and every stage of ZeRO that has a use."""
+    layout, layers = work.layout, work.model.layers
+    for zero in (1, 2, 3) if layout.data > 1 else (1,):
+        if layout.stage == 1:
+            yield dataclasses.replace(layout, zero=zero)
+            continue
+        for name, schedule in SCHEDULES.items():
+            for repeats in range(1, MOST_REPEATS + 1):
+                even = layers % (layout.stage * repeats) == 0 or (repeats == schedule.least_repeats and layers % layout.stage)
+                if name != "gpipe" and schedule.fits(repeats) and layout.stage * repeats <= layers and even:
+                    yield dataclasses.replace(layout, zero=zero, schedule=name, repeats=repeats)
+
+
+def _keeps_rules(space: Space, layout: Layout) -> bool:
+    return _keeps(space, laid_out(space, layout), layout.devices)
+
+
+def _keeps(space: Space, config: Config, devices: int) -> bool:
+    return checks.first_broken(config, Surroundings(devices, platform_of(space.hardware), space.recipe)) is None
+
+
+# --- where none fits -----------------------------------------------------------------------------------------------------------------
+
+
+def least_memory(space: Space) -> tuple[float, Layout] | None:
+    """The least bytes that any layout needs on the fullest device, with it; None where no mesh has so many devices."""
+    least: tuple[float, Layout] | None = None
+    resolved = space.config.resolve()
+    model, programs = transformer_of(resolved), _Programs(space, resolved)
+    for mesh in meshes(space):
+        smallest = dataclasses.replace(mesh, microbatches=space.config.data.batch_size // mesh.batch_shards, remat="full", offload="both")
+        work = Work(model, smallest, programs.of(mesh.context), space.hardware, space.config.precision.compute)
+        for layout in _tables(work):
+            size = memory(dataclasses.replace(work, layout=layout), space.config.model.loss_chunk).bytes
+            if not least or size < least[0]:
+                least = size, layout
+    return least
