@@ -11,69 +11,14 @@ Without flags: 2 stages of one CPU device each. The last line has the times as `
 
 import dataclasses
 import os
-import statistics
 import sys
-import time
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TICKS = 12  # of an op, in a timing
 DEFAULTS = (
     "model.layers=8", "model.width=256", "model.heads=8", "model.mlp_width=1024", "model.vocab_size=2048", "data.sequence_length=256",
     "data.batch_size=16", "precision.compute=float32", "mesh.data=1", "mesh.stage=2", "mesh.model=1", "pipeline.schedule=1f1b",
     "pipeline.repeats=1", "pipeline.microbatches=8",
 )  # fmt: skip
-
-
-def measure(run, repeats: int = 5) -> tuple[float, float]:
-    """(wall seconds, CPU-seconds) of a call, medians."""
-    import jax
-
-    jax.block_until_ready(run())
-    wall, cpu = [], []
-    for _ in range(repeats):
-        a, b = time.perf_counter(), time.process_time()
-        jax.block_until_ready(run())
-        wall.append(time.perf_counter() - a)
-        cpu.append(time.process_time() - b)
-    return statistics.median(wall), statistics.median(cpu)
-
-
-def op_seconds(columns, run_ticks) -> tuple[dict[str, float], float]:
-    """(op → seconds on a device, seconds of everything but ticks). columns: the table's; run_ticks: columns → seconds on a device."""
-    import jax
-    import numpy as np
-
-    empty = jax.tree.map(lambda column: np.zeros((TICKS, column.shape[1]), np.int32), columns)
-    base = run_ticks(empty)
-    found = {}
-    for op, column in columns.runs.items():
-        if column.all():  # has no loop: every tick has it, the empty ones too
-            found[op] = 0.0
-        elif column.any():
-            # With early permutes all ops are in a loop of busy ticks.
-            one = dataclasses.replace(empty, runs={**empty.runs, op: empty.runs[op] + 1}, busy=empty.busy + 1)
-            found[op] = max(0.0, run_ticks(one) - base) / TICKS
-    return found, base
-
-
-def times_of(found: dict[str, float], table, shares):
-    """The simulator's Times: of a microbatch on a whole stage."""
-    from jaxtrain.schedule.clock import Times
-    from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, cell_op, permute_op
-    from jaxtrain.schedule.table import Permute, local_unit_of
-
-    per_stage = {}
-    for op, kinds in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
-        seconds, part = 0.0, 0.0
-        for g, u in enumerate(local_unit_of(table.stage_of)):
-            measured = [found[cell_op(kind, u)] for kind in kinds if cell_op(kind, u) in found]
-            if measured:
-                seconds, part = seconds + statistics.mean(measured), part + shares[g]
-        per_stage[op] = seconds / part if part else 0.0
-    together = table.stages if table.vocabulary == "parallel" else 1
-    message = max(found.get(permute_op(when), 0.0) for when in (Permute.LATE, Permute.EARLY))
-    embed = (found[EMBED] + found[EMBED_GRADIENT]) / 2
-    return Times(**per_stage, message=message, head=found[HEAD] * together, embed=embed * together)
 
 
 def main(argv: list[str]) -> None:
@@ -88,13 +33,13 @@ def main(argv: list[str]) -> None:
     config, namespace = cli.parse(argv, __doc__)
     start_jax(namespace)
     import jax
-    import numpy as np
 
     from jaxtrain.config.checks import check_devices
     from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.schedule.columns import columns
+    from jaxtrain.training.op_times import TICKS, measure, op_seconds, random_batch, times_of
     from jaxtrain.training.state import initial_state
-    from jaxtrain.training.step import abstract_batch, make_step
+    from jaxtrain.training.step import make_step
 
     config = check_devices(config, jax.device_count()).resolve()
     m = config.mesh
@@ -107,17 +52,15 @@ def main(argv: list[str]) -> None:
         setup, table_columns = step.setup, columns(step.setup.train)
         print(f"table: {setup.describe()}", flush=True)
         params = initial_state(step.layout, step.optimizer, 0).params
-        random = np.random.default_rng(0)
-        fill = lambda name, a: (
-            random.integers(0, config.model.vocab_size, a.shape, np.int32) if name in ("tokens", "targets") else np.ones(a.shape, a.dtype)
-        )
-        batch = {name: jax.device_put(fill(name, a), a.sharding) for name, a in abstract_batch(config, step).items()}
+        batch = random_batch(config, step)
         compiled = lambda columns: step.gradients.lower(params, batch, columns).compile()
         short = compiled(jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns))
-        per_device = lambda seconds: seconds[1] / mesh.size if simulated else seconds[0]
-        found, base = op_seconds(table_columns, lambda ticks: per_device(measure(lambda: short(params, batch, ticks))))
+        per_device = lambda took: took.cpu / mesh.size if simulated else took.wall
+        ops = op_seconds(table_columns, lambda ticks: per_device(measure(lambda: short(params, batch, ticks))))
+        found, base = ops.seconds, ops.around
         whole = compiled(table_columns)
-        wall, cpu = measure(lambda: whole(params, batch, table_columns))
+        took = measure(lambda: whole(params, batch, table_columns))
+        wall, cpu = took.wall, took.cpu
 
     times = times_of(found, setup.table, setup.shares)
     result = dataclasses.replace(setup, times=times).simulation()

@@ -1,7 +1,7 @@
 """The training loop, from top to bottom: data, step, state, loop, end. `run` reads as the run goes; its parts are in training/.
 
 What a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/, tensorboard/, loss.png, goodput.png, profile/,
-metrics.rolled_back.jsonl of a run that has gone back; and run.lock while it runs.
+metrics.rolled_back.jsonl of a run that has gone back; op_times.json where they are measured; and run.lock while it runs.
 """
 
 import concurrent.futures

@@ -8,10 +8,11 @@ import pathlib
 import signal
 import sys
 import threading
+import types
 from collections.abc import Sequence
 
 from jaxtrain import BEGAN, cli
-from jaxtrain.config import Config, ConfigError, elastic, flags, one_line
+from jaxtrain.config import Config, ConfigError, elastic, flags, one_line, replace
 from jaxtrain.config.checks import check_run
 from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.unused import unused_settings
@@ -99,6 +100,9 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
         return ExitStatus.FINISHED
     folder = pathlib.Path(flags.workdir)
+    ready = with_measured_times(ready, flags, folder)
+    if not ready:
+        return None
     if flags.replay:
         return replay.replay(ready.resolved, ready.setup, folder, flags.replay, clock, unresolved=config, recipe=flags.recipe)
     return loop.run(ready.resolved, ready.setup, folder, clock, unresolved=config, recipe=flags.recipe)
@@ -137,6 +141,25 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
     finally:
         if before is signal.SIG_DFL:
             signal.signal(signal.SIGINT, before)
+
+
+def with_measured_times(ready: Ready, flags: types.SimpleNamespace, folder: pathlib.Path) -> Ready | None:
+    """The same with the run's op times and the tables for them, where the config wants them measured: those in the run's folder, or else
+    measured now, but for a replay, which writes nothing. None if Ctrl-C has stopped the search.
+
+    Raises OpTimesError, and ConfigError as `check_and_find_tables`.
+    """
+    from jaxtrain import measured_times
+    from jaxtrain.devices import cluster
+
+    if not measured_times.wanted(ready.resolved):
+        return ready
+    times = measured_times.stored(ready.resolved, folder)
+    if times is None and not flags.replay:
+        times = measured_times.measure(ready.resolved, ready.setup, folder)
+    if times is not None:
+        cluster.say(measured_times.describe(times))
+    return check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe) if times else ready
 
 
 def _leave(status: int) -> int:

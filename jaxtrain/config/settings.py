@@ -183,6 +183,7 @@ class PipelineConfig:
         choices=("auto", "late", "aligned", "early", "spaced"),
     )
     times: tuple[float, ...] = setting((), "times of F,B,W,message (and R, head) of a stage's microbatch; empty: from the model's sizes")
+    measure_times: bool = setting(False, "measure these times before the first step, once: op_times.json in the run's folder keeps them")
     memory: float = setting(0.0, "for schedule=auto: most microbatches whose activations a stage holds at once; 0: as in 1f1b", at_least=0)
 
 

@@ -31,7 +31,7 @@ class Use:
 
 USES = (
     Use(
-        _under("pipeline", "schedule repeats layers_per_op chunk_layers layer_costs vocabulary permute times memory"),
+        _under("pipeline", "schedule repeats layers_per_op chunk_layers layer_costs vocabulary permute times measure_times memory"),
         lambda c: c.mesh.stage > 1,
         lambda c: "with mesh.stage=1",
     ),
@@ -40,6 +40,7 @@ USES = (
         lambda c: not c.pipeline.schedule.startswith(CSV),
         lambda c: f"with the table of pipeline.schedule={c.pipeline.schedule!r}",
     ),
+    Use(["pipeline.measure_times"], lambda c: not c.pipeline.times, lambda c: "with pipeline.times, which count"),
     Use(["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
     Use(["parallel.gather"], lambda c: c.parallel.zero == 3, lambda c: f"with parallel.zero={c.parallel.zero}"),
     Use(["parallel.gather", "parallel.reduce"], lambda c: c.mesh.data > 1, lambda c: "with mesh.data=1"),

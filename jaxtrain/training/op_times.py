@@ -1,0 +1,121 @@
+"""Op times of a pipeline, measured: what `pipeline.times` is given as.
+
+The step's gradients are compiled once with the ticks of the table as an argument. Ticks in which all stages run one op and nothing else
+time that op, inside the very program that trains; empty ticks time what every tick costs, and what comes before and after.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.config import Config
+from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, TickColumns, cell_op, columns, permute_op
+from jaxtrain.schedule.table import Permute, Table, local_unit_of
+from jaxtrain.training.state import initial_state
+from jaxtrain.training.step import Step, abstract_batch
+
+TICKS = 12  # of an op, in a timing
+REPEATS = 5  # timings, of which the median counts
+DIGITS = 4  # of a time that is given to a table
+
+
+@dataclasses.dataclass(frozen=True)
+class Duration:
+    """Seconds of a call by the wall, and CPU-seconds of this process."""
+
+    wall: float
+    cpu: float
+
+
+def measure(call: Callable[[], Any], repeats: int = REPEATS) -> Duration:
+    """What a call takes, the median of several after a first one."""
+    jax.block_until_ready(call())
+    wall, cpu = [], []
+    for _ in range(repeats):
+        a, b = time.perf_counter(), time.process_time()
+        jax.block_until_ready(call())
+        wall.append(time.perf_counter() - a)
+        cpu.append(time.process_time() - b)
+    return Duration(statistics.median(wall), statistics.median(cpu))
+
+
+def on_a_device(duration: Duration) -> float:
+    """Seconds of one device in an SPMD program: of CPU devices, which share cores, its part of the CPU-seconds."""
+    shared = jax.default_backend() == "cpu" and jax.local_device_count() > 1
+    return duration.cpu / jax.local_device_count() if shared else duration.wall
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ops:
+    """Seconds on a device of each op that the table has, and of all that is not in a tick."""
+
+    seconds: dict[str, float]
+    around: float
+
+
+def op_seconds(table_columns: TickColumns, run_ticks: Callable[[TickColumns], float]) -> Ops:
+    """The ops' seconds. run_ticks: columns of TICKS ticks → seconds on a device."""
+    empty = jax.tree.map(lambda column: np.zeros((TICKS, column.shape[1]), np.int32), table_columns)
+    around = run_ticks(empty)
+    found = {}
+    for op, column in table_columns.runs.items():
+        if column.all():  # has no loop: every tick has it, the empty ones too
+            found[op] = 0.0
+        elif column.any():
+            # With early permutes all ops are in a loop of busy ticks.
+            one = dataclasses.replace(empty, runs={**empty.runs, op: empty.runs[op] + 1}, busy=empty.busy + 1)
+            found[op] = max(0.0, run_ticks(one) - around) / TICKS
+    return Ops(found, around)
+
+
+def times_of(found: dict[str, float], table: Table, shares: Sequence[float]) -> Times:
+    """The simulator's Times, of a microbatch on a whole stage, from seconds by op. shares: of each unit, its part of a stage's work."""
+    per_stage = {}
+    for op, kinds in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
+        seconds, part = 0.0, 0.0
+        for g, u in enumerate(local_unit_of(table.stage_of)):
+            measured = [found[cell_op(kind, u)] for kind in kinds if cell_op(kind, u) in found]
+            if measured:
+                seconds, part = seconds + statistics.mean(measured), part + shares[g]
+        per_stage[op] = seconds / part if part else 0.0
+    together = table.stages if table.vocabulary == "parallel" else 1
+    message = max(found.get(permute_op(when), 0.0) for when in (Permute.LATE, Permute.EARLY))
+    embed = (found[EMBED] + found[EMBED_GRADIENT]) / 2
+    return Times(**per_stage, message=message, head=found[HEAD] * together, embed=embed * together)
+
+
+def random_batch(config: Config, step: Step) -> dict[str, jax.Array]:
+    """A batch of random tokens that all count, as the step takes it."""
+
+    def filled(name: str, a: Any) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            shape = np.empty(a.shape, np.bool_)[index].shape
+            if name in ("tokens", "targets"):
+                return np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(a.dtype)
+            return np.ones(shape, a.dtype)
+
+        return jax.make_array_from_callback(a.shape, a.sharding, part)
+
+    return {name: filled(name, a) for name, a in abstract_batch(config, step).items()}
+
+
+def measured_times(config: Config, step: Step) -> tuple[float, ...]:
+    """F, B, W, message, R and head in milliseconds, as `pipeline.times` takes them, as this process has measured them; () where F, B or W
+    cannot be told from nothing. Every process of a run must call this, in the mesh's context; a step with one stage has no such times."""
+    slotted = step.setup.train
+    assert slotted is not None, "one stage has no table"
+    table_columns = columns(slotted)
+    params = initial_state(step.layout, step.optimizer, 0).params
+    batch = random_batch(config, step)
+    short = jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns)
+    compiled = step.gradients.lower(params, batch, short).compile()
+    ops = op_seconds(table_columns, lambda ticks: on_a_device(measure(lambda: compiled(params, batch, ticks))))
+    times = times_of(ops.seconds, step.setup.table, step.setup.shares)
+    values = (times.F, times.B, times.W, times.message, times.R, times.head)
+    return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in values) if all(values[:3]) else ()
