@@ -204,7 +204,7 @@ class Work:
         layout = self.layout
         if layout.stage == 1:
             return 0.0
-        tier = self.hardware.tier(2 * layout.neighbours("stage")[1])
+        tier = self.hardware.tier(math.prod(layout.neighbours("stage")))  # some pair lies in two islands
         size = self.item * self.tokens * self.model.width / (layout.model if self.program.split_sends else 1)
         return size / tier.bytes_per_s + 1e-6 * tier.latency_us
 
