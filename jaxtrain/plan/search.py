@@ -108,11 +108,12 @@ def _evaluated(space: Space, work: Work, layout: Layout, below: float) -> Candid
 
 def _with_replicas(space: Space, best: Candidate) -> Candidate:
     """The same, or what is faster with some of its data shards as replicas."""
-    work = work_of(laid_out(space, best.layout).resolve(), space.hardware, space.assume)
-    for replica in divisors(best.layout.data)[1:]:
+    alone = best.layout
+    work = work_of(laid_out(space, alone).resolve(), space.hardware, space.assume)
+    for replica in divisors(alone.data)[1:]:
         if replica > MOST_REPLICAS or space.config.train.diloco_inner_steps:
             break
-        layout = dataclasses.replace(best.layout, replica=replica, data=best.layout.data // replica)
+        layout = dataclasses.replace(alone, replica=replica, data=alone.data // replica)
         best = _evaluated(space, work, layout, best.seconds) or best
     return best
 

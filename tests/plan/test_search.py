@@ -1,0 +1,27 @@
+"""The search itself, without the command."""
+
+import pytest
+
+from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.config.work import work_of
+from jaxtrain.costs.hardware import load
+from jaxtrain.costs.memory import memory
+from jaxtrain.plan.layout_flag import of
+from jaxtrain.plan.search import Space, laid_out, search
+
+
+@pytest.mark.parametrize("recipe, devices", [("gpt_1t", 3072), ("gpt2_124m", 12), ("llama3_8b", 7), ("llama3_8b", 67)])
+def test_layouts(recipe, devices):
+    """As many devices as asked for, each layout once, fastest first, and all fit; data shards as replicas where those are faster."""
+    config = load_recipe(find_recipe(recipe))
+    space = Space(config, config, load("a100-80gb"), devices)
+    found = search(space)
+    assert (found == []) == (devices == 67), "67 share out neither layers nor batch; 7 are stages"
+    assert [c.layout.devices for c in found] == [devices] * len(found) and len({c.layout for c in found}) == len(found)
+    assert [c.seconds for c in found] == sorted(c.seconds for c in found)
+    for candidate in found[:3]:
+        work = work_of(laid_out(space, candidate.layout).resolve(), space.hardware)
+        assert work.step().seconds == pytest.approx(candidate.seconds) and memory(work).bytes <= space.hardware.memory
+        assert of(laid_out(space, candidate.layout).resolve())["model"] <= 8, "tensor parallelism stays inside the node"
+    if recipe == "gpt_1t":
+        assert any(candidate.layout.replica > 1 for candidate in found), "data 6 divides no width, data 2 does"
