@@ -20,7 +20,7 @@ from jaxtrain.costs.hardware import load  # noqa: E402 (the path comes first)
 from jaxtrain.costs.layout import Layout  # noqa: E402
 from jaxtrain.costs.program import PROGRAMS  # noqa: E402
 from jaxtrain.costs.step_time import Work  # noqa: E402
-from jaxtrain.costs.transformer import Transformer  # noqa: E402
+from jaxtrain.costs.transformer import Transformer, gpt  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,25 +47,6 @@ class Row:
     def error(self) -> float:
         """Of what was published; positive where the prediction is larger."""
         return self.predicted() / self.published - 1
-
-
-def gpt(width: int, heads: int, layers: int, sequence: int, vocabulary: int, tied: bool = True) -> Transformer:
-    """Megatron's GPT: two matrices in an MLP, learned positions, biases."""
-    return Transformer(
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
-        mlp_width=4 * width,
-        vocab_size=vocabulary,
-        sequence=sequence,
-        gated=False,
-        tied=tied,
-        biases=True,
-        learned_positions=True,
-        norm_vectors=2,
-    )
 
 
 def read(name: str) -> Iterator[dict[str, str]]:

@@ -2,8 +2,8 @@
 
 weights, gradients, optimizer   by the stage of ZeRO, of the stage with most parameters
 activations                     what layers keep of a microbatch, for those that a stage holds at once
-logits                          of the tokens whose logits exist at a time
-working                         what one op needs beside: a layer's matrices as products read them, its widest results
+working                         what one layer's backward needs beside: its matrices and their gradients, its widest results
+logits                          of the tokens whose logits exist at a time: what is more than `working`, for head and layers take turns
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def layer_activations(work: Work) -> float:
             "none": "sequence" if sequence else "tensor" if t > 1 else "none",
         }[layout.remat]
         return identities.activation_bytes(kind, s, layout.microbatch, model.width, model.heads, t)
-    hidden = model.mlp_width if not model.experts else (model.experts_per_token + model.shared_experts) * model.expert_width
+    hidden = model.hidden()
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim  # queries, keys, values, and the result
     split = layout.model if program.sequence_parallel else 1
     width = {"full": 1.0, "selective": 2.0, "none": 4.0}[layout.remat] * model.width / split
@@ -98,7 +98,7 @@ def _unit(work: Work) -> float:
     """Bytes of a chunk's residuals between R and B, and between B and W, of one microbatch: as compiled, of the hidden layer's arrays six
     (four without a gate), and nine as wide as the layer."""
     model, layout = work.model, work.layout
-    hidden = model.mlp_width if not model.experts else (model.experts_per_token + model.shared_experts) * model.expert_width
+    hidden = model.hidden()
     heads = 4 * model.heads * model.score_dim + 4 * model.kv_heads * model.score_dim
     width = (6 if model.gated else 4) * hidden + 5 * model.width + heads
     layers = model.layers / (layout.stage * layout.repeats)

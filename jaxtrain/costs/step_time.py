@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxtrain.costs.hardware import Hardware
+from jaxtrain.costs.hardware import Hardware, Tier
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
@@ -148,7 +148,7 @@ class Work:
         model, layout, program = self.model, self.layout, self.program
         outside = program.passes * model.width / (layout.model if program.sequence_parallel else 1)
         heads = (model.heads + 2 * model.kv_heads) * model.head_dim
-        hidden = model.mlp_width if dense or not model.experts else (model.experts_per_token + model.shared_experts) * model.expert_width
+        hidden = model.hidden(dense)
         inner = program.inner_passes * (heads + hidden * (1.5 if model.gated else 1.0)) / layout.model
         started = (program.passes + program.inner_passes) / 2  # operations, each of which reads and writes
         return self.item * self.tokens * (outside + inner) / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
@@ -189,7 +189,7 @@ class Work:
         count, apart = self.layout.neighbours(axis)
         if count == 1:
             return 0.0
-        tier = self.hardware.tier(count * apart)
+        tier = self.tier(axis)
         inside = self.hardware.tiers[0]
         bytes_per_s = tier.bytes_per_s
         if tier is not inside and one_link:
@@ -199,12 +199,16 @@ class Work:
         hops = 1e-6 * tier.latency_us * math.log2(count) * 2
         return rounds * (size * (count - 1) / count / bytes_per_s + hops)
 
+    def tier(self, axis: str) -> Tier:
+        """The links that bind an axis: those over all its devices, for some neighbours lie in two islands where the axis does."""
+        return self.hardware.tier(math.prod(self.layout.neighbours(axis)))
+
     def message(self) -> float:
         """Seconds of a microbatch's activations from a stage to its neighbour."""
         layout = self.layout
         if layout.stage == 1:
             return 0.0
-        tier = self.hardware.tier(math.prod(layout.neighbours("stage")))  # some pair lies in two islands
+        tier = self.tier("stage")
         size = self.item * self.tokens * self.model.width / (layout.model if self.program.split_sends else 1)
         return size / tier.bytes_per_s + 1e-6 * tier.latency_us
 
@@ -246,7 +250,7 @@ class Work:
         stage = whole * layers
         if model.dense_layers:
             for op in self.layer(dense=True).values():
-                stage += op * (model.dense_layers / (1 if p > 1 else 1))
+                stage += op * (model.dense_layers)
         head = self.head()
         shared = program.vocabulary_parallel and p > 1
         times = [ops[name].seconds * layers for name in "FRBW"]

@@ -46,6 +46,12 @@ class Transformer:
         """Of a head's values."""
         return self.value_dim or self.score_dim
 
+    def hidden(self, dense: bool = False) -> int:
+        """Columns of the hidden layer that a token goes through: of an MLP, or of all its experts together. dense: as in `products`."""
+        if dense or not self.experts:
+            return self.mlp_width
+        return (self.experts_per_token + self.shared_experts) * self.expert_width
+
     def products(self, dense: bool = False) -> tuple[tuple[str, int, int], ...]:
         """(name, inputs, outputs) of each matrix that a token is multiplied with in a layer; experts count as one, as wide as a token's.
 
@@ -61,10 +67,9 @@ class Transformer:
         else:
             attention = [("query_key_value", width, (heads + 2 * self.kv_heads) * self.head_dim)]
         attention.append(("attention_output", heads * self.output_dim, width))
-        hidden = self.mlp_width
+        hidden = self.hidden(dense)
         if self.experts and not dense:
             attention.append(("router", width, self.experts))
-            hidden = (self.experts_per_token + self.shared_experts) * self.expert_width
         return (*attention, ("mlp_in", width, hidden * (2 if self.gated else 1)), ("mlp_out", hidden, width))
 
     def token_parameters(self, dense: bool = False) -> int:
@@ -105,3 +110,22 @@ class Transformer:
 
 COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})  # matrices whose outputs `model` splits
 WHOLE = frozenset({"latent", "router"})  # those that it does not split
+
+
+def gpt(width: int, heads: int, layers: int, sequence: int = 2048, vocabulary: int = 51200, tied: bool = True) -> Transformer:
+    """Megatron's GPT: two matrices in an MLP of four widths, learned positions, biases."""
+    return Transformer(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=width // heads,
+        mlp_width=4 * width,
+        vocab_size=vocabulary,
+        sequence=sequence,
+        gated=False,
+        tied=tied,
+        biases=True,
+        learned_positions=True,
+        norm_vectors=2,
+    )

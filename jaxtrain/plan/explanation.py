@@ -101,9 +101,7 @@ def _time(prediction: Prediction, clock: Clocked | None) -> list[str]:
 
 def _link(work: Work, axis: str) -> str:
     """The links that an axis crosses."""
-    count, apart = work.layout.neighbours(axis)
-    tier = work.hardware.tier((2 if axis == "stage" else count) * apart)
-    return f"{count} devices over {tier.name}"
+    return f"{getattr(work.layout, axis)} devices over {work.tier(axis).name}"
 
 
 def _seconds(seconds: float) -> str:

@@ -7,31 +7,13 @@ from jaxtrain.costs.hardware import load
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.program import PROGRAMS
 from jaxtrain.costs.step_time import Work
-from jaxtrain.costs.transformer import Transformer
+from jaxtrain.costs.transformer import gpt
 
 DAY = 86400.0
 VOCABULARY, SEQUENCE = 51200, 2048
 # Of Narayanan et al. 2021, table 1: width, heads, layers, billions of parameters.
 SIZES = [(2304, 24, 24, 1.7), (4096, 32, 36, 7.5), (8192, 64, 48, 39.1), (12288, 96, 80, 145.6), (25600, 160, 128, 1008.0)]
 GPT3 = (12288, 96, 96)
-
-
-def gpt(width: int, heads: int, layers: int) -> Transformer:
-    return Transformer(
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
-        mlp_width=4 * width,
-        vocab_size=VOCABULARY,
-        sequence=SEQUENCE,
-        gated=False,
-        tied=True,
-        biases=True,
-        learned_positions=True,
-        norm_vectors=2,
-    )
 
 
 @pytest.mark.parametrize("width, heads, layers, billions", SIZES)
