@@ -1,7 +1,7 @@
 """The training loop, from top to bottom: data, step, state, loop, end. `run` reads as the run goes; its parts are in training/.
 
 What a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/, tensorboard/, loss.png, goodput.png, profile/,
-metrics.rolled_back.jsonl of a run that has gone back; op_times.json where they are measured; and run.lock while it runs.
+metrics.rolled_back.jsonl of a run that has gone back; op_times.json where they are planned or measured; and run.lock while it runs.
 """
 
 import concurrent.futures
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import jax
 from etils import epath
 
+from jaxtrain import stored_times
 from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.local_restore import Saved
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
@@ -112,7 +113,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             cluster.say(f"continuing from step {start}{source}" if start else f"starting: weights from seed {config.train.seed}")
 
             # ------------------------------------------------------------ loop
-            log, progress = _open_log(config, folder, start, goodput)
+            log, progress = _open_log(config, unresolved, folder, start, goodput)
             kept = Keep(config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.keep_best)
             saves = Checkpointer(checkpoints, placement, shapes, kept, choice.strangers, progress.say)
             profile = Profile(trace_folder(folder), start, config.train.profile_steps)
@@ -232,13 +233,16 @@ def _timed(folder: pathlib.Path, clock: WallClock, begins: Choice | Saved) -> It
             plot_goodput(folder)
 
 
-def _open_log(config: Config, folder: pathlib.Path, start: int, goodput: GoodputLog) -> tuple[MetricsWriter, Progress]:
-    """What a step's results are written to and shown by; config.json is written too."""
+def _open_log(config: Config, unresolved: Config, folder: pathlib.Path, start: int, goodput: GoodputLog) -> tuple[MetricsWriter, Progress]:
+    """What a step's results are written to and shown by; config.json, and op times that were not given, are written too."""
     main = cluster.is_main()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
         with warned(folder / "config.json", cluster.say):
             (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
+        if stored_times.to_keep(config, unresolved):
+            with warned(folder / stored_times.OP_TIMES, cluster.say):
+                stored_times.keep(config, folder)
     progress = Progress(config.train.steps, start, shown=main)
     return MetricsWriter(folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.say), progress
 

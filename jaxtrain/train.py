@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 from jaxtrain import BEGAN, cli
 from jaxtrain.config import Config, ConfigError, elastic, flags, one_line, replace
-from jaxtrain.config.checks import check_run
+from jaxtrain.config.checks import check_run, refusal
+from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.pipeline_setup import Setup, make_setup
+from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -89,7 +91,8 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             from jaxtrain.plan.report import dry_run
     clock.enter(Part.TABLE)
 
-    ready = check_and_find_tables(config, flags.recipe)
+    folder = pathlib.Path(flags.workdir)
+    ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
     if not ready:
         return None
     notes = (*elastic.notes(config, ready.config), *unused_settings(ready.config))
@@ -99,7 +102,6 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         plan = dry_run(ready.resolved, ready.setup, clock)
         cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
         return ExitStatus.FINISHED
-    folder = pathlib.Path(flags.workdir)
     ready = with_measured_times(ready, flags, folder)
     if not ready:
         return None
@@ -143,22 +145,43 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
             signal.signal(signal.SIGINT, before)
 
 
+def with_planned_times(config: Config, flags: types.SimpleNamespace, folder: pathlib.Path) -> Config:
+    """The config with the op times that are planned for its devices, where it gives none and does not want them measured: those in the
+    run's folder, or else new ones. A config that breaks a rule stays as it is: `check_and_find_tables` says which. Raises OpTimesError."""
+    import jax
+
+    from jaxtrain import stored_times
+    from jaxtrain.devices import cluster
+
+    around = Surroundings(jax.device_count(), jax.default_backend(), flags.recipe, files=True)
+    if config.pipeline.measure_times or refusal(config, around):
+        return config
+    meshed = filled(config, jax.device_count())
+    if not stored_times.wanted(meshed):
+        return config
+    resolved = meshed.resolve()
+    times = None if flags.dry_run else stored_times.stored(resolved, folder)
+    if times:
+        cluster.say(stored_times.describe(times))
+    return replace(config, {"pipeline.times": stored_times.planned(resolved) if times is None else times})
+
+
 def with_measured_times(ready: Ready, flags: types.SimpleNamespace, folder: pathlib.Path) -> Ready | None:
     """The same with the run's op times and the tables for them, where the config wants them measured: those in the run's folder, or else
     measured now, but for a replay, which writes nothing. None if Ctrl-C has stopped the search.
 
     Raises OpTimesError, and ConfigError as `check_and_find_tables`.
     """
-    from jaxtrain import measured_times
+    from jaxtrain import stored_times
     from jaxtrain.devices import cluster
 
-    if not measured_times.wanted(ready.resolved):
+    if not (ready.resolved.pipeline.measure_times and stored_times.wanted(ready.resolved)):
         return ready
-    times = measured_times.stored(ready.resolved, folder)
+    times = stored_times.stored(ready.resolved, folder)
     if times is None and not flags.replay:
-        times = measured_times.measure(ready.resolved, ready.setup, folder)
+        times = stored_times.measure(ready.resolved, ready.setup)
     if times is not None:
-        cluster.say(measured_times.describe(times))
+        cluster.say(stored_times.describe(times))
     return check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe) if times else ready
 
 

@@ -1,7 +1,8 @@
 """From a run's config to its tables and its placement: what is known of a step before any device is.
 
-The times for which tables are made come from the config, or else from the model's sizes: F, B and W of a stage are taken as equal, R as
-another F, the head by its share of the multiplications, a message as a fiftieth of F. No JAX here.
+The times for which tables are made come from the config; or else from the planner, for the kind of device that it names; or else from the
+model's sizes: F, B and W of a stage are taken as equal, R as another F, the head by its share of the multiplications, a message as a
+fiftieth of F. No JAX here.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.config import Config, ConfigError, ModelConfig, ends_with_layers, get
+from jaxtrain.config.work import planned_op_times
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.orders import CSV, SCHEDULES
@@ -109,7 +111,8 @@ def layer_parameters(model: ModelConfig, dense: bool = False) -> int:
 
 
 def times_of(config: Config, stages: int) -> Times:
-    """The op times of a resolved config: its own, or those of the module's text, with F = 1."""
+    """The op times of a resolved config: its own; those planned for `train.hardware`, in ms; or those of the module's text, with F = 1.
+    Raises HardwareError for a kind of device that is not known."""
     pipeline, model = config.pipeline, config.model
     recompute = {"full": 1.0, "selective": 0.0, "none": 0.0}[pipeline.remat] if stages > 1 else 0.0
     # A module that predicts a further token is another head, a layer and its projection, forward and backward.
@@ -118,9 +121,10 @@ def times_of(config: Config, stages: int) -> Times:
     head = 3 * (model.vocab_size * model.width + model.mtp_depth * module) / stage
     # The dense layers before the others run forward with the embedding, and forward and backward with its gradient: four times, in two.
     embed = 2 * model.dense_layers * layer_parameters(model, dense=True) / stage if model.experts else 0.0
-    if not pipeline.times:
+    known = pipeline.times or (planned_op_times(config) if stages > 1 else ())
+    if not known:
         return Times(1.0, 1.0, 1.0, MESSAGE, recompute, head, embed=embed)
-    forward, *named = pipeline.times
+    forward, *named = known
     left_out = (0.0, recompute * forward, head * forward)[len(named) - 2 :]
     backward, weights, message, recompute, head = (*named, *left_out)
     return Times(forward, backward, weights, message, recompute, head, embed=embed * forward)

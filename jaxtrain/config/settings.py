@@ -182,7 +182,7 @@ class PipelineConfig:
         "how rows send their payloads; auto: the fastest for the op times",
         choices=("auto", "late", "aligned", "early", "spaced"),
     )
-    times: tuple[float, ...] = setting((), "times of F,B,W,message (and R, head) of a stage's microbatch; empty: from the model's sizes")
+    times: tuple[float, ...] = setting((), "times of F,B,W,message (and R, head) of a stage's microbatch; empty: planned")
     measure_times: bool = setting(False, "measure these times before the first step, once: op_times.json in the run's folder keeps them")
     memory: float = setting(0.0, "for schedule=auto: most microbatches whose activations a stage holds at once; 0: as in 1f1b", at_least=0)
 
@@ -241,6 +241,9 @@ class TrainConfig:
         100, "steps between comparisons of all copies of parameters on different devices, by sums of their bits; 0: never", at_least=0
     )
     rollbacks: int = setting(3, "times that a run goes back to a checkpoint, before it ends", at_least=1)
+    hardware: str = setting(
+        "", "kind of device by which op times and the step are planned, as plan's --hardware; empty: that of the devices at hand"
+    )
     hang_after: float = setting(
         30.0,
         "seconds without a finished step (or three times the longest) after which a hung run ends; 0: never",

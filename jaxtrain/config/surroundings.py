@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.rules import Broken, Rule, values_for
+from jaxtrain.costs import hardware
+from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.schedule.orders import CSV, SCHEDULES
 from jaxtrain.schedule.search import Report, silent
 
@@ -45,6 +47,7 @@ def rules_of(around: Surroundings) -> Iterator[Rule]:
     if around.files:
         yield from (lambda config, path=path, word=word: _file_is_there(config, path, word) for path, word in FILES)
         yield _schedule_is_there
+        yield _hardware_is_known
 
 
 def _kernel_is_there(config: Config, platform: str) -> Broken | None:
@@ -70,6 +73,20 @@ def _schedule_is_there(config: Config) -> Broken | None:
     close = itertools.chain((CSV + name for name in _files_like(path)), SCHEDULES)
     rule = "names no file (python -m jaxtrain.schedule --csv=FILE writes one)"
     return Broken("pipeline.schedule", rule, values_for("pipeline.schedule", close))
+
+
+def _hardware_is_known(config: Config) -> Broken | None:
+    path, compute = "train.hardware", config.precision.compute
+    if not config.train.hardware:
+        return None
+    try:
+        kind = hardware.load(config.train.hardware)
+    except HardwareError as error:
+        return Broken(path, error.rule, values_for(path, (error.use, "")))
+    if compute in kind.peak_tflops:
+        return None
+    rule = f"has no peak for precision.compute={compute!r}"
+    return Broken(path, rule, itertools.chain(values_for("precision.compute", kind.peak_tflops), values_for(path, [""])))
 
 
 def _files_like(path: pathlib.Path) -> Iterator[str]:

@@ -1,8 +1,10 @@
 """From a run's config to what costs/ reckons with: the model's sizes, its layout, the program, as one `Work`. No jax."""
 
 import dataclasses
+from collections.abc import Iterable
 
 from jaxtrain.config import Config, ModelConfig, ends_with_layers, kernels
+from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.program import PROGRAMS, Program
@@ -12,11 +14,25 @@ from jaxtrain.costs.transformer import Transformer
 OURS = "jaxtrain"
 # Of 16 bits, forward, over scores in 32 bits: a product writes them, a softmax reads them twice and writes them, a product reads them.
 SCORE_PASSES = 10.0
+DIGITS = 4  # of a time for a table
 
 
 def work_of(config: Config, hardware: Hardware, assume: str = OURS) -> Work:
     """The step of a resolved config whose mesh is known, on this kind of device, by the program of that name."""
     return Work(transformer_of(config), layout_of(config), program_of(config, hardware, assume), hardware, config.precision.compute)
+
+
+def planned_op_times(config: Config) -> tuple[float, ...]:
+    """Milliseconds of F, B, W, message, R and head, as `pipeline.times`, on the kind of device that `train.hardware` names, of a resolved
+    config whose mesh is known; () if it names none. Raises HardwareError for one that is not known."""
+    if not config.train.hardware:
+        return ()
+    return milliseconds(work_of(config, kinds.load(config.train.hardware)).op_times())
+
+
+def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
+    """Seconds as `pipeline.times` takes them."""
+    return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in times)
 
 
 def transformer_of(config: Config) -> Transformer:

@@ -43,7 +43,14 @@ NUMBERS = ("memory_gib", "memory_usable", "memory_gb_per_s", "memory_reached", "
 
 
 class HardwareError(Exception):
-    """A kind of device that is not known, or a file that does not describe one; the message is one line."""
+    """A kind of device that is not known, or a file that does not describe one; the message is one line.
+
+    rule: what is wrong, to be read after the name; use: a name that works.
+    """
+
+    def __init__(self, name: str, rule: str, use: str):
+        self.rule, self.use = rule, use
+        super().__init__(f"--hardware={name!r} {rule}: use --hardware={use}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,18 +148,26 @@ def load(name: str) -> Hardware:
     path = pathlib.Path(name)
     if path.suffix != ".json":
         if name not in known():
-            near = difflib.get_close_matches(name.lower(), known(), 1, 0.0)[0]
-            raise HardwareError(f"--hardware={name!r} is not known ({', '.join(known())}, or a JSON file): use --hardware={near}")
+            raise HardwareError(name, f"is not known ({', '.join(known())}, or a JSON file)", _nearest(name))
         path = FOLDER / f"{name}.json"
     try:
         return from_json(json.loads(path.read_bytes()))
     except OSError as error:
-        raise HardwareError(f"--hardware={name!r} cannot be read ({os.strerror(error.errno or 0)}): use --hardware={known()[0]}") from None
+        raise HardwareError(name, f"cannot be read ({os.strerror(error.errno or 0)})", known()[0]) from None
     except (ValueError, KeyError, TypeError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:120]
-        raise HardwareError(
-            f"--hardware={name!r} does not describe a device ({what}): compare it with {FOLDER / known()[0]}.json"
-        ) from None
+        rule = f"does not describe a device ({what}; {FOLDER / known()[0]}.json does)"
+        raise HardwareError(name, rule, known()[0]) from None
+
+
+def _nearest(name: str) -> str:
+    """The known name that is most like a text: of those with the text in them the shortest, of two alike the later one."""
+    letters = lambda text: re.sub(r"[^a-z0-9]", "", text.lower())
+    wanted = letters(name)
+    within = [kind for kind in known() if wanted and (wanted in letters(kind) or letters(kind) in wanted)]
+    if within:
+        return min(reversed(within), key=lambda kind: abs(len(letters(kind)) - len(wanted)))
+    return difflib.get_close_matches(name.lower(), known(), 1, 0.0)[0] if wanted else "h100"
 
 
 def from_json(values: Mapping[str, Any]) -> Hardware:

@@ -321,6 +321,16 @@ class Work:
         shards = self.shards if layout.zero else 1
         return Parts({OPTIMIZER: UPDATE_BYTES * self.device_parameters() / shards / self.hardware.streaming})
 
+    def op_times(self) -> tuple[float, ...]:
+        """Seconds of F, B, W, message, R and head of one microbatch on a whole stage, in the order of `pipeline.times`: what no R op
+        computes again is part of B."""
+        layers = math.ceil(self.model.layers / self.layout.stage)
+        ops = self.layer()
+        forward, again, backward, weights = (ops[name].seconds * layers for name in "FRBW")
+        if self.layout.remat != "full":
+            backward, again = backward + again, 0.0
+        return forward, backward, weights, self.message(), again, self.head().seconds
+
     # ------------------------------------------------------------------------------------------------------------ figures
 
     def model_flops(self, causal: bool = False) -> float:

@@ -5,12 +5,11 @@ The closed form of a bubble knows no permutes, no shares of uneven stages and no
 """
 
 import dataclasses
-import math
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
-from jaxtrain.costs.step_time import FIXED, OPTIMIZER, Work
+from jaxtrain.costs.step_time import FIXED, OPTIMIZER
 from jaxtrain.plan.prediction import Prediction
 from jaxtrain.schedule.simulate import Simulation
 
@@ -28,16 +27,6 @@ class Clocked:
     in_flight: float
 
 
-def op_times(work: Work) -> tuple[float, ...]:
-    """Seconds of F, B, W, message, R and head of one microbatch on a whole stage, as `pipeline.times` has them: what no R op computes
-    again is part of B."""
-    layers = math.ceil(work.model.layers / work.layout.stage)
-    forward, again, backward, weights = (work.layer()[name].seconds * layers for name in "FRBW")
-    if work.layout.remat != "full":
-        backward, again = backward + again, 0.0
-    return forward, backward, weights, work.message(), again, work.head().seconds
-
-
 def clocked(prediction: Prediction) -> Clocked | None:
     """By the table that training would use; None on one stage, where there is none.
 
@@ -47,7 +36,7 @@ def clocked(prediction: Prediction) -> Clocked | None:
     layout = prediction.work.layout
     if layout.stage == 1:
         return None
-    config = cfg.replace(prediction.config, {"pipeline.times": op_times(prediction.work)})
+    config = cfg.replace(prediction.config, {"pipeline.times": prediction.work.op_times()})
     rounds = max(LEAST_ROUNDS, CELLS // (layout.stage**2 * layout.repeats))
     timed = min(layout.microbatches, rounds * layout.stage)
     table = _timed(config, timed)

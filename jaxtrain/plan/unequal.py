@@ -67,7 +67,7 @@ def parse(text: str) -> list[Group]:
     for word in text.split(","):
         name, _, count = word.strip().rpartition(":")
         if not name or not count.isdigit() or int(count) < 1:
-            raise HardwareError(f"--hardware={text!r}: {word.strip()!r} is no NAME:DEVICES, such as {kinds.known()[0]}:512")
+            raise HardwareError(text, f"has {word.strip()!r}, which is no NAME:DEVICES", f"{kinds.known()[0]}:512")
         groups.append(Group(kinds.load(name), int(count)))
     return groups
 

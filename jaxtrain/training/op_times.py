@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config import Config
+from jaxtrain.config.work import milliseconds
 from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, TickColumns, cell_op, columns, permute_op
 from jaxtrain.schedule.table import Permute, Table, local_unit_of
@@ -22,7 +23,6 @@ from jaxtrain.training.step import Step, abstract_batch
 
 TICKS = 12  # of an op, in a timing
 REPEATS = 5  # timings, of which the median counts
-DIGITS = 4  # of a time that is given to a table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,4 +118,4 @@ def measured_times(config: Config, step: Step) -> tuple[float, ...]:
     ops = op_seconds(table_columns, lambda ticks: on_a_device(measure(lambda: compiled(params, batch, ticks))))
     times = times_of(ops.seconds, step.setup.table, step.setup.shares)
     values = (times.F, times.B, times.W, times.message, times.R, times.head)
-    return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in values) if all(values[:3]) else ()
+    return milliseconds(values) if all(values[:3]) else ()

@@ -41,7 +41,7 @@ def test_a_product_reaches_its_peak_where_it_is_large():
         ("h1000", None, "--hardware='h1000' is not known (a100-40gb, "),
         ("gone.json", None, "cannot be read (No such file or directory): use --hardware="),
         ("own.json", "{", "does not describe a device (Expecting"),
-        ("own.json", "{}", "does not describe a device (lacks 'tiers'): compare it with "),
+        ("own.json", "{}", "does not describe a device (lacks 'tiers'; "),
         ("own.json", json.dumps({"tiers": [{"name": "x", "devices": 8, "gb_per_s": 1}]}), "joins any number of devices"),
         ("own.json", "[]", "does not describe a device"),
     ],
@@ -55,10 +55,13 @@ def test_what_is_none(tmp_path, monkeypatch, name, text, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_nearest_is_named():
-    with pytest.raises(HardwareError, match="use --hardware=h100$"):
-        load("H-100")
-    assert hardware.FOLDER.is_dir()
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("H-100", "h100"), ("A100", "a100-80gb"), ("NVIDIA H200", "h200"), ("v5p", "tpu-v5p"), ("v5", "tpu-v5p"), ("", "h100")],
+)
+def test_the_nearest_is_named(name, near):
+    with pytest.raises(HardwareError, match=f"use --hardware={near}$"):
+        load(name)
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def test_one_kind_in_two_groups_is_one_kind():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("a100-80gb", "'a100-80gb' is no NAME:DEVICES, such as"),
-        ("a100-80gb:0,h100:4", "is no NAME:DEVICES"),
+        ("a100-80gb", "has 'a100-80gb', which is no NAME:DEVICES: use"),
+        ("a100-80gb:0,h100:4", "which is no NAME:DEVICES"),
         ("a100-80gb:4,b100:4", "'b100' is not known"),
     ],
 )
