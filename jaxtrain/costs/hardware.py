@@ -6,6 +6,7 @@ A file says what a data sheet says (peaks, memory, links) and which part of it p
     matmul.half     [m, n, k]: a product whose m (n, k) is this long reaches half of that: tiles at its edges, pipelines that fill
     attention       parts of the peak that a fused kernel reaches, forward and backward
     memory_reached  part of the memory's bandwidth that passes over large arrays reach
+    host_gb_per_s   what a device copies to or from its host's memory, one way; 16, as PCIe 3, if left out
     launch_us       time between the operations of a program
     alone           simulated devices share their cores: how many times as fast one is while the others wait; 1 if left out
     tiers           links from the fastest to the slowest. devices: how many one of them joins, 0 for any number; gb_per_s: what a device
@@ -39,7 +40,8 @@ DEVICE_KINDS = (
     (r"A100.*80GB", "a100-80gb"),
     (r"A100.*40GB", "a100-40gb"),
 )
-NUMBERS = ("memory_gib", "memory_usable", "memory_gb_per_s", "memory_reached", "launch_us", "watts")
+HOST, HOST_REACHED = 16.0, 0.8  # GB/s one way of PCIe 3 × 16, and the part of a link to the host that large copies reach
+NUMBERS = ("memory_gib", "memory_usable", "memory_gb_per_s", "memory_reached", "launch_us", "watts", "host_gb_per_s")
 
 
 class HardwareError(Exception):
@@ -89,7 +91,8 @@ class Hardware:
     memory_gib, memory_usable: and the part of it that a program's arrays may take
     memory_gb_per_s, memory_reached: bandwidth, and the part that is reached
     attention_forward, attention_backward: parts of the peak
-    watts:          of the device under load, for energy
+    watts:          of the device under load, for energy; 0: not known
+    host_gb_per_s:  of copies to or from the host's memory, one way
     alone:          how many times as fast a device is while those that share its cores wait
     """
 
@@ -107,6 +110,7 @@ class Hardware:
     watts: float
     sources: tuple[str, ...]
     alone: float = 1.0
+    host_gb_per_s: float = HOST
 
     def waited(self, busy: float, idle: float) -> float:
         """Of `idle` seconds without work beside `busy` ones, those by which a step is longer: what a waiting device leaves of shared cores,
@@ -121,6 +125,11 @@ class Hardware:
     def memory(self) -> float:
         """Bytes that a program's arrays may take."""
         return GIB * self.memory_gib * self.memory_usable
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Of large copies to or from the host's memory, one way."""
+        return 1e9 * self.host_gb_per_s * HOST_REACHED
 
     @property
     def streaming(self) -> float:
@@ -176,9 +185,7 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
     tiers = tuple(Tier(**default | dict(tier)) for tier in values["tiers"])
     if not tiers or any(tier.devices for tier in tiers[-1:]):
         raise ValueError("the last of tiers joins any number of devices: devices 0")
-    numbers = {
-        key: float(values[key]) for key in ("memory_gib", "memory_usable", "memory_gb_per_s", "memory_reached", "launch_us", "watts")
-    }
+    numbers = {key: float((values | {"host_gb_per_s": values.get("host_gb_per_s", HOST)})[key]) for key in NUMBERS}
     if any(not math.isfinite(number) or number < 0 for number in numbers.values()):
         raise ValueError("a figure is negative or not finite")
     m, n, k = (float(size) for size in values["matmul"]["half"])

@@ -20,7 +20,7 @@ ITEM = 2  # bytes of an activation's number in 16 bits
 UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
 BACKWARD_PASSES = 2.0  # over memory, of those of the forward
 ATTENTION_BACKWARD = 2.5  # products of attention's backward over the two of its forward: scores again, and four
-MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, FIXED = "matmuls", "attention", "memory", "bubble", "optimizer", "fixed"
+MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, FIXED = "matmuls", "attention", "memory", "bubble", "optimizer", "host", "fixed"
 AXES = ("model", "context", "expert", "stage", "data", "replica")
 
 
@@ -273,10 +273,16 @@ class Work:
         exposed = max(0.0, each - per_chunk) * 2 * layout.microbatches * layout.repeats + 2 * each * (layout.stage - 1)
         return Parts({"stage": exposed}, {"stage": max(0.0, seconds - exposed)})
 
+    def expert_parameters(self) -> float:
+        """Of the experts of a device, on the stage with most layers."""
+        model, layout = self.model, self.layout
+        layer = model.experts * model.width * model.expert_width * (3 if model.gated else 2) / (layout.model * layout.expert)
+        return math.ceil(model.layers / layout.stage) * layer
+
     def device_parameters(self) -> float:
         """Of the stage with most of them: its layers, and its part of the tables."""
         model, layout = self.model, self.layout
-        expert = model.experts * model.width * model.expert_width * (3 if model.gated else 2) if model.experts else 0
+        expert = model.experts * model.width * model.expert_width * (3 if model.gated else 2)
         layer = (model.layer_parameters() - expert) / layout.model + expert / (layout.model * layout.expert)
         tables = float(model.embedding_parameters())
         if layout.stage > 1:  # all stages have a part of each table, or each end has one
@@ -310,16 +316,22 @@ class Work:
             often = layout.microbatches if layout.zero > 1 else 1
             parts += _beside("data", each * often, program.data_overlap, backward * often)
             parts += _beside("data", back, program.data_overlap, forward if layout.zero else backward)
+        if layout.expert > 1:  # whose devices have the same parameters, but for the experts
+            shared = (parameters - self.expert_parameters()) / (self.shards if layout.zero > 1 else 1)
+            parts += Parts({"expert": self.collective("expert", program.sent_gradient * shared, rounds=2)})
         if layout.replica > 1:
             shards = self.shards if layout.zero else 1
             parts += Parts({"replica": self.collective("replica", program.sent_gradient * parameters / shards, rounds=2)})
         return parts
 
     def update(self) -> Parts:
-        """The optimizer's passes over its state."""
+        """The optimizer's passes over its state, which comes from the host's memory and goes back where it is offloaded."""
         layout = self.layout
-        shards = self.shards if layout.zero else 1
-        return Parts({OPTIMIZER: UPDATE_BYTES * self.device_parameters() / shards / self.hardware.streaming})
+        parameters = self.device_parameters() / (self.shards if layout.zero else 1)
+        parts = Parts({OPTIMIZER: UPDATE_BYTES * parameters / self.hardware.streaming})
+        if layout.offload in ("optimizer", "both"):
+            parts += Parts({HOST: 2 * self.program.state_bytes * parameters / self.hardware.host_bytes_per_s})
+        return parts
 
     def op_times(self) -> tuple[float, ...]:
         """Seconds of F, B, W, message, R and head of one microbatch on a whole stage, in the order of `pipeline.times`: what no R op

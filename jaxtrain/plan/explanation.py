@@ -113,12 +113,13 @@ def _run(prediction: Prediction, prices: Prices) -> list[str]:
     tokens = prediction.tokens or 1e9
     seconds = tokens / prediction.tokens_per_s
     hours = prediction.devices * seconds / HOUR
-    energy = hours * prediction.work.hardware.watts / 1000
+    energy = hours * prediction.work.hardware.watts / 1000  # in kWh; 0 where no power is known
     text = f"{seconds / DAY:,.1f} days" if seconds >= DAY else f"{seconds / HOUR:,.2f} hours"
-    line = f"run: {tokens / 1e9:,.4g} billion tokens take {text}, {hours:,.0f} device-hours, {energy / 1000:,.2f} MWh of the devices alone"
+    used = f"{energy / 1000:,.2f} MWh of the devices alone" if energy else "energy not known (the file of the device has no watts)"
+    line = f"run: {tokens / 1e9:,.4g} billion tokens take {text}, {hours:,.0f} device-hours, {used}"
     if prices.device_hour:
         line += f", ${hours * prices.device_hour:,.0f} at ${prices.device_hour:g} a device-hour"
-    if prices.kwh:
+    if prices.kwh and energy:
         line += f", ${energy * prices.kwh:,.0f} of energy at ${prices.kwh:g} a kWh"
     return [line]
 

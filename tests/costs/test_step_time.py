@@ -84,6 +84,24 @@ def test_zero_3_loses_where_devices_are_many():
     assert ratios == sorted(ratios) and 0.9 < ratios[0] < 1.3 and ratios[2] > 2.5
 
 
+def test_the_optimizer_s_state_takes_its_way_from_the_host_and_back():
+    """16 bytes of each of a device's parameters over PCIe, of which ZeRO-1 has a share alone."""
+    for zero, shards in ((0, 1), (1, 8)):
+        there, away = (work(Layout(data=8, zero=zero, offload=offload)).step() for offload in ("none", "optimizer"))
+        host = 2 * 8.0 * LLAMA.parameters() / shards / load("h100").host_bytes_per_s
+        assert away.seconds - there.seconds == away.exposed["host"] == pytest.approx(host)
+
+
+def test_experts_axis_sums_what_its_devices_share():
+    """The gradients of all but the experts cross `expert`: a longer step, by the two rounds of their bytes."""
+    one, four = (work(Layout(data=8 // e, expert=e, zero=1), MIXTRAL) for e in (1, 4))
+    shared = MIXTRAL.parameters() - 32 * 8 * 3 * 4096 * 14336
+    assert four.device_parameters() - four.expert_parameters() == pytest.approx(shared, rel=1e-6)
+    rows = one.tokens * 2 * 4096 * 2  # to two experts each, in 16 bits, there and back, in F, R and B
+    sums = four.collective("expert", 4 * shared, rounds=2)
+    assert four.step().exposed["expert"] == pytest.approx(sums + 32 * 3 * 2 * four.collective("expert", rows))
+
+
 def test_memory_by_zero_and_recomputation():
     by_zero = [memory(work(Layout(data=64, zero=zero))).bytes for zero in range(3)]
     assert by_zero == sorted(by_zero, reverse=True)
