@@ -1,7 +1,8 @@
 """The training loop, from top to bottom: data, step, state, loop, end. `run` reads as the run goes; its parts are in training/.
 
 What a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/, tensorboard/, loss.png, goodput.png, profile/,
-metrics.rolled_back.jsonl of a run that has gone back; op_times.json where they are planned or measured; and run.lock while it runs.
+metrics.rolled_back.jsonl of a run that has gone back; op_times.json where they are planned or measured; planned.json where the kind of
+device is known; and run.lock while it runs.
 """
 
 import concurrent.futures
@@ -31,6 +32,7 @@ from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
+from jaxtrain.plan.after_warm_up import AfterWarmUp
 from jaxtrain.preparation import compile_programs, loaders, prepare_corpus
 from jaxtrain.resumption import Resumption, check_store, folder_of_checkpoints
 from jaxtrain.run.exit_status import ExitStatus
@@ -116,7 +118,9 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             log, progress = _open_log(config, unresolved, folder, start, goodput)
             kept = Keep(config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.keep_best)
             saves = Checkpointer(checkpoints, placement, shapes, kept, choice.strangers, progress.say)
-            profile = Profile(trace_folder(folder), start, config.train.profile_steps)
+            profile = Profile(trace_folder(folder), start, config.train.profile_steps, clock)
+            device_kind = mesh.devices.flat[0].device_kind
+            measured = AfterWarmUp(config, device_kind, train, folder, profile, clock, progress.say)
             local.begin(start, progress.say)
             for part in (saves, local, log, progress, profile):
                 closing.callback(part.close)
@@ -146,6 +150,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                 if exchange and calendar.exchanges(at):
                     state = exchange(state)
                 profile.after(at, metrics)
+                measured.after(at)
                 if asked or calendar.saves(at) or calendar.saves_locally(at) or calendar.evaluates(at):
                     asked |= reporter.finish(stopping=asked.stop)
                     lasting_save = (asked or calendar.saves(at)) and Request.HURRY not in asked
@@ -169,11 +174,12 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                         rollback, state = roll_back(checkpoints, saves, judge.finding, state, step, config.train.seed)
                         at = rollback.step
                         feed.jump(rollback.position, config.train.steps - at)
-                        for listener in (judge, reporter, profile, local):
+                        for listener in (judge, reporter, profile, measured, local):
                             listener.go_back(rollback)
 
             # ------------------------------------------------------------ end
             clock.enter(Part.ENDING)
+            measured.finish(at)
             saves.wait()
             reporter.saves(saves.figures())
             if saves.newest == at:

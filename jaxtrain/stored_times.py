@@ -14,8 +14,7 @@ import jax
 
 from jaxtrain.config import Config, fields, get, replace, value_text
 from jaxtrain.config.pipeline_setup import Setup
-from jaxtrain.config.work import milliseconds, work_of
-from jaxtrain.costs import hardware as kinds
+from jaxtrain.config.work import kind_at_hand, milliseconds, work_of
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -41,8 +40,8 @@ def wanted(config: Config) -> bool:
 
 
 def planned(config: Config) -> tuple[float, ...]:
-    """Those of a resolved config for its `hardware_of`, with a line about them; () where that is not known."""
-    kind = hardware_of(config)
+    """Those of a resolved config for its `hardware_at_hand`, with a line about them; () where that is not known."""
+    kind = hardware_at_hand(config)
     if kind is None:
         return ()
     times = milliseconds(work_of(config, kind).op_times())
@@ -50,11 +49,10 @@ def planned(config: Config) -> tuple[float, ...]:
     return times
 
 
-def hardware_of(config: Config) -> Hardware | None:
-    """The kind of device that `train.hardware` names, or else that of the devices at hand; None where it is not known, as on simulated
-    devices, or has no peak for the type that is computed in. Raises HardwareError."""
-    name = config.train.hardware
-    kind = kinds.load(name) if name else kinds.of_device(jax.devices()[0].device_kind)
+def hardware_at_hand(config: Config) -> Hardware | None:
+    """The config's kind of device, or that of the devices at hand; None where it is not known, as on simulated devices, or has no peak for
+    the type that is computed in. Raises HardwareError."""
+    kind = kind_at_hand(config, jax.devices()[0].device_kind)
     return kind if kind and config.precision.compute in kind.peak_tflops else None
 
 

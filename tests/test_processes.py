@@ -4,6 +4,7 @@ The launcher by itself is in test_launch.py.
 """
 
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ import signal
 import socket
 
 import pytest
+from support import hardware_file
 from support import train_runs as runs
 from support.damage import damage_numbers
 from support.processes import assert_gone, children, process_of_run
@@ -29,7 +31,8 @@ DEVICES = 2  # of all processes together; those of --full have several each
 def single(folder):
     """The workdir of one process, with a profile."""
     workdir = folder / "single"
-    train(workdir, 1, *settings(train__steps=STEPS, train__profile_steps=2, metrics__rows=True))
+    hardware = hardware_file.write(folder)
+    train(workdir, 1, *settings(train__steps=STEPS, train__profile_steps=2, train__hardware=hardware, metrics__rows=True))
     return workdir
 
 
@@ -69,6 +72,18 @@ def test_ops_have_their_names_in_a_profile(single):
     (trace,) = (single / "profile").rglob("*.xplane.pb")
     for op in ("embed", "F0", "K0", "R0", "B0", "W0", "head", "optimizer"):
         assert f"/{op}/".encode() in trace.read_bytes(), op
+
+
+@pytest.mark.full
+def test_a_profile_by_part(single, workdir, folder):
+    """Two stages, by one process and by two, of which process 0 reads its own device's part: every part of the plan is there."""
+    train(workdir, 2, *settings(train__steps=STEPS, train__profile_steps=2, train__hardware=hardware_file.write(folder)))
+    for run in (single, workdir):
+        record = json.loads((run / "planned.json").read_text())
+        exposed = record["trace"]["exposed"]
+        assert {"matmuls", "attention", "memory", "optimizer", "stage", "waiting"} <= exposed.keys(), run
+        assert "communication" not in exposed and sum(exposed.values()) == pytest.approx(record["trace"]["step_time_s"], rel=0.01)
+        assert record["planned_step_time_s"] == pytest.approx(sum(record["planned"].values())) and record["largest_miss"]["part"]
 
 
 @pytest.mark.full

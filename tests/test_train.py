@@ -15,6 +15,7 @@ import socket
 import time
 
 import pytest
+from support import hardware_file
 from support import train_runs as runs
 from support.damage import damage_numbers
 from support.train_runs import settings
@@ -134,7 +135,7 @@ def test_profile_evaluation_and_what_is_kept(whole, workdir):
     flags = settings(
         train__steps=10, train__profile_steps=2, train__eval_every=4, checkpoint__every=2, checkpoint__keep=2, metrics__log_every=5
     )
-    train(workdir, *flags)
+    done = train(workdir, *flags, *settings(train__hardware=hardware_file.write(workdir.parent)))
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "validation_loss" in record] == [4, 8, 10]
     logged, reference = runs.losses(workdir), runs.losses(whole[0])
@@ -143,6 +144,13 @@ def test_profile_evaluation_and_what_is_kept(whole, workdir):
     (trace,) = (workdir / "profile").rglob("*.xplane.pb")
     # The other ops: test_processes.py. XLA makes one kernel of one device's small loop, in which a trace has no names.
     assert b"/optimizer/" in trace.read_bytes()
+    # The planned step beside the measured one, at the end of so short a run; by part in several stages: test_processes.py.
+    (planned,) = re.findall(r"^planned step: (\S+) s for simulated, ", done.out, re.MULTILINE)
+    assert re.search(rf"^planned step {planned} s \(simulated\), measured \S+ s \(\S+ x\)$", done.err, re.MULTILINE)
+    record = json.loads((workdir / "planned.json").read_text())
+    assert record["step"] == 10 and record["steps"] == 5 and record["trace"]["exposed"].keys() >= {"optimizer", "waiting"}
+    assert sum(record["trace"]["exposed"].values()) == pytest.approx(record["trace"]["step_time_s"])
+    assert f"largest miss: {record['largest_miss']['part']}, " in done.err
 
 
 # --- killed and continued --------------------------------------------------------------------------------------------------------

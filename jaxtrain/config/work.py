@@ -35,6 +35,13 @@ def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
     return tuple(float(f"{1e3 * seconds:.{DIGITS}g}") for seconds in times)
 
 
+def kind_at_hand(config: Config, device_kind: str) -> Hardware | None:
+    """The kind of device that `train.hardware` names, or else the one that jax calls so; None where it is not known, as any CPU. Raises
+    HardwareError."""
+    name = config.train.hardware
+    return kinds.load(name) if name else kinds.of_device(device_kind)
+
+
 def transformer_of(config: Config) -> Transformer:
     """A resolved config's model and the length of its sequences."""
     m = config.model

@@ -20,6 +20,7 @@ from jaxtrain.parallel.heads import on_each_device, over_heads
 
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
+SCOPE = "attention"  # of names in the program: who reads a profile tells its products from others (plan/measured_parts.py)
 
 
 def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array:
@@ -73,6 +74,7 @@ def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
     return out_BKRH.reshape(b, k, n // k, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
 
 
+@functools.partial(jax.named_call, name=SCOPE)
 def attend_whole(q, k, v, segments_BT, over: str, wanted: str) -> jax.Array:
     """Causal self-attention over whole sequences, also where `context` splits them (over: parallel/context.py); with segments a token
     sees its own segment alone. All arrays [B, T, heads, size of a head], of this device's tokens.

@@ -1,8 +1,8 @@
 """`plan --advise WORKDIR`: what a run's own records say, and what to change. No jax.
 
-Two sources: goodput.jsonl has the share of wall time that went elsewhere than into steps; the planner, given the kind of device, has the
-step as it could be, with its parts, and other settings beside it. Where the measured step is far from the planned one, that is said first:
-advice from a plan that is wrong for a machine is worth little.
+Three sources: goodput.jsonl has the share of wall time that went elsewhere than into steps; planned.json, which part of the step takes
+longer than planned; the planner, given the kind of device, has the step as it could be, with its parts, and other settings beside it. Where
+the measured step is far from the planned one, that is said first: advice from a plan that is wrong for a machine is worth little.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.work import platform_of
 from jaxtrain.costs.hardware import GIB, Hardware
+from jaxtrain.plan import planned_step
 from jaxtrain.plan.prediction import Prediction, predict
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part
@@ -133,6 +134,8 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
         lines.append(
             f"process {measured.last['slowest_process']} is behind the others by {measured.last.get('slowest_behind_s', 0):.3g} s a step"
         )
+    if record := planned_step.read(pathlib.Path(workdir)):
+        lines += [f"after warm-up: {line}" for line in record.lines()]
     if hardware is None:
         return [*lines, "with --hardware=NAME the planner says what else the step could be"]
     now = predict(config.resolve(), hardware)

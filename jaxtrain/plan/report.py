@@ -19,6 +19,7 @@ from jaxtrain.parallel.experts import room_of
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.plan.account import Entry, account, busiest, exchange_account
 from jaxtrain.plan.ops import NUMBER, Sizes
+from jaxtrain.plan.planned_step import plan_at_hand
 from jaxtrain.run import start_up
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.training.state import OUTER, bytes_per_device
@@ -58,7 +59,7 @@ def introduction(config: Config, step: Step) -> list[str]:
         lies.append(f"slots {', '.join(step.host_pools)}" if step.setup.train else "what layers keep for the backward")
     if lies:
         lines.append(f"in the host's memory, for each device: {'; '.join(lies)}")
-    return lines
+    return lines + plan_at_hand(config, step.mesh.devices.flat[0].device_kind).lines()
 
 
 def _room_for_rows(config: Config) -> list[str]:
@@ -130,7 +131,8 @@ def slot_pools(step: Step) -> dict[str, tuple[int, int]]:
 @dataclasses.dataclass(frozen=True)
 class DryRun:
     """A step that was compiled and not run. `stage`: of which the account is, the busiest; `exchange`: of replicas that train apart;
-    memory in bytes on a device; seconds of the command by part, as `start_up.record` has them."""
+    planned: the step, None where the kind of device is not known; memory in bytes on a device; seconds of the command by part, as
+    `start_up.record` has them."""
 
     introduction: list[str]
     mesh: dict[str, int]
@@ -138,6 +140,7 @@ class DryRun:
     stage: int
     entries: list[Entry]
     exchange: list[Entry]
+    planned: dict[str, Any] | None
     compiled: dict[str, int] | None
     state: dict[str, int]
     seconds: dict[str, float]
@@ -157,7 +160,8 @@ class DryRun:
         memory: dict[str, Any] = {"compiled": self.compiled, "state": self.state}
         mesh = self.mesh | {"devices": math.prod(self.mesh.values()), "device": self.device}
         accounts = {"account": _as_dicts(self.entries), "exchange": _as_dicts(self.exchange)}
-        return json.dumps({"mesh": mesh, "stage": self.stage} | accounts | {"memory": memory, "seconds": self.seconds})
+        rest = {"planned": self.planned, "memory": memory, "seconds": self.seconds}
+        return json.dumps({"mesh": mesh, "stage": self.stage} | accounts | rest)
 
 
 def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
@@ -177,7 +181,8 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
     shape = {name: int(size) for name, size in mesh.shape.items()}
     accounts = account(config, stage, cpu), exchange_account(config, cpu)
     memory = compiled_memory(compiled), state_memory(config, step)
-    return DryRun(lines, shape, device, stage, *accounts, *memory, start_up.record(clock))
+    planned = plan_at_hand(config, device).as_dict()
+    return DryRun(lines, shape, device, stage, *accounts, planned, *memory, start_up.record(clock))
 
 
 def _as_dicts(entries: list[Entry]) -> list[dict[str, Any]]:

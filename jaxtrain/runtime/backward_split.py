@@ -14,6 +14,7 @@ Calls are inlined and inner scans unrolled; an inner `while` or kernel is one eq
 `jax.checkpoint` inside the layer computes again stays in the backward.
 """
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxtrain.devices.mesh import DEVICE_PART
+from jaxtrain.parallel import attention
 
 # Values that cost no arithmetic: what they were made from crosses in their place.
 VIEWS = frozenset(
@@ -92,8 +94,10 @@ def keep_products(equation) -> bool:
 
 
 def _bind(equation, values):
-    """Evaluates one equation."""
-    out = equation.primitive.bind(*values, **equation.primitive.get_bind_params(equation.params))
+    """Evaluates one equation; of the names that it has, attention's goes with it."""
+    named = attention.SCOPE in str(equation.source_info.name_stack)
+    with jax.named_scope(attention.SCOPE) if named else contextlib.nullcontext():
+        out = equation.primitive.bind(*values, **equation.primitive.get_bind_params(equation.params))
     return out if equation.primitive.multiple_results else [out]
 
 

@@ -1,10 +1,11 @@
-"""A trace of a few steps, for `train.profile_steps`."""
+"""A trace of a few steps, for `train.profile_steps`: the ops of the devices, without the host's Python, which would slow the steps down."""
 
 import dataclasses
 import pathlib
 
 import jax
 
+from jaxtrain.run.goodput import STEPS, Part, WallClock
 from jaxtrain.training.recovery import Rollback
 
 WARM_UP = 2  # steps of a run that are not traced
@@ -12,26 +13,35 @@ WARM_UP = 2  # steps of a run that are not traced
 
 @dataclasses.dataclass
 class Profile:
-    """A jax.profiler trace of `count` steps after the first WARM_UP ones, or of those that there are.
+    """A jax.profiler trace of `count` steps after the first WARM_UP ones, or of those that there are: whole steps and nothing else.
 
-    folder: where the trace goes, one of this process alone; start: the step that the run begins with.
+    folder: where the trace goes, one of this process alone; start: the step that the run begins with; clock: of the command.
+    step_time_s: the mean of the traced steps, by the parts of the clock that are steps; None until all of them have been traced.
     """
 
     folder: pathlib.Path
     start: int
     count: int
-    running: bool = dataclasses.field(default=False, init=False)
+    clock: WallClock
+    step_time_s: float | None = dataclasses.field(default=None, init=False)
+    _began: float | None = dataclasses.field(default=None, init=False)
 
     def before(self, at: int) -> None:
         """The step after step `at` begins."""
         if self.count and at == self.start + WARM_UP:
-            jax.profiler.start_trace(str(self.folder))
-            self.running = True
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0
+            with self.clock.part(Part.OTHER):
+                jax.profiler.start_trace(str(self.folder), profiler_options=options)
+            self._began = self.clock.spent(*STEPS)
 
     def after(self, at: int, results: object) -> None:
         """Step `at` has been dispatched; `results`: arrays that are there when it has ended."""
-        if at == self.start + WARM_UP + self.count:
+        if self.count and at == self.start + WARM_UP:
             jax.block_until_ready(results)
+        if self._began is not None and at == self.start + WARM_UP + self.count:
+            jax.block_until_ready(results)
+            self.step_time_s = (self.clock.spent(*STEPS) - self._began) / self.count
             self.close()
 
     def go_back(self, _: Rollback) -> None:
@@ -40,9 +50,10 @@ class Profile:
 
     def close(self) -> None:
         """Ends the trace."""
-        if self.running:
-            jax.profiler.stop_trace()
-            self.running = False
+        if self._began is not None:
+            with self.clock.part(Part.OTHER):
+                jax.profiler.stop_trace()
+            self._began = None
 
 
 def trace_folder(run: pathlib.Path) -> pathlib.Path:

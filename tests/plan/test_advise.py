@@ -9,6 +9,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.plan import advise
 from jaxtrain.plan.advise import AdviceError, changes, read
+from jaxtrain.plan.planned_step import PLANNED, PlannedStep, Trace
 from jaxtrain.plan.prediction import predict
 
 SETTINGS = {"mesh.data": 8, "mesh.model": 8, "pipeline.microbatches": 8, "data.batch_size": 64, "pipeline.remat": "full"}
@@ -45,6 +46,17 @@ def test_what_the_planner_says(workdir, config):
     assert any("measured 1.20 times that" in line for line in lines) and not any("that is far" in line for line in lines)
     listed = [line for line in lines if line.startswith("  --config.")]
     assert 0 < len(listed) <= 5 and all("less time" in line for line in listed)
+
+
+def test_what_training_has_measured(workdir):
+    """The record of the start that ran last, by part where its steps were traced; one that cannot be read is none."""
+    trace = Trace(1.5, 0, {"matmuls": 1.0, "data": 0.5}, {})
+    step = PlannedStep(15, "h100", 1.2, {"matmuls": 0.9, "data": 0.3}, {}, 10, 1.5, trace)
+    (workdir / PLANNED).write_text(step.as_json())
+    lines = [line for line in advise.advise(workdir) if line.startswith("after warm-up: ")]
+    assert len(lines) == 3 and "(1.25 x)" in lines[0] and lines[-1].endswith("largest miss: data, 0.2 s more than planned")
+    (workdir / PLANNED).write_text("{")
+    assert not any(line.startswith("after warm-up") for line in advise.advise(workdir))
 
 
 def test_a_machine_that_is_not_the_planned_one(workdir):

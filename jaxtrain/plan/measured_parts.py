@@ -1,0 +1,180 @@
+"""What a device did in a traced step, by the planner's parts: events (trace.py) beside the text of the compiled program (hlo.py).
+
+At each moment the device is at what computes, if anything does; else at communication, which is then exposed; else it waits. What computes
+at the same moment shares it. So a step's parts add up to its time.
+
+    matmuls      products, those of experts in groups too
+    attention    its kernels, and all else that is named so
+    optimizer    the update
+    memory       what else computes
+    AXIS         communication over a mesh axis; of several axes that with the slowest links; `communication` where no axis is known
+    waiting      nothing: bubbles, the time between kernels, the host
+    other        a loop that became one kernel, in which nothing can be told apart
+
+A collective's time is also that in which it waits for devices that come later: between stages that is the bubble.
+"""
+
+import collections
+import dataclasses
+import enum
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxtrain.costs.step_time import ATTENTION, MATMULS, MEMORY, OPTIMIZER, Parts
+from jaxtrain.parallel.attention import SCOPE
+from jaxtrain.plan import hlo
+from jaxtrain.plan.hlo import FREE, Instruction, Program
+from jaxtrain.plan.hlo_cost import Costs, target
+from jaxtrain.plan.planned_step import COMMUNICATION, WAITING
+from jaxtrain.plan.step_figures import GROUPED, NO_KERNELS
+from jaxtrain.plan.step_loops import op_in
+from jaxtrain.plan.trace import Event, Events, TraceError
+
+OTHER = "other"
+ASYNCHRONOUS = ("-start", "-done", "-update")
+AROUND = frozenset({"while", "conditional"})
+# Kernels of GPUs that name no instruction (in graphs of kernels) by their own names.
+KERNELS = (
+    (re.compile(r"nccl", re.IGNORECASE), ""),
+    (re.compile(r"fmha|flash|cudnn.*(?:sdpa|attention)", re.IGNORECASE), ATTENTION),
+    (re.compile(r"gemm|nvjet|cutlass|cublas|xmma", re.IGNORECASE), MATMULS),
+)
+
+
+NAMED_ATTENTION = re.compile(rf"[/(]{SCOPE}[/)]")
+
+
+class Rank(enum.IntEnum):
+    """Of several things that go on at once, those of the least rank count."""
+
+    COMPUTES = 0
+    SENDS = 1
+    AROUND = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What an instruction is to a step's time."""
+
+    part: str
+    rank: Rank = Rank.COMPUTES
+
+
+class Kinds:
+    """The kinds of a compiled program's instructions. text: of the program; mesh: sizes by axis, the slowest links first."""
+
+    def __init__(self, text: str, mesh: Mapping[str, int]):
+        self.program, self.mesh = Program(text), mesh
+        self.costs = Costs(self.program)
+        self._axes = [name for name, size in mesh.items() if size > 1]
+        self._named = {i.name: i for instructions in self.program.computations.values() for i in instructions}
+        self._kinds: dict[tuple[str, str], Kind | None] = {}
+
+    def of(self, event: Event) -> Kind | None:
+        """None of a loop, whose time is that of what is in it."""
+        key = event.instruction, "" if event.instruction in self._named else event.kernel
+        if key not in self._kinds:
+            self._kinds[key] = self._of(self._named[key[0]]) if key[0] in self._named else self._of_kernel(event.kernel)
+        return self._kinds[key]
+
+    def _of_kernel(self, name: str) -> Kind:
+        """Of a kernel that the program's text does not name."""
+        for pattern, part in KERNELS:
+            if pattern.search(name):
+                return Kind(part) if part else Kind(self._axes[0] if len(self._axes) == 1 else COMMUNICATION, Rank.SENDS)
+        return Kind(MEMORY)
+
+    def _of(self, i: Instruction) -> Kind | None:
+        if i.opcode in AROUND or i.opcode in FREE:
+            return None
+        if i.opcode == "call":
+            return Kind(OTHER, Rank.AROUND)
+        inside = self._with_those_inside(i)
+        products = any(self.costs.flops(j) for j in inside)
+        collective = next((j for j in inside if j.collective), None)
+        if collective is not None and not products:
+            return self._sending(collective)
+        # What is in flight while the device computes counts where it computes nothing.
+        rank = Rank.AROUND if i.opcode.endswith(ASYNCHRONOUS) else Rank.COMPUTES
+        return Kind(self._computed(i, inside, products), rank)
+
+    def _computed(self, i: Instruction, inside: Sequence[Instruction], products: bool) -> str:
+        """The part of an instruction that does not communicate."""
+        op_name = self._op_name(i)
+        kernel = next((j for j in inside if j.opcode == "custom-call" and not NO_KERNELS.search(target(j))), None)
+        if op_in(op_name) == OPTIMIZER:
+            return OPTIMIZER
+        if kernel is not None and GROUPED.search(f"{target(kernel)} {kernel.text}"):
+            return MATMULS
+        if NAMED_ATTENTION.search(op_name) or (kernel is not None and target(kernel) == "tpu_custom_call"):
+            return ATTENTION
+        return MATMULS if products else MEMORY
+
+    def _with_those_inside(self, i: Instruction) -> list[Instruction]:
+        """The instruction, or what began it, and those that it calls."""
+        if i.opcode.endswith("-done") and i.operands and i.operands[0] in self._named:
+            i = self._named[i.operands[0]]
+        called = [j for role, name in i.calls.items() if role == "calls" for j in self.program.below(name)]
+        return [i, *called]
+
+    def _op_name(self, i: Instruction) -> str:
+        if i.op_name or i.opcode != "fusion":
+            return i.op_name
+        return self.program.root(i.calls["calls"]).op_name
+
+    def _sending(self, collective: Instruction) -> Kind | None:
+        axes, _ = hlo.along(collective, self.mesh)
+        return Kind(axes[0], Rank.SENDS) if axes else None
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredParts:
+    """Seconds of a step by part on the device that computes most; `time` is with `waiting`, and its exposed parts add up to the step.
+
+    device: the number of the device in this process
+    """
+
+    device: int
+    time: Parts
+
+
+def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float) -> MeasuredParts:
+    """Of a trace of so many steps, which took `step_time_s` each. Raises TraceError where no event is of a known kind."""
+    spans = {device: [(e.begin, e.end, kind) for e in found if (kind := kinds.of(e))] for device, found in events.items()}
+    busy = {device: sum(end - begin for begin, end, kind in of_device if kind.rank is Rank.COMPUTES) for device, of_device in spans.items()}
+    if not any(busy.values()):
+        raise TraceError("the trace has no work of a device")
+    device = max(busy, key=lambda number: busy[number])
+    parts = shared_out(spans[device]) * (1 / steps)
+    waiting = max(0.0, step_time_s - parts.seconds)
+    return MeasuredParts(device, parts + Parts({WAITING: waiting}))
+
+
+def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> Parts:
+    """Seconds by part of what one device did at these times: begin, end and kind of each."""
+    moments = sorted(_changes(spans), key=lambda change: change[0])
+    active: collections.Counter[Kind] = collections.Counter()
+    exposed: dict[str, float] = collections.defaultdict(float)
+    hidden: dict[str, float] = collections.defaultdict(float)
+    since = moments[0][0] if moments else 0.0
+    for moment, kind, more in moments:
+        if active and moment > since:
+            least = min(active, key=lambda at: at.rank).rank
+            share = (moment - since) / sum(count for at, count in active.items() if at.rank is least)
+            for at, count in active.items():
+                if at.rank is least:
+                    exposed[at.part] += share * count
+                elif at.rank is Rank.SENDS:
+                    hidden[at.part] += moment - since
+        since = moment
+        active[kind] += more
+        if not active[kind]:
+            del active[kind]
+    return Parts(dict(exposed), dict(hidden))
+
+
+def _changes(spans: Iterable[tuple[float, float, Kind]]) -> Iterable[tuple[float, Kind, int]]:
+    for begin, end, kind in spans:
+        if end > begin:
+            yield begin, kind, 1
+            yield end, kind, -1

@@ -1,0 +1,168 @@
+"""The planned step of a run on the devices at hand, and the measured one beside it: `planned.json` of the run's folder. No jax.
+
+The plan is prediction.py's, by closed forms, as `plan --layout --json` has it for the same config and kind of device.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtrain.config import Config
+from jaxtrain.config.work import kind_at_hand
+from jaxtrain.costs.hardware import GIB
+from jaxtrain.costs.step_time import AXES, BUBBLE, FIXED
+from jaxtrain.plan.prediction import Prediction, predict
+
+PLANNED = "planned.json"
+WORTH = 0.02  # of the step: smaller parts are not listed
+COMMUNICATION, WAITING = "communication", "waiting"  # parts that are measured and not planned (measured_parts.py)
+WAITED = (BUBBLE, FIXED, "stage")  # a stage that waits for another does so in a message
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanAtHand:
+    """The prediction for the kind of device that is there; None where there is none, and then why, "" if nobody would expect one."""
+
+    prediction: Prediction | None
+    why_not: str = ""
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """As JSON can hold it: what `plan --json` prints, and seconds by part."""
+        plan = self.prediction
+        if plan is None:
+            return None
+        parts = {"parts": dict(plan.time.exposed), "hidden": dict(plan.time.hidden)}
+        return {"hardware": plan.work.hardware.name} | plan.figures() | parts
+
+    def lines(self) -> list[str]:
+        """For the start-up text."""
+        plan = self.prediction
+        if plan is None:
+            return [f"planned step: {self.why_not}"] if self.why_not else []
+        parts = ", ".join(f"{name} {seconds / plan.seconds:.0%}" for name, seconds in listed(plan.time.exposed))
+        rate = f"{plan.tokens_per_s:,.0f} tokens/s"
+        name, needs, has = plan.work.hardware.name, plan.memory.bytes / GIB, plan.work.hardware.memory / GIB
+        memory = "" if plan.fits else f"; it needs {needs:.1f} GiB a device, and {has:.1f} are there"
+        return [f"planned step: {plan.seconds:.4g} s for {name}, {rate}: {parts}{memory}"]
+
+
+def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
+    """Of a resolved config whose mesh is known, for the kind of device of `train.hardware`, or else for what jax calls so. Raises HardwareError."""
+    kind = kind_at_hand(config, device_kind)
+    if kind is None:
+        use = "python -m jaxtrain.plan --calibrate --out=FILE measures it, for train.hardware=FILE"
+        return PlanAtHand(None, "" if device_kind == "cpu" else f"{device_kind!r} is not known: {use}")
+    if config.precision.compute not in kind.peak_tflops:
+        return PlanAtHand(None, f"{kind.name} has no peak for precision.compute={config.precision.compute}")
+    return PlanAtHand(predict(config, kind))
+
+
+def listed(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Those worth a word, the largest first."""
+    least = WORTH * sum(parts.values())
+    return sorted((item for item in parts.items() if item[1] >= least), key=lambda item: -item[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Traced steps: how long one took, and its seconds by part, exposed and hidden, on device `device` of process 0."""
+
+    step_time_s: float
+    device: int
+    exposed: Mapping[str, float]
+    hidden: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Miss:
+    """A part of the step as planned and as measured, seconds."""
+
+    part: str
+    planned_s: float
+    measured_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.measured_s - self.planned_s
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedStep:
+    """A planned step beside the measured one.
+
+    step:     after which it was measured
+    steps:    how many were; step_time_s is their median
+    planned, hidden: seconds by part; planned_step_time_s is the sum of `planned`
+    trace:    None where no steps were traced
+    """
+
+    step: int
+    hardware: str
+    planned_step_time_s: float
+    planned: Mapping[str, float]
+    hidden: Mapping[str, float]
+    steps: int
+    step_time_s: float
+    trace: Trace | None = None
+
+    @property
+    def ratio(self) -> float:
+        """The measured step over the planned one."""
+        return self.step_time_s / self.planned_step_time_s
+
+    def misses(self) -> list[Miss]:
+        """Each part as planned and as traced, the largest difference first; nothing without a trace.
+
+        Bubble, messages between stages and what the device waits for otherwise are one part: a collective of a stage that waits for
+        another one takes as long as it waits. So is all communication where the trace does not tell its axes.
+        """
+        if self.trace is None:
+            return []
+        whole = COMMUNICATION in self.trace.exposed
+        planned, measured = _grouped(self.planned, whole), _grouped(self.trace.exposed, whole)
+        parts = [Miss(part, planned.get(part, 0.0), measured.get(part, 0.0)) for part in planned | measured]
+        return sorted(parts, key=lambda miss: -abs(miss.seconds))
+
+    def lines(self) -> list[str]:
+        """For people."""
+        text = f"planned step {self.planned_step_time_s:.4g} s ({self.hardware}), measured {self.step_time_s:.4g} s ({self.ratio:.2f} x)"
+        if self.trace is None:
+            return [f"{text}; --config.train.profile_steps=2 measures its parts"]
+        misses = self.misses()
+        least = WORTH * max(self.planned_step_time_s, self.trace.step_time_s)
+        shown = [miss for miss in misses if max(miss.planned_s, miss.measured_s) >= least]
+        parts = ", ".join(f"{miss.part} {miss.planned_s:.3g} → {miss.measured_s:.3g}" for miss in shown)
+        first = misses[0]
+        return [
+            text,
+            f"parts in s, planned → measured in traced steps of {self.trace.step_time_s:.4g} s: {parts}",
+            f"largest miss: {first.part}, {abs(first.seconds):.3g} s {'more' if first.seconds > 0 else 'less'} than planned",
+        ]
+
+    def as_json(self) -> str:
+        """The text of planned.json, which also has what follows from its figures."""
+        misses = self.misses()
+        values = dataclasses.asdict(self) | {"ratio": self.ratio, "largest_miss": dataclasses.asdict(misses[0]) if misses else None}
+        return json.dumps(values, indent=1) + "\n"
+
+
+def read(folder: pathlib.Path) -> PlannedStep | None:
+    """What the run's newest start has measured; None where there is no such file, or none that can be read."""
+    try:
+        values: dict[str, Any] = json.loads((folder / PLANNED).read_bytes())
+        names = [field.name for field in dataclasses.fields(PlannedStep)]
+        record = PlannedStep(**{name: values[name] for name in names})
+        return dataclasses.replace(record, trace=Trace(**values["trace"]) if values["trace"] else None)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _grouped(parts: Mapping[str, float], whole: bool) -> dict[str, float]:
+    """Seconds of the parts that can be compared. whole: all communication together."""
+    grouped: dict[str, float] = {}
+    for part, seconds in parts.items():
+        name = WAITING if part in WAITED else COMMUNICATION if whole and part in AXES else part
+        grouped[name] = grouped.get(name, 0.0) + seconds
+    return grouped

@@ -1,0 +1,108 @@
+"""A trace of jax.profiler (`*.xplane.pb`), read: which instructions of a program each device was at, and when.
+
+    CPU   the host's plane; threads of XLA run instructions of several devices, each event names its device
+    GPU   a plane for each device; lines are streams of kernels, each event names the instruction that it belongs to, if any
+    TPU   a plane for each device; "XLA Ops" has what the core does, "Async XLA Ops" what goes on beside it
+
+Loops and calls have events of their own, which are around those of what is in them.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jax.profiler import ProfileData
+
+HOST = "/host:CPU"
+DEVICE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
+OPS, ASYNC_OPS, MODULES = "XLA Ops", "Async XLA Ops", "XLA Modules"  # lines of a TPU's plane
+STREAM = "Stream #"  # with which the lines of a GPU's plane begin
+NS = 1e-9
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read, or in which nothing of the program is; the text is one line."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """What a device did from `begin` to `end`, in seconds of the trace. instruction: its name in the compiled program; "" where a
+    kernel names none; kernel: the event's own name."""
+
+    instruction: str
+    kernel: str
+    begin: float
+    end: float
+
+
+Events = dict[int, list[Event]]  # by device, as the process numbers its own
+
+
+def read(folder: pathlib.Path, module: str) -> Events:
+    """The events of the program with this name, of the newest trace below a folder. Raises TraceError."""
+    files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime_ns)
+    if not files:
+        raise TraceError(f"{folder} has no trace")
+    try:
+        found = events_of(ProfileData.from_file(str(files[-1])), module)
+    except RuntimeError as error:  # of the parser, which is C++
+        raise TraceError(f"{files[-1]} cannot be read ({' '.join(str(error).split())[:120]})") from None
+    if not found:
+        raise TraceError(f"{files[-1]} has no event of {module}")
+    return found
+
+
+def events_of(data: ProfileData, module: str) -> Events:
+    """The events of the program with this name; {} if there are none."""
+    found: Events = {}
+    for plane in data.planes:
+        if plane.name == HOST:
+            events = _of_host(plane, module)
+        elif device := DEVICE.fullmatch(plane.name):
+            events = ((int(device[1]), event) for event in _of_device(plane, module))
+        else:
+            continue
+        for number, event in events:
+            found.setdefault(number, []).append(event)
+    return found
+
+
+def _of_host(plane: Any, module: str) -> Iterator[tuple[int, Event]]:
+    """(device, event) of simulated devices."""
+    for line in plane.lines:
+        for event in line.events:
+            values = dict(event.stats)
+            if values.get("hlo_module") == module and "hlo_op" in values:
+                yield int(values.get("device_ordinal", 0)), _event(event, str(values["hlo_op"]))
+
+
+def _of_device(plane: Any, module: str) -> Iterator[Event]:
+    """Of an accelerator's plane. A kernel that names no program is counted: it stands in a graph of this program, or is a copy."""
+    lines = {line.name: line for line in plane.lines}
+    if OPS in lines:
+        runs = [(e.start_ns, e.start_ns + e.duration_ns) for e in _events(lines.get(MODULES)) if e.name.split("(")[0] == module]
+        for event in (*_events(lines[OPS]), *_events(lines.get(ASYNC_OPS))):
+            if any(begin <= event.start_ns < end for begin, end in runs):
+                yield _event(event, instruction_of(event.name))
+        return
+    for line in plane.lines:
+        for event in line.events if line.name.startswith(STREAM) else ():
+            values = dict(event.stats)
+            if values.get("hlo_module", module) == module:
+                yield _event(event, str(values.get("hlo_op", "")))
+
+
+def _events(line: Any) -> Iterator[Any]:
+    """Of a line that may not be there."""
+    yield from line.events if line is not None else ()
+
+
+def instruction_of(name: str) -> str:
+    """The instruction's name of an event's, which is that or the instruction's whole text: "%fusion.1 = f32[8] fusion(…)"."""
+    return name.split(" = ")[0].strip().removeprefix("%")
+
+
+def _event(event: Any, instruction: str) -> Event:
+    return Event(instruction, event.name, NS * event.start_ns, NS * (event.start_ns + event.duration_ns))

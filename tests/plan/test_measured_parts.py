@@ -1,0 +1,162 @@
+"""What a traced step's time went into: kinds of instructions, what counts of several things at once, and a real trace."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.attention import attend_whole
+from jaxtrain.plan.measured_parts import Kind, Kinds, Rank, measured_parts, shared_out
+from jaxtrain.plan.trace import Event, TraceError, read
+from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.training.profile import WARM_UP, Profile
+
+MESH = {"replica": 1, "data": 2, "stage": 2, "context": 1, "expert": 1, "model": 2}
+PROGRAM = """HloModule jit_train, is_scheduled=true
+
+%fused (p: bf16[8,4], q: bf16[4,8]) -> bf16[8,8] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %q = bf16[4,8]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[8,8]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit/F0/dot"}
+}
+
+%scores (c: bf16[8,4], e: bf16[4,8]) -> bf16[8,8] {
+  %c = bf16[8,4]{1,0} parameter(0)
+  %e = bf16[4,8]{1,0} parameter(1)
+  ROOT %dot.2 = bf16[8,8]{1,0} dot(%c, %e), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="transpose(attention)/x"}
+}
+
+ENTRY %main (a: bf16[8,4], b: bf16[4,8]) -> bf16[8,8] {
+  %a = bf16[8,4]{1,0} parameter(0), metadata={op_name="params['attention']"}
+  %b = bf16[4,8]{1,0} parameter(1)
+  %copied = bf16[8,4]{1,0} copy(%a), metadata={op_name="params['attention']"}
+  %product = bf16[8,8]{1,0} fusion(%a, %b), kind=kOutput, calls=%fused
+  %attended = bf16[8,8]{1,0} fusion(%a, %b), kind=kOutput, calls=%scores
+  %softmax = bf16[8,8]{1,0} exponential(%attended), metadata={op_name="jit/B0/attention/exp"}
+  %splash = bf16[8,8]{1,0} custom-call(%product), custom_call_target="tpu_custom_call", metadata={op_name="jit/F0/splash/pallas_call"}
+  %gmm = bf16[8,8]{1,0} custom-call(%product), custom_call_target="tpu_custom_call", metadata={op_name="jit/F0/gmm/pallas_call"}
+  %room = bf16[8,8]{1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %step = bf16[8,8]{1,0} multiply(%product, %product), metadata={op_name="jit/optimizer/mul"}
+  %sum = bf16[8,8]{1,0} all-reduce(%product), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add
+  %both = bf16[8,8]{1,0} all-reduce(%product), replica_groups={{0,1,4,5},{2,3,6,7}}, to_apply=%add
+  %sent-start = (bf16[8,8]{1,0}, bf16[8,8]{1,0}) collective-permute-start(%product), source_target_pairs={{0,2},{2,0}}
+  %sent-done = bf16[8,8]{1,0} collective-permute-done(%sent-start)
+  %fetch-start = (bf16[8,8]{1,0}, bf16[8,8]{1,0}, u32[]) copy-start(%product)
+  %fetch-done = bf16[8,8]{1,0} copy-done(%fetch-start)
+  %loop = bf16[8,8]{1,0} while(%product), condition=%c, body=%d
+  ROOT %small = bf16[8,8]{1,0} call(%product), to_apply=%d
+}
+"""
+
+
+def part_of(kinds: Kinds, instruction: str, kernel: str = "") -> str | None:
+    kind = kinds.of(Event(instruction, kernel, 0.0, 1.0))
+    return kind and kind.part
+
+
+def test_kinds_of_instructions():
+    kinds = Kinds(PROGRAM, MESH)
+    expected = {"product": "matmuls", "attended": "attention", "softmax": "attention", "splash": "attention", "gmm": "matmuls"}
+    expected |= {"step": "optimizer", "copied": "memory", "room": "memory", "small": "other", "loop": None, "a": None}
+    expected |= {
+        "sum": "data",
+        "both": "data",
+        "sent-start": "stage",
+        "sent-done": "stage",
+        "fetch-start": "memory",
+        "fetch-done": "memory",
+    }
+    assert {name: part_of(kinds, name) for name in expected} == expected
+    rank = lambda name: kinds.of(Event(name, "", 0.0, 1.0)).rank
+    assert [rank(name) for name in ("product", "sum", "fetch-done", "small")] == [Rank.COMPUTES, Rank.SENDS, Rank.AROUND, Rank.AROUND]
+
+
+@pytest.mark.parametrize(
+    "kernel, part",
+    [
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "matmuls"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32", "matmuls"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", "attention"),
+        ("loop_add_fusion_7", "memory"),
+        ("MemcpyD2D", "memory"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+    ],
+)
+def test_kinds_of_kernels_that_name_no_instruction(kernel, part):
+    assert part_of(Kinds(PROGRAM, MESH), "", kernel) == part
+
+
+def test_communication_over_the_only_axis():
+    assert part_of(Kinds(PROGRAM, MESH | {"stage": 1, "model": 1}), "", "ncclDevKernel_AllGather") == "data"
+
+
+PRODUCT, PASS, SENT = Kind("matmuls"), Kind("memory"), Kind("data", Rank.SENDS)
+CALL, STAGE = Kind("other", Rank.AROUND), Kind("stage", Rank.SENDS)
+
+
+@pytest.mark.parametrize(
+    "spans, exposed, hidden",
+    [
+        ([], {}, {}),
+        ([(0, 2, PRODUCT), (3, 4, PRODUCT)], {"matmuls": 3}, {}),
+        ([(0, 4, PRODUCT), (2, 4, PASS)], {"matmuls": 3, "memory": 1}, {}),
+        ([(0, 4, PRODUCT), (0, 4, PRODUCT), (0, 4, PASS)], {"matmuls": 8 / 3, "memory": 4 / 3}, {}),
+        ([(0, 4, PRODUCT), (3, 6, SENT)], {"matmuls": 4, "data": 2}, {"data": 1}),
+        ([(0, 4, SENT), (2, 4, STAGE), (1, 2, PRODUCT)], {"matmuls": 1, "data": 2, "stage": 1}, {"data": 1}),
+        ([(0, 10, CALL), (1, 3, PRODUCT), (3, 4, SENT)], {"other": 7, "matmuls": 2, "data": 1}, {}),
+        ([(0, 0, PRODUCT), (1, 2, PASS)], {"memory": 1}, {}),
+    ],
+)
+def test_what_counts_at_each_moment(spans, exposed, hidden):
+    parts = shared_out(spans)
+    assert dict(parts.exposed) == pytest.approx(exposed) and dict(parts.hidden) == pytest.approx(hidden)
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    """Of the device that computes most; what nothing accounts for is waiting."""
+    kinds = Kinds(PROGRAM, MESH)
+    events = {
+        0: [Event("product", "", 0.0, 1.0), Event("sum", "", 1.0, 5.0)],
+        1: [Event("product", "", 0.0, 3.0), Event("sum", "", 2.0, 5.0)],
+    }
+    found = measured_parts(events, kinds, 2, 4.0)
+    assert found.device == 1 and found.time.exposed == pytest.approx({"matmuls": 1.5, "data": 1.0, "waiting": 1.5})
+    assert found.time.hidden == pytest.approx({"data": 0.5}) and found.time.seconds == pytest.approx(4.0)
+    with pytest.raises(TraceError, match="no work"):
+        measured_parts({0: [Event("sum", "", 0.0, 1.0)]}, kinds, 2, 4.0)
+
+
+def test_a_real_trace(tmp_path):
+    """Products, attention, a sum over `data` and an update on two simulated devices, traced as training is: each part is there, and all
+    parts are the step."""
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1, 1, 1, 1), tuple(MESH))
+    x = jax.device_put(jnp.ones((4, 128, 64)), NamedSharding(mesh, P("data")))
+    w = jax.device_put(jnp.eye(64), NamedSharding(mesh, P()))
+
+    def loss(w, x):
+        q = (x @ w).reshape(*x.shape[:2], 4, 16)
+        return (attend_whole(q, q, q, None, "all_gather", "xla") ** 2).sum()
+
+    @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, P()))
+    def train(w, x):
+        gradient = jax.shard_map(
+            lambda w, x: jax.lax.psum(jax.grad(loss)(w, x), "data"), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+        )(w, x)
+        with jax.named_scope("optimizer"):
+            return w - 1e-6 * gradient
+
+    compiled = train.lower(w, x).compile()
+    profile = Profile(tmp_path, 0, 2, clock := WallClock())
+    clock.enter(Part.STEPPING)
+    for at in range(WARM_UP + 3):
+        profile.before(at)
+        w = compiled(w, x)
+        profile.after(at + 1, w)
+    found = measured_parts(read(tmp_path, "jit_train"), Kinds(compiled.as_text(), MESH | {"stage": 1, "model": 1}), 2, profile.step_time_s)
+    assert {"matmuls", "attention", "data", "optimizer", "waiting"} <= found.time.exposed.keys(), found
+    assert found.time.seconds == pytest.approx(profile.step_time_s, rel=0.05) and not {"stage", "communication"} & found.time.exposed.keys()
+    assert len(list(tmp_path.rglob("*.xplane.pb"))) == 1
