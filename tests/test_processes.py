@@ -31,8 +31,7 @@ DEVICES = 2  # of all processes together; those of --full have several each
 def single(folder):
     """The workdir of one process, with a profile."""
     workdir = folder / "single"
-    hardware = hardware_file.write(folder)
-    train(workdir, 1, *settings(train__steps=STEPS, train__profile_steps=2, train__hardware=hardware, metrics__rows=True))
+    train(workdir, 1, *settings(train__steps=STEPS, train__profile_steps=2, metrics__rows=True))
     return workdir
 
 
@@ -75,15 +74,16 @@ def test_ops_have_their_names_in_a_profile(single):
 
 
 @pytest.mark.full
-def test_a_profile_by_part(single, workdir, folder):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_profile_by_part(processes, workdir, folder):
     """Two stages, by one process and by two, of which process 0 reads its own device's part: every part of the plan is there."""
-    train(workdir, 2, *settings(train__steps=STEPS, train__profile_steps=2, train__hardware=hardware_file.write(folder)))
-    for run in (single, workdir):
-        record = json.loads((run / "planned.json").read_text())
-        exposed = record["trace"]["exposed"]
-        assert {"matmuls", "attention", "memory", "optimizer", "stage", "waiting"} <= exposed.keys(), run
-        assert "communication" not in exposed and sum(exposed.values()) == pytest.approx(record["trace"]["step_time_s"], rel=0.01)
-        assert record["planned_step_time_s"] == pytest.approx(sum(record["planned"].values())) and record["largest_miss"]["part"]
+    flags = settings(train__steps=STEPS, train__profile_steps=2, train__hardware=hardware_file.write(folder))
+    train(workdir, processes, *flags)
+    record = json.loads((workdir / "planned.json").read_text())
+    exposed = record["trace"]["exposed"]
+    assert {"matmuls", "attention", "memory", "optimizer", "stage", "waiting"} <= exposed.keys()
+    assert "communication" not in exposed and sum(exposed.values()) == pytest.approx(record["trace"]["step_time_s"], rel=0.01)
+    assert record["planned_step_time_s"] == pytest.approx(sum(record["planned"].values())) and record["largest_miss"]["part"]
 
 
 @pytest.mark.full

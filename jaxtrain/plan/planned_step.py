@@ -49,7 +49,8 @@ class PlanAtHand:
 
 
 def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
-    """Of a resolved config whose mesh is known, for the kind of device of `train.hardware`, or else for what jax calls so. Raises HardwareError."""
+    """Of a resolved config whose mesh is known, for the kind of device of `train.hardware`, or else for what jax calls so. Raises
+    HardwareError."""
     kind = kind_at_hand(config, device_kind)
     if kind is None:
         use = "python -m jaxtrain.plan --calibrate --out=FILE measures it, for train.hardware=FILE"
