@@ -1,6 +1,7 @@
 """A run's listener that measures its step after warm-up and says it beside the planned one, by part where steps are traced.
 
-On process 0, once in each start of the run. Reading a trace takes the loop's time, but not the steps': Part.OTHER.
+Once in each start of the run. Process 0 says, writes and reads its own trace; that takes the loop's time, but not the steps' (Part.OTHER),
+and the other processes wait for it outside of any step, which would count as hung.
 """
 
 import pathlib
@@ -8,6 +9,7 @@ import re
 import statistics
 from collections.abc import Callable
 
+import jax
 from jax.stages import Compiled
 
 from jaxtrain.config import Config
@@ -49,7 +51,7 @@ class AfterWarmUp:
     ):
         self._config, self._program, self._folder = config, program, folder
         self._profile, self._clock, self._say = profile, clock, say
-        self._plan = plan_at_hand(config, device_kind).prediction if cluster.is_main() else None
+        self._plan = plan_at_hand(config, device_kind).prediction
         # The first steps; then those that are traced; then one that finds nothing before it, for which nothing is awaited.
         self._first = profile.start + WARM_UP + profile.count + 1
         self._laps: list[float] = []
@@ -81,12 +83,15 @@ class AfterWarmUp:
         assert plan is not None
         self._plan, self._laps = None, []
         with self._clock.part(Part.OTHER):
-            time, name = plan.time, plan.work.hardware.name
-            step = PlannedStep(at, name, plan.seconds, time.exposed, time.hidden, len(laps), statistics.median(laps), self._trace())
-            for line in step.lines():
-                self._say(line)
-            with warned(self._folder / PLANNED, self._say):
-                (self._folder / PLANNED).write_text(step.as_json())
+            if cluster.is_main():
+                time, name = plan.time, plan.work.hardware.name
+                step = PlannedStep(at, name, plan.seconds, time.exposed, time.hidden, len(laps), statistics.median(laps), self._trace())
+                for line in step.lines():
+                    self._say(line)
+                with warned(self._folder / PLANNED, self._say):
+                    (self._folder / PLANNED).write_text(step.as_json())
+            if self._profile.step_time_s is not None and jax.process_count() > 1:
+                cluster.barrier("the profile is read")
 
     def _trace(self) -> Trace | None:
         """The profile's steps by part; None where none were traced, or a line says why they cannot be read."""

@@ -7,6 +7,7 @@ at the same moment shares it. So a step's parts add up to its time.
     attention    its kernels, and all else that is named so
     optimizer    the update
     memory       what else computes
+    host         what goes to and from the host's memory
     AXIS         communication over a mesh axis; of several axes that with the slowest links; `communication` where no axis is known
     waiting      nothing: bubbles, the time between kernels, the host
     other        a loop that became one kernel, in which nothing can be told apart
@@ -20,7 +21,7 @@ import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxtrain.costs.step_time import ATTENTION, MATMULS, MEMORY, OPTIMIZER, Parts
+from jaxtrain.costs.step_time import ATTENTION, HOST, MATMULS, MEMORY, OPTIMIZER, Parts
 from jaxtrain.parallel.attention import SCOPE
 from jaxtrain.plan import hlo
 from jaxtrain.plan.hlo import FREE, Instruction, Program
@@ -31,11 +32,13 @@ from jaxtrain.plan.step_loops import op_in
 from jaxtrain.plan.trace import Event, Events, TraceError
 
 OTHER = "other"
+HOST_MEMORY = 5  # the space of arrays in it
 ASYNCHRONOUS = ("-start", "-done", "-update")
 AROUND = frozenset({"while", "conditional"})
 # Kernels of GPUs that name no instruction (in graphs of kernels) by their own names.
 KERNELS = (
-    (re.compile(r"nccl", re.IGNORECASE), ""),
+    (re.compile(r"nccl", re.IGNORECASE), COMMUNICATION),
+    (re.compile(r"memcpy ?(?:d2h|h2d)", re.IGNORECASE), HOST),
     (re.compile(r"fmha|flash|cudnn.*(?:sdpa|attention)", re.IGNORECASE), ATTENTION),
     (re.compile(r"gemm|nvjet|cutlass|cublas|xmma", re.IGNORECASE), MATMULS),
 )
@@ -81,7 +84,8 @@ class Kinds:
         """Of a kernel that the program's text does not name."""
         for pattern, part in KERNELS:
             if pattern.search(name):
-                return Kind(part) if part else Kind(self._axes[0] if len(self._axes) == 1 else COMMUNICATION, Rank.SENDS)
+                only_axis = part == COMMUNICATION and len(self._axes) == 1
+                return Kind(self._axes[0] if only_axis else part, Rank.SENDS if part in (COMMUNICATION, HOST) else Rank.COMPUTES)
         return Kind(MEMORY)
 
     def _of(self, i: Instruction) -> Kind | None:
@@ -94,6 +98,8 @@ class Kinds:
         collective = next((j for j in inside if j.collective), None)
         if collective is not None and not products:
             return self._sending(collective)
+        if HOST_MEMORY in {space for j in (inside[0], *self._operands(inside[0])) for space in j.spaces} and not products:
+            return Kind(HOST, Rank.SENDS)
         # What is in flight while the device computes counts where it computes nothing.
         rank = Rank.AROUND if i.opcode.endswith(ASYNCHRONOUS) else Rank.COMPUTES
         return Kind(self._computed(i, inside, products), rank)
@@ -116,6 +122,9 @@ class Kinds:
             i = self._named[i.operands[0]]
         called = [j for role, name in i.calls.items() if role == "calls" for j in self.program.below(name)]
         return [i, *called]
+
+    def _operands(self, i: Instruction) -> list[Instruction]:
+        return [self._named[name] for name in i.operands if name in self._named]
 
     def _op_name(self, i: Instruction) -> str:
         if i.op_name or i.opcode != "fusion":

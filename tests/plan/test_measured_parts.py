@@ -47,6 +47,9 @@ ENTRY %main (a: bf16[8,4], b: bf16[4,8]) -> bf16[8,8] {
   %sent-done = bf16[8,8]{1,0} collective-permute-done(%sent-start)
   %fetch-start = (bf16[8,8]{1,0}, bf16[8,8]{1,0}, u32[]) copy-start(%product)
   %fetch-done = bf16[8,8]{1,0} copy-done(%fetch-start)
+  %away = bf16[8,8]{1,0:S(5)} copy(%product)
+  %back-start = (bf16[8,8]{1,0}, bf16[8,8]{1,0:S(5)}, u32[]) copy-start(%away)
+  %back-done = bf16[8,8]{1,0} copy-done(%back-start)
   %loop = bf16[8,8]{1,0} while(%product), condition=%c, body=%d
   ROOT %small = bf16[8,8]{1,0} call(%product), to_apply=%d
 }
@@ -69,6 +72,9 @@ def test_kinds_of_instructions():
         "sent-done": "stage",
         "fetch-start": "memory",
         "fetch-done": "memory",
+        "away": "host",
+        "back-start": "host",
+        "back-done": "host",
     }
     assert {name: part_of(kinds, name) for name in expected} == expected
     rank = lambda name: kinds.of(Event(name, "", 0.0, 1.0)).rank
@@ -83,6 +89,7 @@ def test_kinds_of_instructions():
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", "attention"),
         ("loop_add_fusion_7", "memory"),
         ("MemcpyD2D", "memory"),
+        ("MemcpyD2H", "host"),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
     ],
 )
