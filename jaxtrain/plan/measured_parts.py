@@ -12,14 +12,16 @@ at the same moment shares it. So a step's parts add up to its time.
     waiting      nothing: bubbles, the time between kernels, the host
     other        a loop that became one kernel, in which nothing can be told apart
 
-A collective's time is also that in which it waits for devices that come later: between stages that is the bubble.
+A device waits in a collective for those that come later: between stages that is the bubble. The last one to come does not wait, so a
+collective takes as long as on the device of this process where it is shortest; what is longer is waiting. Devices of other processes are
+not seen: the wait for them counts as communication.
 """
 
 import collections
 import dataclasses
 import enum
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxtrain.costs.step_time import ATTENTION, HOST, MATMULS, MEMORY, OPTIMIZER, Parts
 from jaxtrain.parallel.attention import SCOPE
@@ -149,7 +151,7 @@ class MeasuredParts:
 
 def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float) -> MeasuredParts:
     """Of a trace of so many steps, which took `step_time_s` each. Raises TraceError where no event is of a known kind."""
-    spans = {device: [(e.begin, e.end, kind) for e in found if (kind := kinds.of(e))] for device, found in events.items()}
+    spans = {device: list(_spans(found, kinds)) for device, found in without_waiting(events, kinds).items()}
     busy = {device: sum(end - begin for begin, end, kind in of_device if kind.rank is Rank.COMPUTES) for device, of_device in spans.items()}
     if not any(busy.values()):
         raise TraceError("the trace has no work of a device")
@@ -157,6 +159,45 @@ def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float)
     parts = shared_out(spans[device]) * (1 / steps)
     waiting = max(0.0, step_time_s - parts.seconds)
     return MeasuredParts(device, parts + Parts({WAITING: waiting}))
+
+
+def without_waiting(events: Events, kinds: Kinds) -> Events:
+    """The events in order, collectives from when the last of these devices had come: the n-th of an instruction is the same collective on
+    all devices that run it as often (stages run their ops' own ones as often as their tables say)."""
+    ordered = {device: sorted(found, key=lambda event: event.begin) for device, found in events.items()}
+    alike: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)
+    collectives = {device: _collectives(found, kinds) for device, found in ordered.items()}
+    for by_name in collectives.values():
+        for name, found in by_name.items():
+            alike[name, len(found)].append([event.end - event.begin for event in found])
+    shortest = {key: [min(each) for each in zip(*durations, strict=True)] for key, durations in alike.items()}
+    arrived: Events = {}
+    for device, found in ordered.items():
+        nth: collections.Counter[str] = collections.Counter()
+        arrived[device] = []
+        for event in found:
+            if same := collectives[device].get(event.instruction):
+                seconds = shortest[event.instruction, len(same)][nth[event.instruction]]
+                nth[event.instruction] += 1
+                event = dataclasses.replace(event, begin=event.end - seconds)
+            arrived[device].append(event)
+    return arrived
+
+
+def _collectives(events: Iterable[Event], kinds: Kinds) -> dict[str, list[Event]]:
+    """By instruction, those between devices."""
+    found: dict[str, list[Event]] = collections.defaultdict(list)
+    for event in events:
+        kind = kinds.of(event) if event.instruction else None
+        if kind is not None and kind.rank is Rank.SENDS and kind.part != HOST:
+            found[event.instruction].append(event)
+    return dict(found)
+
+
+def _spans(events: Iterable[Event], kinds: Kinds) -> Iterator[tuple[float, float, Kind]]:
+    for event in events:
+        if (kind := kinds.of(event)) is not None:
+            yield event.begin, event.end, kind
 
 
 def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> Parts:

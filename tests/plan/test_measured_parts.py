@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.attention import attend_whole
-from jaxtrain.plan.measured_parts import Kind, Kinds, Rank, measured_parts, shared_out
+from jaxtrain.plan.measured_parts import Kind, Kinds, Rank, measured_parts, shared_out, without_waiting
 from jaxtrain.plan.trace import Event, TraceError, read
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
@@ -123,18 +123,35 @@ def test_what_counts_at_each_moment(spans, exposed, hidden):
     assert dict(parts.exposed) == pytest.approx(exposed) and dict(parts.hidden) == pytest.approx(hidden)
 
 
+def at(name: str, *times: tuple[float, float]) -> list[Event]:
+    """Events of an instruction, each with its begin and end."""
+    return [Event(name, "", *each) for each in times]
+
+
 def test_a_step_is_the_sum_of_its_parts():
     """Of the device that computes most; what nothing accounts for is waiting."""
     kinds = Kinds(PROGRAM, MESH)
-    events = {
-        0: [Event("product", "", 0.0, 1.0), Event("sum", "", 1.0, 5.0)],
-        1: [Event("product", "", 0.0, 3.0), Event("sum", "", 2.0, 5.0)],
-    }
+    events = {0: at("product", (0.0, 1.0)), 1: at("product", (0.0, 3.0)) + at("sum", (2.0, 5.0))}
     found = measured_parts(events, kinds, 2, 4.0)
     assert found.device == 1 and found.time.exposed == pytest.approx({"matmuls": 1.5, "data": 1.0, "waiting": 1.5})
     assert found.time.hidden == pytest.approx({"data": 0.5}) and found.time.seconds == pytest.approx(4.0)
     with pytest.raises(TraceError, match="no work"):
-        measured_parts({0: [Event("sum", "", 0.0, 1.0)]}, kinds, 2, 4.0)
+        measured_parts({0: at("sum", (0.0, 1.0))}, kinds, 2, 4.0)
+
+
+def test_the_wait_for_who_comes_later():
+    """Each time the last one to come says how long the sum itself takes; a device that runs one of its own as often as no other waits for
+    nobody that is seen."""
+    kinds = Kinds(PROGRAM, MESH)
+    events = {
+        0: at("sum", (10.0, 15.0), (1.0, 5.0)) + at("both", (20.0, 29.0)) + at("product", (0.0, 1.0)),
+        1: at("sum", (4.0, 5.0), (9.0, 15.0)) + at("both", (20.0, 21.0), (22.0, 23.0)),
+    }
+    arrived = without_waiting(events, kinds)
+    times = lambda device, name: [(e.begin, e.end) for e in arrived[device] if e.instruction == name]
+    assert times(0, "sum") == [(4.0, 5.0), (10.0, 15.0)] == times(1, "sum")
+    assert times(0, "both") == [(20.0, 29.0)] and times(1, "both") == [(20.0, 21.0), (22.0, 23.0)] and times(0, "product") == [(0.0, 1.0)]
+    assert measured_parts(events, kinds, 1, 30.0).time.exposed == pytest.approx({"matmuls": 1.0, "data": 15.0, "waiting": 14.0})
 
 
 def test_a_real_trace(tmp_path):
