@@ -11,6 +11,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs.step_time import FIXED, OPTIMIZER
 from jaxtrain.plan.prediction import Prediction
+from jaxtrain.plan.tables import op_times
 from jaxtrain.schedule.simulate import Simulation
 
 OUTSIDE = ("data", "replica", OPTIMIZER, FIXED)  # parts of a step beside the table
