@@ -1,7 +1,7 @@
 """What a step holds on the fullest device, by parts, in closed form.
 
 weights, gradients, optimizer   by the stage of ZeRO, of the stage with most parameters
-activations                     what layers keep of a microbatch, for those that a stage holds at once
+activations                     what layers keep of a microbatch, for those that a stage holds at once; our own program's by slots.py
 working                         what one layer's backward needs beside: its matrices and their gradients, its widest results
 logits                          of the tokens whose logits exist at a time: what is more than `working`, for head and layers take turns
 """
@@ -11,22 +11,143 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.costs import identities
+from jaxtrain.costs.slots import Slots, estimated, layer_bytes, masks, pool_bytes, turned_stash
 from jaxtrain.costs.step_time import ITEM, Work
 
-ALLOCATED = 1.04  # of what is live at the peak, for buffers do not fit without gaps (XLA for H100s: 1.04 to 1.19)
+ALLOCATED = 1.01  # of what is live at the peak, for buffers do not fit without gaps (XLA for H100s, but for what `working` counts)
 LOGIT_BYTES = 10.0  # of a logit: in 32 bits, its gradient, and in 16 bits what products read of it
+WIDE = 4  # arrays of a microbatch at once in an op of our own program, as wide as the layer, and as many as its hidden layer
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes by part on the fullest device."""
+    """Bytes by part on the fullest device. pools: of the activations, by the pool of slots that they lie in, where there are any."""
 
     parts: Mapping[str, float]
+    pools: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def bytes(self) -> float:
         """With what lies between arrays."""
         return ALLOCATED * sum(self.parts.values())
+
+
+def memory(work: Work, loss_chunk: int = 2048, slots: Slots | None = None) -> Memory:
+    """The parts.
+
+    loss_chunk: tokens whose logits exist at a time
+    slots: of our own program's table; those of the schedule's closed form if not given
+    """
+    if work.program.slots:
+        return _of_our_own(work, loss_chunk, slots or estimated(work))
+    parameters, shards, layout = work.device_parameters(), work.shards, work.layout
+    program = work.program
+    optimizer = program.state_bytes * parameters / (shards if layout.zero >= 1 else 1)
+    layers = math.ceil(work.model.layers / layout.stage) + (work.model.dense_layers if layout.stage == 1 else 0)
+    in_flight = 1.0 if layout.offload in ("activations", "both") else microbatches_in_flight(work)
+    logits = LOGIT_BYTES * min(work.tokens, loss_chunk) * work.model.vocab_size / layout.model
+    working = _working(work)
+    return Memory(
+        {
+            "weights": program.weight_bytes * parameters / (shards if layout.zero >= 3 else 1),
+            "gradients": program.gradient_bytes * parameters / (shards if layout.zero >= 2 else 1),
+            "optimizer": 0.0 if layout.offload in ("optimizer", "both") else optimizer,
+            "activations": layer_activations(work) * layers * in_flight,
+            "working": working,
+            "logits": max(0.0, logits - working),
+        }
+    )
+
+
+# --- our own program -----------------------------------------------------------------------------------------------------------------
+
+
+def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
+    """slots: None with one stage."""
+    layout, program, shards = work.layout, work.program, work.shards
+    layers, tables = _parameters(work, slots)
+    parameters = layers + tables
+    sharded = {stage: shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
+    # Tables that all stages have are updated by each in a part.
+    parts = layout.stage if slots and not slots.shares_vocabulary and layout.zero else 1
+    parts = parts if work.model.width % (sharded[1] * parts) == 0 else 1
+    optimizer = program.state_bytes * (layers + tables / parts) / sharded[1]
+    # XLA casts all weights to the type of the products before the loops, once.
+    cast = 0 if work.dtype == "float32" else work.item
+    pools = _pools(work, slots)
+    working, head = _layer_working(work) + (turned_stash(work, slots) if slots else 0.0), _head_working(work, loss_chunk, slots)
+    return Memory(
+        {
+            "weights": (program.weight_bytes + cast) * parameters / sharded[3],
+            "gradients": program.gradient_bytes * parameters / sharded[2],
+            "optimizer": 0.0 if layout.offload in ("optimizer", "both") else optimizer,
+            "activations": sum(pools.values()) if slots else _kept_by_layers(work),
+            "working": working,
+            "logits": max(0.0, head - working),
+        },
+        pools,
+    )
+
+
+def _parameters(work: Work, slots: Slots | None) -> tuple[float, float]:
+    """Numbers of a device's layers, and of its part of the tables at both ends."""
+    model, layout = work.model, work.layout
+    experts = model.experts * model.width * model.expert_width * (3 if model.gated else 2)
+    layer = model.layer_parameters() - experts * (1 - 1 / layout.expert)
+    layers = (slots.rows if slots else model.layers) * layer + model.dense_layers * model.layer_parameters(dense=True)
+    tables = model.embedding_parameters() / (layout.stage if slots and slots.shares_vocabulary else 1)
+    return layers / layout.model, tables / layout.model
+
+
+def _pools(work: Work, slots: Slots | None) -> dict[str, float]:
+    """Bytes of the pools on the device; none with one stage."""
+    if slots is None:
+        return {}
+    layout = work.layout
+    kept = ("activation",) if layout.remat == "full" else ("residual_b", "residual_w")
+    away = kept if layout.offload in ("activations", "both") else ()
+    return {pool: size for pool, size in pool_bytes(work, slots).items() if pool not in away}
+
+
+def _kept_by_layers(work: Work) -> float:
+    """Bytes that all layers keep of the microbatch at hand, with one stage."""
+    if work.layout.offload in ("activations", "both"):
+        return 0.0
+    layer = layer_bytes(work)
+    each = layer.input if work.layout.remat == "full" else layer.residual_b + layer.residual_w
+    return each * (work.model.layers + work.model.dense_layers)
+
+
+def _layer_working(work: Work) -> float:
+    """Bytes of what an op of one layer has beside what is kept.
+
+    A matrix and its gradient take turns. With ZeRO's stage 2 all of a layer's gradients are whole until they are scattered, in 16 bits and
+    in 32. With stage 3 the layer's matrices and the next one's are gathered: by several stages in B, before W makes the gradients; by one
+    while gradients take the place of matrices and those of the layer before are on their way, as are those of the head, in two layouts.
+    """
+    model, layout, number = work.model, work.layout, work.program.gradient_bytes
+    inner = max(model.hidden(), model.heads * model.score_dim) / layout.model
+    arrays = WIDE * work.item * work.tokens * (model.width + inner) + masks(work)
+    layer = model.layer_parameters() / layout.model / layout.expert
+    if layout.zero < 2 or layout.data == 1:
+        return arrays + work.item * model.width * inner
+    gathered = 2 * work.item * layer if layout.zero >= 3 else 0.0
+    if layout.stage > 1:
+        return arrays + max((work.item + number) * layer, gathered)
+    head = 2 * number * model.vocab_size * model.width / layout.model if layout.zero >= 3 else 0.0
+    return arrays + number * layer + max(work.item * layer, gathered) + head
+
+
+def _head_working(work: Work, loss_chunk: int, slots: Slots | None) -> float:
+    """Bytes of what head and loss have: their input and its gradient, logits, and with ZeRO's stage 2 the gradient of the table."""
+    model, layout = work.model, work.layout
+    columns = model.vocab_size / layout.model / (layout.stage if slots and slots.shares_vocabulary else 1)
+    gradient = work.program.gradient_bytes * model.width * columns if layout.zero >= 2 and layout.data > 1 else 0.0
+    logits = LOGIT_BYTES * min(work.tokens, loss_chunk) * columns
+    return WIDE * work.item * work.tokens * model.width + logits + gradient
+
+
+# --- other programs ------------------------------------------------------------------------------------------------------------------
 
 
 def layer_activations(work: Work) -> float:
@@ -65,44 +186,6 @@ def microbatches_in_flight(work: Work) -> float:
         "dualpipe_v": p + 1,
     }.get(layout.schedule, p * (1 + (p - 1) / (p * v)))
     return min(float(m), float(most))
-
-
-def memory(work: Work, loss_chunk: int = 2048) -> Memory:
-    """The parts. loss_chunk: tokens whose logits exist at a time."""
-    model, layout, program = work.model, work.layout, work.program
-    parameters, shards = work.device_parameters(), work.shards
-    optimizer = program.state_bytes * parameters / (shards if layout.zero >= 1 else 1)
-    layers = math.ceil(model.layers / layout.stage) + (model.dense_layers if layout.stage == 1 else 0)
-    kept = layer_activations(work) * layers * microbatches_in_flight(work)
-    if program.units and layout.stage > 1 and layout.remat == "full":
-        kept = layer_activations(work) * layout.repeats * microbatches_in_flight(work) + _unit(work)
-    logits = LOGIT_BYTES * min(work.tokens, loss_chunk) * model.vocab_size / layout.model
-    working = _working(work)
-    if layout.offload in ("optimizer", "both"):
-        optimizer = 0.0
-    if layout.offload in ("activations", "both"):
-        kept = layer_activations(work) * layers
-    return Memory(
-        {
-            "weights": program.weight_bytes * parameters / (shards if layout.zero >= 3 else 1),
-            "gradients": program.gradient_bytes * parameters / (shards if layout.zero >= 2 else 1),
-            "optimizer": optimizer,
-            "activations": kept,
-            "working": working,
-            "logits": max(0.0, logits - working),
-        }
-    )
-
-
-def _unit(work: Work) -> float:
-    """Bytes of a chunk's residuals between R and B, and between B and W, of one microbatch: as compiled, of the hidden layer's arrays six
-    (four without a gate), and nine as wide as the layer."""
-    model, layout = work.model, work.layout
-    hidden = model.hidden()
-    heads = 4 * model.heads * model.score_dim + 4 * model.kv_heads * model.score_dim
-    width = (6 if model.gated else 4) * hidden + 5 * model.width + heads
-    layers = model.layers / (layout.stage * layout.repeats)
-    return ITEM * layers * work.tokens * width / layout.model
 
 
 def _working(work: Work) -> float:

@@ -28,7 +28,7 @@ class Program:
     split_sends:      messages between stages are split over `model`
     vocabulary_parallel: embedding and head are split over the stages
     by_dimension:     ZeRO shares out a dimension of each array, so `data` has to divide the width; otherwise it cuts flat buffers anywhere
-    units:            in a pipeline what is computed again is a chunk of layers: its input alone is kept, and all its residuals at once
+    slots:            activations lie in slots of a table (slots.py); with several chunks of layers one is computed again at a time
     fixed_s:          seconds of a step beside all this: its host, the loss, the norm of gradients
     """
 
@@ -54,7 +54,7 @@ class Program:
     split_sends: bool = True
     vocabulary_parallel: bool = False
     by_dimension: bool = False
-    units: bool = False
+    slots: bool = False
     fixed_s: float = 0.0
 
 
@@ -78,12 +78,12 @@ PROGRAMS: dict[str, Program] = {
             "the program that this package compiles",
             stage_overlap=True,
             data_overlap=0.0,
-            weight_bytes=6.0,  # the master copy, and a cast of all of it that XLA makes before the loops
+            weight_bytes=4.0,  # beside the cast of all of it
             state_bytes=8.0,
             sent_weight=4.0,
             vocabulary_parallel=True,
             by_dimension=True,
-            units=True,
+            slots=True,
         ),
         _MEGATRON_2021,
         dataclasses.replace(

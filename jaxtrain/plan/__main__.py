@@ -3,7 +3,7 @@
     recipe, kind of device  ─ --layout ──→  one layout, evaluated
                             ─ --devices ─→  the best of all layouts
 
-Closed forms (costs/), then the exact clock of the schedule's table; nothing is compiled and jax is not imported.
+Closed forms (costs/), then the slots and the exact clock of the schedule's table; nothing is compiled and jax is not imported.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ from jaxtrain.run.exit_status import ExitStatus, RunError
 DESCRIPTION = """usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N] [--recipe=FILE] [--json]
        jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --layout=KEY=VALUE,… [--tokens=N] [--json]
        jaxtrain plan --calibrate --out=FILE                          measures this machine's devices, as a file for --hardware
-       jaxtrain plan --compile --topology=DEVICES --config=NAME|FILE  what the compiler says of a step for devices that are not there
+       jaxtrain plan --compile --topology=DEVICES --config=NAME|FILE [--layout=…]
+                                                                     what the compiler says of a step for devices that are not there
        (or python -m jaxtrain.plan …; --calibrate --help and --compile --help have the flags of these two)
 
 Says what a run needs and how fast it is on devices that need not be there, and how to lay it over them, such as
@@ -53,7 +54,7 @@ Says what a run needs and how fast it is on devices that need not be there, and 
 A layout that does not fit is evaluated all the same. Without --layout all layouts are searched, and the ten best that fit are timed by the
 exact clock of their tables, too.
 
-What --json prints, of the layout or of the best, by closed forms:
+What --json prints, of the layout or of the best, by closed forms but for the slots of its table:
   step_time_s                   of a step
   model_tflops_per_device       attention counted in full; hardware_tflops_per_device, with what is computed again
   mfu, hfu                      the same over the peak

@@ -9,13 +9,13 @@ import dataclasses
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
-from jaxtrain.costs.step_time import FIXED, OPTIMIZER
+from jaxtrain.config.work import milliseconds
+from jaxtrain.costs.step_time import FIXED, HOST, OPTIMIZER
+from jaxtrain.plan import tables
 from jaxtrain.plan.prediction import Prediction
 from jaxtrain.schedule.simulate import Simulation
 
-OUTSIDE = ("data", "replica", OPTIMIZER, FIXED)  # parts of a step beside the table
-CELLS = 2**12  # stages · chunks on a stage · microbatches of a table that is made in a second; of longer steps a part is timed
-LEAST_ROUNDS = 4  # microbatches of such a part, in those of a pipeline that is filled
+OUTSIDE = ("data", "replica", OPTIMIZER, HOST, FIXED)  # parts of a step beside the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +36,18 @@ def clocked(prediction: Prediction) -> Clocked | None:
     layout = prediction.work.layout
     if layout.stage == 1:
         return None
-    config = cfg.replace(prediction.config, {"pipeline.times": prediction.work.op_times()})
-    rounds = max(LEAST_ROUNDS, CELLS // (layout.stage**2 * layout.repeats))
-    timed = min(layout.microbatches, rounds * layout.stage)
+    config = cfg.replace(prediction.config, {"pipeline.times": milliseconds(prediction.work.op_times())})
+    timed = min(layout.microbatches, tables.most_microbatches(layout.stage, layout.repeats))
     table = _timed(config, timed)
     inside, work = table.step_time_coupled, table.step_time_coupled * (1 - table.bubble_fraction_coupled)
     if timed < layout.microbatches:
-        half = _timed(config, rounds // 2 * layout.stage)
-        further = (layout.microbatches - timed) / (timed - rounds // 2 * layout.stage)
+        fewer = timed // layout.stage // 2 * layout.stage
+        half = _timed(config, fewer)
+        further = (layout.microbatches - timed) / (timed - fewer)
         inside += further * (inside - half.step_time_coupled)
         work *= layout.microbatches / timed
-    seconds = inside + sum(prediction.time.exposed.get(part, 0.0) for part in OUTSIDE)
-    return Clocked(seconds, max(0.0, inside - work) / seconds, max(table.peak_residuals) / max(1, layout.repeats))
+    seconds = 1e-3 * inside + sum(prediction.time.exposed.get(part, 0.0) for part in OUTSIDE)
+    return Clocked(seconds, 1e-3 * max(0.0, inside - work) / seconds, max(table.peak_residuals) / max(1, layout.repeats))
 
 
 def _timed(config: Config, microbatches: int) -> Simulation:

@@ -74,6 +74,9 @@ def _memory(prediction: Prediction, clock: Clocked | None) -> list[str]:
     verdict = "fits" if prediction.fits else "DOES NOT FIT"
     lines = [f"memory of the fullest device: {total / GIB:.1f} GiB of {room / GIB:.1f}, {verdict}"]
     lines += [f"  {name:14} {size / GIB:8.2f} GiB  {size / total:6.1%}" for name, size in prediction.memory.parts.items() if size]
+    pools = [f"{pool} {size / GIB:.2f}" for pool, size in prediction.memory.pools.items() if size]
+    at = next((n for n, line in enumerate(lines) if line.startswith("  activations")), len(lines) - 1)
+    lines[at + 1 : at + 1] = [f"    in slots, GiB: {', '.join(pools)}"] * bool(pools)
     gaps = total - sum(prediction.memory.parts.values())
     lines += [f"  {'between arrays':14} {gaps / GIB:8.2f} GiB  {gaps / total:6.1%}"] * (gaps > 0)
     if clock:

@@ -1,8 +1,9 @@
 """The plans that a search ends with: its best layouts by the exact clock, or the nearest request that has any. No jax."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.work import OURS
@@ -12,7 +13,7 @@ from jaxtrain.plan import search
 from jaxtrain.plan.exact_clock import Clocked, clocked
 from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.prediction import Prediction, predict
-from jaxtrain.plan.search import Space
+from jaxtrain.plan.search import Candidate, Space
 
 SHOWN = 10
 MOST_TIMES, MOST_STEPS = 4096, 2048  # how far a number of devices that works is looked for: as a multiple, and one by one
@@ -43,15 +44,17 @@ def best_plans(space: Space, tokens: float | None) -> list[Plan]:
     """At most SHOWN, the fastest by the exact clock first. Raises LayoutError, with the nearest request that has a plan, where no
     layout fits, and ConfigError for a config that breaks a rule whatever its layout is."""
     search.check(space)
-    plans = []
-    for candidate in search.search(space):
-        try:
-            plans.append(plan_of(search.laid_out(space, candidate.layout), space.hardware, space.assume, tokens, clock=True))
-        except ConfigError:  # the schedule is not made for so many stages and microbatches
-            continue
-    if not plans:
-        raise LayoutError(_nearest(space))
-    return sorted(plans, key=lambda plan: plan.seconds)[:SHOWN]
+    for candidates in search.by_offload(space):
+        if plans := [plan for plan in _plans(space, candidates, tokens) if plan.prediction.fits]:  # by its own table, too
+            return sorted(plans, key=lambda plan: plan.seconds)[:SHOWN]
+    raise LayoutError(_nearest(space))
+
+
+def _plans(space: Space, candidates: Sequence[Candidate], tokens: float | None) -> Iterator[Plan]:
+    """Of those whose table can be made."""
+    for candidate in candidates:
+        with contextlib.suppress(ConfigError):  # the schedule is not made for so many stages and microbatches
+            yield plan_of(search.laid_out(space, candidate.layout), space.hardware, space.assume, tokens, clock=True)
 
 
 # --- where there is none -------------------------------------------------------------------------------------------------------------
@@ -67,7 +70,8 @@ def _nearest(space: Space) -> str:
     size, layout = least
     parts = ", ".join(f"{axis}={getattr(layout, axis)}" for axis in ("stage", "model", "data", "expert") if getattr(layout, axis) > 1)
     rule = f"--devices={space.devices}: no layout fits into {space.hardware.memory / GIB:.1f} GiB of {space.hardware.name}"
-    rule += f": the smallest{f', {parts},' * bool(parts)} needs {size / GIB:.1f} GiB"
+    if size > space.hardware.memory:
+        rule += f": the smallest{f', {parts},' * bool(parts)} needs {size / GIB:.1f} GiB"
     multiples = (space.devices * times for times in itertools.takewhile(lambda n: n <= MOST_TIMES, _growing()))
     use = _number_of_devices(space, multiples) or _other_hardware(space)
     return f"{rule}: use {use}" if use else f"{rule}: use fewer --config.model.layers or a shorter --config.data.sequence_length"

@@ -1,4 +1,4 @@
-"""What is predicted of a step: time, rates and memory, from closed forms. No jax."""
+"""What is predicted of a step: time, rates and memory, from closed forms, and the slots of its table. No jax."""
 
 import dataclasses
 from typing import Any
@@ -9,6 +9,7 @@ from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import Memory, memory
 from jaxtrain.costs.step_time import BUBBLE, Parts, Work
 from jaxtrain.plan import layout_flag
+from jaxtrain.plan.tables import slots_of, with_op_times
 
 DAY = 86400.0
 
@@ -80,6 +81,7 @@ class Prediction:
 
 
 def predict(config: Config, hardware: Hardware, assume: str = OURS, tokens: float | None = None) -> Prediction:
-    """Of a resolved config whose mesh is known and whose rules are kept."""
+    """Of a resolved config whose mesh is known and whose rules are kept. Raises ConfigError where our own program has no table for it."""
     work = work_of(config, hardware, assume)
-    return Prediction(config, work, work.step(), memory(work, config.model.loss_chunk), tokens)
+    slots = slots_of(with_op_times(config, work)) if work.program.slots else None
+    return Prediction(config, work, work.step(), memory(work, config.model.loss_chunk, slots), tokens)

@@ -64,11 +64,13 @@ def check(space: Space) -> None:
 
 
 def search(space: Space) -> list[Candidate]:
-    """The best that fit, fastest first: at most BEST, of each way to cut the model and schedule one. Empty where none fits."""
-    for offload in OFFLOADS:
-        if found := _search(space, offload):
-            return found
-    return []
+    """The best that fit, with as little offload as possible; empty where none fits."""
+    return next(filter(None, by_offload(space)), [])
+
+
+def by_offload(space: Space) -> Iterator[list[Candidate]]:
+    """For every offload, the least first, the best that fit, fastest first: at most BEST, of each way to cut the model and schedule one."""
+    return (_search(space, offload) for offload in OFFLOADS)
 
 
 def laid_out(space: Space, layout: Layout) -> Config:

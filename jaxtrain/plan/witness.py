@@ -1,8 +1,8 @@
 """The compiler as witness: the train step compiled for devices that are not there, beside what the planner says of it.
 
-    python -m jaxtrain.plan.witness --config=llama3_8b --topology=v5p:4x4x4 [--config.mesh.model=4 …] [--json]
+    python -m jaxtrain.plan --compile --config=llama3_8b --topology=v5p:4x4x4 [--layout=data=16,model=4 …] [--config.… …] [--json]
 
-    memory        what XLA's account says of a device, and the closed form of costs/memory.py, by parts
+    memory        what XLA's account says of a device, and what costs/memory.py makes of the table's slots, by parts
     collectives   bytes that a device of the busiest stage sends in a step, and the account's (account.py); which are asynchronous, which
                   have products beside them
 
@@ -23,12 +23,15 @@ from jaxtrain.config.flags import Flag, UsageError, apply, read_flags
 from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 from jaxtrain.config.work import work_of
 from jaxtrain.costs import hardware
-from jaxtrain.costs.memory import Memory, memory
+from jaxtrain.costs.memory import Memory
 from jaxtrain.devices.mesh import sizes_of
-from jaxtrain.plan import hlo, topology
+from jaxtrain.plan import hlo, layout_flag, topology
 from jaxtrain.plan.account import account
 from jaxtrain.plan.ahead import Compiled, Refused, compile_config
+from jaxtrain.plan.layout_flag import LayoutError
+from jaxtrain.plan.prediction import predict
 from jaxtrain.plan.step_figures import StepFigures
+from jaxtrain.plan.tables import with_op_times
 from jaxtrain.plan.topology import INSTALL_COMMAND, Topology, TopologyError, compilers
 from jaxtrain.run.exit_status import ExitStatus
 
@@ -40,6 +43,7 @@ AGREES = 0.1  # of the compiler's memory
 FLAGS = (
     Flag("config", DEFAULT_RECIPE, "recipe: a Python file, or a shipped one's name"),
     Flag("topology", "", "devices to compile for: " + ", ".join(platform.form for platform in topology.PLATFORMS.values())),
+    Flag("layout", "", "compile this layout: KEY=VALUE,… as in planning; empty: the recipe's"),
     Flag("json", False, "print one JSON object"),
 )
 
@@ -215,7 +219,7 @@ def compare(config: Config, devices: Topology, compiled: Compiled) -> Witness:
         devices,
         f"{platform.package} {platform.version}",
         compiled,
-        tuple(_parts(compiled, memory(work_of(config, device), config.model.loss_chunk))),
+        tuple(_parts(compiled, predict(config, device).memory)),
         device.memory,
         figures.stage,
         config.mesh.stage,
@@ -271,16 +275,30 @@ def _crossings(config: Config, figures: StepFigures) -> list[Crossing]:
     return [Crossing(*key, sent[key], planned[key], part(asynchronous, key), part(beside, key)) for key in keys]
 
 
+def _laid_out(config: Config, text: str, devices: Topology, recipe: Config) -> Config:
+    """The config, resolved, with the layout of a text if there is one, for so many devices, and the op times by which they would train it.
+    Raises ConfigError or LayoutError."""
+    platform = devices.platform
+    if text:
+        values = layout_flag.read(text)
+        config = layout_flag.apply(config, values)
+        layout_flag.check(config, values, platform.backend, recipe)
+        config = config.resolve()
+    else:
+        config = checks.check_devices(config, devices.devices, platform.backend).resolve()
+    return with_op_times(config, work_of(config, hardware.load(platform.hardware)))
+
+
 def main(argv: Sequence[str]) -> int:
     reading = read_flags(argv, __doc__ or "", FLAGS, with_config=True)
     try:
         if reading.errors:
             raise reading.errors[0]
         devices = topology.parse(reading.values["topology"])
-        config = apply(load_recipe(find_recipe(reading.values["config"])), reading.overrides)
-        config = checks.check_devices(config, devices.devices, devices.platform.backend).resolve()
+        recipe = load_recipe(find_recipe(reading.values["config"]))
+        config = _laid_out(apply(recipe, reading.overrides), reading.values["layout"], devices, recipe)
         found = witness(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
-    except (ConfigError, RecipeError, TopologyError, UsageError) as error:
+    except (ConfigError, LayoutError, RecipeError, TopologyError, UsageError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr)
         return ExitStatus.BAD_CONFIG
     except Refused as error:

@@ -108,10 +108,10 @@ def test_memory_by_zero_and_recomputation():
     by_remat = [memory(work(Layout(data=64, remat=remat))).parts["activations"] for remat in ("none", "selective", "full")]
     assert by_remat == sorted(by_remat, reverse=True) and by_remat[2] == 2 * 8192 * 4096 * 32
     deep = [
-        memory(work(Layout(stage=8, microbatches=m, schedule=s, remat="selective"))).parts["activations"]
+        memory(work(Layout(stage=8, microbatches=m, schedule=s, remat="selective"))).pools["residual_b"]
         for s, m in (("gpipe", 32), ("1f1b", 32), ("1f1b", 4))
     ]
-    assert deep[0] == 4 * deep[1] == 8 * deep[2]
+    assert deep[0] == 4 * deep[1] == 8 * deep[2] > 0
 
 
 @pytest.mark.parametrize(

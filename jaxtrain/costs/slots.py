@@ -1,0 +1,142 @@
+"""What our own program's layers keep for their backward, as the runtime keeps it: slots of five pools, each shared by a stage's chunks.
+
+    activation     a chunk's input: from its arrival to F, and to R where there is one
+    gradient       the gradient of a chunk's output, to B
+    residual_b     what B alone needs of F
+    residual_w     what W needs too
+    weight_stash   what B leaves for W
+
+A table says how many slots there are of each (schedule/slots.py); `estimated` has closed forms of that. Bytes of a slot are those of the
+arrays that cross between ops as the layers are traced (runtime/backward_split.py), by their widths. With one stage layers keep their
+inputs, or both kinds of residuals.
+"""
+
+import dataclasses
+import math
+
+from jaxtrain.costs.step_time import Work
+
+FLOAT32 = 4  # bytes
+OWN = 2  # slots of what comes and what leaves beside those that wait
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """How many slots of each pool the fullest stage has, and what they are for.
+
+    layers:             of the largest unit, for which each slot has room
+    rows:               layers for whose parameters a device has room, which is the same on all stages
+    shares_vocabulary:  tables are split over the stages; otherwise every stage has room for all of them
+    """
+
+    activation: float
+    gradient: float
+    residual_b: float
+    residual_w: float
+    weight_stash: float
+    layers: int
+    rows: int
+    shares_vocabulary: bool
+
+
+def estimated(work: Work) -> Slots | None:
+    """Of a layout with stages, by the peaks of the named schedules' tables (schedule/orders.py); None with one stage."""
+    layout, p, v = work.layout, work.layout.stage, max(1, work.layout.repeats)
+    if p == 1:
+        return None
+    everything = layout.microbatches * v
+    kept, behind = {
+        "gpipe": (everything, 1),
+        "1f1b": (p, 1),
+        "zb_h1": (p, p),
+        "zb_h2": (2 * p - 1, 2 * p - 1),
+        "zb_v": (2 * p, 2 * p - 1),
+        "dualpipe_v": (2 * p + 1, p),
+    }.get(layout.schedule, (p * v + p - 1, 1))
+    kept, behind = min(kept, everything), min(behind, everything)
+    full = layout.remat == "full"
+    layers = math.ceil(work.model.layers / (p * v))
+    return Slots(
+        activation=kept if full else OWN,
+        gradient={"gpipe": layout.microbatches, "interleaved": p / 2}.get(layout.schedule, OWN),
+        residual_b=1 if full else kept,
+        residual_w=behind if full else kept,
+        weight_stash=behind,
+        layers=layers,
+        rows=layers * v,
+        shares_vocabulary=work.program.vocabulary_parallel,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerBytes:
+    """Bytes on a device that one layer keeps of one microbatch: its input, what crosses from the forward to B alone and to W, and from B
+    to W."""
+
+    input: float
+    residual_b: float
+    residual_w: float
+    weight_stash: float
+
+
+def layer_bytes(work: Work) -> LayerBytes:
+    """By the widths of the arrays: of queries and of attention's result, of keys and of values, of the hidden layer, and of the layer."""
+    model, layout, item = work.model, work.layout, work.item
+    width, hidden = float(model.width), float(model.hidden())
+    query, key = model.heads * model.score_dim, model.kv_heads * model.score_dim
+    result, value = model.heads * model.output_dim, model.kv_heads * model.output_dim
+    layer_norm = model.norm_vectors > 1  # keeps its input less the mean in 32 bits; RMSNorm keeps the input itself
+    statistics = FLOAT32 * model.heads  # of a softmax, log-sum-exp
+    split = work.tokens / layout.model
+    inner = (3 if model.gated else 2) * hidden
+    stash = item * (4 * width + inner + query + key + value)
+    if layout.remat == "selective":
+        norms = item * 2 * width
+        gate = hidden if model.gated else 0.0
+        for_b = item * (query + key + value + gate) + statistics + norms * layer_norm
+        for_w = item * (result + hidden) + norms * (not layer_norm)
+        stash += FLOAT32 * 2 * width * layer_norm  # made again by B
+    else:
+        for_b = item * (query + key + value + inner) + statistics
+        for_w = item * result + 2 * width * (FLOAT32 if layer_norm else item)
+    gathered = 0.0
+    if layout.model > 1:  # B leaves the two gradients that it has gathered over `model` as they are, and biases need a device's part beside
+        gathered = item * 2 * width * work.tokens
+        stash -= 0.0 if model.biases else item * 2 * width
+    return LayerBytes(
+        input=item * width * split,
+        residual_b=for_b * split + masks(work),
+        residual_w=for_w * split,
+        weight_stash=stash * split + gathered,
+    )
+
+
+def masks(work: Work) -> float:
+    """Bytes of what hides keys from queries where a sequence is split over `context`: a device has two pieces of it, one of which looks at
+    half of the sequence and one at all of it. Devices of `model` have it each."""
+    layout, length = work.layout, work.model.sequence
+    if layout.context == 1:
+        return 0.0
+    piece = length / (2 * layout.context)
+    return work.item * layout.microbatch * piece * 1.5 * length
+
+
+def pool_bytes(work: Work, slots: Slots) -> dict[str, float]:
+    """Bytes of each pool on a device."""
+    layer = layer_bytes(work)
+    return {
+        "activation": slots.activation * layer.input,
+        "gradient": slots.gradient * layer.input,
+        "residual_b": slots.residual_b * slots.layers * layer.residual_b,
+        "residual_w": slots.residual_w * slots.layers * layer.residual_w,
+        "weight_stash": slots.weight_stash * slots.layers * layer.weight_stash,
+    }
+
+
+def turned_stash(work: Work, slots: Slots) -> float:
+    """Bytes of copies of what W sums for biases: XLA transposes two arrays of the whole pool before W's loop over layers, a gradient as
+    wide as the hidden layer and one as the layer."""
+    model = work.model
+    if not model.biases:
+        return 0.0
+    return slots.weight_stash * slots.layers * work.item * work.tokens * (model.hidden() + model.width) / work.layout.model

@@ -1,0 +1,53 @@
+"""The table that a config is trained with on a kind of device, and its slots, of which costs/ has closed forms for a search. No jax.
+
+op times    the config's own, or those planned for the device: they decide where the vocabulary lies
+pools       the most slots that any stage needs, which every stage's arrays have (schedule/slots.py)
+layers      of the largest unit, and those for whose parameters a device has room (schedule/placement.py)
+"""
+
+from jaxtrain import config as cfg
+from jaxtrain.config import Config
+from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.config.work import milliseconds
+from jaxtrain.costs.slots import Slots
+from jaxtrain.costs.step_time import Work
+from jaxtrain.schedule.orders import SCHEDULES
+
+CELLS = 2**12  # stages · chunks on a stage · microbatches of a table that is made in a second; of longer steps a part is
+LEAST_ROUNDS = 4  # microbatches of such a part, in those of a pipeline that is filled
+SHORTENED = frozenset({*SCHEDULES, "auto"} - {"gpipe"})  # all but a file's and the one whose slots grow with the microbatches
+
+
+def with_op_times(config: Config, work: Work) -> Config:
+    """The resolved config with the op times, in milliseconds, by which training makes its table on the work's kind of device."""
+    if config.mesh.stage == 1 or config.pipeline.times:
+        return config
+    return cfg.replace(config, {"pipeline.times": milliseconds(work.op_times())})
+
+
+def most_microbatches(stages: int, repeats: int) -> int:
+    """Of a step whose table is made whole."""
+    return max(LEAST_ROUNDS, CELLS // (stages**2 * max(1, repeats))) * stages
+
+
+def slots_of(config: Config) -> Slots | None:
+    """Of a resolved config whose mesh is known; None with one stage, which has no table.
+
+    Of a step with very many microbatches those of a shorter one: no stage ever has more than in the first rounds, but with `gpipe`. Raises
+    ConfigError for a schedule that is not made for so many stages and microbatches.
+    """
+    pipeline, stages = config.pipeline, config.mesh.stage
+    if stages == 1:
+        return None
+    most = most_microbatches(stages, pipeline.repeats)
+    if pipeline.schedule in SHORTENED and most < pipeline.microbatches:
+        config = cfg.replace(config, {"pipeline.microbatches": most})
+    setup = make_setup(config)
+    placement = setup.placement
+    assert setup.train is not None  # there are stages
+    return Slots(
+        **setup.train.pool_sizes,
+        layers=max(placement.sizes),
+        rows=sum(map(placement.stack_size, range(placement.units_per_stage))),
+        shares_vocabulary=setup.shares_vocabulary,
+    )
