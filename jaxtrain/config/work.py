@@ -12,6 +12,10 @@ from jaxtrain.costs.step_time import Work
 from jaxtrain.costs.transformer import Transformer
 
 OURS = "jaxtrain"
+WEIGHT_COPIES, SUM_PASSES = (
+    2.0,
+    3.0,
+)  # XLA's CPU backend copies a layer's weights out of their stack, and adds gradients that it has written
 # Of 16 bits, forward, over scores in 32 bits: a product writes them, a softmax reads them twice and writes them, a product reads them.
 SCORE_PASSES = 10.0
 DIGITS = 4  # of a time for a table
@@ -106,6 +110,8 @@ def program_of(config: Config, hardware: Hardware, assume: str = OURS) -> Progra
         program = dataclasses.replace(program, vocabulary_parallel=False)
     if assume == OURS:
         program = dataclasses.replace(program, sent_gradient=4.0 if config.precision.reduce == "float32" else 2.0)
+        if platform_of(hardware) == kernels.CPU:
+            program = dataclasses.replace(program, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES)
     if program.fused_attention and _scores_pass_through_memory(config, hardware, assume):
         program = dataclasses.replace(program, fused_attention=False, attention_passes=program.attention_passes or SCORE_PASSES)
     return program

@@ -21,7 +21,8 @@ UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: thre
 BACKWARD_PASSES = 2.0  # over memory, of those of the forward
 ATTENTION_BACKWARD = 2.5  # products of attention's backward over the two of its forward: scores again, and four
 MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, FIXED = "matmuls", "attention", "memory", "bubble", "optimizer", "host", "fixed"
-AXES = ("model", "context", "expert", "stage", "data", "replica")
+STAGE = "stage"
+AXES = ("model", "context", "expert", STAGE, "data", "replica")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +107,13 @@ class Work:
         f = Parts({MATMULS: forward, ATTENTION: attention, MEMORY: memory + scores}) + sums + context + experts_sent
         b = Parts({MATMULS: inputs, ATTENTION: attention_back, MEMORY: BACKWARD_PASSES * (memory + scores)}) + sums + context + experts_sent
         w = Parts({MATMULS: weights})
-        if layout.remat == "full":
-            again = f
+        if program.sum_passes:
+            w += self._over_weights(dense, 2 * ITEM * program.sum_passes)
+        if program.weight_copies and self._layers_of_unit() > 1:
+            copies = self._over_weights(dense, self.item * program.weight_copies)
+            f, b = f + copies, b + copies
+        if layout.remat == "full":  # the last layer's output nobody reads; on one stage that is each layer's, whose inputs are all kept
+            again = f + self._output(dense) * (-1 / self._layers_of_unit() if layout.stage > 1 else -1.0)
         elif layout.remat == "selective":
             again = Parts({ATTENTION: attention, MEMORY: scores}) if program.core_again else Parts({MEMORY: memory})
             if program.fused_attention and program.core_again:
@@ -115,6 +121,33 @@ class Work:
         else:
             again = Parts()
         return {"F": f, "R": again, "B": b, "W": w}
+
+    def _layers_of_unit(self) -> float:
+        """Layers that an op of our own program goes through."""
+        return self.model.layers / (self.layout.stage * self.layout.repeats if self.layout.stage > 1 else 1)
+
+    def _layer_experts(self) -> float:
+        """Parameters of a layer's experts on a device."""
+        model, layout = self.model, self.layout
+        return model.experts * model.width * model.expert_width * (3 if model.gated else 2) / (layout.model * layout.expert)
+
+    def _layer_weights(self, dense: bool = False) -> float:
+        """All parameters of a layer on a device."""
+        model, layout = self.model, self.layout
+        experts = 0.0 if dense else self._layer_experts()
+        return model.layer_parameters(dense) / layout.model + experts * (1 - layout.expert)
+
+    def _over_weights(self, dense: bool, moved: float) -> Parts:
+        """So many bytes moved for each of a layer's parameters."""
+        return Parts({MEMORY: moved * self._layer_weights(dense) / self.hardware.streaming})
+
+    def _output(self, dense: bool) -> Parts:
+        """The product that makes a layer's output, and the half of a sum over `model` behind it, in our own program."""
+        if not self.program.slots or (self.model.experts and not dense):
+            return Parts()
+        inputs, outputs = next((k, n) for name, k, n in self.model.products(dense) if name == "mlp_out")
+        scattered = {} if self.layout.model == 1 else {"model": self.collective("model", self.item * self.tokens * self.model.width)}
+        return Parts({MATMULS: self._product(self.tokens, outputs, inputs / self.layout.model), **scattered})
 
     def _product(self, m: float, n: float, k: float) -> float:
         """Seconds of [m, k] · [k, n]."""
@@ -208,9 +241,12 @@ class Work:
         layout = self.layout
         if layout.stage == 1:
             return 0.0
-        tier = self.tier("stage")
-        size = self.item * self.tokens * self.model.width / (layout.model if self.program.split_sends else 1)
-        return size / tier.bytes_per_s + 1e-6 * tier.latency_us
+        tier = self.tier(STAGE)
+        return self.message_bytes() / tier.bytes_per_s + 1e-6 * tier.latency_us
+
+    def message_bytes(self) -> float:
+        """Of such a message, on a device."""
+        return self.item * self.tokens * self.model.width / (self.layout.model if self.program.split_sends else 1)
 
     # ------------------------------------------------------------------------------------------------------------ the step
 
@@ -222,6 +258,14 @@ class Work:
         products += self._product(model.width, columns, self.tokens)
         memory = 4 * self.program.logit_passes * self.tokens * columns + 3 * self.item * self.tokens * model.width
         return Parts({MATMULS: products * (1 + model.predictions), MEMORY: memory * (1 + model.predictions) / self.hardware.streaming})
+
+    def vocabulary_sums(self) -> Parts:
+        """Of one microbatch, where all stages share embedding and head: activations and gradients that come from the stage that has them to
+        all, and back, as four sums over `stage`."""
+        layout = self.layout
+        if not self.program.vocabulary_parallel or layout.stage == 1:
+            return Parts()
+        return Parts({STAGE: 4 * self.collective(STAGE, self.item * self.tokens * self.model.width / layout.model, rounds=2)})
 
     def bubble(self, forward: float, again: float, backward: float, weights: float) -> float:
         """Seconds that a stage waits, of F, R, B and W of a microbatch on a whole stage (Narayanan 2021; Qi et al. 2023 and 2024 for those
@@ -254,11 +298,14 @@ class Work:
         head = self.head()
         shared = program.vocabulary_parallel and p > 1
         times = [ops[name].seconds * layers for name in "FRBW"]
-        step = stage * m + head * (m / p if shared else m)
+        step = stage * m + head * (m / p if shared else m) + self.vocabulary_sums() * m
         waits = self.hardware.waited(step.seconds, self.bubble(*times)) if p > 1 else 0.0
-        backward = times[2] + times[3]
-        step += Parts({BUBBLE: waits}) + self._messages(sum(times)) + self._shards(step) + self._sums(times[0], backward) + self.update()
-        return step + Parts({FIXED: program.fixed_s})
+        return step + Parts({BUBBLE: waits}) + self._messages(sum(times)) + self.around(step, times[0], times[2] + times[3])
+
+    def around(self, busy: Parts, forward: float, backward: float) -> Parts:
+        """What a step has beside its microbatches: ZeRO-3's collectives, sums of gradients, the optimizer. busy: of a stage, with its
+        microbatches; forward, backward: seconds of one."""
+        return self._shards(busy) + self._sums(forward, backward) + self.update() + Parts({FIXED: self.program.fixed_s})
 
     def _messages(self, microbatch: float) -> Parts:
         """Two messages a chunk and microbatch, one each way, and the wait of the first ones to arrive."""
@@ -268,28 +315,24 @@ class Work:
         each = self.message()
         seconds = 2 * each * layout.microbatches * layout.repeats
         if not self.program.stage_overlap:
-            return Parts({"stage": seconds})
+            return Parts({STAGE: seconds})
         per_chunk = microbatch / layout.repeats / 2
         exposed = max(0.0, each - per_chunk) * 2 * layout.microbatches * layout.repeats + 2 * each * (layout.stage - 1)
-        return Parts({"stage": exposed}, {"stage": max(0.0, seconds - exposed)})
+        return Parts({STAGE: exposed}, {STAGE: max(0.0, seconds - exposed)})
 
     def expert_parameters(self) -> float:
         """Of the experts of a device, on the stage with most layers."""
-        model, layout = self.model, self.layout
-        layer = model.experts * model.width * model.expert_width * (3 if model.gated else 2) / (layout.model * layout.expert)
-        return math.ceil(model.layers / layout.stage) * layer
+        return math.ceil(self.model.layers / self.layout.stage) * self._layer_experts()
 
     def device_parameters(self) -> float:
         """Of the stage with most of them: its layers, and its part of the tables."""
         model, layout = self.model, self.layout
-        expert = model.experts * model.width * model.expert_width * (3 if model.gated else 2)
-        layer = (model.layer_parameters() - expert) / layout.model + expert / (layout.model * layout.expert)
         tables = float(model.embedding_parameters())
         if layout.stage > 1:  # all stages have a part of each table, or each end has one
             first = (model.vocab_size + model.sequence * model.learned_positions) * model.width
             tables = tables / layout.stage if self.program.vocabulary_parallel else first
         dense = model.dense_layers * model.layer_parameters(dense=True) / layout.model
-        return math.ceil(model.layers / layout.stage) * layer + dense + tables / layout.model
+        return math.ceil(model.layers / layout.stage) * self._layer_weights() + dense + tables / layout.model
 
     def _shards(self, stage: Parts) -> Parts:
         """ZeRO-3's collectives: parameters for the forward and for the backward of each microbatch, and sums of gradients behind it.
@@ -333,15 +376,18 @@ class Work:
             parts += Parts({HOST: 2 * self.program.state_bytes * parameters / self.hardware.host_bytes_per_s})
         return parts
 
-    def op_times(self) -> tuple[float, ...]:
-        """Seconds of F, B, W, message, R and head of one microbatch on a whole stage, in the order of `pipeline.times`: what no R op
-        computes again is part of B."""
-        layers = math.ceil(self.model.layers / self.layout.stage)
-        ops = self.layer()
-        forward, again, backward, weights = (ops[name].seconds * layers for name in "FRBW")
+    def ops(self) -> dict[str, Parts]:
+        """F, B, W and R of one microbatch on a whole stage: what no R op computes again is part of B."""
+        layers = self.model.layers / self.layout.stage
+        ops = {name: op * layers for name, op in self.layer().items()}
         if self.layout.remat != "full":
-            backward, again = backward + again, 0.0
-        return forward, backward, weights, self.message(), again, self.head().seconds
+            ops["B"], ops["R"] = ops["B"] + ops["R"], Parts()
+        return ops
+
+    def op_times(self) -> tuple[float, ...]:
+        """Seconds of F, B, W, message, R and head of one microbatch on a whole stage, in the order of `pipeline.times`."""
+        ops = {name: op.seconds for name, op in self.ops().items()}
+        return ops["F"], ops["B"], ops["W"], self.message(), ops["R"], self.head().seconds
 
     # ------------------------------------------------------------------------------------------------------------ figures
 

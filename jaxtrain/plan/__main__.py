@@ -3,7 +3,7 @@
     recipe, kind of device  ─ --layout ──→  one layout, evaluated
                             ─ --devices ─→  the best of all layouts
 
-Closed forms (costs/), then the slots and the exact clock of the schedule's table; nothing is compiled and jax is not imported.
+Closed forms (costs/), then the schedule's table: its slots and its exact clock; nothing is compiled and jax is not imported.
 """
 
 import dataclasses
@@ -51,10 +51,10 @@ Says what a run needs and how fast it is on devices that need not be there, and 
   data, stage, model, context, expert, replica            sizes of the mesh's axes; 1 where not named
   microbatch                                              sequences of a microbatch on a data shard
   repeats, remat, zero, schedule, offload, vocabulary     as in a recipe, whose they are where not named
-A layout that does not fit is evaluated all the same. Without --layout all layouts are searched, and the ten best that fit are timed by the
-exact clock of their tables, too.
+A layout that does not fit is evaluated all the same. Without --layout all layouts are searched, by closed forms. A layout, or the ten
+best that fit, are timed by the exact clock of their tables, where the program is our own.
 
-What --json prints, of the layout or of the best, by closed forms but for the slots of its table:
+What --json prints, of the layout or of the best:
   step_time_s                   of a step
   model_tflops_per_device       attention counted in full; hardware_tflops_per_device, with what is computed again
   mfu, hfu                      the same over the peak
@@ -117,7 +117,7 @@ def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
         return
     space, tokens = _space(config, recipe, flags), flags.tokens or None
     if flags.layout:
-        plans = [plan_of(_laid_out(space, flags.layout), space.hardware, flags.assume, tokens, clock=not flags.json)]
+        plans = [plan_of(_laid_out(space, flags.layout), space.hardware, flags.assume, tokens)]
     else:
         plans = best_plans(_with_devices(space), tokens)
     if flags.recipe:

@@ -26,6 +26,7 @@ from jaxtrain.plan import fit
 REPEATS = 3  # timings, of which the median counts
 SMALL = 16  # rows and columns of a product that takes no time beside its launch
 CHAIN = 64  # of them, one after the other
+LOOPS = 8  # collectives of a program
 
 # --- a device's seconds ----------------------------------------------------------------------------------------------------------
 
@@ -139,28 +140,38 @@ class Bench:
         return fit.without(forward, call), fit.without(whole, forward)
 
     def pass_over(self, size: int, call: float) -> tuple[float, float]:
-        """(bytes read and written, seconds) of a pass over so many bytes."""
-        seconds = self.each(lambda x: x + 1, *self.arrays((size // 4,), np.float32))
-        return 2.0 * size, fit.without(seconds, call)
+        """(bytes read and written, seconds) of a pass over so many bytes, in place: fresh pages, which a host clears first, take longer."""
+        (x,) = self.arrays((size // 4,), np.float32)
+        compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
+        last = [x]
+
+        def again() -> jax.Array:
+            last[0] = compiled(last[0])
+            return last[0]
+
+        return 2.0 * size, fit.without(self.watch.seconds(again), call)
 
     def collectives(self, group: int, size: int, call: float) -> list[fit.Collective]:
-        """A gather, a scatter, a sum and a message over groups of so many neighbours, all groups at once."""
+        """A gather with the scatter that undoes it, a sum and a message over groups of so many neighbours, all groups at once; one after
+        the other inside a program, as in a step, whose arrays have their place in memory."""
         mesh = Mesh(self.mesh.devices.reshape(-1, group), ("groups", "group"))
         spec = P(("groups", "group"))
         around = [(i, (i + 1) % group) for i in range(group)]
+        part = 1 / group  # or sums of sums would grow
+        gathered = lambda x: jax.lax.all_gather(x, "group", tiled=True)
         kinds: list[tuple[Callable, int, int]] = [
-            (lambda x: jax.lax.all_gather(x, "group", tiled=True), size // group, 1),
-            (lambda x: jax.lax.psum_scatter(x, "group", tiled=True), size, 1),
-            (lambda x: jax.lax.psum(x, "group"), size, 2),
+            (lambda x: jax.lax.psum_scatter(jax.lax.optimization_barrier(gathered(x)), "group", tiled=True) * part, size // group, 2),
+            (lambda x: jax.lax.psum(x, "group") * part, size, 2),
             (lambda x: jax.lax.ppermute(x, "group", around), size, 0),
         ]
         found = []
-        for function, part, rounds in kinds:
-            (x,) = self.arrays((part // 4,), np.float32, mesh=mesh, axes=("groups", "group"))
-            local = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        for function, length, rounds in kinds:
+            (x,) = self.arrays((length // 4,), np.float32, mesh=mesh, axes=("groups", "group"))
+            chain = functools.partial(jax.lax.fori_loop, 0, LOOPS, lambda _, x, function=function: function(x))
+            local = jax.shard_map(chain, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
             compiled = jax.jit(local).lower(x).compile()
             seconds = self.watch.seconds(functools.partial(compiled, x))
-            found.append(fit.Collective(group, float(size), rounds, fit.without(seconds, call)))
+            found.append(fit.Collective(group, float(size), rounds, fit.without(seconds, call) / LOOPS))
         return found
 
 

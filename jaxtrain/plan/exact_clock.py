@@ -1,30 +1,69 @@
-"""A predicted step by the exact clock of its schedule's table, with the planner's op times. No jax.
+"""A predicted step by the table that training would use: how often each op runs, and the exact clock. No jax.
 
-The closed form of a bubble knows no permutes, no shares of uneven stages and no messages that come late; the coupled clock
-(schedule/coupled_clock.py) does. What stands outside the table, sums over data and the optimizer, is added as the closed forms have it.
+The closed forms know no R that a table leaves out, no permutes, no shares of uneven stages and no messages that come late; the table and
+its coupled clock (schedule/coupled_clock.py) do. What stands outside the table, sums over data and the optimizer, is as the closed forms
+have it.
+
+    devices of their own      the ops of the busiest stage, and what it waits by the clock
+    devices that share cores  the ops of all stages, for what one leaves the others use. They wait where the clock, by which one that is
+                              alone is faster, takes longer than all work on all cores
 """
 
 import dataclasses
 
+import numpy as np
+
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import make_setup
-from jaxtrain.config.work import milliseconds
-from jaxtrain.costs.step_time import FIXED, HOST, OPTIMIZER
-from jaxtrain.plan import tables
+from jaxtrain.config.pipeline_setup import Setup, make_setup, times_of
+from jaxtrain.config.work import OURS
+from jaxtrain.costs.step_time import BUBBLE, STAGE, Parts, Work
 from jaxtrain.plan.prediction import Prediction
-from jaxtrain.schedule.simulate import Simulation
+from jaxtrain.plan.tables import most_microbatches, with_op_times
+from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.columns import permutes
+from jaxtrain.schedule.coupled_clock import walk
+from jaxtrain.schedule.table import Op, Permute, peak_residuals
 
-OUTSIDE = ("data", "replica", OPTIMIZER, HOST, FIXED)  # parts of a step beside the table
+OPS = (Op.F, Op.R, Op.B, Op.W)
+EARLY_PASSES = 10.0  # over a message that goes beside its tick's ops: five copies by XLA's CPU backend, as read in its programs
 
 
 @dataclasses.dataclass(frozen=True)
 class Clocked:
-    """Seconds of a step; the part of it that the busiest stage waits; the most microbatches whose activations a stage holds."""
+    """A step by its table.
+
+    time:      its parts; the bubble is what the busiest stage waits
+    in_flight: the most microbatches whose activations a stage holds
+    """
+
+    time: Parts
+    in_flight: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counts:
+    """What a table has.
+
+    seconds: by its coupled clock
+    ops:     of each of OPS and each stage, in those of a whole stage
+    heads:   of each stage, in whole ones
+    sends:   messages of a device
+    early:   those of them that go beside their tick's ops
+    """
 
     seconds: float
-    bubble_fraction: float
-    in_flight: float
+    ops: tuple[tuple[float, ...], ...]
+    heads: tuple[float, ...]
+    sends: float
+    early: float
+
+    def further(self, half: "_Counts", times: float) -> "_Counts":
+        """A longer step's, which goes on as between `half` and this for so many times as many microbatches as lie between them."""
+        on = lambda a, b: a + times * (a - b)
+        ops = tuple(tuple(map(on, a, b)) for a, b in zip(self.ops, half.ops, strict=True))
+        heads = tuple(map(on, self.heads, half.heads))
+        return _Counts(on(self.seconds, half.seconds), ops, heads, on(self.sends, half.sends), on(self.early, half.early))
 
 
 def clocked(prediction: Prediction) -> Clocked | None:
@@ -33,22 +72,73 @@ def clocked(prediction: Prediction) -> Clocked | None:
     Of a step with very many microbatches two shorter ones are timed, and the rest goes on as between these. Raises ConfigError for a
     schedule that is not made for these numbers.
     """
-    layout = prediction.work.layout
+    work = prediction.work
+    layout = work.layout
     if layout.stage == 1:
         return None
-    config = cfg.replace(prediction.config, {"pipeline.times": milliseconds(prediction.work.op_times())})
-    timed = min(layout.microbatches, tables.most_microbatches(layout.stage, layout.repeats))
-    table = _timed(config, timed)
-    inside, work = table.step_time_coupled, table.step_time_coupled * (1 - table.bubble_fraction_coupled)
+    config = with_op_times(prediction.config, work)
+    times = times_of(cfg.replace(config, {"pipeline.times": work.op_times()}), layout.stage)
+    timed = min(layout.microbatches, most_microbatches(layout.stage, layout.repeats))
+    table = _setup(config, timed).table
+    counts = _counts(config, timed, times)
     if timed < layout.microbatches:
-        fewer = timed // layout.stage // 2 * layout.stage
-        half = _timed(config, fewer)
-        further = (layout.microbatches - timed) / (timed - fewer)
-        inside += further * (inside - half.step_time_coupled)
-        work *= layout.microbatches / timed
-    seconds = 1e-3 * inside + sum(prediction.time.exposed.get(part, 0.0) for part in OUTSIDE)
-    return Clocked(seconds, 1e-3 * max(0.0, inside - work) / seconds, max(table.peak_residuals) / max(1, layout.repeats))
+        half = timed // layout.stage // 2 * layout.stage
+        counts = counts.further(_counts(config, half, times), (layout.microbatches - timed) / (timed - half))
+    busy, waits = _of_shared_cores(work, counts) if work.hardware.alone > 1 else _of_the_busiest(work, counts)
+    sums = work.vocabulary_sums() * (layout.microbatches if table.vocabulary == "parallel" else 0)
+    beside = Parts({}, {STAGE: prediction.time.hidden[STAGE]} if STAGE in prediction.time.hidden else {})
+    time = busy + sums + beside + Parts({BUBBLE: waits}) + work.around(busy, times.F, times.B + times.W)
+    return Clocked(time, max(peak_residuals(table)) / max(1, layout.repeats))
 
 
-def _timed(config: Config, microbatches: int) -> Simulation:
-    return make_setup(cfg.replace(config, {"pipeline.microbatches": microbatches})).simulation()
+def exactly(prediction: Prediction) -> tuple[Prediction, Clocked | None]:
+    """(the prediction with its step by the table, where our own program runs one; what the table says)."""
+    clock = clocked(prediction) if prediction.work.program.name == OURS else None
+    return dataclasses.replace(prediction, time=clock.time) if clock else prediction, clock
+
+
+# --- what the table counts -----------------------------------------------------------------------------------------------------------
+
+
+def _setup(config: Config, microbatches: int) -> Setup:
+    return make_setup(cfg.replace(config, {"pipeline.microbatches": microbatches}))
+
+
+def _counts(config: Config, microbatches: int, times: Times) -> _Counts:
+    """Of a step with so many microbatches, whose ops take these times."""
+    setup = _setup(config, microbatches)
+    table, shares = setup.table, np.array([*setup.shares, 0.0])
+    ops = tuple(tuple(np.where(table.op == op, shares[table.unit], 0.0).sum(0).tolist()) for op in OPS)
+    heads = np.full(table.stages, 1 / table.stages) if table.vocabulary == "parallel" else np.arange(table.stages) == table.stage_of[-1]
+    early, late = (len(permutes(table)) * int((table.permute == when).sum()) for when in (Permute.EARLY, Permute.LATE))
+    return _Counts(walk(table, times, setup.shares), ops, tuple((microbatches * heads).tolist()), early + late, early)
+
+
+def _stages(work: Work, counts: _Counts) -> list[Parts]:
+    """What each stage is busy with."""
+    ops, head = work.ops(), work.head()
+    stages = []
+    for stage, heads in enumerate(counts.heads):
+        busy = head * heads
+        for op, times in zip(OPS, counts.ops, strict=True):
+            busy += ops[op.name] * times[stage]
+        stages.append(busy)
+    if work.model.dense_layers:  # before the first unit: with the embedding, and again with its gradient
+        dense = work.layer(dense=True)
+        stages[0] += (dense["F"] * 2 + dense["B"] + dense["W"]) * (work.model.dense_layers * work.layout.microbatches)
+    return stages
+
+
+def _of_the_busiest(work: Work, counts: _Counts) -> tuple[Parts, float]:
+    """(what the busiest stage is busy with, seconds that it waits), of devices that have cores of their own."""
+    busy = max(_stages(work, counts), key=lambda parts: parts.seconds)
+    return busy, max(0.0, counts.seconds - busy.seconds)
+
+
+def _of_shared_cores(work: Work, counts: _Counts) -> tuple[Parts, float]:
+    """(what the cores are busy with, seconds that they wait): a mean over the stages, with all messages, beside which nothing else runs."""
+    copied = EARLY_PASSES * work.message_bytes() / work.hardware.streaming
+    busy = Parts({STAGE: work.message() * counts.sends + copied * counts.early})
+    for parts in (stages := _stages(work, counts)):
+        busy += parts * (1 / len(stages))
+    return busy, work.hardware.waited(busy.seconds, max(0.0, counts.seconds - busy.seconds))

@@ -34,12 +34,12 @@ def table(plans: Sequence[Plan]) -> list[str]:
     layouts = [layout_flag.of(plan.prediction.config) for plan in plans]
     unused = {"offload": "none", "vocabulary": "auto"} | dict.fromkeys(("context", "expert", "replica"), 1)
     keys = [key for key in layout_flag.KEYS if any(layout[key] != unused.get(key) for layout in layouts)]
-    rows = [[*keys, "GiB", "bubble", "MFU", "step", "by the clock"]]
+    rows = [[*keys, "GiB", "bubble", "MFU", "step"]]
     for plan, layout in zip(plans, layouts, strict=True):
         prediction = plan.prediction
         mfu = prediction.model_flops_per_s / prediction.work.hardware.peak(prediction.work.dtype)
         figures = [f"{prediction.memory.bytes / GIB:.1f}", f"{prediction.bubble_fraction:.1%}", f"{mfu:.1%}", _seconds(prediction.seconds)]
-        rows.append([*(str(layout[key]) for key in keys), *figures, _seconds(plan.clock.seconds) if plan.clock else "—"])
+        rows.append([*(str(layout[key]) for key in keys), *figures])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
 
@@ -88,7 +88,7 @@ def _time(prediction: Prediction, clock: Clocked | None) -> list[str]:
     time, work = prediction.time, prediction.work
     lines = [f"time: {_seconds(time.seconds)} a step"]
     if clock:
-        lines[0] += f"; {_seconds(clock.seconds)} by the exact clock of its table, whose bubble is {clock.bubble_fraction:.1%}"
+        lines[0] += f", by the exact clock of its table; {_seconds(work.step().seconds)} by closed forms"
     for name in dict.fromkeys((*time.exposed, *time.hidden)):
         exposed, hidden = time.exposed.get(name, 0.0), time.hidden.get(name, 0.0)
         if not exposed and not hidden:
@@ -142,7 +142,9 @@ class _Change:
 def _next(prediction: Prediction) -> list[str]:
     """The next bottlenecks: the hardware whose doubling gains most, and the layouts nearby that are faster."""
     at, room = prediction.seconds, prediction.work.hardware.memory
-    gains = lambda changes: sorted((c for c in changes if c.seconds < at * (1 - LEAST_GAIN)), key=lambda c: c.seconds)
+    exact = at / prediction.work.step().seconds  # changes are closed forms, which a table would change as it does this step
+    changed = lambda changes: (dataclasses.replace(change, seconds=exact * change.seconds) for change in changes)
+    gains = lambda changes: sorted((c for c in changed(changes) if c.seconds < at * (1 - LEAST_GAIN)), key=lambda c: c.seconds)
     say = lambda change: f"{change.text}: {_seconds(change.seconds)} ({change.seconds / at - 1:+.1%})"
     hardware = gains(_hardware_changes(prediction))
     near = gains(_layout_changes(prediction))

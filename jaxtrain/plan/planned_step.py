@@ -1,6 +1,6 @@
 """The planned step of a run on the devices at hand, and the measured one beside it: `planned.json` of the run's folder. No jax.
 
-The plan is prediction.py's, by closed forms, as `plan --layout --json` has it for the same config and kind of device.
+The plan is what `plan --layout --json` has for the same config and kind of device: closed forms and, with stages, the table.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.work import kind_at_hand
 from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.step_time import AXES, BUBBLE, FIXED
+from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.prediction import Prediction, predict
 
 PLANNED = "planned.json"
@@ -57,7 +58,7 @@ def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
         return PlanAtHand(None, "" if device_kind == "cpu" else f"{device_kind!r} is not known: {use}")
     if config.precision.compute not in kind.peak_tflops:
         return PlanAtHand(None, f"{kind.name} has no peak for precision.compute={config.precision.compute}")
-    return PlanAtHand(predict(config, kind))
+    return PlanAtHand(exactly(predict(config, kind))[0])
 
 
 def listed(parts: Mapping[str, float]) -> list[tuple[str, float]]:

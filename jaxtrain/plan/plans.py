@@ -6,11 +6,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jaxtrain.config import Config, ConfigError
-from jaxtrain.config.work import OURS
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.plan import search
-from jaxtrain.plan.exact_clock import Clocked, clocked
+from jaxtrain.plan.exact_clock import Clocked, exactly
 from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.prediction import Prediction, predict
 from jaxtrain.plan.search import Candidate, Space
@@ -21,23 +20,16 @@ MOST_TIMES, MOST_STEPS = 4096, 2048  # how far a number of devices that works is
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A config with a layout, not resolved, what is predicted of it, and the exact clock where it was asked."""
+    """A config with a layout, not resolved, what is predicted of it, and what its table says, by which the prediction goes then."""
 
     config: Config
     prediction: Prediction
     clock: Clocked | None = None
 
-    @property
-    def seconds(self) -> float:
-        """Of a step, as exactly as is known."""
-        return self.clock.seconds if self.clock else self.prediction.seconds
 
-
-def plan_of(config: Config, kind: Hardware, assume: str, tokens: float | None, clock: bool) -> Plan:
-    """Of a config that keeps its rules. clock: whether its table is made, which only our own program runs. Raises ConfigError for a table
-    that cannot be made."""
-    prediction = predict(config.resolve(), kind, assume, tokens)
-    return Plan(config, prediction, clocked(prediction) if clock and assume == OURS else None)
+def plan_of(config: Config, kind: Hardware, assume: str, tokens: float | None) -> Plan:
+    """Of a config that keeps its rules, by its table where our own program trains. Raises ConfigError for a table that cannot be made."""
+    return Plan(config, *exactly(predict(config.resolve(), kind, assume, tokens)))
 
 
 def best_plans(space: Space, tokens: float | None) -> list[Plan]:
@@ -46,7 +38,7 @@ def best_plans(space: Space, tokens: float | None) -> list[Plan]:
     search.check(space)
     for candidates in search.by_offload(space):
         if plans := [plan for plan in _plans(space, candidates, tokens) if plan.prediction.fits]:  # by its own table, too
-            return sorted(plans, key=lambda plan: plan.seconds)[:SHOWN]
+            return sorted(plans, key=lambda plan: plan.prediction.seconds)[:SHOWN]
     raise LayoutError(_nearest(space))
 
 
@@ -54,7 +46,7 @@ def _plans(space: Space, candidates: Sequence[Candidate], tokens: float | None) 
     """Of those whose table can be made."""
     for candidate in candidates:
         with contextlib.suppress(ConfigError):  # the schedule is not made for so many stages and microbatches
-            yield plan_of(search.laid_out(space, candidate.layout), space.hardware, space.assume, tokens, clock=True)
+            yield plan_of(search.laid_out(space, candidate.layout), space.hardware, space.assume, tokens)
 
 
 # --- where there is none -------------------------------------------------------------------------------------------------------------

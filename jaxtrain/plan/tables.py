@@ -19,8 +19,9 @@ SHORTENED = frozenset({*SCHEDULES, "auto"} - {"gpipe"})  # all but a file's and 
 
 
 def with_op_times(config: Config, work: Work) -> Config:
-    """The resolved config with the op times, in milliseconds, by which training makes its table on the work's kind of device."""
-    if config.mesh.stage == 1 or config.pipeline.times:
+    """The resolved config with the op times, in milliseconds, by which training makes its table on the work's kind of device: of simulated
+    ones, which it does not know, those of the config."""
+    if config.mesh.stage == 1 or config.pipeline.times or work.hardware.alone > 1:
         return config
     return cfg.replace(config, {"pipeline.times": milliseconds(work.op_times())})
 

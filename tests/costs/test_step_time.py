@@ -50,7 +50,7 @@ def test_more_devices_take_less_time_each_step_and_waste_more():
 
 
 def test_the_bubble_shrinks_with_repeats_and_with_work_put_off():
-    base = Layout(data=2, stage=8, model=4, microbatches=16)
+    base = Layout(data=2, stage=8, model=4, microbatches=16, remat="none")
     bubbles = {}
     for schedule, repeats in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1), ("zb_h2", 1)):
         bubbles[schedule, repeats] = work(dataclasses.replace(base, schedule=schedule, repeats=repeats)).step().exposed["bubble"]

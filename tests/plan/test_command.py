@@ -64,9 +64,9 @@ def test_layout_that_does_not_fit_is_evaluated(plan):
 def test_settings_change_the_model(plan):
     small, plain, scores = (
         json.loads(plan(*GPT3, f"--layout={PUBLISHED}", *flags, "--json")[0])
-        for flags in (["--config.model.layers=48"], [], ["--config.model.attention_kernel=xla"])
+        for flags in (["--config.model.layers=64"], [], ["--config.model.attention_kernel=xla"])
     )
-    assert 0.4 < small["step_time_s"] / plain["step_time_s"] < 0.6
+    assert 0.6 < small["step_time_s"] / plain["step_time_s"] < 0.75
     assert scores["step_time_s"] > 1.05 * plain["step_time_s"]  # they pass through memory
     assert scores["model_tflops_per_device"] < plain["model_tflops_per_device"]
 
@@ -182,10 +182,11 @@ def test_long_steps_are_timed_in_part(monkeypatch):
     microbatches = prediction.work.layout.microbatches
     assert microbatches > tables.LEAST_ROUNDS * 4
     monkeypatch.setattr(tables, "CELLS", 16 * microbatches)
-    whole = exact_clock.clocked(prediction)
+    whole, _ = exact_clock.exactly(prediction)
     monkeypatch.setattr(tables, "CELLS", 0)
-    part = exact_clock.clocked(prediction)
+    part, _ = exact_clock.exactly(prediction)
     assert part.seconds == pytest.approx(whole.seconds, rel=1e-2) and part.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-2)
+    assert part.time.exposed["matmuls"] == pytest.approx(whole.time.exposed["matmuls"], rel=1e-2)
 
 
 REFUSED = [
