@@ -74,6 +74,16 @@ _MEGATRON_2021 = Program(
     logit_passes=8.0,
     sent_gradient=2.0,
 )
+_TORCHTITAN = Program(
+    "torchtitan",
+    "FSDP with gathers beside products, torch.compile: fused attention, norms and activations in passes of their own",
+    passes=14.0,
+    inner_passes=3.0,
+    logit_passes=8.0,
+    data_overlap=0.9,
+    weight_bytes=4.0,
+    state_bytes=8.0,
+)
 PROGRAMS: dict[str, Program] = {
     program.name: program
     for program in (
@@ -116,25 +126,20 @@ PROGRAMS: dict[str, Program] = {
             weight_bytes=4.0,
             state_bytes=8.0,
         ),
-        Program(
-            "torchtitan",
-            "FSDP with gathers beside products, torch.compile: fused attention, norms and activations in passes of their own",
-            passes=14.0,
-            inner_passes=3.0,
-            logit_passes=8.0,
-            data_overlap=0.9,
-            weight_bytes=4.0,
-            state_bytes=8.0,
-        ),
-        Program(
-            "torchtitan_eager",
-            "as torchtitan without torch.compile: each operation reads and writes its arrays, casts to 32 bits in norms and rotation",
+        _TORCHTITAN,
+        dataclasses.replace(
+            _TORCHTITAN,
+            name="torchtitan_eager",
+            text="as torchtitan without torch.compile: each operation reads and writes its arrays, casts to 32 bits in norms and rotation",
             passes=40.0,
             inner_passes=8.0,
             logit_passes=12.0,
-            data_overlap=0.9,
-            weight_bytes=4.0,
-            state_bytes=8.0,
+        ),
+        dataclasses.replace(
+            _TORCHTITAN,
+            name="llama3",
+            text="as torchtitan, in a pipeline whose messages go beside ops; tensor's and context's collectives are waited for",
+            stage_overlap=True,
         ),
         dataclasses.replace(
             _MEGATRON_2021,

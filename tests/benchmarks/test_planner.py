@@ -7,9 +7,9 @@ import pytest
 
 
 def test_errors():
-    """The rows that constants may be fitted to."""
+    """Of all rows; constants are fitted to those of six sources, not to Llama 3's."""
     errors = {row.name: abs(row.error) for row in planner.rows()}
-    assert len(errors) == 23
+    assert len(errors) == 26
     assert statistics.median(errors.values()) < 0.1
     assert max(errors.values()) < 0.2, max(errors, key=errors.get)
 
@@ -17,7 +17,7 @@ def test_errors():
 def test_the_table(capsys):
     planner.main(["--markdown"])
     out = capsys.readouterr().out
-    assert out.count("\n| ") == 23 and "median error" in out
+    assert out.count("\n| ") == 26 and "median error" in out
 
 
 @pytest.mark.parametrize("row", planner.rows(), ids=lambda row: row.name)
