@@ -185,7 +185,7 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
     tiers = tuple(Tier(**default | dict(tier)) for tier in values["tiers"])
     if not tiers or any(tier.devices for tier in tiers[-1:]):
         raise ValueError("the last of tiers joins any number of devices: devices 0")
-    numbers = {key: float((values | {"host_gb_per_s": values.get("host_gb_per_s", HOST)})[key]) for key in NUMBERS}
+    numbers = {key: float((dict(values) | {"host_gb_per_s": values.get("host_gb_per_s", HOST)})[key]) for key in NUMBERS}
     if any(not math.isfinite(number) or number < 0 for number in numbers.values()):
         raise ValueError("a figure is negative or not finite")
     m, n, k = (float(size) for size in values["matmul"]["half"])

@@ -4,13 +4,15 @@ import json
 import re
 
 import pytest
-from support import small
+from support import hardware_file, small
 from support import train_runs as runs
 
 from jaxtrain.config.checks import check_devices
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import load_recipe
+from jaxtrain.costs.hardware import load
 from jaxtrain.plan.account import account, busiest
+from jaxtrain.plan.prediction import predict
 from jaxtrain.plan.report import introduction
 from jaxtrain.training.step import make_step
 
@@ -23,12 +25,14 @@ def folder(tmp_path):
 
 
 def test_lines(folder):
+    hardware = hardware_file.write(folder)
     before = runs.contents(folder)
-    lines = runs.train(folder / "never", "--dry_run").out.splitlines()
+    lines = runs.train(folder / "never", "--dry_run", *runs.settings(train__hardware=hardware)).out.splitlines()
     assert runs.contents(folder) == before and not (folder / "never").exists()
-    assert lines[0] == "mesh: stage 2 (2 × cpu, 1 process)"
+    assert lines[0].startswith("op times in ms, planned for simulated: ") and lines[1] == "mesh: stage 2 (2 × cpu, 1 process)"
     assert [x for x in lines if x.startswith("model: ") and x.endswith(" parameters; 3 layers over 2 stages × 1 chunk: 2, 1")]
     assert [x for x in lines if x.startswith("table: 1f1b, ")]
+    assert len([x for x in lines if re.match(r"planned step: [\d.]+ s for simulated, [\d,]+ tokens/s: \w+ \d+%", x)]) == 1
     memory = next(
         re.fullmatch(r"memory per device as compiled: ([\d.]+) MiB \(([\d.]+) of state, .*\)", x) for x in lines if "compiled" in x
     )
@@ -42,7 +46,7 @@ def test_lines(folder):
 
 @pytest.mark.full
 def test_json_alone_on_standard_output(folder):
-    changes = {"parallel.zero": 3, "mesh.stage": 1, "mesh.data": 2, "pipeline.microbatches": 1}
+    changes = {"parallel.zero": 3, "mesh.stage": 1, "mesh.data": 2, "pipeline.microbatches": 1, "train.hardware": "h100"}
     done = runs.train(folder / "never", "--dry_run", "--json", *runs.flags_of(changes))
     found = json.loads(done.out)
     config = apply(load_recipe(folder / "recipe.py"), [(path, str(value)) for path, value in changes.items()])
@@ -53,6 +57,8 @@ def test_json_alone_on_standard_output(folder):
     assert [(row["op"], row["kind"], tuple(row["axes"]), row["bytes"]) for row in found["account"]] == [
         (r.op, r.kind, r.axes, r.bytes) for r in rows
     ]
+    planned = predict(config, load("h100"))
+    assert found["planned"]["step_time_s"] == planned.seconds and found["planned"]["parts"] == planned.time.exposed
     assert {"imports_s", "table_s", "tracing_s", "compiling_s", "start_up_s"} == {*found["seconds"]}
     assert found["memory"]["state"]["moments"] > 0 and found["memory"]["compiled"]["total"] > sum(found["memory"]["state"].values()) / 2
 
