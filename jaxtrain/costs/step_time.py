@@ -216,13 +216,16 @@ class Work:
     def collective(self, axis: str, size: float, rounds: int = 1, one_link: float = 0.0) -> float:
         """Seconds of a ring's collective over a mesh axis: `rounds` of (n - 1)/n of `size` bytes, the array's on a device when whole.
 
-        An axis whose devices lie in several islands is bound by the links between them; those of its devices that share an island send
+        Devices that share their cores have one memory, in which a sum takes as long as a message, of any number of them. An axis whose
+        devices lie in several islands is bound by the links between them; those of its devices that share an island send
         over as many links, or with `one_link` over one, of which they reach that part.
         """
         count, apart = self.layout.neighbours(axis)
         if count == 1:
             return 0.0
         tier = self.tier(axis)
+        if self.hardware.alone > 1:
+            return rounds / 2 * (size / tier.bytes_per_s + 1e-6 * tier.latency_us)
         inside = self.hardware.tiers[0]
         bytes_per_s = tier.bytes_per_s
         if tier is not inside and one_link:

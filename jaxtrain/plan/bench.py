@@ -171,7 +171,7 @@ class Bench:
             local = jax.shard_map(chain, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
             compiled = jax.jit(local).lower(x).compile()
             seconds = self.watch.seconds(functools.partial(compiled, x))
-            found.append(fit.Collective(group, float(size), rounds, fit.without(seconds, call) / LOOPS))
+            found.append(fit.Collective(group, float(size), rounds, fit.without(seconds, call) / LOOPS, bool(self.watch.cores)))
         return found
 
 

@@ -84,9 +84,10 @@ def clocked(prediction: Prediction) -> Clocked | None:
     if timed < layout.microbatches:
         half = timed // layout.stage // 2 * layout.stage
         counts = counts.further(_counts(config, half, times), (layout.microbatches - timed) / (timed - half))
-    busy, waits = _of_shared_cores(work, counts) if work.hardware.alone > 1 else _of_the_busiest(work, counts)
+    shared = work.hardware.alone > 1
+    busy, waits = _of_shared_cores(work, counts) if shared else _of_the_busiest(work, counts)
     sums = work.vocabulary_sums() * (layout.microbatches if table.vocabulary == "parallel" else 0)
-    beside = Parts({}, {STAGE: prediction.time.hidden[STAGE]} if STAGE in prediction.time.hidden else {})
+    beside = Parts({}, {} if shared else {part: s for part, s in prediction.time.hidden.items() if part == STAGE})
     time = busy + sums + beside + Parts({BUBBLE: waits}) + work.around(busy, times.F, times.B + times.W)
     return Clocked(time, max(peak_residuals(table)) / max(1, layout.repeats))
 

@@ -1,7 +1,8 @@
 """A kind of device's figures from measured times, by least squares: what a hardware file says of products and of links.
 
     product      seconds = launch + flops/peak · (1 + half_m/m + half_n/n + half_k/k)
-    collective   seconds = rounds · ((n - 1)/n · bytes / bandwidth + 2 log2(n) · latency)
+    collective   seconds = rounds · ((n - 1)/n · bytes / bandwidth + 2 log2(n) · latency), with links
+                 seconds = rounds / 2 · (bytes / bandwidth + latency), in one memory: as long for a sum as for a message, of any number
 
 Both are sums of known terms with factors that are not negative; the relative errors are squared, for times differ by four orders of
 magnitude. numpy alone.
@@ -39,17 +40,21 @@ class Collective:
     """Seconds of a collective over so many devices, of an array that has so many bytes on a device when whole.
 
     rounds: 1 for a gather or a scatter, 2 for a sum, which is both; 0 for a message to a neighbour
+    one_memory: the devices are simulated ones, which share it
     """
 
     devices: int
     bytes: float
     rounds: int
     seconds: float
+    one_memory: bool = False
 
     def terms(self) -> tuple[float, float]:
         """What bandwidth divides, and what latency multiplies."""
         if not self.rounds:
             return self.bytes, 1.0
+        if self.one_memory:
+            return self.rounds / 2 * self.bytes, self.rounds / 2
         n = self.devices
         return self.rounds * self.bytes * (n - 1) / n, self.rounds * 2 * math.log2(n)
 

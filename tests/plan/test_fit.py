@@ -45,6 +45,14 @@ def test_links_of_a_known_device():
     assert tier.bytes_per_s == pytest.approx(2e9) and tier.latency_us == pytest.approx(3.0) and error < 1e-9
 
 
+def test_one_memory():
+    """Where devices are simulated, a sum over any number takes as long as a message."""
+    sums = [fit.Collective(n, size, 2, size / 2e9 + 5e-5, one_memory=True) for n in (2, 8) for size in (1e5, 1e7)]
+    messages = [fit.Collective(n, size, 0, size / 2e9 + 5e-5, one_memory=True) for n in (2, 8) for size in (1e5, 1e7)]
+    tier, error = fit.links([*sums, *messages], "local", 0)
+    assert tier.bytes_per_s == pytest.approx(2e9) and tier.latency_us == pytest.approx(50.0) and error < 1e-9
+
+
 def test_factors_are_not_negative():
     """By plain least squares the second factor would be -1."""
     found = fit.fit([(1.0, 0.0), (1.0, 1.0)], [2.0, 1.0])
