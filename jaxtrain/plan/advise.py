@@ -10,16 +10,16 @@ import json
 import os
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.steps import CONFIG
-from jaxtrain.config import Config, ConfigError, checks
-from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.config.work import platform_of
+from jaxtrain.config import Config, ConfigError
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.plan import planned_step
+from jaxtrain.plan.exact_clock import exactly
+from jaxtrain.plan.nearby import nearby
 from jaxtrain.plan.prediction import Prediction, predict
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part
@@ -27,6 +27,7 @@ from jaxtrain.run.goodput_log import REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import read_metrics
 
 FAR = 1.5  # times the planned step: so far off, the plan is not of this machine, or something is wrong with it
+MOST = 5  # changes that are named
 WORTH = 0.02  # of the step or of the wall time, from which on a change is named
 
 # Part of the wall time → what is to be done about it.
@@ -57,15 +58,6 @@ class Measured:
     last: Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A setting that would make the step faster. gain: of its time; memory_gib: of the fullest device with it."""
-
-    settings: Mapping[str, Any]
-    gain: float
-    memory_gib: float
-
-
 def read(workdir: str | os.PathLike) -> Measured:
     """The records of a run's folder. Raises AdviceError where they are missing."""
     folder = pathlib.Path(workdir)
@@ -91,38 +83,6 @@ def losses_of_time(goodput: Goodput) -> list[tuple[str, float]]:
     return sorted((item for item in shares if item[1] >= WORTH), key=lambda item: -item[1])
 
 
-def changes(config: Config, hardware: Hardware, now: Prediction) -> list[Change]:
-    """Single changes of a resolved config whose mesh is known that make the planned step faster and still fit, the best first."""
-    pipeline, devices = config.pipeline, now.devices
-    tried: list[dict[str, Any]] = [{"pipeline.remat": remat} for remat in ("none", "selective") if remat != pipeline.remat]
-    tried += [{"parallel.zero": zero} for zero in (0, 1, 2, 3) if zero != config.parallel.zero]
-    tried += [{"pipeline.microbatches": n} for n in (2 * pipeline.microbatches, pipeline.microbatches // 2) if n]
-    if config.mesh.stage > 1:
-        tried += [{"pipeline.schedule": "interleaved", "pipeline.repeats": 2 * max(1, pipeline.repeats)}]
-        tried += [{"pipeline.schedule": name, "pipeline.repeats": 0} for name in ("zb_h1", "zb_h2") if name != pipeline.schedule]
-    for smaller, larger in (("model", "data"), ("stage", "data"), ("data", "model"), ("stage", "model")):
-        sizes = {axis: getattr(config.mesh, axis) for axis in (smaller, larger)}
-        if sizes[smaller] % 2 == 0:
-            tried.append({f"mesh.{smaller}": sizes[smaller] // 2, f"mesh.{larger}": 2 * sizes[larger]})
-    found = []
-    for settings in tried:
-        changed = configs.replace(config, {"pipeline.repeats": 0} | settings if "mesh.stage" in settings else settings)
-        around = Surroundings(devices, platform_of(hardware), config, files=False)
-        if checks.first_broken(changed, around) or changed.data.batch_size % _pieces(changed):
-            continue
-        other = predict(changed.resolve(), hardware)
-        gain = 1 - other.seconds / now.seconds
-        if other.fits and gain >= WORTH:
-            found.append(Change(settings, gain, other.memory.bytes / GIB))
-    return sorted(found, key=lambda change: -change.gain)
-
-
-def _pieces(config: Config) -> int:
-    """Into how many parts a step's batch is cut."""
-    mesh = config.mesh
-    return mesh.replica * mesh.data * mesh.expert * config.pipeline.microbatches
-
-
 def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list[str]:
     """Lines for people. hardware: the kind of device that the run is on; None: what the records alone say. Raises AdviceError."""
     measured = read(workdir)
@@ -138,14 +98,13 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
         lines += [f"after warm-up: {line}" for line in record.lines()]
     if hardware is None:
         return [*lines, "with --hardware=NAME the planner says what else the step could be"]
-    now = predict(config.resolve(), hardware)
+    now, _ = exactly(predict(config.resolve(), hardware))
     ratio = measured.seconds / now.seconds
     lines.append(f"planned for {hardware.name}: {now.seconds:.4g} s; measured {ratio:.2f} times that")
     if ratio > FAR:
         lines.append("that is far: a profile (train.profile_steps) says where the time goes; is this the device, and is it alone?")
     lines += _largest_parts(now)
-    listed = changes(config.resolve(), hardware, now)
-    return [*lines, *_listed(listed)]
+    return [*lines, *_changes(now)]
 
 
 def _largest_parts(now: Prediction) -> list[str]:
@@ -153,10 +112,12 @@ def _largest_parts(now: Prediction) -> list[str]:
     return ["planned parts: " + ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= WORTH)]
 
 
-def _listed(listed: Sequence[Change]) -> list[str]:
+def _changes(now: Prediction) -> list[str]:
+    """The single changes that gain most, of those that fit."""
+    room = now.work.hardware.memory
+    listed = [change for change in nearby(now) if change.bytes <= room and change.seconds <= now.seconds * (1 - WORTH)][:MOST]
     if not listed:
         return ["no single change of the layout is planned to make it faster and to fit"]
-    flags = [" ".join(f"--config.{path}={value}" for path, value in change.settings.items()) for change in listed[:5]]
-    return ["planned to be faster, one change at a time:"] + [
-        f"  {flag}: {change.gain:.0%} less time, {change.memory_gib:.1f} GiB a device" for flag, change in zip(flags, listed, strict=False)
-    ]
+    flags = [" ".join(f"--config.{path}={value}" for path, value in change.settings.items()) for change in listed]
+    gains = [f"{1 - change.seconds / now.seconds:.0%} less time, {change.bytes / GIB:.1f} GiB a device" for change in listed]
+    return ["planned to be faster, one change at a time:", *(f"  {flag}: {gain}" for flag, gain in zip(flags, gains, strict=True))]

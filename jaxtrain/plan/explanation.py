@@ -1,19 +1,15 @@
 """A prediction in words and columns: memory and time by part, rates, what a run takes, and what would change the answer. No jax."""
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.config.rules import divisors
 from jaxtrain.costs.hardware import GIB, Hardware
-from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.memory import memory
 from jaxtrain.costs.step_time import AXES, BUBBLE, Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.exact_clock import Clocked
+from jaxtrain.plan.nearby import nearby
 from jaxtrain.plan.plans import Plan
 from jaxtrain.plan.prediction import DAY, Prediction
 
@@ -130,40 +126,30 @@ def _run(prediction: Prediction, prices: Prices) -> list[str]:
 # --- what would change the answer ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Change:
-    """What would be otherwise, in words, the seconds of the step then, and the bytes of its fullest device."""
-
-    text: str
-    seconds: float
-    bytes: float
-
-
 def _next(prediction: Prediction) -> list[str]:
     """The next bottlenecks: the hardware whose doubling gains most, and the layouts nearby that are faster."""
     at, room = prediction.seconds, prediction.work.hardware.memory
-    exact = at / prediction.work.step().seconds  # changes are closed forms, which a table would change as it does this step
-    changed = lambda changes: (dataclasses.replace(change, seconds=exact * change.seconds) for change in changes)
-    gains = lambda changes: sorted((c for c in changed(changes) if c.seconds < at * (1 - LEAST_GAIN)), key=lambda c: c.seconds)
-    say = lambda change: f"{change.text}: {_seconds(change.seconds)} ({change.seconds / at - 1:+.1%})"
-    hardware = gains(_hardware_changes(prediction))
-    near = gains(_layout_changes(prediction))
+    say = lambda text, seconds: f"{text}: {_seconds(seconds)} ({seconds / at - 1:+.1%})"
+    less = at * (1 - LEAST_GAIN)
+    hardware = sorted((change for change in _on_other_hardware(prediction) if change[1] < less), key=lambda change: change[1])
+    near = [change for change in nearby(prediction) if change.seconds < less]
     lines = ["what would change the answer:"]
     if waits := max(
         (name for name in prediction.time.exposed if name in (*AXES, BUBBLE)), key=prediction.time.exposed.__getitem__, default=""
     ):
         part = prediction.time.exposed[waits] / at
         lines += [f"  {waits} is the longest wait, {part:.1%} of the step"] * (part > LEAST_GAIN)
-    lines += [f"  {say(change)}" for change in hardware[:2]]
-    lines += [f"  {say(change)}, and fits" for change in [c for c in near if c.bytes <= room][:2]]
+    lines += [f"  {say(*change)}" for change in hardware[:2]]
+    lines += [f"  {say(c.text, c.seconds)}, and fits" for c in [c for c in near if c.bytes <= room][:2]]
     lines += [
-        f"  {say(change)}, but needs {change.bytes / GIB:.1f} GiB of {room / GIB:.1f}" for change in [c for c in near if c.bytes > room][:2]
+        f"  {say(c.text, c.seconds)}, but needs {c.bytes / GIB:.1f} GiB of {room / GIB:.1f}"
+        for c in [c for c in near if c.bytes > room][:2]
     ]
     return lines if len(lines) > 1 else []
 
 
-def _hardware_changes(prediction: Prediction) -> Iterator[_Change]:
-    """A step on devices one of whose figures is doubled."""
+def _on_other_hardware(prediction: Prediction) -> Iterator[tuple[str, float]]:
+    """(what is doubled of the devices, seconds of the step then)."""
     hardware = prediction.work.hardware
     doubled: dict[str, Hardware] = {
         "twice the peak": dataclasses.replace(hardware, peak_tflops={k: 2 * v for k, v in hardware.peak_tflops.items()}),
@@ -173,26 +159,6 @@ def _hardware_changes(prediction: Prediction) -> Iterator[_Change]:
         tiers = [*hardware.tiers]
         tiers[at] = dataclasses.replace(tier, gb_per_s=2 * tier.gb_per_s)
         doubled[f"twice the bandwidth of {tier.name}"] = dataclasses.replace(hardware, tiers=tuple(tiers))
+    exact = prediction.seconds / prediction.work.step().seconds  # closed forms, which a table would change as it does this step
     for text, kind in doubled.items():
-        yield _Change(text, dataclasses.replace(prediction.work, hardware=kind).step().seconds, prediction.memory.bytes)
-
-
-def _layout_changes(prediction: Prediction) -> Iterator[_Change]:
-    """Layouts that differ in one choice."""
-    for text, layout in _neighbours(prediction.work.layout):
-        work = dataclasses.replace(prediction.work, layout=layout)
-        yield _Change(text, work.step().seconds, memory(work, prediction.config.model.loss_chunk).bytes)
-
-
-def _neighbours(layout: Layout) -> Iterator[tuple[str, Layout]]:
-    for remat in ("none", "selective", "full"):
-        if remat != layout.remat:
-            yield f"remat={remat}", dataclasses.replace(layout, remat=remat)
-    for zero in (1, 2, 3):
-        if zero != layout.zero and layout.data > 1:
-            yield f"zero={zero}", dataclasses.replace(layout, zero=zero)
-    each = layout.microbatch * layout.microbatches
-    sizes = divisors(each)
-    place = sizes.index(layout.microbatch)
-    for size in itertools.chain(sizes[max(0, place - 1) : place], sizes[place + 1 : place + 2]):
-        yield f"microbatch={size}", dataclasses.replace(layout, microbatch=size, microbatches=math.floor(each / size))
+        yield text, exact * dataclasses.replace(prediction.work, hardware=kind).step().seconds

@@ -8,7 +8,7 @@ from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.plan import advise
-from jaxtrain.plan.advise import AdviceError, changes, read
+from jaxtrain.plan.advise import AdviceError, read
 from jaxtrain.plan.planned_step import PLANNED, PlannedStep, Trace
 from jaxtrain.plan.prediction import predict
 
@@ -61,18 +61,6 @@ def test_what_training_has_measured(workdir):
 
 def test_a_machine_that_is_not_the_planned_one(workdir):
     assert any(line.startswith("that is far") for line in advise.advise(workdir, load("b200")))
-
-
-def test_changes_are_faster_fit_and_are_what_train_takes(config):
-    now = predict(config.resolve(), H100)
-    found = changes(config.resolve(), H100, now)
-    assert [change.gain for change in found] == sorted((change.gain for change in found), reverse=True)
-    assert {"pipeline.remat"} in [set(change.settings) for change in found]
-    for change in found:
-        changed = configs.replace(config, change.settings)
-        other = predict(changed.resolve(), H100)
-        assert other.fits and other.seconds < now.seconds and other.devices == now.devices
-        configs.checks.check_devices(changed, 64, "gpu")
 
 
 @pytest.mark.parametrize(
