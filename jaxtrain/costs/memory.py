@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.costs import identities
-from jaxtrain.costs.slots import Slots, estimated, layer_bytes, masks, pool_bytes, turned_stash
+from jaxtrain.costs.slots import Slots, estimated, layer_bytes, masks, pool_bytes, turned_pools
 from jaxtrain.costs.step_time import ITEM, Work
 
 ALLOCATED = 1.01  # of what is live at the peak, for buffers do not fit without gaps (XLA for H100s, but for what `working` counts)
@@ -75,7 +75,7 @@ def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
     # XLA casts all weights to the type of the products before the loops, once.
     cast = 0 if work.dtype == "float32" else work.item
     pools = _pools(work, slots)
-    working, head = _layer_working(work) + (turned_stash(work, slots) if slots else 0.0), _head_working(work, loss_chunk, slots)
+    working, head = _layer_working(work) + (turned_pools(work, slots) if slots else 0.0), _head_working(work, loss_chunk, slots)
     return Memory(
         {
             "weights": (program.weight_bytes + cast) * parameters / sharded[3],
@@ -129,7 +129,7 @@ def _layer_working(work: Work) -> float:
     inner = max(model.hidden(), model.heads * model.score_dim) / layout.model
     arrays = WIDE * work.item * work.tokens * (model.width + inner) + masks(work)
     layer = model.layer_parameters() / layout.model / layout.expert
-    if layout.zero < 2 or layout.data == 1:
+    if layout.zero < 2 or work.shards == 1:
         return arrays + work.item * model.width * inner
     gathered = 2 * work.item * layer if layout.zero >= 3 else 0.0
     if layout.stage > 1:
@@ -142,7 +142,7 @@ def _head_working(work: Work, loss_chunk: int, slots: Slots | None) -> float:
     """Bytes of what head and loss have: their input and its gradient, logits, and with ZeRO's stage 2 the gradient of the table."""
     model, layout = work.model, work.layout
     columns = model.vocab_size / layout.model / (layout.stage if slots and slots.shares_vocabulary else 1)
-    gradient = work.program.gradient_bytes * model.width * columns if layout.zero >= 2 and layout.data > 1 else 0.0
+    gradient = work.program.gradient_bytes * model.width * columns if layout.zero >= 2 and work.shards > 1 else 0.0
     logits = LOGIT_BYTES * min(work.tokens, loss_chunk) * columns
     return WIDE * work.item * work.tokens * model.width + logits + gradient
 

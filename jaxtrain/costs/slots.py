@@ -133,10 +133,18 @@ def pool_bytes(work: Work, slots: Slots) -> dict[str, float]:
     }
 
 
-def turned_stash(work: Work, slots: Slots) -> float:
-    """Bytes of copies of what W sums for biases: XLA transposes two arrays of the whole pool before W's loop over layers, a gradient as
-    wide as the hidden layer and one as the layer."""
-    model = work.model
-    if not model.biases:
+def turned_pools(work: Work, slots: Slots) -> float:
+    """Bytes of copies where `model` splits layers: XLA transposes arrays of a whole pool before an op's loop over layers.
+
+    Of microbatches of several sequences W turns an array of the stash that was gathered, and B what a norm has kept; the ops take turns. Of
+    one sequence, W turns the two gradients that it sums for biases, as wide as the hidden layer and as the layer.
+    """
+    model, layout = work.model, work.layout
+    if layout.model == 1:
         return 0.0
-    return slots.weight_stash * slots.layers * work.item * work.tokens * (model.hidden() + model.width) / work.layout.model
+    stash = slots.weight_stash * slots.layers * work.item * work.tokens
+    if layout.microbatch == 1:
+        return stash * (model.hidden() + model.width) / layout.model if model.biases else 0.0
+    number = 0 if layout.remat == "selective" else FLOAT32 if model.norm_vectors > 1 else work.item
+    norms = number * slots.residual_w * slots.layers * work.tokens * model.width / layout.model
+    return max(stash * model.width, norms)
