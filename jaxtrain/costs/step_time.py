@@ -9,10 +9,10 @@ A step's parts add up to its time: what is hidden behind other work is listed ap
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 from jaxtrain.costs.hardware import Hardware, Tier
 from jaxtrain.costs.layout import Layout
+from jaxtrain.costs.parts import ATTENTION, BUBBLE, FIXED, HOST, MATMULS, MEMORY, OPTIMIZER, STAGE, Parts, beside
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
 
@@ -20,31 +20,6 @@ ITEM = 2  # bytes of an activation's number in 16 bits
 UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
 BACKWARD_PASSES = 2.0  # over memory, of those of the forward
 ATTENTION_BACKWARD = 2.5  # products of attention's backward over the two of its forward: scores again, and four
-MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, FIXED = "matmuls", "attention", "memory", "bubble", "optimizer", "host", "fixed"
-STAGE = "stage"
-AXES = ("model", "context", "expert", STAGE, "data", "replica")
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """Seconds by part: those that count, and those that stand beside others. Communication is named by its axis."""
-
-    exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    hidden: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.exposed.values())
-
-    def __add__(self, other: "Parts") -> "Parts":
-        return Parts(_sum(self.exposed, other.exposed), _sum(self.hidden, other.hidden))
-
-    def __mul__(self, times: float) -> "Parts":
-        return Parts({k: v * times for k, v in self.exposed.items()}, {k: v * times for k, v in self.hidden.items()})
-
-
-def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in (*a, *(key for key in b if key not in a))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +168,7 @@ class Work:
             return Parts()
         size = self.item * self.tokens * self.model.width
         seconds = 2 * self.collective("model", size, rounds=2)
-        return _beside("model", seconds, self.program.model_overlap)
+        return beside("model", seconds, self.program.model_overlap)
 
     def _context(self) -> Parts:
         """Keys and values of the whole sequence, gathered."""
@@ -348,7 +323,7 @@ class Work:
         parameters = self.device_parameters()
         gather = self.collective("data", program.sent_weight * parameters, one_link=program.one_link)
         scatter = self.collective("data", program.sent_gradient * parameters, one_link=program.one_link)
-        return _beside("data", layout.microbatches * (2 * gather + scatter), program.gather_overlap, stage.seconds)
+        return beside("data", layout.microbatches * (2 * gather + scatter), program.gather_overlap, stage.seconds)
 
     def _sums(self, forward: float, backward: float) -> Parts:
         """Sums of gradients over `data` and `replica`, and the gather of the parameters that ZeRO has updated in parts. forward, backward:
@@ -360,8 +335,8 @@ class Work:
             each = self.collective("data", program.sent_gradient * parameters)
             back = self.collective("data", (program.sent_weight if layout.zero and self.shards > 1 else program.sent_gradient) * parameters)
             often = layout.microbatches if layout.zero > 1 else 1
-            parts += _beside("data", each * often, program.data_overlap, backward * often)
-            parts += _beside("data", back, program.data_overlap, forward if layout.zero else backward)
+            parts += beside("data", each * often, program.data_overlap, backward * often)
+            parts += beside("data", back, program.data_overlap, forward if layout.zero else backward)
         if layout.expert > 1:  # whose devices have the same parameters, but for the experts
             shared = (parameters - self.expert_parameters()) / (self.shards if layout.zero > 1 else 1)
             parts += Parts({"expert": self.collective("expert", program.sent_gradient * shared, rounds=2)})
@@ -408,9 +383,3 @@ class Work:
         elif layout.remat == "selective" and self.program.core_again:
             again = model.layers * model.attention_flops() * (0.5 if causal else 1.0)
         return self.model_flops(causal) + layout.batch * again
-
-
-def _beside(axis: str, seconds: float, part: float, others: float = math.inf) -> Parts:
-    """Communication of which a part can stand beside other work, as long as that lasts."""
-    hidden = min(part * seconds, part * others)
-    return Parts({axis: seconds - hidden}, {axis: hidden} if hidden else {})

@@ -17,7 +17,8 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import Setup, make_setup, times_of
 from jaxtrain.config.work import OURS
-from jaxtrain.costs.step_time import BUBBLE, STAGE, Parts, Work
+from jaxtrain.costs.parts import BUBBLE, STAGE, Parts
+from jaxtrain.costs.step_time import Work
 from jaxtrain.plan.prediction import Prediction
 from jaxtrain.plan.tables import most_microbatches, with_op_times
 from jaxtrain.schedule.clock import Times

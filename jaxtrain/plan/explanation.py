@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.costs.hardware import GIB, Hardware
-from jaxtrain.costs.step_time import AXES, BUBBLE, Work
+from jaxtrain.costs.parts import AXES, BUBBLE
+from jaxtrain.costs.step_time import Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.exact_clock import Clocked
 from jaxtrain.plan.nearby import nearby

@@ -12,7 +12,7 @@ from typing import Any
 from jaxtrain.config import Config
 from jaxtrain.config.work import kind_at_hand
 from jaxtrain.costs.hardware import GIB
-from jaxtrain.costs.step_time import AXES, BUBBLE, FIXED
+from jaxtrain.costs.parts import AXES, BUBBLE, FIXED
 from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.prediction import Prediction, predict
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import Hardware, Matmul, Tier, load
-from jaxtrain.costs.step_time import BUBBLE, STAGE
+from jaxtrain.costs.parts import BUBBLE, STAGE
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.exact_clock import clocked, exactly
 from jaxtrain.plan.prediction import Prediction, predict
