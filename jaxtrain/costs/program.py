@@ -57,6 +57,7 @@ class Program:
     vocabulary_parallel: bool = False
     by_dimension: bool = False
     slots: bool = False
+    gathers_once: bool = False
     weight_copies: float = 0.0
     sum_passes: float = 0.0
     fixed_s: float = 0.0

@@ -8,10 +8,12 @@ A step's parts add up to its time: what is hidden behind other work is listed ap
 """
 
 import dataclasses
+import functools
 import math
 
-from jaxtrain.costs.hardware import Hardware, Tier
+from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
+from jaxtrain.costs.links import Links
 from jaxtrain.costs.parts import ATTENTION, BUBBLE, FIXED, HOST, MATMULS, MEMORY, OPTIMIZER, STAGE, Parts, beside
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
@@ -36,6 +38,11 @@ class Work:
     def item(self) -> int:
         """Bytes of an activation's number."""
         return 2 * ITEM if self.dtype == "float32" else ITEM
+
+    @property
+    def links(self) -> Links:
+        """Between its devices."""
+        return Links(self.layout, self.hardware)
 
     @property
     def tokens(self) -> float:
@@ -121,7 +128,7 @@ class Work:
         if not self.program.slots or (self.model.experts and not dense):
             return Parts()
         inputs, outputs = next((k, n) for name, k, n in self.model.products(dense) if name == "mlp_out")
-        scattered = {} if self.layout.model == 1 else {"model": self.collective("model", self.item * self.tokens * self.model.width)}
+        scattered = {} if self.layout.model == 1 else {"model": self.links.collective("model", self.item * self.tokens * self.model.width)}
         return Parts({MATMULS: self._product(self.tokens, outputs, inputs / self.layout.model), **scattered})
 
     def _product(self, m: float, n: float, k: float) -> float:
@@ -167,7 +174,7 @@ class Work:
         if self.layout.model == 1:
             return Parts()
         size = self.item * self.tokens * self.model.width
-        seconds = 2 * self.collective("model", size, rounds=2)
+        seconds = 2 * self.links.collective("model", size, rounds=2)
         return beside("model", seconds, self.program.model_overlap)
 
     def _context(self) -> Parts:
@@ -176,7 +183,7 @@ class Work:
         if layout.context == 1:
             return Parts()
         size = self.item * layout.microbatch * model.sequence * 2 * model.kv_heads * model.head_dim / layout.model
-        return Parts({"context": self.collective("context", size)})
+        return Parts({"context": self.links.collective("context", size)})
 
     def _experts(self, dense: bool) -> Parts:
         """Rows to their experts and back."""
@@ -184,42 +191,16 @@ class Work:
         if layout.expert == 1 or dense or not model.experts:
             return Parts()
         size = self.item * self.tokens * model.experts_per_token * model.width / layout.model
-        return Parts({"expert": 2 * self.collective("expert", size)})
+        return Parts({"expert": 2 * self.links.collective("expert", size)})
 
-    # ------------------------------------------------------------------------------------------------------------ collectives
-
-    def collective(self, axis: str, size: float, rounds: int = 1, one_link: float = 0.0) -> float:
-        """Seconds of a ring's collective over a mesh axis: `rounds` of (n - 1)/n of `size` bytes, the array's on a device when whole.
-
-        Devices that share their cores have one memory, in which a sum takes as long as a message, of any number of them. An axis whose
-        devices lie in several islands is bound by the links between them; those of its devices that share an island send
-        over as many links, or with `one_link` over one, of which they reach that part.
-        """
-        count, apart = self.layout.neighbours(axis)
-        if count == 1:
-            return 0.0
-        tier = self.tier(axis)
-        if self.hardware.alone > 1:
-            return rounds / 2 * (size / tier.bytes_per_s + 1e-6 * tier.latency_us)
-        inside = self.hardware.tiers[0]
-        bytes_per_s = tier.bytes_per_s
-        if tier is not inside and one_link:
-            bytes_per_s *= one_link
-        elif tier is not inside and inside.devices > apart:
-            bytes_per_s = min(bytes_per_s * max(1, min(count, inside.devices // apart)), inside.bytes_per_s)
-        hops = 1e-6 * tier.latency_us * math.log2(count) * 2
-        return rounds * (size * (count - 1) / count / bytes_per_s + hops)
-
-    def tier(self, axis: str) -> Tier:
-        """The links that bind an axis: those over all its devices, for some neighbours lie in two islands where the axis does."""
-        return self.hardware.tier(math.prod(self.layout.neighbours(axis)))
+    # ------------------------------------------------------------------------------------------------------------ messages
 
     def message(self) -> float:
         """Seconds of a microbatch's activations from a stage to its neighbour."""
         layout = self.layout
         if layout.stage == 1:
             return 0.0
-        tier = self.tier(STAGE)
+        tier = self.links.tier(STAGE)
         return self.message_bytes() / tier.bytes_per_s + 1e-6 * tier.latency_us
 
     def message_bytes(self) -> float:
@@ -243,7 +224,7 @@ class Work:
         layout = self.layout
         if not self.program.vocabulary_parallel or layout.stage == 1:
             return Parts()
-        return Parts({STAGE: 4 * self.collective(STAGE, self.item * self.tokens * self.model.width / layout.model, rounds=2)})
+        return Parts({STAGE: 4 * self.links.collective(STAGE, self.item * self.tokens * self.model.width / layout.model, rounds=2)})
 
     def bubble(self, forward: float, again: float, backward: float, weights: float) -> float:
         """Seconds that a stage waits, of F, R, B and W of a microbatch on a whole stage (Narayanan 2021; Qi et al. 2023 and 2024 for those
@@ -309,21 +290,40 @@ class Work:
         if layout.stage > 1:  # all stages have a part of each table, or each end has one
             first = (model.vocab_size + model.sequence * model.learned_positions) * model.width
             tables = tables / layout.stage if self.program.vocabulary_parallel else first
+        return self.layers_parameters() + tables / layout.model
+
+    def layers_parameters(self) -> float:
+        """Of the layers of the stage with most of them."""
+        model, layout = self.model, self.layout
         dense = model.dense_layers * model.layer_parameters(dense=True) / layout.model
-        return math.ceil(model.layers / layout.stage) * self._layer_weights() + dense + tables / layout.model
+        return math.ceil(model.layers / layout.stage) * self._layer_weights() + dense
+
+    def _output_table(self) -> float:
+        """Of a device's part of the matrix that makes logits, and of the positions' table."""
+        model, layout = self.model, self.layout
+        stages = layout.stage if self.program.vocabulary_parallel else 1
+        return (model.vocab_size / stages + model.sequence * model.learned_positions) * model.width / layout.model
 
     def _shards(self, stage: Parts) -> Parts:
         """ZeRO-3's collectives: parameters for the forward and for the backward of each microbatch, and sums of gradients behind it.
 
-        stage: what they may stand beside.
+        Our own program gathers in the type that it computes in, once more where R is an op of its own, and sends rows of the first table
+        instead of all of it. stage: what they may stand beside.
         """
         layout, program = self.layout, self.program
-        if layout.zero < 3 or layout.data == 1:
+        if layout.zero < 3 or self.shards == 1:
             return Parts()
-        parameters = self.device_parameters()
-        gather = self.collective("data", program.sent_weight * parameters, one_link=program.one_link)
-        scatter = self.collective("data", program.sent_gradient * parameters, one_link=program.one_link)
-        return beside("data", layout.microbatches * (2 * gather + scatter), program.gather_overlap, stage.seconds)
+        over = functools.partial(self.links.collective, "data", one_link=program.one_link)
+        if not program.slots:
+            parameters = self.device_parameters()
+            each = 2 * over(program.sent_weight * parameters) + over(program.sent_gradient * parameters)
+            return beside("data", layout.microbatches * each, program.gather_overlap, stage.seconds)
+        layers, table = self.layers_parameters(), self._output_table()
+        rows = self.item * self.tokens * self.model.width / layout.model
+        read = layers * (3 if layout.stage > 1 and layout.remat == "full" else 2) + table
+        each = over(program.sent_gradient * (layers + table)) + over(rows) * (1 if program.gathers_once else 2)
+        gathers = over(self.item * self.device_parameters()) if program.gathers_once else over(self.item * read) * layout.microbatches
+        return beside("data", each * layout.microbatches + gathers, program.gather_overlap, stage.seconds)
 
     def _sums(self, forward: float, backward: float) -> Parts:
         """Sums of gradients over `data` and `replica`, and the gather of the parameters that ZeRO has updated in parts. forward, backward:
@@ -331,18 +331,19 @@ class Work:
         layout, program = self.layout, self.program
         parameters = self.device_parameters()
         parts = Parts()
-        if layout.data > 1 and layout.zero < 3:
-            each = self.collective("data", program.sent_gradient * parameters)
-            back = self.collective("data", (program.sent_weight if layout.zero and self.shards > 1 else program.sent_gradient) * parameters)
-            often = layout.microbatches if layout.zero > 1 else 1
+        if layout.data > 1 and (layout.zero < 3 or self.shards == 1):
+            each = self.links.collective("data", program.sent_gradient * parameters)
+            sent_back = program.sent_weight if layout.zero and self.shards > 1 else program.sent_gradient
+            back = self.links.collective("data", sent_back * parameters)
+            often = layout.microbatches if layout.zero > 1 and self.shards > 1 else 1
             parts += beside("data", each * often, program.data_overlap, backward * often)
             parts += beside("data", back, program.data_overlap, forward if layout.zero else backward)
         if layout.expert > 1:  # whose devices have the same parameters, but for the experts
             shared = (parameters - self.expert_parameters()) / (self.shards if layout.zero > 1 else 1)
-            parts += Parts({"expert": self.collective("expert", program.sent_gradient * shared, rounds=2)})
+            parts += Parts({"expert": self.links.collective("expert", program.sent_gradient * shared, rounds=2)})
         if layout.replica > 1:
             shards = self.shards if layout.zero else 1
-            parts += Parts({"replica": self.collective("replica", program.sent_gradient * parameters / shards, rounds=2)})
+            parts += Parts({"replica": self.links.collective("replica", program.sent_gradient * parameters / shards, rounds=2)})
         return parts
 
     def update(self) -> Parts:

@@ -101,7 +101,7 @@ def _time(prediction: Prediction, clock: Clocked | None) -> list[str]:
 
 def _link(work: Work, axis: str) -> str:
     """The links that an axis crosses."""
-    return f"{getattr(work.layout, axis)} devices over {work.tier(axis).name}"
+    return f"{getattr(work.layout, axis)} devices over {work.links.tier(axis).name}"
 
 
 def _seconds(seconds: float) -> str:

@@ -67,7 +67,7 @@ def test_tensor_parallelism_beyond_a_node_costs_more():
 def test_an_axis_over_nodes_has_their_links_together():
     """Eight neighbours of a node send over eight adapters, one of each node over one."""
     wide, narrow = work(Layout(data=64)), work(Layout(data=64, model=8))
-    assert narrow.collective("data", 1e9) > 4 * wide.collective("data", 1e9)
+    assert narrow.links.collective("data", 1e9) > 4 * wide.links.collective("data", 1e9)
 
 
 def test_zero_3_loses_where_devices_are_many():
@@ -98,8 +98,8 @@ def test_experts_axis_sums_what_its_devices_share():
     shared = MIXTRAL.parameters() - 32 * 8 * 3 * 4096 * 14336
     assert four.device_parameters() - four.expert_parameters() == pytest.approx(shared, rel=1e-6)
     rows = one.tokens * 2 * 4096 * 2  # to two experts each, in 16 bits, there and back, in F, R and B
-    sums = four.collective("expert", 4 * shared, rounds=2)
-    assert four.step().exposed["expert"] == pytest.approx(sums + 32 * 3 * 2 * four.collective("expert", rows))
+    sums = four.links.collective("expert", 4 * shared, rounds=2)
+    assert four.step().exposed["expert"] == pytest.approx(sums + 32 * 3 * 2 * four.links.collective("expert", rows))
 
 
 def test_memory_by_zero_and_recomputation():

@@ -1,0 +1,49 @@
+"""Bytes by mesh axis that a step's time is reckoned from, against the account's of the same layout (plan/account.py), as a device sends."""
+
+import collections
+import dataclasses
+
+import pytest
+
+from jaxtrain import config as configs
+from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.costs.hardware import Tier, load
+from jaxtrain.plan import layout_flag
+from jaxtrain.plan.account import account, busiest
+from jaxtrain.plan.exact_clock import exactly
+from jaxtrain.plan.prediction import predict
+
+# Over one kind of links of 1 GB/s without latency, seconds are GB.
+LINKS = (Tier("links", 0, 1.0, 1.0, 0.0),)
+
+
+def sent(recipe: str, layout: str, **changes) -> tuple[dict[str, float], dict[str, float]]:
+    """(GB that the plan of a layout reckons with, GB of the account), by axis; an account's sum over two axes is of neither."""
+    config = configs.replace(load_recipe(find_recipe(recipe)), {key.replace("__", "."): value for key, value in changes.items()})
+    config = layout_flag.apply(config, layout_flag.read(layout)).resolve()
+    time = exactly(predict(config, dataclasses.replace(load("h100"), tiers=LINKS)))[0].time
+    counted: collections.Counter = collections.Counter()
+    for entry in account(config, busiest(config) if config.mesh.stage <= 4 else config.mesh.stage // 2):
+        counted[",".join(entry.axes)] += entry.bytes / 1e9
+    return {axis: time.exposed.get(axis, 0.0) + time.hidden.get(axis, 0.0) for axis in counted | time.exposed}, counted
+
+
+@pytest.mark.parametrize(
+    "recipe, layout, changes",
+    [
+        ("llama3_8b", "data=8,zero=3", {}),
+        ("llama3_8b", "data=8,zero=3", {"parallel__gather": "step"}),
+        ("llama3_8b", "data=8,stage=2,zero=3,schedule=zb_h1,remat=none", {}),
+        ("mixtral_8x7b", "data=4,stage=4,expert=8,zero=3", {}),
+    ],
+)
+def test_zero_3_gathers_what_an_op_reads_in_the_type_that_it_computes_in(recipe, layout, changes):
+    """Three times where R is an op of its own, twice otherwise, or once a step."""
+    planned, counted = sent(recipe, f"{layout},microbatch=1", **changes)
+    assert planned["data"] == pytest.approx(counted["data"], rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_data_that_does_not_divide_sums_whole_gradients_once(zero):
+    planned, counted = sent("llama3_8b", f"data=7,zero={zero},microbatch=1", data__batch_size=504)
+    assert planned["data"] == pytest.approx(counted["data"], rel=0.01)
