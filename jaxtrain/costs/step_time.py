@@ -83,12 +83,14 @@ class Work:
             weights += self._product(k, n, tokens)
         attention, attention_back = self._attention()
         memory, scores = self._passes(dense), self._scores()
-        sums = self._model_sums(dense)
+        sums = self._model_sums()
         context = self._context()
         experts_sent = self._experts(dense)
         f = Parts({MATMULS: forward, ATTENTION: attention, MEMORY: memory + scores}) + sums + context + experts_sent
         b = Parts({MATMULS: inputs, ATTENTION: attention_back, MEMORY: BACKWARD_PASSES * (memory + scores)}) + sums + context + experts_sent
         w = Parts({MATMULS: weights})
+        if program.slots and not self._backward_keeps_gathers():
+            w += self._model_sums(of_weights=True)
         if program.sum_passes:
             w += self._over_weights(dense, 2 * ITEM * program.sum_passes)
         if program.weight_copies and self._layers_of_unit() > 1:
@@ -103,6 +105,10 @@ class Work:
         else:
             again = Parts()
         return {"F": f, "R": again, "B": b, "W": w}
+
+    def _backward_keeps_gathers(self) -> bool:
+        """Whether R, B and W of our own program are one op, in which what R has gathered is still there."""
+        return self.layout.stage == 1 and self.layout.remat == "full"
 
     def _layers_of_unit(self) -> float:
         """Layers that an op of our own program goes through."""
@@ -168,13 +174,18 @@ class Work:
         started = (program.passes + program.inner_passes) / 2  # operations, each of which reads and writes
         return self.item * self.tokens * (outside + inner) / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
-    def _model_sums(self, dense: bool) -> Parts:
+    def _model_sums(self, of_weights: bool = False) -> Parts:
         """Tensor parallelism's collectives of a layer's forward, and of its backward: two of [tokens, width], gathered and scattered or
-        summed, which is the same number of bytes."""
+        summed, which is the same number of bytes; before heads our own program gathers what their products read, of latent attention the
+        latents. of_weights: what W gathers again."""
+        model = self.model
         if self.layout.model == 1:
             return Parts()
-        size = self.item * self.tokens * self.model.width
-        seconds = 2 * self.links.collective("model", size, rounds=2)
+        latent = model.mla and self.program.slots
+        read = (model.query_rank or model.width) + model.kv_rank + model.rope_dim if latent else model.width
+        rounds = 2 if of_weights else 4
+        widths = read + model.width * (rounds - 1)
+        seconds = self.links.collective("model", self.item * self.tokens * widths / rounds, rounds)
         return beside("model", seconds, self.program.model_overlap)
 
     def _context(self) -> Parts:
