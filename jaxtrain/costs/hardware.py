@@ -17,12 +17,13 @@ Sources of the figures stand in each file.
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent / "hardware"
@@ -41,7 +42,8 @@ DEVICE_KINDS = (
     (r"A100.*40GB", "a100-40gb"),
 )
 HOST, HOST_REACHED = 16.0, 0.8  # GB/s one way of PCIe 3 × 16, and the part of a link to the host that large copies reach
-NUMBERS = ("memory_gib", "memory_usable", "memory_gb_per_s", "memory_reached", "launch_us", "watts", "host_gb_per_s")
+DTYPES = ("bfloat16", "float32")  # of products, as `precision.compute` has them; a file has the peak of at least one
+TIER_KEYS = frozenset({"name", "devices", "gb_per_s", "reached", "latency_us"})
 
 
 class HardwareError(Exception):
@@ -163,7 +165,7 @@ def load(name: str) -> Hardware:
         return from_json(json.loads(path.read_bytes()))
     except OSError as error:
         raise HardwareError(name, f"cannot be read ({os.strerror(error.errno or 0)})", known()[0]) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:120]
         rule = f"does not describe a device ({what}; {FOLDER / known()[0]}.json does)"
         raise HardwareError(name, rule, known()[0]) from None
@@ -180,32 +182,91 @@ def _nearest(name: str) -> str:
 
 
 def from_json(values: Mapping[str, Any]) -> Hardware:
-    """A kind of device from a file's object. Raises KeyError, TypeError or ValueError for what is none."""
-    default: dict[str, Any] = {"reached": 1.0, "latency_us": 0.0}
-    tiers = tuple(Tier(**default | dict(tier)) for tier in values["tiers"])
-    if not tiers or any(tier.devices for tier in tiers[-1:]):
-        raise ValueError("the last of tiers joins any number of devices: devices 0")
-    numbers = {key: float((dict(values) | {"host_gb_per_s": values.get("host_gb_per_s", HOST)})[key]) for key in NUMBERS}
-    if any(not math.isfinite(number) or number < 0 for number in numbers.values()):
-        raise ValueError("a figure is negative or not finite")
-    m, n, k = (float(size) for size in values["matmul"]["half"])
+    """A kind of device from a file's object. Raises KeyError for a key that it lacks, ValueError, TypeError, AttributeError or IndexError
+    for one that has no such value."""
+    tiers, matmul = _tiers(_list(values["tiers"], "tiers")), values["matmul"]
+    peaks = {str(dtype): _positive(peak, f"peak_tflops.{dtype}") for dtype, peak in _object(values["peak_tflops"], "peak_tflops").items()}
+    if not any(dtype in peaks for dtype in DTYPES):
+        raise ValueError(f"peak_tflops has none of {', '.join(DTYPES)}")
+    m, n, k = (_not_negative(size, "matmul.half") for size in _list(_object(matmul, "matmul")["half"], "matmul.half", 3))
+    forward, backward = (_part(part, "attention") for part in _list(values["attention"], "attention", 2))
     return Hardware(
         name=str(values["name"]),
-        peak_tflops={str(dtype): float(peak) for dtype, peak in values["peak_tflops"].items()},
-        matmul=Matmul(float(values["matmul"]["peak"]), (m, n, k)),
-        attention_forward=float(values["attention"][0]),
-        attention_backward=float(values["attention"][1]),
+        peak_tflops=peaks,
+        memory_gib=_positive(values["memory_gib"], "memory_gib"),
+        memory_usable=_part(values["memory_usable"], "memory_usable"),
+        memory_gb_per_s=_positive(values["memory_gb_per_s"], "memory_gb_per_s"),
+        memory_reached=_part(values["memory_reached"], "memory_reached"),
+        matmul=Matmul(_part(matmul["peak"], "matmul.peak"), (m, n, k)),
+        attention_forward=forward,
+        attention_backward=backward,
+        launch_us=_not_negative(values["launch_us"], "launch_us"),
         tiers=tiers,
-        sources=tuple(values.get("sources", ())),
-        alone=_at_least_1(float(values.get("alone", 1.0))),
-        **numbers,
+        watts=_not_negative(values["watts"], "watts"),
+        sources=tuple(str(source) for source in _list(values.get("sources", []), "sources")),
+        alone=_bounded(values.get("alone", 1.0), "alone", "at least 1", lambda alone: 1 <= alone < math.inf),
+        host_gb_per_s=_positive(values.get("host_gb_per_s", HOST), "host_gb_per_s"),
     )
 
 
-def _at_least_1(alone: float) -> float:
-    if not 1 <= alone < math.inf:
-        raise ValueError("alone is below 1 or not finite")
-    return alone
+def _tiers(listed: Sequence[Any]) -> tuple[Tier, ...]:
+    """Links that join ever more devices, the last any number."""
+    tiers = []
+    for at, values in enumerate(listed):
+        key = f"tiers[{at}]"
+        if unknown := set(_object(values, key)) - TIER_KEYS:
+            raise ValueError(f"{key} has the key {min(unknown)!r}, and those of a tier are {', '.join(sorted(TIER_KEYS))}")
+        devices = values["devices"]
+        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 0:
+            raise ValueError(f"{key}.devices={devices!r} must be a whole number, and 0 for the last tier")
+        speed = _bounded(values["gb_per_s"], f"{key}.gb_per_s", "above 0", lambda speed: speed > 0)  # infinite where no byte took time
+        reached, latency = (
+            _part(values.get("reached", 1.0), f"{key}.reached"),
+            _not_negative(values.get("latency_us", 0.0), f"{key}.latency_us"),
+        )
+        tiers.append(Tier(str(values["name"]), devices, speed, reached, latency))
+    sizes = [tier.devices for tier in tiers]
+    if not sizes or sizes[-1]:
+        raise ValueError("the last of tiers joins any number of devices: devices 0")
+    if any(a >= b for a, b in itertools.pairwise(sizes[:-1])) or 0 in sizes[:-1]:
+        raise ValueError(f"tiers have devices {', '.join(map(str, sizes))}, which must grow, and 0 for the last")
+    return tuple(tiers)
+
+
+# --- figures of a file ---------------------------------------------------------------------------------------------------------------
+
+
+def _bounded(value: Any, key: str, rule: str, holds: Callable[[float], bool]) -> float:
+    """The number of this key. Raises ValueError where it is none, or the rule does not hold."""
+    number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not holds(number):
+        raise ValueError(f"{key}={value!r} must be a number {rule}")
+    return number
+
+
+def _positive(value: Any, key: str) -> float:
+    return _bounded(value, key, "above 0", lambda number: 0 < number < math.inf)
+
+
+def _not_negative(value: Any, key: str) -> float:
+    return _bounded(value, key, "from 0 on", lambda number: 0 <= number < math.inf)
+
+
+def _part(value: Any, key: str) -> float:
+    return _bounded(value, key, "above 0 and at most 1", lambda number: 0 < number <= 1)
+
+
+def _object(value: Any, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key} must be an object of keys")
+    return value
+
+
+def _list(value: Any, key: str, length: int = 0) -> Sequence[Any]:
+    """length: 0 for any."""
+    if not isinstance(value, (list, tuple)) or (length and len(value) != length):
+        raise ValueError(f"{key} must be a list{f' of {length} numbers' * bool(length)}")
+    return value
 
 
 def to_json(hardware: Hardware) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
     if flags.advise:
         print("\n".join(advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)))
         return
-    if _is_groups(flags.hardware):
+    if unequal.is_groups(flags.hardware):
         _plan_groups(config, recipe, flags)
         return
     space, tokens = _space(config, recipe, flags), flags.tokens or None
@@ -128,11 +128,6 @@ def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
         print(json.dumps(plans[0].prediction.figures()))
     else:
         print("\n".join(_lines(plans, recipe, flags)))
-
-
-def _is_groups(text: str) -> bool:
-    """Whether --hardware names groups of devices, NAME:DEVICES each."""
-    return text.rpartition(":")[2].isdigit()
 
 
 def _plan_groups(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:

@@ -7,15 +7,19 @@ the measured step is far from the planned one, that is said first: advice from a
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import statistics
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.steps import CONFIG
-from jaxtrain.config import Config, ConfigError
+from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config.mesh_rules import AXES
+from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.config.work import platform_of
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.plan import planned_step
 from jaxtrain.plan.exact_clock import exactly
@@ -23,10 +27,11 @@ from jaxtrain.plan.nearby import nearby
 from jaxtrain.plan.prediction import Prediction, predict
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part
-from jaxtrain.run.goodput_log import REDONE, Goodput, read_goodput
-from jaxtrain.run.metrics import read_metrics
+from jaxtrain.run.goodput_log import GOODPUT_FILE, REDONE, Goodput, read_goodput
+from jaxtrain.run.metrics import METRICS_FILE, read_metrics
 
-FAR = 1.5  # times the planned step: so far off, the plan is not of this machine, or something is wrong with it
+T = TypeVar("T")
+FAR = 1.5  # times the planned step, or so many times less: so far off, the plan is not of this machine, or something is wrong with it
 MOST = 5  # changes that are named
 WORTH = 0.02  # of the step or of the wall time, from which on a change is named
 
@@ -59,20 +64,37 @@ class Measured:
 
 
 def read(workdir: str | os.PathLike) -> Measured:
-    """The records of a run's folder. Raises AdviceError where they are missing."""
+    """The records of a run's folder. Raises AdviceError where they are missing or are none."""
     folder = pathlib.Path(workdir)
     try:
         config = configs.from_dict(json.loads((folder / CONFIG).read_bytes()))
     except OSError as error:
         raise AdviceError(f"--advise={str(workdir)!r} has no {CONFIG} ({error.strerror}): name the folder of a run") from None
-    except (ValueError, ConfigError) as error:
-        raise AdviceError(f"--advise={str(workdir)!r}: its {CONFIG} is no config ({' '.join(str(error).split())[:100]})") from None
-    rows = [record for record in read_metrics(folder) if isinstance(record.get("step_time_s"), (int, float))]
+    except (ValueError, ConfigError, TypeError, AttributeError, RecursionError) as error:
+        what = f"its {CONFIG} is no config ({' '.join(str(error).split())[:100]})"
+        raise AdviceError(f"--advise={str(workdir)!r}: {what}: name the folder of a run") from None
+    rows = [row for row in _records(workdir, METRICS_FILE, read_metrics) if _is_seconds(row.get("step_time_s")) and row["step_time_s"]]
     later = rows[len(rows) // 2 :] if len(rows) > 2 else rows[1:]
     if not later:
         raise AdviceError(f"--advise={str(workdir)!r} has {len(rows)} rows with a step's time: let it run for some steps more")
     seconds = statistics.median(row["step_time_s"] for row in later)
-    return Measured(config, seconds, len(later), Goodput(read_goodput(folder)), rows[-1])
+    goodput = _records(workdir, GOODPUT_FILE, lambda folder: Goodput(read_goodput(folder)))
+    return Measured(config, seconds, len(later), goodput, rows[-1])
+
+
+def _records(workdir: str | os.PathLike, name: str, read_file: Callable[[str | os.PathLike], T]) -> T:
+    """What a file of the folder has. Raises AdviceError where it cannot be read, or says what no run writes."""
+    try:
+        return read_file(workdir)
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError):
+        what = "is not what a run writes"
+    raise AdviceError(f"--advise={str(workdir)!r}: its {name} {what}: name the folder of a run")
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def losses_of_time(goodput: Goodput) -> list[tuple[str, float]]:
@@ -86,25 +108,44 @@ def losses_of_time(goodput: Goodput) -> list[tuple[str, float]]:
 def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list[str]:
     """Lines for people. hardware: the kind of device that the run is on; None: what the records alone say. Raises AdviceError."""
     measured = read(workdir)
-    config, lines = measured.config, [f"a step takes {measured.seconds:.4g} s, the median of {measured.rows} rows of metrics.jsonl"]
+    lines = [f"a step takes {measured.seconds:.4g} s, the median of {measured.rows} rows of metrics.jsonl"]
     if measured.goodput.starts:
         lines.append(measured.goodput.summary())
         lines += [f"{share:.1%} of the wall time: {REMEDIES[name]}" for name, share in losses_of_time(measured.goodput)]
-    if measured.last.get("slowest_process") is not None:
-        lines.append(
-            f"process {measured.last['slowest_process']} is behind the others by {measured.last.get('slowest_behind_s', 0):.3g} s a step"
-        )
+    slowest, behind_s = (measured.last.get(name) for name in ("slowest_process", "slowest_behind_s"))
+    if isinstance(slowest, int) and _is_seconds(behind_s):
+        lines.append(f"process {slowest} is behind the others by {behind_s:.3g} s a step")
     if record := planned_step.read(pathlib.Path(workdir)):
-        lines += [f"after warm-up: {line}" for line in record.lines()]
+        lines += [f"after warm-up: {line}" for line in _records(workdir, planned_step.PLANNED, lambda folder: record.lines())]
     if hardware is None:
         return [*lines, "with --hardware=NAME the planner says what else the step could be"]
-    now, _ = exactly(predict(config.resolve(), hardware))
+    _check(workdir, measured.config, hardware)
+    now, _ = exactly(predict(measured.config.resolve(), hardware))
     ratio = measured.seconds / now.seconds
-    lines.append(f"planned for {hardware.name}: {now.seconds:.4g} s; measured {ratio:.2f} times that")
-    if ratio > FAR:
+    lines.append(f"planned for {hardware.name}: {now.seconds:.4g} s; measured {ratio:.3g} times that")
+    if not 1 / FAR <= ratio <= FAR:
         lines.append("that is far: a profile (train.profile_steps) says where the time goes; is this the device, and is it alone?")
     lines += _largest_parts(now)
     return [*lines, *_changes(now)]
+
+
+def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> None:
+    """Raises AdviceError where the planner cannot reckon with this config on this kind of device."""
+    sizes = {f"mesh.{axis}": getattr(config.mesh, axis) for axis in AXES}
+    left_open = next((f"{path}={size}" for path, size in sizes.items() if not isinstance(size, int) or size < 1), "")
+    refusal = checks.refusal(config, Surroundings(None, platform_of(hardware), config))
+    pieces = config.pipeline.microbatches * config.mesh.replica * config.mesh.data * config.mesh.expert
+    rule = ""
+    if left_open:
+        rule = f"its {CONFIG} has {left_open}, which is no size that the planner could take"
+    elif refusal:
+        rule = f"its {CONFIG} is no run's: {str(refusal).partition(': use ')[0]}"
+    elif config.data.batch_size % pieces:
+        rule = f"its {CONFIG} cuts data.batch_size={config.data.batch_size} into {pieces} pieces"
+    elif config.precision.compute not in hardware.peak_tflops:
+        rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"
+    if rule:
+        raise AdviceError(f"--advise={str(workdir)!r}: {rule}: use --hardware= for what the records alone say")
 
 
 def _largest_parts(now: Prediction) -> list[str]:

@@ -23,7 +23,7 @@ import platform
 import statistics
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -127,15 +127,15 @@ def calibrate(sizes: Sizes | None = None, report: Callable[[str, float], None] =
         fitted.append(f"{len(measured)} collectives {error:.0%}")
         tiers = (tier, *tiers[1:])
     watch = bench.watch
-    base = known or _unknown(devices, peaks, streaming)
+    base = _at_least_as_measured(known or _unknown(devices, peaks, streaming), peaks, streaming)
     reached = peaks[sizes.dtype] / base.peak(sizes.dtype)
     return dataclasses.replace(
         base,
         name=_name(devices, watch),
-        matmul=dataclasses.replace(matmul, peak=reached),
-        attention_forward=forward * reached,
-        attention_backward=backward * reached,
-        memory_reached=streaming / (1e9 * base.memory_gb_per_s),
+        matmul=dataclasses.replace(matmul, peak=min(1.0, reached)),
+        attention_forward=min(1.0, forward * reached),
+        attention_backward=min(1.0, backward * reached),
+        memory_reached=min(1.0, streaming / (1e9 * base.memory_gb_per_s)),
         launch_us=1e6 * launch,
         tiers=tiers,
         alone=len(devices) / watch.cores if watch.cores else 1.0,
@@ -178,6 +178,12 @@ def _unknown(devices: Sequence[jax.Device], peaks: dict[str, float], streaming: 
     tflops = {dtype: peak / 1e12 for dtype, peak in peaks.items()}
     memory, gb_per_s = limit / GIB, streaming / 1e9
     return Hardware("", tflops, memory, MEMORY_USABLE, gb_per_s, 1.0, kinds.Matmul(1.0, (0.0, 0.0, 0.0)), 1.0, 1.0, 0.0, (), 0.0, ())
+
+
+def _at_least_as_measured(kind: Hardware, peaks: Mapping[str, float], streaming: float) -> Hardware:
+    """The kind with its peaks as high as those that were measured: none reaches more than all of them."""
+    tflops = {dtype: max(peak, peaks.get(dtype, 0.0) / 1e12) for dtype, peak in kind.peak_tflops.items()}
+    return dataclasses.replace(kind, peak_tflops=tflops, memory_gb_per_s=max(kind.memory_gb_per_s, streaming / 1e9))
 
 
 def _name(devices: Sequence[jax.Device], watch: Stopwatch) -> str:

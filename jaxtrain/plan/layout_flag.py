@@ -4,16 +4,18 @@ Axes that it does not name are 1. What else it does not name is the recipe's. `m
 that the number of microbatches follows from the batch.
 """
 
+import contextlib
 import difflib
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.rules import divisors, near
-from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.config.surroundings import NOTHING, Surroundings
 from jaxtrain.schedule.orders import default_repeats, fits_repeats
 
 MICROBATCH = "microbatch"
@@ -35,11 +37,17 @@ SETTINGS = {
 KEYS = tuple(MICROBATCH if key == "microbatches" else key for key in SETTINGS)
 BATCH_AXES = ("replica", "data", "expert")
 OTHER_NAMES = {"dp": "data", "fsdp": "data", "pp": "stage", "pipeline": "stage", "tp": "model", "tensor": "model", "ep": "expert"}
+MOST_TRIED = 16  # layouts near one whose batch does not divide
 Values = dict[str, Any]  # by key
 
 
 class LayoutError(ValueError):
     """A layout that cannot be; the text is one line and ends with one that can."""
+
+
+def whole_number(text: str) -> int | None:
+    """The number that a text of the digits 0 to 9 is, up to the largest of a setting; None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= cfg.LARGEST_INT else None
 
 
 def read(text: str) -> Values:
@@ -49,7 +57,7 @@ def read(text: str) -> Values:
         key, equals, value = (part.strip() for part in word.partition("="))
         if key not in KEYS:
             meant = OTHER_NAMES.get(key) or difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
-            raise LayoutError(f"--layout names {key!r}, and its keys are {', '.join(KEYS)}: use {meant}={_example(meant)}")
+            raise LayoutError(f"--layout names {key!r}, and its keys are {', '.join(KEYS)}: use {meant}={_meant(meant, value)}")
         if not equals or not value:
             raise LayoutError(f"--layout has no value for {key}: use {key}={_example(key)}")
         if key in values:
@@ -62,21 +70,29 @@ def _example(key: str) -> Any:
     return 1 if key == MICROBATCH or key in AXES else cfg.fields()[SETTINGS[key]].default
 
 
+def _meant(key: str, text: str) -> Any:
+    """The value if the key takes it, or one that it takes."""
+    with contextlib.suppress(LayoutError):
+        return _converted(key, text)
+    return _example(key)
+
+
 def _converted(key: str, text: str) -> Any:
     """A value as its setting's type, within the setting's own bounds and choices."""
     if key not in AXES and key != MICROBATCH:
         field = cfg.fields()[SETTINGS[key]]
         choices = field.metadata["choices"]
         if choices:
-            value: Any = int(text) if isinstance(choices[0], int) and text.isdigit() else text
+            value: Any = whole_number(text) if isinstance(choices[0], int) else text
             prefix = field.metadata["prefix"]
             if value in choices or (prefix and text.startswith(prefix)):
                 return value
             close = difflib.get_close_matches(text, [str(choice) for choice in choices], 1, 0.0)
             raise LayoutError(f"--layout has {key}={text}, and the choices are {', '.join(map(str, choices))}: use {key}={close[0]}")
-    if text.isdigit() and 0 < int(text) <= cfg.LARGEST_INT:
-        return int(text)
-    raise LayoutError(f"--layout has {key}={text}, which must be a whole number from 1 on: use {key}={max(1, _example(key))}")
+    least, number = int(key != "repeats"), whole_number(text)  # repeats=0: as many as the schedule chooses
+    if number is not None and number >= least:
+        return number
+    raise LayoutError(f"--layout has {key}={text}, which must be a whole number from {least} on: use {key}={max(1, _example(key))}")
 
 
 def of(config: Config) -> Values:
@@ -103,55 +119,92 @@ def devices(values: Mapping[str, Any]) -> int:
 
 def apply(config: Config, values: Values) -> Config:
     """The config with the layout in the place of its own. Raises LayoutError where the batch does not divide."""
-    changes: Values = {SETTINGS[axis]: values.get(axis, 1) for axis in AXES} | {"mesh.elastic": False}
+    batch = config.data.batch_size
+    if not isinstance(batch, int) or batch < 1:  # a rule of the config's own, which `check` tells
+        return _applied(config, values, config.pipeline.microbatches)
+    microbatches = _microbatches(config, values)
+    if not microbatches:
+        raise LayoutError(_undivided(config, values))
+    return _applied(config, values, microbatches)
+
+
+def _applied(config: Config, values: Values, microbatches: int) -> Config:
+    changes: Values = {SETTINGS[axis]: values.get(axis, 1) for axis in AXES} | {
+        "mesh.elastic": False,
+        "pipeline.microbatches": microbatches,
+    }
     changes |= {SETTINGS[key]: value for key, value in values.items() if key not in AXES and key != MICROBATCH}
     schedule = changes.get("pipeline.schedule", config.pipeline.schedule)
     if "repeats" not in values and not fits_repeats(schedule, config.pipeline.repeats):
         changes["pipeline.repeats"] = default_repeats(schedule)
-    batch, parts = config.data.batch_size, shards(values)
-    if isinstance(batch, int) and batch > 0:
-        changes["pipeline.microbatches"] = _microbatches(config, values, batch, parts)
     return cfg.replace(config, changes)
 
 
-def _microbatches(config: Config, values: Values, batch: int, parts: int) -> int:
-    """How many microbatches the batch makes."""
+def _microbatches(config: Config, values: Values) -> int:
+    """How many microbatches the batch makes; 0 where it does not divide."""
+    each, rest = divmod(config.data.batch_size, shards(values))
+    asked = config.pipeline.microbatches
+    count, left = divmod(each, values[MICROBATCH]) if MICROBATCH in values else (asked, each % asked if asked > 0 else 1)
+    return 0 if rest or left else count
+
+
+def _undivided(config: Config, values: Values) -> str:
+    """Why the batch does not divide, and the nearest layout with which it does."""
+    batch, parts, asked = config.data.batch_size, shards(values), config.pipeline.microbatches
     over = " · ".join(f"{axis}={values[axis]}" for axis in BATCH_AXES if values.get(axis, 1) > 1) or "data=1"
     if batch % parts:
-        data = values.get("data", 1)
-        rest = parts // data
-        sizes = [n for n in divisors(batch) if batch % (n * rest) == 0]
-        use = f"data={near(data, sizes)[0]}" if sizes else f"--config.data.batch_size={-(-batch // parts) * parts}"
-        raise LayoutError(f"--layout cuts data.batch_size={batch} by {over}, that is {parts}, which does not divide it: use {use}")
-    each = batch // parts
-    if MICROBATCH in values:
-        size = values[MICROBATCH]
-        if each % size:
-            nearest = near(size, divisors(each))[0]
-            rule = f"microbatch={size} does not divide the {each} sequences of a shard, data.batch_size={batch} over {over}"
-            raise LayoutError(f"--layout: {rule}: use microbatch={nearest}")
-        return each // size
-    asked = config.pipeline.microbatches
-    if asked < 1 or each % asked:
-        rule = f"the recipe's pipeline.microbatches={asked} do not divide the {each} sequences of a shard"
-        raise LayoutError(f"--layout: {rule}: use microbatch={each // near(asked, divisors(each))[0]}")
-    return asked
+        rule = f"--layout cuts data.batch_size={batch} by {over}, that is {parts}, which does not divide it"
+    elif MICROBATCH in values:
+        rule = f"--layout: microbatch={values[MICROBATCH]} does not divide the {batch // parts} sequences of a shard, "
+        rule += f"data.batch_size={batch} over {over}"
+    else:
+        rule = f"--layout: the recipe's pipeline.microbatches={asked} do not divide the {batch // parts} sequences of a shard"
+    near_by = list(itertools.islice(_dividing(config, values), MOST_TRIED))
+    if use := next((layout for layout in near_by if _keeps_rules(config, layout)), near_by[0] if near_by else None):
+        return f"{rule}: use --layout={text_of(use)}"
+    multiple = parts * values.get(MICROBATCH, max(1, asked))
+    return f"{rule}: use --config.data.batch_size={-(-batch // multiple) * multiple}"
+
+
+def _dividing(config: Config, values: Values) -> Iterator[Values]:
+    """Layouts with other data shards, the nearest first, and the microbatch that is then nearest."""
+    batch, data, asked = config.data.batch_size, values.get("data", 1), config.pipeline.microbatches
+    rest = shards(values) // data
+    for size in near(data, [size for size in divisors(batch) if batch % (size * rest) == 0]):
+        each = batch // (size * rest)
+        layout = values | ({"data": size} if size > 1 or "data" in values else {})
+        if MICROBATCH in values:
+            layout |= {MICROBATCH: near(values[MICROBATCH], divisors(each))[0]}
+        elif asked < 1 or each % asked:
+            layout |= {MICROBATCH: each // near(asked, divisors(each))[0]}
+        yield layout
+
+
+def _keeps_rules(config: Config, values: Values, around: Surroundings = NOTHING) -> bool:
+    """Whether the batch divides, and no rule of training is broken."""
+    microbatches = _microbatches(config, values)
+    return bool(microbatches) and checks.first_broken(_applied(config, values, microbatches), around) is None
 
 
 def check(config: Config, values: Values, platform: str, recipe: Config) -> None:
     """Raises LayoutError for the first rule of training that a config with this layout breaks, with what keeps all of them."""
-    if error := checks.refusal(config, Surroundings(None, platform, recipe)):
-        raise LayoutError(_in_layout(error, config, values))
+    around = Surroundings(None, platform, recipe)
+    if error := checks.refusal(config, around):
+        raise LayoutError(_in_layout(error, config, values, around))
 
 
-def _in_layout(error: ConfigError, config: Config, values: Values) -> str:
-    """An error's line, in which settings that --layout has are in --layout."""
+def _in_layout(error: ConfigError, config: Config, values: Values, around: Surroundings) -> str:
+    """An error's line, in which settings that --layout has are in --layout, with the size of a microbatch that it has, if that works."""
     changes = error.fixes[0] if error.fixes else {}
     others = {path: value for path, value in changes.items() if path not in SETTINGS.values()}
     if len(others) == len(changes):
         return str(error)
     fixed = of(filled(cfg.replace(config, changes), devices(values)).resolve())
     changed = {key for key, path in SETTINGS.items() if path in changes} | set(values)
-    named = {key: value for key, value in fixed.items() if key in changed or (key == MICROBATCH and "microbatches" in changed)}
-    flags = [f"--layout={text_of(named)}", *(cfg.flag_text(f"config.{path}", value) for path, value in others.items())]
+    named = {key: value for key, value in fixed.items() if key in changed and key != MICROBATCH}
+    own = {MICROBATCH: values[MICROBATCH]} if MICROBATCH in values else {}
+    tried = (named | own, named | {MICROBATCH: fixed[MICROBATCH]})
+    changed_config = cfg.replace(config, others)
+    use = next((layout for layout in tried if _keeps_rules(changed_config, layout, around)), tried[-1])
+    flags = [f"--layout={text_of(use)}", *(cfg.flag_text(f"config.{path}", value) for path, value in others.items())]
     return f"{str(error).partition(': use ')[0]}: use {' '.join(flags)}"

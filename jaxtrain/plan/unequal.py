@@ -17,8 +17,10 @@ from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.costs.memory import ALLOCATED, memory
 from jaxtrain.costs.step_time import Work
+from jaxtrain.plan.layout_flag import whole_number
 from jaxtrain.schedule.simulate import simulate
 
+LIKELY = 8  # devices of a group whose number cannot be read
 # What one program over devices of two kinds cannot do, as XLA and jax are.
 LIMITS = (
     "XLA compiles a program for one kind of device: a mesh of two kinds needs a program for each, and jax runs none over both",
@@ -61,13 +63,19 @@ class Unequal:
         return {"pipeline.chunk_layers": self.config.pipeline.chunk_layers}
 
 
+def is_groups(text: str) -> bool:
+    """Whether --hardware names groups of devices, NAME:DEVICES each."""
+    return whole_number(text.rpartition(":")[2]) is not None
+
+
 def parse(text: str) -> list[Group]:
     """The groups of `NAME:DEVICES,NAME:DEVICES`. Raises HardwareError with one line."""
-    groups = []
-    for word in text.split(","):
-        name, _, count = word.strip().rpartition(":")
-        if not name or not count.isdigit() or int(count) < 1:
-            raise HardwareError(text, f"has {word.strip()!r}, which is no NAME:DEVICES", f"{kinds.known()[0]}:512")
+    words, groups = [word.strip() for word in text.split(",")], []
+    for at, word in enumerate(words):
+        name, _, count = word.rpartition(":")
+        if not name or not whole_number(count):
+            words[at] = f"{name if name in kinds.known() else kinds.known()[0]}:{LIKELY}"
+            raise HardwareError(text, f"has {word!r}, which is no NAME:DEVICES", ",".join(words))
         groups.append(Group(kinds.load(name), int(count)))
     return groups
 

@@ -55,6 +55,58 @@ def test_what_is_none(tmp_path, monkeypatch, name, text, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+PEAKS, TIERS = {"bfloat16": 989}, [{"name": "link", "devices": 8, "gb_per_s": 450}, {"name": "net", "devices": 0, "gb_per_s": 50}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peak_tflops": {"bfloat16": 0}}, "peak_tflops.bfloat16=0 must be a number above 0"),
+        ({"peak_tflops": {"bfloat16": -5}}, "peak_tflops.bfloat16=-5 must"),
+        ({"peak_tflops": 989}, "peak_tflops must be an object"),
+        ({"peak_tflops": {}}, "peak_tflops has none of bfloat16, float32"),
+        ({"peak_tflops": PEAKS | {"float32": 10**400}}, "too large"),
+        ({"matmul": {"peak": 0, "half": [1, 1, 1]}}, "matmul.peak=0 must be a number above 0 and at most 1"),
+        ({"matmul": {"peak": 5, "half": [1, 1, 1]}}, "matmul.peak=5 must"),
+        ({"matmul": {"peak": 1, "half": [1, -1, 1]}}, "matmul.half=-1 must be a number from 0 on"),
+        ({"matmul": {"peak": 1, "half": [1, 1]}}, "matmul.half must be a list of 3 numbers"),
+        ({"matmul": 5}, "matmul must be an object"),
+        ({"attention": [0, 0]}, "attention=0 must"),
+        ({"attention": [0.6]}, "attention must be a list of 2 numbers"),
+        ({"memory_gib": 0}, "memory_gib=0 must"),
+        ({"memory_usable": 9}, "memory_usable=9 must"),
+        ({"memory_gb_per_s": 0}, "memory_gb_per_s=0 must"),
+        ({"memory_reached": 0}, "memory_reached=0 must"),
+        ({"memory_reached": True}, "memory_reached=True must"),
+        ({"host_gb_per_s": 0}, "host_gb_per_s=0 must"),
+        ({"watts": float("nan")}, "watts=nan must"),
+        ({"tiers": [TIERS[0] | {"gb_per_s": -1}, TIERS[1]]}, "tiers[0].gb_per_s=-1 must be a number above 0"),
+        ({"tiers": [TIERS[0] | {"gb_per_s": "450"}, TIERS[1]]}, "tiers[0].gb_per_s='450' must"),
+        ({"tiers": [TIERS[0], TIERS[1] | {"reached": 0}]}, "tiers[1].reached=0 must"),
+        ({"tiers": [TIERS[0] | {"devices": "8"}, TIERS[1]]}, "tiers[0].devices='8' must be a whole number"),
+        ({"tiers": [TIERS[0] | {"devices": -1}, TIERS[1]]}, "tiers[0].devices=-1 must"),
+        ({"tiers": [TIERS[0] | {"speed": 1}, TIERS[1]]}, "tiers[0] has the key 'speed'"),
+        ({"tiers": [TIERS[0], TIERS[0] | {"devices": 4}, TIERS[1]]}, "tiers have devices 8, 4, 0, which must grow"),
+        ({"tiers": []}, "the last of tiers joins any number"),
+        ({"sources": 5}, "sources must be a list"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_figures_that_cannot_be(tmp_path, changes, message):
+    """The key that is wrong is named, and what is suggested instead is there."""
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(to_json(load("h100")) | changes))
+    with pytest.raises(HardwareError) as error:
+        load(str(path))
+    assert message in error.value.rule and "\n" not in str(error.value) and load(error.value.use)
+
+
+def test_a_file_that_is_too_deep(tmp_path):
+    (tmp_path / "own.json").write_text("[" * 100_000)
+    with pytest.raises(HardwareError, match="does not describe a device"):
+        load(str(tmp_path / "own.json"))
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [("H-100", "h100"), ("A100", "a100-80gb"), ("NVIDIA H200", "h200"), ("v5p", "tpu-v5p"), ("v5", "tpu-v5p"), ("", "h100")],

@@ -1,5 +1,6 @@
 """Advice from a run's records, with and without a kind of device."""
 
+import dataclasses
 import json
 
 import pytest
@@ -43,7 +44,7 @@ def test_what_records_say(workdir):
 
 def test_what_the_planner_says(workdir, config):
     lines = advise.advise(workdir, H100)
-    assert any("measured 1.20 times that" in line for line in lines) and not any("that is far" in line for line in lines)
+    assert any("measured 1.2 times that" in line for line in lines) and not any("that is far" in line for line in lines)
     listed = [line for line in lines if line.startswith("  --config.")]
     assert 0 < len(listed) <= 5 and all("less time" in line for line in listed)
 
@@ -63,12 +64,53 @@ def test_a_machine_that_is_not_the_planned_one(workdir):
     assert any(line.startswith("that is far") for line in advise.advise(workdir, load("b200")))
 
 
+LINE = {"start": 1, "began": 0.0, "time": 100.0, "step": 10, "seconds": {}}
+
+
+def rows(*seconds: object, **values: object) -> str:
+    return "".join(json.dumps({"step": at, "step_time_s": s} | values) + "\n" for at, s in enumerate(seconds, 1))
+
+
+@pytest.mark.parametrize("behind", [{"slowest_behind_s": None}, {"slowest_behind_s": "1"}, {}])
+def test_a_row_without_the_slowest_process(workdir, behind):
+    (workdir / "metrics.jsonl").write_text(rows(1.0, 1.0, 1.0, slowest_process=1, **behind))
+    assert not any(line.startswith("process 1") for line in advise.advise(workdir))
+
+
+@pytest.mark.parametrize("times, far", [(0.5, True), (0.9, False), (2.0, True)])
+def test_far_is_either_way(workdir, config, times, far):
+    (workdir / "metrics.jsonl").write_text(rows(*[times * predict(config.resolve(), H100).seconds] * 3))
+    assert any(line.startswith("that is far") for line in advise.advise(workdir, H100)) == far
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"mesh.data": -1}, "has mesh.data=-1"),
+        ({"mesh.stage": 99, "pipeline.repeats": 1}, "its config.json is no run's: "),
+        ({"data.batch_size": 63}, "its config.json "),
+        ({"precision.compute": "float32"}, "has no peak on h100"),
+    ],
+)
+def test_what_the_planner_cannot_take(workdir, config, settings, message):
+    """Without a kind of device the records are read all the same."""
+    (workdir / "config.json").write_text(json.dumps(configs.to_dict(configs.replace(config, settings))))
+    kind = dataclasses.replace(H100, peak_tflops={"bfloat16": 989.0})
+    with pytest.raises(AdviceError, match=message) as error:
+        advise.advise(workdir, kind)
+    assert str(error.value).endswith(": use --hardware= for what the records alone say") and advise.advise(workdir)
+
+
 @pytest.mark.parametrize(
     "spoil, message",
     [
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "its config.json is no config"),
+        (lambda folder: (folder / "config.json").write_text("5"), "its config.json is no config"),
         (lambda folder: (folder / "metrics.jsonl").unlink(), "has 0 rows with a step's time"),
+        (lambda folder: ((folder / "metrics.jsonl").unlink(), (folder / "metrics.jsonl").mkdir()), "its metrics.jsonl cannot be read"),
+        (lambda folder: (folder / "metrics.jsonl").write_text(rows(float("nan"), 0, -1, True, "1", None)), "has 0 rows"),
+        (lambda folder: (folder / "goodput.jsonl").write_text(json.dumps(LINE | {"seconds": 5}) + "\n"), "its goodput.jsonl is not what"),
     ],
 )
 def test_a_folder_without_records(workdir, spoil, message):

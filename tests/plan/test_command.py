@@ -78,9 +78,14 @@ def test_programs(plan, assume):
 
 
 ERRORS = [
-    (["--layout=tp=8"], "--layout names 'tp', and its keys are .*: use model=1"),
-    (["--layout=data=8,microbatch=5"], "microbatch=5 does not divide the 192 sequences .*: use microbatch=4"),
-    (["--layout=data=7"], "cuts data.batch_size=1536 by data=7, .*: use data=6"),
+    (["--layout=tp=8"], "--layout names 'tp', and its keys are .*: use model=8"),
+    (["--layout=data=²"], "data=², which must be a whole number from 1 on: use data=1"),
+    (["--layout=data=8", "--hardware=h100:²"], "is not known .*: use --hardware=h100$"),
+    (["--layout=stage=2", "--hardware=h100:512,h200:0"], "has 'h200:0', which is no NAME:DEVICES: use --hardware=h100:512,h200:8$"),
+    (["--layout=data=8,microbatch=5"], "microbatch=5 does not divide the 192 sequences .*: use --layout=data=8,microbatch=4$"),
+    (["--layout=data=7,stage=4,microbatch=5"], "does not divide it: use --layout=data=6,stage=4,microbatch=4$"),
+    (["--layout=data=8,expert=2,microbatch=1"], "mesh.expert=2 .*: use --layout=data=8,expert=1,microbatch=1$"),
+    (["--layout=data=7"], "cuts data.batch_size=1536 by data=7, .*: use --layout=data=6,microbatch=4$"),
     (["--layout=data=8,model=7"], "mesh.model=7 does not divide model.heads=96: use --layout=data=8,model=8"),
     (["--layout=remat=sel"], "the choices are full, selective, none: use remat=selective"),
     (["--layout=data=x"], "data=x, which must be a whole number from 1 on: use data=1"),
@@ -98,6 +103,16 @@ ERRORS = [
 def test_errors(plan, argv, text):
     err = plan(*GPT3, *argv)[1]
     assert re.search(text, err), err
+    if use := re.search(r": use (--layout=\S+)$", err):  # what is suggested works
+        assert plan(*GPT3, use[1], "--json")[0]
+
+
+def test_the_layout_of_auto_is_one(plan):
+    """Which chooses how many chunks a stage has."""
+    layout = "--layout=data=2,stage=2,microbatch=2,schedule=auto,repeats=0"
+    found = json.loads(plan("--config=tiny", layout, "--json")[0])
+    assert found["layout"]["repeats"] == 0
+    assert json.loads(plan("--config=tiny", f"--layout={layout_text(found['layout'])}", "--json")[0]) == found
 
 
 # --- the search ------------------------------------------------------------------------------------------------------------------
