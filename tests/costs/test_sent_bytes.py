@@ -63,3 +63,18 @@ def test_model_s_inputs_of_weight_gradients_are_gathered_again(recipe, layout):
     """But where R, B and W are one op. Embedding, head and loss, which stand in the account alone, are about a hundredth."""
     planned, counted = sent(recipe, f"{layout},microbatch=1")
     assert 0.97 < planned["model"] / counted["model"] < 1
+
+
+@pytest.mark.parametrize(
+    "recipe, layout",
+    [
+        ("mixtral_8x7b", "data=2,expert=8,model=4"),
+        ("mixtral_8x7b", "data=2,expert=8,model=4,remat=selective"),
+        ("mixtral_8x7b", "data=2,stage=4,expert=4,remat=none,schedule=zb_h1"),
+        ("mixtral_8x7b", "data=2,stage=4,expert=4,repeats=8,schedule=interleaved"),
+    ],
+)
+def test_every_device_of_model_sends_all_rows(recipe, layout):
+    """R brings none back where nobody reads them; a selective recomputation's W sends them again."""
+    planned, counted = sent(recipe, f"{layout},microbatch=1")
+    assert planned["expert"] == pytest.approx(counted["expert"], rel=0.02)
