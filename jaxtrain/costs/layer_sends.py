@@ -66,4 +66,4 @@ class LayerSends:
             return Parts()
         ways = {"R": 2 - self.unread, "W": 1 if ours and layout.remat == "selective" else 0}.get(op, 2)
         size = self.item * self.tokens * model.experts_per_token * model.width / (1 if ours else layout.model)
-        return Parts({"expert": ways * self.links.collective("expert", size)}) if ways else Parts()
+        return Parts({"expert": ways * self.links.exchange("expert", size)}) if ways else Parts()

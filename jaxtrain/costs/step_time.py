@@ -105,8 +105,8 @@ class Work:
         return {name: op + sends.of(name, dense) if name != "R" or recomputed else op for name, op in ops.items()}
 
     def _sends(self) -> LayerSends:
-        """R of our own program leaves out a layer's output that nobody reads: each one with one stage, which keeps the inputs of all layers,
-        and with several that of a last layer that stands outside of a unit's loop."""
+        """R of our own program leaves out a layer's output that nobody reads: each one with one stage, which keeps the inputs of all
+        layers, and with several that of a last layer that stands outside of a unit's loop."""
         layout, layers = self.layout, self._layers_of_unit()
         outside = layout.stage == 1 or layers <= 1 or (layout.zero == 3 and self.shards > 1 and not self.program.gathers_once)
         unread = (1.0 if layout.stage == 1 else 1 / max(1.0, layers)) if outside and self.program.slots else 0.0

@@ -99,7 +99,7 @@ def test_experts_axis_sums_what_its_devices_share():
     assert four.device_parameters() - four.expert_parameters() == pytest.approx(shared, rel=1e-6)
     rows = one.tokens * 2 * 4096 * 2  # to two experts each, in 16 bits, there and back, in F and B; R does not bring them back
     sums = four.links.collective("expert", 4 * shared, rounds=2)
-    assert four.step().exposed["expert"] == pytest.approx(sums + 32 * 5 * four.links.collective("expert", rows))
+    assert four.step().exposed["expert"] == pytest.approx(sums + 32 * 5 * four.links.exchange("expert", rows))
 
 
 def test_memory_by_zero_and_recomputation():
