@@ -50,6 +50,11 @@ class Links:
         seconds = max(size * (near - 1) / count / inside.bytes_per_s, size * (count - near) / count / tier.bytes_per_s)
         return seconds + 1e-6 * tier.latency_us * math.log2(count) * 2
 
+    def around(self, axis: str, size: float, rounds: int) -> float:
+        """Seconds in which each device passes `size` bytes on to the next one so often; over the border of an island one adapter does."""
+        tier = self.tier(axis)
+        return rounds * (size / tier.bytes_per_s + 1e-6 * tier.latency_us)
+
     def _near(self, count: int, apart: int) -> int:
         """Neighbours of an axis that share an island of the first tier."""
         return max(1, _together(self.hardware.tiers[0], count * apart) // apart)

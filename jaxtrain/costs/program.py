@@ -57,6 +57,7 @@ class Program:
     vocabulary_parallel: bool = False
     by_dimension: bool = False
     slots: bool = False
+    context_by: str = "all_gather"
     gathers_once: bool = False
     weight_copies: float = 0.0
     sum_passes: float = 0.0

@@ -102,7 +102,10 @@ class Work:
         else:
             again = Parts()
         ops = {"F": f, "R": again, "B": b, "W": w}
-        return {name: op + sends.of(name, dense) if name != "R" or recomputed else op for name, op in ops.items()}
+        return {
+            name: op + sends.of(name, dense, op.exposed.get(ATTENTION, 0.0)) if name != "R" or recomputed else op
+            for name, op in ops.items()
+        }
 
     def _sends(self) -> LayerSends:
         """R of our own program leaves out a layer's output that nobody reads: each one with one stage, which keeps the inputs of all
@@ -308,8 +311,10 @@ class Work:
         return beside("data", each * layout.microbatches + gathers, program.gather_overlap, stage.seconds)
 
     def _sums(self, forward: float, backward: float) -> Parts:
-        """Sums of gradients over `data` and `replica`, and the gather of the parameters that ZeRO has updated in parts. forward, backward:
-        seconds of a microbatch, the last and the next one."""
+        """Sums of gradients over `data`, `context`, `expert` and `replica`, and the gather of parameters that ZeRO has updated in parts.
+
+        forward, backward: seconds of a microbatch, the last and the next one.
+        """
         layout, program = self.layout, self.program
         parameters = self.device_parameters()
         parts = Parts()
@@ -320,13 +325,16 @@ class Work:
             often = layout.microbatches if layout.zero > 1 and self.shards > 1 else 1
             parts += beside("data", each * often, program.data_overlap, backward * often)
             parts += beside("data", back, program.data_overlap, forward if layout.zero else backward)
-        if layout.expert > 1:  # whose devices have the same parameters, but for the experts
-            shared = (parameters - self.expert_parameters()) / (self.shards if layout.zero > 1 else 1)
-            parts += Parts({"expert": self.links.collective("expert", program.sent_gradient * shared, rounds=2)})
-        if layout.replica > 1:
-            shards = self.shards if layout.zero else 1
-            parts += Parts({"replica": self.links.collective("replica", program.sent_gradient * parameters / shards, rounds=2)})
-        return parts
+        # A device's share of `data`'s sums goes on: over `context` all of it, over `expert` what is no expert's.
+        for axis, numbers in (("context", parameters), ("expert", parameters - self.expert_parameters())):
+            parts += self._summed(axis, numbers / layout.data)
+        return parts + self._summed("replica", parameters / (self.shards if layout.zero else 1))
+
+    def _summed(self, axis: str, parameters: float) -> Parts:
+        """A sum of so many parameters' gradients over an axis."""
+        if getattr(self.layout, axis) == 1:
+            return Parts()
+        return Parts({axis: self.links.collective(axis, self.program.sent_gradient * parameters, rounds=2)})
 
     def update(self) -> Parts:
         """The optimizer's passes over its state, which comes from the host's memory and goes back where it is offloaded."""
