@@ -19,6 +19,7 @@ from jaxtrain.costs.parts import ATTENTION, BUBBLE, FIXED, HOST, MATMULS, MEMORY
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
 
+FLOAT32 = 4  # bytes
 ITEM = 2  # bytes of an activation's number in 16 bits
 UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
 BACKWARD_PASSES = 2.0  # over memory, of those of the forward
@@ -195,13 +196,25 @@ class Work:
     # ------------------------------------------------------------------------------------------------------------ the step
 
     def head(self) -> Parts:
-        """Head, loss and embedding of one microbatch, forward and backward, on the devices of one stage."""
+        """Head, loss, embedding and predictions of further tokens of one microbatch, forward and backward, on the devices of one stage."""
         model, layout = self.model, self.layout
         columns = model.vocab_size / layout.model
         products = self._product(self.tokens, columns, model.width) + self._product(self.tokens, model.width, columns)
         products += self._product(model.width, columns, self.tokens)
         memory = 4 * self.program.logit_passes * self.tokens * columns + 3 * self.item * self.tokens * model.width
-        return Parts({MATMULS: products * (1 + model.predictions), MEMORY: memory * (1 + model.predictions) / self.hardware.streaming})
+        parts = Parts({MATMULS: products, MEMORY: memory / self.hardware.streaming})
+        return parts * (1 + model.predictions) + self._prediction() * model.predictions
+
+    def _prediction(self) -> Parts:
+        """A module that predicts a further token, but for its logits: a layer, and before it the product that joins two of its widths."""
+        if not self.model.predictions:
+            return Parts()
+        width, rows = self.model.width, self.tokens / self.layout.model
+        join = self._product(rows, width, 2 * width) + self._product(rows, 2 * width, width) + self._product(2 * width, width, rows)
+        parts = Parts({MATMULS: join})
+        for op, of_layer in self.layer().items():
+            parts += of_layer if op != "R" else Parts()
+        return parts
 
     def vocabulary_sums(self) -> Parts:
         """Of one microbatch, where all stages share embedding and head: activations and gradients that come from the stage that has them to
@@ -328,7 +341,18 @@ class Work:
         # A device's share of `data`'s sums goes on: over `context` all of it, over `expert` what is no expert's.
         for axis, numbers in (("context", parameters), ("expert", parameters - self.expert_parameters())):
             parts += self._summed(axis, numbers / layout.data)
+        if program.inner_steps and layout.replica > 1:
+            return parts + self._outer_exchange() * (1 / program.inner_steps)
         return parts + self._summed("replica", parameters / (self.shards if layout.zero else 1))
+
+    def _outer_exchange(self) -> Parts:
+        """Between replicas that train apart: a device sums its share with its like, and gathers the others' shares inside the replica."""
+        layout, each = self.layout, self.links.collective
+        whole = FLOAT32 * self.device_parameters()
+        parts = Parts({"replica": each("replica", whole / FLOAT32 * self.program.sent_outer / layout.data / layout.context, rounds=2)})
+        if layout.data > 1 and (layout.zero < 3 or self.shards == 1):
+            parts += Parts({"data": each("data", whole)})
+        return parts + Parts({"context": each("context", whole / layout.data)} if layout.context > 1 else {})
 
     def _summed(self, axis: str, parameters: float) -> Parts:
         """A sum of so many parameters' gradients over an axis."""

@@ -9,7 +9,7 @@ from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import Tier, load
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.account import account, busiest
+from jaxtrain.plan.account import account, busiest, exchange_account
 from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.prediction import predict
 
@@ -18,12 +18,14 @@ LINKS = (Tier("links", 0, 1.0, 1.0, 0.0),)
 
 
 def sent(recipe: str, layout: str, **changes) -> tuple[dict[str, float], dict[str, float]]:
-    """(GB that the plan of a layout reckons with, GB of the account), by axis; an account's sum over two axes is of neither."""
+    """(GB that the plan of a layout reckons with, GB of the account), by axis; an account's sum over two axes is of neither. Replicas that
+    train apart exchange in every step here."""
     config = configs.replace(load_recipe(find_recipe(recipe)), {key.replace("__", "."): value for key, value in changes.items()})
     config = layout_flag.apply(config, layout_flag.read(layout)).resolve()
     time = exactly(predict(config, dataclasses.replace(load("h100"), tiers=LINKS)))[0].time
     counted: collections.Counter = collections.Counter()
-    for entry in account(config, busiest(config) if config.mesh.stage <= 4 else config.mesh.stage // 2):
+    stage = busiest(config) if config.mesh.stage <= 4 else config.mesh.stage // 2
+    for entry in [*account(config, stage), *exchange_account(config)]:
         counted[",".join(entry.axes)] += entry.bytes / 1e9
     return {axis: time.exposed.get(axis, 0.0) + time.hidden.get(axis, 0.0) for axis in counted | time.exposed}, counted
 
@@ -102,3 +104,14 @@ def test_latents_and_the_gradients_of_what_makes_them():
     """What stands in the account alone: embedding, head, the module that predicts further, and weights of chosen experts."""
     planned, counted = sent("deepseek_v3", "data=1,context=4,expert=2,model=2,microbatch=1,remat=selective")
     assert planned["model"] == pytest.approx(counted["model"], rel=0.08)
+
+
+@pytest.mark.parametrize("layout", ["data=4,replica=2", "data=2,context=2,replica=2", "data=2,replica=2,zero=3"])
+@pytest.mark.parametrize("outer", ["float32", "int8"])
+def test_replicas_that_train_apart_exchange_now_and_then(layout, outer):
+    changes = {"precision__outer": outer, "parallel__zero": 1}
+    planned, counted = sent("llama3_8b", f"{layout},microbatch=1", train__diloco_inner_steps=1, **changes)
+    for axis in ("replica", "data", "context"):
+        assert planned.get(axis, 0.0) == pytest.approx(counted[axis], rel=0.01)
+    seldom, _ = sent("llama3_8b", f"{layout},microbatch=1", train__diloco_inner_steps=100, **changes)
+    assert seldom["replica"] == pytest.approx(planned["replica"] / 100)

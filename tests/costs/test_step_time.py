@@ -125,3 +125,14 @@ def test_memory_by_zero_and_recomputation():
 def test_memory_beside_the_compiler_s(layout, gigabytes):
     """XLA's for H100s, llama3_8b, all computed again (jax 0.10.2, compiled ahead of time)."""
     assert memory(work(layout)).bytes / 1e9 == pytest.approx(gigabytes, rel=0.1)
+
+
+def test_a_module_of_prediction_is_a_layer_and_a_join_where_the_head_is():
+    """Beside the logits of its own."""
+    one, more = (work(Layout(data=8), dataclasses.replace(LLAMA, predictions=n)) for n in (0, 2))
+    matmuls = lambda w: w.head().exposed["matmuls"]
+    layer = sum(op.exposed["matmuls"] for name, op in one.layer().items() if name != "R")
+    joins = more.model_flops() / 8 - one.model_flops() / 8 - 6 * 2 * 8192 * 128256 * 4096  # without logits
+    assert matmuls(more) > 3 * matmuls(one) + 2 * layer
+    assert joins / (matmuls(more) - 3 * matmuls(one)) < one.hardware.peak()
+    assert more.step().seconds - one.step().seconds == pytest.approx(more.head().seconds - one.head().seconds)
