@@ -110,7 +110,14 @@ def program_of(config: Config, hardware: Hardware, assume: str = OURS) -> Progra
         program = dataclasses.replace(program, vocabulary_parallel=False)
     if assume == OURS:
         sent = 4.0 if config.precision.reduce == "float32" else 2.0
-        program = dataclasses.replace(program, sent_gradient=sent, gathers_once=config.parallel.gather == "step")
+        program = dataclasses.replace(
+            program,
+            sent_gradient=sent,
+            context_by=config.parallel.context,
+            gathers_once=config.parallel.gather == "step",
+            inner_steps=config.train.diloco_inner_steps,
+            sent_outer=4.0 if config.precision.outer == "float32" else 1.0,
+        )
         if platform_of(hardware) == kernels.CPU:
             program = dataclasses.replace(program, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES)
     if program.fused_attention and _scores_pass_through_memory(config, hardware, assume):

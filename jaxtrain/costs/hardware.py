@@ -138,10 +138,6 @@ class Hardware:
         """Bytes a second of a pass over large arrays."""
         return 1e9 * self.memory_gb_per_s * self.memory_reached
 
-    def tier(self, devices: float) -> Tier:
-        """The fastest links that join so many neighbours."""
-        return next((tier for tier in self.tiers if not tier.devices or tier.devices >= devices), self.tiers[-1])
-
 
 def known() -> tuple[str, ...]:
     """The kinds of devices that are there by name."""

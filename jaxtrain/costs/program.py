@@ -57,6 +57,9 @@ class Program:
     vocabulary_parallel: bool = False
     by_dimension: bool = False
     slots: bool = False
+    context_by: str = "all_gather"
+    inner_steps: int = 0
+    sent_outer: float = 4.0
     gathers_once: bool = False
     weight_copies: float = 0.0
     sum_passes: float = 0.0

@@ -12,12 +12,14 @@ import functools
 import math
 
 from jaxtrain.costs.hardware import Hardware
+from jaxtrain.costs.layer_sends import LayerSends
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.links import Links
 from jaxtrain.costs.parts import ATTENTION, BUBBLE, FIXED, HOST, MATMULS, MEMORY, OPTIMIZER, STAGE, Parts, beside
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
 
+FLOAT32 = 4  # bytes
 ITEM = 2  # bytes of an activation's number in 16 bits
 UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
 BACKWARD_PASSES = 2.0  # over memory, of those of the forward
@@ -83,32 +85,36 @@ class Work:
             weights += self._product(k, n, tokens)
         attention, attention_back = self._attention()
         memory, scores = self._passes(dense), self._scores()
-        sums = self._model_sums()
-        context = self._context()
-        experts_sent = self._experts(dense)
-        f = Parts({MATMULS: forward, ATTENTION: attention, MEMORY: memory + scores}) + sums + context + experts_sent
-        b = Parts({MATMULS: inputs, ATTENTION: attention_back, MEMORY: BACKWARD_PASSES * (memory + scores)}) + sums + context + experts_sent
+        f = Parts({MATMULS: forward, ATTENTION: attention, MEMORY: memory + scores})
+        b = Parts({MATMULS: inputs, ATTENTION: attention_back, MEMORY: BACKWARD_PASSES * (memory + scores)})
         w = Parts({MATMULS: weights})
-        if program.slots and not self._backward_keeps_gathers():
-            w += self._model_sums(of_weights=True)
         if program.sum_passes:
             w += self._over_weights(dense, 2 * ITEM * program.sum_passes)
         if program.weight_copies and self._layers_of_unit() > 1:
             copies = self._over_weights(dense, self.item * program.weight_copies)
             f, b = f + copies, b + copies
-        if layout.remat == "full":  # the last layer's output nobody reads; on one stage that is each layer's, whose inputs are all kept
-            again = f + self._output(dense) * (-1 / self._layers_of_unit() if layout.stage > 1 else -1.0)
+        sends, recomputed = self._sends(), layout.remat == "full"
+        if recomputed:
+            again = f + Parts({MATMULS: -sends.unread * self._output(dense)})
         elif layout.remat == "selective":
             again = Parts({ATTENTION: attention, MEMORY: scores}) if program.core_again else Parts({MEMORY: memory})
             if program.fused_attention and program.core_again:
                 again = Parts({ATTENTION: attention})
         else:
             again = Parts()
-        return {"F": f, "R": again, "B": b, "W": w}
+        ops = {"F": f, "R": again, "B": b, "W": w}
+        return {
+            name: op + sends.of(name, dense, op.exposed.get(ATTENTION, 0.0)) if name != "R" or recomputed else op
+            for name, op in ops.items()
+        }
 
-    def _backward_keeps_gathers(self) -> bool:
-        """Whether R, B and W of our own program are one op, in which what R has gathered is still there."""
-        return self.layout.stage == 1 and self.layout.remat == "full"
+    def _sends(self) -> LayerSends:
+        """R of our own program leaves out a layer's output that nobody reads: each one with one stage, which keeps the inputs of all
+        layers, and with several that of a last layer that stands outside of a unit's loop."""
+        layout, layers = self.layout, self._layers_of_unit()
+        outside = layout.stage == 1 or layers <= 1 or (layout.zero == 3 and self.shards > 1 and not self.program.gathers_once)
+        unread = (1.0 if layout.stage == 1 else 1 / max(1.0, layers)) if outside and self.program.slots else 0.0
+        return LayerSends(self.model, layout, self.program, self.links, self.tokens, self.item, unread)
 
     def _layers_of_unit(self) -> float:
         """Layers that an op of our own program goes through."""
@@ -129,13 +135,12 @@ class Work:
         """So many bytes moved for each of a layer's parameters."""
         return Parts({MEMORY: moved * self._layer_weights(dense) / self.hardware.streaming})
 
-    def _output(self, dense: bool) -> Parts:
-        """The product that makes a layer's output, and the half of a sum over `model` behind it, in our own program."""
-        if not self.program.slots or (self.model.experts and not dense):
-            return Parts()
+    def _output(self, dense: bool) -> float:
+        """Seconds of the product that makes a layer's output; 0 of experts, whose weights' gradients need it."""
+        if self.model.experts and not dense:
+            return 0.0
         inputs, outputs = next((k, n) for name, k, n in self.model.products(dense) if name == "mlp_out")
-        scattered = {} if self.layout.model == 1 else {"model": self.links.collective("model", self.item * self.tokens * self.model.width)}
-        return Parts({MATMULS: self._product(self.tokens, outputs, inputs / self.layout.model), **scattered})
+        return self._product(self.tokens, outputs, inputs / self.layout.model)
 
     def _product(self, m: float, n: float, k: float) -> float:
         """Seconds of [m, k] · [k, n]."""
@@ -174,36 +179,6 @@ class Work:
         started = (program.passes + program.inner_passes) / 2  # operations, each of which reads and writes
         return self.item * self.tokens * (outside + inner) / self.hardware.streaming + 1e-6 * self.hardware.launch_us * started
 
-    def _model_sums(self, of_weights: bool = False) -> Parts:
-        """Tensor parallelism's collectives of a layer's forward, and of its backward: two of [tokens, width], gathered and scattered or
-        summed, which is the same number of bytes; before heads our own program gathers what their products read, of latent attention the
-        latents. of_weights: what W gathers again."""
-        model = self.model
-        if self.layout.model == 1:
-            return Parts()
-        latent = model.mla and self.program.slots
-        read = (model.query_rank or model.width) + model.kv_rank + model.rope_dim if latent else model.width
-        rounds = 2 if of_weights else 4
-        widths = read + model.width * (rounds - 1)
-        seconds = self.links.collective("model", self.item * self.tokens * widths / rounds, rounds)
-        return beside("model", seconds, self.program.model_overlap)
-
-    def _context(self) -> Parts:
-        """Keys and values of the whole sequence, gathered."""
-        model, layout = self.model, self.layout
-        if layout.context == 1:
-            return Parts()
-        size = self.item * layout.microbatch * model.sequence * 2 * model.kv_heads * model.head_dim / layout.model
-        return Parts({"context": self.links.collective("context", size)})
-
-    def _experts(self, dense: bool) -> Parts:
-        """Rows to their experts and back."""
-        model, layout = self.model, self.layout
-        if layout.expert == 1 or dense or not model.experts:
-            return Parts()
-        size = self.item * self.tokens * model.experts_per_token * model.width / layout.model
-        return Parts({"expert": 2 * self.links.collective("expert", size)})
-
     # ------------------------------------------------------------------------------------------------------------ messages
 
     def message(self) -> float:
@@ -221,13 +196,25 @@ class Work:
     # ------------------------------------------------------------------------------------------------------------ the step
 
     def head(self) -> Parts:
-        """Head, loss and embedding of one microbatch, forward and backward, on the devices of one stage."""
+        """Head, loss, embedding and predictions of further tokens of one microbatch, forward and backward, on the devices of one stage."""
         model, layout = self.model, self.layout
         columns = model.vocab_size / layout.model
         products = self._product(self.tokens, columns, model.width) + self._product(self.tokens, model.width, columns)
         products += self._product(model.width, columns, self.tokens)
         memory = 4 * self.program.logit_passes * self.tokens * columns + 3 * self.item * self.tokens * model.width
-        return Parts({MATMULS: products * (1 + model.predictions), MEMORY: memory * (1 + model.predictions) / self.hardware.streaming})
+        parts = Parts({MATMULS: products, MEMORY: memory / self.hardware.streaming})
+        return parts * (1 + model.predictions) + self._prediction() * model.predictions
+
+    def _prediction(self) -> Parts:
+        """A module that predicts a further token, but for its logits: a layer, and before it the product that joins two of its widths."""
+        if not self.model.predictions:
+            return Parts()
+        width, rows = self.model.width, self.tokens / self.layout.model
+        join = self._product(rows, width, 2 * width) + self._product(rows, 2 * width, width) + self._product(2 * width, width, rows)
+        parts = Parts({MATMULS: join})
+        for op, of_layer in self.layer().items():
+            parts += of_layer if op != "R" else Parts()
+        return parts
 
     def vocabulary_sums(self) -> Parts:
         """Of one microbatch, where all stages share embedding and head: activations and gradients that come from the stage that has them to
@@ -337,8 +324,10 @@ class Work:
         return beside("data", each * layout.microbatches + gathers, program.gather_overlap, stage.seconds)
 
     def _sums(self, forward: float, backward: float) -> Parts:
-        """Sums of gradients over `data` and `replica`, and the gather of the parameters that ZeRO has updated in parts. forward, backward:
-        seconds of a microbatch, the last and the next one."""
+        """Sums of gradients over `data`, `context`, `expert` and `replica`, and the gather of parameters that ZeRO has updated in parts.
+
+        forward, backward: seconds of a microbatch, the last and the next one.
+        """
         layout, program = self.layout, self.program
         parameters = self.device_parameters()
         parts = Parts()
@@ -349,13 +338,27 @@ class Work:
             often = layout.microbatches if layout.zero > 1 and self.shards > 1 else 1
             parts += beside("data", each * often, program.data_overlap, backward * often)
             parts += beside("data", back, program.data_overlap, forward if layout.zero else backward)
-        if layout.expert > 1:  # whose devices have the same parameters, but for the experts
-            shared = (parameters - self.expert_parameters()) / (self.shards if layout.zero > 1 else 1)
-            parts += Parts({"expert": self.links.collective("expert", program.sent_gradient * shared, rounds=2)})
-        if layout.replica > 1:
-            shards = self.shards if layout.zero else 1
-            parts += Parts({"replica": self.links.collective("replica", program.sent_gradient * parameters / shards, rounds=2)})
-        return parts
+        # A device's share of `data`'s sums goes on: over `context` all of it, over `expert` what is no expert's.
+        for axis, numbers in (("context", parameters), ("expert", parameters - self.expert_parameters())):
+            parts += self._summed(axis, numbers / layout.data)
+        if program.inner_steps and layout.replica > 1:
+            return parts + self._outer_exchange() * (1 / program.inner_steps)
+        return parts + self._summed("replica", parameters / (self.shards if layout.zero else 1))
+
+    def _outer_exchange(self) -> Parts:
+        """Between replicas that train apart: a device sums its share with its like, and gathers the others' shares inside the replica."""
+        layout, each = self.layout, self.links.collective
+        whole = FLOAT32 * self.device_parameters()
+        parts = Parts({"replica": each("replica", whole / FLOAT32 * self.program.sent_outer / layout.data / layout.context, rounds=2)})
+        if layout.data > 1 and (layout.zero < 3 or self.shards == 1):
+            parts += Parts({"data": each("data", whole)})
+        return parts + Parts({"context": each("context", whole / layout.data)} if layout.context > 1 else {})
+
+    def _summed(self, axis: str, parameters: float) -> Parts:
+        """A sum of so many parameters' gradients over an axis."""
+        if getattr(self.layout, axis) == 1:
+            return Parts()
+        return Parts({axis: self.links.collective(axis, self.program.sent_gradient * parameters, rounds=2)})
 
     def update(self) -> Parts:
         """The optimizer's passes over its state, which comes from the host's memory and goes back where it is offloaded."""

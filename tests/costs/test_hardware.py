@@ -23,7 +23,7 @@ def test_a_file(name):
     assert 0 < h.matmul.peak <= 1 and 0 < h.attention_backward <= h.attention_forward <= 1 and 0 < h.memory_reached <= 1
     assert all(0 < tier.reached <= 1 and tier.gb_per_s > 0 for tier in h.tiers)
     assert [t.gb_per_s for t in h.tiers] == sorted((t.gb_per_s for t in h.tiers), reverse=True)
-    assert h.tiers[-1].devices == 0 and h.tier(1e6) is h.tiers[-1] and h.tier(2) is h.tiers[0]
+    assert h.tiers[-1].devices == 0
     assert from_json(json.loads(json.dumps(to_json(h)))) == h
 
 

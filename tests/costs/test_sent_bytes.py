@@ -9,7 +9,7 @@ from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import Tier, load
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.account import account, busiest
+from jaxtrain.plan.account import account, busiest, exchange_account
 from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.prediction import predict
 
@@ -18,12 +18,14 @@ LINKS = (Tier("links", 0, 1.0, 1.0, 0.0),)
 
 
 def sent(recipe: str, layout: str, **changes) -> tuple[dict[str, float], dict[str, float]]:
-    """(GB that the plan of a layout reckons with, GB of the account), by axis; an account's sum over two axes is of neither."""
+    """(GB that the plan of a layout reckons with, GB of the account), by axis; an account's sum over two axes is of neither. Replicas that
+    train apart exchange in every step here."""
     config = configs.replace(load_recipe(find_recipe(recipe)), {key.replace("__", "."): value for key, value in changes.items()})
     config = layout_flag.apply(config, layout_flag.read(layout)).resolve()
     time = exactly(predict(config, dataclasses.replace(load("h100"), tiers=LINKS)))[0].time
     counted: collections.Counter = collections.Counter()
-    for entry in account(config, busiest(config) if config.mesh.stage <= 4 else config.mesh.stage // 2):
+    stage = busiest(config) if config.mesh.stage <= 4 else config.mesh.stage // 2
+    for entry in [*account(config, stage), *exchange_account(config)]:
         counted[",".join(entry.axes)] += entry.bytes / 1e9
     return {axis: time.exposed.get(axis, 0.0) + time.hidden.get(axis, 0.0) for axis in counted | time.exposed}, counted
 
@@ -63,3 +65,53 @@ def test_model_s_inputs_of_weight_gradients_are_gathered_again(recipe, layout):
     """But where R, B and W are one op. Embedding, head and loss, which stand in the account alone, are about a hundredth."""
     planned, counted = sent(recipe, f"{layout},microbatch=1")
     assert 0.97 < planned["model"] / counted["model"] < 1
+
+
+@pytest.mark.parametrize(
+    "recipe, layout",
+    [
+        ("mixtral_8x7b", "data=2,expert=8,model=4"),
+        ("mixtral_8x7b", "data=2,expert=8,model=4,remat=selective"),
+        ("mixtral_8x7b", "data=2,stage=4,expert=4,remat=none,schedule=zb_h1"),
+        ("mixtral_8x7b", "data=2,stage=4,expert=4,repeats=8,schedule=interleaved"),
+    ],
+)
+def test_every_device_of_model_sends_all_rows(recipe, layout):
+    """R brings none back where nobody reads them; a selective recomputation's W sends them again."""
+    planned, counted = sent(recipe, f"{layout},microbatch=1")
+    assert planned["expert"] == pytest.approx(counted["expert"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "mode, layout",
+    [
+        ("all_gather", "data=2,context=4"),
+        ("all_gather", "data=2,context=4,zero=3,remat=none"),
+        ("all_gather", "data=2,context=4,stage=2,model=2"),
+        ("ulysses", "data=2,context=4"),
+        ("ulysses", "data=2,context=4,stage=2,remat=selective,schedule=zb_h1"),
+        ("ring", "data=2,context=4"),
+        ("ring", "data=2,context=4,remat=none"),
+    ],
+)
+def test_context_by_its_mode_in_every_op(mode, layout):
+    """With the sums of gradients over it."""
+    planned, counted = sent("llama3_8b", f"{layout},microbatch=1", parallel__context=mode)
+    assert planned["context"] == pytest.approx(counted["context"], rel=0.01)
+
+
+def test_latents_and_the_gradients_of_what_makes_them():
+    """What stands in the account alone: embedding, head, the module that predicts further, and weights of chosen experts."""
+    planned, counted = sent("deepseek_v3", "data=1,context=4,expert=2,model=2,microbatch=1,remat=selective")
+    assert planned["model"] == pytest.approx(counted["model"], rel=0.08)
+
+
+@pytest.mark.parametrize("layout", ["data=4,replica=2", "data=2,context=2,replica=2", "data=2,replica=2,zero=3"])
+@pytest.mark.parametrize("outer", ["float32", "int8"])
+def test_replicas_that_train_apart_exchange_now_and_then(layout, outer):
+    changes = {"precision__outer": outer, "parallel__zero": 1}
+    planned, counted = sent("llama3_8b", f"{layout},microbatch=1", train__diloco_inner_steps=1, **changes)
+    for axis in ("replica", "data", "context"):
+        assert planned.get(axis, 0.0) == pytest.approx(counted[axis], rel=0.01)
+    seldom, _ = sent("llama3_8b", f"{layout},microbatch=1", train__diloco_inner_steps=100, **changes)
+    assert seldom["replica"] == pytest.approx(planned["replica"] / 100)

@@ -97,9 +97,9 @@ def test_experts_axis_sums_what_its_devices_share():
     one, four = (work(Layout(data=8 // e, expert=e, zero=1), MIXTRAL) for e in (1, 4))
     shared = MIXTRAL.parameters() - 32 * 8 * 3 * 4096 * 14336
     assert four.device_parameters() - four.expert_parameters() == pytest.approx(shared, rel=1e-6)
-    rows = one.tokens * 2 * 4096 * 2  # to two experts each, in 16 bits, there and back, in F, R and B
-    sums = four.links.collective("expert", 4 * shared, rounds=2)
-    assert four.step().exposed["expert"] == pytest.approx(sums + 32 * 3 * 2 * four.links.collective("expert", rows))
+    rows = one.tokens * 2 * 4096 * 2  # to two experts each, in 16 bits, there and back, in F and B; R does not bring them back
+    sums = four.links.collective("expert", 4 * shared / 2, rounds=2)  # a device's half of what `data` has summed
+    assert four.step().exposed["expert"] == pytest.approx(sums + 32 * 5 * four.links.exchange("expert", rows))
 
 
 def test_memory_by_zero_and_recomputation():
@@ -125,3 +125,14 @@ def test_memory_by_zero_and_recomputation():
 def test_memory_beside_the_compiler_s(layout, gigabytes):
     """XLA's for H100s, llama3_8b, all computed again (jax 0.10.2, compiled ahead of time)."""
     assert memory(work(layout)).bytes / 1e9 == pytest.approx(gigabytes, rel=0.1)
+
+
+def test_a_module_of_prediction_is_a_layer_and_a_join_where_the_head_is():
+    """Beside the logits of its own."""
+    one, more = (work(Layout(data=8), dataclasses.replace(LLAMA, predictions=n)) for n in (0, 2))
+    matmuls = lambda w: w.head().exposed["matmuls"]
+    layer = sum(op.exposed["matmuls"] for name, op in one.layer().items() if name != "R")
+    joins = more.model_flops() / 8 - one.model_flops() / 8 - 6 * 2 * 8192 * 128256 * 4096  # without logits
+    assert matmuls(more) > 3 * matmuls(one) + 2 * layer
+    assert joins / (matmuls(more) - 3 * matmuls(one)) < one.hardware.peak()
+    assert more.step().seconds - one.step().seconds == pytest.approx(more.head().seconds - one.head().seconds)
