@@ -225,6 +225,15 @@ def test_long_steps_are_timed_in_part(monkeypatch):
     assert part.time.exposed["matmuls"] == pytest.approx(whole.time.exposed["matmuls"], rel=1e-2)
 
 
+def test_long_steps_of_auto_are_timed_in_part(monkeypatch):
+    """One shorter step, after which the busiest stage does not wait, says nearly what the whole table says."""
+    config = layout_flag.apply(load_recipe(find_recipe("gpt2_124m")), layout_flag.read("data=64,stage=2,microbatch=1,schedule=auto"))
+    whole, _ = exact_clock.exactly(predict(config.resolve(), load("h100")))
+    monkeypatch.setattr(tables, "AUTO_CELLS", 0)
+    part, _ = exact_clock.exactly(predict(config.resolve(), load("h100")))
+    assert part.seconds != whole.seconds and part.seconds == pytest.approx(whole.seconds, rel=2e-2)
+
+
 REFUSED = [
     (["--config=tiny"], "the recipe's mesh leaves the number open: use --devices=4"),
     (["--config=tiny", "--devices=8", "--config.model.width=0"], "model.width=0 must be at least 1"),
