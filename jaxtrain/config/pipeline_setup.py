@@ -6,6 +6,7 @@ fiftieth of F. No JAX here.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -59,22 +60,33 @@ class _Change(NamedTuple):
 class Setup:
     """A step's tables.
 
-    train, evaluate: with their slots; None on one stage
     table:           the training table, also on one stage
     shares:          of each unit, its part of a stage's work
     """
 
     placement: Placement
     table: Table
-    train: SlottedTable | None
-    evaluate: SlottedTable | None
     times: Times
     shares: tuple[float, ...]
+
+    @functools.cached_property
+    def train(self) -> SlottedTable | None:
+        """The training table with its slots; None on one stage."""
+        return assign_slots(self.table) if self.table.stages > 1 else None
+
+    @functools.cached_property
+    def evaluate(self) -> SlottedTable | None:
+        """Forwards and losses alone, with their slots; None on one stage."""
+        table = self.table
+        if table.stages == 1:
+            return None
+        forward = by_name.make_forward_table(table.stage_of, table.stages, table.microbatches, vocabulary=table.vocabulary)
+        return assign_slots(forward)
 
     @property
     def shares_vocabulary(self) -> bool:
         """Whether embedding and head are split over the stages, which do their ops together."""
-        return self.train is not None and self.table.vocabulary == "parallel"
+        return self.table.stages > 1 and self.table.vocabulary == "parallel"
 
     def simulation(self) -> Simulation:
         """What the table costs in time and memory."""
@@ -83,7 +95,7 @@ class Setup:
     def describe(self) -> str:
         """One line for people: the table, its predicted bubble, and the most activations on a stage."""
         table = self.table
-        if self.train is None:
+        if table.stages == 1:
             return f"{table.microbatches} microbatches one after the other"
         result = self.simulation()
         bubble = f"predicted bubble {result.bubble_fraction_coupled:.1%} ({result.bubble_fraction:.1%} if stages ran on their own)"
@@ -155,7 +167,7 @@ def _search(config: Config, report: Report) -> Setup:
     pipeline, stages = config.pipeline, config.mesh.stage
     if stages == 1:
         table = by_name.make_table(TableSpec("1f1b", 1, 1, pipeline.microbatches))
-        return Setup(Placement(config.model.layers), table, None, None, times_of(config, 1), (1.0,))
+        return Setup(Placement(config.model.layers), table, times_of(config, 1), (1.0,))
     try:
         candidates = _candidates(config, _memory(config), report)
     except ConfigError:
@@ -171,12 +183,11 @@ def _search(config: Config, report: Report) -> Setup:
         rule = f"does not work: {reason}{f' (use {instead})' * bool(instead)}"
         raise ConfigError("pipeline.schedule", pipeline.schedule, rule, fixes=fixes) from None
     best = min(candidates, key=lambda candidate: candidate.weighed)
-    report("check, slots, evaluation", 1.0)
+    report("check", 1.0)
     table = best.table
     check(table)
     placement = Placement(config.model.layers, stages, stage_of=table.stage_of, sizes=best.sizes)
-    forward = by_name.make_forward_table(table.stage_of, stages, pipeline.microbatches, vocabulary=table.vocabulary)
-    return Setup(placement, table, assign_slots(table), assign_slots(forward), times_of(config, stages), best.shares)
+    return Setup(placement, table, times_of(config, stages), best.shares)
 
 
 def _memory(config: Config) -> float | None:

@@ -15,16 +15,16 @@ import numpy as np
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import Setup, make_setup, times_of
+from jaxtrain.config.pipeline_setup import make_setup, times_of
 from jaxtrain.config.work import OURS
 from jaxtrain.costs.parts import BUBBLE, STAGE, Parts
 from jaxtrain.costs.step_time import Work
 from jaxtrain.plan.prediction import Prediction
-from jaxtrain.plan.tables import most_microbatches, with_op_times
+from jaxtrain.plan.tables import part_of, with_op_times
 from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.coupled_clock import walk
-from jaxtrain.schedule.table import Op, Permute, peak_residuals
+from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
 
 OPS = (Op.F, Op.R, Op.B, Op.W)
 EARLY_PASSES = 10.0  # over a message that goes beside its tick's ops: five copies by XLA's CPU backend, as read in its programs
@@ -79,12 +79,14 @@ def clocked(prediction: Prediction) -> Clocked | None:
         return None
     config = with_op_times(prediction.config, work)
     times = times_of(cfg.replace(config, {"pipeline.times": work.op_times()}), layout.stage)
-    timed = min(layout.microbatches, most_microbatches(layout.stage, layout.repeats))
-    table = _setup(config, timed).table
-    counts = _counts(config, timed, times)
+    part = part_of(config)
+    table, timed = make_setup(part).table, part.pipeline.microbatches
+    counts = _counts(part, times)
     if timed < layout.microbatches:
-        half = timed // layout.stage // 2 * layout.stage
-        counts = counts.further(_counts(config, half, times), (layout.microbatches - timed) / (timed - half))
+        fewer = timed // layout.stage // 2 * layout.stage
+        auto = config.pipeline.schedule == "auto"
+        half = _of_a_part(work, counts, fewer / timed) if auto else _counts(_with_microbatches(part, fewer, table), times)
+        counts = counts.further(half, (layout.microbatches - timed) / (timed - fewer))
     shared = work.hardware.alone > 1
     busy, waits = _of_shared_cores(work, counts) if shared else _of_the_busiest(work, counts)
     sums = work.vocabulary_sums() * (layout.microbatches if table.vocabulary == "parallel" else 0)
@@ -102,22 +104,33 @@ def exactly(prediction: Prediction) -> tuple[Prediction, Clocked | None]:
 # --- what the table counts -----------------------------------------------------------------------------------------------------------
 
 
-def _setup(config: Config, microbatches: int) -> Setup:
-    return make_setup(cfg.replace(config, {"pipeline.microbatches": microbatches}))
+def _with_microbatches(config: Config, microbatches: int, table: Table) -> Config:
+    """With so many, and the vocabulary where this table has it."""
+    return cfg.replace(config, {"pipeline.microbatches": microbatches, "pipeline.vocabulary": table.vocabulary})
 
 
-def _counts(config: Config, microbatches: int, times: Times) -> _Counts:
-    """Of a step with so many microbatches, whose ops take these times."""
-    setup = _setup(config, microbatches)
+def _of_a_part(work: Work, counts: _Counts, part: float) -> _Counts:
+    """What a step of `auto` with this part of the microbatches would have, if the busiest stage never waits in between: the table that is
+    best for it may be one of another order."""
+    busy = max(parts.seconds for parts in _stages(work, counts, dense=False))
+    less = lambda numbers: tuple(part * number for number in numbers)
+    ops = tuple(map(less, counts.ops))
+    return _Counts(counts.seconds - (1 - part) * busy, ops, less(counts.heads), part * counts.sends, part * counts.early)
+
+
+def _counts(config: Config, times: Times) -> _Counts:
+    """Of a step whose ops take these times."""
+    setup = make_setup(config)
     table, shares = setup.table, np.array([*setup.shares, 0.0])
     ops = tuple(tuple(np.where(table.op == op, shares[table.unit], 0.0).sum(0).tolist()) for op in OPS)
     heads = np.full(table.stages, 1 / table.stages) if table.vocabulary == "parallel" else np.arange(table.stages) == table.stage_of[-1]
     early, late = (len(permutes(table)) * int((table.permute == when).sum()) for when in (Permute.EARLY, Permute.LATE))
-    return _Counts(walk(table, times, setup.shares), ops, tuple((microbatches * heads).tolist()), early + late, early)
+    heads = table.microbatches * heads
+    return _Counts(walk(table, times, setup.shares), ops, tuple(heads.tolist()), early + late, early)
 
 
-def _stages(work: Work, counts: _Counts) -> list[Parts]:
-    """What each stage is busy with."""
+def _stages(work: Work, counts: _Counts, dense: bool = True) -> list[Parts]:
+    """What each stage is busy with. dense: with the layers before the first unit."""
     ops, head = work.ops(), work.head()
     stages = []
     for stage, heads in enumerate(counts.heads):
@@ -125,9 +138,9 @@ def _stages(work: Work, counts: _Counts) -> list[Parts]:
         for op, times in zip(OPS, counts.ops, strict=True):
             busy += ops[op.name] * times[stage]
         stages.append(busy)
-    if work.model.dense_layers:  # before the first unit: with the embedding, and again with its gradient
-        dense = work.layer(dense=True)
-        stages[0] += (dense["F"] * 2 + dense["B"] + dense["W"]) * (work.model.dense_layers * work.layout.microbatches)
+    if dense and work.model.dense_layers:  # before the first unit: with the embedding, and again with its gradient
+        layer = work.layer(dense=True)
+        stages[0] += (layer["F"] * 2 + layer["B"] + layer["W"]) * (work.model.dense_layers * work.layout.microbatches)
     return stages
 
 

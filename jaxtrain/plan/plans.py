@@ -5,7 +5,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jaxtrain.config import Config, ConfigError
+from jaxtrain.config import Config, ConfigError, flag_text, replace
+from jaxtrain.config.rules import divisors, near
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.plan import search
@@ -15,7 +16,8 @@ from jaxtrain.plan.prediction import Prediction, predict
 from jaxtrain.plan.search import Candidate, Space
 
 SHOWN = 10
-MOST_TIMES, MOST_STEPS = 4096, 2048  # how far a number of devices that works is looked for: as a multiple, and one by one
+MOST_TIMES, MOST_STEPS = 4096, 64  # how far a number of devices that works is looked for: as a multiple, and one after the other
+MOST_STAGES = 512  # of such a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +60,15 @@ def _nearest(space: Space) -> str:
     if least is None:
         batch, layers = space.config.data.batch_size, space.config.model.layers
         rule = f"--devices={space.devices}: no layout uses so many devices with data.batch_size={batch} and model.layers={layers}"
-        return f"{rule}: use {_number_of_devices(space, _outwards(space)) or _batch(space)}"
+        numbers = itertools.islice(_usable_numbers(space), MOST_STEPS)
+        return f"{rule}: use {_number_of_devices(space, numbers) or _batch(space) or _other_hardware(space) or _smaller_model(space)}"
     size, layout = least
     parts = ", ".join(f"{axis}={getattr(layout, axis)}" for axis in ("stage", "model", "data", "expert") if getattr(layout, axis) > 1)
     rule = f"--devices={space.devices}: no layout fits into {space.hardware.memory / GIB:.1f} GiB of {space.hardware.name}"
     if size > space.hardware.memory:
         rule += f": the smallest{f', {parts},' * bool(parts)} needs {size / GIB:.1f} GiB"
     multiples = (space.devices * times for times in itertools.takewhile(lambda n: n <= MOST_TIMES, _growing()))
-    use = _number_of_devices(space, multiples) or _other_hardware(space)
-    return f"{rule}: use {use}" if use else f"{rule}: use fewer --config.model.layers or a shorter --config.data.sequence_length"
+    return f"{rule}: use {_number_of_devices(space, multiples) or _other_hardware(space) or _smaller_model(space)}"
 
 
 def _growing() -> Iterator[int]:
@@ -76,35 +78,53 @@ def _growing() -> Iterator[int]:
         yield from (3 * 2 ** (power - 1), 2 ** (power + 1))
 
 
-def _outwards(space: Space) -> Iterator[int]:
-    """Numbers of devices by how far they are from the one that was asked for."""
-    most = min(space.devices, _most_devices(space))
-    yield from (n for away in range(MOST_STEPS) for n in (most - away, most + away) if n > 0)
-
-
-def _most_devices(space: Space) -> int:
-    """More than this no layout uses."""
+def _usable_numbers(space: Space) -> Iterator[int]:
+    """Numbers of devices of which data shards divide the batch, the nearest to the one that was asked for first."""
     m, data = space.config.model, space.config.data
-    return data.batch_size * m.layers * min(m.heads, search.MOST_MODEL) * max(1, data.sequence_length // search.LEAST_TOKENS)
+    models = [size for size in divisors(m.heads) if size <= search.MOST_MODEL]
+    contexts = [size for size in divisors(data.sequence_length) if size == 1 or data.sequence_length // size >= search.LEAST_TOKENS]
+    inside = {model * context for model in models for context in contexts}
+    stages = {size * stage for size in inside for stage in range(1, min(m.layers, MOST_STAGES) + 1)}
+    yield from near(space.devices, {size * shards for size in stages for shards in divisors(data.batch_size)})
+
+
+def _fits(space: Space) -> bool:
+    """Whether a layout fits, by closed forms, and keeps all rules."""
+    with contextlib.suppress(ConfigError, LayoutError):
+        search.check(space)
+        least = search.least_memory(space)
+        return least is not None and least[0] <= space.hardware.memory
+    return False
 
 
 def _number_of_devices(space: Space, numbers: Iterator[int]) -> str:
     """The first number of devices on which a layout fits, as a flag; "" for none."""
-    for number in numbers:
-        least = search.least_memory(space.on(number))
-        if least and least[0] <= space.hardware.memory:
-            return f"--devices={number}"
-    return ""
+    return next((f"--devices={number}" for number in numbers if _fits(space.on(number))), "")
 
 
 def _other_hardware(space: Space) -> str:
     """The kind of devices with least memory on which a layout fits, as a flag; "" for none."""
-    for kind in sorted(map(hardware.load, hardware.known()), key=lambda kind: kind.memory):
-        least = search.least_memory(dataclasses.replace(space, hardware=kind))
-        if least and least[0] <= kind.memory:
-            return f"--hardware={kind.name}"
-    return ""
+    kinds = sorted(map(hardware.load, hardware.known()), key=lambda kind: kind.memory)
+    return next((f"--hardware={kind.name}" for kind in kinds if _fits(dataclasses.replace(space, hardware=kind))), "")
 
 
 def _batch(space: Space) -> str:
-    return f"--config.data.batch_size={space.devices * max(1, space.config.data.batch_size // space.devices)}"
+    """The batch with a sequence for each device, or some, as a flag; "" where that fits on no layout either."""
+    return _changed(space, [{"data.batch_size": space.devices * max(1, space.config.data.batch_size // space.devices)}])
+
+
+def _smaller_model(space: Space) -> str:
+    """Half as many layers, or a quarter, and so on; then shorter sequences too. As flags."""
+    layers, length = (
+        [n >> power for power in range(1, n.bit_length())] for n in (space.config.model.layers, space.config.data.sequence_length)
+    )
+    fewer = [{"model.layers": n} for n in layers]
+    shorter = [{"model.layers": 1, "data.sequence_length": n} for n in length]
+    return _changed(space, [*fewer, *shorter]) or "--config=tiny"
+
+
+def _changed(space: Space, tried: Sequence[dict[str, int]]) -> str:
+    """The first settings with which a layout fits, as flags; "" for none."""
+    spaces = ((settings, dataclasses.replace(space, config=replace(space.config, settings))) for settings in tried)
+    settings = next((settings for settings, changed in spaces if _fits(changed)), {})
+    return " ".join(flag_text(f"config.{path}", value) for path, value in settings.items())

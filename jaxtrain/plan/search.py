@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, checks
 from jaxtrain.config.rules import divisors
+from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.work import OURS, platform_of, program_of, transformer_of, work_of
 from jaxtrain.costs.hardware import Hardware
@@ -26,7 +27,7 @@ from jaxtrain.costs.step_time import Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.schedule.orders import SCHEDULES
 
-BEST = 16  # by closed forms, which the exact clock ranks again
+BEST = 14  # by closed forms, which the exact clock ranks again
 LEAST_TOKENS = 1024  # of a sequence on a device of `context`: shorter parts are not tried
 MOST_MODEL, MOST_REPLICAS, MOST_SEQUENCES, MOST_REPEATS = 64, 16, 64, 8
 REMATS = ("none", "selective", "full")
@@ -58,9 +59,21 @@ class Candidate:
 
 
 def check(space: Space) -> None:
-    """Raises ConfigError where the config breaks a rule of training whatever its layout is."""
-    layout = Layout(replica=_replicas(space))
+    """Raises ConfigError where the config breaks a rule of training whatever its layout is, and LayoutError for settings of one layout."""
+    for path in TABLE_SETTINGS:
+        if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
+            flag, use = cfg.flag_text(f"config.{path}", value), cfg.flag_text(f"config.{path}", cfg.get(space.recipe, path))
+            raise layout_flag.LayoutError(f"{flag} is for one layout, and a search compares many: use {use}, or a --layout beside it")
+    layout = _smallest(space, Layout(replica=_replicas(space)))
     checks.check(laid_out(space, layout), Surroundings(layout.devices, platform_of(space.hardware), space.recipe))
+
+
+def _smallest(space: Space, mesh: Layout) -> Layout:
+    """A mesh with the smallest microbatch of which a step may have as many as that makes."""
+    batch = space.config.data.batch_size
+    each = batch // mesh.batch_shards if isinstance(batch, int) and batch > 0 else 1
+    size = next((size for size in divisors(max(1, each)) if each // size <= MOST_MICROBATCHES), 1)
+    return dataclasses.replace(mesh, microbatch=size, microbatches=each // size)
 
 
 def search(space: Space) -> list[Candidate]:
@@ -225,7 +238,7 @@ def least_memory(space: Space) -> tuple[float, Layout] | None:
     resolved = space.config.resolve()
     model, programs = transformer_of(resolved), _Programs(space, resolved)
     for mesh in meshes(space):
-        smallest = dataclasses.replace(mesh, microbatches=space.config.data.batch_size // mesh.batch_shards, remat="full", offload="both")
+        smallest = dataclasses.replace(_smallest(space, mesh), remat="full", offload="both")
         work = Work(model, smallest, programs.of(mesh.context), space.hardware, space.config.precision.compute)
         for layout in _tables(work):
             size = memory(dataclasses.replace(work, layout=layout), space.config.model.loss_chunk).bytes

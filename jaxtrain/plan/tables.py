@@ -14,7 +14,8 @@ from jaxtrain.costs.step_time import Work
 from jaxtrain.schedule.orders import SCHEDULES
 
 CELLS = 2**12  # stages · chunks on a stage · microbatches of a table that is made in a second; of longer steps a part is
-LEAST_ROUNDS = 4  # microbatches of such a part, in those of a pipeline that is filled
+AUTO_CELLS = 2**8  # the same of `auto`, which tries some fifty tables
+LEAST_ROUNDS, AUTO_ROUNDS = 4, 2  # microbatches of such a part, in those of a pipeline that is filled
 SHORTENED = frozenset({*SCHEDULES, "auto"} - {"gpipe"})  # all but a file's and the one whose slots grow with the microbatches
 
 
@@ -26,9 +27,22 @@ def with_op_times(config: Config, work: Work) -> Config:
     return cfg.replace(config, {"pipeline.times": milliseconds(work.op_times())})
 
 
-def most_microbatches(stages: int, repeats: int) -> int:
-    """Of a step whose table is made whole."""
-    return max(LEAST_ROUNDS, CELLS // (stages**2 * max(1, repeats))) * stages
+def part_of(config: Config) -> Config:
+    """A resolved config's step as far as its table is made: of one with very many microbatches a shorter one.
+
+    Of `auto`, which then tries the vocabulary in both places, it is tried in that of the table of ZB-H1 alone.
+    """
+    pipeline, stages = config.pipeline, config.mesh.stage
+    auto = pipeline.schedule == "auto"
+    cells, least = (AUTO_CELLS, AUTO_ROUNDS) if auto else (CELLS, LEAST_ROUNDS)
+    most = max(least, cells // (stages**2 * max(1, pipeline.repeats))) * stages
+    if pipeline.microbatches <= most or pipeline.schedule not in SHORTENED:
+        return config
+    config = cfg.replace(config, {"pipeline.microbatches": most})
+    if auto and pipeline.vocabulary == "auto":
+        plain = make_setup(cfg.replace(config, {"pipeline.schedule": "zb_h1", "pipeline.repeats": 1, "pipeline.chunk_layers": ()}))
+        config = cfg.replace(config, {"pipeline.vocabulary": plain.table.vocabulary})
+    return config
 
 
 def slots_of(config: Config) -> Slots | None:
@@ -37,13 +51,9 @@ def slots_of(config: Config) -> Slots | None:
     Of a step with very many microbatches those of a shorter one: no stage ever has more than in the first rounds, but with `gpipe`. Raises
     ConfigError for a schedule that is not made for so many stages and microbatches.
     """
-    pipeline, stages = config.pipeline, config.mesh.stage
-    if stages == 1:
+    if config.mesh.stage == 1:
         return None
-    most = most_microbatches(stages, pipeline.repeats)
-    if pipeline.schedule in SHORTENED and most < pipeline.microbatches:
-        config = cfg.replace(config, {"pipeline.microbatches": most})
-    setup = make_setup(config)
+    setup = make_setup(part_of(config))
     placement = setup.placement
     assert setup.train is not None  # there are stages
     return Slots(

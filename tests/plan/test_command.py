@@ -11,7 +11,7 @@ from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import known, load
 from jaxtrain.costs.program import PROGRAMS
-from jaxtrain.plan import exact_clock, layout_flag, tables
+from jaxtrain.plan import exact_clock, layout_flag, plans, tables
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.prediction import predict
 
@@ -181,6 +181,7 @@ NOTHING = [
     pytest.param([*GPT3, "--devices=1021"], r"no layout uses so many devices .*: use --devices=(1020)", marks=pytest.mark.full),
     (["--config=tiny", "--config.model.width=32768", "--devices=1"], r"no layout fits into .*: use --devices=(\d+)"),
     (["--config=tiny", "--devices=100000"], r"no layout uses so many devices .*: use --devices=(512)"),
+    (["--config=tiny", "--config.data.batch_size=131072", "--devices=1000003"], r"no layout uses so many devices .*: use --devices=(\d+)"),
 ]
 
 
@@ -188,6 +189,26 @@ NOTHING = [
 def test_the_nearest_that_works(plan, argv, text):
     nearest = re.search(text, plan(*argv)[1])
     assert nearest and json.loads(plan(*argv[:-1], f"--devices={nearest[1]}", "--json")[0])["fits"]
+
+
+def test_a_large_batch(plan):
+    """Of one sequence a microbatch it would be more microbatches than a step may have."""
+    assert json.loads(plan("--config=tiny", "--config.data.batch_size=131072", "--devices=1", "--json")[0])["layout"]["microbatch"] > 1
+
+
+def test_a_model_that_fits_nowhere(plan, monkeypatch):
+    """The numbers that are named work."""
+    monkeypatch.setattr(plans, "MOST_TIMES", 1)
+    large = ["--config=tiny", "--config.model.width=4096", "--config.model.layers=512", "--devices=1", "--hardware=tpu-v5e"]
+    flags = plan(*large)[1].partition(": use ")[2].split()
+    assert flags and all(flag.startswith("--config.") for flag in flags)
+    assert json.loads(plan(*large, *flags, "--json")[0])["fits"]
+
+
+def test_settings_of_one_layout_are_no_searchs(plan):
+    assert plan("--config=tiny", "--devices=8", "--config.pipeline.chunk_layers=1,1")[1].endswith(
+        "use --config.pipeline.chunk_layers=, or a --layout beside it\n"
+    )
 
 
 def test_long_steps_are_timed_in_part(monkeypatch):
@@ -202,6 +223,15 @@ def test_long_steps_are_timed_in_part(monkeypatch):
     part, _ = exact_clock.exactly(prediction)
     assert part.seconds == pytest.approx(whole.seconds, rel=1e-2) and part.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-2)
     assert part.time.exposed["matmuls"] == pytest.approx(whole.time.exposed["matmuls"], rel=1e-2)
+
+
+def test_long_steps_of_auto_are_timed_in_part(monkeypatch):
+    """One shorter step, after which the busiest stage does not wait, says nearly what the whole table says."""
+    config = layout_flag.apply(load_recipe(find_recipe("gpt2_124m")), layout_flag.read("data=64,stage=2,microbatch=1,schedule=auto"))
+    whole, _ = exact_clock.exactly(predict(config.resolve(), load("h100")))
+    monkeypatch.setattr(tables, "AUTO_CELLS", 0)
+    part, _ = exact_clock.exactly(predict(config.resolve(), load("h100")))
+    assert part.seconds != whole.seconds and part.seconds == pytest.approx(whole.seconds, rel=2e-2)
 
 
 REFUSED = [
