@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from jaxtrain.config import Config, ModelConfig, ends_with_layers, kernels
 from jaxtrain.costs import hardware as kinds
@@ -73,10 +74,10 @@ def transformer_of(config: Config) -> Transformer:
     )
 
 
-def _experts_of(m: ModelConfig) -> dict[str, int]:
+def _experts_of(m: ModelConfig) -> dict[str, Any]:
     if not m.experts:
         return {}
-    names = ("experts", "experts_per_token", "shared_experts", "expert_width", "dense_layers")
+    names = ("experts", "experts_per_token", "shared_experts", "expert_width", "dense_layers", "capacity_factor", "expert_room")
     return {name: getattr(m, name) for name in names}
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.costs import identities
+from jaxtrain.costs.expert_rows import rows_of
 from jaxtrain.costs.slots import Slots, estimated, layer_bytes, masks, pool_bytes, turned_pools
 from jaxtrain.costs.step_time import ITEM, Work
 
@@ -65,13 +66,13 @@ def memory(work: Work, loss_chunk: int = 2048, slots: Slots | None = None) -> Me
 def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
     """slots: None with one stage."""
     layout, program, shards = work.layout, work.program, work.shards
-    layers, tables = _parameters(work, slots)
-    parameters = layers + tables
+    layers, ends = _parameters(work, slots)
+    parameters = layers + ends
     sharded = {stage: shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    # Tables that all stages have are updated by each in a part.
+    # Tables and layers at the ends, which all stages have, are updated by each in a part.
     parts = layout.stage if slots and not slots.shares_vocabulary and layout.zero else 1
     parts = parts if work.model.width % (sharded[1] * parts) == 0 else 1
-    optimizer = program.state_bytes * (layers + tables / parts) / sharded[1]
+    optimizer = program.state_bytes * (layers + ends / parts) / sharded[1]
     # XLA casts all weights to the type of the products before the loops, once.
     cast = 0 if work.dtype == "float32" else work.item
     pools = _pools(work, slots)
@@ -89,14 +90,21 @@ def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
     )
 
 
-def _parameters(work: Work, slots: Slots | None) -> tuple[float, float]:
-    """Numbers of a device's layers, and of its part of the tables at both ends."""
+def _layer(work: Work, dense: bool = False) -> float:
+    """Numbers of a layer's parameters on a device: `expert` splits the experts, `model` all of it."""
     model, layout = work.model, work.layout
+    if dense:
+        return model.layer_parameters(dense=True) / layout.model
     experts = model.experts * model.width * model.expert_width * (3 if model.gated else 2)
-    layer = model.layer_parameters() - experts * (1 - 1 / layout.expert)
-    layers = (slots.rows if slots else model.layers) * layer + model.dense_layers * model.layer_parameters(dense=True)
+    return (model.layer_parameters() - experts * (1 - 1 / layout.expert)) / layout.model
+
+
+def _parameters(work: Work, slots: Slots | None) -> tuple[float, float]:
+    """Numbers of a device's layers, and of its part of what stands at both ends."""
+    model, layout = work.model, work.layout
+    layers = (slots.rows if slots else model.layers) * _layer(work)
     tables = model.embedding_parameters() / (layout.stage if slots and slots.shares_vocabulary else 1)
-    return layers / layout.model, tables / layout.model
+    return layers, tables / layout.model + model.dense_layers * _layer(work, dense=True)
 
 
 def _pools(work: Work, slots: Slots | None) -> dict[str, float]:
@@ -113,9 +121,11 @@ def _kept_by_layers(work: Work) -> float:
     """Bytes that all layers keep of the microbatch at hand, with one stage."""
     if work.layout.offload in ("activations", "both"):
         return 0.0
-    layer = layer_bytes(work)
-    each = layer.input if work.layout.remat == "full" else layer.residual_b + layer.residual_w
-    return each * (work.model.layers + work.model.dense_layers)
+    kept = 0.0
+    for dense, layers in ((False, work.model.layers), (True, work.model.dense_layers)):
+        layer = layer_bytes(work, dense)
+        kept += layers * (layer.input if work.layout.remat == "full" else layer.residual_b + layer.residual_w)
+    return kept
 
 
 def _layer_working(work: Work) -> float:
@@ -126,16 +136,33 @@ def _layer_working(work: Work) -> float:
     while gradients take the place of matrices and those of the layer before are on their way, as are those of the head, in two layouts.
     """
     model, layout, number = work.model, work.layout, work.program.gradient_bytes
-    inner = max(model.hidden(), model.heads * model.score_dim) / layout.model
-    arrays = WIDE * work.item * work.tokens * (model.width + inner) + masks(work)
-    layer = model.layer_parameters() / layout.model / layout.expert
+    arrays = WIDE * work.item * _widest(work) + masks(work)
+    layer = _layer(work)
     if layout.zero < 2 or work.shards == 1:
-        return arrays + work.item * model.width * inner
+        return arrays + work.item * model.width * _columns(work)
     gathered = 2 * work.item * layer if layout.zero >= 3 else 0.0
     if layout.stage > 1:
         return arrays + max((work.item + number) * layer, gathered)
     head = 2 * number * model.vocab_size * model.width / layout.model if layout.zero >= 3 else 0.0
     return arrays + number * layer + max(work.item * layer, gathered) + head
+
+
+def _widest(work: Work) -> float:
+    """Numbers of a microbatch at the layer's width and at its widest: in attention or an MLP, or of all rows of experts."""
+    model, layout = work.model, work.layout
+    attention = model.heads * model.score_dim / layout.model
+    if not model.experts:
+        return work.tokens * (model.width + max(model.hidden() / layout.model, attention))
+    shared, rows = model.shared_experts * model.expert_width / layout.model, rows_of(model, layout)
+    experts = work.tokens * (model.width + shared) + rows * (model.width + model.expert_width / layout.model)
+    return max(experts, work.tokens * (model.width + attention))
+
+
+def _columns(work: Work) -> float:
+    """Of a layer's largest matrix on a device; of all experts there together."""
+    model, layout = work.model, work.layout
+    experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
+    return max(experts if model.experts else model.hidden(), model.heads * model.score_dim) / layout.model
 
 
 def _head_working(work: Work, loss_chunk: int, slots: Slots | None) -> float:

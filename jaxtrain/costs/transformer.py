@@ -9,6 +9,8 @@ class Transformer:
 
     gated: three matrices in an MLP, and not two; value_dim, query_rank, kv_rank, rope_dim: of latent attention (mla), else 0
     experts, experts_per_token, shared_experts, expert_width: of each of `layers`; dense_layers: before those, with an MLP
+    capacity_factor, expert_room: for how many rows experts have room (expert_rows.py)
+    predictions: modules that predict further tokens, each with a layer of its own
     """
 
     layers: int
@@ -33,6 +35,8 @@ class Transformer:
     experts_per_token: int = 0
     shared_experts: int = 0
     expert_width: int = 0
+    capacity_factor: float = 0.0
+    expert_room: float = 0.0
     dense_layers: int = 0
     predictions: int = 0
 
