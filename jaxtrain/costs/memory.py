@@ -91,20 +91,22 @@ def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
 
 
 def _layer(work: Work, dense: bool = False) -> float:
-    """Numbers of a layer's parameters on a device: `expert` splits the experts, `model` all of it."""
+    """Numbers of a layer's parameters on a device: `expert` splits the experts, `model` what is neither a latent's, nor a router's, nor a
+    norm's."""
     model, layout = work.model, work.layout
-    if dense:
-        return model.layer_parameters(dense=True) / layout.model
-    experts = model.experts * model.width * model.expert_width * (3 if model.gated else 2)
-    return (model.layer_parameters() - experts * (1 - 1 / layout.expert)) / layout.model
+    experts = 0 if dense else model.experts * model.width * model.expert_width * (3 if model.gated else 2)
+    whole = model.whole_parameters(dense)
+    return whole + (model.layer_parameters(dense) - whole - experts * (1 - 1 / layout.expert)) / layout.model
 
 
 def _parameters(work: Work, slots: Slots | None) -> tuple[float, float]:
-    """Numbers of a device's layers, and of its part of what stands at both ends."""
+    """Numbers of a device's layers, and of its part of what stands at both ends. All stages have the layers there, before the first and in
+    modules that predict further tokens; `model` does not split what joins two streams."""
     model, layout = work.model, work.layout
     layers = (slots.rows if slots else model.layers) * _layer(work)
     tables = model.embedding_parameters() / (layout.stage if slots and slots.shares_vocabulary else 1)
-    return layers, tables / layout.model + model.dense_layers * _layer(work, dense=True)
+    predictions = model.predictions * (_layer(work) + model.joining_parameters())
+    return layers, tables / layout.model + model.dense_layers * _layer(work, dense=True) + predictions
 
 
 def _pools(work: Work, slots: Slots | None) -> dict[str, float]:
@@ -166,12 +168,15 @@ def _columns(work: Work) -> float:
 
 
 def _head_working(work: Work, loss_chunk: int, slots: Slots | None) -> float:
-    """Bytes of what head and loss have: their input and its gradient, logits, and with ZeRO's stage 2 the gradient of the table."""
+    """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO's stage 2 the gradient of the table, and all that
+    the layers of modules keep which predict further tokens."""
     model, layout = work.model, work.layout
     columns = model.vocab_size / layout.model / (layout.stage if slots and slots.shares_vocabulary else 1)
     gradient = work.program.gradient_bytes * model.width * columns if layout.zero >= 2 and work.shards > 1 else 0.0
     logits = LOGIT_BYTES * min(work.tokens, loss_chunk) * columns
-    return WIDE * work.item * work.tokens * model.width + logits + gradient
+    layer = layer_bytes(dataclasses.replace(work, layout=dataclasses.replace(layout, remat="none")))
+    predictions = model.predictions * (layer.residual_b + layer.residual_w)
+    return WIDE * work.item * work.tokens * model.width + logits + gradient + predictions
 
 
 # --- other programs ------------------------------------------------------------------------------------------------------------------

@@ -90,10 +90,20 @@ class Transformer:
             vectors += sum(outputs for name, _, outputs in self.products(dense) if name != "router")
         return matrices + vectors
 
+    def whole_parameters(self, dense: bool = False) -> int:
+        """Of one layer's, those that `model` does not split: latents, the router, norms."""
+        matrices = sum(inputs * outputs for name, inputs, outputs in self.products(dense) if name in WHOLE)
+        return matrices + 2 * self.norm_vectors * self.width + self.query_rank + self.kv_rank
+
     def embedding_parameters(self) -> int:
         """Tables at both ends, and the last norm."""
         tables = self.vocab_size * (1 if self.tied else 2) + (self.sequence if self.learned_positions else 0)
         return tables * self.width + self.norm_vectors * self.width
+
+    def joining_parameters(self) -> int:
+        """Of a module that predicts a further token, beside its layer: the matrix that joins two streams, and three norms (DeepSeek-V3,
+        arXiv:2412.19437, section 2.2)."""
+        return 2 * self.width**2 + 3 * self.norm_vectors * self.width
 
     def parameters(self) -> int:
         """Of the whole model, without modules that predict further tokens."""

@@ -13,6 +13,7 @@ from jaxtrain.costs.hardware import load
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.plan.prediction import predict
 from jaxtrain.plan.report import slot_pools
+from jaxtrain.training.state import bytes_per_device
 from jaxtrain.training.step import Step, make_step
 
 SMALL = {  # widths that differ, a sequence so long that attention goes by blocks, as a fused kernel keeps no scores
@@ -29,6 +30,8 @@ SMALL = {  # widths that differ, a sequence so long that attention goes by block
     "pipeline.repeats": 1,
     "precision.compute": "bfloat16",
 }
+NUMBER, CAST = 4, 2  # bytes of a parameter, and of its cast for products
+COUNTERS = 1e-3  # of the parameters: those of a router, on which counts are hung
 INDICES = 0.02  # of a pool: where rows lie, and statistics of a token, which the plan leaves out
 
 
@@ -68,3 +71,21 @@ def test_slots_of_experts(recipe, remat, values):
     assert planned.keys() == program.keys()
     for pool, size in program.items():
         assert planned[pool] == pytest.approx(size, rel=INDICES), pool
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model.mtp_depth": 0},
+        {"model.mtp_depth": 2, "mesh.data": 2},
+        {"mesh.model": 2, "mesh.expert": 1, "mesh.data": 2, "parallel.zero": 3},
+        {"mesh.stage": 1, "mesh.data": 2, "parallel.zero": 0},
+    ],
+)
+def test_parameters_of_every_kind(values):
+    """Layers before the first and modules of prediction are on all stages, which update them in parts; `model` leaves latents whole."""
+    config = small("deepseek_tiny", values)
+    parts, state = predict(config, load("h100")).memory.parts, traced(config).abstract_state()
+    weights = parts["weights"] * NUMBER / (NUMBER + CAST)
+    assert weights == pytest.approx(bytes_per_device(state.params), rel=COUNTERS)
+    assert parts["optimizer"] == pytest.approx(bytes_per_device(state.optimizer), rel=COUNTERS)
