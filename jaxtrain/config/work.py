@@ -19,6 +19,7 @@ WEIGHT_COPIES, SUM_PASSES = (
 )  # XLA's CPU backend copies a layer's weights out of their stack, and adds gradients that it has written
 # Of 16 bits, forward, over scores in 32 bits: a product writes them, a softmax reads them twice and writes them, a product reads them.
 SCORE_PASSES = 10.0
+OUTER_BYTES = 8.0  # of a parameter: the last exchange's and its momentum, in 32 bits (training/diloco.py)
 DIGITS = 4  # of a time for a table
 
 
@@ -102,7 +103,8 @@ def layout_of(config: Config) -> Layout:
 
 
 def program_of(config: Config, hardware: Hardware, assume: str = OURS) -> Program:
-    """The program of this name, as a resolved config changes it: its kernel of attention, where its vocabulary lies, what it sends."""
+    """The program of this name, as a resolved config changes it: its kernel of attention, where its vocabulary lies, what it sends,
+    what its replicas have in common."""
     program = PROGRAMS[assume]
     vocabulary = config.pipeline.vocabulary
     if vocabulary != "auto":
@@ -111,6 +113,8 @@ def program_of(config: Config, hardware: Hardware, assume: str = OURS) -> Progra
         program = dataclasses.replace(program, vocabulary_parallel=False)
     if assume == OURS:
         program = dataclasses.replace(program, sent_gradient=4.0 if config.precision.reduce == "float32" else 2.0)
+        if config.train.diloco_inner_steps:
+            program = dataclasses.replace(program, outer_bytes=OUTER_BYTES)
         if platform_of(hardware) == kernels.CPU:
             program = dataclasses.replace(program, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES)
     if program.fused_attention and _scores_pass_through_memory(config, hardware, assume):

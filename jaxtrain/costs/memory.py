@@ -1,6 +1,7 @@
 """What a step holds on the fullest device, by parts, in closed form.
 
 weights, gradients, optimizer   by the stage of ZeRO, of the stage with most parameters
+outer                           of replicas that train apart: the parameters of the last exchange, and its momentum
 activations                     what layers keep of a microbatch, for those that a stage holds at once; our own program's by slots.py
 working                         what one layer's backward needs beside: its matrices and their gradients, its widest results
 logits                          of the tokens whose logits exist at a time: what is more than `working`, for head and layers take turns
@@ -69,10 +70,8 @@ def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
     layers, ends = _parameters(work, slots)
     parameters = layers + ends
     sharded = {stage: shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    # Tables and layers at the ends, which all stages have, are updated by each in a part.
-    parts = layout.stage if slots and not slots.shares_vocabulary and layout.zero else 1
-    parts = parts if work.model.width % (sharded[1] * parts) == 0 else 1
-    optimizer = program.state_bytes * (layers + ends / parts) / sharded[1]
+    state = (layers + ends / _parts_of_ends(work, slots, layout.zero)) / sharded[1]
+    outer = (layers + ends / _parts_of_ends(work, slots, max(layout.zero, 1))) / shards
     # XLA casts all weights to the type of the products before the loops, once.
     cast = 0 if work.dtype == "float32" else work.item
     pools = _pools(work, slots)
@@ -81,7 +80,8 @@ def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
         {
             "weights": (program.weight_bytes + cast) * parameters / sharded[3],
             "gradients": program.gradient_bytes * parameters / sharded[2],
-            "optimizer": 0.0 if layout.offload in ("optimizer", "both") else optimizer,
+            "optimizer": 0.0 if layout.offload in ("optimizer", "both") else program.state_bytes * state,
+            **({"outer": program.outer_bytes * outer} if program.outer_bytes else {}),
             "activations": sum(pools.values()) if slots else _kept_by_layers(work),
             "working": working,
             "logits": max(0.0, head - working),
@@ -107,6 +107,14 @@ def _parameters(work: Work, slots: Slots | None) -> tuple[float, float]:
     tables = model.embedding_parameters() / (layout.stage if slots and slots.shares_vocabulary else 1)
     predictions = model.predictions * (_layer(work) + model.joining_parameters())
     return layers, tables / layout.model + model.dense_layers * _layer(work, dense=True) + predictions
+
+
+def _parts_of_ends(work: Work, slots: Slots | None, zero: int) -> int:
+    """Into how many parts stages cut the state of what all of them have at both ends, of which each updates its own; by ZeRO's stage."""
+    layout = work.layout
+    if not slots or slots.shares_vocabulary or not zero or work.model.width % (work.shards * layout.stage):
+        return 1
+    return layout.stage
 
 
 def _pools(work: Work, slots: Slots | None) -> dict[str, float]:

@@ -89,3 +89,15 @@ def test_parameters_of_every_kind(values):
     weights = parts["weights"] * NUMBER / (NUMBER + CAST)
     assert weights == pytest.approx(bytes_per_device(state.params), rel=COUNTERS)
     assert parts["optimizer"] == pytest.approx(bytes_per_device(state.optimizer), rel=COUNTERS)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_replicas_have_in_common(zero):
+    """Replicas that train apart keep the last exchange and its momentum, shared out over `data` without ZeRO, too."""
+    values = {"mesh.data": 2, "mesh.replica": 2, "mesh.expert": 1, "parallel.zero": zero, "train.diloco_inner_steps": 10}
+    config = small("mixtral_tiny", values)
+    state = traced(config).abstract_state()
+    planned = predict(config, load("h100")).memory.parts["outer"]
+    assert planned == pytest.approx(bytes_per_device((state.anchor, state.outer_momentum)), rel=COUNTERS)
+    together = small("mixtral_tiny", values | {"train.diloco_inner_steps": 0})
+    assert "outer" not in predict(together, load("h100")).memory.parts
