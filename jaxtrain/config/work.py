@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from jaxtrain.config import Config, ModelConfig, ends_with_layers, kernels
 from jaxtrain.costs import hardware as kinds
@@ -18,6 +19,7 @@ WEIGHT_COPIES, SUM_PASSES = (
 )  # XLA's CPU backend copies a layer's weights out of their stack, and adds gradients that it has written
 # Of 16 bits, forward, over scores in 32 bits: a product writes them, a softmax reads them twice and writes them, a product reads them.
 SCORE_PASSES = 10.0
+OUTER_BYTES = 8.0  # of a parameter: the last exchange's and its momentum, in 32 bits (training/diloco.py)
 DIGITS = 4  # of a time for a table
 
 
@@ -73,10 +75,10 @@ def transformer_of(config: Config) -> Transformer:
     )
 
 
-def _experts_of(m: ModelConfig) -> dict[str, int]:
+def _experts_of(m: ModelConfig) -> dict[str, Any]:
     if not m.experts:
         return {}
-    names = ("experts", "experts_per_token", "shared_experts", "expert_width", "dense_layers")
+    names = ("experts", "experts_per_token", "shared_experts", "expert_width", "dense_layers", "capacity_factor", "expert_room")
     return {name: getattr(m, name) for name in names}
 
 
@@ -101,7 +103,8 @@ def layout_of(config: Config) -> Layout:
 
 
 def program_of(config: Config, hardware: Hardware, assume: str = OURS) -> Program:
-    """The program of this name, as a resolved config changes it: its kernel of attention, where its vocabulary lies, what it sends."""
+    """The program of this name, as a resolved config changes it: its kernel of attention, where its vocabulary lies, what it sends,
+    what its replicas have in common."""
     program = PROGRAMS[assume]
     vocabulary = config.pipeline.vocabulary
     if vocabulary != "auto":
@@ -118,6 +121,8 @@ def program_of(config: Config, hardware: Hardware, assume: str = OURS) -> Progra
             inner_steps=config.train.diloco_inner_steps,
             sent_outer=4.0 if config.precision.outer == "float32" else 1.0,
         )
+        if config.train.diloco_inner_steps:
+            program = dataclasses.replace(program, outer_bytes=OUTER_BYTES)
         if platform_of(hardware) == kernels.CPU:
             program = dataclasses.replace(program, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES)
     if program.fused_attention and _scores_pass_through_memory(config, hardware, assume):

@@ -1,6 +1,7 @@
 """What a step holds on the fullest device, by parts, in closed form.
 
 weights, gradients, optimizer   by the stage of ZeRO, of the stage with most parameters
+outer                           of replicas that train apart: the parameters of the last exchange, and its momentum
 activations                     what layers keep of a microbatch, for those that a stage holds at once; our own program's by slots.py
 working                         what one layer's backward needs beside: its matrices and their gradients, its widest results
 logits                          of the tokens whose logits exist at a time: what is more than `working`, for head and layers take turns
@@ -11,6 +12,7 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.costs import identities
+from jaxtrain.costs.expert_rows import rows_of
 from jaxtrain.costs.slots import Slots, estimated, layer_bytes, masks, pool_bytes, turned_pools
 from jaxtrain.costs.step_time import ITEM, Work
 
@@ -65,13 +67,11 @@ def memory(work: Work, loss_chunk: int = 2048, slots: Slots | None = None) -> Me
 def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
     """slots: None with one stage."""
     layout, program, shards = work.layout, work.program, work.shards
-    layers, tables = _parameters(work, slots)
-    parameters = layers + tables
+    layers, ends = _parameters(work, slots)
+    parameters = layers + ends
     sharded = {stage: shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    # Tables that all stages have are updated by each in a part.
-    parts = layout.stage if slots and not slots.shares_vocabulary and layout.zero else 1
-    parts = parts if work.model.width % (sharded[1] * parts) == 0 else 1
-    optimizer = program.state_bytes * (layers + tables / parts) / sharded[1]
+    state = (layers + ends / _parts_of_ends(work, slots, layout.zero)) / sharded[1]
+    outer = (layers + ends / _parts_of_ends(work, slots, max(layout.zero, 1))) / shards
     # XLA casts all weights to the type of the products before the loops, once.
     cast = 0 if work.dtype == "float32" else work.item
     pools = _pools(work, slots)
@@ -80,7 +80,8 @@ def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
         {
             "weights": (program.weight_bytes + cast) * parameters / sharded[3],
             "gradients": program.gradient_bytes * parameters / sharded[2],
-            "optimizer": 0.0 if layout.offload in ("optimizer", "both") else optimizer,
+            "optimizer": 0.0 if layout.offload in ("optimizer", "both") else program.state_bytes * state,
+            **({"outer": program.outer_bytes * outer} if program.outer_bytes else {}),
             "activations": sum(pools.values()) if slots else _kept_by_layers(work),
             "working": working,
             "logits": max(0.0, head - working),
@@ -89,14 +90,31 @@ def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
     )
 
 
-def _parameters(work: Work, slots: Slots | None) -> tuple[float, float]:
-    """Numbers of a device's layers, and of its part of the tables at both ends."""
+def _layer(work: Work, dense: bool = False) -> float:
+    """Numbers of a layer's parameters on a device: `expert` splits the experts, `model` what is neither a latent's, nor a router's, nor a
+    norm's."""
     model, layout = work.model, work.layout
-    experts = model.experts * model.width * model.expert_width * (3 if model.gated else 2)
-    layer = model.layer_parameters() - experts * (1 - 1 / layout.expert)
-    layers = (slots.rows if slots else model.layers) * layer + model.dense_layers * model.layer_parameters(dense=True)
+    experts = 0 if dense else model.experts * model.width * model.expert_width * (3 if model.gated else 2)
+    whole = model.whole_parameters(dense)
+    return whole + (model.layer_parameters(dense) - whole - experts * (1 - 1 / layout.expert)) / layout.model
+
+
+def _parameters(work: Work, slots: Slots | None) -> tuple[float, float]:
+    """Numbers of a device's layers, and of its part of what stands at both ends. All stages have the layers there, before the first and in
+    modules that predict further tokens; `model` does not split what joins two streams."""
+    model, layout = work.model, work.layout
+    layers = (slots.rows if slots else model.layers) * _layer(work)
     tables = model.embedding_parameters() / (layout.stage if slots and slots.shares_vocabulary else 1)
-    return layers / layout.model, tables / layout.model
+    predictions = model.predictions * (_layer(work) + model.joining_parameters())
+    return layers, tables / layout.model + model.dense_layers * _layer(work, dense=True) + predictions
+
+
+def _parts_of_ends(work: Work, slots: Slots | None, zero: int) -> int:
+    """Into how many parts stages cut the state of what all of them have at both ends, of which each updates its own; by ZeRO's stage."""
+    layout = work.layout
+    if not slots or slots.shares_vocabulary or not zero or work.model.width % (work.shards * layout.stage):
+        return 1
+    return layout.stage
 
 
 def _pools(work: Work, slots: Slots | None) -> dict[str, float]:
@@ -113,9 +131,11 @@ def _kept_by_layers(work: Work) -> float:
     """Bytes that all layers keep of the microbatch at hand, with one stage."""
     if work.layout.offload in ("activations", "both"):
         return 0.0
-    layer = layer_bytes(work)
-    each = layer.input if work.layout.remat == "full" else layer.residual_b + layer.residual_w
-    return each * (work.model.layers + work.model.dense_layers)
+    kept = 0.0
+    for dense, layers in ((False, work.model.layers), (True, work.model.dense_layers)):
+        layer = layer_bytes(work, dense)
+        kept += layers * (layer.input if work.layout.remat == "full" else layer.residual_b + layer.residual_w)
+    return kept
 
 
 def _layer_working(work: Work) -> float:
@@ -126,11 +146,10 @@ def _layer_working(work: Work) -> float:
     while gradients take the place of matrices and those of the layer before are on their way, as are those of the head, in two layouts.
     """
     model, layout, number = work.model, work.layout, work.program.gradient_bytes
-    inner = max(model.hidden(), model.heads * model.score_dim) / layout.model
-    arrays = WIDE * work.item * work.tokens * (model.width + inner) + masks(work)
-    layer = model.layer_parameters() / layout.model / layout.expert
+    arrays = WIDE * work.item * _widest(work) + masks(work)
+    layer = _layer(work)
     if layout.zero < 2 or work.shards == 1:
-        return arrays + work.item * model.width * inner
+        return arrays + work.item * model.width * _columns(work)
     gathered = 2 * work.item * layer if layout.zero >= 3 else 0.0
     if layout.stage > 1:
         return arrays + max((work.item + number) * layer, gathered)
@@ -138,13 +157,34 @@ def _layer_working(work: Work) -> float:
     return arrays + number * layer + max(work.item * layer, gathered) + head
 
 
+def _widest(work: Work) -> float:
+    """Numbers of a microbatch at the layer's width and at its widest: in attention or an MLP, or of all rows of experts."""
+    model, layout = work.model, work.layout
+    attention = model.heads * model.score_dim / layout.model
+    if not model.experts:
+        return work.tokens * (model.width + max(model.hidden() / layout.model, attention))
+    shared, rows = model.shared_experts * model.expert_width / layout.model, rows_of(model, layout)
+    experts = work.tokens * (model.width + shared) + rows * (model.width + model.expert_width / layout.model)
+    return max(experts, work.tokens * (model.width + attention))
+
+
+def _columns(work: Work) -> float:
+    """Of a layer's largest matrix on a device; of all experts there together."""
+    model, layout = work.model, work.layout
+    experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
+    return max(experts if model.experts else model.hidden(), model.heads * model.score_dim) / layout.model
+
+
 def _head_working(work: Work, loss_chunk: int, slots: Slots | None) -> float:
-    """Bytes of what head and loss have: their input and its gradient, logits, and with ZeRO's stage 2 the gradient of the table."""
+    """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO's stage 2 the gradient of the table, and all that
+    the layers of modules keep which predict further tokens."""
     model, layout = work.model, work.layout
     columns = model.vocab_size / layout.model / (layout.stage if slots and slots.shares_vocabulary else 1)
     gradient = work.program.gradient_bytes * model.width * columns if layout.zero >= 2 and work.shards > 1 else 0.0
     logits = LOGIT_BYTES * min(work.tokens, loss_chunk) * columns
-    return WIDE * work.item * work.tokens * model.width + logits + gradient
+    layer = layer_bytes(dataclasses.replace(work, layout=dataclasses.replace(layout, remat="none")))
+    predictions = model.predictions * (layer.residual_b + layer.residual_w)
+    return WIDE * work.item * work.tokens * model.width + logits + gradient + predictions
 
 
 # --- other programs ------------------------------------------------------------------------------------------------------------------

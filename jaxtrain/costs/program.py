@@ -24,6 +24,7 @@ class Program:
     one_link:         part of one link's bandwidth that ZeRO-3's collectives reach where they leave an island; 0: all its links, as others
     stage_overlap:    messages between stages go beside ops
     weight_bytes, gradient_bytes, state_bytes: of a parameter: of the copy that products use, of its gradient, of optimizer and master copy
+    outer_bytes:      the same of what replicas that train apart have in common, which is shared out over `data` at every stage of ZeRO
     sent_gradient, sent_weight: bytes of a number that crosses `data`
     split_sends:      messages between stages are split over `model`
     vocabulary_parallel: embedding and head are split over the stages
@@ -51,6 +52,7 @@ class Program:
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
     state_bytes: float = 12.0
+    outer_bytes: float = 0.0
     sent_gradient: float = 4.0
     sent_weight: float = 2.0
     split_sends: bool = True

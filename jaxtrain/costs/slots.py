@@ -14,6 +14,7 @@ inputs, or both kinds of residuals.
 import dataclasses
 import math
 
+from jaxtrain.costs.expert_rows import rows_of
 from jaxtrain.costs.step_time import Work
 
 FLOAT32 = 4  # bytes
@@ -79,36 +80,85 @@ class LayerBytes:
     weight_stash: float
 
 
-def layer_bytes(work: Work) -> LayerBytes:
-    """By the widths of the arrays: of queries and of attention's result, of keys and of values, of the hidden layer, and of the layer."""
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """Numbers that cross between a layer's ops: residual_b, residual_w, weight_stash as in `LayerBytes`."""
+
+    residual_b: float
+    residual_w: float
+    weight_stash: float
+
+
+def layer_bytes(work: Work, dense: bool = False) -> LayerBytes:
+    """By the widths of the arrays: of what attention has of a token, of the MLP that it goes through, or of all rows of experts for which a
+    device has room. dense: of a layer before those with experts."""
     model, layout, item = work.model, work.layout, work.item
-    width, hidden = float(model.width), float(model.hidden())
-    query, key = model.heads * model.score_dim, model.kv_heads * model.score_dim
-    result, value = model.heads * model.output_dim, model.kv_heads * model.output_dim
+    width, experts = float(model.width), bool(model.experts) and not dense
     layer_norm = model.norm_vectors > 1  # keeps its input less the mean in 32 bits; RMSNorm keeps the input itself
-    statistics = FLOAT32 * model.heads  # of a softmax, log-sum-exp
-    split = work.tokens / layout.model
-    inner = (3 if model.gated else 2) * hidden
-    stash = item * (4 * width + inner + query + key + value)
-    if layout.remat == "selective":
+    selective = layout.remat == "selective"
+    attention = _of_attention(work)
+    hidden = model.shared_experts * model.expert_width if experts else model.mlp_width
+    mlp = _of_hidden(work, hidden)
+    gradients = (4 if hidden else 3) * width
+    for_b = item * (attention.residual_b + mlp.residual_b) + FLOAT32 * model.heads  # statistics of a softmax, log-sum-exp
+    for_w = item * (attention.residual_w + mlp.residual_w)
+    stash = item * (attention.weight_stash + mlp.weight_stash + gradients)
+    if selective:
         norms = item * 2 * width
-        gate = hidden if model.gated else 0.0
-        for_b = item * (query + key + value + gate) + statistics + norms * layer_norm
-        for_w = item * (result + hidden) + norms * (not layer_norm)
+        for_b += norms * layer_norm
+        for_w += norms * (not layer_norm)
         stash += FLOAT32 * 2 * width * layer_norm  # made again by B
     else:
-        for_b = item * (query + key + value + inner) + statistics
-        for_w = item * result + 2 * width * (FLOAT32 if layer_norm else item)
+        for_w += 2 * width * (FLOAT32 if layer_norm else item)
     gathered = 0.0
-    if layout.model > 1:  # B leaves the two gradients that it has gathered over `model` as they are, and biases need a device's part beside
-        gathered = item * 2 * width * work.tokens
-        stash -= 0.0 if model.biases else item * 2 * width
+    if layout.model > 1:  # B leaves the gradients that it has gathered over `model` as they are, and biases need a device's part beside
+        of_products = (1 if experts else 2) * item * width
+        gathered = of_products * work.tokens
+        stash -= 0.0 if model.biases else of_products
+    if experts:
+        scores = FLOAT32 * model.experts  # of the router, and their gradients
+        for_b, stash = for_b + scores * (1 if selective else 2), stash + scores
+    rows = _of_rows(work) if experts else _Kept(0.0, 0.0, 0.0)
+    split = work.tokens / layout.model
     return LayerBytes(
         input=item * width * split,
-        residual_b=for_b * split + masks(work),
-        residual_w=for_w * split,
-        weight_stash=stash * split + gathered,
+        residual_b=for_b * split + masks(work) + rows.residual_b,
+        residual_w=for_w * split + rows.residual_w,
+        weight_stash=stash * split + gathered + rows.weight_stash,
     )
+
+
+def _of_attention(work: Work) -> _Kept:
+    """Of a token: queries, keys and values, attention's result, and the gradients of the first three. Latent attention has keys and values
+    before they are rotated and spread, what they and queries are made of, and gradients of all of these."""
+    model = work.model
+    query, key = model.heads * model.score_dim, model.kv_heads * model.score_dim
+    result, value = model.heads * model.output_dim, model.kv_heads * model.output_dim
+    if not model.mla:
+        return _Kept(query + key + value, result, query + key + value)
+    latents = model.query_rank + model.kv_rank
+    made, rotated = model.heads * (model.head_dim + model.value_dim), model.rope_dim * (1 + model.heads)
+    return _Kept(query + made, result + latents + model.rope_dim, query + key + value + 2 * latents + rotated)
+
+
+def _of_hidden(work: Work, hidden: int) -> _Kept:
+    """Of a token in an MLP with so many columns."""
+    gated = work.model.gated
+    arrays = 3 if gated else 2
+    if work.layout.remat == "selective":
+        return _Kept(hidden if gated else 0.0, hidden, arrays * hidden)
+    return _Kept(arrays * hidden, 0.0, arrays * hidden)
+
+
+def _of_rows(work: Work) -> _Kept:
+    """Bytes of all rows of experts on a device: as wide as an expert, which `model` splits, and as the layer, which it does not."""
+    model, layout = work.model, work.layout
+    rows = work.item * rows_of(model, layout)
+    hidden, width = rows * model.expert_width / layout.model, rows * model.width
+    arrays = 2 if model.gated else 1
+    if layout.remat == "selective":  # B leaves what it computes again, too
+        return _Kept(arrays * hidden, 0.0, (arrays + 1) * hidden + width)
+    return _Kept((arrays + 1) * hidden, hidden + width, arrays * hidden + width)
 
 
 def masks(work: Work) -> float:

@@ -9,6 +9,8 @@ class Transformer:
 
     gated: three matrices in an MLP, and not two; value_dim, query_rank, kv_rank, rope_dim: of latent attention (mla), else 0
     experts, experts_per_token, shared_experts, expert_width: of each of `layers`; dense_layers: before those, with an MLP
+    capacity_factor, expert_room: for how many rows experts have room (expert_rows.py)
+    predictions: modules that predict further tokens, each with a layer of its own
     """
 
     layers: int
@@ -33,6 +35,8 @@ class Transformer:
     experts_per_token: int = 0
     shared_experts: int = 0
     expert_width: int = 0
+    capacity_factor: float = 0.0
+    expert_room: float = 0.0
     dense_layers: int = 0
     predictions: int = 0
 
@@ -86,10 +90,20 @@ class Transformer:
             vectors += sum(outputs for name, _, outputs in self.products(dense) if name != "router")
         return matrices + vectors
 
+    def whole_parameters(self, dense: bool = False) -> int:
+        """Of one layer's, those that `model` does not split: latents, the router, norms."""
+        matrices = sum(inputs * outputs for name, inputs, outputs in self.products(dense) if name in WHOLE)
+        return matrices + 2 * self.norm_vectors * self.width + self.query_rank + self.kv_rank
+
     def embedding_parameters(self) -> int:
         """Tables at both ends, and the last norm."""
         tables = self.vocab_size * (1 if self.tied else 2) + (self.sequence if self.learned_positions else 0)
         return tables * self.width + self.norm_vectors * self.width
+
+    def joining_parameters(self) -> int:
+        """Of a module that predicts a further token, beside its layer: the matrix that joins two streams, and three norms (DeepSeek-V3,
+        arXiv:2412.19437, section 2.2)."""
+        return 2 * self.width**2 + 3 * self.norm_vectors * self.width
 
     def parameters(self) -> int:
         """Of the whole model, without modules that predict further tokens."""

@@ -21,7 +21,6 @@ R rows of experts.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,6 +30,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX, product_kernel
+from jaxtrain.costs.expert_rows import capacity_of, room_of
 from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, hardware, manual_size, over_model, psum, psum_scatter
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
@@ -86,15 +86,6 @@ def _sorted(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Arr
     return order, ordered, jnp.searchsorted(ordered, jnp.arange(number + 1)).astype(jnp.int32)
 
 
-def room_of(tokens: int, choices: int, experts: int, devices: int, room: float) -> int:
-    """Rows of experts that can arrive at one of `devices`, each with so many tokens of so many choices: all that can fall on it, or `room`
-    times the mean, if that is fewer and not 0. A little more, so that large rooms are cut into equal tiles."""
-    worst = devices * tokens * min(choices, experts // devices)
-    bound = math.ceil(room * tokens * choices)
-    step = 1 << max(bound.bit_length() - 7, 0)
-    return min(worst, -(-bound // step) * step) if room else worst
-
-
 def _fitting(sizes: jax.Array, room: int) -> jax.Array:
     """sizes int32 [from, to, expert] of groups of rows → what of each is let through, so that no more than `room` come to a device.
 
@@ -139,11 +130,6 @@ def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routin
     expert = jnp.where(jnp.arange(rows) < mine.sum(), filled, local_experts)
     source = jnp.argsort(expert, stable=True).astype(jnp.int32)
     return Routing(choice, position, mine.sum(0), travel, source, _inverse(source)), dropped
-
-
-def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
-    """Positions of an expert for a sequence of so many tokens: `factor` times its share of the choices, at most one for each token."""
-    return min(tokens, math.ceil(factor * tokens * choices / experts))
 
 
 def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Routing, jax.Array]:

@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import Setup, make_setup
+from jaxtrain.costs.expert_rows import capacity_of, room_of
 from jaxtrain.devices.mesh import AXES, CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE, batch_shards, sizes_of
 from jaxtrain.devices.sharding import mesh_axes
 from jaxtrain.models.spec import Spec
-from jaxtrain.parallel.experts import capacity_of, room_of
 from jaxtrain.parallel.replicas import BLOCK
 from jaxtrain.parallel.zero import Reduction, Zero
 from jaxtrain.runtime.loss import cut_count

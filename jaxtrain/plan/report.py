@@ -13,9 +13,9 @@ from jax.stages import Compiled
 
 from jaxtrain.config import Config, kernels
 from jaxtrain.config.pipeline_setup import Setup
+from jaxtrain.costs.expert_rows import room_of
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
-from jaxtrain.parallel.experts import room_of
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.plan.account import Entry, account, busiest, exchange_account
 from jaxtrain.plan.ops import NUMBER, Sizes

@@ -44,21 +44,6 @@ def test_ragged_rows(monkeypatch, way):
         np.testing.assert_array_equal(got[d], np.pad(expected, ((0, ROOM - len(expected)), (0, 0))))
 
 
-def test_slots_of_an_expert():
-    assert experts.capacity_of(128, 2, 8, 1.0) == 32 and experts.capacity_of(128, 2, 8, 1.25) == 40
-    assert experts.capacity_of(100, 2, 8, 1.01) == 26  # upwards
-    assert experts.capacity_of(128, 2, 8, 100.0) == 128  # a token chooses an expert once
-
-
-def test_room_for_rows():
-    assert experts.room_of(100, 2, 8, 4, 0.0) == 4 * 100 * 2  # all devices' choices
-    assert experts.room_of(100, 4, 4, 4, 0.0) == 4 * 100  # a token chooses an expert once
-    assert experts.room_of(100, 2, 8, 4, 1.501) == 304  # in fours
-    assert experts.room_of(100, 2, 8, 4, 9.0) == 800  # never more than all
-    assert experts.room_of(8192, 2, 8, 8, 2.0) == 32768
-    assert experts.room_of(5, 2, 8, 4, 1.0) == 10
-
-
 def test_groups_are_cut_to_the_highest_level_at_which_they_fit():
     random = np.random.default_rng(0)
     for room in (0, 1, 7, 18, 40, 200):
