@@ -116,6 +116,7 @@ def program_of(config: Config, hardware: Hardware, assume: str = OURS) -> Progra
         program = dataclasses.replace(
             program,
             sent_gradient=sent,
+            imbalance=config.model.capacity_factor or program.imbalance,  # experts of a capacity have as many rows, be they filled or not
             context_by=config.parallel.context,
             gathers_once=config.parallel.gather == "step",
             inner_steps=config.train.diloco_inner_steps,

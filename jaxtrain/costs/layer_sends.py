@@ -93,10 +93,10 @@ class LayerSends:
 
     def _experts(self, op: str, dense: bool) -> Parts:
         """Rows to their experts and back. In our own program each device of `model` sends all of them, R brings back no output that nobody
-        reads, and W sends again what a selective recomputation does not keep."""
+        reads, and W sends again what a selective recomputation does not keep. The busiest device's, for which the others wait."""
         model, layout, ours = self.model, self.layout, self.program.slots
         if layout.expert == 1 or dense or not model.experts:
             return Parts()
         ways = {"R": 2 - self.unread, "W": 1 if ours and layout.remat == "selective" else 0}.get(op, 2)
-        size = self.item * self.tokens * model.experts_per_token * model.width / (1 if ours else layout.model)
+        size = self.item * self.tokens * model.experts_per_token * model.width / (1 if ours else layout.model) * self.program.imbalance
         return Parts({"expert": ways * self.links.exchange("expert", size)}) if ways else Parts()

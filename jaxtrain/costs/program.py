@@ -59,6 +59,7 @@ class Program:
     vocabulary_parallel: bool = False
     by_dimension: bool = False
     slots: bool = False
+    imbalance: float = 1.1
     context_by: str = "all_gather"
     inner_steps: int = 0
     sent_outer: float = 4.0

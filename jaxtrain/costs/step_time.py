@@ -71,10 +71,10 @@ class Work:
                 k = n_in / layout.model
             tokens, experts = self.tokens, 1.0
             if model.experts and not dense and name.startswith("mlp"):
-                # Rows of an expert: all devices of `expert` send theirs; as if evenly.
+                # Rows of an expert: all devices of `expert` send theirs; those of the busiest device, for which the others wait.
                 experts = model.experts_per_token + model.shared_experts
                 local = model.experts / layout.expert
-                rows = self.tokens * model.experts_per_token / local
+                rows = self.tokens * model.experts_per_token / local * (program.imbalance if layout.expert > 1 else 1.0)
                 k, n = (k / experts, n) if name == "mlp_out" else (k, n / experts)
                 forward += local * self._product(rows, n, k) + model.shared_experts * self._product(tokens, n, k)
                 inputs += local * self._product(rows, k, n) + model.shared_experts * self._product(tokens, k, n)

@@ -59,6 +59,7 @@ def explained(plan: Plan, prices: Prices) -> list[str]:
         f"layout: {layout_flag.text_of(layout_flag.of(prediction.config))}",
         f"  {layout.devices:,} × {work.hardware.name}, {layers}; {what}{layout.batch_shards} batch shards",
         f"  as the program {work.program.name}: {work.program.text}",
+        *[f"  assumed: the busiest device of expert has {work.program.imbalance:g} times as many rows as the mean"] * (layout.expert > 1),
         *_memory(prediction, clock),
         *_time(prediction, clock),
         *_run(prediction, prices),

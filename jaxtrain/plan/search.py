@@ -139,9 +139,11 @@ def _row(layout: Layout) -> tuple:
 
 
 def _lower_bound(work: Work) -> float:
-    """Seconds that the ops of a stage take at least, one after the other."""
-    layers = math.ceil(work.model.layers / work.layout.stage) * work.layout.microbatches
-    return layers * sum(op.seconds for op in work.layer().values())
+    """Seconds that the ops of a stage take at least, one after the other: in the smallest chunks, gathered in ops, R leaves out most."""
+    layout, layers = work.layout, work.model.layers
+    chunks = max(1, min(MOST_REPEATS, layers // layout.stage))
+    least = dataclasses.replace(work, layout=dataclasses.replace(layout, repeats=chunks, zero=3))
+    return math.ceil(layers / layout.stage) * layout.microbatches * sum(op.seconds for op in least.layer().values())
 
 
 # --- what is tried -------------------------------------------------------------------------------------------------------------------

@@ -18,11 +18,15 @@ LINKS = (Tier("links", 0, 1.0, 1.0, 0.0),)
 
 
 def sent(recipe: str, layout: str, **changes) -> tuple[dict[str, float], dict[str, float]]:
-    """(GB that the plan of a layout reckons with, GB of the account), by axis; an account's sum over two axes is of neither. Replicas that
-    train apart exchange in every step here."""
+    """(GB that the plan of a layout reckons with, GB of the account), by axis.
+
+    All experts are chosen as often, and replicas that train apart exchange in every step. An account's sum over two axes is of neither.
+    """
     config = configs.replace(load_recipe(find_recipe(recipe)), {key.replace("__", "."): value for key, value in changes.items()})
     config = layout_flag.apply(config, layout_flag.read(layout)).resolve()
-    time = exactly(predict(config, dataclasses.replace(load("h100"), tiers=LINKS)))[0].time
+    prediction = predict(config, dataclasses.replace(load("h100"), tiers=LINKS))
+    work = dataclasses.replace(prediction.work, program=dataclasses.replace(prediction.work.program, imbalance=1.0))
+    time = exactly(dataclasses.replace(prediction, work=work, time=work.step()))[0].time
     counted: collections.Counter = collections.Counter()
     stage = busiest(config) if config.mesh.stage <= 4 else config.mesh.stage // 2
     for entry in [*account(config, stage), *exchange_account(config)]:

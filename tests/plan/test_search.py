@@ -1,11 +1,14 @@
 """The search itself, without the command."""
 
+import dataclasses
+
 import pytest
 
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.work import work_of
 from jaxtrain.costs.hardware import load
 from jaxtrain.costs.memory import memory
+from jaxtrain.plan import search as searching
 from jaxtrain.plan.layout_flag import of
 from jaxtrain.plan.search import Space, laid_out, search
 
@@ -25,3 +28,14 @@ def test_layouts(recipe, devices):
         assert of(laid_out(space, candidate.layout).resolve())["model"] <= 8, "tensor parallelism stays inside the node"
     if recipe == "gpt_1t":
         assert any(candidate.layout.replica > 1 for candidate in found), "data 6 divides no width, data 2 does"
+
+
+@pytest.mark.parametrize("recipe, devices", [("gpt2_124m", 12), ("llama3_8b", 32)])
+def test_no_step_is_shorter_than_its_bound(recipe, devices):
+    """Whatever the schedule, the number of chunks and ZeRO's stage: what is passed over for its bound is not among the best."""
+    config = load_recipe(find_recipe(recipe))
+    works = list(searching._works(Space(config, config, load("h100"), devices), "none"))[::7]
+    with_layout = lambda work, layout: dataclasses.replace(work, layout=layout)
+    tables = [(searching._lower_bound(work), with_layout(work, layout)) for work in works for layout in searching._tables(work)]
+    assert any(work.layout.repeats > 1 for _, work in tables) and any(work.layout.zero == 3 for _, work in tables)
+    assert all(bound <= work.step().seconds * (1 + 1e-12) for bound, work in tables)
