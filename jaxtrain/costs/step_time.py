@@ -8,18 +8,17 @@ A step's parts add up to its time: what is hidden behind other work is listed ap
 """
 
 import dataclasses
-import functools
 import math
 
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layer_sends import LayerSends
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.links import Links
-from jaxtrain.costs.parts import ATTENTION, BUBBLE, FIXED, HOST, MATMULS, MEMORY, OPTIMIZER, STAGE, Parts, beside
+from jaxtrain.costs.parameter_sends import ParameterSends
+from jaxtrain.costs.parts import ATTENTION, BUBBLE, FIXED, HOST, MATMULS, MEMORY, OPTIMIZER, STAGE, Parts
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
 
-FLOAT32 = 4  # bytes
 ITEM = 2  # bytes of an activation's number in 16 bits
 UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
 BACKWARD_PASSES = 2.0  # over memory, of those of the forward
@@ -262,7 +261,8 @@ class Work:
     def around(self, busy: Parts, forward: float, backward: float) -> Parts:
         """What a step has beside its microbatches: ZeRO-3's collectives, sums of gradients, the optimizer. busy: of a stage, with its
         microbatches; forward, backward: seconds of one."""
-        return self._shards(busy) + self._sums(forward, backward) + self.update() + Parts({FIXED: self.program.fixed_s})
+        sends = self._parameter_sends()
+        return sends.zero_3(busy) + sends.sums(forward, backward) + self.update() + Parts({FIXED: self.program.fixed_s})
 
     def _messages(self, microbatch: float) -> Parts:
         """Two messages a chunk and microbatch, one each way, and the wait of the first ones to arrive."""
@@ -296,69 +296,13 @@ class Work:
         dense = model.dense_layers * model.layer_parameters(dense=True) / layout.model
         return math.ceil(model.layers / layout.stage) * self._layer_weights() + dense
 
-    def _output_table(self) -> float:
-        """Of a device's part of the matrix that makes logits, and of the positions' table."""
+    def _parameter_sends(self) -> ParameterSends:
         model, layout = self.model, self.layout
         stages = layout.stage if self.program.vocabulary_parallel else 1
-        return (model.vocab_size / stages + model.sequence * model.learned_positions) * model.width / layout.model
-
-    def _shards(self, stage: Parts) -> Parts:
-        """ZeRO-3's collectives: parameters for the forward and for the backward of each microbatch, and sums of gradients behind it.
-
-        Our own program gathers in the type that it computes in, once more where R is an op of its own, and sends rows of the first table
-        instead of all of it. stage: what they may stand beside.
-        """
-        layout, program = self.layout, self.program
-        if layout.zero < 3 or self.shards == 1:
-            return Parts()
-        over = functools.partial(self.links.collective, "data", one_link=program.one_link)
-        if not program.slots:
-            parameters = self.device_parameters()
-            each = 2 * over(program.sent_weight * parameters) + over(program.sent_gradient * parameters)
-            return beside("data", layout.microbatches * each, program.gather_overlap, stage.seconds)
-        layers, table = self.layers_parameters(), self._output_table()
-        rows = self.item * self.tokens * self.model.width / layout.model
-        read = layers * (3 if layout.stage > 1 and layout.remat == "full" else 2) + table
-        each = over(program.sent_gradient * (layers + table)) + over(rows) * (1 if program.gathers_once else 2)
-        gathers = over(self.item * self.device_parameters()) if program.gathers_once else over(self.item * read) * layout.microbatches
-        return beside("data", each * layout.microbatches + gathers, program.gather_overlap, stage.seconds)
-
-    def _sums(self, forward: float, backward: float) -> Parts:
-        """Sums of gradients over `data`, `context`, `expert` and `replica`, and the gather of parameters that ZeRO has updated in parts.
-
-        forward, backward: seconds of a microbatch, the last and the next one.
-        """
-        layout, program = self.layout, self.program
-        parameters = self.device_parameters()
-        parts = Parts()
-        if layout.data > 1 and (layout.zero < 3 or self.shards == 1):
-            each = self.links.collective("data", program.sent_gradient * parameters)
-            sent_back = program.sent_weight if layout.zero and self.shards > 1 else program.sent_gradient
-            back = self.links.collective("data", sent_back * parameters)
-            often = layout.microbatches if layout.zero > 1 and self.shards > 1 else 1
-            parts += beside("data", each * often, program.data_overlap, backward * often)
-            parts += beside("data", back, program.data_overlap, forward if layout.zero else backward)
-        # A device's share of `data`'s sums goes on: over `context` all of it, over `expert` what is no expert's.
-        for axis, numbers in (("context", parameters), ("expert", parameters - self.expert_parameters())):
-            parts += self._summed(axis, numbers / layout.data)
-        if program.inner_steps and layout.replica > 1:
-            return parts + self._outer_exchange() * (1 / program.inner_steps)
-        return parts + self._summed("replica", parameters / (self.shards if layout.zero else 1))
-
-    def _outer_exchange(self) -> Parts:
-        """Between replicas that train apart: a device sums its share with its like, and gathers the others' shares inside the replica."""
-        layout, each = self.layout, self.links.collective
-        whole = FLOAT32 * self.device_parameters()
-        parts = Parts({"replica": each("replica", whole / FLOAT32 * self.program.sent_outer / layout.data / layout.context, rounds=2)})
-        if layout.data > 1 and (layout.zero < 3 or self.shards == 1):
-            parts += Parts({"data": each("data", whole)})
-        return parts + Parts({"context": each("context", whole / layout.data)} if layout.context > 1 else {})
-
-    def _summed(self, axis: str, parameters: float) -> Parts:
-        """A sum of so many parameters' gradients over an axis."""
-        if getattr(self.layout, axis) == 1:
-            return Parts()
-        return Parts({axis: self.links.collective(axis, self.program.sent_gradient * parameters, rounds=2)})
+        output = (model.vocab_size / stages + model.sequence * model.learned_positions) * model.width / layout.model
+        rows = self.item * self.tokens * model.width / layout.model
+        numbers = self.device_parameters(), self.layers_parameters(), self.expert_parameters(), output
+        return ParameterSends(layout, self.program, self.links, self.item, self.shards, *numbers, rows)
 
     def update(self) -> Parts:
         """The optimizer's passes over its state, which comes from the host's memory and goes back where it is offloaded."""
