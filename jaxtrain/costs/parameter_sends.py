@@ -65,6 +65,8 @@ class ParameterSends:
             sent_back = program.sent_weight if layout.zero and self.shards > 1 else program.sent_gradient
             back = self.links.collective("data", sent_back * parameters)
             often = layout.microbatches if layout.zero > 1 and self.shards > 1 else 1
+            if often > 1 and program.slots:  # rows of the first table's gradient, as with stage 3
+                each = self.links.collective("data", program.sent_gradient * (self.layers + self.output) + self.rows)
             parts += beside("data", each * often, program.data_overlap, backward * often)
             parts += beside("data", back, program.data_overlap, forward if layout.zero else backward)
         # A device's share of `data`'s sums goes on: over `context` all of it, over `expert` what is no expert's.

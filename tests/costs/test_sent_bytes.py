@@ -39,12 +39,13 @@ def sent(recipe: str, layout: str, **changes) -> tuple[dict[str, float], dict[st
     [
         ("llama3_8b", "data=8,zero=3", {}),
         ("llama3_8b", "data=8,zero=3", {"parallel__gather": "step"}),
+        ("llama3_8b", "data=8,zero=2", {}),
         ("llama3_8b", "data=8,stage=2,zero=3,schedule=zb_h1,remat=none", {}),
         ("mixtral_8x7b", "data=4,stage=4,expert=8,zero=3", {}),
     ],
 )
 def test_zero_3_gathers_what_an_op_reads_in_the_type_that_it_computes_in(recipe, layout, changes):
-    """Three times where R is an op of its own, twice otherwise, or once a step."""
+    """Three times where R is an op of its own, twice otherwise, or once a step. Gradients, with stage 2 too, but for the first table's."""
     planned, counted = sent(recipe, f"{layout},microbatch=1", **changes)
     assert planned["data"] == pytest.approx(counted["data"], rel=0.01)
 
