@@ -61,7 +61,7 @@ def pools(config: configs.Config) -> dict[str, int]:
         ("mixtral_tiny", "full", {"model.capacity_factor": 1.5}),
         ("deepseek_tiny", "full", {"model.expert_room": 2.0}),  # latent attention and a shared expert
         ("deepseek_tiny", "selective", {"mesh.model": 2}),
-        ("mixtral_tiny", "full", {"mesh.expert": 1, "model.activation": "gelu"}),
+        ("mixtral_tiny", "selective", {"mesh.expert": 1, "model.activation": "gelu"}),
     ],
 )
 def test_slots_of_experts(recipe, remat, values):
