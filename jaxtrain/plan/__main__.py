@@ -27,7 +27,7 @@ from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.costs.program import PROGRAMS
-from jaxtrain.plan import layout_flag, unequal
+from jaxtrain.plan import layout_flag, search, unequal
 from jaxtrain.plan.advise import advise
 from jaxtrain.plan.explanation import Prices, explained, flags_of, table
 from jaxtrain.plan.layout_flag import LayoutError
@@ -142,6 +142,7 @@ def _plan_groups(config: Config, recipe: Config, flags: types.SimpleNamespace) -
         _space(config, recipe, flags, group.hardware.name)
     if flags.devices not in (0, count):
         raise cli.FlagsError(f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}: use --devices={count}")
+    search.check(space)
     values = layout_flag.read(flags.layout)
     laid_out = None
     if not flags.layout:
@@ -152,10 +153,12 @@ def _plan_groups(config: Config, recipe: Config, flags: types.SimpleNamespace) -
         laid_out = _laid_out(space, flags.layout)
         try:
             planned = unequal.plan(laid_out.resolve(), groups, flags.assume)
+        except ConfigError:
+            raise
         except ValueError as error:
-            if ": use " in str(error):
-                raise
             rule = f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
+            if ": use " in rule:
+                raise cli.FlagsError(rule) from None
             laid_out = None
     if laid_out is None:
         raise cli.FlagsError(f"{rule}: use {_layout_of_groups(space, groups, values)}")

@@ -26,6 +26,7 @@ from jaxtrain.plan.layout_flag import whole_number
 from jaxtrain.plan.prediction import DAY
 from jaxtrain.plan.tables import part_of, with_microbatches
 from jaxtrain.schedule.coupled_clock import walk
+from jaxtrain.schedule.orders import SCHEDULES
 
 LIKELY = 8  # devices of a group whose number cannot be read
 # What one program over devices of two kinds cannot do, as XLA and jax are.
@@ -135,6 +136,8 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal
 
     Raises ValueError, with one line, where groups do not have whole stages or stages no whole chunks.
     """
+    if config.pipeline.schedule not in SCHEDULES:
+        raise ValueError(f"schedule={config.pipeline.schedule!r} cuts chunks by itself")
     stage_of, m, chunk = _groups_of_stages(config, groups), config.pipeline.microbatches, config.model.loss_chunk
     works = [work_of(config, groups[g].hardware, assume) for g in stage_of]
     ops = [{name: op.seconds for name, op in work.layer().items()} for work in works]
@@ -215,6 +218,8 @@ def layouts(config: Config, groups: Sequence[Group], values: layout_flag.Values)
     """Layouts over all devices of the groups, in which these have whole stages, the nearest first."""
     devices, most = sum(group.devices for group in groups), math.gcd(*(group.devices for group in groups))
     stages = [devices // each for each in divisors(most) if 1 < devices // each <= config.model.layers]
+    if values.get("schedule", config.pipeline.schedule) not in SCHEDULES:
+        values = values | {"schedule": "1f1b", "repeats": 1}
     others = math.prod(values.get(axis, 1) for axis in ("context", "expert", "replica"))
     for stage in near(values.get("stage", 1), stages):
         for model in near(values.get("model", 1), divisors(devices // stage)):
@@ -241,7 +246,7 @@ def _most_layers(work: Work, loss_chunk: int) -> int:
 
 def _chunks(config: Config, layers: Sequence[int]) -> tuple[int, ...]:
     """Layers of each chunk in model order, so that stages have theirs."""
-    of_stage, repeats = make_setup(part_of(config)).table.stage_of, max(1, config.pipeline.repeats)
+    of_stage, repeats = make_setup(part_of(config)).table.stage_of, config.pipeline.repeats
     if len(of_stage) != config.mesh.stage * repeats:
         raise ValueError("pipeline.layers_per_op cuts chunks, and unequal devices need them whole: use --config.pipeline.layers_per_op=0")
     left, chunks = list(layers), []

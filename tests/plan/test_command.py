@@ -207,7 +207,7 @@ def test_a_model_that_fits_nowhere(plan, monkeypatch):
 
 def test_settings_of_one_layout_are_no_searchs(plan):
     assert plan("--config=tiny", "--devices=8", "--config.pipeline.chunk_layers=1,1")[1].endswith(
-        "use --config.pipeline.chunk_layers=, or a --layout beside it\n"
+        "use --config.pipeline.chunk_layers=, or a --layout of one kind of devices\n"
     )
 
 
@@ -289,6 +289,9 @@ def test_unequal_devices_on_which_it_does_not_fit(plan):
         ([], "over which a --layout is planned, and none is searched"),
         (["--layout=data=8"], "--layout is for 8 devices, and --hardware='a100-80gb:512,h100:512' names 1024"),
         (["--layout=data=128,model=8,microbatch=1"], "stage=1 does not share out 1024 devices"),
+        (["--layout=data=16,stage=8,model=8,microbatch=1,schedule=auto"], "schedule='auto' cuts chunks by itself"),
+        (["--config.data.batch_size=0"], "data.batch_size=0 must be at least 1"),
+        (["--layout=data=16,stage=8,model=8,microbatch=1", "--config.pipeline.layers_per_op=1"], "need them whole: .*layers_per_op=0"),
         (["--layout=data=16,stage=8,model=8,microbatch=1", "--devices=7"], "--devices=7 is not the 1024 of .*: use (--devices=1024)$"),
         (["--layout=data=16,stage=8,model=8,microbatch=1", "--price=2"], "--price=2.0 has no meaning for groups .*: use (--price=0.0)$"),
     ],
@@ -298,6 +301,7 @@ def test_what_groups_refuse(plan, argv, text):
     err = plan(*MIXED, *argv)[1]
     assert re.search(text, err) and (use := re.search(r": use (--\S+)$", err))
     kept = [flag for flag in argv if flag.partition("=")[0] != use[1].partition("=")[0]]
+    kept += [] if any("layout" in flag for flag in [*kept, use[1]]) else ["--layout=data=16,stage=8,model=8,microbatch=1"]
     assert json.loads(plan(*MIXED, *kept, use[1], "--json")[0])["fits"]
 
 
