@@ -6,9 +6,10 @@
 Closed forms (costs/), then the schedule's table: its slots and its exact clock; nothing is compiled and jax is not imported.
 """
 
-import dataclasses
+import contextlib
 import difflib
 import importlib
+import itertools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.costs.program import PROGRAMS
-from jaxtrain.plan import layout_flag, unequal
+from jaxtrain.plan import layout_flag, search, unequal
 from jaxtrain.plan.advise import advise
 from jaxtrain.plan.explanation import Prices, explained, flags_of, table
 from jaxtrain.plan.layout_flag import LayoutError
@@ -63,6 +64,7 @@ What --json prints, of the layout or of the best:
   tokens_per_s, train_days      days without a stop, null without --tokens
   layout                        as --layout has it"""
 DEFAULT_HARDWARE = "h100"
+MOST_TRIED = 128  # layouts over groups, where one that works is looked for
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
     Flag("hardware", "", f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own; NAME:N,NAME:N: groups; empty: h100"),
@@ -110,6 +112,7 @@ def check_flags(argv: Sequence[str]) -> None:
 def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
     """Prints what the flags ask for, and writes what they name. Raises what `main` makes a line of."""
     if flags.advise:
+        _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
         print("\n".join(advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)))
         return
     if unequal.is_groups(flags.hardware):
@@ -132,29 +135,77 @@ def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
 
 def _plan_groups(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
     """Prints what a layout over unequal devices is. Raises what `main` makes a line of."""
+    _refuse_others(flags, ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "json"), "groups of devices")
     groups = unequal.parse(flags.hardware)
-    space = dataclasses.replace(_space(config, recipe, flags, groups[0].hardware.name), devices=sum(group.devices for group in groups))
-    if not flags.layout or flags.json:
-        raise cli.FlagsError(
-            f"--hardware={flags.hardware!r} names groups, for which a --layout is explained: use --layout=stage=2,… and no --json"
-        )
-    laid_out = _laid_out(space, flags.layout).resolve()
-    try:
-        planned = unequal.plan(laid_out, groups, flags.assume)
-    except ValueError as error:
-        raise cli.FlagsError(f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}") from None
-    print("\n".join(unequal.describe(planned)))
-    print("to train it: " + " ".join(cfg.flag_text(f"config.{path}", value) for path, value in planned.settings().items()))
+    space, count = _space(config, recipe, flags, groups[0].hardware.name), sum(group.devices for group in groups)
+    for group in groups[1:]:
+        _space(config, recipe, flags, group.hardware.name)
+    if flags.devices not in (0, count):
+        raise cli.FlagsError(f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}: use --devices={count}")
+    search.check(space)
+    values = layout_flag.read(flags.layout)
+    laid_out = None
+    if not flags.layout:
+        rule = f"--hardware={flags.hardware!r} names groups, over which a --layout is planned, and none is searched"
+    elif layout_flag.devices(values) != count:
+        rule = f"--layout is for {layout_flag.devices(values)} devices, and --hardware={flags.hardware!r} names {count}"
+    else:
+        laid_out = _laid_out(space, flags.layout)
+        try:
+            planned = unequal.plan(laid_out.resolve(), groups, flags.assume)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            rule = f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
+            if ": use " in rule:
+                raise cli.FlagsError(rule) from None
+            laid_out = None
+    if laid_out is None:
+        raise cli.FlagsError(f"{rule}: use {_layout_of_groups(space, groups, values)}")
+    trained = cfg.replace(laid_out, dict(planned.settings()))
+    if flags.recipe:
+        name = os.path.basename(flags.config).removesuffix(".py")
+        _write("recipe", flags.recipe, recipe_text(trained, f"{name} as planned for {flags.hardware}.").encode())
+    figures = planned.figures(flags.tokens or None)
+    if flags.json:
+        print(json.dumps(figures))
+        return
+    lines = unequal.describe(planned)
+    if flags.tokens:
+        lines.append(f"run: {flags.tokens / 1e9:,.4g} billion tokens take {figures['train_days']:,.1f} days")
+    print("\n".join([*lines, *_training(flags, trained, recipe)]))
+
+
+def _layout_of_groups(space: Space, groups: Sequence[unequal.Group], values: layout_flag.Values) -> str:
+    """The nearest layout over these groups that works, as a flag, of those that fit if there are any; without any, one kind of devices."""
+    working = []
+    for tried in itertools.islice(unequal.layouts(space.config, groups, values), MOST_TRIED):
+        with contextlib.suppress(LayoutError, ConfigError):
+            working.append((text := layout_flag.text_of(tried), _laid_out(space, text).resolve()))
+    for text, config in sorted(working, key=lambda layout: not unequal.has_room(layout[1], groups, space.assume)):
+        with contextlib.suppress(ConfigError, ValueError):
+            unequal.plan(config, groups, space.assume)
+            return f"--layout={text}"
+    return f"--hardware={groups[0].hardware.name}"
+
+
+def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
+    """Raises FlagsError for the first flag that is given and not one of these."""
+    others = [flag for flag in FLAGS if flag.name not in known and getattr(flags, flag.name) != flag.default]
+    if others:
+        given = cfg.flag_text(others[0].name, getattr(flags, others[0].name))
+        raise cli.FlagsError(f"{given} has no meaning for {what}: use {cfg.flag_text(others[0].name, others[0].default)}")
 
 
 def _lines(plans: Sequence[Plan], recipe: Config, flags: types.SimpleNamespace) -> list[str]:
     lines = [*table(plans), ""] if len(plans) > 1 else []
     lines += explained(plans[0], Prices(flags.price, flags.kwh_price))
-    return [
-        *lines,
-        "to train it:",
-        f"  python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(plans[0].config, recipe)}",
-    ]
+    return [*lines, *_training(flags, plans[0].config, recipe)]
+
+
+def _training(flags: types.SimpleNamespace, config: Config, recipe: Config) -> list[str]:
+    """The command that trains a config."""
+    return ["to train it:", f"  python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(config, recipe)}"]
 
 
 def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, name: str = "") -> Space:

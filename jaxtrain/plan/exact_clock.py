@@ -20,11 +20,11 @@ from jaxtrain.config.work import OURS
 from jaxtrain.costs.parts import BUBBLE, STAGE, Parts
 from jaxtrain.costs.step_time import Work
 from jaxtrain.plan.prediction import Prediction
-from jaxtrain.plan.tables import part_of, with_op_times
+from jaxtrain.plan.tables import part_of, with_microbatches, with_op_times
 from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.coupled_clock import walk
-from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
+from jaxtrain.schedule.table import Op, Permute, peak_residuals
 
 OPS = (Op.F, Op.R, Op.B, Op.W)
 EARLY_PASSES = 10.0  # over a message that goes beside its tick's ops: five copies by XLA's CPU backend, as read in its programs
@@ -85,7 +85,7 @@ def clocked(prediction: Prediction) -> Clocked | None:
     if timed < layout.microbatches:
         fewer = timed // layout.stage // 2 * layout.stage
         auto = config.pipeline.schedule == "auto"
-        half = _of_a_part(work, counts, fewer / timed) if auto else _counts(_with_microbatches(part, fewer, table), times)
+        half = _of_a_part(work, counts, fewer / timed) if auto else _counts(with_microbatches(part, fewer, table), times)
         counts = counts.further(half, (layout.microbatches - timed) / (timed - fewer))
     shared = work.hardware.alone > 1
     busy, waits = _of_shared_cores(work, counts) if shared else _of_the_busiest(work, counts)
@@ -102,11 +102,6 @@ def exactly(prediction: Prediction) -> tuple[Prediction, Clocked | None]:
 
 
 # --- what the table counts -----------------------------------------------------------------------------------------------------------
-
-
-def _with_microbatches(config: Config, microbatches: int, table: Table) -> Config:
-    """With so many, and the vocabulary where this table has it."""
-    return cfg.replace(config, {"pipeline.microbatches": microbatches, "pipeline.vocabulary": table.vocabulary})
 
 
 def _of_a_part(work: Work, counts: _Counts, part: float) -> _Counts:

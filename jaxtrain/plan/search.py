@@ -63,7 +63,9 @@ def check(space: Space) -> None:
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
             flag, use = cfg.flag_text(f"config.{path}", value), cfg.flag_text(f"config.{path}", cfg.get(space.recipe, path))
-            raise layout_flag.LayoutError(f"{flag} is for one layout, and a search compares many: use {use}, or a --layout beside it")
+            raise layout_flag.LayoutError(
+                f"{flag} is of one layout, which the planner is to find: use {use}, or a --layout of one kind of devices"
+            )
     layout = _smallest(space, Layout(replica=_replicas(space)))
     checks.check(laid_out(space, layout), Surroundings(layout.devices, platform_of(space.hardware), space.recipe))
 

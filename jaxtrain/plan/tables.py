@@ -12,6 +12,7 @@ from jaxtrain.config.work import milliseconds
 from jaxtrain.costs.slots import Slots
 from jaxtrain.costs.step_time import Work
 from jaxtrain.schedule.orders import SCHEDULES
+from jaxtrain.schedule.table import Table
 
 CELLS = 2**12  # stages · chunks on a stage · microbatches of a table that is made in a second; of longer steps a part is
 AUTO_CELLS = 2**8  # the same of `auto`, which tries some fifty tables
@@ -43,6 +44,11 @@ def part_of(config: Config) -> Config:
         plain = make_setup(cfg.replace(config, {"pipeline.schedule": "zb_h1", "pipeline.repeats": 1, "pipeline.chunk_layers": ()}))
         config = cfg.replace(config, {"pipeline.vocabulary": plain.table.vocabulary})
     return config
+
+
+def with_microbatches(config: Config, microbatches: int, table: Table) -> Config:
+    """The same with so many microbatches, and the vocabulary where this table has it."""
+    return cfg.replace(config, {"pipeline.microbatches": microbatches, "pipeline.vocabulary": table.vocabulary})
 
 
 def slots_of(config: Config) -> Slots | None:

@@ -4,21 +4,29 @@ Groups of devices have whole stages, in the order in which they are named. A sta
 coupled clock (schedule/) then says what a step takes, for the slowest stage and every wait are in it. No jax.
 """
 
+import bisect
 import dataclasses
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.work import OURS, work_of
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.hardware import Hardware, HardwareError
-from jaxtrain.costs.memory import ALLOCATED, memory
+from jaxtrain.costs.memory import memory
+from jaxtrain.costs.parts import MATMULS, Parts
 from jaxtrain.costs.step_time import Work
+from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
-from jaxtrain.schedule.simulate import simulate
+from jaxtrain.plan.prediction import DAY
+from jaxtrain.plan.tables import part_of, with_microbatches
+from jaxtrain.schedule.coupled_clock import walk
+from jaxtrain.schedule.orders import SCHEDULES
 
 LIKELY = 8  # devices of a group whose number cannot be read
 # What one program over devices of two kinds cannot do, as XLA and jax are.
@@ -46,6 +54,7 @@ class Unequal:
     seconds: of a step, by the coupled clock and what stands beside the table
     ideal_s: the same work at the sum of all speeds, without any wait
     stage_s: of each stage's work in a step
+    bubble_s: what the busiest stage waits
     memory:  bytes of the fullest device of each stage; fits: whether each has them
     """
 
@@ -55,12 +64,35 @@ class Unequal:
     seconds: float
     ideal_s: float
     stage_s: tuple[float, ...]
+    bubble_s: float
     memory: tuple[float, ...]
     fits: bool
 
     def settings(self) -> Mapping[str, object]:
         """What the recipe needs beside its layout."""
         return {"pipeline.chunk_layers": self.config.pipeline.chunk_layers}
+
+    def figures(self, tokens: float | None) -> dict[str, Any]:
+        """What --json prints of one kind of devices, rates over the mean peak, and the layers of each stage."""
+        work = work_of(self.config, self.groups[0].hardware)
+        devices = sum(group.devices for group in self.groups)
+        peak = sum(group.devices * group.hardware.peak(work.dtype) for group in self.groups) / devices
+        model, hardware = (flops / self.seconds / devices for flops in (work.model_flops(), work.hardware_flops()))
+        tokens_per_s = work.layout.batch * work.model.sequence / self.seconds
+        return {
+            "step_time_s": self.seconds,
+            "model_tflops_per_device": model / 1e12,
+            "hardware_tflops_per_device": hardware / 1e12,
+            "mfu": model / peak,
+            "hfu": hardware / peak,
+            "memory_gib_per_device": max(self.memory) / kinds.GIB,
+            "fits": self.fits,
+            "bubble_fraction": self.bubble_s / self.seconds,
+            "tokens_per_s": tokens_per_s,
+            "train_days": tokens / tokens_per_s / DAY if tokens else None,
+            "layout": layout_flag.of(self.config),
+            "layers": self.layers,
+        }
 
 
 def is_groups(text: str) -> bool:
@@ -83,11 +115,11 @@ def parse(text: str) -> list[Group]:
 def split_layers(layers: int, seconds: Sequence[float], fixed: Sequence[float], most: Sequence[int]) -> list[int]:
     """Layers of each stage, in which the slowest takes the least: each layer in turn goes to the stage that is then first to end.
 
-    seconds: of a layer on each stage; fixed: of each stage without layers; most: layers for which it has memory. Each has at least one.
-    Raises ValueError where there is no room for all.
+    seconds: of a layer on each stage; fixed: of each stage without layers; most: layers for which it has memory, of no account where there
+    is no room for all. Each stage has at least one layer.
     """
     if sum(min(m, layers) for m in most) < layers or min(most) < 1:
-        raise ValueError(f"{layers} layers do not fit: the stages have room for {', '.join(map(str, most))}")
+        most = [layers] * len(most)
     given = [1] * len(seconds)
     heap = [(fixed[s] + 2 * seconds[s], s) for s in range(len(seconds)) if most[s] > 1]
     heapq.heapify(heap)
@@ -100,17 +132,24 @@ def split_layers(layers: int, seconds: Sequence[float], fixed: Sequence[float], 
 
 
 def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal:
-    """Of a resolved config whose mesh has as many devices as the groups together, and more than one stage.
+    """Of a resolved config whose mesh has as many devices as the groups together, and more than one stage; it may not fit.
 
-    Raises ValueError, with one line, where groups do not have whole stages or layers do not fit.
+    Raises ValueError, with one line, where groups do not have whole stages or stages no whole chunks.
     """
-    stage_of = _groups_of_stages(config, groups)
+    if config.pipeline.schedule not in SCHEDULES:
+        raise ValueError(f"schedule={config.pipeline.schedule!r} cuts chunks by itself")
+    stage_of, m, chunk = _groups_of_stages(config, groups), config.pipeline.microbatches, config.model.loss_chunk
     works = [work_of(config, groups[g].hardware, assume) for g in stage_of]
-    seconds = [sum(op.seconds for op in work.layer().values()) for work in works]
-    head = 0.0 if works[-1].program.vocabulary_parallel else works[-1].head().seconds
-    layers = split_layers(config.model.layers, seconds, [*[0.0] * (len(works) - 1), head], [_most_layers(work) for work in works])
-    message, head = max(work.message() for work in works), max(work.head().seconds for work in works)
-    mean = _stage(works, layers)
+    ops = [{name: op.seconds for name, op in work.layer().items()} for work in works]
+    seconds = [sum(op.values()) for op in ops]
+    head, message = max(work.head().seconds for work in works), max(work.message() for work in works)
+    fixed = [0.0] * len(works)
+    fixed[0] += works[0].model.dense_layers * _dense_layer(works[0])
+    fixed[-1] += 0.0 if works[-1].program.vocabulary_parallel else head
+    layers = split_layers(config.model.layers, seconds, fixed, [_most_layers(work, chunk) for work in works])
+    mean = {name: sum(op[name] * n for op, n in zip(ops, layers, strict=True)) / len(works) for name in ops[0]}
+    if config.pipeline.remat != "full":  # what no R computes again is part of B
+        mean |= {"B": mean["B"] + mean["R"], "R": 0.0}
     cut = configs.replace(
         config,
         {
@@ -119,59 +158,102 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal
             "pipeline.times": (mean["F"], mean["B"], mean["W"], message, mean["R"], head),
         },
     )
-    setup = make_setup(cut)
-    clock = simulate(setup.table, setup.times, shares=setup.shares)
-    after = max((work.step().exposed.get("data", 0.0) + work.update().seconds) for work in works)
-    m = config.pipeline.microbatches
-    stage_s = tuple(m * n * s for n, s in zip(layers, seconds, strict=True))
-    rates = sum(1 / s for s in seconds)
-    ideal = m * config.model.layers / rates + m * head / len(works)
-    held = tuple(_bytes(work, n) for work, n in zip(works, layers, strict=True))
+    setup = make_setup(part_of(cut))
+    shared = setup.table.vocabulary == "parallel"
+    heads = [head / len(works) if shared else head * (stage == setup.table.stage_of[-1]) for stage in range(len(works))]
+    beside = [fixed[0], *[0.0] * (len(works) - 1)]
+    stage_s = tuple(m * (n * s + h + b) for n, s, h, b in zip(layers, seconds, heads, beside, strict=True))
+    clock = max(_clock(cut), *stage_s)
+    after = max(_after(_with_layers(work, n), busy) for work, n, busy in zip(works, layers, stage_s, strict=True))
+    after += m * max(work.vocabulary_sums().seconds for work in works) * shared
+    ideal = m * (config.model.layers / sum(1 / s for s in seconds) + (head + fixed[0]) / len(works))
+    held = tuple(memory(_with_layers(work, n), chunk).bytes for work, n in zip(works, layers, strict=True))
     fits = all(size <= work.hardware.memory for size, work in zip(held, works, strict=True))
-    return Unequal(cut, tuple(groups), tuple(layers), clock.step_time_coupled + after, ideal + after, stage_s, held, fits)
+    return Unequal(cut, tuple(groups), tuple(layers), clock + after, ideal + after, stage_s, clock - max(stage_s), held, fits)
+
+
+def _clock(config: Config) -> float:
+    """Seconds of a step by its table's coupled clock; one with very many microbatches goes on as between two shorter ones."""
+    part, seconds_of = part_of(config), lambda setup: walk(setup.table, setup.times, setup.shares)
+    setup, timed, stages = make_setup(part), part.pipeline.microbatches, config.mesh.stage
+    seconds = seconds_of(setup)
+    if (left := config.pipeline.microbatches - timed) == 0:
+        return seconds
+    fewer = timed // stages // 2 * stages
+    shorter = seconds_of(make_setup(with_microbatches(part, fewer, setup.table)))
+    return seconds + (seconds - shorter) * left / (timed - fewer)
+
+
+def _dense_layer(work: Work) -> float:
+    """Seconds of a microbatch in one of the layers before the first unit: forward with the embedding, and again with its gradient."""
+    dense = work.layer(dense=True)
+    return 2 * dense["F"].seconds + dense["B"].seconds + dense["W"].seconds
+
+
+def _after(work: Work, busy: float) -> float:
+    """Seconds of what a step has beside its microbatches. busy: of the stage with them."""
+    ops = {name: op.seconds for name, op in work.ops().items()}
+    return work.around(Parts({MATMULS: busy}), ops["F"], ops["B"] + ops["W"]).seconds
+
+
+def _with_layers(work: Work, layers: int) -> Work:
+    """As if each stage had as many layers as this one."""
+    return dataclasses.replace(work, model=dataclasses.replace(work.model, layers=layers * work.layout.stage))
 
 
 def _groups_of_stages(config: Config, groups: Sequence[Group]) -> list[int]:
     """Stage → its group."""
     stages, devices = config.mesh.stage, sum(group.devices for group in groups)
     if stages < 2 or devices % stages:
-        raise ValueError(f"stage={stages} does not share out {devices} devices: use stages that divide them")
-    each, found = devices // stages, []
+        raise ValueError(f"stage={stages} does not share out {devices} devices among stages")
+    each, of_stage = devices // stages, []
     for number, group in enumerate(groups):
         if group.devices % each:
-            near = math.gcd(*(g.devices for g in groups))
-            fewest = devices // near
-            rule = f"{group.hardware.name} has {group.devices} devices, no whole number of stages of {each}"
-            raise ValueError(f"{rule}: use stage={fewest}, or a multiple of it")
-        found += [number] * (group.devices // each)
-    return found
+            raise ValueError(f"{group.hardware.name} has {group.devices} devices, no whole number of stages of {each}")
+        of_stage += [number] * (group.devices // each)
+    return of_stage
 
 
-def _most_layers(work: Work) -> int:
+def layouts(config: Config, groups: Sequence[Group], values: layout_flag.Values) -> Iterator[layout_flag.Values]:
+    """Layouts over all devices of the groups, in which these have whole stages, the nearest first."""
+    devices, most = sum(group.devices for group in groups), math.gcd(*(group.devices for group in groups))
+    stages = [devices // each for each in divisors(most) if 1 < devices // each <= config.model.layers]
+    if values.get("schedule", config.pipeline.schedule) not in SCHEDULES:
+        values = values | {"schedule": "1f1b", "repeats": 1}
+    others = math.prod(values.get(axis, 1) for axis in ("context", "expert", "replica"))
+    for stage in near(values.get("stage", 1), stages):
+        for model in near(values.get("model", 1), divisors(devices // stage)):
+            data, rest = divmod(devices // stage, model * others)
+            shards = data * values.get("expert", 1) * values.get("replica", 1)
+            if not rest and data and config.data.batch_size % shards == 0:
+                sizes = divisors(config.data.batch_size // shards)
+                microbatch = near(values.get("microbatch", 1), sizes)[0]
+                yield values | {"data": data, "stage": stage, "model": model, "microbatch": microbatch}
+
+
+def has_room(config: Config, groups: Sequence[Group], assume: str = OURS) -> bool:
+    """Whether stages of these groups have memory for all layers of a resolved config."""
+    each = sum(group.devices for group in groups) // config.mesh.stage
+    room = [_most_layers(work_of(config, group.hardware, assume), config.model.loss_chunk) for group in groups]
+    return min(room) > 0 and sum(n * group.devices // each for n, group in zip(room, groups, strict=True)) >= config.model.layers
+
+
+def _most_layers(work: Work, loss_chunk: int) -> int:
     """Layers for which a stage of this work has memory; at least none."""
-    parts, layers = memory(work).parts, work.model.layers / work.layout.stage
-    growing = sum(parts[name] for name in ("weights", "gradients", "optimizer", "activations")) / layers
-    room = work.hardware.memory / ALLOCATED - parts["working"] - parts["logits"]
-    return max(0, int(room / growing))
-
-
-def _bytes(work: Work, layers: int) -> float:
-    """Of the fullest device of a stage with so many layers."""
-    parts, mean = memory(work).parts, work.model.layers / work.layout.stage
-    growing = ("weights", "gradients", "optimizer", "activations")
-    return ALLOCATED * sum(size * (layers / mean if name in growing else 1.0) for name, size in parts.items())
+    fits = lambda layers: memory(_with_layers(work, layers), loss_chunk).bytes <= work.hardware.memory
+    return bisect.bisect_left(range(1, work.model.layers + 1), True, key=lambda layers: not fits(layers))
 
 
 def _chunks(config: Config, layers: Sequence[int]) -> tuple[int, ...]:
     """Layers of each chunk in model order, so that stages have theirs."""
-    of_stage, repeats = make_setup(config).table.stage_of, max(1, config.pipeline.repeats)
+    of_stage, repeats = make_setup(part_of(config)).table.stage_of, config.pipeline.repeats
     if len(of_stage) != config.mesh.stage * repeats:
-        raise ValueError("pipeline.layers_per_op cuts chunks, and unequal devices need them whole: use pipeline.layers_per_op=0")
+        raise ValueError("pipeline.layers_per_op cuts chunks, and unequal devices need them whole: use --config.pipeline.layers_per_op=0")
     left, chunks = list(layers), []
     for unit, stage in enumerate(of_stage):
         size = round(left[stage] / of_stage[unit:].count(stage))
         if size < 1:
-            raise ValueError(f"a stage of {layers[stage]} layers has no {repeats} chunks: use fewer repeats")
+            raise ValueError(f"a stage of {layers[stage]} layers has no {repeats} chunks")
         chunks.append(size)
         left[stage] -= size
     return tuple(chunks)
@@ -179,17 +261,8 @@ def _chunks(config: Config, layers: Sequence[int]) -> tuple[int, ...]:
 
 def _layer_costs(config: Config, chunks: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
     """Of each layer in model order, the seconds that it takes where it lies, relative to the fastest."""
-    of_stage, fastest = make_setup(config).table.stage_of, min(seconds)
+    of_stage, fastest = make_setup(part_of(config)).table.stage_of, min(seconds)
     return tuple(seconds[stage] / fastest for size, stage in zip(chunks, of_stage, strict=True) for _ in range(size))
-
-
-def _stage(works: Sequence[Work], layers: Sequence[int]) -> dict[str, float]:
-    """Seconds of F, R, B and W of a microbatch on a stage, in the mean over stages with these layers."""
-    total: dict[str, float] = {}
-    for work, count in zip(works, layers, strict=True):
-        for name, parts in work.layer().items():
-            total[name] = total.get(name, 0.0) + parts.seconds * count / len(works)
-    return total
 
 
 def describe(unequal: Unequal) -> list[str]:

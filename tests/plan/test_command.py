@@ -207,7 +207,7 @@ def test_a_model_that_fits_nowhere(plan, monkeypatch):
 
 def test_settings_of_one_layout_are_no_searchs(plan):
     assert plan("--config=tiny", "--devices=8", "--config.pipeline.chunk_layers=1,1")[1].endswith(
-        "use --config.pipeline.chunk_layers=, or a --layout beside it\n"
+        "use --config.pipeline.chunk_layers=, or a --layout of one kind of devices\n"
     )
 
 
@@ -259,17 +259,54 @@ def test_commands_of_their_own(command, flag, capsys):
     assert end.value.code == 0 and flag in capsys.readouterr().out
 
 
-def test_unequal_devices(plan):
-    mixed, layout = "--hardware=a100-80gb:512,h100:512", "--layout=data=16,stage=8,model=8,microbatch=1,schedule=1f1b"
-    lines = plan("--config=gpt3_175b", mixed, layout)[0].splitlines()
+MIXED = ["--config=gpt3_175b", "--hardware=a100-80gb:512,h100:512"]
+
+
+def test_unequal_devices(plan, tmp_path):
+    flags = [*MIXED, "--layout=data=16,stage=8,model=8,microbatch=1,schedule=1f1b"]
+    lines = plan(*flags, "--tokens=300e9", f"--recipe={tmp_path / 'planned.py'}")[0].splitlines()
     assert lines[0].startswith("a100-80gb: stages 0 to 3 with ") and lines[1].startswith("h100: stages 4 to 7 with ")
-    layers = [int(n) for n in lines[-1].partition("chunk_layers=")[2].split(",")]
+    command = lines[-1].split()
+    assert command[:4] == ["python", "-m", "jaxtrain.train", "--config=gpt3_175b"]
+    layers = [int(n) for n in re.search(r"chunk_layers=(\S+)", lines[-1])[1].split(",")]
     assert sum(layers) == 96 and max(layers[:4]) < min(layers[4:])  # the slower devices have fewer
-    assert "--devices=1000" not in plan("--config=gpt3_175b", mixed, "--layout=data=8")[1]
-    assert "for which a --layout is explained" in plan("--config=gpt3_175b", mixed)[1]
+    changes = [tuple(flag.removeprefix("--config.").split("=", 1)) for flag in command[4:]]
+    config = apply(load_recipe(find_recipe("gpt3_175b")), changes)
+    assert to_dict(config) == to_dict(load_recipe(tmp_path / "planned.py")) and check_devices(config, 1024)
+    figures = json.loads(plan(*flags, "--tokens=300e9", "--json")[0])
+    assert list(figures) == [*KEYS, "layers"] and figures["layers"] == layers and figures["fits"]
+    assert f"take {figures['train_days']:,.1f} days" in lines[-3] and 0 < figures["bubble_fraction"] < figures["mfu"] < 1
+
+
+def test_unequal_devices_on_which_it_does_not_fit(plan):
+    flags = ["--config=gpt3_175b", "--hardware=a100-80gb:4,h100:4", "--layout=stage=8,microbatch=1"]
+    assert "does not fit: " in plan(*flags)[0] and not json.loads(plan(*flags, "--json")[0])["fits"]
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        ([], "over which a --layout is planned, and none is searched"),
+        (["--layout=data=8"], "--layout is for 8 devices, and --hardware='a100-80gb:512,h100:512' names 1024"),
+        (["--layout=data=128,model=8,microbatch=1"], "stage=1 does not share out 1024 devices"),
+        (["--layout=data=16,stage=8,model=8,microbatch=1,schedule=auto"], "schedule='auto' cuts chunks by itself"),
+        (["--config.data.batch_size=0"], "data.batch_size=0 must be at least 1"),
+        (["--layout=data=16,stage=8,model=8,microbatch=1", "--config.pipeline.layers_per_op=1"], "need them whole: .*layers_per_op=0"),
+        (["--layout=data=16,stage=8,model=8,microbatch=1", "--devices=7"], "--devices=7 is not the 1024 of .*: use (--devices=1024)$"),
+        (["--layout=data=16,stage=8,model=8,microbatch=1", "--price=2"], "--price=2.0 has no meaning for groups .*: use (--price=0.0)$"),
+    ],
+)
+def test_what_groups_refuse(plan, argv, text):
+    """What is suggested works."""
+    err = plan(*MIXED, *argv)[1]
+    assert re.search(text, err) and (use := re.search(r": use (--\S+)$", err))
+    kept = [flag for flag in argv if flag.partition("=")[0] != use[1].partition("=")[0]]
+    kept += [] if any("layout" in flag for flag in [*kept, use[1]]) else ["--layout=data=16,stage=8,model=8,microbatch=1"]
+    assert json.loads(plan(*MIXED, *kept, use[1], "--json")[0])["fits"]
 
 
 def test_advice(plan, tmp_path):
+    assert "--json=true has no meaning for --advise: use --json=false" in plan(f"--advise={tmp_path}", "--json")[1]
     assert str(tmp_path) in plan(f"--advise={tmp_path}")[1]  # no run is there; what is said of one is tested in test_advise.py
 
 

@@ -7,8 +7,10 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.work import work_of
-from jaxtrain.costs.hardware import HardwareError
+from jaxtrain.costs.hardware import HardwareError, load
 from jaxtrain.plan import unequal
+from jaxtrain.plan.exact_clock import exactly
+from jaxtrain.plan.prediction import predict
 from jaxtrain.plan.unequal import parse, plan, split_layers
 
 MIXED = "a100-80gb:512,h100:512"
@@ -43,8 +45,23 @@ def test_no_other_cut_is_better(seconds, most):
 
 
 def test_without_room():
-    with pytest.raises(ValueError, match="9 layers do not fit: the stages have room for 2, 3"):
-        split_layers(9, (1.0, 1.0), (0.0, 0.0), (2, 3))
+    """Layers are then cut by speed alone."""
+    assert split_layers(9, (1.0, 2.0), (0.0, 0.0), (2, 3)) == [6, 3]
+
+
+def test_a_plan_that_does_not_fit():
+    made = plan(config(2, devices=16), parse("a100-40gb:8,h100:8"))
+    assert not made.fits and sum(made.layers) == 64 and any("does not fit" in line for line in unequal.describe(made))
+
+
+@pytest.mark.parametrize("schedule, remat", [("1f1b", "full"), ("zb_h1", "selective")])
+def test_one_group_is_the_plan_of_its_kind(schedule, remat):
+    """With sums over every axis, the vocabulary's too."""
+    settings = {"mesh.data": 8, "mesh.replica": 2, "mesh.stage": 4, "pipeline.microbatches": 32, "pipeline.remat": remat}
+    recipe = load_recipe(find_recipe("llama3_8b"))
+    laid_out = configs.replace(recipe, settings | {"pipeline.schedule": schedule, "pipeline.repeats": 1}).resolve()
+    one, _ = exactly(predict(laid_out, load("h100")))
+    assert plan(laid_out, parse("h100:64")).seconds == pytest.approx(one.seconds, rel=5e-3)
 
 
 @pytest.mark.parametrize("schedule, repeats", [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)])
@@ -81,7 +98,8 @@ def test_groups_that_are_none(text, message):
 
 
 def test_groups_without_whole_stages():
-    with pytest.raises(ValueError, match="a100-80gb has 320 devices, no whole number of stages of 128: use stage=16, or a multiple of it"):
-        plan(config(8), parse("a100-80gb:320,h100:704"))
+    with pytest.raises(ValueError, match="a100-80gb has 320 devices, no whole number of stages of 128"):
+        plan(config(8), groups := parse("a100-80gb:320,h100:704"))
+    assert next(unequal.layouts(config(8), groups, {"stage": 8, "model": 8}))["stage"] == 16
     with pytest.raises(ValueError, match="stage=1 does not share out 1024 devices"):
         plan(config(1), parse(MIXED))
