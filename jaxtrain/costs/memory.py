@@ -176,15 +176,17 @@ def _columns(work: Work) -> float:
 
 
 def _head_working(work: Work, loss_chunk: int, slots: Slots | None) -> float:
-    """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO's stage 2 the gradient of the table, and all that
-    the layers of modules keep which predict further tokens."""
+    """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO's stage 2 the gradient of the table. Layers of
+    modules that predict further tokens keep all that they have, until after the loss their backward works as any layer's."""
     model, layout = work.model, work.layout
     columns = model.vocab_size / layout.model / (layout.stage if slots and slots.shares_vocabulary else 1)
     gradient = work.program.gradient_bytes * model.width * columns if layout.zero >= 2 and work.shards > 1 else 0.0
     logits = LOGIT_BYTES * min(work.tokens, loss_chunk) * columns
     layer = layer_bytes(dataclasses.replace(work, layout=dataclasses.replace(layout, remat="none")))
-    predictions = model.predictions * (layer.residual_b + layer.residual_w)
-    return WIDE * work.item * work.tokens * model.width + logits + gradient + predictions
+    of_head = WIDE * work.item * work.tokens * model.width + logits + gradient
+    if not model.predictions:
+        return of_head
+    return model.predictions * (layer.residual_b + layer.residual_w) + max(of_head, _layer_working(work))
 
 
 # --- other programs ------------------------------------------------------------------------------------------------------------------
