@@ -33,8 +33,17 @@ def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array
 
 
 def attend_by_cudnn(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
-    """The same by cuDNN, which gets the mask as numbers to add to the scores."""
-    kernel = lambda q, k, v, m: jax.nn.dot_product_attention(q, k, v, mask=m, implementation="cudnn")
+    """The same by cuDNN, which gets the mask as numbers to add to the scores.
+
+    jax takes heads of one size alone: smaller ones are filled up with zeros, which change no score, and whose results are left away.
+    """
+    (size, of_values), scale = (q_BTNH.shape[-1], v_BSKH.shape[-1]), q_BTNH.shape[-1] ** -0.5
+    filled = lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, max(size, of_values) - a.shape[-1])))
+
+    def kernel(q, k, v, m):
+        result = jax.nn.dot_product_attention(*map(filled, (q, k, v)), mask=m, scale=scale, implementation="cudnn")
+        return result[..., :of_values]
+
     return constrain(over_heads(kernel, q_BTNH, k_BSKH, v_BSKH, mask), HEADS)
 
 

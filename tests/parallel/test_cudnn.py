@@ -7,7 +7,7 @@ import pytest
 from support import attended
 from support.attended import arrays, segments
 
-from jaxtrain.parallel import cudnn, flash
+from jaxtrain.parallel import attention, cudnn, flash
 from jaxtrain.parallel.context import CAUSAL
 
 CAUSAL_MASK, PADDING_CAUSAL = cudnn.cudnn.MaskType.CAUSAL, cudnn.cudnn.MaskType.PADDING_CAUSAL
@@ -140,3 +140,20 @@ def test_places_of_documents():
 def test_room_for_documents():
     assert [cudnn.room(n) for n in (128, 8192, 32768)] == [32, 32, 64]
     assert cudnn.is_addressable((3, 131072, 32, 128)) and not cudnn.is_addressable((4, 131072, 32, 128))
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (24, 16), (16, 24)])
+def test_by_a_mask_heads_of_two_sizes_are_filled_up(sizes, monkeypatch):
+    """jax refuses values of another size than the queries', as latent attention has; output and gradients are plain XLA's."""
+    plain = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **named: plain(*args, **named))
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((2, 12, 4, sizes[0]), (2, 12, 2, sizes[0]), (2, 12, 2, sizes[1]))
+    arrays = tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    mask = jnp.tril(jnp.ones((12, 12), bool))[None, None]
+    outputs, gradients = [], []
+    for attend in (attention.attend_by_cudnn, attention.attend):
+        outputs.append(attend(*arrays, mask))
+        gradients.append(jax.grad(lambda *a, f=attend: (f(*a, mask) ** 2).sum(), (0, 1, 2))(*arrays))
+    assert outputs[0].shape == (2, 12, 4, sizes[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), (outputs[0], gradients[0]), (outputs[1], gradients[1]))
