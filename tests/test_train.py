@@ -342,10 +342,9 @@ def test_sigterm_and_ctrl_c_save_and_stop(whole, workdir):
 
 def test_ctrl_c_before_there_is_anything_to_save(folder, workdir):
     """At once, although a program is being compiled, and without a traceback."""
-    environment, compiles = compiling(workdir)
+    environment, _ = compiling(workdir)
     with runs.running(folder, *runs.training(workdir), environment=environment) as command:
-        command.wait_for(compiles, "compilation")
-        time.sleep(2)
+        command.wait_for(lambda: "corpus: " in command.output(), "the text that is said while the step is compiled")
         began = time.monotonic()
         command.signal(signal.SIGINT)
         done = command.end(status=-signal.SIGINT)

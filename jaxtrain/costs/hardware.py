@@ -174,7 +174,10 @@ def _nearest(name: str) -> str:
     within = [kind for kind in known() if wanted and (wanted in letters(kind) or letters(kind) in wanted)]
     if within:
         return min(reversed(within), key=lambda kind: abs(len(letters(kind)) - len(wanted)))
-    return difflib.get_close_matches(name.lower(), known(), 1, 0.0)[0] if wanted else "h100"
+    begins = lambda kind: len(os.path.commonprefix([letters(kind), wanted]))
+    longest = max(map(begins, known()))
+    alike = [kind for kind in known() if begins(kind) == longest] if longest > 1 else known()
+    return difflib.get_close_matches(name.lower(), alike, 1, 0.0)[0] if wanted else "h100"
 
 
 def from_json(values: Mapping[str, Any]) -> Hardware:

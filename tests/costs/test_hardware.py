@@ -109,7 +109,15 @@ def test_a_file_that_is_too_deep(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("H-100", "h100"), ("A100", "a100-80gb"), ("NVIDIA H200", "h200"), ("v5p", "tpu-v5p"), ("v5", "tpu-v5p"), ("", "h100")],
+    [
+        ("H-100", "h100"),
+        ("A100", "a100-80gb"),
+        ("NVIDIA H200", "h200"),
+        ("v5p", "tpu-v5p"),
+        ("v5", "tpu-v5p"),
+        ("a100x", "a100-80gb"),
+        ("", "h100"),
+    ],
 )
 def test_the_nearest_is_named(name, near):
     with pytest.raises(HardwareError, match=f"use --hardware={near}$"):

@@ -97,7 +97,8 @@ def test_attention_takes_this_way_for_a_library_kernel(monkeypatch):
     """With a mask for cuDNN, each device's part of the heads goes to jax's function."""
     calls = []
 
-    def stand_in(q, k, v, mask, implementation):
+    def stand_in(q, k, v, mask, scale, implementation):
+        assert scale == q.shape[3] ** -0.5
         calls.append((q.shape[2], implementation))
         return attention.grouped_attention(q, k, v, mask)
 
