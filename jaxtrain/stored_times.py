@@ -14,7 +14,7 @@ import jax
 
 from jaxtrain.config import Config, fields, get, replace, value_text
 from jaxtrain.config.pipeline_setup import Setup
-from jaxtrain.config.work import kind_at_hand, milliseconds, work_of
+from jaxtrain.config.work import kind_at_hand, planned_op_times
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -44,7 +44,7 @@ def planned(config: Config) -> tuple[float, ...]:
     kind = hardware_at_hand(config)
     if kind is None:
         return ()
-    times = milliseconds(work_of(config, kind).op_times())
+    times = planned_op_times(config, kind)
     cluster.say(describe(times, f"planned for {kind.name}"))
     return times
 

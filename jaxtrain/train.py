@@ -154,7 +154,7 @@ def with_planned_times(config: Config, flags: types.SimpleNamespace, folder: pat
     from jaxtrain.devices import cluster
 
     around = Surroundings(jax.device_count(), jax.default_backend(), flags.recipe, files=True)
-    if config.pipeline.measure_times or refusal(config, around):
+    if config.pipeline.measure_times or config.pipeline.times or config.mesh.stage == 1 or refusal(config, around):
         return config
     meshed = filled(config, jax.device_count())
     if not stored_times.wanted(meshed):

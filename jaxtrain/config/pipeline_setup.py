@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.config import Config, ConfigError, ModelConfig, ends_with_layers, get
 from jaxtrain.config.work import planned_op_times
+from jaxtrain.costs import hardware
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.orders import CSV, SCHEDULES
@@ -133,7 +134,9 @@ def times_of(config: Config, stages: int) -> Times:
     head = 3 * (model.vocab_size * model.width + model.mtp_depth * module) / stage
     # The dense layers before the others run forward with the embedding, and forward and backward with its gradient: four times, in two.
     embed = 2 * model.dense_layers * layer_parameters(model, dense=True) / stage if model.experts else 0.0
-    known = pipeline.times or (planned_op_times(config) if stages > 1 else ())
+    known = pipeline.times
+    if not known and stages > 1 and config.train.hardware:
+        known = planned_op_times(config, hardware.load(config.train.hardware))
     if not known:
         return Times(1.0, 1.0, 1.0, MESSAGE, recompute, head, embed=embed)
     forward, *named = known

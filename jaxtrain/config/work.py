@@ -13,10 +13,8 @@ from jaxtrain.costs.step_time import Work
 from jaxtrain.costs.transformer import Transformer
 
 OURS = "jaxtrain"
-WEIGHT_COPIES, SUM_PASSES = (
-    2.0,
-    3.0,
-)  # XLA's CPU backend copies a layer's weights out of their stack, and adds gradients that it has written
+# XLA's CPU backend copies a layer's weights out of their stack, and adds gradients that it has written.
+WEIGHT_COPIES, SUM_PASSES = 2.0, 3.0
 # Of 16 bits, forward, over scores in 32 bits: a product writes them, a softmax reads them twice and writes them, a product reads them.
 SCORE_PASSES = 10.0
 OUTER_BYTES = 8.0  # of a parameter: the last exchange's and its momentum, in 32 bits (training/diloco.py)
@@ -28,12 +26,9 @@ def work_of(config: Config, hardware: Hardware, assume: str = OURS) -> Work:
     return Work(transformer_of(config), layout_of(config), program_of(config, hardware, assume), hardware, config.precision.compute)
 
 
-def planned_op_times(config: Config) -> tuple[float, ...]:
-    """Milliseconds of F, B, W, message, R and head, as `pipeline.times`, on the kind of device that `train.hardware` names, of a resolved
-    config whose mesh is known; () if it names none. Raises HardwareError for one that is not known."""
-    if not config.train.hardware:
-        return ()
-    return milliseconds(work_of(config, kinds.load(config.train.hardware)).op_times())
+def planned_op_times(config: Config, kind: Hardware) -> tuple[float, ...]:
+    """Milliseconds of F, B, W, message, R and head, as `pipeline.times`, of a resolved config whose mesh is known."""
+    return milliseconds(work_of(config, kind).op_times())
 
 
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:

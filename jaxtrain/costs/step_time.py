@@ -321,6 +321,13 @@ class Work:
             ops["B"], ops["R"] = ops["B"] + ops["R"], Parts()
         return ops
 
+    def dense_layers(self) -> Parts:
+        """The layers before the first unit, of one microbatch: forward with the embedding, and again with its gradient."""
+        if not self.model.dense_layers:
+            return Parts()
+        ops = self.layer(dense=True)
+        return (ops["F"] * 2 + ops["B"] + ops["W"]) * self.model.dense_layers
+
     def op_times(self) -> tuple[float, ...]:
         """Seconds of F, B, W, message, R and head of one microbatch on a whole stage, in the order of `pipeline.times`."""
         ops = {name: op.seconds for name, op in self.ops().items()}

@@ -133,9 +133,8 @@ def _stages(work: Work, counts: _Counts, dense: bool = True) -> list[Parts]:
         for op, times in zip(OPS, counts.ops, strict=True):
             busy += ops[op.name] * times[stage]
         stages.append(busy)
-    if dense and work.model.dense_layers:  # before the first unit: with the embedding, and again with its gradient
-        layer = work.layer(dense=True)
-        stages[0] += (layer["F"] * 2 + layer["B"] + layer["W"]) * (work.model.dense_layers * work.layout.microbatches)
+    if dense:
+        stages[0] += work.dense_layers() * work.layout.microbatches
     return stages
 
 

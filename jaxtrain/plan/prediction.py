@@ -45,10 +45,6 @@ class Prediction:
         return self.work.layout.batch * self.work.model.sequence / self.seconds
 
     @property
-    def train_days(self) -> float | None:
-        return self.tokens / self.tokens_per_s / DAY if self.tokens else None
-
-    @property
     def bubble_fraction(self) -> float:
         """Of the whole step."""
         return self.time.exposed.get(BUBBLE, 0.0) / self.seconds
@@ -65,20 +61,29 @@ class Prediction:
 
     def figures(self) -> dict[str, Any]:
         """What --json prints."""
-        peak = self.work.hardware.peak(self.work.dtype)
-        return {
-            "step_time_s": self.seconds,
-            "model_tflops_per_device": self.model_flops_per_s / 1e12,
-            "hardware_tflops_per_device": self.hardware_flops_per_s / 1e12,
-            "mfu": self.model_flops_per_s / peak,
-            "hfu": self.hardware_flops_per_s / peak,
-            "memory_gib_per_device": self.memory.bytes / GIB,
-            "fits": self.fits,
-            "bubble_fraction": self.bubble_fraction,
-            "tokens_per_s": self.tokens_per_s,
-            "train_days": self.train_days,
-            "layout": layout_flag.of(self.config),
-        }
+        peak, bubble_s = self.work.hardware.peak(self.work.dtype), self.time.exposed.get(BUBBLE, 0.0)
+        return step_figures(self.config, self.work, self.seconds, peak, self.memory.bytes, self.fits, bubble_s, self.tokens)
+
+
+def step_figures(
+    config: Config, work: Work, seconds: float, peak: float, held: float, fits: bool, bubble_s: float, tokens: float | None
+) -> dict[str, Any]:
+    """What --json prints of a step of so many seconds, by devices whose peak is the mean of all. held: bytes of the fullest one."""
+    model, hardware = (flops / seconds / work.layout.devices for flops in (work.model_flops(), work.hardware_flops()))
+    tokens_per_s = work.layout.batch * work.model.sequence / seconds
+    return {
+        "step_time_s": seconds,
+        "model_tflops_per_device": model / 1e12,
+        "hardware_tflops_per_device": hardware / 1e12,
+        "mfu": model / peak,
+        "hfu": hardware / peak,
+        "memory_gib_per_device": held / GIB,
+        "fits": fits,
+        "bubble_fraction": bubble_s / seconds,
+        "tokens_per_s": tokens_per_s,
+        "train_days": tokens / tokens_per_s / DAY if tokens else None,
+        "layout": layout_flag.of(config),
+    }
 
 
 def predict(config: Config, hardware: Hardware, assume: str = OURS, tokens: float | None = None) -> Prediction:

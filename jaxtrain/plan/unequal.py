@@ -23,7 +23,7 @@ from jaxtrain.costs.parts import MATMULS, Parts
 from jaxtrain.costs.step_time import Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
-from jaxtrain.plan.prediction import DAY
+from jaxtrain.plan.prediction import step_figures
 from jaxtrain.plan.tables import part_of, with_microbatches
 from jaxtrain.schedule.coupled_clock import walk
 from jaxtrain.schedule.orders import SCHEDULES
@@ -77,21 +77,8 @@ class Unequal:
         work = work_of(self.config, self.groups[0].hardware)
         devices = sum(group.devices for group in self.groups)
         peak = sum(group.devices * group.hardware.peak(work.dtype) for group in self.groups) / devices
-        model, hardware = (flops / self.seconds / devices for flops in (work.model_flops(), work.hardware_flops()))
-        tokens_per_s = work.layout.batch * work.model.sequence / self.seconds
-        return {
-            "step_time_s": self.seconds,
-            "model_tflops_per_device": model / 1e12,
-            "hardware_tflops_per_device": hardware / 1e12,
-            "mfu": model / peak,
-            "hfu": hardware / peak,
-            "memory_gib_per_device": max(self.memory) / kinds.GIB,
-            "fits": self.fits,
-            "bubble_fraction": self.bubble_s / self.seconds,
-            "tokens_per_s": tokens_per_s,
-            "train_days": tokens / tokens_per_s / DAY if tokens else None,
-            "layout": layout_flag.of(self.config),
-            "layers": self.layers,
+        return step_figures(self.config, work, self.seconds, peak, max(self.memory), self.fits, self.bubble_s, tokens) | {
+            "layers": self.layers
         }
 
 
@@ -144,7 +131,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal
     seconds = [sum(op.values()) for op in ops]
     head, message = max(work.head().seconds for work in works), max(work.message() for work in works)
     fixed = [0.0] * len(works)
-    fixed[0] += works[0].model.dense_layers * _dense_layer(works[0])
+    fixed[0] += works[0].dense_layers().seconds
     fixed[-1] += 0.0 if works[-1].program.vocabulary_parallel else head
     layers = split_layers(config.model.layers, seconds, fixed, [_most_layers(work, chunk) for work in works])
     mean = {name: sum(op[name] * n for op, n in zip(ops, layers, strict=True)) / len(works) for name in ops[0]}
@@ -182,12 +169,6 @@ def _clock(config: Config) -> float:
     fewer = timed // stages // 2 * stages
     shorter = seconds_of(make_setup(with_microbatches(part, fewer, setup.table)))
     return seconds + (seconds - shorter) * left / (timed - fewer)
-
-
-def _dense_layer(work: Work) -> float:
-    """Seconds of a microbatch in one of the layers before the first unit: forward with the embedding, and again with its gradient."""
-    dense = work.layer(dense=True)
-    return 2 * dense["F"].seconds + dense["B"].seconds + dense["W"].seconds
 
 
 def _after(work: Work, busy: float) -> float:
