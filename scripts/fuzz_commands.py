@@ -156,7 +156,6 @@ def _train(chance: random.Random) -> list[str]:
         "workdir": ("trained", "new", "empty"),
         "cpu_devices": ("1", "2", "3", "8"),
         "coordinator": ("localhost:1", "x", "localhost:99999"),
-        "processes": ("1", "2", "0"),
         "process_id": ("0", "1", "-1"),
         "replay": ("1", "2", "4", "5"),
     }
@@ -165,7 +164,10 @@ def _train(chance: random.Random) -> list[str]:
     if chance.random() < 0.4:
         path = chance.choice([path for path, field in cfg.fields().items() if field.type is str])
         words += _flag(chance, f"config.{path}", chance.choice((*FILES, *TEXTS)))
-    words += _some(chance, (*SHARED_FLAGS, *train.FLAGS), plausible, 3)
+    alone = [flag for flag in (*SHARED_FLAGS, *train.FLAGS) if flag.name != "processes"]  # a process of several waits for the others
+    words += _some(chance, alone, plausible, 3)
+    if chance.random() < 0.05:
+        words += _flag(chance, "processes", chance.choice(("1", "0", "-1", "x", "nan")))
     # A run of another size than TINY's is looked at, and not trained: that takes longer than a case may.
     given = dict(word.removeprefix("--config.").split("=", 1) for word in words if word.startswith("--config.") and "=" in word)
     small = all(given.get(path) == cfg.value_text(value) for path, value in TINY.items())
@@ -307,7 +309,8 @@ def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
         return f"no shell can read its suggestion ({error}): {line}"
     if not words:
         return ""
-    more = ["--dry_run"] if case.command == "train" else []
+    replays = any(word.startswith("--replay") for word in case.words)
+    more = ["--dry_run"] if case.command == "train" and not replays else []
     again = _run(folder, [f"jaxtrain.{case.command}", *case.words, *words, *more], case.output)
     if fault := fault_of(again, case.output):
         return f"with {shlex.join(words)}: {fault}"
