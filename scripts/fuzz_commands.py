@@ -247,7 +247,7 @@ def _launch(chance: random.Random) -> list[str]:
         "processes": ("1", "2", "3", "0"),
         "devices_per_process": ("0", "1", "2", "-2"),
         "restarts": ("0", "1"),
-        "module": ("jaxtrain.train", "jaxtrain.absent", "jaxtrain.generate", "json.tool", "", "a b", "--help"),
+        "module": ("jaxtrain.train", "jaxtrain.absent", "jaxtrain.generate", "", "a b", "--help"),
     }
     words = ["--processes=2", "--devices_per_process=1", *_some(chance, launch.FLAGS, plausible, 2)]
     return [*words, "--", *_train(chance), "--dry_run"]
@@ -321,7 +321,10 @@ def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
 
 def _is_about_a_word(line: str) -> bool:
     """Whether a refusal is about a word that has to go: nothing that is put behind the others can mend that."""
-    return any(text in line for text in ("is an unknown flag", "is an unknown setting", "belongs to no flag", "is a group of settings"))
+    return any(
+        text in line
+        for text in ("is an unknown flag", "is an unknown setting", "belongs to no flag", "is a group of settings", "has no value")
+    )
 
 
 def _run(folder: pathlib.Path, words: Sequence[str], output: str = "read") -> Done:
