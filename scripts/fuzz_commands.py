@@ -319,12 +319,12 @@ def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
     return f"what it suggests is refused: {line} → {again.err[-500:]}"
 
 
+WORDS_TO_DROP = ("is an unknown flag", "is an unknown setting", "belongs to no flag", "is a group of settings", "has no value")
+
+
 def _is_about_a_word(line: str) -> bool:
     """Whether a refusal is about a word that has to go: nothing that is put behind the others can mend that."""
-    return any(
-        text in line
-        for text in ("is an unknown flag", "is an unknown setting", "belongs to no flag", "is a group of settings", "has no value")
-    )
+    return any(text in line for text in WORDS_TO_DROP)
 
 
 def _run(folder: pathlib.Path, words: Sequence[str], output: str = "read") -> Done:
