@@ -52,12 +52,13 @@ def parse(
     ClusterError or DevicesError where jax has to be asked for its devices, as `start_jax`.
     """
 
-    def checked(namespace: types.SimpleNamespace, config: Config, recipe: Config) -> tuple[Config, types.SimpleNamespace]:
-        namespace.workdir = namespace.workdir or os.path.join("runs", pathlib.Path(namespace.config).stem)
+    def checked(namespace: types.SimpleNamespace, config: Config, before: Config) -> tuple[Config, types.SimpleNamespace]:
+        path = pathlib.Path("recipe") if recipe else find_recipe(namespace.config)
+        namespace.config, namespace.recipe = str(path), before
+        namespace.workdir = namespace.workdir or os.path.join("runs", path.stem)
         check(namespace)
-        if refused := _refusal(namespace, config, recipe):
+        if refused := _refusal(namespace, config, before):
             raise refused
-        namespace.recipe = recipe
         return config, namespace
 
     return parse_unchecked(argv, description, (*SHARED_FLAGS, *extra_flags), checked, recipe)
@@ -77,12 +78,8 @@ def parse_unchecked(
     """
 
     def checked(reading: Reading) -> T:
-        namespace = reading.namespace
-        before = recipe
-        if before is None:
-            path = find_recipe(namespace.config)
-            namespace.config, before = str(path), load_recipe(path)
-        return check(namespace, apply(before, reading.overrides), before)
+        before = recipe or load_recipe(find_recipe(reading.values["config"]))
+        return check(reading.namespace, apply(before, reading.overrides), before)
 
     return settled(read_flags(argv, description, flags, with_config=True), checked, recipe)
 
@@ -97,16 +94,10 @@ def checked_flags(
 ) -> T:
     """What `check` makes of the values of the flags of a command that takes no recipe; errors as `parse_flags`.
 
-    check: raises UsageError for flags that do not go together. It gets the flags and `refused`: whether the command ends with an error
-    whatever the check finds, so that it need not do what takes long. words: whether words that are no flags are the command's, for the
-    check to see as `words`.
+    check: raises UsageError for flags that do not go together; words: whether words that are no flags are the command's.
     """
-
-    def checked(reading: Reading) -> T:
-        return check(types.SimpleNamespace(**reading.values, words=reading.words, refused=bool(reading.errors)))
-
     try:
-        return settled(read_flags(argv, description, flags, with_config=False, with_words=words), checked)
+        return settled(read_flags(argv, description, flags, with_config=False, with_words=words), lambda reading: check(reading.namespace))
     except FlagsError as error:
         fail(str(error))
 
@@ -235,8 +226,11 @@ def check_workdir(workdir: str) -> None:
 
 
 def check_output(flag: str, name: str, otherwise: str) -> None:
-    """Raises UsageError where a file that a flag names cannot be written, found by writing nothing to it; `otherwise` where no better name is
-    near. Empty names and what is no file (a pipe, a device) pass."""
+    """Raises UsageError where a file that a flag names cannot be written, found by writing nothing to it. Empty names and what is no file
+    (a pipe, a device) pass.
+
+    otherwise: a name for the file where the given one is none.
+    """
     path = pathlib.Path(name)
     if not name or (path.exists() and not path.is_file() and not path.is_dir()):
         return

@@ -141,9 +141,18 @@ def test_other_flags():
             "argument 'main():' belongs to no flag: use --config.train.sample_prompt='def main():'",
         ),
         (["--prompt=a", "b", "c"], "argument 'b' belongs to no flag: use --prompt='a b c'"),
-        (["--greedy=true", "junk"], "argument 'junk' belongs to no flag: use names and values as in NAME=VALUE after two dashes, and quotes around a value with spaces"),
-        (["--greedy", "junk"], "argument 'junk' belongs to no flag: use names and values as in NAME=VALUE after two dashes, and quotes around a value with spaces"),
-        (["--greedy=true", "-x"], "argument '-x' belongs to no flag: use names and values as in NAME=VALUE after two dashes, and quotes around a value with spaces"),
+        (
+            ["--greedy=true", "junk"],
+            "argument 'junk' belongs to no flag: use names and values as in NAME=VALUE after two dashes, and quotes around a value with spaces",
+        ),
+        (
+            ["--greedy", "junk"],
+            "argument 'junk' belongs to no flag: use names and values as in NAME=VALUE after two dashes, and quotes around a value with spaces",
+        ),
+        (
+            ["--greedy=true", "-x"],
+            "argument '-x' belongs to no flag: use names and values as in NAME=VALUE after two dashes, and quotes around a value with spaces",
+        ),
         (["--greedy=maybe"], "--greedy='maybe' is not a boolean: use --greedy=true (or false)"),
         (["--temperature=hot"], "--temperature='hot' is not a number: use --temperature=1.0"),
         (["--temperature=nan"], "--temperature=nan must be at least 0: use --temperature=0.0"),

@@ -25,9 +25,9 @@ class ConfigError(ValueError):
 class UsageError(ValueError):
     """A command line that cannot work; the text is one line, what is wrong and what to use instead.
 
-    fixes: flags ("stages", or "config." and a setting's path) and the values after which this is right; others: further values of the first
-    of them; setting: the path of a setting that an unknown flag was meant for, if it was; advice: where no flag mends it, in words; text: all
-    of it, where that is known.
+    fixes: flags ("stages", or "config." and a setting's path) and the values after which this is right; others: further values of the
+    first of them; setting: the path of a setting that an unknown flag was meant for, if it was; advice: words after these, or in their
+    place where no flag mends it; text: all of it, where that is known.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class UsageError(ValueError):
         self.rule, self.fixes, self.setting, self.advice = rule, dict(fixes or {}), setting, advice
         flags = " ".join(flag_text(name, value) for name, value in self.fixes.items())
         alternatives = f" (or {', '.join(map(value_text, others))})" if others else ""
-        use = flags + alternatives or advice
+        use = " ".join(filter(None, [flags + alternatives, advice]))
         super().__init__(text or rule + (f": use {use}" if use else ""))
 
 

@@ -70,8 +70,9 @@ class Reading:
 
     @property
     def namespace(self) -> types.SimpleNamespace:
-        """The flags' values as attributes."""
-        return types.SimpleNamespace(**self.values)
+        """The flags' values as attributes, `words`, and `refused`: whether the command ends with an error whatever else is found, so that
+        a check need not do what takes long."""
+        return types.SimpleNamespace(**self.values, words=self.words, refused=bool(self.errors))
 
     def use(self, fixes: Mapping[str, Any]) -> None:
         """Takes these flags into the command line, behind the others."""
