@@ -335,17 +335,18 @@ class Work:
 
     # ------------------------------------------------------------------------------------------------------------ figures
 
-    def model_flops(self, causal: bool = False) -> float:
-        """Operations of a step that the model itself needs, on all devices: forward, and twice that backward."""
-        return 3.0 * self.layout.batch * self.model.sequence_flops(causal)
+    def model_flops(self) -> float:
+        """Operations of a step that the model itself needs, on all devices: forward, and twice that backward. Attention is counted as the
+        program's rates do."""
+        return self.layout.batch * self.model.sequence * self.model.training_flops_per_token(self.program.causal_rates)
 
-    def hardware_flops(self, causal: bool = False) -> float:
+    def hardware_flops(self) -> float:
         """With those that are computed again, of the layers (Narayanan 2021, Korthikanti 2022)."""
-        model, layout = self.model, self.layout
+        model, layout, causal = self.model, self.layout, self.program.causal_rates
         again = 0.0
         if layout.remat == "full":
             head = 2.0 * model.vocab_size * model.width * model.sequence * (1 + model.predictions)
             again = model.sequence_flops(causal) - head
         elif layout.remat == "selective" and self.program.core_again:
             again = model.layers * model.attention_flops() * (0.5 if causal else 1.0)
-        return self.model_flops(causal) + layout.batch * again
+        return self.model_flops() + layout.batch * again

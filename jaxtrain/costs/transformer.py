@@ -121,6 +121,11 @@ class Transformer:
         attention = (self.layers + self.dense_layers + self.predictions) * self.attention_flops() * (0.5 if causal else 1.0)
         return self.sequence * (tokens + head + extra) + attention
 
+    def training_flops_per_token(self, causal: bool = True) -> float:
+        """Operations of forward and backward for one token, recomputation not counted: the backward takes twice the forward (PaLM,
+        arXiv:2204.02311, appendix B, which counts attention in full). causal: attention's half counts, which makes rates lower."""
+        return 3.0 * self.sequence_flops(causal) / self.sequence
+
 
 COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})  # matrices whose outputs `model` splits
 WHOLE = frozenset({"latent", "router"})  # those that it does not split

@@ -174,22 +174,6 @@ class Parts:
         count = lambda name: sum(s.size for s in jax.tree.leaves(self.specs[name]))
         return sum(count(name) * (self.cfg.layers if name == "layer" else 1) for name in self.specs)
 
-    @property
-    def attention_width(self) -> float:
-        """Multiplications of a token with one key and one value, over all heads, halved."""
-        key = self.cfg.head_dim + self.cfg.rope_head_dim
-        return self.cfg.heads * (key + (self.cfg.value_head_dim or key)) / 2
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters that a token is multiplied with: the matrices of all layers, of experts those of its choice, and the head's, tied or
-        not, once for each token that is predicted."""
-        part = lambda s: self.cfg.experts_per_token / self.cfg.experts if "experts" in s.axes else 1
-        matrices = lambda tree: sum(round(s.size * part(s)) for s in jax.tree.leaves(tree) if s.matrix)
-        layers = self.cfg.layers * matrices(self.specs["layer"])
-        layers += sum(matrices(self.specs.get(name, {})) for name in ("first", "predictors"))
-        return layers + (1 + self.cfg.mtp_depth) * self.cfg.vocab_size * self.cfg.width
-
 
 def build(cfg, model_shards: int = 1, stage_shards: int = 1, over: str = "all_gather", batch_size: int = 1) -> Parts:
     """The parts of the model that a (resolved) model config describes.
