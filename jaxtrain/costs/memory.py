@@ -42,7 +42,7 @@ def memory(work: Work, loss_chunk: int = 2048, slots: Slots | None = None) -> Me
     """
     if work.program.slots:
         return _of_our_own(work, loss_chunk, slots or estimated(work))
-    parameters, shards, layout = work.device_parameters(), work.shards, work.layout
+    parameters, shards, layout = work.device_parameters().all, work.shards, work.layout
     program = work.program
     optimizer = program.state_bytes * parameters / (shards if layout.zero >= 1 else 1)
     layers = math.ceil(work.model.layers / layout.stage) + (work.model.dense_layers if layout.stage == 1 else 0)
@@ -67,19 +67,19 @@ def memory(work: Work, loss_chunk: int = 2048, slots: Slots | None = None) -> Me
 def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
     """slots: None with one stage."""
     layout, program, shards = work.layout, work.program, work.shards
-    layers, ends = _parameters(work, slots)
-    parameters = layers + ends
+    shared = slots.shares_vocabulary if slots else False
+    held = work.device_parameters(slots.rows if slots else 0, shared)
     sharded = {stage: shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    state = (layers + ends / _parts_of_ends(work, slots, layout.zero)) / sharded[1]
-    outer = (layers + ends / _parts_of_ends(work, slots, max(layout.zero, 1))) / shards
+    state = (held.layers + held.ends / work.parts_of_ends(layout.zero, shared)) / sharded[1]
+    outer = (held.layers + held.ends / work.parts_of_ends(max(layout.zero, 1), shared)) / shards
     # XLA casts all weights to the type of the products before the loops, once.
     cast = 0 if work.dtype == "float32" else work.item
     pools = _pools(work, slots)
     working, head = _layer_working(work) + (turned_pools(work, slots) if slots else 0.0), _head_working(work, loss_chunk, slots)
     return Memory(
         {
-            "weights": (program.weight_bytes + cast) * parameters / sharded[3],
-            "gradients": program.gradient_bytes * parameters / sharded[2],
+            "weights": (program.weight_bytes + cast) * held.all / sharded[3],
+            "gradients": program.gradient_bytes * held.all / sharded[2],
             "optimizer": 0.0 if layout.offload in ("optimizer", "both") else program.state_bytes * state,
             **({"outer": program.outer_bytes * outer} if program.outer_bytes else {}),
             "activations": sum(pools.values()) if slots else _kept_by_layers(work),
@@ -88,33 +88,6 @@ def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
         },
         pools,
     )
-
-
-def _layer(work: Work, dense: bool = False) -> float:
-    """Numbers of a layer's parameters on a device: `expert` splits the experts, `model` what is neither a latent's, nor a router's, nor a
-    norm's."""
-    model, layout = work.model, work.layout
-    experts = 0 if dense else model.experts * model.width * model.expert_width * (3 if model.gated else 2)
-    whole = model.whole_parameters(dense)
-    return whole + (model.layer_parameters(dense) - whole - experts * (1 - 1 / layout.expert)) / layout.model
-
-
-def _parameters(work: Work, slots: Slots | None) -> tuple[float, float]:
-    """Numbers of a device's layers, and of its part of what stands at both ends. All stages have the layers there, before the first and in
-    modules that predict further tokens; `model` does not split what joins two streams."""
-    model, layout = work.model, work.layout
-    layers = (slots.rows if slots else model.layers) * _layer(work)
-    tables = model.embedding_parameters() / (layout.stage if slots and slots.shares_vocabulary else 1)
-    predictions = model.predictions * (_layer(work) + model.joining_parameters())
-    return layers, tables / layout.model + model.dense_layers * _layer(work, dense=True) + predictions
-
-
-def _parts_of_ends(work: Work, slots: Slots | None, zero: int) -> int:
-    """Into how many parts stages cut the state of what all of them have at both ends, of which each updates its own; by ZeRO's stage."""
-    layout = work.layout
-    if not slots or slots.shares_vocabulary or not zero or work.model.width % (work.shards * layout.stage):
-        return 1
-    return layout.stage
 
 
 def _pools(work: Work, slots: Slots | None) -> dict[str, float]:
@@ -147,7 +120,7 @@ def _layer_working(work: Work) -> float:
     """
     model, layout, number = work.model, work.layout, work.program.gradient_bytes
     arrays = WIDE * work.item * _widest(work) + masks(work)
-    layer = _layer(work)
+    layer = work.layer_parameters()
     if layout.zero < 2 or work.shards == 1:
         return arrays + work.item * model.width * _columns(work)
     gathered = 2 * work.item * layer if layout.zero >= 3 else 0.0
