@@ -15,6 +15,7 @@ from jaxtrain.costs import identities
 from jaxtrain.costs.expert_rows import rows_of
 from jaxtrain.costs.slots import Slots, estimated, layer_bytes, masks, pool_bytes, turned_pools
 from jaxtrain.costs.step_time import ITEM, Work
+from jaxtrain.schedule.orders import closed_forms
 
 ALLOCATED = 1.01  # of what is live at the peak, for buffers do not fit without gaps (XLA for H100s, but for what `working` counts)
 LOGIT_BYTES = 10.0  # of a logit: in 32 bits, its gradient, and in 16 bits what products read of it
@@ -189,18 +190,7 @@ def microbatches_in_flight(work: Work) -> float:
     """Microbatches whose activations the fullest stage holds at once, in those of a whole stage."""
     layout = work.layout
     p, v, m = layout.stage, layout.repeats, layout.microbatches
-    if p == 1:
-        return 1.0
-    most = {
-        "gpipe": m,
-        "1f1b": p,
-        "interleaved": p * (1 + (p - 1) / (p * v)),
-        "zb_h1": p,
-        "zb_h2": 2 * p - 1,
-        "zb_v": p,
-        "dualpipe_v": p + 1,
-    }.get(layout.schedule, p * (1 + (p - 1) / (p * v)))
-    return min(float(m), float(most))
+    return min(float(m), closed_forms(layout.schedule).residuals(p, v, m) / v) if p > 1 else 1.0
 
 
 def _working(work: Work) -> float:

@@ -18,6 +18,7 @@ from jaxtrain.costs.parameter_sends import ParameterSends
 from jaxtrain.costs.parts import ATTENTION, BUBBLE, FIXED, HOST, MATMULS, MEMORY, OPTIMIZER, STAGE, Parts
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer, padded_vocabulary
+from jaxtrain.schedule.orders import StageTimes, closed_forms
 
 ITEM = 2  # bytes of an activation's number in 16 bits
 UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
@@ -234,21 +235,6 @@ class Work:
             return Parts()
         return Parts({STAGE: 4 * self.links.collective(STAGE, self.item * self.tokens * self.model.width / layout.model, rounds=2)})
 
-    def bubble(self, forward: float, again: float, backward: float, weights: float) -> float:
-        """Seconds that a stage waits, of F, R, B and W of a microbatch on a whole stage (Narayanan 2021; Qi et al. 2023 and 2024 for those
-        with B and W apart)."""
-        p, v = self.layout.stage, self.layout.repeats
-        whole = forward + again + backward + weights
-        return {
-            "gpipe": (p - 1) * whole,
-            "1f1b": (p - 1) * whole,
-            "interleaved": (p - 1) * whole / v,
-            "zb_h1": (p - 1) * max(0.0, forward + again + backward - weights),
-            "zb_h2": (p - 1) * max(0.0, forward + again + backward - 2 * weights),
-            "zb_v": (p - 1) * max(0.0, forward + again + backward - 2 * weights) / 2,
-            "dualpipe_v": (p / 2 - 1) * max(0.0, whole + backward - 2 * weights) / 2,
-        }.get(self.layout.schedule, (p - 1) * whole / v)
-
     def step(self) -> Parts:
         """All of a step, on the device that works most."""
         model, layout, program = self.model, self.layout, self.program
@@ -266,7 +252,8 @@ class Work:
         shared = program.vocabulary_parallel and p > 1
         times = [ops[name].seconds * layers for name in "FRBW"]
         step = stage * m + head * (m / p if shared else m) + self.vocabulary_sums() * m
-        waits = self.hardware.waited(step.seconds, self.bubble(*times)) if p > 1 else 0.0
+        idle = closed_forms(layout.schedule).idle(p, layout.repeats, StageTimes(*times))
+        waits = self.hardware.waited(step.seconds, idle) if p > 1 else 0.0
         return step + Parts({BUBBLE: waits}) + self._messages(sum(times)) + self.around(step, times[0], times[2] + times[3])
 
     def around(self, busy: Parts, forward: float, backward: float) -> Parts:
