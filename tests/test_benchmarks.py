@@ -34,16 +34,16 @@ def test_every_case_is_a_config_that_works():
 
 
 def test_a_case_is_planned_for_its_devices():
-    """Its table is made, and its bubble predicted, by the op times of the devices that it is compiled for, or of those that a flag names."""
+    """Its table and its bubble follow from op times of the devices that it is compiled for, or of those that a flag names."""
     values = {**FLAGS, "layout": "pipeline"}
     v5p, h100 = benchmark.cases(values, [])
     for case, kind in ((v5p, "tpu-v5p"), (h100, "h100")):
         times = make_setup(case.config).times
-        assert (times.F, times.B, times.W) == planned_op_times(case.config, load(kind))[:3]
+        assert planned_op_times(case.config, load(kind))[:3] == (times.F, times.B, times.W)
         assert times.B > 1.1 * times.F and times.W < times.F
     assert make_setup(v5p.config).times != make_setup(h100.config).times
     (named, _) = benchmark.cases(values, [("train.hardware", "tpu-v5e")])
-    assert make_setup(named.config).times.F == planned_op_times(named.config, load("tpu-v5e"))[0]
+    assert planned_op_times(named.config, load("tpu-v5e"))[0] == make_setup(named.config).times.F
 
 
 def test_settings_and_sizes():
