@@ -12,11 +12,15 @@ A file says what a data sheet says (peaks, memory, links) and which part of it p
     tiers           links from the fastest to the slowest. devices: how many one of them joins, 0 for any number; gb_per_s: what a device
                     sends at most, one way; reached: the part of it that large collectives reach; latency_us: of one step of a ring
 
+    device_kind     a pattern of what jax calls such devices (`Device.device_kind`), so that a run knows its own; may be left out
+    like            the name of a kind whose figures are those that this file leaves out; may be left out
+
 Sources of the figures stand in each file.
 """
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 import math
@@ -28,19 +32,6 @@ from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent / "hardware"
 GIB = 2**30
-# jax's names of kinds of devices → the files here; the first pattern found counts.
-DEVICE_KINDS = (
-    (r"TPU v6 ?lite|TPU v6e", "tpu-v6e"),
-    (r"TPU v5 ?lite|TPU v5e", "tpu-v5e"),
-    (r"TPU v5", "tpu-v5p"),
-    (r"TPU v4", "tpu-v4"),
-    (r"GB200", "gb200"),
-    (r"B200", "b200"),
-    (r"H200(?! NVL)", "h200"),
-    (r"H100(?! NVL| PCIe)", "h100"),
-    (r"A100.*80GB", "a100-80gb"),
-    (r"A100.*40GB", "a100-40gb"),
-)
 HOST, HOST_REACHED = 16.0, 0.8  # GB/s one way of PCIe 3 × 16, and the part of a link to the host that large copies reach
 DTYPES = ("bfloat16", "float32")  # of products, as `precision.compute` has them; a file has the peak of at least one
 TIER_KEYS = frozenset({"name", "devices", "gb_per_s", "reached", "latency_us"})
@@ -96,6 +87,7 @@ class Hardware:
     watts:          of the device under load, for energy; 0: not known
     host_gb_per_s:  of copies to or from the host's memory, one way
     alone:          how many times as fast a device is while those that share its cores wait
+    device_kind:    a pattern of jax's name of it; "" for none
     """
 
     name: str
@@ -113,6 +105,7 @@ class Hardware:
     sources: tuple[str, ...]
     alone: float = 1.0
     host_gb_per_s: float = HOST
+    device_kind: str = ""
 
     def waited(self, busy: float, idle: float) -> float:
         """Of `idle` seconds without work beside `busy` ones, those by which a step is longer: what a waiting device leaves of shared cores,
@@ -120,8 +113,12 @@ class Hardware:
         return max(0.0, (busy + idle) / self.alone - busy)
 
     def peak(self, dtype: str = "bfloat16") -> float:
-        """Operations a second."""
+        """Operations a second. KeyError for a type whose peak is not known."""
         return 1e12 * self.peak_tflops[dtype]
+
+    def utilization(self, flops_per_s: float, dtype: str) -> float | None:
+        """The part of a device's peak that so many operations a second are (MFU, of a model's own); None where the peak is not known."""
+        return flops_per_s / self.peak(dtype) if dtype in self.peak_tflops else None
 
     @property
     def memory(self) -> float:
@@ -144,10 +141,11 @@ def known() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
+@functools.cache
 def of_device(kind: str) -> "Hardware | None":
     """The kind of device that jax calls so (`Device.device_kind`); None if it is not known, as any CPU."""
-    name = next((name for pattern, name in DEVICE_KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
-    return load(name) if name else None
+    listed = map(load, known())
+    return next((each for each in listed if each.device_kind and re.search(each.device_kind, kind, re.IGNORECASE)), None)
 
 
 def load(name: str) -> Hardware:
@@ -158,7 +156,7 @@ def load(name: str) -> Hardware:
             raise HardwareError(name, f"is not known ({', '.join(known())}, or a JSON file)", _nearest(name))
         path = FOLDER / f"{name}.json"
     try:
-        return from_json(json.loads(path.read_bytes()))
+        return from_json(_completed(json.loads(path.read_bytes())))
     except OSError as error:
         raise HardwareError(name, f"cannot be read ({os.strerror(error.errno or 0)})", known()[0]) from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
@@ -167,17 +165,32 @@ def load(name: str) -> Hardware:
         raise HardwareError(name, rule, known()[0]) from None
 
 
+def _completed(values: dict[str, Any]) -> dict[str, Any]:
+    """A file's object with the figures of the kind that it is like. Raises ValueError where no kind has that name."""
+    if "like" not in values:
+        return values
+    name = values["like"]
+    if name not in known():
+        raise ValueError(f"like={name!r} is no kind of device: use {_nearest(str(name))!r}")
+    base = _completed(json.loads((FOLDER / f"{name}.json").read_bytes()))
+    return {**base, "device_kind": "", "sources": [], **{key: value for key, value in values.items() if key != "like"}}
+
+
 def _nearest(name: str) -> str:
-    """The known name that is most like a text: of those with the text in them the shortest, of two alike the later one."""
+    """The known name that is most like a text: of those with the text in them the shortest, of two alike the later one; without any, the
+    longest that is in the text or begins as the text does."""
     letters = lambda text: re.sub(r"[^a-z0-9]", "", text.lower())
     wanted = letters(name)
-    within = [kind for kind in known() if wanted and (wanted in letters(kind) or letters(kind) in wanted)]
-    if within:
-        return min(reversed(within), key=lambda kind: abs(len(letters(kind)) - len(wanted)))
+    if not wanted:
+        return "h100"
+    if containing := [kind for kind in known() if wanted in letters(kind)]:
+        return min(reversed(containing), key=lambda kind: len(letters(kind)))
     begins = lambda kind: len(os.path.commonprefix([letters(kind), wanted]))
     longest = max(map(begins, known()))
+    if contained := [kind for kind in known() if letters(kind) in wanted and len(letters(kind)) >= longest]:
+        return max(contained, key=len)
     alike = [kind for kind in known() if begins(kind) == longest] if longest > 1 else known()
-    return difflib.get_close_matches(name.lower(), alike, 1, 0.0)[0] if wanted else "h100"
+    return difflib.get_close_matches(name.lower(), alike, 1, 0.0)[0]
 
 
 def from_json(values: Mapping[str, Any]) -> Hardware:
@@ -205,6 +218,7 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
         sources=tuple(str(source) for source in _list(values.get("sources", []), "sources")),
         alone=_bounded(values.get("alone", 1.0), "alone", "at least 1", lambda alone: 1 <= alone < math.inf),
         host_gb_per_s=_positive(values.get("host_gb_per_s", HOST), "host_gb_per_s"),
+        device_kind=_pattern(values.get("device_kind", "")),
     )
 
 
@@ -253,6 +267,14 @@ def _not_negative(value: Any, key: str) -> float:
 
 def _part(value: Any, key: str) -> float:
     return _bounded(value, key, "above 0 and at most 1", lambda number: 0 < number <= 1)
+
+
+def _pattern(value: Any) -> str:
+    """A regular expression. Raises ValueError where it is none."""
+    try:
+        return re.compile(value).pattern
+    except (re.error, TypeError) as error:
+        raise ValueError(f"device_kind={value!r} must be a regular expression: {error}") from None
 
 
 def _object(value: Any, key: str) -> Mapping[str, Any]:

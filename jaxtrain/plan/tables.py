@@ -11,13 +11,13 @@ from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.work import milliseconds
 from jaxtrain.costs.slots import Slots
 from jaxtrain.costs.step_time import Work
-from jaxtrain.schedule.orders import SCHEDULES
+from jaxtrain.schedule.orders import AUTO, GROWING, SCHEDULES, ZERO_BUBBLE
 from jaxtrain.schedule.table import Table
 
 CELLS = 2**12  # stages · chunks on a stage · microbatches of a table that is made in a second; of longer steps a part is
 AUTO_CELLS = 2**8  # the same of `auto`, which tries some fifty tables
 LEAST_ROUNDS, AUTO_ROUNDS = 4, 2  # microbatches of such a part, in those of a pipeline that is filled
-SHORTENED = frozenset({*SCHEDULES, "auto"} - {"gpipe"})  # all but a file's and the one whose slots grow with the microbatches
+SHORTENED = frozenset({*SCHEDULES, AUTO}.difference(GROWING))  # all but a file's and those whose slots grow with the microbatches
 
 
 def with_op_times(config: Config, work: Work) -> Config:
@@ -41,7 +41,7 @@ def part_of(config: Config) -> Config:
         return config
     config = cfg.replace(config, {"pipeline.microbatches": most})
     if auto and pipeline.vocabulary == "auto":
-        plain = make_setup(cfg.replace(config, {"pipeline.schedule": "zb_h1", "pipeline.repeats": 1, "pipeline.chunk_layers": ()}))
+        plain = make_setup(cfg.replace(config, {"pipeline.schedule": ZERO_BUBBLE[0], "pipeline.repeats": 1, "pipeline.chunk_layers": ()}))
         config = cfg.replace(config, {"pipeline.vocabulary": plain.table.vocabulary})
     return config
 

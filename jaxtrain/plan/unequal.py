@@ -27,7 +27,7 @@ from jaxtrain.plan.layout_flag import whole_number
 from jaxtrain.plan.prediction import step_figures
 from jaxtrain.plan.tables import part_of, with_microbatches
 from jaxtrain.schedule.coupled_clock import walk
-from jaxtrain.schedule.orders import SCHEDULES
+from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
 
 LIKELY = 8  # devices of a group whose number cannot be read
 # What one program over devices of two kinds cannot do, as XLA and jax are.
@@ -201,7 +201,7 @@ def layouts(config: Config, groups: Sequence[Group], values: layout_flag.Values)
     devices, most = sum(group.devices for group in groups), math.gcd(*(group.devices for group in groups))
     stages = [devices // each for each in divisors(most) if 1 < devices // each <= config.model.layers]
     if values.get("schedule", config.pipeline.schedule) not in SCHEDULES:
-        values = values | {"schedule": "1f1b", "repeats": 1}
+        values = values | {"schedule": ONE_CHUNK, "repeats": 1}
     others = math.prod(values.get(axis, 1) for axis in ("context", "expert", "replica"))
     for stage in near(values.get("stage", 1), stages):
         for model in near(values.get("model", 1), divisors(devices // stage)):

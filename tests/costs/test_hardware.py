@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -38,7 +39,7 @@ def test_a_product_reaches_its_peak_where_it_is_large():
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("h1000", None, "--hardware='h1000' is not known (a100-40gb, "),
+        ("h1000", None, "--hardware='h1000' is not known (a10, a100-40gb, "),
         ("gone.json", None, "cannot be read (No such file or directory): use --hardware="),
         ("own.json", "{", "does not describe a device (Expecting"),
         ("own.json", "{}", "does not describe a device (lacks 'tiers'; "),
@@ -125,26 +126,72 @@ def test_the_nearest_is_named(name, near):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "name", "teraflops"),
     [
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA GB200", "gb200"),
-        ("TPU v4", "tpu-v4"),
-        ("TPU v5 lite", "tpu-v5e"),
-        ("TPU v5p", "tpu-v5p"),
-        ("TPU v5", "tpu-v5p"),
-        ("TPU v6 lite", "tpu-v6e"),
-        ("cpu", None),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb", 312),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb", 312),
+        ("NVIDIA A800-SXM4-80GB", "a800", 312),
+        ("NVIDIA A10G", "a10g", 70),
+        ("NVIDIA A10", "a10", 125),
+        ("NVIDIA H100 80GB HBM3", "h100", 989),
+        ("NVIDIA H100 PCIe", "h100-pcie", 756),
+        ("NVIDIA H100 NVL", "h100-nvl", 835),
+        ("NVIDIA H800", "h800", 989),
+        ("NVIDIA H20", "h20", 148),
+        ("NVIDIA H200", "h200", 989),
+        ("NVIDIA H200 NVL", "h200-nvl", 835),
+        ("NVIDIA GH200 480GB", "gh200", 989),
+        ("NVIDIA B200", "b200", 2250),
+        ("NVIDIA GB200", "gb200", 2500),
+        ("NVIDIA L4", "l4", 121),
+        ("NVIDIA L40S", "l40s", 362),
+        ("NVIDIA L40", "l40", 181),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090", 165.2),
+        ("AMD Instinct MI300X", "mi300x", 1307),
+        ("TPU v3", "tpu-v3", 61.5),
+        ("TPU v4", "tpu-v4", 275),
+        ("TPU v5 lite", "tpu-v5e", 197),
+        ("TPU v5e", "tpu-v5e", 197),
+        ("TPU v5p", "tpu-v5p", 459),
+        ("TPU v5", "tpu-v5p", 459),
+        ("TPU v6 lite", "tpu-v6e", 918),
+        ("TPU v6e", "tpu-v6e", 918),
+        ("cpu", None, 0),
+        ("Some Future Chip", None, 0),
     ],
 )
-def test_kinds_by_the_names_that_jax_gives_them(kind, name):
+def test_kinds_by_the_names_that_jax_gives_them(kind, name, teraflops):
+    """No name is that of two files."""
+    matches = [file for file in known() if (pattern := load(file).device_kind) and re.search(pattern, kind, re.IGNORECASE)]
+    assert matches == ([name] if name else [])
     found = hardware.of_device(kind)
-    assert (found and found.name) == (hardware.load(name).name if name else None)
+    assert (found and found.name) == name and (found is None or found.peak() == teraflops * 1e12)
+
+
+def test_float32_runs_as_the_file_says():
+    """As TF32 on NVIDIA GPUs, in six passes on TPUs."""
+    assert load("a100-80gb").utilization(156e12, "float32") == load("tpu-v5p").utilization(76.5e12, "float32") == 1.0
+    assert load("h200").utilization(1e12, "float16") is None
+
+
+def test_a_kind_that_is_like_another(tmp_path):
+    """Has its figures but for its own, and neither its name for jax nor its sources."""
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({"name": "own", "like": "h800", "memory_gib": 40}))
+    own, h800 = load(str(path)), load("h800")
+    assert own == dataclasses.replace(h800, name="own", memory_gib=40.0, device_kind="", sources=())
+    assert (own.matmul, own.tiers[0].gb_per_s) == (load("h100").matmul, 200)
+    for value, message in (("h8000", "like='h8000' is no kind of device: use 'h800'"), (5, "like=5 is no kind")):
+        path.write_text(json.dumps({"name": "own", "like": value}))
+        with pytest.raises(HardwareError, match=message):
+            load(str(path))
+
+
+def test_a_pattern_that_is_none(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({"name": "own", "like": "h100", "device_kind": "("}))
+    with pytest.raises(HardwareError, match="device_kind='\\(' must be a regular expression"):
+        load(str(path))
 
 
 def test_devices_that_share_cores_use_what_waiting_ones_leave():
