@@ -351,7 +351,9 @@ class RunLock:
             os.close(file)  # NFS sends it off now
 
     def _loss(self, what: str) -> LostLockError:
-        return LostLockError(f"{self._path} {what}, so another run may use the folder: this run ends without saving; the same command goes on")
+        return LostLockError(
+            f"{self._path} {what}, so another run may use the folder: this run ends without saving; the same command goes on"
+        )
 
     def release(self) -> None:
         """Removes the lock, and the folders that `take` has made as far as they are empty. Nothing where the lock is not held."""

@@ -274,7 +274,11 @@ def test_a_lost_lock_is_noticed_and_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
     for damage, status, message in (
         (lambda: (tmp_path / run_lock.NAME).unlink(), 74, "run.lock is gone, so another run may use the folder: this run ends"),
-        (lambda: write_lock(tmp_path, ELSEWHERE), 2, "was taken over by the run of process 7 on elsewhere, which started .*: this run ends"),
+        (
+            lambda: write_lock(tmp_path, ELSEWHERE),
+            2,
+            "was taken over by the run of process 7 on elsewhere, which started .*: this run ends",
+        ),
         (lambda: (tmp_path / run_lock.NAME).write_text("?"), 74, "run.lock was overwritten, so another run may use the folder: this run"),
     ):
         said, noticed = [], threading.Event()
