@@ -116,7 +116,7 @@ def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
 
     Where that or the check refuses something, what the error has to put it right is taken into the command line, which is then checked
     again, until it passes: so a suggestion works, and has all that is wrong. Raises FlagsError with the first error, these flags, and
-    after them what no flag mends.
+    after them what no flag mends; the check's own RunError where that is all.
     """
     errors = reading.errors
     for _ in range(MOST_MENDED):
@@ -131,6 +131,11 @@ def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
                 break
             reading.use(errors[-1].fixes)
             continue
+        except RunError as error:  # no flag mends it
+            if not errors:
+                raise
+            errors.append(UsageError(str(error)))
+            break
         if not errors:
             return found
         break

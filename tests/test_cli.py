@@ -143,15 +143,15 @@ def test_other_flags():
         (["--prompt=a", "b", "c"], "argument 'b' belongs to no flag: use --prompt='a b c'"),
         (
             ["--greedy=true", "junk"],
-            "argument 'junk' belongs to no flag: use names and values as in NAME=VALUE after two dashes, and quotes around a value with spaces",
+            "argument 'junk' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
         ),
         (
             ["--greedy", "junk"],
-            "argument 'junk' belongs to no flag: use names and values as in NAME=VALUE after two dashes, and quotes around a value with spaces",
+            "argument 'junk' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
         ),
         (
             ["--greedy=true", "-x"],
-            "argument '-x' belongs to no flag: use names and values as in NAME=VALUE after two dashes, and quotes around a value with spaces",
+            "argument '-x' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
         ),
         (["--greedy=maybe"], "--greedy='maybe' is not a boolean: use --greedy=true (or false)"),
         (["--temperature=hot"], "--temperature='hot' is not a number: use --temperature=1.0"),

@@ -25,7 +25,7 @@ from jaxtrain.config.recipes import DEFAULT_RECIPE
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 SETTING = "config."  # what the name of a setting's flag begins with
-WRITTEN = "names and values as in NAME=VALUE after two dashes, and quotes around a value with spaces"
+WRITTEN = "two dashes before a NAME=VALUE, and quotes around a value with spaces"
 MOST_SHOWN = 200  # characters of a flag's name
 MOST_CPU_DEVICES = 1024  # each has threads and buffers of its own
 MOST_PROCESSES = 2**20  # more than any cluster has
@@ -170,7 +170,7 @@ def _next_value(name: str, rest: list[str], default: Any) -> str:
 
 def _flag_value(flag: Flag, text: str) -> Any:
     """A flag's text as its type, within its bounds; its default is always a value that may be given."""
-    kind = type(flag.default)
+    kind: Any = type(flag.default)
     if kind is bool:
         if text.lower() in TRUE + FALSE:
             return text.lower() in TRUE
