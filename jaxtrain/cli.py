@@ -41,7 +41,7 @@ def parse(
     description: str,
     extra_flags: Sequence[Flag] = (),
     recipe: Config | None = None,
-    check: Callable[[types.SimpleNamespace], object] = id,
+    check: Callable[[types.SimpleNamespace, Config], object] = lambda namespace, config: None,
 ) -> tuple[Config, types.SimpleNamespace]:
     """The checked config (not resolved) and the values of the other flags, by name, of a command that takes a recipe.
 
@@ -51,16 +51,16 @@ def parse(
     ClusterError or DevicesError where jax has to be asked for its devices, as `start_jax`.
     """
 
-    def checked(namespace: types.SimpleNamespace, config: Config, before: Config) -> tuple[Config, types.SimpleNamespace]:
+    def complete(namespace: types.SimpleNamespace, config: Config, before: Config) -> tuple[Config, types.SimpleNamespace]:
         path = pathlib.Path("recipe") if recipe else find_recipe(namespace.config)
         namespace.config, namespace.recipe = str(path), before
         namespace.workdir = namespace.workdir or os.path.join("runs", path.stem)
-        check(namespace)
         if refused := _refusal(namespace, config, before):
             raise refused
+        check(namespace, config)
         return config, namespace
 
-    return parse_unchecked(argv, description, (*SHARED_FLAGS, *extra_flags), checked, recipe)
+    return parse_unchecked(argv, description, (*SHARED_FLAGS, *extra_flags), complete, recipe)
 
 
 def parse_unchecked(
@@ -76,11 +76,11 @@ def parse_unchecked(
     what cannot be understood or what is refused.
     """
 
-    def checked(reading: Reading) -> T:
+    def read(reading: Reading) -> T:
         before = recipe or load_recipe(find_recipe(reading.values["config"]))
         return check(reading.namespace, apply(before, reading.overrides), before)
 
-    return _settled(read_flags(argv, description, flags, with_config=True), checked, recipe)
+    return checked(read_flags(argv, description, flags, with_config=True), read, recipe)
 
 
 def parse_flags(argv: Sequence[str], description: str, flags: Sequence[Flag]) -> types.SimpleNamespace:
@@ -96,7 +96,7 @@ def checked_flags(
     check: raises UsageError for flags that do not go together; words: whether words that are no flags are the command's.
     """
     try:
-        return _settled(read_flags(argv, description, flags, with_config=False, with_words=words), lambda reading: check(reading.namespace))
+        return checked(read_flags(argv, description, flags, with_config=False, with_words=words), lambda reading: check(reading.namespace))
     except FlagsError as error:
         fail(str(error))
 
@@ -107,11 +107,11 @@ def fail(message: str) -> NoReturn:
     sys.exit(ExitStatus.BAD_CONFIG)
 
 
-def _settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
+def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
     """`flags.settled` with the flags of a run of several processes checked, too. A RunError, which no flag mends, counts as such where
     other errors come before it. Raises FlagsError."""
 
-    def checked(reading: Reading) -> T:
+    def passes(reading: Reading) -> T:
         if "coordinator" in reading.values:
             check_cluster(reading.namespace)
         try:
@@ -122,7 +122,7 @@ def _settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | N
             raise UsageError(str(error)) from None
 
     try:
-        return settled(reading, checked, recipe)
+        return settled(reading, passes, recipe)
     except UsageError as error:
         raise FlagsError(str(error)) from None
 
