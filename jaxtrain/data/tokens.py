@@ -111,7 +111,11 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         raise DataError(named or f"{error.filename or data.source}: {error.strerror or error}") from error
     assert corpus is not None, folder
     if progress:
-        print(*(f"{line}\n" for line in corpus.skipped.lines(data.source)), sep="", end="", file=sys.stderr, flush=True)
+        lines = [
+            *corpus.skipped.lines(data.source),
+            *(f"data.source={data.source}: {link} is a link to a folder, which is not followed" for link in source.linked_folders),
+        ]
+        print(*(f"{line}\n" for line in lines), sep="", end="", file=sys.stderr, flush=True)
     return corpus
 
 
@@ -159,7 +163,7 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
         raise DataError(f"data.tokenizer=none is for token files, and data.source={name} is text: use bytes or a tokenizers JSON file")
     if data.bad_records == "stop":
-        sources.check_not_empty(source)
+        sources.check_files(source)
     stored = cache.folder_of(data.cache)
     if (
         source.root.is_dir()
@@ -176,7 +180,7 @@ def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
     skip = ["skip"] if data.bad_records == "skip" and not source.holds_tokens else []
     digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw, *skip]).encode())
-    for file in source.files:
+    for file in (*source.files, *source.unreadable):
         digest.update(json.dumps(file).encode())
     return digest.hexdigest()[:16]
 
