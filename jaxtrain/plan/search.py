@@ -62,10 +62,9 @@ def check(space: Space) -> None:
     """Raises ConfigError where the config breaks a rule of training whatever its layout is, and LayoutError for settings of one layout."""
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
-            flag, use = cfg.flag_text(f"config.{path}", value), cfg.flag_text(f"config.{path}", cfg.get(space.recipe, path))
-            raise layout_flag.LayoutError(
-                f"{flag} is of one layout, which the planner is to find: use {use}, or a --layout of one kind of devices"
-            )
+            use = {f"config.{path}": cfg.get(space.recipe, path)}
+            rule = f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is to find"
+            raise layout_flag.LayoutError(rule, use, text=f"{layout_flag.LayoutError(rule, use)}, or a --layout of one kind of devices")
     layout = _smallest(space, Layout(replica=_replicas(space)))
     checks.check(laid_out(space, layout), Surroundings(layout.devices, platform_of(space.hardware), space.recipe))
 
