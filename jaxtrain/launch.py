@@ -4,9 +4,9 @@
               ├─ [1] python -m jaxtrain.train … --process_id=1
               └─ guard: kills both if the launcher is gone
 
-Every line of a process is printed with its number before it. When one fails, the others are stopped and its last lines come last. No
-process outlives the launcher, however that ends. With --restarts all processes are started again where the status says that this helps,
-as a cluster's engine would do. Other machines are not here. No jax.
+Every line of a process is printed with its number before it, on the stream that it comes on. When one fails, the others are stopped and
+its last lines come last. No process outlives the launcher, however that ends. With --restarts all processes are started again where the
+status says that this helps, as a cluster's engine would do. Other machines are not here. No jax.
 """
 
 import collections
@@ -20,10 +20,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import IO, TextIO
 
 from jaxtrain import cli
 from jaxtrain.config.flags import Flag
 from jaxtrain.devices import cluster_environment
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 
 DESCRIPTION = """usage: jaxtrain launch [flags] -- [flags of the command]      (or python -m jaxtrain.launch …)
@@ -52,7 +54,7 @@ class Job:
 
     def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]):
         """Starts one process per command, each the leader of a group of its own: a Ctrl-C of the terminal reaches the launcher alone."""
-        self.output: queue.Queue[tuple[int, str]] = queue.Queue()
+        self.output: queue.Queue[tuple[int, str, TextIO]] = queue.Queue()  # process, line, where it belongs
         self.tails = [collections.deque[str](maxlen=LAST_LINES) for _ in commands]
         self.guard = subprocess.Popen(
             ["/bin/sh", "-c", GUARD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, text=True
@@ -66,15 +68,16 @@ class Job:
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
                 text=True,
                 errors="replace",
             )
             self.processes.append(process)
             self._tell_guard(str(process.pid))
-            self.readers.append(threading.Thread(target=self._read, args=(number,), daemon=True))
-            self.readers[-1].start()
+            for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                self.readers.append(threading.Thread(target=self._read, args=(number, pipe, stream), daemon=True))
+                self.readers[-1].start()
             threading.Thread(target=self._wait, args=(number,), daemon=True).start()
 
     def send(self, number: int) -> None:
@@ -93,9 +96,9 @@ class Job:
         end = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while (left := end - time.monotonic()) > 0:
-                number, line = self.output.get(timeout=left)
+                number, line, stream = self.output.get(timeout=left)
                 self.tails[number].append(line)
-                print(f"[{number}] {line}", flush=True)
+                print(f"[{number}] {line}", file=stream, flush=True)
 
     def kill_and_show_rest(self) -> None:
         """Kills what still runs, and prints the lines that are left."""
@@ -115,11 +118,9 @@ class Job:
         self._tell_guard("done")
         self.guard.wait()
 
-    def _read(self, number: int) -> None:
-        stream = self.processes[number].stdout
-        assert stream is not None
-        for line in stream:
-            self.output.put((number, line.rstrip("\n")))
+    def _read(self, number: int, pipe: IO[str], stream: TextIO) -> None:
+        for line in pipe:
+            self.output.put((number, line.rstrip("\n"), stream))
 
     def _wait(self, number: int) -> None:
         self.processes[number].wait()
@@ -136,7 +137,7 @@ def watch(job: Job, signals: list[int]) -> int:
     """The status of the run, 0 or that of the first process that failed, once all have ended. Prints their lines as they come.
 
     signals: the numbers of the signals received so far; the first is passed on to the processes, so that they can save and stop, and
-    a second one kills them.
+    a second one kills them. SIGHUP is passed on and never kills: a closed terminal sends it along with others.
     """
     passed_on, failed, deadline = 0, None, float("inf")
     while True:
@@ -145,7 +146,8 @@ def watch(job: Job, signals: list[int]) -> int:
         statuses = job.statuses()
         if len(signals) > passed_on:
             passed_on += 1
-            job.send(signals[0] if passed_on == 1 else signal.SIGKILL)
+            again = sum(number != signal.SIGHUP for number in signals[:passed_on]) > 1
+            job.send(signal.SIGKILL if again else signals[passed_on - 1])
         if failed is None:
             if deadline == float("inf") and any(statuses[number] in ON_REQUEST for number in list(job.ended)):  # the others stop too
                 deadline = time.monotonic() + SIGNALLED_GRACE
@@ -213,9 +215,11 @@ def main(argv: Sequence[str]) -> int:
     gpus = 0 if devices else cluster_environment.visible_gpus(os.environ)
     if not devices and gpus < namespace.processes:
         devices = max(cluster_environment.SIMULATED_DEVICES // namespace.processes, 1)
+    streams.outlive()
     signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, frame: signals.append(received))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda received, frame: signals.append(received))
     for start in range(namespace.restarts + 1):
         lines = commands(namespace.module, argv[split + 1 :], namespace.processes, devices, free_port())
         job = Job(lines, environments(namespace.processes, gpus))
@@ -230,4 +234,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -19,6 +19,7 @@ from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.search_progress import SearchProgress
@@ -78,9 +79,11 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         raise cli.FlagsError("--json=true is for --dry_run alone: use --dry_run=true (or --json=false)")
     if flags.replay and flags.dry_run:
         raise cli.FlagsError("--replay and --dry_run are two things: use --dry_run=false (or --replay=0)")
+    if not flags.dry_run:
+        streams.outlive()
     if not (flags.dry_run or flags.replay):
         cli.check_workdir(flags.workdir)
-    with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():  # there the object stands alone
         with imports_without_collection():
             startup.start_jax(flags, config)
             if unused := startup.unused_accelerator(flags):
@@ -89,17 +92,14 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
-    clock.enter(Part.TABLE)
-
-    folder = pathlib.Path(flags.workdir)
-    ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
-    if not ready:
-        return None
-    notes = (*elastic.notes(config, ready.config), *unused_settings(ready.config))
-    for note in notes if cluster.is_main() else ():
-        print(f"note: {note}", file=sys.stderr, flush=True)
-    if flags.dry_run:
-        plan = dry_run(ready.resolved, ready.setup, clock)
+        clock.enter(Part.TABLE)
+        folder = pathlib.Path(flags.workdir)
+        ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
+        if not ready:
+            return None
+        cluster.say(*(f"note: {note}" for note in (*elastic.notes(config, ready.config), *unused_settings(ready.config))))
+        plan = dry_run(ready.resolved, ready.setup, clock) if flags.dry_run else None
+    if plan:
         cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
         return ExitStatus.FINISHED
     ready = with_measured_times(ready, flags, folder)
@@ -132,7 +132,7 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
     if before is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with SearchProgress("searching for a table", shown=cluster.is_main()) as progress:
+        with SearchProgress("searching for a table", shown=cluster.is_main(), log=sys.stdout) as progress:
             checked = check_run(config, jax.device_count(), jax.default_backend(), recipe, progress)
             resolved = checked.resolve()
             return Ready(checked, resolved, make_setup(resolved, progress))
@@ -194,4 +194,4 @@ def _leave(status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], BEGAN))
+    sys.exit(streams.run(lambda argv: main(argv, BEGAN), sys.argv[1:]))

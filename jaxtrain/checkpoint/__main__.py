@@ -21,7 +21,7 @@ from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, checkpoints
 from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.config import Config, ConfigError, fields, get
 from jaxtrain.config.flags import Flag
-from jaxtrain.run import terminal
+from jaxtrain.run import streams, terminal
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.run_lock import FolderError, RunLock
 
@@ -174,16 +174,12 @@ def _say_damage(folder: epath.Path, why: str) -> int:
 
 def _progress(step: int) -> Callable[[int, int], None]:
     """Shows on a terminal how much of a step is read."""
-
-    def show(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            terminal.draw(sys.stderr, f"{step}: {in_units(done)} of {in_units(total)}")
-
-    return show
+    line = terminal.Line(sys.stderr)
+    return lambda done, total: line.draw(f"{step}: {in_units(done)} of {in_units(total)}")
 
 
 def _clear_progress() -> None:
-    if sys.stderr.isatty():
+    if terminal.redraws(sys.stderr):
         terminal.clear(sys.stderr)
 
 
@@ -365,4 +361,4 @@ _COMMANDS: Mapping[str, Callable[[list[epath.Path], types.SimpleNamespace], int]
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_quietly(main, sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

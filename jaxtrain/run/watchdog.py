@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from jaxtrain.config import ConfigError, one_line
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import OWN, STEPS, Current, Part, WallClock
 from jaxtrain.run.peers import Beat, Ending, Peer, Peers
@@ -266,7 +267,7 @@ class Watchdog:
             end = time.monotonic() + GOODBYE_S
             while time.monotonic() < end and not self._peers.all_gone():
                 self._peers.poll(0.1)
-        os.write(2, f"error: {ending.text}\n".encode())
+        streams.write_error(f"error: {ending.text}\n")
         self._over.set()
         self._end(ending.status)
 

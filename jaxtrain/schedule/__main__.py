@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from jaxtrain import cli
 from jaxtrain.config.flags import Flag, UsageError
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.search_progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
@@ -90,7 +91,7 @@ MOST_CELLS = 1_000_000  # stages · repeats · microbatches
 FUSED = ("gpipe", "1f1b", "interleaved")  # schedules whose every W follows its B at once
 
 
-def main(argv: list[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """The command. Whatever is wrong with the flags ends it with one line and status 2 before anything is written, Ctrl-C with one line
     and status 130; a file is written whole or not at all."""
     flags = cli.parse_flags(argv, DESCRIPTION, FLAGS)
@@ -101,11 +102,7 @@ def main(argv: list[str]) -> None:
                 _write(pathlib.Path(path), content)
             except OSError as error:
                 cli.fail(f"{path!r} cannot be written ({error.strerror}): use a file in a folder with room, of your own")
-        try:
-            sys.stdout.write(shown.text)
-            sys.stdout.flush()
-        except BrokenPipeError:  # `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.write(shown.text)
     except KeyboardInterrupt:
         print("stopped: no file is half written", file=sys.stderr, flush=True)
         sys.exit(ExitStatus.INTERRUPTED)
@@ -346,4 +343,4 @@ def _repeats_to_compare(name: str, repeats: int) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(streams.run(main, sys.argv[1:]))
