@@ -55,7 +55,7 @@ class Job:
     def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]):
         """Starts one process per command, each the leader of a group of its own: a Ctrl-C of the terminal reaches the launcher alone."""
         self.output: queue.Queue[tuple[int, str, TextIO]] = queue.Queue()  # process, line, where it belongs
-        self.tails = [collections.deque[str](maxlen=LAST_LINES) for _ in commands]
+        self.tails = [{stream: collections.deque[str](maxlen=LAST_LINES) for stream in (sys.stdout, sys.stderr)} for _ in commands]
         self.guard = subprocess.Popen(
             ["/bin/sh", "-c", GUARD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, text=True
         )
@@ -97,8 +97,12 @@ class Job:
         with contextlib.suppress(queue.Empty):
             while (left := end - time.monotonic()) > 0:
                 number, line, stream = self.output.get(timeout=left)
-                self.tails[number].append(line)
+                self.tails[number][stream].append(line)
                 print(f"[{number}] {line}", file=stream, flush=True)
+
+    def last_lines(self, number: int) -> list[str]:
+        """What a process has said last: errors come last, whichever line of the two streams came first."""
+        return [line for tail in self.tails[number].values() for line in tail][-LAST_LINES:]
 
     def kill_and_show_rest(self) -> None:
         """Kills what still runs, and prints the lines that are left."""
@@ -163,9 +167,9 @@ def watch(job: Job, signals: list[int]) -> int:
         return max(filter(None, job.statuses()), default=ExitStatus.FINISHED)
     status = job.statuses()[failed] or ExitStatus.FAULT
     if not signals:
-        lines = [*job.tails[failed]]
+        lines = job.last_lines(failed)
         if status > 128:  # who is killed says nothing: the others do
-            lines += [line for tail in job.tails for line in tail if line.startswith("error: ")][-1:]
+            lines += [line for n in range(len(job.tails)) for line in job.last_lines(n) if line.startswith("error: ")][-1:]
         print(f"process {failed} failed with status {status}; its last lines:", *lines, sep="\n", file=sys.stderr, flush=True)
     return status
 

@@ -146,11 +146,9 @@ def _flush() -> ExitStatus:
 def _write_past(descriptor: int, text: str) -> None:
     """Writes a line to a descriptor, over a progress bar if one is there, and whatever becomes of it."""
     stream = sys.stderr if descriptor == 2 else sys.stdout
-    erase = f"\r{terminal.ERASE}" if stream is not None and terminal.redraws(stream) else ""
-    try:
-        os.write(descriptor, (erase + text).encode("ascii", STAND_IN))
-    except OSError:
-        return  # nobody is left to be told
+    erase = f"\r{terminal.ERASE}" if stream and terminal.redraws(stream) else ""
+    with contextlib.suppress(OSError):  # nobody is left to be told
+        os.write(descriptor, (erase + text).encode((stream and stream.encoding) or "ascii", STAND_IN))
 
 
 def _stand_in(error: UnicodeError) -> tuple[str, int]:
