@@ -10,11 +10,9 @@ A single process: no jax.distributed.
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import math
 import os
-import pathlib
 import sys
 import time
 import types
@@ -24,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from etils import epath
 
 from jaxtrain import cli
+from jaxtrain import config as cfg
 from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.steps import (
     NONE,
@@ -36,9 +35,12 @@ from jaxtrain.checkpoint.steps import (
     checkpoints_of,
     choose,
     nothing_wrong,
+    read_errors,
     read_meta,
     what_is_wrong,
 )
+from jaxtrain.checkpoint.stores import scheme_of
+from jaxtrain.checkpoint.subject import PlaceError, some_run, step_folder
 from jaxtrain.config import Config
 from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
@@ -64,7 +66,7 @@ usage: jaxtrain generate --workdir=DIR --prompt=TEXT [flags]      (or python -m 
 ASKED, DOCUMENT, CTRL_C = "at --tokens", "at the end of the document", "by Ctrl-C"  # why a sample ends
 
 FLAGS = (
-    Flag("workdir", "", "folder of a training run, with its checkpoints"),
+    Flag("workdir", "", "folder of a training run, or the folder or address (s3://BUCKET/PATH) of its checkpoints"),
     Flag("prompt", "", "text to go on from; empty: the start of a document"),
     Flag("tokens", 100, "tokens to make; fewer where the document ends", at_least=1),
     Flag("temperature", 1.0, "divides the logits: lower is more likely, 0 is --greedy", at_least=0),
@@ -80,9 +82,18 @@ FLAGS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0; 130 where Ctrl-C has ended the text; 2 for what cannot work, with one line on stderr."""
+    """The exit status: 0; 130 where Ctrl-C has ended the text; with one line on stderr 2 for what cannot work, 74 where storage fails."""
     flags = cli.parse_flags(argv, DESCRIPTION, FLAGS)
     check_flags(flags)
+    try:
+        return generate(flags)
+    except CheckpointError as error:
+        print(cfg.one_line(f"error: {error}"), file=sys.stderr, flush=True)
+        return error.status
+
+
+def generate(flags: types.SimpleNamespace) -> int:
+    """The exit status, for flags that can be right. CheckpointError where the checkpoint cannot be read."""
     find_checkpoint(flags.workdir)
     with imports_without_collection():
         start_jax(flags)
@@ -144,7 +155,8 @@ def find_checkpoint(
     if choice.step is None:
         broken = ", ".join(str(stranger) for stranger in choice.strangers if stranger.step is not None)
         but = f"; these are not whole: {broken}" if broken else ""
-        cli.fail(f"--workdir={workdir!r} has no finished checkpoint{but}: use it first in python -m jaxtrain.train --workdir={workdir}")
+        train = f"it first in python -m jaxtrain.train --workdir={workdir}"
+        cli.fail(f"--workdir={workdir!r} has no finished checkpoint{but}: use {'the folder of a run' if scheme_of(folder) else train}")
     if step < 0:
         if newer := [str(s) for s in choice.strangers if s.step is not None and s.step > choice.step]:
             say(f"passed over: {', '.join(newer)}")
@@ -161,20 +173,24 @@ def find_checkpoint(
 
 
 def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> tuple[epath.Path, Choice]:
-    """A run's folder of checkpoints, and what is in it; ends with status 2 where that cannot be read."""
+    """A run's folder of checkpoints, and what is in it; ends with status 2 where there is none. CheckpointError if it cannot be read."""
     if not workdir:
         cli.fail(f"--workdir is empty: use the folder of a training run, such as --workdir={_some_run('tiny')}")
-    folder = stores.folder(workdir)
     try:
-        if not folder.is_dir():
-            word = "is not a folder" if folder.exists() else "does not exist"
-            cli.fail(f"--workdir={workdir!r} {word}: use the folder of a training run, such as --workdir={_some_run(workdir)}")
-        folder = checkpoints_of(folder)
-        return folder, choose(folder, TO_GENERATE, wrong, damaged)
-    except OSError as error:
-        cli.fail(f"--workdir={workdir!r} cannot be read ({error.strerror}): use a folder that you may read")
-    except CheckpointError as error:
-        cli.fail(str(error))
+        with read_errors(f"--workdir={workdir!r}"):
+            folder = stores.folder(workdir)
+            if not stores.is_folder(folder):
+                word = "is not a folder" if folder.exists() else "does not exist"
+                cli.fail(f"--workdir={workdir!r} {word}: use the folder of a training run, such as --workdir={_some_run(workdir)}")
+            if step := step_folder(folder):
+                use = f"{cfg.flag_text('workdir', str(step.parent))} --step={step.name}"
+                cli.fail(f"--workdir={workdir!r} is the folder of one step: use {use}")
+            folder = checkpoints_of(folder)
+            return folder, choose(folder, TO_GENERATE, wrong, damaged)
+    except stores.AddressError as error:
+        cli.fail(error.about("workdir") if error.place == workdir else str(error))
+    except PlaceError as error:
+        cli.fail(f"--workdir: {error}")
 
 
 def remark(line: str) -> None:
@@ -184,8 +200,7 @@ def remark(line: str) -> None:
 
 def _some_run(workdir: str) -> str:
     """A run of this folder with a name like the given one, for messages."""
-    runs = [str(path.parent) for path in sorted(pathlib.Path("runs").glob("*/checkpoints"))]
-    return (difflib.get_close_matches(workdir, runs, n=1, cutoff=0) or ["runs/tiny"])[0]
+    return some_run(workdir) or "runs/tiny"
 
 
 def start_jax(flags: types.SimpleNamespace) -> None:
@@ -237,9 +252,10 @@ def load(flags: types.SimpleNamespace, damaged: dict[int, str]) -> Loaded | None
     check_model(config, len(ids), flags)
     check_devices(len(jax.devices()), flags)
     try:
-        return Loaded(step, config, tokenizer, ids, *load_parameters(folder, step, config, jax.devices()[: flags.model]))
-    except CheckpointError as error:
-        if not isinstance(error, DamageError) or flags.step >= 0:
+        with read_errors(folder):
+            return Loaded(step, config, tokenizer, ids, *load_parameters(folder, step, config, jax.devices()[: flags.model]))
+    except DamageError as error:
+        if flags.step >= 0:
             cli.fail(str(error))
         damaged[step] = error.what
         return None

@@ -304,7 +304,7 @@ assert "jax" not in sys.modules
 def test_a_run_is_proposed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ("tiny", "gpt2_124m"):
-        pathlib.Path("runs", name, "checkpoints").mkdir(parents=True)
+        pathlib.Path("runs", name, "checkpoints", "3").mkdir(parents=True)
     assert "use the folder of a training run, such as --workdir=runs/gpt2_124m" in refused(
         capsys, generate.find_checkpoint, "runs/gpt2", -1
     )

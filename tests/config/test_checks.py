@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import random
 import shlex
 from typing import Any
@@ -12,7 +13,7 @@ from support import ROOT
 from support.broken_settings import ALLOWED, RULES, UNUSED
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, checks, flags, suggestions
+from jaxtrain.config import Config, ConfigError, addresses, checks, flags, suggestions
 from jaxtrain.config.continuing import changes
 from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.surroundings import Surroundings
@@ -52,7 +53,8 @@ def test_defaults_and_base_work():
 
 
 @pytest.mark.parametrize("changes, message", RULES, ids=[" ".join(f"{k}={v!r}" for k, v in changes.items()) for changes, _ in RULES])
-def test_broken_rule(changes, message):
+def test_broken_rule(changes, message, monkeypatch):
+    monkeypatch.setattr(addresses, "_is_installed", lambda store: store == "s3")
     assert str(error_of(changes)) == message
 
 
@@ -256,12 +258,22 @@ def test_files(tmp_path):
     files = Surroundings(files=True)
     (tmp_path / "corpus.jsonl").write_text("{}")
     checks.check(BASE, files)
-    checks.check(cfg.replace(BASE, {"data.source": str(tmp_path / "corpus.jsonl"), "data.tokenizer": str(tmp_path)}), files)
+    checks.check(
+        cfg.replace(BASE, {"data.source": str(tmp_path / "corpus.jsonl"), "data.tokenizer": str(tmp_path / "corpus.jsonl")}), files
+    )
+    checks.check(cfg.replace(BASE, {"data.source": str(tmp_path)}), files)
     with pytest.raises(ConfigError) as error:
         checks.check(cfg.replace(BASE, {"data.source": str(tmp_path / "corpsu.jsonl")}), files)
     assert str(error.value).endswith(f"is neither 'stdlib' nor an existing path: use --config.data.source={tmp_path}/corpus.jsonl")
     with pytest.raises(ConfigError, match=r"data\.tokenizer=''.*use --config.data.tokenizer=bytes"):
         checks.check(cfg.replace(BASE, {"data.tokenizer": ""}), files)
+    os.mkfifo(tmp_path / "pipe")
+    for path, value in (("data.tokenizer", tmp_path), ("data.tokenizer", tmp_path / "pipe")):
+        with pytest.raises(ConfigError, match=f"{path}='{value}' is not a regular file: use --config.{path}="):
+            checks.check(cfg.replace(BASE, {path: str(value)}), files)
+    for value in (tmp_path / "pipe", "/dev/zero", "/dev/null"):
+        with pytest.raises(ConfigError, match=f"data.source='{value}' is not a regular file or a folder: use --config.data.source="):
+            checks.check(cfg.replace(BASE, {"data.source": str(value)}), files)
 
 
 # --- resolve, JSON, continuing ---------------------------------------------------------------------------------------------------
