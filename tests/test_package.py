@@ -113,7 +113,7 @@ def test_launch_starts_the_installed_package(installed, tmp_path):
     (tmp_path / "jaxtrain").mkdir()
     (tmp_path / "jaxtrain" / "__init__.py").write_text("raise SystemExit('the wrong package')")
     done = run(installed, tmp_path, "jaxtrain", "launch", "--processes=1", "--", "--config=gpt2_124m", "--config.mesh.model=5")
-    assert done.returncode == 2 and "[0] error: mesh.model=5 does not divide model.heads=12" in done.stdout, done
+    assert done.returncode == 2 and "[0] error: mesh.model=5 does not divide model.heads=12" in done.stderr, done
 
 
 def test_an_editable_install_has_the_checkout_s_recipes(checkout, tmp_path):

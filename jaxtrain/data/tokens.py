@@ -26,7 +26,6 @@ import time
 from typing import Any
 
 import numpy as np
-import tqdm
 
 from jaxtrain.data import cache, sources
 from jaxtrain.data.bad_records import Skipped
@@ -35,6 +34,7 @@ from jaxtrain.data.encode import encode
 from jaxtrain.data.records import File
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, Tokenizer, load_tokenizer, tokenizer_from
+from jaxtrain.run import streams, terminal
 
 __all__ = ["Corpus", "DataError", "Tokenizer", "bigram_entropy", "load_tokenizer", "prepare", "tokenizer_from"]
 
@@ -126,11 +126,10 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         named = cache.refusal(error, cache.folder_of(data.cache))
         raise DataError(named or f"{error.filename or data.source}: {error.strerror or error}") from error
     if progress:
-        lines = [
+        streams.say(
             *corpus.skipped.lines(data.source),
             *(f"data.source={data.source}: {link} is a link to a folder, which is not followed" for link in source.linked_folders),
-        ]
-        print(*(f"{line}\n" for line in lines), sep="", end="", file=sys.stderr, flush=True)
+        )
     return corpus
 
 
@@ -274,35 +273,36 @@ def _amount(size: float) -> str:
 
 
 class _Progress:
-    """A bar over the bytes of a source's files, with the speed in MB of text (or of token files) a second; at the end a line with it."""
+    """How much of a source's files is read, on a terminal in place, with the speed in MB of text (or of token files) a second; at the end
+    a line with it."""
 
     def __init__(self, name: str, total: int, shown: bool):
-        form = "{l_bar}{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}{postfix}]"
-        self._bar = tqdm.tqdm(total=total, unit_scale=True, desc=f"preparing {name}", disable=not shown, leave=False, bar_format=form)
-        self._name, self._shown, self._began, self._read = name, shown, time.perf_counter(), 0
+        self._name, self._total, self._shown, self._began = name, total, shown, time.perf_counter()
+        self._done = self._read = 0
+        self._line = terminal.Line(sys.stderr, shown)
 
     def update(self, size: int, read: int) -> None:
         """`size` more bytes of the files, which held `read` bytes."""
-        self._read += read
-        self._bar.set_postfix_str(self._speed(), refresh=False)
-        self._bar.update(size)
+        self._read, self._done = self._read + read, self._done + size
+        part = f"{self._done / max(self._total, 1):.0%} of {_amount(self._total)}"
+        self._line.draw(f"preparing {self._name}: {part}, {self._speed()}")
 
     def _speed(self) -> str:
         return f"{_amount(self._read / (time.perf_counter() - self._began))}/s"
 
     def finish(self, tokens: int, documents: int) -> None:
         """Says what was prepared."""
-        self._bar.close()
+        self._line.clear()
         if self._shown:
             what = f"{_amount(self._read)}, {documents:,} documents, {tokens:,} tokens"
             seconds = time.perf_counter() - self._began
-            print(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}", file=sys.stderr, flush=True)
+            streams.say(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
 
     def __enter__(self) -> "_Progress":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        self._line.clear()
 
 
 def _tokenize(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool) -> None:

@@ -181,7 +181,7 @@ def test_bad_records_are_counted_and_said_again(config, write, capsys):
         corpus = prepare(config(source=path, bad_records="skip"), 257)
         assert documents_of(corpus) == [[97, END], [98, END]]
         assert corpus.skipped.count == 7
-        said = capsys.readouterr().err
+        said = capsys.readouterr().out
         assert f"data.bad_records=skip: 7 bad records of data.source={path} left out:\n  {path}:2: not valid JSON" in said
         assert "\n  and 2 more\n" in said
     assert "not valid JSON" in failure(config(source=path))  # the corpus without them is not that of bad_records=stop
@@ -470,7 +470,7 @@ def test_waits_for_the_process_that_prepares(config, write, capsys, start_python
     process.wait()
     thread.join(30)
     assert folders(config()) == [done[0].folder.name]
-    assert "waiting for another process that prepares" in capsys.readouterr().err
+    assert "waiting for another process that prepares" in capsys.readouterr().out
 
 
 def test_several_processes_at_once(config, write, start_python):
