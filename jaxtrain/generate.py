@@ -131,12 +131,11 @@ def generate(flags: types.SimpleNamespace) -> int:
 def check(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     """The flags, if they can be right for the checkpoint, as far as that is known without jax. Raises UsageError or CheckpointError."""
     check_flags(flags)
-    wrong: Judge = nothing_wrong
+    folder, step = find_checkpoint(flags.workdir, flags.step)
     if flags.refused:  # there is time for what takes jax
         from jaxtrain.checkpoint.manager import wrong_arrays
 
-        wrong = functools.partial(wrong_arrays, trained_alone=True)
-    folder, step = find_checkpoint(flags.workdir, flags.step, wrong)
+        folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True))
     config, _, ids = prompted(folder, step, flags)
     check_model(config, len(ids), flags)
     return flags

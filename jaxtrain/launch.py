@@ -28,7 +28,7 @@ from typing import IO, TextIO
 from jaxtrain import cli
 from jaxtrain.config import shown
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
+from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag, read_flags
 from jaxtrain.devices import cluster_environment
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
@@ -239,7 +239,11 @@ def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
 def main(argv: Sequence[str]) -> int:
     """Runs the job and gives its exit status."""
     split = list(argv).index("--") if "--" in argv else len(argv)
-    namespace = cli.checked_flags(argv[:split], DESCRIPTION, FLAGS, check_flags)
+    try:
+        reading = read_flags(argv[:split], DESCRIPTION, FLAGS, with_config=False)
+        namespace = cli.checked(reading, lambda reading: check_flags(reading.namespace))
+    except cli.FlagsError as error:
+        cli.fail(f"{error}{' (in front of --)' * ('--' in argv)}")
     devices = namespace.devices_per_process
     gpus = 0 if devices else cluster_environment.visible_gpus(os.environ)
     if not devices and gpus < namespace.processes:

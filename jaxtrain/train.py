@@ -56,14 +56,18 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     return _leave(ExitStatus.INTERRUPTED) if status is None else status
 
 
-def check_flags(flags: types.SimpleNamespace) -> None:
+def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
     """Raises UsageError for flags of this command that do not go together, and for a folder that cannot be a run's."""
     if flags.json and not flags.dry_run:
         rule = "--json=true is for --dry_run alone"
-        raise UsageError(rule, {"json": False} if flags.replay else {"dry_run": True}, text=f"{rule}: use --dry_run=true (or --json=false)")
+        raise UsageError(rule, {"dry_run": True}, text=f"{rule}: use --dry_run=true (or --json=false)")
     if flags.replay and flags.dry_run:
         rule = "--replay and --dry_run are two things"
-        raise UsageError(rule, {"dry_run": False}, text=f"{rule}: use --dry_run=false (or --replay=0)")
+        raise UsageError(rule, {"replay": 0}, text=f"{rule}: use --replay=0 (or --dry_run=false)")
+    if flags.replay and flags.refused:  # there is time for what takes jax
+        from jaxtrain import replay
+
+        replay.check_step(config, pathlib.Path(flags.workdir), flags.replay)
     if not (flags.dry_run or flags.replay):
         cli.check_workdir(flags.workdir)
 

@@ -222,7 +222,7 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
     assert re.fullmatch(rf"passed over: 20 \({why}\), 30 \(state/d/\w+ is missing\), 40 \(an empty folder\)", passed), passed
     assert figures.startswith("step 12: ")
     for step, reason in ((3, "its meta has no 'config'"), (20, why), (30, r"state/d/\w+ is missing"), (40, "an empty folder")):
-        error = refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1", f"--step={step}")
+        error = refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1", "--tokens=2", f"--step={step}")
         assert re.search(rf"--step={step} is not whole: {reason} \(it has .*12.*\): use --step=12", error), error
     # Of arrays, damage is found when they are read: then the one before is taken.
     damage_numbers(folder / "12", "params.layers.mlp.up.weight/c/4")

@@ -28,10 +28,10 @@ def refusal(error: OSError, root: pathlib.Path) -> str | None:
     What is prepared is written there alone, so errors of too little room are the cache's even where they name no file.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"data.cache={root} is full: {error.strerror}: use --config.data.cache=FOLDER, with a folder where there is more room"
+        return f"data.cache={root} is full: {error.strerror}: name a folder with more room with --config.data.cache"
     path = pathlib.Path(os.path.abspath(os.fsdecode(error.filename))) if error.filename else None
     if path and (path.is_relative_to(root) or root.is_relative_to(path)):
-        return f"data.cache={root} cannot be written: {path}: {error.strerror}: use --config.data.cache=FOLDER, with a folder that can"
+        return f"data.cache={root} cannot be written: {path}: {error.strerror}: name one that can with --config.data.cache"
     return None
 
 

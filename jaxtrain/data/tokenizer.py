@@ -110,7 +110,9 @@ class FileTokenizer:
                 raise OSError(0, "not a regular file")
             self.content = self.path.read_bytes()
         except OSError as error:
-            raise DataError(f"data.tokenizer={path}: {error.strerror} (use bytes, none or the path of a tokenizers JSON file)") from error
+            raise DataError(
+                f"data.tokenizer={path}: {error.strerror}: use --config.data.tokenizer=bytes (or none, or a tokenizers JSON file)"
+            ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
         except Exception as error:  # the library raises bare Exceptions
@@ -158,7 +160,9 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
         tokenizer = FileTokenizer(name)
     if tokenizer.vocab_size > vocab_size:
         least = tokenizer.vocab_size
-        raise DataError(f"model.vocab_size={vocab_size} is less than the {least} ids of data.tokenizer={name}: use {least} or more")
+        raise DataError(
+            f"model.vocab_size={vocab_size} is less than the {least} ids of data.tokenizer={name}: use --config.model.vocab_size={least}"
+        )
     return tokenizer
 
 

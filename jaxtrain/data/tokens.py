@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.config import suggestion
 from jaxtrain.data import cache, sources
 from jaxtrain.data.bad_records import Skipped
 from jaxtrain.data.compressed import is_compressed, unpack
@@ -40,6 +41,7 @@ __all__ = ["Corpus", "DataError", "Tokenizer", "bigram_entropy", "load_tokenizer
 
 FORMAT = 1  # of a prepared folder; part of its key
 CHUNK = 4 << 20  # tokens looked at together
+MOST_IDS = 2**24  # more than any tokenizer has
 BIGRAMS = 1 << 28  # as many as bigram_entropy counts
 
 
@@ -188,7 +190,9 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     if not fields and source.has_fields:
         raise DataError(f"data.text_fields is empty, and data.source={name} has fields: name those that hold the text")
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
-        raise DataError(f"data.tokenizer=none is for token files, and data.source={name} is text: use bytes or a tokenizers JSON file")
+        least = ByteTokenizer().vocab_size
+        use = f"use {suggestion({'data.tokenizer': 'bytes'} | ({'model.vocab_size': least} if tokenizer.vocab_size < least else {}))}"
+        raise DataError(f"data.tokenizer=none is for token files, and data.source={name} is text: {use}")
     if data.bad_records == "stop":
         sources.check_files(source)
     stored = cache.folder_of(data.cache)
@@ -347,7 +351,7 @@ def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: T
             bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))
             if len(bad):
                 where = f"{file.path}: token {chunk[bad[0]]} at position {first + bad[0]}"
-                raise _beyond(where, bool(chunk[bad[0]] < 0), int(ids.max()) + 1, data.tokenizer, tokenizer)
+                raise _beyond(where, ids, file.format != "npy", data, tokenizer)
             writer.append("tokens", chunk, store=False)
             ends = np.flatnonzero(chunk == end) + first + 1 if end is not None else np.zeros(0, np.int64)
             if first + len(chunk) == len(ids) and (not len(ends) or ends[-1] < len(ids)):
@@ -359,13 +363,32 @@ def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: T
         shown.finish(len(ids), count)
 
 
-def _beyond(where: str, negative: bool, needed: int, name: str, tokenizer: Tokenizer) -> DataError:
-    """What is said of an id of a token file that is none of the tokenizer's, or of the model's where there is no tokenizer."""
-    if not isinstance(tokenizer, NoTokenizer):
-        fix = "name the tokenizer that made it, or none, and the right data.token_dtype"
-        return DataError(f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={name}: {fix}")
-    fix = "name the right data.token_dtype" if negative else f"use --config.model.vocab_size={needed}, or the right data.token_dtype"
-    return DataError(f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0: {fix}")
+def _beyond(where: str, ids: np.ndarray, is_raw: bool, data: Any, tokenizer: Tokenizer) -> DataError:
+    """What is said of an id of a token file that is none of the tokenizer's, or of the model's where there is no tokenizer.
+
+    is_raw: whether the ids are read by data.token_dtype; an .npy file has its type in it.
+    """
+    rule, needed = f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={data.tokenizer}", int(ids.max()) + 1
+    if isinstance(tokenizer, NoTokenizer):
+        rule = f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0"
+    if is_raw and (dtype := _other_dtype(ids, data.token_dtype, tokenizer.vocab_size)):
+        return DataError(f"{rule}: use --config.data.token_dtype={dtype}, with which all ids are")
+    if ids.min() < 0 or needed > MOST_IDS:
+        what = "what is not written in any data.token_dtype as ids" if is_raw else f"{ids.dtype} numbers, not ids"
+        return DataError(f"{rule}, and no tokenizer makes it: the file holds {what}; name another data.source")
+    if isinstance(tokenizer, NoTokenizer):
+        return DataError(f"{rule}: use --config.model.vocab_size={needed}")
+    return DataError(f"{rule}: name the tokenizer that made it, or none")
+
+
+def _other_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
+    """The type of integers with which all of a raw file's ids are known, "" if there is none. One byte each is no evidence."""
+    content = ids.view(np.uint8)
+    for name in ("uint16", "uint32"):
+        size = np.dtype(name).itemsize
+        if size != np.dtype(dtype).itemsize and len(content) % size == 0 and int(content.view(f"<u{size}").max()) < ids_known:
+            return name
+    return ""
 
 
 def _token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
@@ -396,5 +419,5 @@ def _token_dtype(name: str) -> np.dtype:
     except TypeError:
         dtype = np.dtype(object)
     if dtype.kind not in "iu":
-        raise DataError(f"data.token_dtype={name} is not an integer type: use uint16 or uint32")
+        raise DataError(f"data.token_dtype={name} is not an integer type: use --config.data.token_dtype=uint16 (or uint32)")
     return dtype

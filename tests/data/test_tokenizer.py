@@ -59,9 +59,11 @@ def test_file_errors_are_one_line(write, tmp_path):
 def test_vocabulary_must_fit(tokenizer_file):
     path = tokenizer_file()
     size = FileTokenizer(path).vocab_size
-    with pytest.raises(DataError, match=r"^model\.vocab_size=256 is less than the 257 ids of data\.tokenizer=bytes: use 257 or more$"):
+    with pytest.raises(
+        DataError, match=r"^model\.vocab_size=256 is less than the 257 ids of data\.tokenizer=bytes: use --config\.model\.vocab_size=257$"
+    ):
         load_tokenizer("bytes", 256)
-    with pytest.raises(DataError, match=f"use {size} or more"):
+    with pytest.raises(DataError, match=f"use --config.model.vocab_size={size}$"):
         load_tokenizer(str(path), size - 1)
     assert load_tokenizer(str(path), size).vocab_size == size
 

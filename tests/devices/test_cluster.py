@@ -109,7 +109,7 @@ def test_open_mpi_5_has_no_address():
     same = [cluster_environment.job(ALONE, open_mpi(2, 2, i, PMIX_NAMESPACE="prterun-a@1")) for i in range(2)]
     assert same[0]["coordinator_address"] == same[1]["coordinator_address"]
     assert same[0]["coordinator_address"].startswith("localhost:")
-    with pytest.raises(cluster_environment.ClusterError, match="use --coordinator=HOST:PORT"):
+    with pytest.raises(cluster_environment.ClusterError, match="name it with --coordinator=HOST:PORT"):
         cluster_environment.job(ALONE, open_mpi(4, 2, 0))
 
 
