@@ -25,13 +25,12 @@ from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
-from jaxtrain.costs.hardware import HardwareError
+from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.costs.program import PROGRAMS
-from jaxtrain.plan import layout_flag, search, unequal
+from jaxtrain.plan import layout_flag, picture, search, unequal
 from jaxtrain.plan.advise import advise
-from jaxtrain.plan.explanation import Prices, explained, flags_of, table
+from jaxtrain.plan.explanation import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError
-from jaxtrain.plan.picture import png
 from jaxtrain.plan.plans import Plan, best_plans, plan_of
 from jaxtrain.plan.recipe import recipe_text
 from jaxtrain.plan.search import Space
@@ -127,7 +126,7 @@ def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
     if flags.recipe:
         _write("recipe", flags.recipe, _recipe(plans[0], flags).encode())
     if flags.png:
-        _write("png", flags.png, png(plans))
+        _write("png", flags.png, picture.png(picture.of_layouts(plans, _model(flags))))
     if flags.json:
         print(json.dumps(plans[0].prediction.figures()))
     else:
@@ -136,11 +135,9 @@ def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
 
 def _plan_groups(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
     """Prints what a layout over unequal devices is. Raises what `main` makes a line of."""
-    _refuse_others(flags, ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "json"), "groups of devices")
+    _refuse_others(flags, ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "png", "json"), "groups of devices")
     groups = unequal.parse(flags.hardware)
-    space, count = _space(config, recipe, flags, groups[0].hardware.name), sum(group.devices for group in groups)
-    for group in groups[1:]:
-        _space(config, recipe, flags, group.hardware.name)
+    space, count = [_space(config, recipe, flags, group.hardware) for group in groups][0], sum(group.devices for group in groups)
     if flags.devices not in (0, count):
         raise cli.FlagsError(f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}: use --devices={count}")
     search.check(space)
@@ -162,23 +159,25 @@ def _plan_groups(config: Config, recipe: Config, flags: types.SimpleNamespace) -
                 raise cli.FlagsError(rule) from None
             laid_out = None
     if laid_out is None:
-        raise cli.FlagsError(f"{rule}: use {_layout_of_groups(space, groups, values)}")
+        first = cfg.flag_text("hardware", flags.hardware.split(",")[0].rpartition(":")[0])
+        raise cli.FlagsError(f"{rule}: use {_layout_of_groups(space, groups, values) or first}")
     trained = cfg.replace(laid_out, dict(planned.settings()))
     if flags.recipe:
-        name = os.path.basename(flags.config).removesuffix(".py")
-        _write("recipe", flags.recipe, recipe_text(trained, f"{name} as planned for {flags.hardware}.").encode())
+        _write("recipe", flags.recipe, recipe_text(trained, f"{_model(flags)} as planned for {flags.hardware}.").encode())
+    if flags.png:
+        _write("png", flags.png, picture.png(picture.of_groups(planned, _model(flags))))
     figures = planned.figures(flags.tokens or None)
     if flags.json:
         print(json.dumps(figures))
         return
     lines = unequal.describe(planned)
     if flags.tokens:
-        lines.append(f"run: {flags.tokens / 1e9:,.4g} billion tokens take {figures['train_days']:,.1f} days")
+        lines.append(run_time(flags.tokens, figures["tokens_per_s"]))
     print("\n".join([*lines, *_training(flags, trained, recipe)]))
 
 
 def _layout_of_groups(space: Space, groups: Sequence[unequal.Group], values: layout_flag.Values) -> str:
-    """The nearest layout over these groups that works, as a flag, of those that fit if there are any; without any, one kind of devices."""
+    """The nearest layout over these groups that works, as a flag, of those that fit if there are any; "" without any."""
     working = []
     for tried in itertools.islice(unequal.layouts(space.config, groups, values), MOST_TRIED):
         with contextlib.suppress(LayoutError, ConfigError):
@@ -187,7 +186,7 @@ def _layout_of_groups(space: Space, groups: Sequence[unequal.Group], values: lay
         with contextlib.suppress(ConfigError, ValueError):
             unequal.plan(config, groups, space.assume)
             return f"--layout={text}"
-    return f"--hardware={groups[0].hardware.name}"
+    return ""
 
 
 def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
@@ -209,15 +208,15 @@ def _training(flags: types.SimpleNamespace, config: Config, recipe: Config) -> l
     return ["to train it:", f"  python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(config, recipe)}"]
 
 
-def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, name: str = "") -> Space:
-    """The flags, checked. name: of the kind of device, that of the flags if not given. Raises FlagsError or HardwareError."""
+def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware | None = None) -> Space:
+    """The flags, checked. kind: of device, that of the flags if not given. Raises FlagsError or HardwareError."""
     if flags.assume not in PROGRAMS:
         near = difflib.get_close_matches(flags.assume, PROGRAMS, 1, 0.0)[0]
         raise cli.FlagsError(f"--assume={flags.assume!r} is not known ({', '.join(PROGRAMS)}): use --assume={near}")
     for flag in ("tokens", "price", "kwh_price"):
         if not math.isfinite(getattr(flags, flag)):
             raise cli.FlagsError(f"--{flag}={getattr(flags, flag)} is not a finite number: use --{flag}=0")
-    kind, compute = hardware.load(name or flags.hardware or DEFAULT_HARDWARE), config.precision.compute
+    kind, compute = kind or hardware.load(flags.hardware or DEFAULT_HARDWARE), config.precision.compute
     if compute not in kind.peak_tflops and compute in cfg.fields()["precision.compute"].metadata["choices"]:
         dtype = next((dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16")
         raise cli.FlagsError(f"precision.compute={compute!r} has no peak on {kind.name}: use --config.precision.compute={dtype}")
@@ -251,8 +250,13 @@ def _with_devices(space: Space) -> Space:
 
 def _recipe(plan: Plan, flags: types.SimpleNamespace) -> str:
     """A plan's config as a recipe."""
-    name, devices = os.path.basename(flags.config), plan.prediction.devices
-    return recipe_text(plan.config, f"{name.removesuffix('.py')} as planned for {devices:,} × {plan.prediction.work.hardware.name}.")
+    devices, name = plan.prediction.devices, plan.prediction.work.hardware.name
+    return recipe_text(plan.config, f"{_model(flags)} as planned for {devices:,} × {name}.")
+
+
+def _model(flags: types.SimpleNamespace) -> str:
+    """The recipe's name."""
+    return os.path.basename(flags.config).removesuffix(".py")
 
 
 def _write(flag: str, path: str, content: bytes) -> None:
