@@ -142,18 +142,6 @@ def _refusal(namespace: types.SimpleNamespace, config: Config, recipe: Config) -
     return checks.refusal(config, around)
 
 
-def run_quietly(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The status of a command, which Ctrl-C and a reader that has seen enough end without a word."""
-    try:
-        return main(argv)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return ExitStatus.INTERRUPTED
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to write to at exit
-        return ExitStatus.FINISHED
-
-
 def check_cluster(namespace: types.SimpleNamespace) -> None:
     """UsageError where the flags of a run of several processes do not fit together."""
     host, _, port = namespace.coordinator.rpartition(":")

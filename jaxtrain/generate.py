@@ -11,7 +11,6 @@ A single process: no jax.distributed.
 import contextlib
 import dataclasses
 import functools
-import io
 import math
 import os
 import sys
@@ -48,6 +47,7 @@ from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.devices import startup
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.start_up import imports_without_collection
 
@@ -351,8 +351,6 @@ def show(batches: "Iterable[np.ndarray]", tokenizer: "Tokenizer", ids: list[int]
     from jaxtrain.generation.text import TextStream
 
     streams = [TextStream(tokenizer, ids) for _ in range(flags.samples)]
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
     texts, counts = [""] * flags.samples, [0] * flags.samples
     reasons = [CTRL_C] * flags.samples  # until another one is known
     live = flags.samples == 1
@@ -405,4 +403,4 @@ def how_it_ended(ended: Ended, prompt: int, config: Config) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_quietly(main, sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -20,6 +20,7 @@ from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.search_progress import SearchProgress
@@ -91,7 +92,9 @@ def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus
 def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> ExitStatus | None:
     """What the run ended with; None if Ctrl-C has ended it before training began. Raises ConfigError or RunError."""
     config, flags = cli.parse(argv, DESCRIPTION, FLAGS, recipe, check_flags)
-    with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
+    if not flags.dry_run:
+        streams.outlive()
+    with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():  # there the object stands alone
         with imports_without_collection():
             startup.start_jax(flags, config)
             if unused := startup.unused_accelerator(flags):
@@ -100,17 +103,14 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
-    clock.enter(Part.TABLE)
-
-    folder = pathlib.Path(flags.workdir)
-    ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
-    if not ready:
-        return None
-    notes = (*elastic.notes(config, ready.config), *unused_settings(ready.config))
-    for note in notes if cluster.is_main() else ():
-        print(f"note: {note}", file=sys.stderr, flush=True)
-    if flags.dry_run:
-        plan = dry_run(ready.resolved, ready.setup, clock)
+        clock.enter(Part.TABLE)
+        folder = pathlib.Path(flags.workdir)
+        ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
+        if not ready:
+            return None
+        cluster.say(*(f"note: {note}" for note in (*elastic.notes(config, ready.config), *unused_settings(ready.config))))
+        plan = dry_run(ready.resolved, ready.setup, clock) if flags.dry_run else None
+    if plan:
         cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
         return ExitStatus.FINISHED
     ready = with_measured_times(ready, flags, folder)
@@ -143,7 +143,7 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
     if before is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with SearchProgress("searching for a table", shown=cluster.is_main()) as progress:
+        with SearchProgress("searching for a table", shown=cluster.is_main(), log=sys.stdout) as progress:
             checked = check_run(config, jax.device_count(), jax.default_backend(), recipe, progress)
             resolved = checked.resolve()
             return Ready(checked, resolved, make_setup(resolved, progress))
@@ -205,4 +205,4 @@ def _leave(status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], BEGAN))
+    sys.exit(streams.run(lambda argv: main(argv, BEGAN), sys.argv[1:]))

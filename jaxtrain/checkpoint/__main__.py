@@ -29,7 +29,7 @@ from jaxtrain.checkpoint.subject import PlaceError, Subject
 from jaxtrain.config import Config, ConfigError, fields, flag_text, get, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, read_flags
-from jaxtrain.run import terminal
+from jaxtrain.run import streams, terminal
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.run_lock import RunLock
 
@@ -211,16 +211,12 @@ def _was_deleted(folder: epath.Path, had_manifest: bool) -> bool:
 
 def _progress(step: str) -> Callable[[int, int], None]:
     """Shows on a terminal how much of a step is read."""
-
-    def show(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            terminal.draw(sys.stderr, f"{step}: {in_units(done)} of {in_units(total)}")
-
-    return show
+    line = terminal.Line(sys.stderr)
+    return lambda done, total: line.draw(f"{step}: {in_units(done)} of {in_units(total)}")
 
 
 def _clear_progress() -> None:
-    if sys.stderr.isatty():
+    if terminal.redraws(sys.stderr):
         terminal.clear(sys.stderr)
 
 
@@ -416,4 +412,4 @@ _COMMANDS: Mapping[str, Callable[[list[Subject], types.SimpleNamespace], int]] =
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_quietly(main, sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -1,6 +1,19 @@
 """A transformer by its sizes: what its layers have of parameters, and what a token costs in each of them."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerCounts:
+    """products: as Transformer has them; token, all, whole: parameters that a token is multiplied with, all, those that `model` does not
+    split."""
+
+    products: tuple[tuple[str, int, int], ...]
+    token: int
+    all: int
+    whole: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +75,24 @@ class Transformer:
 
         dense: a layer of those before the others. `model` splits what is named in COLUMNS by its outputs, and the others by their inputs.
         """
+        return self._counts[dense].products
+
+    @functools.cached_property
+    def _counts(self) -> "dict[bool, _LayerCounts]":
+        """What a search asks for thousands of times, by `dense`."""
+        counts = {}
+        for dense in (False, True):
+            products = self._products(dense)
+            token = sum(inputs * outputs for _, inputs, outputs in products)
+            chosen = 0 if dense else self.experts_per_token * self.width * self.expert_width * (3 if self.gated else 2)
+            vectors = self._vectors(dense, products)
+            whole = vectors + sum(inputs * outputs for name, inputs, outputs in products if name in WHOLE)
+            split_biases = sum(outputs for name, _, outputs in products if name in COLUMNS) if self.biases else 0
+            experts = 0 if dense else self.expert_parameters() - chosen
+            counts[dense] = _LayerCounts(products, token, token + experts + split_biases + vectors, whole)
+        return counts
+
+    def _products(self, dense: bool) -> tuple[tuple[str, int, int], ...]:
         width, heads = self.width, self.heads
         if self.mla:
             attention = [
@@ -79,25 +110,20 @@ class Transformer:
 
     def token_parameters(self, dense: bool = False) -> int:
         """Numbers of one layer's matrices that a token is multiplied with."""
-        return sum(inputs * outputs for _, inputs, outputs in self.products(dense))
+        return self._counts[dense].token
 
     def layer_parameters(self, dense: bool = False) -> int:
         """All parameters of one layer: all experts, norms, and biases where there are any."""
-        matrices = self.token_parameters(dense)
-        if self.experts and not dense:
-            matrices += (self.experts - self.experts_per_token) * self.width * self.expert_width * (3 if self.gated else 2)
-        split_biases = sum(outputs for name, _, outputs in self.products(dense) if name in COLUMNS) if self.biases else 0
-        return matrices + split_biases + self._vectors(dense)
+        return self._counts[dense].all
 
     def whole_parameters(self, dense: bool = False) -> int:
         """Of one layer's, those that `model` does not split: latents, the router, norms, biases of what is split by its inputs."""
-        matrices = sum(inputs * outputs for name, inputs, outputs in self.products(dense) if name in WHOLE)
-        return matrices + self._vectors(dense)
+        return self._counts[dense].whole
 
-    def _vectors(self, dense: bool) -> int:
+    def _vectors(self, dense: bool, products: Sequence[tuple[str, int, int]]) -> int:
         """Numbers of one layer's vectors that `model` does not split: norms, biases, and the router's count of rows by expert."""
         norms = self.norm_vectors * (2 * self.width + self.query_rank + self.kv_rank)
-        biases = sum(outputs for name, _, outputs in self.products(dense) if name not in COLUMNS and name != "router")
+        biases = sum(outputs for name, _, outputs in products if name not in COLUMNS and name != "router")
         return norms + biases * self.biases + (0 if dense else self.experts)
 
     def expert_parameters(self) -> int:

@@ -11,9 +11,10 @@ import os
 import pathlib
 import shutil
 import socket
-import sys
 import uuid
 from collections.abc import Callable, Iterator
+
+from jaxtrain.run import streams
 
 
 def folder_of(setting: str) -> pathlib.Path:
@@ -88,7 +89,7 @@ def _locked(path: pathlib.Path, progress: bool) -> Iterator[bool]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if progress:
-                    print(f"waiting for another process that prepares {path.stem}", file=sys.stderr)
+                    streams.say(f"waiting for another process that prepares {path.stem}")
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:
                 yield False

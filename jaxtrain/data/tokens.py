@@ -26,7 +26,6 @@ import time
 from typing import Any
 
 import numpy as np
-import tqdm
 
 from jaxtrain.config import suggestion
 from jaxtrain.data import cache, sources
@@ -36,6 +35,7 @@ from jaxtrain.data.encode import encode
 from jaxtrain.data.records import File
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, Tokenizer, load_tokenizer, tokenizer_from
+from jaxtrain.run import streams, terminal
 
 __all__ = ["Corpus", "DataError", "Tokenizer", "bigram_entropy", "load_tokenizer", "prepare", "tokenizer_from"]
 
@@ -80,6 +80,15 @@ class Corpus:
         """The documents held out."""
         return self._splits[1]
 
+    def check_whole(self) -> None:
+        """Raises DataError where a file has been cut short since: to read what was mapped of it would end the process without a word."""
+        for array in (self.tokens, self.mask):
+            if isinstance(array, np.memmap):
+                file: Any = array.base
+                if file.size() < array.offset + array.nbytes:
+                    rule = f"{array.filename}: the file was cut short while it was in use, and {file.size():,} bytes are left"
+                    raise DataError(f"{rule}: put it back as it was, and start again")
+
 
 def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
     """The corpus of a `data` config, prepared now if the cache does not hold it.
@@ -99,22 +108,43 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         folder = cache.folder_of(data.cache) / f"{slug}-{_key(data, source, tokenizer)}"
 
         def make(temporary: pathlib.Path) -> None:
-            if source.holds_tokens:
-                _index(temporary, data, source, tokenizer, progress)
-            else:
-                _tokenize(temporary, data, source, tokenizer, progress)
-            if source != sources.find(data.source):
-                raise DataError(f"data.source={data.source} changed while it was read: try again when it is complete")
+            try:
+                if source.holds_tokens:
+                    _index(temporary, data, source, tokenizer, progress)
+                else:
+                    _tokenize(temporary, data, source, tokenizer, progress)
+            except (DataError, OSError) as error:
+                if _has_changed(source) and not (isinstance(error, OSError) and cache.refusal(error, cache.folder_of(data.cache))):
+                    raise _changed(data) from error  # which is why it could not be read
+                raise
+            if _has_changed(source):
+                raise _changed(data)
 
         cache.ensure(folder, lambda path: _open(path, data, source, tokenizer) is not None, make, progress)
         corpus = _open(folder, data, source, tokenizer)
+        if corpus is None:
+            raise _changed(data)
     except OSError as error:
         named = cache.refusal(error, cache.folder_of(data.cache))
         raise DataError(named or f"{error.filename or data.source}: {error.strerror or error}") from error
-    assert corpus is not None, folder
     if progress:
-        print(*(f"{line}\n" for line in corpus.skipped.lines(data.source)), sep="", end="", file=sys.stderr, flush=True)
+        streams.say(
+            *corpus.skipped.lines(data.source),
+            *(f"data.source={data.source}: {link} is a link to a folder, which is not followed" for link in source.linked_folders),
+        )
     return corpus
+
+
+def _has_changed(source: sources.Source) -> bool:
+    """Whether the files of a source are others than they were, by names, sizes and times."""
+    try:
+        return source != sources.find(source.name)
+    except (DataError, OSError):
+        return True  # they are gone
+
+
+def _changed(data: Any) -> DataError:
+    return DataError(f"data.source={data.source} changed while it was read: try again when it is complete")
 
 
 def bigram_entropy(corpus: Corpus) -> float | None:
@@ -132,6 +162,7 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     blocks = -(-pairs // CHUNK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, BIGRAMS // CHUNK)).astype(np.int64))
     counts = np.zeros(n * n, np.int64)
+    corpus.check_whole()
     for block in chosen.tolist():
         ids = corpus.train.read(corpus.tokens, block * CHUNK, min((block + 1) * CHUNK, pairs) + 1).astype(np.int32)
         counts += np.bincount(ids[:-1] * n + ids[1:], minlength=n * n)
@@ -163,7 +194,7 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
         use = f"use {suggestion({'data.tokenizer': 'bytes'} | ({'model.vocab_size': least} if tokenizer.vocab_size < least else {}))}"
         raise DataError(f"data.tokenizer=none is for token files, and data.source={name} is text: {use}")
     if data.bad_records == "stop":
-        sources.check_not_empty(source)
+        sources.check_files(source)
     stored = cache.folder_of(data.cache)
     if (
         source.root.is_dir()
@@ -180,7 +211,7 @@ def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
     skip = ["skip"] if data.bad_records == "skip" and not source.holds_tokens else []
     digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw, *skip]).encode())
-    for file in source.files:
+    for file in (*source.files, *source.unreadable):
         digest.update(json.dumps(file).encode())
     return digest.hexdigest()[:16]
 
@@ -246,35 +277,36 @@ def _amount(size: float) -> str:
 
 
 class _Progress:
-    """A bar over the bytes of a source's files, with the speed in MB of text (or of token files) a second; at the end a line with it."""
+    """How much of a source's files is read, on a terminal in place, with the speed in MB of text (or of token files) a second; at the end
+    a line with it."""
 
     def __init__(self, name: str, total: int, shown: bool):
-        form = "{l_bar}{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}{postfix}]"
-        self._bar = tqdm.tqdm(total=total, unit_scale=True, desc=f"preparing {name}", disable=not shown, leave=False, bar_format=form)
-        self._name, self._shown, self._began, self._read = name, shown, time.perf_counter(), 0
+        self._name, self._total, self._shown, self._began = name, total, shown, time.perf_counter()
+        self._done = self._read = 0
+        self._line = terminal.Line(sys.stderr, shown)
 
     def update(self, size: int, read: int) -> None:
         """`size` more bytes of the files, which held `read` bytes."""
-        self._read += read
-        self._bar.set_postfix_str(self._speed(), refresh=False)
-        self._bar.update(size)
+        self._read, self._done = self._read + read, self._done + size
+        part = f"{self._done / max(self._total, 1):.0%} of {_amount(self._total)}"
+        self._line.draw(f"preparing {self._name}: {part}, {self._speed()}")
 
     def _speed(self) -> str:
         return f"{_amount(self._read / (time.perf_counter() - self._began))}/s"
 
     def finish(self, tokens: int, documents: int) -> None:
         """Says what was prepared."""
-        self._bar.close()
+        self._line.clear()
         if self._shown:
             what = f"{_amount(self._read)}, {documents:,} documents, {tokens:,} tokens"
             seconds = time.perf_counter() - self._began
-            print(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}", file=sys.stderr, flush=True)
+            streams.say(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
 
     def __enter__(self) -> "_Progress":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        self._line.clear()
 
 
 def _tokenize(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool) -> None:
@@ -306,12 +338,16 @@ def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: T
     file = source.files[0]
     if is_compressed(file.path):
         unpack(file.path, folder / f"source.{file.format}")
-    ids = _map_tokens(file, _token_path(folder, file), data.token_dtype)
+    path = _token_path(folder, file)
+    ids = _map_tokens(file, path, data.token_dtype)
     end, count = tokenizer.end_of_document, 0
-    with _Writer(folder) as writer, _Progress(source.root.name, ids.nbytes, progress) as shown:
+    with _Writer(folder) as writer, _Progress(source.root.name, ids.nbytes, progress) as shown, path.open("rb") as stream:
         writer.append("documents", np.zeros(1, "<i8"))
-        for first in range(0, len(ids), CHUNK):
-            chunk = ids[first : first + CHUNK]
+        stream.seek(ids.offset)
+        for first in range(0, len(ids), CHUNK):  # read, not mapped: a mapped file that is cut short meanwhile ends the process
+            chunk = np.fromfile(stream, ids.dtype, min(CHUNK, len(ids) - first))
+            if first + len(chunk) < min(first + CHUNK, len(ids)):
+                raise _changed(data)
             bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))
             if len(bad):
                 where = f"{file.path}: token {chunk[bad[0]]} at position {first + bad[0]}"
@@ -361,7 +397,7 @@ def _token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
     return unpacked if unpacked.exists() else pathlib.Path(file.path)
 
 
-def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.ndarray:
+def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
     """The tokens of a .bin or .npy file, [n], memory-mapped. Raises DataError if its size, shape or type is not one of tokens."""
     if file.format == "npy":
         try:

@@ -27,16 +27,16 @@ from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
-from jaxtrain.costs.hardware import HardwareError
+from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.costs.program import PROGRAMS
-from jaxtrain.plan import layout_flag, search, unequal
+from jaxtrain.plan import layout_flag, picture, search, unequal
 from jaxtrain.plan.advise import advise
-from jaxtrain.plan.explanation import Prices, explained, flags_of, table
+from jaxtrain.plan.explanation import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError
-from jaxtrain.plan.picture import png
 from jaxtrain.plan.plans import Plan, best_plans, check_fits, plan_of
 from jaxtrain.plan.recipe import recipe_text
 from jaxtrain.plan.search import Space
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 DESCRIPTION = """usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N] [--recipe=FILE] [--json]
@@ -147,27 +147,25 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Sho
     if flags.recipe:
         files[flags.recipe] = _recipe(plans[0], flags).encode()
     if flags.png:
-        files[flags.png] = png(plans)
+        files[flags.png] = picture.png(picture.of_layouts(plans, _model(flags)))
     return Shown([json.dumps(plans[0].prediction.figures())] if flags.json else _lines(plans, recipe, flags), files)
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Shown:
     """What a layout over unequal devices is. Raises UsageError or ConfigError."""
-    _refuse_others(flags, ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "json"), "groups of devices")
+    _refuse_others(flags, ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "png", "json"), "groups of devices")
     groups = _groups(flags.hardware)
-    space, count = _space(config, recipe, flags, groups[0].hardware.name), sum(group.devices for group in groups)
-    for group in groups[1:]:
-        _space(config, recipe, flags, group.hardware.name)
+    space, count = [_space(config, recipe, flags, group.hardware) for group in groups][0], sum(group.devices for group in groups)
     if flags.devices not in (0, count):
         raise UsageError(f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}", {"devices": count})
     search.check(space)
     values = layout_flag.read(flags.layout)
     if not flags.layout:
         rule = f"--hardware={flags.hardware!r} names groups, over which a --layout is planned, and none is searched"
-        raise _layout_of_groups(rule, space, groups, values)
+        raise _layout_of_groups(rule, flags, space, groups, values)
     if layout_flag.devices(values) != count:
         rule = f"--layout is for {layout_flag.devices(values)} devices, and --hardware={flags.hardware!r} names {count}"
-        raise _layout_of_groups(rule, space, groups, values)
+        raise _layout_of_groups(rule, flags, space, groups, values)
     laid_out = _laid_out(space, flags.layout)
     try:
         found = unequal.plan(laid_out.resolve(), groups, flags.assume)
@@ -175,21 +173,24 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
         raise
     except ValueError as error:
         rule = f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
-        raise _layout_of_groups(rule, space, groups, values) from None
+        raise _layout_of_groups(rule, flags, space, groups, values) from None
     trained, files = cfg.replace(laid_out, dict(found.settings())), {}
     if flags.recipe:
-        name = os.path.basename(flags.config).removesuffix(".py")
-        files[flags.recipe] = recipe_text(trained, f"{name} as planned for {flags.hardware}.").encode()
+        files[flags.recipe] = recipe_text(trained, f"{_model(flags)} as planned for {flags.hardware}.").encode()
+    if flags.png:
+        files[flags.png] = picture.png(picture.of_groups(found, _model(flags)))
     figures = found.figures(flags.tokens or None)
     if flags.json:
         return Shown([json.dumps(figures)], files)
     lines = unequal.describe(found)
     if flags.tokens:
-        lines.append(f"run: {flags.tokens / 1e9:,.4g} billion tokens take {figures['train_days']:,.1f} days")
+        lines.append(run_time(flags.tokens, figures["tokens_per_s"]))
     return Shown([*lines, *_training(flags, trained, recipe)], files)
 
 
-def _layout_of_groups(rule: str, space: Space, groups: Sequence[unequal.Group], values: layout_flag.Values) -> LayoutError:
+def _layout_of_groups(
+    rule: str, flags: types.SimpleNamespace, space: Space, groups: Sequence[unequal.Group], values: layout_flag.Values
+) -> LayoutError:
     """The error with the nearest layout over these groups that works, of those that fit if there are any; without any, with one kind of
     devices."""
     working = []
@@ -200,10 +201,10 @@ def _layout_of_groups(rule: str, space: Space, groups: Sequence[unequal.Group], 
         with contextlib.suppress(ConfigError, ValueError):
             unequal.plan(config, groups, space.assume)
             return LayoutError(rule, {"layout": text})
-    return LayoutError(rule, {"hardware": groups[0].hardware.name})
+    return LayoutError(rule, {"hardware": flags.hardware.split(",")[0].rpartition(":")[0]})
 
 
-def _hardware(name: str) -> hardware.Hardware:
+def _hardware(name: str) -> Hardware:
     """The kind of device of this name. Raises UsageError."""
     try:
         return hardware.load(name)
@@ -238,9 +239,9 @@ def _training(flags: types.SimpleNamespace, config: Config, recipe: Config) -> l
     return ["to train it:", f"  python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(config, recipe)}"]
 
 
-def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, name: str = "") -> Space:
-    """The flags, checked. name: of the kind of device, that of the flags if not given. Raises UsageError."""
-    kind, compute = _hardware(name or flags.hardware or DEFAULT_HARDWARE), config.precision.compute
+def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware | None = None) -> Space:
+    """The flags, checked. kind: of device, that of the flags if not given. Raises UsageError."""
+    kind, compute = kind or _hardware(flags.hardware or DEFAULT_HARDWARE), config.precision.compute
     if compute not in kind.peak_tflops and compute in cfg.fields()["precision.compute"].metadata["choices"]:
         dtype = next((dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16")
         raise UsageError(f"precision.compute={compute!r} has no peak on {kind.name}", {"config.precision.compute": dtype})
@@ -274,8 +275,13 @@ def _with_devices(space: Space) -> Space:
 
 def _recipe(plan: Plan, flags: types.SimpleNamespace) -> str:
     """A plan's config as a recipe."""
-    name, devices = os.path.basename(flags.config), plan.prediction.devices
-    return recipe_text(plan.config, f"{name.removesuffix('.py')} as planned for {devices:,} × {plan.prediction.work.hardware.name}.")
+    devices, name = plan.prediction.devices, plan.prediction.work.hardware.name
+    return recipe_text(plan.config, f"{_model(flags)} as planned for {devices:,} × {name}.")
+
+
+def _model(flags: types.SimpleNamespace) -> str:
+    """The recipe's name."""
+    return os.path.basename(flags.config).removesuffix(".py")
 
 
 def _write(path: str, content: bytes) -> None:
@@ -287,4 +293,4 @@ def _write(path: str, content: bytes) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_quietly(main, sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

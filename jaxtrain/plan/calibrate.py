@@ -37,6 +37,7 @@ from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.startup import start_jax, unused_accelerator
 from jaxtrain.plan import fit
 from jaxtrain.plan.bench import Bench, Stopwatch, groups_of
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.search_progress import SearchProgress
 
@@ -279,4 +280,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -72,7 +72,7 @@ def check(space: Space) -> None:
 def _smallest(space: Space, mesh: Layout) -> Layout:
     """A mesh with the smallest microbatch of which a step may have as many as that makes."""
     batch = space.config.data.batch_size
-    each = batch // mesh.batch_shards if isinstance(batch, int) and batch > 0 else 1
+    each = batch // mesh.batch_shards if isinstance(batch, int) and 0 < batch <= cfg.LARGEST_INT else 1
     size = next((size for size in divisors(max(1, each)) if each // size <= MOST_MICROBATCHES), 1)
     return dataclasses.replace(mesh, microbatch=size, microbatches=each // size)
 
@@ -182,6 +182,8 @@ def meshes(space: Space) -> Iterator[Layout]:
     config, n = space.config, space.devices
     m, tokens = config.model, config.data.sequence_length
     replicas = _replicas(space)
+    if n > m.layers * MOST_MODEL * max(1, tokens // LEAST_TOKENS) * config.data.batch_size:  # whose divisors take long to be found
+        return
     stages = [size for size in divisors(n) if size <= m.layers]
     models = [size for size in divisors(n) if size <= MOST_MODEL and m.heads % size == 0]
     contexts = [size for size in divisors(n) if size == 1 or tokens // size >= LEAST_TOKENS]

@@ -25,7 +25,7 @@ from jaxtrain.costs.step_time import Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
 from jaxtrain.plan.prediction import step_figures
-from jaxtrain.plan.tables import part_of, with_microbatches
+from jaxtrain.plan.tables import extrapolated, part_of
 from jaxtrain.schedule.coupled_clock import walk
 from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
 
@@ -151,7 +151,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal
     heads = [head / len(works) if shared else head * (stage == setup.table.stage_of[-1]) for stage in range(len(works))]
     beside = [fixed[0], *[0.0] * (len(works) - 1)]
     stage_s = tuple(m * (n * s + h + b) for n, s, h, b in zip(layers, seconds, heads, beside, strict=True))
-    clock = max(_clock(cut), *stage_s)
+    clock = max(extrapolated(cut, _walked), *stage_s)
     after = max(_after(_with_layers(work, n), busy) for work, n, busy in zip(works, layers, stage_s, strict=True))
     after += m * max(work.vocabulary_sums().seconds for work in works) * shared
     ideal = m * (config.model.layers / sum(1 / s for s in seconds) + (head + fixed[0]) / len(works))
@@ -160,16 +160,10 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal
     return Unequal(cut, tuple(groups), tuple(layers), clock + after, ideal + after, stage_s, clock - max(stage_s), held, fits)
 
 
-def _clock(config: Config) -> float:
-    """Seconds of a step by its table's coupled clock; one with very many microbatches goes on as between two shorter ones."""
-    part, seconds_of = part_of(config), lambda setup: walk(setup.table, setup.times, setup.shares)
-    setup, timed, stages = make_setup(part), part.pipeline.microbatches, config.mesh.stage
-    seconds = seconds_of(setup)
-    if (left := config.pipeline.microbatches - timed) == 0:
-        return seconds
-    fewer = timed // stages // 2 * stages
-    shorter = seconds_of(make_setup(with_microbatches(part, fewer, setup.table)))
-    return seconds + (seconds - shorter) * left / (timed - fewer)
+def _walked(config: Config) -> float:
+    """Seconds of a step by its table's coupled clock."""
+    setup = make_setup(config)
+    return walk(setup.table, setup.times, setup.shares)
 
 
 def _after(work: Work, busy: float) -> float:

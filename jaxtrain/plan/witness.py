@@ -33,6 +33,7 @@ from jaxtrain.plan.prediction import predict
 from jaxtrain.plan.step_figures import StepFigures
 from jaxtrain.plan.tables import with_op_times
 from jaxtrain.plan.topology import INSTALL_COMMAND, Topology, TopologyError, compilers
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 
 GIB = 2**30
@@ -313,4 +314,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -13,13 +13,13 @@ from etils import epath
 from support import ROOT, small
 from support.damage import damage_numbers
 
-from jaxtrain import cli
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as command
 from jaxtrain.checkpoint import steps
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.config import history
+from jaxtrain.run import streams
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
 
@@ -61,7 +61,7 @@ def here(capsys, monkeypatch):
 
     def call(*argv) -> tuple[int, list[str], str]:
         try:
-            status = cli.run_quietly(command.main, [str(word) for word in argv])
+            status = streams.run(command.main, [str(word) for word in argv])
         except SystemExit as end:
             status = end.code
         out, err = capsys.readouterr()

@@ -1,6 +1,7 @@
 """`python -m jaxtrain.plan`: what it prints and what it refuses, in this process."""
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -246,6 +247,12 @@ REFUSED = [
     (["--config=tiny", "--devices=8", "--config.model.width=0"], "model.width=0 must be at least 1"),
     (["--config=tiny", "--devices=8", "--recipe=/nonexistent/planned.py"], "cannot be written .*: use --recipe=planned.py"),
     (["--config=tiny", "--devices=8", "--tokens=inf"], "not a finite number: use --tokens=0.0"),
+    (["--config=tiny", f"--devices={2**31 - 1}"], "no layout uses so many devices .*: use --devices=512$"),
+    (["--config=tiny", f"--devices={10**40}"], "must be at most 2147483647: use --devices=4$"),
+    (
+        ["--config=tiny", "--devices=4", f"--config.data.batch_size={2**61 - 1}"],
+        "is larger than 2147483647: use --config.data.batch_size=16",
+    ),
 ]
 
 
@@ -283,9 +290,31 @@ def test_refusals(plan, argv, text):
     assert re.search(text, plan(*argv)[1])
 
 
-def test_picture(plan, tmp_path):
-    plan("--config=tiny", "--devices=4", f"--png={tmp_path / 'plan.png'}")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+def test_large_and_small_numbers(plan):
+    """Powers of ten in place of hundreds of digits or of zeros, and neither infinite numbers nor none."""
+    layout = "--layout=data=8,stage=16,model=8,microbatch=1"
+    for flags in (("--tokens=1e308", "--price=1e308", "--kwh_price=1e308"), ("--tokens=1e-300", "--price=1e-300", "--kwh_price=5e-324")):
+        line = next(line for line in plan(*GPT3, layout, *flags)[0].splitlines() if line.startswith("run: "))
+        assert len(line) < 250 and not re.search("inf|nan", line) and len(re.findall(r"\d\.?\d*e[+-]\d+", line)) == 8
+    usual = plan(*GPT3, layout, "--tokens=300e9", "--price=2", "--kwh_price=0.1")[0]
+    assert re.search(
+        r"take \d+\.\d days, \d{3},\d{3} device-hours, \d{3}\.\d\d MWh .* \$1,\d{3},\d{3} at \$2 .* \$\d\d,\d{3} of energy", usual
+    )
+    groups = [*MIXED, "--layout=data=16,stage=8,model=8,microbatch=1,schedule=1f1b", "--tokens=1e308"]
+    assert re.search(r"^run: 1e\+299 billion tokens take \d\.\d\de\+297 days$", plan(*groups)[0], re.MULTILINE)
+
+
+def test_devices_that_are_very_slow(plan, tmp_path):
+    """JSON has no infinite numbers."""
+    (tmp_path / "slow.json").write_text(json.dumps({"name": "slow", "like": "h100", "peak_tflops": {"bfloat16": 1e-9}}))
+    flags = [
+        "--config=gpt3_175b",
+        f"--hardware={tmp_path / 'slow.json'}",
+        "--layout=data=8,stage=16,model=8,microbatch=1",
+        "--tokens=1.7e308",
+    ]
+    assert math.isfinite(json.loads(plan(*flags, "--json")[0])["train_days"])
+    assert re.search(r"run: .* take \d\.\d+e\+309 days", plan(*flags)[0])
 
 
 @pytest.mark.parametrize("command, flag", [("--calibrate", "--out="), ("--compile", "--topology=")])
