@@ -185,13 +185,13 @@ def find_checkpoint(
 def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> tuple[epath.Path, Choice]:
     """A run's folder of checkpoints, and what is in it. UsageError where there is none, CheckpointError if it cannot be read."""
     if not workdir:
-        raise UsageError("--workdir is empty", advice=f"the folder of a training run, such as --workdir={_some_run('tiny')}")
+        raise UsageError("--workdir is empty", advice=f"the folder of a training run, such as --workdir={some_run('tiny') or 'runs/tiny'}")
     try:
         with read_errors(f"--workdir={workdir!r}"):
             folder = stores.folder(workdir)
             if not stores.is_folder(folder):
                 word = "is not a folder" if folder.exists() else "does not exist"
-                run = f"the folder of a training run, such as --workdir={_some_run(workdir)}"
+                run = f"the folder of a training run, such as --workdir={some_run(workdir) or 'runs/tiny'}"
                 raise UsageError(f"--workdir={cfg.shown(workdir)} {word}", advice=run)
             if step := step_folder(folder):
                 fixes = {"workdir": str(step.parent), "step": int(step.name)} if step.name.isdigit() else {"workdir": str(step.parent)}
@@ -207,11 +207,6 @@ def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> t
 def remark(line: str) -> None:
     """A line on standard error: standard output is for the text."""
     print(line, file=sys.stderr, flush=True)
-
-
-def _some_run(workdir: str) -> str:
-    """A run of this folder with a name like the given one, for messages."""
-    return some_run(workdir) or "runs/tiny"
 
 
 def start_jax(flags: types.SimpleNamespace) -> None:

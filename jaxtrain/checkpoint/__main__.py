@@ -11,7 +11,6 @@ import math
 import os
 import shlex
 import sys
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -64,7 +63,6 @@ FLAGS = {
 }
 ASK = ("--help", "-h", "--version")
 LISTED = 20  # arrays that `diff` lists
-DELETION_S = 1.0  # seconds in which the deletion of a step comes further
 
 
 def main(argv: Sequence[str]) -> int:
@@ -178,7 +176,7 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         found = [meta.why] if isinstance(meta, Stranger) else reading.damages(folder, _progress(folder.name), checked)
         lines = [f"{folder}: {why}" for why in found]
         _clear_progress()
-        if lines and _was_deleted(folder, had_manifest):
+        if lines and keeping.was_deleted(folder, had_manifest):
             print(f"{folder.name}: was deleted while it was read", flush=True)
             continue
         without = "" if checked else "; it has no checksums, so damage inside of numbers is not known"
@@ -193,21 +191,6 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     without = f", {unchecked} without checksums" if unchecked else ""
     print(f"verified {verified} step{'s'[: verified > 1]}, {in_units(total)}: {result}{without}", flush=True)
     return ExitStatus.STORAGE if damaged else ExitStatus.FINISHED
-
-
-def _was_deleted(folder: epath.Path, had_manifest: bool) -> bool:
-    """Whether a step in which something is missing is being deleted, as runs delete steps that they no longer keep: the manifest goes
-    first (keeping.delete), then the rest, with no pause as long as DELETION_S."""
-    rest, end = -1, 0.0
-    while folder.exists():
-        if had_manifest and (folder / manifest.FILE).exists():
-            return False
-        left = sum(len(files) + len(folders) for _, folders, files in os.walk(folder))
-        rest, end = left, (end if left == rest else time.monotonic() + DELETION_S)
-        if time.monotonic() > end:
-            return False
-        time.sleep(DELETION_S / 10)
-    return True
 
 
 def _progress(step: str) -> Callable[[int, int], None]:
