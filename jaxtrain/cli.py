@@ -178,20 +178,3 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
         rule = f"--process_id={namespace.process_id} is not below --processes={namespace.processes}"
         last = namespace.processes - 1
         raise UsageError(rule, {"process_id": last}, range(max(0, last - 3), last))
-
-
-def check_workdir(workdir: str) -> None:
-    """Raises FlagsError where the folder of a run can neither be written nor made."""
-    if "://" in workdir:
-        raise FlagsError(
-            f"--workdir={workdir!r} is an address, not a folder: use --workdir={os.path.join('runs', os.path.basename(workdir))!r}"
-        )
-    path = pathlib.Path(workdir)
-    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not nearest.is_dir():
-        use = cfg.flag_text("workdir", str(nearest.with_name(nearest.name + "_run")))
-        raise FlagsError(f"--workdir={workdir!r}: {str(nearest)!r} is not a folder: use {use}")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise FlagsError(
-            f"--workdir={workdir!r}: {str(nearest)!r} may not be written: use {cfg.flag_text('workdir', os.path.join('runs', path.name))}"
-        )

@@ -41,7 +41,7 @@ from jaxtrain.checkpoint.steps import (
     what_is_wrong,
 )
 from jaxtrain.checkpoint.stores import scheme_of
-from jaxtrain.checkpoint.subject import PlaceError, some_run, step_folder
+from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
 from jaxtrain.config import Config
 from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
@@ -189,7 +189,7 @@ def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> t
             return folder, choose(folder, TO_GENERATE, wrong, damaged)
     except stores.AddressError as error:
         cli.fail(error.about("workdir") if error.place == workdir else str(error))
-    except PlaceError as error:
+    except NoCheckpointsError as error:
         cli.fail(f"--workdir: {error}")
 
 

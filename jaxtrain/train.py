@@ -19,6 +19,7 @@ from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
+from jaxtrain.devices.cluster_environment import several_processes
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.search_progress import SearchProgress
@@ -78,8 +79,11 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         raise cli.FlagsError("--json=true is for --dry_run alone: use --dry_run=true (or --json=false)")
     if flags.replay and flags.dry_run:
         raise cli.FlagsError("--replay and --dry_run are two things: use --dry_run=false (or --replay=0)")
-    if not (flags.dry_run or flags.replay):
-        cli.check_workdir(flags.workdir)
+    writes, several = not (flags.dry_run or flags.replay), several_processes(flags, os.environ)
+    with imports_without_collection():
+        from jaxtrain import places
+    if writes and not several:
+        places.check(config, flags.workdir)
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         with imports_without_collection():
             startup.start_jax(flags, config)
@@ -89,6 +93,8 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
+    if writes and several:
+        places.check_together(config, flags.workdir)
     clock.enter(Part.TABLE)
 
     folder = pathlib.Path(flags.workdir)
