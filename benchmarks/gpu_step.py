@@ -76,8 +76,8 @@ def run(folder: pathlib.Path) -> dict:
     import jax
 
     from jaxtrain.config.kernels import describe
+    from jaxtrain.config.work import transformer_of
     from jaxtrain.devices.mesh import hardware_of, make_mesh, sizes_of
-    from jaxtrain.run.metrics import model_flops_per_token
     from jaxtrain.training.optimizer import learning_rate
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import abstract_batch, make_step
@@ -106,15 +106,15 @@ def run(folder: pathlib.Path) -> dict:
             jax.block_until_ready((state, metrics))
             seconds.append(time.perf_counter() - began_step)
             results.append(jax.device_get(metrics.by_name()))
-    account, allocator, model, parts = compiled.memory_analysis(), jax.devices()[0].memory_stats() or {}, config.model, step.parts
+    account, allocator = compiled.memory_analysis(), jax.devices()[0].memory_stats() or {}
     memory = account.argument_size_in_bytes + account.temp_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
     first, *timed = seconds
     return {
         "seconds": timed, "first_s": first, "trace_s": traced - began, "compile_s": compile_s,
         "losses": [float(r["loss"]) for r in results], "norms": [float(r["grad_norm"]) for r in results],
         "memory": memory, "allocator_peak": allocator.get("peak_bytes_in_use"),
-        "parameters": parts.parameter_count,
-        "flops_per_token": model_flops_per_token(parts.matmul_parameters, model.layers, parts.attention_width, config.data.sequence_length),
+        "parameters": step.parts.parameter_count,
+        "flops_per_token": transformer_of(config).training_flops_per_token(),
         "kernels": list(describe(config, hardware_of(jax.devices()[0]))), "versions": versions(),
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from jaxtrain.config import Config
-from jaxtrain.run.metrics import mfu
+from jaxtrain.costs import hardware
 
 OURS, TORCH = "jaxtrain", "torch"
 # How far two sides may be apart, as parts of theirs, in the first step and in later ones, whose weights differ by rounding already. In
@@ -44,7 +44,8 @@ def side(rounds: Sequence[Mapping], about: Mapping, flops_per_token: float | Non
     steps = [s for r in rounds for s in r["seconds"]]
     seconds, first = statistics.median(steps), rounds[0]
     speed = about["batch_size"] * about["sequence_length"] / seconds
-    used = None if flops_per_token is None else mfu(speed, flops_per_token, 1, device, about["compute"])
+    kind = hardware.of_device(device)
+    used = None if flops_per_token is None or kind is None else kind.utilization(speed * flops_per_token, about["compute"])
     start = first["first_s"] + first.get("trace_s", 0.0) + first.get("compile_s", 0.0)
     return Side(seconds, max(steps) / min(steps), speed, used, first["memory"], start, first["losses"], first["norms"])
 

@@ -27,8 +27,7 @@ from jaxtrain.costs.transformer import Transformer, gpt  # noqa: E402
 class Row:
     """A published figure and the run that it is of.
 
-    figure: "tflops", "seconds" or "tokens"; counts: which operations a rate counts: "hardware", what is computed again too; "model"; or
-    "causal", of the model with half of attention's
+    figure: "tflops", "seconds" or "tokens"; counts: which operations a rate counts: "hardware", what is computed again too; or "model"
     """
 
     name: str
@@ -44,7 +43,7 @@ class Row:
             return seconds
         if self.figure == "tokens":
             return self.work.layout.batch * self.work.model.sequence / seconds / devices
-        flops = self.work.hardware_flops() if self.counts == "hardware" else self.work.model_flops(causal=self.counts == "causal")
+        flops = self.work.hardware_flops() if self.counts == "hardware" else self.work.model_flops()
         return flops / seconds / devices / 1e12
 
     @property
@@ -178,7 +177,7 @@ def llama3() -> Iterator[Row]:
         )
         work = Work(model, layout, PROGRAMS["llama3"], load("h100"))
         name = f"Llama 3, 405 B on {row['gpus']} H100, {row['seq']} tokens"
-        yield Row(name, work, "tflops", float(row["tflops_per_gpu"]), counts="causal")
+        yield Row(name, work, "tflops", float(row["tflops_per_gpu"]), counts="model")
 
 
 def rows() -> list[Row]:

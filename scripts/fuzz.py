@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Random configs through the real command: those that work train like one device, those that don't are refused with flags that work.
+"""Random configs through the real command: those that work train like one device, those that don't are refused with flags that work;
+and random command lines of all commands, which end as they should.
 
-    scripts/fuzz.py [--seed=N] [--valid=200] [--invalid=2000] [--dry_run=50] [--jobs=2] [--folder=runs/fuzz/SEED]
+    scripts/fuzz.py [--seed=N] [--valid=200] [--invalid=2000] [--dry_run=50] [--commands=400] [--jobs=2] [--folder=runs/fuzz/SEED]
 
 A valid case is a model and a layout of it (fuzz_valid.py). It trains two steps on simulated devices, in float32; losses, gradient norms
 and the validation loss have to be those of one device. Cases come in groups of a model with several layouts, so that the run on one
@@ -9,6 +10,8 @@ device serves them all.
 
 An invalid case is refused, and the flags that the refusal suggests are put behind the others: everything that a run checks must pass then
 (fuzz_configs.py). For `--dry_run` of them that is done by the real command with --dry_run, of small models alone, which compile.
+
+A command line may be anything (fuzz_commands.py): it ends by itself, without a traceback, and what it suggests is not refused.
 
 What has been run is in FOLDER/results.jsonl, with the command of each case: started again, the same command
 goes on. The exit status is 1 if a case failed.
@@ -31,12 +34,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-import fuzz_configs  # noqa: E402 (the path comes first)
+import fuzz_commands  # noqa: E402 (the path comes first)
+import fuzz_configs  # noqa: E402
 import fuzz_valid  # noqa: E402
 
 from jaxtrain.config import get, value_text  # noqa: E402
@@ -178,22 +183,38 @@ def judge(seed: int, number: int) -> dict[str, Any]:
     return {"command": command, "error": fuzz_configs.refusal_holds(flags, devices) or ""}
 
 
-def run_invalid(folder: pathlib.Path, seed: int, count: int, jobs: int) -> int:
-    """Judges `count` invalid cases and says how they went; the number that failed."""
+def run_judged(folder: pathlib.Path, kind: str, judge_case: Callable[[int], dict[str, Any]], count: int, jobs: int, well: str) -> int:
+    """Judges `count` cases of a kind, in processes of their own, and says how they went; the number that failed."""
     results, began = Results(folder / "results.jsonl"), time.monotonic()
-    left = [number for number in range(count) if f"invalid.{number}" not in results.lines]
+    left = [number for number in range(count) if f"{kind}.{number}" not in results.lines]
     with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(judge, seed, number): number for number in left}
+        waiting = {pool.submit(judge_case, number): number for number in left}
         for done, future in enumerate(concurrent.futures.as_completed(waiting), 1):
             result = future.result()
-            results.add(f"invalid.{waiting[future]}", **result)
+            results.add(f"{kind}.{waiting[future]}", **result)
             if result["error"]:
-                print(f"invalid.{waiting[future]}: {result['error']}\n    {result['command']}", flush=True)
+                print(f"{kind}.{waiting[future]}: {result['error']}\n    {result['command']}", flush=True)
             if done % 100 == 0:
-                print(f"{done} of {len(left)} invalid configs, {time.monotonic() - began:.0f} s", flush=True)
-    return conclude(
-        "invalid", [line for name, line in results.lines.items() if name.startswith("invalid.")], "refused with flags that work"
-    )
+                print(f"{done} of {len(left)} cases ({kind}), {time.monotonic() - began:.0f} s", flush=True)
+    return conclude(kind, [line for name, line in results.lines.items() if name.startswith(f"{kind}.")], well)
+
+
+def run_invalid(folder: pathlib.Path, seed: int, count: int, jobs: int) -> int:
+    """Judges `count` invalid configs and says how they went; the number that failed."""
+    return run_judged(folder, "invalid", functools.partial(judge, seed), count, jobs, "refused with flags that work")
+
+
+def judge_command(folder: pathlib.Path, seed: int, number: int) -> dict[str, Any]:
+    """What fuzz_commands.judge says of a random command line."""
+    return fuzz_commands.judge(folder, fuzz_commands.draw(random.Random(f"{seed}/command/{number}")))
+
+
+def run_commands(folder: pathlib.Path, seed: int, count: int, jobs: int) -> int:
+    """Runs `count` command lines and says how they went; the number that failed."""
+    place = folder / "commands"
+    place.mkdir(exist_ok=True)
+    fuzz_commands.write_inputs(place)
+    return run_judged(folder, "command", functools.partial(judge_command, place, seed), count, jobs, "ended as they should")
 
 
 def mended(seed: int, number: int) -> tuple[list[str], int, str, list[str]] | None:
@@ -256,6 +277,7 @@ def main() -> int:
     parser.add_argument("--valid", type=int, default=200, help="valid configs that are trained")
     parser.add_argument("--invalid", type=int, default=2000, help="invalid configs whose refusals are judged")
     parser.add_argument("--dry_run", type=int, default=50, help="invalid configs that are mended and compiled")
+    parser.add_argument("--commands", type=int, default=400, help="random command lines of all commands")
     parser.add_argument("--jobs", type=int, default=2, help="commands at a time")
     parser.add_argument("--folder", type=pathlib.Path, help="of results; runs/fuzz/SEED if not given")
     options = parser.parse_args()
@@ -264,7 +286,12 @@ def main() -> int:
     print(f"seed {options.seed}, results in {folder} (--seed={options.seed} goes on)", flush=True)
     write_corpora(folder)
     failed = 0
-    for run, count in ((run_invalid, options.invalid), (run_dry, options.dry_run), (run_valid, options.valid)):
+    for run, count in (
+        (run_invalid, options.invalid),
+        (run_commands, options.commands),
+        (run_dry, options.dry_run),
+        (run_valid, options.valid),
+    ):
         failed += run(folder, options.seed, count, options.jobs) if count else 0
     return int(failed > 0)
 

@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain.config import Config, ConfigError, ModelConfig, ends_with_layers, get
-from jaxtrain.config.work import planned_op_times
+from jaxtrain.config import Config, ConfigError, ends_with_layers, get
+from jaxtrain.config.work import planned_op_times, transformer_of
 from jaxtrain.costs import hardware
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clock import Times
-from jaxtrain.schedule.orders import CSV, SCHEDULES
+from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES
 from jaxtrain.schedule.placement import Placement, cut, spread
 from jaxtrain.schedule.search import ANY_REPEATS, Cost, Report, cost, part_of
 from jaxtrain.schedule.simulate import Simulation, simulate
@@ -109,31 +109,17 @@ class Setup:
 # --- op times --------------------------------------------------------------------------------------------------------------------
 
 
-def layer_parameters(model: ModelConfig, dense: bool = False) -> int:
-    """Parameters of one layer's matrices that a token is multiplied with, of a resolved model; of a `dense` one before the others."""
-    width, heads = model.width, model.heads
-    if model.attention == "mla":
-        attention = width * (model.query_rank + model.kv_rank + model.rope_head_dim) + heads * model.value_head_dim * width
-        attention += heads * (model.head_dim + model.rope_head_dim) * (model.query_rank or width)
-        attention += heads * (model.head_dim + model.value_head_dim) * model.kv_rank
-    else:
-        attention = width * model.head_dim * 2 * (heads + model.kv_heads)
-    experts = 0 if dense else model.experts
-    columns = (model.experts_per_token + model.shared_experts) * model.expert_width if experts else model.mlp_width
-    return attention + width * (columns * (3 if model.activation == "swiglu" else 2) + experts)
-
-
 def times_of(config: Config, stages: int) -> Times:
     """The op times of a resolved config: its own; those planned for `train.hardware`, in ms; or those of the module's text, with F = 1.
     Raises HardwareError for a kind of device that is not known."""
-    pipeline, model = config.pipeline, config.model
+    pipeline, model, sizes = config.pipeline, config.model, transformer_of(config)
     recompute = {"full": 1.0, "selective": 0.0, "none": 0.0}[pipeline.remat] if stages > 1 else 0.0
     # A module that predicts a further token is another head, a layer and its projection, forward and backward.
-    module = model.vocab_size * model.width + layer_parameters(model) + 2 * model.width**2
-    stage = layer_parameters(model) * model.layers / stages
+    module = model.vocab_size * model.width + sizes.token_parameters() + 2 * model.width**2
+    stage = sizes.token_parameters() * model.layers / stages
     head = 3 * (model.vocab_size * model.width + model.mtp_depth * module) / stage
     # The dense layers before the others run forward with the embedding, and forward and backward with its gradient: four times, in two.
-    embed = 2 * model.dense_layers * layer_parameters(model, dense=True) / stage if model.experts else 0.0
+    embed = 2 * model.dense_layers * sizes.token_parameters(dense=True) / stage if model.experts else 0.0
     known = pipeline.times
     if not known and stages > 1 and config.train.hardware:
         known = planned_op_times(config, hardware.load(config.train.hardware))
@@ -169,7 +155,7 @@ def _search(config: Config, report: Report) -> Setup:
     """The setup of the best table. Raises ConfigError for a schedule that does not fit."""
     pipeline, stages = config.pipeline, config.mesh.stage
     if stages == 1:
-        table = by_name.make_table(TableSpec("1f1b", 1, 1, pipeline.microbatches))
+        table = by_name.make_table(TableSpec(ONE_CHUNK, 1, 1, pipeline.microbatches))
         return Setup(Placement(config.model.layers), table, times_of(config, 1), (1.0,))
     try:
         candidates = _candidates(config, _memory(config), report)
@@ -199,7 +185,7 @@ def _memory(config: Config) -> float | None:
     if pipeline.schedule != "auto" or pipeline.memory:
         return pipeline.memory or None
     permute = "late" if pipeline.permute == "auto" else pipeline.permute
-    spec = TableSpec("1f1b", config.mesh.stage, 1, pipeline.microbatches, permute=permute, remat_full=pipeline.remat == "full")
+    spec = TableSpec(ONE_CHUNK, config.mesh.stage, 1, pipeline.microbatches, permute=permute, remat_full=pipeline.remat == "full")
     return search.memory_of(by_name.make_table(spec))
 
 

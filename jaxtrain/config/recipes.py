@@ -54,7 +54,8 @@ def find_recipe(name: str) -> pathlib.Path:
         return path.resolve()
     if shipped:
         return shipped
-    rule = "is a folder, not a recipe" if os.path.isdir(path) else "is neither a file nor a recipe of jaxtrain's"
+    special = "is not a regular file" if os.path.exists(path) else "is neither a file nor a recipe of jaxtrain's"
+    rule = "is a folder, not a recipe" if os.path.isdir(path) else special
     raise _unknown(f"--config={name!r} {rule}", path)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import itertools
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from jaxtrain.schedule.orders import CSV, SCHEDULES
 from jaxtrain.schedule.search import Report, silent
 
 FILES = (("data.source", "stdlib"), ("data.tokenizer", "bytes"))  # settings that are paths, and the word that they may be
+FOLDERS = "data.source"  # the one that may be a folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +61,14 @@ def _kernel_is_there(config: Config, platform: str) -> Broken | None:
 
 def _file_is_there(config: Config, path: str, word: str) -> Broken | None:
     value = cfg.get(config, path)
-    if value == word or (path, value) == ("data.tokenizer", "none") or (value and pathlib.Path(value).expanduser().exists()):
+    file = pathlib.Path(value).expanduser()
+    if value == word or (path, value) == ("data.tokenizer", "none"):
         return None
-    close = itertools.chain(_files_like(pathlib.Path(value).expanduser()), [word])
+    if os.path.isfile(file) or (value and path == FOLDERS and os.path.isdir(file)):
+        return None
+    close = itertools.chain(_files_like(file), [word])
+    if value and os.path.exists(file):
+        return Broken(path, f"is not a regular file{' or a folder' * (path == FOLDERS)}", values_for(path, close))
     return Broken(path, f"is neither {word!r} nor an existing path", values_for(path, close))
 
 

@@ -12,38 +12,55 @@ A file says what a data sheet says (peaks, memory, links) and which part of it p
     tiers           links from the fastest to the slowest. devices: how many one of them joins, 0 for any number; gb_per_s: what a device
                     sends at most, one way; reached: the part of it that large collectives reach; latency_us: of one step of a ring
 
+    device_kind     a pattern of what jax calls such devices (`Device.device_kind`), so that a run knows its own; may be left out
+    like            the name of a kind whose figures are those that this file leaves out; may be left out
+
 Sources of the figures stand in each file.
 """
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
-import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent / "hardware"
 GIB = 2**30
-# jax's names of kinds of devices → the files here; the first pattern found counts.
-DEVICE_KINDS = (
-    (r"TPU v6 ?lite|TPU v6e", "tpu-v6e"),
-    (r"TPU v5 ?lite|TPU v5e", "tpu-v5e"),
-    (r"TPU v5", "tpu-v5p"),
-    (r"TPU v4", "tpu-v4"),
-    (r"GB200", "gb200"),
-    (r"B200", "b200"),
-    (r"H200(?! NVL)", "h200"),
-    (r"H100(?! NVL| PCIe)", "h100"),
-    (r"A100.*80GB", "a100-80gb"),
-    (r"A100.*40GB", "a100-40gb"),
-)
 HOST, HOST_REACHED = 16.0, 0.8  # GB/s one way of PCIe 3 × 16, and the part of a link to the host that large copies reach
 DTYPES = ("bfloat16", "float32")  # of products, as `precision.compute` has them; a file has the peak of at least one
-TIER_KEYS = frozenset({"name", "devices", "gb_per_s", "reached", "latency_us"})
+PEAKS = (*DTYPES, "float16", "float8", "float4", "int8", "int4")  # types that a file may have the peak of
+TIER_KEYS = ("name", "devices", "gb_per_s", "reached", "latency_us")
+MATMUL_KEYS = ("peak", "half")
+KEYS = (  # of a file, beside `like`
+    *("name", "peak_tflops", "memory_gib", "memory_usable", "memory_gb_per_s", "memory_reached", "matmul", "attention", "launch_us"),
+    *("tiers", "watts", "sources", "alone", "host_gb_per_s", "device_kind"),
+)
+MOST_DEVICES = 10**9  # that links join
+PART = (1e-6, 1.0, 0.8)
+SPEED = (1e-9, 1e6, 450.0)
+# Key of a figure → the least and the most that it may be, and a usual one. What is beyond that is in another unit, or a slip.
+FIGURES: Mapping[str, tuple[float, float, float]] = {
+    "peak_tflops": (1e-9, 1e6, 989.0),
+    "memory_gib": (1e-6, 1e6, 80.0),
+    "memory_usable": PART,
+    "memory_gb_per_s": (1e-9, 1e6, 3350.0),
+    "memory_reached": PART,
+    "host_gb_per_s": SPEED,
+    "matmul.peak": PART,
+    "matmul.half": (0.0, 1e9, 128.0),
+    "attention": PART,
+    "launch_us": (0.0, 1e9, 3.0),
+    "watts": (0.0, 1e6, 700.0),
+    "alone": (1.0, 1e6, 1.0),
+    "gb_per_s": SPEED,
+    "reached": PART,
+    "latency_us": (0.0, 1e9, 3.0),
+}
 
 
 class HardwareError(Exception):
@@ -96,6 +113,7 @@ class Hardware:
     watts:          of the device under load, for energy; 0: not known
     host_gb_per_s:  of copies to or from the host's memory, one way
     alone:          how many times as fast a device is while those that share its cores wait
+    device_kind:    a pattern of jax's name of it; "" for none
     """
 
     name: str
@@ -113,6 +131,7 @@ class Hardware:
     sources: tuple[str, ...]
     alone: float = 1.0
     host_gb_per_s: float = HOST
+    device_kind: str = ""
 
     def waited(self, busy: float, idle: float) -> float:
         """Of `idle` seconds without work beside `busy` ones, those by which a step is longer: what a waiting device leaves of shared cores,
@@ -120,8 +139,12 @@ class Hardware:
         return max(0.0, (busy + idle) / self.alone - busy)
 
     def peak(self, dtype: str = "bfloat16") -> float:
-        """Operations a second."""
+        """Operations a second. KeyError for a type whose peak is not known."""
         return 1e12 * self.peak_tflops[dtype]
+
+    def utilization(self, flops_per_s: float, dtype: str) -> float | None:
+        """The part of a device's peak that so many operations a second are (MFU, of a model's own); None where the peak is not known."""
+        return flops_per_s / self.peak(dtype) if dtype in self.peak_tflops else None
 
     @property
     def memory(self) -> float:
@@ -144,10 +167,11 @@ def known() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
+@functools.cache
 def of_device(kind: str) -> "Hardware | None":
     """The kind of device that jax calls so (`Device.device_kind`); None if it is not known, as any CPU."""
-    name = next((name for pattern, name in DEVICE_KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
-    return load(name) if name else None
+    listed = map(load, known())
+    return next((each for each in listed if each.device_kind and re.search(each.device_kind, kind, re.IGNORECASE)), None)
 
 
 def load(name: str) -> Hardware:
@@ -158,53 +182,76 @@ def load(name: str) -> Hardware:
             raise HardwareError(name, f"is not known ({', '.join(known())}, or a JSON file)", _nearest(name))
         path = FOLDER / f"{name}.json"
     try:
-        return from_json(json.loads(path.read_bytes()))
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, a device has no end
+            raise HardwareError(name, "is not a regular file", known()[0])
+        return from_json(_completed(json.loads(path.read_bytes())))
     except OSError as error:
         raise HardwareError(name, f"cannot be read ({os.strerror(error.errno or 0)})", known()[0]) from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
-        what = f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:120]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"lacks {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
         rule = f"does not describe a device ({what}; {FOLDER / known()[0]}.json does)"
         raise HardwareError(name, rule, known()[0]) from None
 
 
+def _completed(values: dict[str, Any]) -> dict[str, Any]:
+    """A file's object with the figures of the kind that it is like. Raises ValueError for a key that is none, and where no kind has that
+    name."""
+    _check_keys(values, (*KEYS, "like"), "")
+    if "like" not in values:
+        return values
+    name = values["like"]
+    if name not in known():
+        raise ValueError(f"like={_shown(name)} is no kind of device, and {_nearest(str(name))!r} is")
+    base = _completed(json.loads((FOLDER / f"{name}.json").read_bytes()))
+    return {**base, "device_kind": "", "sources": [], **{key: value for key, value in values.items() if key != "like"}}
+
+
 def _nearest(name: str) -> str:
-    """The known name that is most like a text: of those with the text in them the shortest, of two alike the later one."""
+    """The known name that is most like a text: of those with the text in them the shortest, of two alike the later one; without any, the
+    longest that is in the text or begins as the text does."""
     letters = lambda text: re.sub(r"[^a-z0-9]", "", text.lower())
     wanted = letters(name)
-    within = [kind for kind in known() if wanted and (wanted in letters(kind) or letters(kind) in wanted)]
-    if within:
-        return min(reversed(within), key=lambda kind: abs(len(letters(kind)) - len(wanted)))
+    if not wanted:
+        return "h100"
+    if containing := [kind for kind in known() if wanted in letters(kind)]:
+        return min(reversed(containing), key=lambda kind: len(letters(kind)))
     begins = lambda kind: len(os.path.commonprefix([letters(kind), wanted]))
     longest = max(map(begins, known()))
+    if contained := [kind for kind in known() if letters(kind) in wanted and len(letters(kind)) >= longest]:
+        return max(contained, key=len)
     alike = [kind for kind in known() if begins(kind) == longest] if longest > 1 else known()
-    return difflib.get_close_matches(name.lower(), alike, 1, 0.0)[0] if wanted else "h100"
+    return difflib.get_close_matches(name.lower(), alike, 1, 0.0)[0]
 
 
 def from_json(values: Mapping[str, Any]) -> Hardware:
-    """A kind of device from a file's object. Raises KeyError for a key that it lacks, ValueError, TypeError, AttributeError or IndexError
-    for one that has no such value."""
+    """A kind of device from a file's object, without `like`. Raises KeyError for a key that it lacks, ValueError for one that is none, or
+    that has no such value."""
+    _check_keys(values, KEYS, "")
     tiers, matmul = _tiers(_list(values["tiers"], "tiers")), values["matmul"]
-    peaks = {str(dtype): _positive(peak, f"peak_tflops.{dtype}") for dtype, peak in _object(values["peak_tflops"], "peak_tflops").items()}
+    _check_keys(values["peak_tflops"], PEAKS, "peak_tflops")
+    peaks = {dtype: _figure(peak, "peak_tflops", f"peak_tflops.{dtype}") for dtype, peak in values["peak_tflops"].items()}
     if not any(dtype in peaks for dtype in DTYPES):
         raise ValueError(f"peak_tflops has none of {', '.join(DTYPES)}")
-    m, n, k = (_not_negative(size, "matmul.half") for size in _list(_object(matmul, "matmul")["half"], "matmul.half", 3))
-    forward, backward = (_part(part, "attention") for part in _list(values["attention"], "attention", 2))
+    _check_keys(matmul, MATMUL_KEYS, "matmul")
+    m, n, k = (_figure(size, "matmul.half") for size in _list(matmul["half"], "matmul.half", 3))
+    forward, backward = (_figure(part, "attention") for part in _list(values["attention"], "attention", 2))
     return Hardware(
-        name=str(values["name"]),
+        name=_text(values["name"], "name"),
         peak_tflops=peaks,
-        memory_gib=_positive(values["memory_gib"], "memory_gib"),
-        memory_usable=_part(values["memory_usable"], "memory_usable"),
-        memory_gb_per_s=_positive(values["memory_gb_per_s"], "memory_gb_per_s"),
-        memory_reached=_part(values["memory_reached"], "memory_reached"),
-        matmul=Matmul(_part(matmul["peak"], "matmul.peak"), (m, n, k)),
+        memory_gib=_figure(values["memory_gib"], "memory_gib"),
+        memory_usable=_figure(values["memory_usable"], "memory_usable"),
+        memory_gb_per_s=_figure(values["memory_gb_per_s"], "memory_gb_per_s"),
+        memory_reached=_figure(values["memory_reached"], "memory_reached"),
+        matmul=Matmul(_figure(matmul["peak"], "matmul.peak"), (m, n, k)),
         attention_forward=forward,
         attention_backward=backward,
-        launch_us=_not_negative(values["launch_us"], "launch_us"),
+        launch_us=_figure(values["launch_us"], "launch_us"),
         tiers=tiers,
-        watts=_not_negative(values["watts"], "watts"),
-        sources=tuple(str(source) for source in _list(values.get("sources", []), "sources")),
-        alone=_bounded(values.get("alone", 1.0), "alone", "at least 1", lambda alone: 1 <= alone < math.inf),
-        host_gb_per_s=_positive(values.get("host_gb_per_s", HOST), "host_gb_per_s"),
+        watts=_figure(values["watts"], "watts"),
+        sources=tuple(_text(source, "sources") for source in _list(values.get("sources", []), "sources")),
+        alone=_figure(values.get("alone", 1.0), "alone"),
+        host_gb_per_s=_figure(values.get("host_gb_per_s", HOST), "host_gb_per_s"),
+        device_kind=_pattern(values.get("device_kind", "")),
     )
 
 
@@ -213,17 +260,14 @@ def _tiers(listed: Sequence[Any]) -> tuple[Tier, ...]:
     tiers = []
     for at, values in enumerate(listed):
         key = f"tiers[{at}]"
-        if unknown := set(_object(values, key)) - TIER_KEYS:
-            raise ValueError(f"{key} has the key {min(unknown)!r}, and those of a tier are {', '.join(sorted(TIER_KEYS))}")
+        _check_keys(values, TIER_KEYS, key)
         devices = values["devices"]
-        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 0:
-            raise ValueError(f"{key}.devices={devices!r} must be a whole number, and 0 for the last tier")
-        speed = _bounded(values["gb_per_s"], f"{key}.gb_per_s", "above 0", lambda speed: speed > 0)  # infinite where no byte took time
-        reached, latency = (
-            _part(values.get("reached", 1.0), f"{key}.reached"),
-            _not_negative(values.get("latency_us", 0.0), f"{key}.latency_us"),
-        )
-        tiers.append(Tier(str(values["name"]), devices, speed, reached, latency))
+        if isinstance(devices, bool) or not isinstance(devices, int) or not 0 <= devices <= MOST_DEVICES:
+            raise ValueError(f"{key}.devices={_shown(devices)} must be a whole number up to {MOST_DEVICES:,}, and 0 for the last tier")
+        figure = lambda name, value, key=key: _figure(value, name, f"{key}.{name}")
+        speed, reached = figure("gb_per_s", values["gb_per_s"]), figure("reached", values.get("reached", 1.0))
+        latency = figure("latency_us", values.get("latency_us", 0.0))
+        tiers.append(Tier(_text(values["name"], f"{key}.name"), devices, speed, reached, latency))
     sizes = [tier.devices for tier in tiers]
     if not sizes or sizes[-1]:
         raise ValueError("the last of tiers joins any number of devices: devices 0")
@@ -235,30 +279,44 @@ def _tiers(listed: Sequence[Any]) -> tuple[Tier, ...]:
 # --- figures of a file ---------------------------------------------------------------------------------------------------------------
 
 
-def _bounded(value: Any, key: str, rule: str, holds: Callable[[float], bool]) -> float:
-    """The number of this key. Raises ValueError where it is none, or the rule does not hold."""
-    number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if not holds(number):
-        raise ValueError(f"{key}={value!r} must be a number {rule}")
-    return number
+def _figure(value: Any, figure: str, key: str = "") -> float:
+    """The number of a key, whose limits are those of this figure. Raises ValueError where it is none, or beyond them."""
+    least, most, usual = FIGURES[figure]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and least <= value <= most:
+        return float(value)
+    use = most if is_number and value > most else usual
+    raise ValueError(f"{key or figure}={_shown(value)} must be a number from {least:g} to {most:g}, such as {use:g}")
 
 
-def _positive(value: Any, key: str) -> float:
-    return _bounded(value, key, "above 0", lambda number: 0 < number < math.inf)
-
-
-def _not_negative(value: Any, key: str) -> float:
-    return _bounded(value, key, "from 0 on", lambda number: 0 <= number < math.inf)
-
-
-def _part(value: Any, key: str) -> float:
-    return _bounded(value, key, "above 0 and at most 1", lambda number: 0 < number <= 1)
-
-
-def _object(value: Any, key: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{key} must be an object of keys")
+def _text(value: Any, key: str) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise ValueError(f"{key}={_shown(value)} must be a text of one line, such as 'mine'")
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value as messages have it, a long one cut."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _check_keys(values: Any, keys: Sequence[str], where: str) -> None:
+    """Raises ValueError for what is no object, and for the first key of one that is none of these, with the nearest that is."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where or 'the file'} must be an object of keys")
+    for key in values:
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, 1, 0.0)[0]
+            raise ValueError(f"the key {_shown(key)}{f' of {where}' * bool(where)} is unknown, and {near!r} is the nearest")
+
+
+def _pattern(value: Any) -> str:
+    """A regular expression. Raises ValueError where it is none."""
+    try:
+        return re.compile(value).pattern
+    except (re.error, TypeError) as error:
+        raise ValueError(f"device_kind={value!r} must be a regular expression: {error}") from None
 
 
 def _list(value: Any, key: str, length: int = 0) -> Sequence[Any]:

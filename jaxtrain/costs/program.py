@@ -33,6 +33,7 @@ class Program:
     weight_copies:    passes of F, R and B over a layer's weights, where a loop over layers copies them out of their stack
     sum_passes:       passes of W over the sums of a layer's gradients, in 32 bits
     fixed_s:          seconds of a step beside all this: its host, the loss, the norm of gradients
+    causal_rates:     its published rates count the half of attention's operations that a causal mask leaves; otherwise all of them
     """
 
     name: str
@@ -67,6 +68,7 @@ class Program:
     weight_copies: float = 0.0
     sum_passes: float = 0.0
     fixed_s: float = 0.0
+    causal_rates: bool = False
 
 
 _MEGATRON_2021 = Program(
@@ -105,6 +107,7 @@ PROGRAMS: dict[str, Program] = {
             vocabulary_parallel=True,
             by_dimension=True,
             slots=True,
+            causal_rates=True,
         ),
         _MEGATRON_2021,
         dataclasses.replace(
@@ -147,6 +150,7 @@ PROGRAMS: dict[str, Program] = {
             name="llama3",
             text="as torchtitan, in a pipeline whose messages go beside ops; tensor's and context's collectives are waited for",
             stage_overlap=True,
+            causal_rates=True,
         ),
         dataclasses.replace(
             _MEGATRON_2021,

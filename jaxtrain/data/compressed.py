@@ -19,9 +19,16 @@ from jaxtrain.data.bad_records import BadRecord
 
 SUFFIXES = {".gz": "gzip", ".gzip": "gzip", ".bz2": "bzip2", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz"}
 BLOCK = 1 << 20  # bytes read, and at most decompressed, at a time
-MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz"}
-BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")  # after "BZh" and a digit: the first block, or the end of an empty file
+MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    **{bytes([0x50 + n]) + b"\x2a\x4d\x18": "zstd" for n in range(16)},  # a skippable frame goes before, as pzstd writes it
+    b"\xfd7zXZ\x00": "xz",
+    # The level, then the first block, or the end of an empty file.
+    **{f"BZh{level}".encode() + block: "bzip2" for level in range(1, 10) for block in (b"1AY&SY", b"\x17rE8P\x90")},
+}
 HEAD = 512  # bytes by which a file is known
+TOO_WIDE = "requires too much memory"  # in what zstd says of a window that it does not take unasked
 
 
 class Reader(io.BufferedReader):
@@ -137,6 +144,12 @@ class _Bytes(io.RawIOBase):
             if isinstance(error, OSError) and error.errno:
                 raise  # of the disk, not of the content
             reason = (str(error).strip().splitlines() or ["it ends too early"])[0]
+            if TOO_WIDE in reason:
+                raise BadRecord(
+                    self._path,
+                    "its zstd content needs more than 128 MiB of memory to be decompressed (a window of --long=28 or more)",
+                    "compress it again with --long=27 or less",
+                ) from error
             raise BadRecord(
                 self._path,
                 f"damaged or cut short: its {self._kind} content ends after {self._delivered:,} bytes of text, "
@@ -176,11 +189,9 @@ def _compression(path: str, head: bytes) -> str | None:
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
             return kind
-    if head[:3] == b"BZh" and head[4:10] in BZIP2_BLOCKS:
-        return "bzip2"
     claimed = SUFFIXES.get(os.path.splitext(path)[1].lower())
-    if claimed == "zstd" and head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5:  # a skippable frame goes before, as pzstd writes it
-        return claimed
+    if head and any(kind == claimed and magic.startswith(head) for magic, kind in MAGIC.items()):
+        raise BadRecord(path, f"cut short: it ends within the first bytes of a {claimed} file", "get the file again")
     if claimed and b"\0" in head:
         raise BadRecord(path, f"does not begin as a {claimed} file does, and is no text", "get it again, or rename it")
     return None

@@ -67,6 +67,7 @@ class Loader:
             raise ValueError(f"split {split!r}: use train or validation")
         if data.batch_size % microbatches:
             raise ValueError(f"{microbatches} microbatches do not divide data.batch_size={data.batch_size}")
+        self._corpus = corpus
         self._train, self._batch_size, self._sharding = split == "train", data.batch_size, sharding
         self._stream, self._split, self._wanted = corpus.train if self._train else corpus.validation, split, data.validation_fraction > 0
         self._rows = Rows(corpus, self._stream, data.sequence_length, data.attend_across_documents, padded=not self._train)
@@ -117,6 +118,7 @@ class Loader:
         """The same after place → row of the split, of those rows that this process has read for it."""
         if number < 0 or (self.batches is not None and number >= self.batches):
             raise IndexError(f"batch {number} of {self.batches} of {self._name}")
+        self._corpus.check_whole()
         indices = {i: self._index(number * self._batch_size + i) for i in self._local}
         rows: list[Row] = [self._rows.empty() if index is None else self._rows[index] for index in indices.values()]
         return indices, {name: self._place_array([row[name] for row in rows]) for name in rows[0]}

@@ -1,6 +1,7 @@
 """The files of `data.source`, and the documents in them.
 
-    folder   every text, JSON, JSONL and Parquet file below it, in the order of their paths; names that begin with a dot are left out
+    folder   every text, JSON, JSONL and Parquet file below it, in the order of their paths; names that begin with a dot are left out,
+             links to folders are said and not followed; a pipe, a socket or a link to nothing is a file that cannot be read
     text     one document a file; any suffix but those below
     .jsonl   one document a line, of the fields `data.text_fields`, joined in that order; blank lines are no documents (.ndjson too)
     .json    one document for each object of a list, or one a line, or one alone, of the same fields
@@ -19,7 +20,7 @@ import os
 import pathlib
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxtrain.data.bad_records import BadRecord, Skipped
 from jaxtrain.data.compressed import Reader, is_compressed, unpack, without_suffix
@@ -38,11 +39,17 @@ LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_t
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """`name` for messages, and the files in the order of the corpus; `root` is what the user named."""
+    """`name` for messages, and the files in the order of the corpus; `root` is what the user named.
+
+    unreadable: paths below a folder that are no files to read: pipes, sockets, devices, links to nothing.
+    linked_folders: links to folders, which are not followed.
+    """
 
     name: str
     root: pathlib.Path
     files: tuple[File, ...]
+    unreadable: tuple[str, ...] = ()
+    linked_folders: tuple[str, ...] = ()
 
     @property
     def holds_tokens(self) -> bool:
@@ -57,28 +64,37 @@ def find(name: str) -> Source:
     """The files behind a `data.source`, looked at but not read. Raises DataError if there are none."""
     if name == STDLIB:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
-        paths = [path for path in _walk(root, LEFT_OUT_OF_STDLIB) if path.endswith(".py")] if root.is_dir() else []
+        paths = [path for path in _walk(root, LEFT_OUT_OF_STDLIB)[0] if path.endswith(".py")] if root.is_dir() else []
         if not paths:
             raise DataError(f"data.source=stdlib: this Python has no sources in {root}: name a folder or a file")
         return Source(STDLIB, root, tuple(_stat(path, "python") for path in paths))
     root = pathlib.Path(name).expanduser()
     if not root.exists():
         raise DataError(f"data.source={name}: no such file or folder")
+    if not root.is_dir() and not root.is_file():  # a pipe would be waited for, a device has no end
+        raise DataError(f"data.source={name}: not a regular file or a folder: write what it gives into a file, and name that")
     root = root.resolve()
-    paths = _walk(root, frozenset()) if root.is_dir() else [str(root)]
+    paths, unreadable, linked = _walk(root, frozenset()) if root.is_dir() else ([str(root)], [], [])
     if not paths:
-        raise DataError(f"data.source={name}: the folder holds no files (those whose names begin with a dot do not count)")
+        what = "links to folders, which are not followed, do" if linked else "those whose names begin with a dot do"
+        raise (
+            unreadable_file(unreadable).refusal()
+            if unreadable
+            else DataError(f"data.source={name}: the folder holds no files ({what} not count)")
+        )
     files = tuple(_stat(path, FORMATS.get(pathlib.Path(without_suffix(path)).suffix.lower(), "text")) for path in paths)
     if root.is_dir() and (tokens := next((file.path for file in files if file.format in TOKEN_FORMATS), None)):
         raise DataError(f"{tokens}: a token file is no document: name it as data.source, or let its name begin with a dot")
-    return Source(name, root, files)
+    return Source(name, root, files, tuple(unreadable), tuple(linked))
 
 
-def check_not_empty(source: Source) -> None:
-    """Raises DataError if a file has no bytes, before others are read."""
+def check_files(source: Source) -> None:
+    """Raises DataError if a file has no bytes, or is none to read, before others are read."""
+    if source.unreadable:
+        raise unreadable_file(source.unreadable).refusal()
     empty = [file.path for file in source.files if not file.size and file.format != "python"]
     if empty:
-        raise _is_empty(empty[0], f" (and {len(empty) - 1} more)" if len(empty) > 1 else "").refusal()
+        raise _is_empty(empty[0], _others(empty)).refusal()
 
 
 def pieces(
@@ -96,6 +112,9 @@ def pieces(
     """
     # Fields are encoded together where nothing tells them apart, and apart where the loss does: as a prompt is when text is generated.
     runs = [(not masked, tuple(names)) for masked, names in itertools.groupby(fields, lambda name: name in prompt_only)]
+    if skipped is not None:
+        for path in source.unreadable:
+            skipped.add(unreadable_file([path]))
     for file in source.files:
         try:
             for piece in _read(file, runs, scratch, whole=skipped is not None):
@@ -125,14 +144,29 @@ def _read(file: File, runs: Runs, scratch: pathlib.Path, whole: bool) -> Pieces:
     return _text(file)
 
 
-def _walk(root: pathlib.Path, left_out: set[str] | frozenset[str]) -> list[str]:
-    """Regular files below a folder in the order of their paths; links to folders are not followed."""
-    files = []
-    for folder, folders, names in os.walk(root):
+def _walk(root: pathlib.Path, left_out: set[str] | frozenset[str]) -> tuple[list[str], list[str], list[str]]:
+    """Regular files below a folder, what cannot be read, and links to folders, which are not followed; each in the order of their paths."""
+    files: list[str] = []
+    others: list[str] = []
+    linked: list[str] = []
+    for folder, folders, names in os.walk(root, onerror=lambda error: others.append(error.filename)):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
-        paths = (os.path.join(folder, name) for name in names if not name.startswith("."))
-        files += [path for path in paths if os.path.isfile(path)]
-    return sorted(files, key=lambda path: pathlib.PurePath(path).parts)
+        linked += [path for name in folders if os.path.islink(path := os.path.join(folder, name))]
+        for name in names:
+            if not name.startswith("."):
+                (files if os.path.isfile(path := os.path.join(folder, name)) else others).append(path)
+    by_parts = lambda path: pathlib.PurePath(path).parts
+    return sorted(files, key=by_parts), sorted(others, key=by_parts), sorted(linked, key=by_parts)
+
+
+def unreadable_file(paths: Sequence[str]) -> BadRecord:
+    """What is said of paths that are no files to read."""
+    what = "not a regular file"
+    if not os.path.exists(paths[0]):
+        what = "a link to nothing" if os.path.islink(paths[0]) else "it has gone"
+    elif os.path.isdir(paths[0]):
+        what = "a folder that may not be read"
+    return BadRecord(paths[0], f"{what}{_others(paths)}", "remove it, or let its name begin with a dot")
 
 
 def _stat(path: str, format: str) -> File:
@@ -164,6 +198,10 @@ def _text(file: File) -> Iterator[Piece]:
     if empty:
         raise _is_empty(file.path)
     yield Piece(kept, True, True, 0)
+
+
+def _others(paths: Sequence[str]) -> str:
+    return f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
 
 
 def _is_empty(path: str, others: str = "") -> BadRecord:

@@ -8,6 +8,7 @@ preparing a corpus in tokens.py.
 import dataclasses
 import functools
 import hashlib
+import os
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -105,6 +106,8 @@ class FileTokenizer:
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path).expanduser().resolve()
         try:
+            if os.path.exists(self.path) and not os.path.isfile(self.path):  # a pipe would be waited for, a device has no end
+                raise OSError(0, "not a regular file")
             self.content = self.path.read_bytes()
         except OSError as error:
             raise DataError(f"data.tokenizer={path}: {error.strerror} (use bytes, none or the path of a tokenizers JSON file)") from error

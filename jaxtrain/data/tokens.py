@@ -78,6 +78,15 @@ class Corpus:
         """The documents held out."""
         return self._splits[1]
 
+    def check_whole(self) -> None:
+        """Raises DataError where a file has been cut short since: to read what was mapped of it would end the process without a word."""
+        for array in (self.tokens, self.mask):
+            if isinstance(array, np.memmap):
+                file: Any = array.base
+                if file.size() < array.offset + array.nbytes:
+                    rule = f"{array.filename}: the file was cut short while it was in use, and {file.size():,} bytes are left"
+                    raise DataError(f"{rule}: put it back as it was, and start again")
+
 
 def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
     """The corpus of a `data` config, prepared now if the cache does not hold it.
@@ -97,22 +106,44 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         folder = cache.folder_of(data.cache) / f"{slug}-{_key(data, source, tokenizer)}"
 
         def make(temporary: pathlib.Path) -> None:
-            if source.holds_tokens:
-                _index(temporary, data, source, tokenizer, progress)
-            else:
-                _tokenize(temporary, data, source, tokenizer, progress)
-            if source != sources.find(data.source):
-                raise DataError(f"data.source={data.source} changed while it was read: try again when it is complete")
+            try:
+                if source.holds_tokens:
+                    _index(temporary, data, source, tokenizer, progress)
+                else:
+                    _tokenize(temporary, data, source, tokenizer, progress)
+            except (DataError, OSError) as error:
+                if _has_changed(source) and not (isinstance(error, OSError) and cache.refusal(error, cache.folder_of(data.cache))):
+                    raise _changed(data) from error  # which is why it could not be read
+                raise
+            if _has_changed(source):
+                raise _changed(data)
 
         cache.ensure(folder, lambda path: _open(path, data, source, tokenizer) is not None, make, progress)
         corpus = _open(folder, data, source, tokenizer)
+        if corpus is None:
+            raise _changed(data)
     except OSError as error:
         named = cache.refusal(error, cache.folder_of(data.cache))
         raise DataError(named or f"{error.filename or data.source}: {error.strerror or error}") from error
-    assert corpus is not None, folder
     if progress:
-        print(*(f"{line}\n" for line in corpus.skipped.lines(data.source)), sep="", end="", file=sys.stderr, flush=True)
+        lines = [
+            *corpus.skipped.lines(data.source),
+            *(f"data.source={data.source}: {link} is a link to a folder, which is not followed" for link in source.linked_folders),
+        ]
+        print(*(f"{line}\n" for line in lines), sep="", end="", file=sys.stderr, flush=True)
     return corpus
+
+
+def _has_changed(source: sources.Source) -> bool:
+    """Whether the files of a source are others than they were, by names, sizes and times."""
+    try:
+        return source != sources.find(source.name)
+    except (DataError, OSError):
+        return True  # they are gone
+
+
+def _changed(data: Any) -> DataError:
+    return DataError(f"data.source={data.source} changed while it was read: try again when it is complete")
 
 
 def bigram_entropy(corpus: Corpus) -> float | None:
@@ -130,6 +161,7 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     blocks = -(-pairs // CHUNK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, BIGRAMS // CHUNK)).astype(np.int64))
     counts = np.zeros(n * n, np.int64)
+    corpus.check_whole()
     for block in chosen.tolist():
         ids = corpus.train.read(corpus.tokens, block * CHUNK, min((block + 1) * CHUNK, pairs) + 1).astype(np.int32)
         counts += np.bincount(ids[:-1] * n + ids[1:], minlength=n * n)
@@ -159,7 +191,7 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
         raise DataError(f"data.tokenizer=none is for token files, and data.source={name} is text: use bytes or a tokenizers JSON file")
     if data.bad_records == "stop":
-        sources.check_not_empty(source)
+        sources.check_files(source)
     stored = cache.folder_of(data.cache)
     if (
         source.root.is_dir()
@@ -176,7 +208,7 @@ def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
     skip = ["skip"] if data.bad_records == "skip" and not source.holds_tokens else []
     digest = hashlib.sha256(json.dumps([FORMAT, description, fields, raw, *skip]).encode())
-    for file in source.files:
+    for file in (*source.files, *source.unreadable):
         digest.update(json.dumps(file).encode())
     return digest.hexdigest()[:16]
 
@@ -302,12 +334,16 @@ def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: T
     file = source.files[0]
     if is_compressed(file.path):
         unpack(file.path, folder / f"source.{file.format}")
-    ids = _map_tokens(file, _token_path(folder, file), data.token_dtype)
+    path = _token_path(folder, file)
+    ids = _map_tokens(file, path, data.token_dtype)
     end, count = tokenizer.end_of_document, 0
-    with _Writer(folder) as writer, _Progress(source.root.name, ids.nbytes, progress) as shown:
+    with _Writer(folder) as writer, _Progress(source.root.name, ids.nbytes, progress) as shown, path.open("rb") as stream:
         writer.append("documents", np.zeros(1, "<i8"))
-        for first in range(0, len(ids), CHUNK):
-            chunk = ids[first : first + CHUNK]
+        stream.seek(ids.offset)
+        for first in range(0, len(ids), CHUNK):  # read, not mapped: a mapped file that is cut short meanwhile ends the process
+            chunk = np.fromfile(stream, ids.dtype, min(CHUNK, len(ids) - first))
+            if first + len(chunk) < min(first + CHUNK, len(ids)):
+                raise _changed(data)
             bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))
             if len(bad):
                 where = f"{file.path}: token {chunk[bad[0]]} at position {first + bad[0]}"
@@ -338,7 +374,7 @@ def _token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
     return unpacked if unpacked.exists() else pathlib.Path(file.path)
 
 
-def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.ndarray:
+def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
     """The tokens of a .bin or .npy file, [n], memory-mapped. Raises DataError if its size, shape or type is not one of tokens."""
     if file.format == "npy":
         try:

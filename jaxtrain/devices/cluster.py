@@ -6,15 +6,17 @@ here is whether to ask it at all: a single process must never wait for others. S
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import socket
 import sys
+import threading
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -33,6 +35,8 @@ _TOLD = "jaxtrain/told"
 BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
 # Seconds until jax finds out by itself that a process is gone, where the run's own connections (run/peers.py) do not tell.
 HEARTBEAT_TIMEOUT_S = 50
+MEETING_S = 300  # that processes wait for each other at the start; jax then aborts, with status 134
+NOTICE_S = 10.0  # of waiting for the others, before a line says so
 NAMES_MS = 60_000  # for the others' host names, when all processes have their devices
 FAULT_OR_PEER_S = 5.0  # seconds in which an error turns out to be the death of another process
 _questions = itertools.count()
@@ -60,13 +64,34 @@ def initialize(namespace: types.SimpleNamespace) -> None:
     # jax's own preemption service takes SIGTERM away from the process; the training loop handles it.
     jax.config.update("jax_enable_preemption_service", False)
     devices = None if environment.get("JAX_LOCAL_DEVICE_IDS") else local_gpus(environment, visible_gpus(environment))
-    jax.distributed.initialize(
-        **job(namespace, environment),
-        local_device_ids=devices,
-        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
-    )
+    known = job(namespace, environment)
+    with notice_of_waiting(known.get("num_processes"), known.get("coordinator_address", "")):
+        jax.distributed.initialize(
+            **known,
+            local_device_ids=devices,
+            initialization_timeout=MEETING_S,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+        )
     sys.excepthook = _leave_at_once
     watchdog.outlive_abort()
+
+
+@contextlib.contextmanager
+def notice_of_waiting(processes: int | None, address: str, after: float = NOTICE_S) -> Iterator[None]:
+    """A context in which the processes of a run meet: a line says whom this one waits for if that takes longer than `after` seconds.
+
+    processes: of the run, None where jax alone knows; address: of process 0, "" where jax finds it.
+    """
+    whom = f"the {processes} processes of this run" if processes else "the other processes of this run"
+    where = f" at {address}" if address else ""
+    line = f"waiting for {whom} to meet{where}; jax gives up after {MEETING_S} s"
+    timer = threading.Timer(after, lambda: print(line, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_devices() -> None:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.costs.transformer import padded_vocabulary
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.latent import LatentAttention
@@ -25,13 +26,6 @@ from jaxtrain.parallel.tensor import own_tokens
 from jaxtrain.parallel.vocabulary import lookup
 
 ATTENTION = {"gqa": Attention, "mla": LatentAttention}
-TILE = 128  # matrix units want the vocabulary in multiples of this
-
-
-def padded_vocabulary(vocab_size: int, shards: int) -> int:
-    """Rows held in memory: divisible by the shards, and large vocabularies by whole tiles on each."""
-    unit = shards if vocab_size < 32 * TILE else shards * TILE
-    return -(-vocab_size // unit) * unit
 
 
 class Embedder(nnx.Module):
@@ -173,22 +167,6 @@ class Parts:
         """Parameters of the whole model, padding not counted."""
         count = lambda name: sum(s.size for s in jax.tree.leaves(self.specs[name]))
         return sum(count(name) * (self.cfg.layers if name == "layer" else 1) for name in self.specs)
-
-    @property
-    def attention_width(self) -> float:
-        """Multiplications of a token with one key and one value, over all heads, halved."""
-        key = self.cfg.head_dim + self.cfg.rope_head_dim
-        return self.cfg.heads * (key + (self.cfg.value_head_dim or key)) / 2
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters that a token is multiplied with: the matrices of all layers, of experts those of its choice, and the head's, tied or
-        not, once for each token that is predicted."""
-        part = lambda s: self.cfg.experts_per_token / self.cfg.experts if "experts" in s.axes else 1
-        matrices = lambda tree: sum(round(s.size * part(s)) for s in jax.tree.leaves(tree) if s.matrix)
-        layers = self.cfg.layers * matrices(self.specs["layer"])
-        layers += sum(matrices(self.specs.get(name, {})) for name in ("first", "predictors"))
-        return layers + (1 + self.cfg.mtp_depth) * self.cfg.vocab_size * self.cfg.width
 
 
 def build(cfg, model_shards: int = 1, stage_shards: int = 1, over: str = "all_gather", batch_size: int = 1) -> Parts:

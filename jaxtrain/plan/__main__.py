@@ -57,8 +57,9 @@ best that fit, are timed by the exact clock of their tables, where the program i
 
 What --json prints, of the layout or of the best:
   step_time_s                   of a step
-  model_tflops_per_device       attention counted in full; hardware_tflops_per_device, with what is computed again
-  mfu, hfu                      the same over the peak
+  model_tflops_per_device       of the model alone; hardware_tflops_per_device, with what is computed again
+  mfu, hfu                      the same over the peak; a run's metrics.jsonl has the same mfu
+  attention_flops               counted in these: causal, the half that a causal mask leaves, or full, as --assume's own papers do
   memory_gib_per_device         of the fullest; fits, whether it has so much
   bubble_fraction               of the whole step
   tokens_per_s, train_days      days without a stop, null without --tokens

@@ -66,6 +66,9 @@ class Measured:
 def read(workdir: str | os.PathLike) -> Measured:
     """The records of a run's folder. Raises AdviceError where they are missing or are none."""
     folder = pathlib.Path(workdir)
+    for name in (CONFIG, METRICS_FILE, GOODPUT_FILE, planned_step.PLANNED):  # a pipe would be waited for, a device has no end
+        if os.path.exists(folder / name) and not os.path.isfile(folder / name):
+            raise AdviceError(f"--advise={str(workdir)!r}: its {name} is not a regular file: name the folder of a run")
     try:
         config = configs.from_dict(json.loads((folder / CONFIG).read_bytes()))
     except OSError as error:

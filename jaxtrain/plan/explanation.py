@@ -97,7 +97,8 @@ def _time(prediction: Prediction, clock: Clocked | None) -> list[str]:
     peak = work.hardware.peak(work.dtype)
     mfu, hfu = prediction.model_flops_per_s, prediction.hardware_flops_per_s
     rates = f"{mfu / 1e12:.1f} TFLOP/s a device, MFU {mfu / peak:.1%}; {hfu / 1e12:.1f} with recomputation, HFU {hfu / peak:.1%}"
-    return [*lines, f"rate: {rates}; {prediction.tokens_per_s:,.0f} tokens/s"]
+    counted = "attention counted as masked" if work.program.causal_rates else f"attention counted in full, as {work.program.name} does"
+    return [*lines, f"rate: {rates} ({counted}); {prediction.tokens_per_s:,.0f} tokens/s"]
 
 
 def _link(work: Work, axis: str) -> str:

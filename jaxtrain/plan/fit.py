@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxtrain.costs.hardware import Matmul, Tier
+from jaxtrain.costs.hardware import FIGURES, Matmul, Tier
 
 LEAST_PART = 0.1  # of a time, when what surrounds it is taken off: it was measured apart, and may come out longer
 
@@ -110,4 +110,5 @@ def links(measured: Sequence[Collective], name: str, devices: int) -> tuple[Tier
     """The tier that joins the devices of these collectives, and the median relative error; all of its bandwidth is reached."""
     found = fit([collective.terms() for collective in measured], [collective.seconds for collective in measured])
     per_byte, latency = found.factors
-    return Tier(name, devices, 1e-9 / per_byte if per_byte else math.inf, 1.0, 1e6 * latency), found.error
+    fastest = FIGURES["gb_per_s"][1]  # where no byte took time
+    return Tier(name, devices, min(fastest, 1e-9 / per_byte) if per_byte else fastest, 1.0, 1e6 * latency), found.error

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import layer_parameters
+from jaxtrain.config.work import transformer_of
 from jaxtrain.devices.mesh import CONTEXT, MODEL
 from jaxtrain.plan.ops import Sizes
 from jaxtrain.schedule.columns import CELL_OPS, EMBED, EMBED_GRADIENT, HEAD, cell_op, columns
@@ -93,7 +93,7 @@ def layer(sizes: Sizes, op: str, output: bool = True, dense: bool = False) -> Fl
     """Of one layer and microbatch in F, R, B or W. output: whether its last product is needed; experts' outputs always are, for the
     gradients of the weights with which they are added."""
     model, tokens = sizes.model, _tokens(sizes)
-    parameters = layer_parameters(model, dense)
+    parameters = transformer_of(sizes.config).token_parameters(dense)
     if not output:
         down = model.mlp_width if dense or not model.experts else model.shared_experts * model.expert_width
         parameters -= model.width * down

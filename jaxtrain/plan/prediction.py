@@ -51,7 +51,7 @@ class Prediction:
 
     @property
     def model_flops_per_s(self) -> float:
-        """Of a device; attention counted in full, as published rates do."""
+        """Of a device; attention is counted as the program's published rates do, by ours as a causal mask leaves it."""
         return self.work.model_flops() / self.seconds / self.devices
 
     @property
@@ -77,6 +77,7 @@ def step_figures(
         "hardware_tflops_per_device": hardware / 1e12,
         "mfu": model / peak,
         "hfu": hardware / peak,
+        "attention_flops": "causal" if work.program.causal_rates else "full",
         "memory_gib_per_device": held / GIB,
         "fits": fits,
         "bubble_fraction": bubble_s / seconds,

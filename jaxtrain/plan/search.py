@@ -25,7 +25,7 @@ from jaxtrain.costs.memory import memory
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.step_time import Work
 from jaxtrain.plan import layout_flag
-from jaxtrain.schedule.orders import SCHEDULES
+from jaxtrain.schedule.orders import GROWING, SCHEDULES
 
 BEST = 14  # by closed forms, which the exact clock ranks again
 LEAST_TOKENS = 1024  # of a sequence on a device of `context`: shorter parts are not tried
@@ -221,7 +221,7 @@ def _tables(work: Work) -> Iterator[Layout]:
         for name, schedule in SCHEDULES.items():
             for repeats in range(1, MOST_REPEATS + 1):
                 even = layers % (layout.stage * repeats) == 0 or (repeats == schedule.least_repeats and layers % layout.stage)
-                if name != "gpipe" and schedule.fits(repeats) and layout.stage * repeats <= layers and even:
+                if name not in GROWING and schedule.fits(repeats) and layout.stage * repeats <= layers and even:
                     yield dataclasses.replace(layout, zero=zero, schedule=name, repeats=repeats)
 
 

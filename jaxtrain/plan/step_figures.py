@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.costs import hardware
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
 from jaxtrain.plan import flops, hlo
 from jaxtrain.plan.ahead import Compiled
@@ -23,9 +24,7 @@ from jaxtrain.plan.hlo_cost import GPU_MEMORY, TPU_MEMORY, Costs, target
 from jaxtrain.plan.step_loops import Run, StepLoops
 from jaxtrain.plan.topology import PLATFORMS
 from jaxtrain.plan.traffic import crossings
-from jaxtrain.run.metrics import peak_flops
 
-H100_MEMORY = 3.35e12  # bytes a second (NVIDIA's data sheet, SXM)
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays
 PLAIN = "plain XLA"  # how a step attends that has no kernel for it
@@ -79,8 +78,8 @@ class StepFigures:
     def __init__(self, config: Config, platform: str, compiled: Compiled, peaks: Peaks = Peaks()):
         self.config, self.platform, self.compiled, self.peaks = config, platform, compiled, peaks
         self.setup, self.program = make_setup(config), compiled.program
-        kind, self.clock = PLATFORMS[platform].device_kind, PLATFORMS[platform].clock
-        self.peak, self.peak_in_float32 = (peak_flops(kind, dtype) or math.nan for dtype in ("bfloat16", "float32"))
+        self.clock, kind = PLATFORMS[platform].clock, hardware.load(PLATFORMS[platform].hardware)
+        self.peak, self.peak_in_float32, self.memory_bytes_per_s = kind.peak(), kind.peak("float32"), 1e9 * kind.memory_gb_per_s
         self.tpu = PLATFORMS[platform].backend == "tpu"
         self.costs = Costs(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
         shards = batch_shards(dict(zip(AXES, sizes_of(config.mesh), strict=True))) * config.mesh.context
@@ -145,7 +144,7 @@ class StepFigures:
         products, peak = self.costs.flops(i), self.peak
         if products and self.costs.in_float32(i):
             peak = self.peak_in_float32
-        return run.times * max(products / (peak * self.peaks.products), self.costs.bytes(i) / H100_MEMORY)
+        return run.times * max(products / (peak * self.peaks.products), self.costs.bytes(i) / self.memory_bytes_per_s)
 
     # ------------------------------------------------------------------ sums
 

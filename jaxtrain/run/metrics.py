@@ -1,4 +1,4 @@
-"""What a run leaves about itself: metrics.jsonl, TensorBoard, loss.png; and MFU.
+"""What a run leaves about itself: metrics.jsonl, TensorBoard, loss.png.
 
     metrics.jsonl    one JSON object a line, the record of everything; a number that is not finite is null
       {"step": 10, "time": 1763786000.123, "wall_s": 12.5, "loss": 3.21, "grad_norm": 0.8, "learning_rate": 3e-4, "tokens": 20480,
@@ -22,7 +22,6 @@ import json
 import math
 import os
 import pathlib
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,77 +32,6 @@ from jaxtrain.run.line_file import LineFile, warned
 METRICS_FILE, LOSS_PLOT, TENSORBOARD_FOLDER = "metrics.jsonl", "loss.png", "tensorboard"
 ROLLED_BACK_FILE = "metrics.rolled_back.jsonl"
 LONGEST_TITLE = 70  # characters that fit above loss.png
-
-# Floating-point operations a second of one device as jax counts them, without sparsity: bfloat16, and what float32 matmuls run at
-# by default (TF32 on NVIDIA, bfloat16 passes on TPU). From the vendors' data sheets. The first pattern found in the device kind counts.
-PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
-    (r"TPU v6|v6e", 918e12, 918e12),
-    (r"TPU v5 ?lite|v5e", 197e12, 197e12),
-    (r"TPU v5", 459e12, 459e12),
-    (r"TPU v4", 275e12, 275e12),
-    (r"TPU v3", 61.5e12, 61.5e12),
-    (r"TPU v2", 22.5e12, 22.5e12),
-    (r"GB[23]00", 2500e12, 1250e12),
-    (r"B[23]00", 2250e12, 1125e12),
-    (r"H[12]00 NVL", 835e12, 417.5e12),
-    (r"H100 PCIe", 756e12, 378e12),
-    (r"G?H[12]00", 989e12, 494.5e12),
-    (r"H20\b", 148e12, 74e12),
-    (r"H800", 989e12, 494.5e12),
-    (r"A[18]00", 312e12, 156e12),
-    (r"A30\b", 165e12, 82.5e12),
-    (r"A40\b", 149.7e12, 74.8e12),
-    (r"A10\b", 125e12, 62.5e12),
-    (r"A10G", 70e12, 35e12),
-    (r"L40S", 362e12, 183e12),
-    (r"L40\b", 181e12, 90.5e12),
-    (r"L4\b", 121e12, 60e12),
-    (r"RTX A6000", 154.8e12, 77.4e12),
-    (r"RTX 5090", 209.5e12, 104.8e12),
-    (r"RTX 4090", 165.2e12, 82.6e12),
-    (r"RTX 3090", 71e12, 35.6e12),
-    (r"MI3[02]\dX", 1307e12, 163.4e12),
-)
-
-
-def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
-    """Floating-point operations a second that one device can do in matmuls of `dtype`; None where it is not known (any CPU).
-
-    Args:
-      device_kind: as `jax.Device.device_kind` gives it.
-      dtype: "bfloat16" or "float32".
-    """
-    if dtype not in ("bfloat16", "float32"):
-        raise ValueError(f"dtype={dtype!r}: use 'bfloat16' or 'float32'")
-    for pattern, bfloat16, float32 in PEAK_FLOPS:
-        if re.search(pattern, device_kind, re.IGNORECASE):
-            return bfloat16 if dtype == "bfloat16" else float32
-    return None
-
-
-def model_flops_per_token(
-    matmul_parameters: int, layers: int, attention_width: float, sequence_length: int, *, causal: bool = True
-) -> float:
-    """Operations of the model's forward and backward pass for one token, recomputation not counted (PaLM, arXiv:2204.02311, appendix B).
-
-    6·N + 12·L·W·S, of which causal attention needs half the second term: 6·L·W·S. Counting the half makes MFU lower, not higher,
-    than PaLM's formula does.
-
-    Args:
-      matmul_parameters: N, the parameters that each token is multiplied with: not the embedding that is looked up, but the head,
-        also when it is that same table.
-      layers: L.
-      attention_width: W, heads · head_dim; where keys and values differ in size, their mean.
-      sequence_length: S.
-      causal: whether a token attends to half the sequence on average.
-    """
-    return 6.0 * matmul_parameters + (6.0 if causal else 12.0) * layers * attention_width * sequence_length
-
-
-def mfu(tokens_per_s: float, flops_per_token: float, devices: int, device_kind: str, dtype: str = "bfloat16") -> float | None:
-    """Model FLOPs utilisation, 0 to 1: the model's operations a second over what the devices can do; None where that is not known."""
-    peak = peak_flops(device_kind, dtype)
-    return None if peak is None else tokens_per_s * flops_per_token / (devices * peak)
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:

@@ -24,7 +24,7 @@ from jaxtrain.run.search_progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
 from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.figures import comparison, figures, summary
-from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats, fits_repeats
+from jaxtrain.schedule.orders import CSV, FUSED, ONE_CHUNK, SCHEDULES, default_repeats, fits_repeats
 from jaxtrain.schedule.simulate import Simulation, simulate
 from jaxtrain.schedule.table import VOCABULARIES, Table
 from jaxtrain.schedule.table_csv import read_csv, to_csv
@@ -56,7 +56,7 @@ permute makes a stage wait for its neighbours). What --json prints, and the time
   pool_sizes                slots that a stage needs of each pool; slots_per_stage: on each stage"""
 
 FLAGS = (
-    Flag("schedule", "1f1b", f"{', '.join(by_name.NAMES)} or csv:FILE"),
+    Flag("schedule", ONE_CHUNK, f"{', '.join(by_name.NAMES)} or csv:FILE"),
     Flag("stages", 0, "pipeline stages; 0: 4, or those of the CSV file", at_least=1),
     Flag("microbatches", 0, "microbatches of a step; 0: 8, or those of the CSV file", at_least=1),
     Flag("repeats", 0, "chunks of the model on each stage; 0: the fewest that the schedule is made for (auto: 1 or 2)", at_least=1),
@@ -87,7 +87,6 @@ FLAGS = (
 )
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
 MOST_CELLS = 1_000_000  # stages · repeats · microbatches
-FUSED = ("gpipe", "1f1b", "interleaved")  # schedules whose every W follows its B at once
 
 
 def main(argv: list[str]) -> None:

@@ -14,6 +14,7 @@ the first unit's B. So may the settings in the comment: `place`, the stage of ea
 import csv
 import dataclasses
 import difflib
+import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -92,6 +93,8 @@ def _read(path: str) -> str:
     if not path:
         raise ValueError("csv: names no file: use csv:FILE, a file that python -m jaxtrain.schedule --csv=FILE writes")
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, a device has no end
+            raise OSError(0, "it is not a regular file")
         data = pathlib.Path(path).read_bytes()
         text = data.decode("utf-8-sig")
         reason = "it is no text" if "\0" in text else ""

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config import Config
+from jaxtrain.config.work import kind_at_hand, transformer_of
 from jaxtrain.devices import cluster
 from jaxtrain.run import metrics, start_up
 from jaxtrain.run.goodput import STEPS, Part, WallClock
@@ -59,12 +60,9 @@ class Speedometer:
     """
 
     def __init__(self, config: Config, step: Step, start: int, clock: WallClock):
-        model, length = config.model, config.data.sequence_length
-        self.tokens_per_step = config.data.batch_size * length
-        self._flops_per_token = metrics.model_flops_per_token(
-            step.parts.matmul_parameters, model.dense_layers + model.layers + model.mtp_depth, step.parts.attention_width, length
-        )
-        self._devices, self._kind, self._dtype = step.mesh.size, step.mesh.devices.flat[0].device_kind, config.precision.compute
+        self.tokens_per_step = config.data.batch_size * config.data.sequence_length
+        self._hardware = kind_at_hand(config, step.mesh.devices.flat[0].device_kind)
+        self._flops_per_token, self._dtype = transformer_of(config).training_flops_per_token() / step.mesh.size, config.precision.compute
         self._timer = StepTimer(start, clock=lambda: clock.spent(*STEPS))
         self.lap, self.restart = self._timer.lap, self._timer.restart
 
@@ -78,7 +76,8 @@ class Speedometer:
 
     def _speed(self, seconds: float) -> Speed:
         tokens_per_s = self.tokens_per_step / seconds
-        return Speed(seconds, tokens_per_s, metrics.mfu(tokens_per_s, self._flops_per_token, self._devices, self._kind, self._dtype))
+        flops_per_s = tokens_per_s * self._flops_per_token
+        return Speed(seconds, tokens_per_s, self._hardware.utilization(flops_per_s, self._dtype) if self._hardware else None)
 
 
 class Reporter:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import random
 import shlex
 from typing import Any
@@ -257,12 +258,22 @@ def test_files(tmp_path):
     files = Surroundings(files=True)
     (tmp_path / "corpus.jsonl").write_text("{}")
     checks.check(BASE, files)
-    checks.check(cfg.replace(BASE, {"data.source": str(tmp_path / "corpus.jsonl"), "data.tokenizer": str(tmp_path)}), files)
+    checks.check(
+        cfg.replace(BASE, {"data.source": str(tmp_path / "corpus.jsonl"), "data.tokenizer": str(tmp_path / "corpus.jsonl")}), files
+    )
+    checks.check(cfg.replace(BASE, {"data.source": str(tmp_path)}), files)
     with pytest.raises(ConfigError) as error:
         checks.check(cfg.replace(BASE, {"data.source": str(tmp_path / "corpsu.jsonl")}), files)
     assert str(error.value).endswith(f"is neither 'stdlib' nor an existing path: use --config.data.source={tmp_path}/corpus.jsonl")
     with pytest.raises(ConfigError, match=r"data\.tokenizer=''.*use --config.data.tokenizer=bytes"):
         checks.check(cfg.replace(BASE, {"data.tokenizer": ""}), files)
+    os.mkfifo(tmp_path / "pipe")
+    for path, value in (("data.tokenizer", tmp_path), ("data.tokenizer", tmp_path / "pipe")):
+        with pytest.raises(ConfigError, match=f"{path}='{value}' is not a regular file: use --config.{path}="):
+            checks.check(cfg.replace(BASE, {path: str(value)}), files)
+    for value in (tmp_path / "pipe", "/dev/zero", "/dev/null"):
+        with pytest.raises(ConfigError, match=f"data.source='{value}' is not a regular file or a folder: use --config.data.source="):
+            checks.check(cfg.replace(BASE, {"data.source": str(value)}), files)
 
 
 # --- resolve, JSON, continuing ---------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from support import small
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
 from jaxtrain.config.checks import refusal
-from jaxtrain.config.pipeline_setup import layer_parameters, make_setup, times_of
+from jaxtrain.config.pipeline_setup import make_setup, times_of
 from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.config.work import transformer_of
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import SCHEDULES
 from jaxtrain.schedule.table import Op
@@ -55,10 +56,12 @@ def test_chunks_by_costs():
 def test_times():
     cfg = small.config((1, 4, 1), changes={"model.layers": 12})
     m = cfg.model
-    assert layer_parameters(m) == 4 * 32 * 32 + 3 * 32 * 64
+    layer = 4 * 32 * 32 + 3 * 32 * 64
+    assert transformer_of(cfg).token_parameters() == layer
     experts = {"model.experts": 8, "model.experts_per_token": 2, "model.shared_experts": 1, "model.expert_width": 16}
-    assert layer_parameters(small.config(changes=experts).model) == 4 * 32 * 32 + 3 * 32 * 3 * 16 + 32 * 8  # what a token takes; the router
-    head = 3 * m.vocab_size * m.width / (3 * layer_parameters(m))
+    with_experts = transformer_of(small.config(changes=experts))
+    assert with_experts.token_parameters() == 4 * 32 * 32 + 3 * 32 * 3 * 16 + 32 * 8  # what a token takes; the router
+    head = 3 * m.vocab_size * m.width / (3 * layer)
     times = times_of(cfg, 4)
     assert (times.F, times.B, times.W, times.R) == (1, 1, 1, 1) and times.head == pytest.approx(head)
     given = lambda *numbers: dataclasses.astuple(times_of(configs.replace(cfg, {"pipeline.times": numbers}), 4))[:6]

@@ -1,5 +1,6 @@
 """recipes.py: which file a `--config` means, and what is said where it means none."""
 
+import os
 import pathlib
 
 import pytest
@@ -69,12 +70,14 @@ def test_a_name_alone_is_the_shipped_recipe(folder):
         ("", "--config='' is a folder, not a recipe: use --config=tiny (or "),
         ("setup_.py", "--config='setup_.py' is neither a file nor a recipe of jaxtrain's: use --config=tiny (or "),
         ("n" * 300, "is neither a file nor a recipe of jaxtrain's: use --config=tiny (or "),
+        ("channel.py", "--config='channel.py' is not a regular file: use --config=tiny (or "),
         ("nul\0.py", "is neither a file nor a recipe of jaxtrain's: use --config=tiny (or "),
     ],
 )
 def test_what_is_none_is_answered_by_a_flag_that_works(name, message):
     write("mine.py", "configs/other.py", "my runs/small.py", "my runs/tiny.py", "runs/x/recipe.py")
     pathlib.Path("setup.py").write_text("print('no recipe')\n")
+    os.mkfifo("channel.py")
     with pytest.raises(RecipeError) as error:
         find_recipe(name)
     said = str(error.value)

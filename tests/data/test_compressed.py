@@ -89,6 +89,38 @@ def test_cut_short(write, kind, left):
 
 
 @KINDS
+def test_cut_in_the_first_bytes(write, kind):
+    """By its name it is none of another kind: the bytes that are left are no text."""
+    whole = COMPRESS[kind](TEXT)
+    magic = {"gzip": 2, "zstd": 4, "xz": 6, "bzip2": 10}[kind]
+    suffix = next(suffix for suffix, name in compressed.SUFFIXES.items() if name == kind)
+    for cut in range(1, 40):
+        assert "cut short" in failure(write(f"a{suffix}", whole[:cut])), cut
+        if cut >= magic:
+            assert "cut short" in failure(write("a.txt", whole[:cut])), cut
+    assert content(write("a.txt", whole[: magic - 1])) == whole[: magic - 1]
+
+
+def zstd_frame(window=None, checksum=b""):
+    """A frame of "abc" and an empty last block, by RFC 8878; with its content's size, or its window's descriptor and no size."""
+    descriptor = 0x20 * (window is None) | 0x04 * bool(checksum)
+    header = struct.pack("<IBB", 0xFD2FB528, descriptor, 3 if window is None else window)
+    return header + (3 << 3).to_bytes(3, "little") + b"abc" + b"\x01\0\0" + checksum
+
+
+def test_zstd_frames_of_all_sorts(write):
+    """Without the size of their content, with windows of 1 KiB to 128 MiB, and those that need more."""
+    whole = zstd_frame()
+    assert content(write("a.zst", whole)) == b"abc"
+    for window in (0x00, 0x50, 0x88):
+        assert content(write("a.zst", zstd_frame(window) + whole)) == b"abcabc"
+    for window in (0x90, 0xA8, 0xFF):
+        message = failure(write("a.zst", whole + zstd_frame(window)))
+        assert "needs more than 128 MiB of memory to be decompressed" in message and "--long=27" in message
+    assert "checksum" in failure(write("a.zst", zstd_frame(checksum=b"\0\0\0\0")))
+
+
+@KINDS
 def test_damaged(write, kind):
     """In a second stream, so that there is something before it; and where something else stands behind."""
     whole = bytearray(COMPRESS[kind](TEXT))

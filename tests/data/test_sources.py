@@ -1,11 +1,15 @@
 """Sources: which files make a corpus, the documents in them, and an error with file and line for whatever cannot be read."""
 
+import contextlib
 import json
+import os
 import re
+import socket
 
 import pytest
 
 from jaxtrain.data import sources
+from jaxtrain.data.bad_records import Skipped
 from jaxtrain.data.tokenizer import DataError
 
 
@@ -13,7 +17,7 @@ def pieces(source, fields=("text",), prompt_only=(), skipped=None):
     """The pieces of a source; what has to be decompressed as a whole lies beside it."""
     found = sources.find(str(source))
     if skipped is None:
-        sources.check_not_empty(found)
+        sources.check_files(found)
     return sources.pieces(found, fields, prompt_only, found.root if found.root.is_dir() else found.root.parent, skipped)
 
 
@@ -105,6 +109,60 @@ def test_missing_and_empty(write, tmp_path):
     assert failure(tmp_path / "e").startswith(f"{path}:1: the file is empty (and 1 more): ")
     (tmp_path / "f").mkdir()
     assert "holds no files" in failure(tmp_path / "f")
+
+
+@pytest.fixture
+def special(tmp_path):
+    """special(name, kind) → the path of what is no file to read: a pipe, a socket or a link to nothing."""
+    sockets = []
+
+    def make(name, kind):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            sockets.append(socket.socket(socket.AF_UNIX))
+            with contextlib.chdir(path.parent):  # its path may have no more than 107 bytes
+                sockets[-1].bind(path.name)
+        else:
+            path.symlink_to("nothing")
+        return path
+
+    yield make
+    for each in sockets:
+        each.close()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "/dev/zero", "/dev/null"])
+def test_what_is_no_file_is_refused(special, kind):
+    """Not waited for, not read without end, and not called empty."""
+    path = kind if kind.startswith("/") else special("a", kind)
+    assert failure(path) == f"data.source={path}: not a regular file or a folder: write what it gives into a file, and name that"
+
+
+@pytest.mark.parametrize("kind, what", [("pipe", "not a regular file"), ("socket", "not a regular file"), ("link", "a link to nothing")])
+def test_folder_with_what_is_no_file(write, special, tmp_path, kind, what):
+    """Said by name, and left out only where what cannot be read may be."""
+    path = special("d/b", kind)
+    assert failure(tmp_path / "d").startswith(f"{path}: {what}: remove it, or let its name begin with a dot, or ")
+    write("d/a.txt", "a")
+    assert failure(tmp_path / "d").startswith(f"{path}: {what}: remove it")
+    skipped = Skipped()
+    assert texts(tmp_path / "d", skipped=skipped) == ["a"]
+    assert skipped.places == [f"{path}: {what}"]
+    special("d/c", kind)
+    assert failure(tmp_path / "d").startswith(f"{path}: {what} (and 1 more): remove it")
+
+
+def test_links_to_folders_are_not_followed(write, tmp_path):
+    write("d/a.txt", "a")
+    write("other/b.txt", "b")
+    (tmp_path / "d" / "link").symlink_to(tmp_path / "other")
+    assert texts(tmp_path / "d") == ["a"]
+    assert sources.find(str(tmp_path / "d")).linked_folders == (str(tmp_path / "d" / "link"),)
+    (tmp_path / "d" / "a.txt").unlink()
+    assert "the folder holds no files (links to folders, which are not followed, do not count)" in failure(tmp_path / "d")
 
 
 def test_jsonl_fields_and_mask(write):

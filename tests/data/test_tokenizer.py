@@ -1,5 +1,7 @@
 """Tokenizers: round trips, what ends a document, and finding a tokenizer again."""
 
+import os
+
 import pytest
 
 from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, load_tokenizer, tokenizer_from
@@ -48,6 +50,10 @@ def test_file_errors_are_one_line(write, tmp_path):
         with pytest.raises(DataError, match=r"^data\.tokenizer=.*bad\.json is not a tokenizers JSON file") as caught:
             FileTokenizer(write("bad.json", content))
         assert "\n" not in str(caught.value)
+    os.mkfifo(tmp_path / "pipe.json")  # nobody writes to it
+    for special in (tmp_path / "pipe.json", tmp_path):
+        with pytest.raises(DataError, match=f"^data.tokenizer={special}: not a regular file .use bytes"):
+            FileTokenizer(special)
 
 
 def test_vocabulary_must_fit(tokenizer_file):

@@ -8,6 +8,7 @@ import lzma
 import os
 import pathlib
 import re
+import shutil
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxtrain.data import encode, tokens
+from jaxtrain.data import compressed, encode, records, sources, tokens
 from jaxtrain.data.records import File
 from jaxtrain.data.sources import Source
 from jaxtrain.data.tokenizer import ByteTokenizer
@@ -275,16 +276,96 @@ def test_errors_of_the_source_name_the_source(config, write, monkeypatch):
     assert failure(config(source=path)) == f"{path}: Input/output error"
 
 
-def test_source_that_changes_while_it_is_read(config, write, monkeypatch):
-    path = write("a.txt", "before")
-    pieces = tokens.sources.pieces
+LINES = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300))
+SOURCES = {"a.txt": LINES.encode(), "a.jsonl": LINES.encode(), "a.json": LINES.encode(), "a.jsonl.gz": gzip.compress(LINES.encode(), 0)}
 
-    def slow(*arguments):
-        yield from pieces(*arguments)
-        path.write_text("after, longer")
 
-    monkeypatch.setattr(tokens.sources, "pieces", slow)
-    assert "changed while it was read" in failure(config(source=path))
+def replace(path):
+    beside = path.with_name(".beside")
+    beside.write_bytes(path.read_bytes()[::-1])
+    beside.replace(path)
+
+
+CHANGES = {
+    "grows": lambda path: path.open("ab").write(b'{"text": "more"}\n') and os.utime(path),
+    "cut short": lambda path: os.truncate(path, path.stat().st_size // 2 + 3),
+    "emptied": lambda path: os.truncate(path, 0),
+    "replaced": replace,
+    "deleted": pathlib.Path.unlink,
+    "another file": lambda path: path.with_name("b.txt").write_text("more"),
+    "folder deleted": lambda path: shutil.rmtree(path.parent),
+    "folder moved": lambda path: path.parent.rename(path.parent.with_name("elsewhere")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", [*SOURCES, "a.parquet", "a.npy", "a.bin", "a.bin.gz"])
+@pytest.mark.parametrize("bad_records", ["stop", pytest.param("skip", marks=pytest.mark.full)])
+def test_source_that_changes_while_it_is_read(config, write, monkeypatch, tmp_path, name, change, bad_records):
+    """One line that says so, whatever could not be read; nothing of it stays, and when it is back the same command works."""
+    folder = tmp_path / "texts"
+    ids = np.arange(2000, dtype="<u2") % 257
+    if name == "a.parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        folder.mkdir()
+        pyarrow.parquet.write_table(pyarrow.table({"text": [f"document {i}" for i in range(300)]}), folder / name, row_group_size=10)
+    elif name == "a.npy":
+        folder.mkdir()
+        np.save(folder / name, ids)
+    else:
+        write(f"texts/{name}", {"a.bin": ids.tobytes(), "a.bin.gz": gzip.compress(ids.tobytes(), 0)}.get(name) or SOURCES[name])
+    tokens_alone = name.startswith(("a.npy", "a.bin"))
+    before, given = (folder / name).read_bytes(), config(source=folder / name if tokens_alone else folder, bad_records=bad_records)
+    for module, size in ((encode, "TASK"), (tokens, "CHUNK"), (compressed, "BLOCK"), (sources, "BLOCK"), (records, "BLOCK")):
+        monkeypatch.setattr(module, size, 100)
+    append, calls = tokens._Writer.append, []
+
+    def change_then_append(*arguments, **named):
+        calls.append(None)
+        if len(calls) == 3:
+            CHANGES[change](folder / name)
+        append(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens._Writer, "append", change_then_append)
+        if change == "another file" and tokens_alone:
+            assert len(prepare(given, 257, progress=False).tokens) == 2000
+            return
+        assert failure(given) == f"data.source={given.source} changed while it was read: try again when it is complete"
+    assert len(calls) >= 3
+    assert not pathlib.Path(given.cache).exists()
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(before)
+    assert len(prepare(given, 257, progress=False).tokens) >= 2000
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.npy", "a.txt"])
+def test_tokens_that_are_cut_short_while_they_are_used(config, tmp_path, name):
+    """A line in place of the signal that ends a process which reads behind the end of a mapped file. One that is deleted is there still."""
+    path = tmp_path / name
+    ids = np.arange(50_000, dtype="<u2") % 257
+    if name == "a.npy":
+        np.save(path, ids)
+    else:
+        path.write_bytes(ids.tobytes() if name == "a.bin" else bytes(100_000))
+    corpus = prepare(config(source=path), 257, progress=False)
+    corpus.check_whole()
+    file = corpus.folder / "tokens.bin" if name == "a.txt" else path
+    os.truncate(file, 5000)
+    with pytest.raises(DataError, match=f"^{file}: the file was cut short while it was in use, and 5,000 bytes are left: put it back"):
+        corpus.check_whole()
+    with pytest.raises(DataError, match="was cut short while it was in use"):
+        bigram_entropy(corpus)
+    if name == "a.npy":
+        assert "not an .npy file of numbers: mmap length is greater than file size" in failure(config(source=path))
+        np.save(path, ids)
+    again = prepare(config(source=path), 257, progress=False)
+    assert again.folder == corpus.folder if name == "a.txt" else again.folder != corpus.folder
+    (again.folder / "tokens.bin" if name == "a.txt" else path).unlink()
+    again.check_whole()
+    assert int(np.sum(again.tokens, dtype=np.int64)) >= 0
 
 
 # ---- checksum and key

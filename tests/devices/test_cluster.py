@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import types
 
 import pytest
@@ -13,6 +14,7 @@ from support import ROOT
 from jaxtrain.devices import cluster, cluster_environment
 from jaxtrain.launch import free_port
 
+WAITING = "waiting for the 4 processes of this run to meet at host:1; jax gives up after 300 s\n"
 ALONE = types.SimpleNamespace(coordinator="", processes=1, process_id=0)
 BY_FLAGS = types.SimpleNamespace(coordinator="host:1", processes=4, process_id=3)
 
@@ -274,3 +276,11 @@ def test_a_process_with_fewer_devices_is_named(tmp_path):
             process.kill()
     assert said[0].startswith(f"80 host {socket.gethostname()} (process 1) sees 1 of 2 devices: each process of a run has as many devices")
     assert said[1] in (said[0], ""), "jax may abort it when process 0 has gone"
+
+
+@pytest.mark.parametrize("seconds, said", [(0.0, WAITING), (60.0, "")])
+def test_who_waits_long_for_the_others_says_so(capsys, seconds, said):
+    met = threading.Event()
+    with cluster.notice_of_waiting(4, "host:1", seconds):
+        met.wait(0.2)
+    assert capsys.readouterr().out == said

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from support import ROOT, small
 
-from jaxtrain.config.pipeline_setup import layer_parameters
 from jaxtrain.models import transformer
 
 CONFIGS = ROOT / "configs"
@@ -44,24 +43,6 @@ def test_parameter_counts(name, count):
 def test_the_formula_for_gpt():
     assert gpt_count(12, 768, 50257, 1024) == 124_439_808
     assert 174e9 < gpt_count(96, 12288, 50257, 2048) < 176e9
-
-
-def test_matmul_parameters():
-    cfg = small.config(changes={"model.tied_embeddings": True}).model
-    layer = 4 * 32 * 32 + 3 * 32 * 64
-    assert transformer.build(cfg).matmul_parameters == 4 * layer + 61 * 32
-
-
-def test_counts_of_latent_attention():
-    """DeepSeek-V2's appendix has none of a layer; these are the sizes of section 3.1.2's matrices: width 5120, 128 heads."""
-    latent = {"query_rank": 1536, "kv_rank": 512, "rope_head_dim": 64, "value_head_dim": 128, "head_dim": 128}
-    sizes = {"model.attention": "mla", "model.width": 5120, "model.heads": 128, "model.layers": 1, "model.mlp_width": 1}
-    m = small.config(changes=sizes | {f"model.{k}": v for k, v in latent.items()}).model
-    attention = 5120 * (1536 + 512 + 64) + 1536 * 128 * (128 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 5120
-    parts = transformer.build(m)
-    assert parts.matmul_parameters == attention + 3 * 5120 + 61 * 5120
-    assert layer_parameters(m) == attention + 3 * 5120
-    assert parts.attention_width == 128 * (192 + 128) / 2
 
 
 def test_padded_vocabulary():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -101,6 +102,15 @@ def test_what_the_planner_cannot_take(workdir, config, settings, message):
     assert str(error.value).endswith(": use --hardware= for what the records alone say") and advise.advise(workdir)
 
 
+RECORDS = ("config.json", "metrics.jsonl", "goodput.jsonl", "planned.json")
+
+
+def pipe(path):
+    """A pipe that nobody writes to: who reads it waits for ever."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     "spoil, message",
     [
@@ -108,7 +118,11 @@ def test_what_the_planner_cannot_take(workdir, config, settings, message):
         (lambda folder: (folder / "config.json").write_text("{"), "its config.json is no config"),
         (lambda folder: (folder / "config.json").write_text("5"), "its config.json is no config"),
         (lambda folder: (folder / "metrics.jsonl").unlink(), "has 0 rows with a step's time"),
-        (lambda folder: ((folder / "metrics.jsonl").unlink(), (folder / "metrics.jsonl").mkdir()), "its metrics.jsonl cannot be read"),
+        (
+            lambda folder: ((folder / "metrics.jsonl").unlink(), (folder / "metrics.jsonl").mkdir()),
+            "its metrics.jsonl is not a regular file",
+        ),
+        *((lambda folder, name=name: pipe(folder / name), f"its {name} is not a regular file") for name in RECORDS),
         (lambda folder: (folder / "metrics.jsonl").write_text(rows(float("nan"), 0, -1, True, "1", None)), "has 0 rows"),
         (lambda folder: (folder / "goodput.jsonl").write_text(json.dumps(LINE | {"seconds": 5}) + "\n"), "its goodput.jsonl is not what"),
     ],

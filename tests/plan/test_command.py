@@ -16,8 +16,8 @@ from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.prediction import predict
 
 KEYS = (
-    "step_time_s model_tflops_per_device hardware_tflops_per_device mfu hfu memory_gib_per_device fits bubble_fraction tokens_per_s "
-    "train_days layout"
+    "step_time_s model_tflops_per_device hardware_tflops_per_device mfu hfu attention_flops memory_gib_per_device fits "
+    "bubble_fraction tokens_per_s train_days layout"
 ).split()
 PUBLISHED = "data=8,stage=16,model=8,microbatch=1,repeats=2,remat=selective,zero=1,schedule=interleaved"
 GPT3 = ("--config=gpt3_175b", "--hardware=a100-80gb")

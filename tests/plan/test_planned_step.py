@@ -53,8 +53,8 @@ def test_the_same_step_as_plan_has(config, by_file, tmp_path, capsys):
 def test_no_plan_is_a_line_at_most(config):
     at_hand = lambda kind, **changes: plan_at_hand(configs.replace(config, {f"train.{k}": v for k, v in changes.items()}), kind)
     assert at_hand("cpu").lines() == [] and at_hand("cpu").as_dict() is None
-    (unknown,) = at_hand("NVIDIA GeForce RTX 4090").lines()
-    assert "'NVIDIA GeForce RTX 4090' is not known" in unknown and "--calibrate" in unknown
+    (unknown,) = at_hand("NVIDIA GeForce RTX 2080").lines()
+    assert "'NVIDIA GeForce RTX 2080' is not known" in unknown and "--calibrate" in unknown
     assert at_hand("TPU v4", hardware="h100").prediction.work.hardware == load("h100")
 
 

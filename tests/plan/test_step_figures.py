@@ -5,13 +5,15 @@ from support import small
 from support.step_text import CONFIG, STEP, TICK, TICKS
 
 from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.costs import hardware
 from jaxtrain.plan import flops
 from jaxtrain.plan.ahead import Compiled
-from jaxtrain.plan.step_figures import H100_MEMORY, Peaks, StepFigures
+from jaxtrain.plan.step_figures import Peaks, StepFigures
 from jaxtrain.plan.step_loops import StepLoops, scope_of
 from jaxtrain.plan.topology import PLATFORMS
 from jaxtrain.schedule.columns import columns
 
+H100_BYTES_PER_S = 1e9 * hardware.load("h100").memory_gb_per_s
 CLOCK = PLATFORMS["v5p"].clock
 SIZE = 4 * 64 * 16 * 512  # bytes
 DOT = 2 * 64 * 16 * 512 * 512  # operations
@@ -56,9 +58,9 @@ def test_seconds_of_cycles():
 def test_seconds_of_a_roofline():
     """On an H100 a copy takes what its bytes take, a large product what its operations take, in float32 at half of the peak."""
     found = figures("h100")
-    assert found.by_op()["tick"] == pytest.approx(TICKS * 2 * SIZE / H100_MEMORY)
+    assert found.by_op()["tick"] == pytest.approx(TICKS * 2 * SIZE / H100_BYTES_PER_S)
     product = next(run for run in found.runs if run.instruction.name == "y")
-    assert found.seconds(product) == pytest.approx(product.times * max(DOT / (0.7 * 494.5e12), (2 * SIZE + 4 * 512**2) / H100_MEMORY))
+    assert found.seconds(product) == pytest.approx(product.times * max(DOT / (0.7 * 494e12), (2 * SIZE + 4 * 512**2) / H100_BYTES_PER_S))
 
 
 def test_what_it_says_of_a_step():

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxtrain.run.metrics import ROLLED_BACK_FILE, MetricsWriter, mfu, model_flops_per_token, peak_flops, plot_losses, read_metrics
+from jaxtrain.run.metrics import ROLLED_BACK_FILE, MetricsWriter, plot_losses, read_metrics
 
 
 def write(folder, steps, **options):
@@ -188,56 +188,3 @@ def test_nothing_to_plot(tmp_path):
     MetricsWriter(tmp_path, tensorboard=False).write(1, loss=float("nan"))
     assert plot_losses(tmp_path) is None
     assert not (tmp_path / "loss.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("kind", "teraflops"),
-    {
-        "NVIDIA A100-SXM4-80GB": 312,
-        "NVIDIA A10G": 70,
-        "NVIDIA A10": 125,
-        "NVIDIA H100 80GB HBM3": 989,
-        "NVIDIA H100 PCIe": 756,
-        "NVIDIA H200": 989,
-        "NVIDIA GH200 480GB": 989,
-        "NVIDIA B200": 2250,
-        "NVIDIA GB200": 2500,
-        "NVIDIA L4": 121,
-        "NVIDIA L40S": 362,
-        "NVIDIA L40": 181,
-        "NVIDIA GeForce RTX 4090": 165.2,
-        "TPU v4": 275,
-        "TPU v5 lite": 197,
-        "TPU v5e": 197,
-        "TPU v5p": 459,
-        "TPU v5": 459,
-        "TPU v6 lite": 918,
-        "TPU v6e": 918,
-        "cpu": None,
-        "Some Future Chip": None,
-    }.items(),
-)
-def test_peak_flops(kind, teraflops):
-    assert peak_flops(kind) == (None if teraflops is None else teraflops * 1e12)
-
-
-def test_float32_runs_at_tf32_on_gpu():
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 156e12
-    with pytest.raises(ValueError, match="float16"):
-        peak_flops("NVIDIA H200", "float16")
-
-
-def test_flops_of_gpt2_124m():
-    """Against a count by hand of the matmuls of one forward pass, times three."""
-    layers, width, vocabulary, sequence = 12, 768, 50257, 1024
-    block = 3 * width * width + width * width + 2 * 4 * width * width
-    matmuls = layers * block + width * vocabulary
-    # The mean token attends to half the sequence: scores and weighted values, 2 operations each.
-    attention = layers * 2 * 2 * width * (sequence / 2)
-    assert model_flops_per_token(matmuls, layers, width, sequence) == 3 * (2 * matmuls + attention)
-    assert model_flops_per_token(matmuls, layers, width, sequence, causal=False) == 3 * (2 * matmuls + 2 * attention)
-
-
-def test_mfu():
-    assert mfu(1000, 989e12 * 8 / 1000, 8, "NVIDIA H100 80GB HBM3") == pytest.approx(1)
-    assert mfu(1000, 1e9, 8, "cpu") is None

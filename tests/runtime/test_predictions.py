@@ -16,6 +16,7 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.config import ConfigError
 from jaxtrain.config.pipeline_setup import make_setup, times_of
+from jaxtrain.config.work import transformer_of
 from jaxtrain.models import transformer
 from jaxtrain.runtime.embedding_and_head import look_ahead
 from jaxtrain.training.state import stored_shapes
@@ -115,7 +116,9 @@ def test_where_the_modules_stand():
     assert times_of(cfg, 2).head == pytest.approx(3 * (2 * head + layer + 2 * 32 * 32) / (2 * layer))
     parts, without = transformer.build(cfg.model), transformer.build(plain)
     assert parts.parameter_count == without.parameter_count + layer + 2 * 32 * 32 + 5 * 32
-    assert parts.matmul_parameters == without.matmul_parameters + layer + 2 * 32 * 32 + head
+    counts = [transformer_of(dataclasses.replace(cfg, model=model)).sequence_flops(causal=False) for model in (plain, cfg.model)]
+    attention = 16 * 2 * 32 * 2  # of a token: scores and values of a layer
+    assert counts[1] - counts[0] == 16 * (2 * (layer + 2 * 32 * 32 + head) + attention)
 
 
 def test_a_table_of_ones_own_that_shares_the_head(tmp_path):

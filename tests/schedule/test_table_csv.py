@@ -1,6 +1,7 @@
 """CSV files: there and back, what is left out, and what is said of a file that is wrong."""
 
 import dataclasses
+import os
 import random
 
 import numpy as np
@@ -149,6 +150,7 @@ def test_lines_are_counted_as_an_editor_does(tmp_path):
 
 
 def test_no_csv_at_all(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to it
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "zeros").write_bytes(b"stage 0\0\nF0.0\n")
     (tmp_path / "latin").write_bytes("# é\nstage 0\n".encode("latin-1"))
@@ -159,7 +161,8 @@ def test_no_csv_at_all(tmp_path):
         "zeros": "it is no text",
         "latin": "it is no text in UTF-8",
         "wide": "it is text in UTF-16: save it as UTF-8",
-        ".": "Is a directory",
+        ".": "it is not a regular file",
+        "pipe": "it is not a regular file",
     }
     for name, reason in reasons.items():
         with pytest.raises(ValueError, match=rf"cannot be read \({reason}.*\): use a file that"):
