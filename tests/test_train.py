@@ -429,7 +429,7 @@ def test_a_finished_run_says_so(whole):
 
 def test_a_workdir_that_cannot_be_made(folder):
     (folder / "file").write_text("")
-    assert assert_refused(folder / "file") == "--workdir='file': 'file' is not a folder: use --workdir=file_run"
+    assert assert_refused(folder / "file") == "--workdir='file' is not a folder: use --workdir=runs/file"
 
 
 def test_devices_that_the_mesh_does_not_use(folder, workdir):
