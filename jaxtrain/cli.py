@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config import Config, ConfigError, addresses, checks
 from jaxtrain.config.flags import SHARED_FLAGS, Flag, UsageError, apply, read_flags
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe
 from jaxtrain.config.surroundings import Surroundings
@@ -174,6 +174,8 @@ def check_workdir(workdir: str) -> None:
         raise FlagsError(
             f"--workdir={workdir!r} is an address, not a folder: use --workdir={os.path.join('runs', os.path.basename(workdir))!r}"
         )
+    if wrong := addresses.not_utf8(workdir) or addresses.not_utf8(os.path.abspath(workdir)):
+        raise FlagsError(f"--workdir={workdir!r} {wrong.rule}: use {cfg.flag_text('workdir', wrong.meant[0])}")
     path = pathlib.Path(workdir)
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not nearest.is_dir():
