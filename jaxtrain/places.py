@@ -73,7 +73,7 @@ def check_workdir(workdir: str) -> None:
     """Raises UsageError, with a folder that works, for one that can never be a run's: to be said beside what else is wrong with flags."""
     problem, free = _of_workdir(workdir), _free(os.path.basename(os.path.abspath(workdir)))
     if problem and free and not problem.passes:
-        raise UsageError(problem.text.removesuffix(f": {_another(workdir)}"), {"workdir": free})
+        raise UsageError(problem.text.partition(": use ")[0], {"workdir": free})
 
 
 def check_together(config: Config, workdir: str) -> None:
@@ -128,6 +128,8 @@ def _of_main(config: Config, workdir: str) -> Problem | None:
 def _of_workdir(workdir: str) -> Problem | None:
     if addresses.is_address(workdir) or addresses.fault(workdir):
         return Problem(f"--workdir={workdir!r} is an address, not a folder, as checkpoint.directory may be: {_another(workdir)}")
+    if wrong := addresses.not_utf8(os.path.abspath(workdir)):
+        return Problem(f"--workdir={workdir!r} {wrong.rule}: {_another(workdir)}")
     refusal = write_trial.of_folder(workdir)
     return Problem(f"--workdir={workdir!r} {refusal.why}: {_another(workdir)}", refusal.passes) if refusal else None
 
@@ -233,6 +235,7 @@ def _free(name: str) -> str:
     bases = ["runs", os.path.expanduser("~/runs")]
     with contextlib.suppress(OSError):  # there is none that can be written
         bases.append(os.path.join(tempfile.gettempdir(), "runs"))
+    name = "".join(letter if letter.isprintable() else "_" for letter in name)  # what stands for bytes that are no UTF-8 is not printable
     for base in bases:
         folders = (os.path.join(base, f"{name[:100] or 'run'}{'' if n == 1 else f'-{n}'}") for n in itertools.count(1))
         folder = next(folder for folder in folders if not os.path.lexists(folder))

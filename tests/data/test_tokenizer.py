@@ -104,3 +104,4 @@ def test_prompts_without_ids():
         prompt_ids(ByteTokenizer(), "abcd", 61)
     with pytest.raises(DataError, match="not UTF-8"):
         prompt_ids(ByteTokenizer(), "\udcff", 257)
+    assert prompt_ids(ByteTokenizer(), "é\udcc3\udca9", 257) == [195, 169, 195, 169]
