@@ -115,7 +115,8 @@ def cases(values: dict, overrides: list[tuple[str, str]]) -> Iterator[Case]:
             for name in names(values, "layout", LAYOUTS[recipe]):
                 layout = LAYOUTS[recipe][name]
                 topology = fitting(platform, values["devices"] or layout.devices)
-                changes = {**SHARED[recipe], **layout.settings, **settings_of_flags(values)}
+                planned_for = {"train.hardware": topology.platform.hardware}
+                changes = {**planned_for, **SHARED[recipe], **layout.settings, **settings_of_flags(values)}
                 config = apply(configs.replace(load_recipe(find_recipe(recipe)), changes), overrides)
                 config = checks.check_devices(config, topology.devices, topology.platform.backend).resolve()
                 yield Case(recipe, name, topology, layout.text, config)

@@ -13,15 +13,18 @@ import argparse
 import concurrent.futures
 import json
 import os
+import pathlib
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
+from worker import report_result, run_worker
+
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STEP_TFLOP = 0.49
+LIMIT = 3600.0  # seconds that a layout may take
 # layout: (schedule, MaxText's CPU-seconds, temporary MB, seconds from start to first step)
 LAYOUTS = {
     "data8": ("1f1b", 12.15, 153.7, 32.6),
@@ -75,42 +78,45 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
     """Measures a layout in this process; $STARTED is when it was started."""
     from jaxtrain import cli
     from jaxtrain.devices.startup import start_jax
-    from jaxtrain.run.start_up import StartUp, imports_without_collection
+    from jaxtrain.run.goodput import Part, WallClock
+    from jaxtrain.run.start_up import imports_without_collection, record
 
-    start_up = StartUp(float(os.environ["STARTED"]), time.time)
+    clock = WallClock(float(os.environ["STARTED"]), time.time)
     config, namespace = cli.parse(flags(layout, changes), "benchmark")
     with imports_without_collection():
         start_jax(namespace)
         import jax
 
         from jaxtrain import loop  # noqa: F401  what the command imports, so that the time to the first step is the command's
+        from jaxtrain.config.pipeline_setup import make_setup
         from jaxtrain.data.loader import Loader
         from jaxtrain.data.tokens import prepare
-        from jaxtrain.devices.mesh import make_mesh
+        from jaxtrain.devices.mesh import make_mesh, sizes_of
         from jaxtrain.training.state import initial_state
         from jaxtrain.training.step import make_step
 
-    start_up.ended("imports")
+    clock.enter(Part.TABLE)
     config = config.resolve()
-    m = config.mesh
-    mesh = make_mesh((1, m.data, m.stage, 1, 1, m.model))
+    setup = make_setup(config)
+    clock.enter(Part.DATA)
+    corpus = prepare(config.data, config.model.vocab_size)
+    clock.enter(Part.TRACING)
+    mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
-        step = make_step(config, mesh)
-        loader = Loader(
-            prepare(config.data, config.model.vocab_size), config.data, "train", step.batch_sharding, config.pipeline.microbatches
-        )
-        start_up.ended("data")
+        step = make_step(config, mesh, setup)
+        loader = Loader(corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches)
         first = concurrent.futures.ThreadPoolExecutor(1).submit(initial_state, step.layout, step.optimizer, 0)  # as the command does
         lowered = step.train.lower(step.abstract_state(), loader.specification())
-        start_up.ended("tracing")
+        clock.enter(Part.COMPILING)
         compiled = lowered.compile()
-        start_up.ended("compiling")
+        clock.enter(Part.STATE)
         state = first.result()
+        clock.enter(Part.WAITING)
         batch = loader.batch(0)
-        start_up.ended("state")
+        clock.enter(Part.STEPPING)
         state, out = compiled(state, batch)
         jax.block_until_ready(out)
-        start_up.ended("running")
+        start_up = record(clock)
         start_cpu_seconds = time.process_time()
         cpu, wall, matmul = [], [], [matmul_cpu_seconds()]
         for _ in range(steps):  # matmuls before and after each step, for the machine's speed changes within a run
@@ -127,7 +133,7 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
         "layout": layout, "seconds": statistics.median(wall), "cpu_seconds": statistics.median(cpu),
         "matmul_multiple": statistics.median(multiples),
         "matmul_cpu_seconds": statistics.median(matmul), "temporary_mb": memory.temp_size_in_bytes / 1e6,
-        "arguments_mb": memory.argument_size_in_bytes / 1e6, **start_up.record(), "start_cpu_seconds": start_cpu_seconds,
+        "arguments_mb": memory.argument_size_in_bytes / 1e6, **start_up, "start_cpu_seconds": start_cpu_seconds,
         "jax": jax.__version__,
     }  # fmt: skip
 
@@ -142,8 +148,7 @@ def main() -> None:
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
     if options.worker:
-        print("RESULT " + json.dumps(worker(options.worker, options.steps, options.changes)), flush=True)
-        return
+        return report_result(lambda: worker(options.worker, options.steps, options.changes))
     heads = {
         "layout": 24,
         "s/step": 8,
@@ -164,12 +169,11 @@ def main() -> None:
             environment = os.environ | {"STARTED": str(time.time()), "JAX_COMPILATION_CACHE_DIR": cache, "PYTHONPATH": REPOSITORY}
             environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # as scripts/train.sh does
             command = [sys.executable, __file__, f"--worker={layout}", f"--steps={options.steps}", "--", *options.changes]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
-        if line is None:
-            sys.exit(f"{layout} failed:\n{done.stderr}")
-        r = json.loads(line.removeprefix("RESULT "))
-        results.append(r)
+            log = pathlib.Path(cache, "log")
+            outcome = run_worker(command, environment, log, LIMIT)
+            if outcome.result is None:
+                sys.exit(f"{layout} failed: {outcome.failure}\n{log.read_text()}")
+        results.append(r := outcome.result)
         _, cpu, temp, _ = LAYOUTS[layout]
         # On the machine where MaxText took `cpu` CPU-seconds, matmuls took 4.7 for the same operations.
         ratio = r["matmul_multiple"] / (cpu / 4.7)

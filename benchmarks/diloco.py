@@ -1,6 +1,6 @@
 """DiLoCo against synchronous replicas: the validation loss of the tiny recipe, and the bytes that cross between replicas, counted.
 
-    python benchmarks/diloco.py [--steps=200] [--inner_steps=20] [-- --config.optimizer.outer_learning_rate=0.7 ...]
+    python benchmarks/diloco.py [--steps=200] [--inner_steps=20] [--cases="synchronous;apart, int8"] [-- --config.… …]
 
 Two replicas of data 2 · stage 2 on 8 simulated devices, the same batches for all: synchronous by configs/tiny.py; synchronous by
 configs/tiny_diloco.py, whose optimizer is set for half the batch; and by that recipe apart, exchanging float32, and int8. Each is a run of
@@ -58,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--inner_steps", type=int, default=20)
+    parser.add_argument("--cases", default="", help="replicas, with semicolons between them; the first is what others are held against")
     parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train for all but the first, after --")
     options = parser.parse_args()
     sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
@@ -73,10 +74,13 @@ def main() -> None:
         "apart, float32": apart,
         "apart, int8": [*apart, "--config.precision.outer=int8"],
     }
+    cases = options.cases.split(";") if options.cases else list(runs)
+    if unknown := [case for case in cases if case not in runs]:
+        parser.error(f"--cases={unknown[0]!r} is none of {'; '.join(runs)}: use --cases={next(iter(runs))}")
     print(f"{'replicas':22} {'validation loss':>16} {'over synchronous':>17} {'bytes a step':>13} {'fewer':>7}", flush=True)
     first: tuple[float, float] | None = None
-    for name, flags in runs.items():
-        sent, loss = bytes_a_step(flags), validation_loss(flags)
+    for name in cases:
+        sent, loss = bytes_a_step(runs[name]), validation_loss(runs[name])
         first = first or (loss, sent)
         print(f"{name:22} {loss:16.4f} {loss / first[0] - 1:17.2%} {sent:13,.0f} {first[1] / sent:7.2f}", flush=True)
 

@@ -4,7 +4,8 @@
 
 Needs jax's compilers for GPUs (requirements-compilers.txt), and neither a GPU nor a driver. A data shard has one sequence
 and a step one microbatch, with full recomputation and ZeRO-3, documents kept apart, and attention in plain XLA (cuDNN is not there to
-compile for). XLA's GPU compiler refuses no program for its memory: what counts is its account of arguments and temporary memory.
+compile for). XLA's GPU compiler refuses no program for its memory: what counts is its account of arguments and temporary memory. What it
+refuses is said, and the status is then 1.
 """
 
 import argparse
@@ -56,6 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
     from jaxtrain.config.recipes import find_recipe, load_recipe
+    from jaxtrain.plan.ahead import Refused
     from jaxtrain.plan.topology import INSTALL_COMMAND, PLATFORMS
 
     if PLATFORMS["h100"].missing:
@@ -63,16 +65,22 @@ def main() -> None:
     recipe = load_recipe(find_recipe("llama3_8b"))
     settings = SETTINGS | dict(change.removeprefix("--config.").split("=", 1) for change in args.changes)
     print(f"{'tokens':>9}  {'context':10} {'arguments GB':>12} {'temporary GB':>12} {'total GB':>8} {'compiled s':>10}")
-    rows = []
+    rows, refused = [], False
     for length in map(int, args.lengths.split(",")):
         for mode in args.modes.split(","):
-            row = compiled(recipe, settings, length, mode)
+            try:
+                row = compiled(recipe, settings, length, mode)
+            except Refused as error:
+                refused = True
+                print(f"{length:9}  {mode:10} refused: {error.line}", flush=True)
+                continue
             gigabytes = (row[name] / 1e9 for name in ("arguments", "temporary", "total"))
             print(f"{length:9}  {mode:10}", *(f"{n:{width}.1f}" for n, width in zip(gigabytes, (12, 12, 8), strict=True)), end="")
             print(f" {row['seconds']:10}{'' if row['total'] < H100 else '  more than 80 GB'}", flush=True)
             rows.append(row)
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))
+    sys.exit(refused)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the table costs where there is nothing to schedule: one device, one stage, against a hand-written loop.
 
-    python benchmarks/overhead.py [--rounds=7] [--microbatches=4]
+    python benchmarks/overhead.py [--rounds=7] [--microbatches=4] [-- --config.model.width=512 …]
 
 Both take the same step in turn, in one process: same model functions, same parameters, same full recomputation (each layer keeps
 its input), same optimizer. The loop is plain JAX: `jax.value_and_grad` of a scan over checkpointed layers, summed over a scan over
@@ -14,6 +14,8 @@ import sys
 import time
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+MODEL = {"model.layers": 8, "model.width": 256, "model.heads": 8, "model.mlp_width": 1024, "model.vocab_size": 2048}
+SETTINGS = MODEL | {"data.sequence_length": 256, "mesh.data": 1, "precision.compute": "float32"}
 
 
 def plain_step(config, parts, optimizer):
@@ -54,9 +56,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train, after --")
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
-    from jaxtrain.config import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, PrecisionConfig
+    from jaxtrain import cli
+    from jaxtrain import config as configs
     from jaxtrain.devices.startup import set_xla_flags
 
     set_xla_flags(os.environ)
@@ -67,19 +71,15 @@ def main() -> None:
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import abstract_batch, make_step
 
-    config = Config(
-        model=ModelConfig(layers=8, width=256, heads=8, mlp_width=1024, vocab_size=2048),
-        data=DataConfig(sequence_length=256, batch_size=4 * options.microbatches),
-        mesh=MeshConfig(data=1),
-        pipeline=PipelineConfig(microbatches=options.microbatches),
-        precision=PrecisionConfig(compute="float32"),
-    ).resolve()
+    settings = SETTINGS | {"data.batch_size": 4 * options.microbatches, "pipeline.microbatches": options.microbatches}
+    config, _ = cli.parse(["--cpu_devices=1", *options.changes], "benchmark", recipe=configs.replace(configs.Config(), settings))
+    config = config.resolve()
     mesh = make_mesh((1,) * 6, jax.devices()[:1])
     random = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)
         shapes = abstract_batch(config, step)
-        batch = {k: random.integers(0, 2048, a.shape).astype(np.int32) for k, a in shapes.items()} | {
+        batch = {k: random.integers(0, config.model.vocab_size, a.shape).astype(np.int32) for k, a in shapes.items()} | {
             "weights": np.ones(shapes["weights"].shape, np.float32)
         }
         batch = jax.device_put(batch, step.batch_sharding)

@@ -1,6 +1,6 @@
 """Whether the planner orders cpu_step.py's layouts as they are measured, on 8 simulated CPU devices that `--calibrate` has measured.
 
-    python benchmarks/planned_order.py [--layouts=data8,model8,…] [--rounds=3] [--hardware=FILE]
+    python benchmarks/planned_order.py [--layouts=data8,model8,…] [--rounds=3] [--hardware=FILE] [-- --config.model.width=512 …]
 
 One process calibrates, then compiles all layouts and steps them in turn, so that a change of the machine's speed meets all alike. Seconds
 are CPU-seconds over the cores: those of a machine that does nothing else. The status is 1 where a pair whose measured times differ by
@@ -70,6 +70,7 @@ def main() -> int:
     parser.add_argument("--layouts", default=",".join(cpu_step.LAYOUTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hardware", default="", help="a file that --calibrate has written, and not a new one")
+    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train, after --")
     options = parser.parse_args()
     from jaxtrain import cli
     from jaxtrain.costs import hardware as kinds
@@ -79,7 +80,7 @@ def main() -> int:
 
     configs = {}
     for layout in options.layouts.split(","):
-        config, namespace = cli.parse(cpu_step.flags(layout, []), "benchmark")
+        config, namespace = cli.parse(cpu_step.flags(layout, options.changes), "benchmark")
         configs[layout] = config.resolve()
     start_jax(namespace)
     import jax

@@ -1,10 +1,10 @@
 """Embedding and head shared by all stages against head on the last stage: predicted step time and memory, for a large vocabulary.
 
-    python benchmarks/vocabulary.py [--vocabulary=128256]
+    python benchmarks/vocabulary.py [--vocabulary=128256] [--stages=4,8,16] [-- --config.model.width=512 …]
 
 First the shapes of configs/llama3_8b.py on 4, 8 and 16 stages: step times by the coupled clock, with op times by the model's sizes, and
 the bytes of tables, of their gradients and of Adam's moments on the fullest device. Then what XLA makes of it: the memory per device of
-compiled steps of a narrow model on 8 simulated devices, 4 stages × 2.
+compiled steps of a narrow model on 8 simulated devices, 4 stages × 2, with the changes after "--".
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def predicted(vocabulary: int) -> None:
+def predicted(vocabulary: int, stages_of: list[int]) -> None:
     from jaxtrain import config as configs
     from jaxtrain.config.pipeline_setup import make_setup
     from jaxtrain.config.recipes import find_recipe, load_recipe
@@ -22,7 +22,7 @@ def predicted(vocabulary: int) -> None:
     recipe = load_recipe(find_recipe("llama3_8b"))
     print(f"Llama 3 8B's shapes, vocabulary {vocabulary:,}, 4 microbatches a stage; time in F of a stage\n")
     print(f"{'stages':>6} {'schedule':12} {'vocabulary':11} {'step':>8} {'bubble':>8} {'tables, gradients, moments: GB a device':>40}")
-    for stages in (4, 8, 16):
+    for stages in stages_of:
         for schedule in ("1f1b", "interleaved", "zb_h1", "zb_v"):
             for where in ("end_stages", "parallel"):
                 changes = {
@@ -40,22 +40,25 @@ def predicted(vocabulary: int) -> None:
                 )
 
 
-def compiled(vocabulary: int) -> None:
+def compiled(vocabulary: int, flags: list[str]) -> None:
     import jax
 
+    from jaxtrain import cli
     from jaxtrain import config as configs
-    from jaxtrain.devices.mesh import make_mesh
+    from jaxtrain.devices.mesh import make_mesh, sizes_of
     from jaxtrain.training.step import abstract_batch, make_step
 
-    print("\ncompiled: 8 layers of width 256, sequence 256, 4 stages × 2 data shards, 1f1b, 8 microbatches, with AdamW; MB per device\n")
+    changed = f", {' '.join(flags)}" if flags else ""
+    print("\ncompiled: 8 layers of width 256, sequence 256, 4 stages × 2 data shards, 1f1b, 8 microbatches, with AdamW", end="")
+    print(f"{changed}; MB per device\n")
     print(f"{'vocabulary':11} {'state':>9} {'temporary':>10}")
     for where in ("end_stages", "parallel"):
         changes = {
             "model.layers": 8, "model.width": 256, "model.vocab_size": vocabulary, "data.sequence_length": 256, "data.batch_size": 16,
             "mesh.data": 2, "mesh.stage": 4, "pipeline.microbatches": 8, "pipeline.vocabulary": where, "precision.compute": "float32",
         }  # fmt: skip
-        config = configs.replace(configs.Config(), changes).resolve()
-        mesh = make_mesh((1, 2, 4, 1, 1, 1), jax.devices())
+        config = cli.parse(["--cpu_devices=8", *flags], "benchmark", recipe=configs.replace(configs.Config(), changes))[0].resolve()
+        mesh = make_mesh(sizes_of(config.mesh))
         step = make_step(config, mesh)
         with jax.set_mesh(mesh):
             memory = step.train.lower(step.abstract_state(), abstract_batch(config, step)).compile().memory_analysis()
@@ -65,10 +68,12 @@ def compiled(vocabulary: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=128256)
-    vocabulary = parser.parse_args().vocabulary
+    parser.add_argument("--stages", default="4,8,16", help="of which times are predicted")
+    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train for what is compiled, after --")
+    options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
 
-    predicted(vocabulary)
+    predicted(options.vocabulary, [int(stages) for stages in options.stages.split(",")])
     from jaxtrain.devices.startup import set_xla_flags
 
     set_xla_flags(os.environ)
@@ -76,7 +81,7 @@ def main() -> None:
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    compiled(vocabulary)
+    compiled(options.vocabulary, options.changes)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Draws docs/idea.svg, the picture of the README: layers on stages, a table for them, and other tables for the same stages.
 
-    python docs/draw_idea.py
+    python docs/draw_idea.py [--out=FILE]
 
 The tables are real ones, timed by the simulator. A test compares the file with what this script draws.
 """
 
+import argparse
 import html
 import pathlib
 import sys
@@ -119,6 +120,14 @@ def draw() -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def main() -> None:
+    """Writes the picture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path, default=PICTURE, help="file of the picture")
+    out = parser.parse_args().out
+    out.write_text(draw())
+    print(f"wrote {out}")
+
+
 if __name__ == "__main__":
-    PICTURE.write_text(draw())
-    print(f"wrote {PICTURE.relative_to(ROOT)}")
+    main()

@@ -1,6 +1,6 @@
 """Draws docs/step.svg, the picture of architecture.md: a real table, and one of its rows blown up into the ops of the tick.
 
-    python docs/draw_step.py [--png=FILE]
+    python docs/draw_step.py [--out=FILE] [--png=FILE]
 
 Everything in it is read off the table, its slots and the columns that the runtime gets: nothing is drawn by hand. A test compares the
 fingerprint in the file with the one of the present table and script, so a change of either asks for a new picture.
@@ -300,13 +300,14 @@ def draw() -> Canvas:
 def main() -> None:
     """Writes the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path, default=PICTURE, help="file of the picture")
     parser.add_argument("--png", default="", help="write it as PNG to this file as well, to look at")
     options = parser.parse_args()
     figure = draw().figure
-    with PICTURE.open("w") as file:
+    with options.out.open("w") as file:
         metadata = {"Date": None, "Title": "One row of the table", "Description": f"fingerprint {fingerprint()}"}
         figure.savefig(file, format="svg", metadata=metadata)
-    print(f"wrote {PICTURE.relative_to(ROOT)}")
+    print(f"wrote {options.out}")
     if options.png:
         figure.savefig(options.png, dpi=130)
 

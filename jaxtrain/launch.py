@@ -11,6 +11,8 @@ as a cluster's engine would do. Other machines are not here. No jax.
 
 import collections
 import contextlib
+import difflib
+import importlib.util
 import os
 import queue
 import signal
@@ -19,10 +21,13 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Sequence
 
 from jaxtrain import cli
-from jaxtrain.config.flags import Flag
+from jaxtrain.config import shown
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.devices import cluster_environment
 from jaxtrain.run.exit_status import ExitStatus
 
@@ -30,9 +35,17 @@ DESCRIPTION = """usage: jaxtrain launch [flags] -- [flags of the command]      (
 
 Runs a command as several processes of one run on this machine, such as
   jaxtrain launch --processes=2 --devices_per_process=4 -- --config=tiny --workdir=runs/two"""
+MOST_PROCESSES = 1024  # on one machine, some 300 MB each
+COMMANDS = tuple(f"jaxtrain.{name}" for name in ("train", "generate", "plan", "schedule", "checkpoint"))
 FLAGS = (
-    Flag("processes", 2, "number of processes", at_least=1),
-    Flag("devices_per_process", 0, "simulated CPU devices of each; 0: the machine's GPUs shared out, or 8 CPU devices in all", at_least=0),
+    Flag("processes", 2, "number of processes", 1, MOST_PROCESSES),
+    Flag(
+        "devices_per_process",
+        0,
+        "simulated CPU devices of each; 0: the machine's GPUs shared out, or 8 CPU devices in all",
+        0,
+        MOST_CPU_DEVICES,
+    ),
     Flag("restarts", 0, "how often the run is started again where it can go on: stopped, hung, killed, its storage failing", at_least=0),
     Flag("module", "jaxtrain.train", "what each process runs, with `python -m`"),
 )
@@ -205,10 +218,22 @@ def environments(processes: int, gpus: int) -> list[dict[str, str]]:
     return [dict(common, JAX_LOCAL_DEVICE_IDS=",".join(map(str, share_ids))) for share_ids in ids]
 
 
+def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
+    """The flags. Raises UsageError for a module that `python -m` does not find."""
+    try:
+        known = all(part.isidentifier() for part in flags.module.split(".")) and importlib.util.find_spec(flags.module)
+    except (ImportError, ValueError):
+        known = None
+    if not known:
+        near = difflib.get_close_matches(flags.module, COMMANDS, n=1, cutoff=0.0)
+        raise UsageError(f"--module={shown(flags.module)} is no Python module here", {"module": near[0]})
+    return flags
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the job and gives its exit status."""
     split = list(argv).index("--") if "--" in argv else len(argv)
-    namespace = cli.parse_flags(argv[:split], DESCRIPTION, FLAGS)
+    namespace = cli.checked_flags(argv[:split], DESCRIPTION, FLAGS, check_flags)
     devices = namespace.devices_per_process
     gpus = 0 if devices else cluster_environment.visible_gpus(os.environ)
     if not devices and gpus < namespace.processes:

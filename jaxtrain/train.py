@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from jaxtrain import BEGAN, cli
 from jaxtrain.config import Config, ConfigError, elastic, flags, one_line, replace
 from jaxtrain.config.checks import check_run, refusal
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.surroundings import Surroundings
@@ -54,6 +55,18 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     return _leave(ExitStatus.INTERRUPTED) if status is None else status
 
 
+def check_flags(flags: types.SimpleNamespace) -> None:
+    """Raises UsageError for flags of this command that do not go together, and for a folder that cannot be a run's."""
+    if flags.json and not flags.dry_run:
+        rule = "--json=true is for --dry_run alone"
+        raise UsageError(rule, {"json": False} if flags.replay else {"dry_run": True}, text=f"{rule}: use --dry_run=true (or --json=false)")
+    if flags.replay and flags.dry_run:
+        rule = "--replay and --dry_run are two things"
+        raise UsageError(rule, {"dry_run": False}, text=f"{rule}: use --dry_run=false (or --replay=0)")
+    if not (flags.dry_run or flags.replay):
+        cli.check_workdir(flags.workdir)
+
+
 def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus:
     """Trains in this process as the command does with these flags, for a Python program; what the run ended with.
 
@@ -73,13 +86,7 @@ def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus
 
 def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> ExitStatus | None:
     """What the run ended with; None if Ctrl-C has ended it before training began. Raises ConfigError or RunError."""
-    config, flags = cli.parse(argv, DESCRIPTION, FLAGS, recipe)
-    if flags.json and not flags.dry_run:
-        raise cli.FlagsError("--json=true is for --dry_run alone: use --dry_run=true (or --json=false)")
-    if flags.replay and flags.dry_run:
-        raise cli.FlagsError("--replay and --dry_run are two things: use --dry_run=false (or --replay=0)")
-    if not (flags.dry_run or flags.replay):
-        cli.check_workdir(flags.workdir)
+    config, flags = cli.parse(argv, DESCRIPTION, FLAGS, recipe, check_flags)
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         with imports_without_collection():
             startup.start_jax(flags, config)

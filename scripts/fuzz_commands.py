@@ -316,6 +316,8 @@ def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
         return f"with {shlex.join(words)}: {fault}"
     if again.status != ExitStatus.BAD_CONFIG or (_is_about_a_word(line) and _is_about_a_word(again.err)):
         return ""
+    if f" (and {again.err.strip().removeprefix('error: ')})" in line:  # what no flag mends was said
+        return ""
     return f"what it suggests is refused: {line} → {again.err[-500:]}"
 
 

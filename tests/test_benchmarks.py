@@ -7,6 +7,9 @@ import pytest
 from support import ROOT
 from support.step_text import CONFIG, STEP
 
+from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.config.work import planned_op_times
+from jaxtrain.costs.hardware import load
 from jaxtrain.plan import ahead
 from jaxtrain.plan.topology import INSTALL_COMMAND, Platform, parse
 
@@ -28,6 +31,19 @@ def test_every_case_is_a_config_that_works():
     case = next(c for c in found if (c.recipe, c.layout, c.topology.text) == ("llama3_8b", "pipeline", "v5p:4x4x4"))
     assert case.config.data.sequence_length == 8192 and not case.config.data.attend_across_documents
     assert case.config.mesh.data * case.config.mesh.stage == case.topology.devices == 64
+
+
+def test_a_case_is_planned_for_its_devices():
+    """Its table and its bubble follow from op times of the devices that it is compiled for, or of those that a flag names."""
+    values = {**FLAGS, "layout": "pipeline"}
+    v5p, h100 = benchmark.cases(values, [])
+    for case, kind in ((v5p, "tpu-v5p"), (h100, "h100")):
+        times = make_setup(case.config).times
+        assert planned_op_times(case.config, load(kind))[:3] == (times.F, times.B, times.W)
+        assert times.B > 1.1 * times.F and times.W < times.F
+    assert make_setup(v5p.config).times != make_setup(h100.config).times
+    (named, _) = benchmark.cases(values, [("train.hardware", "tpu-v5e")])
+    assert planned_op_times(named.config, load("tpu-v5e"))[0] == make_setup(named.config).times.F
 
 
 def test_settings_and_sizes():

@@ -141,14 +141,23 @@ def test_other_flags():
             "argument 'main():' belongs to no flag: use --config.train.sample_prompt='def main():'",
         ),
         (["--prompt=a", "b", "c"], "argument 'b' belongs to no flag: use --prompt='a b c'"),
-        (["--greedy=true", "junk"], "argument 'junk' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
-        (["--greedy", "junk"], "argument 'junk' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
-        (["--greedy=true", "-x"], "argument '-x' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
+        (
+            ["--greedy=true", "junk"],
+            "argument 'junk' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
+        ),
+        (
+            ["--greedy", "junk"],
+            "argument 'junk' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
+        ),
+        (
+            ["--greedy=true", "-x"],
+            "argument '-x' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
+        ),
         (["--greedy=maybe"], "--greedy='maybe' is not a boolean: use --greedy=true (or false)"),
         (["--temperature=hot"], "--temperature='hot' is not a number: use --temperature=1.0"),
         (["--temperature=nan"], "--temperature=nan must be at least 0: use --temperature=0.0"),
         (["--cpu_devices=-1"], "--cpu_devices=-1 must be at least 0: use --cpu_devices=0"),
-        (["--cpu_devices=1.5"], "--cpu_devices='1.5' is not an integer: use --cpu_devices=0"),
+        (["--cpu_devices=1.5"], "--cpu_devices='1.5' is not an integer: use --cpu_devices=2 --config.mesh.stage=1"),
         (["--coordinator=host", "--cpu_devices=4"], "--coordinator='host' is not host:port: use --coordinator=localhost:29500"),
         (
             ["--processes=2", "--cpu_devices=4"],

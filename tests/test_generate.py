@@ -277,7 +277,7 @@ def test_flags_are_checked_without_jax(tmp_path):
         "--top_p=0 must be above 0 and at most 1: use --top_p=0.9": ["--top_p=0"],
         "--temperature=-1 must be at least 0": ["--temperature=-1"],
         "--tokens=0 must be at least 1": ["--tokens=0"],
-        f"--seed={2**32 + 5} must be below 2**32: use --seed=5": [f"--seed={2**32 + 5}"],
+        f"--seed={2**32 + 5} must be at most {2**32 - 1}: use --seed=0": [f"--seed={2**32 + 5}"],
         "--cpu_devices=1 is less than --model=2": ["--cpu_devices=1", "--model=2"],
         "--top_q is an unknown flag: use --top_p": ["--top_q=1"],
     }
@@ -301,10 +301,8 @@ assert "jax" not in sys.modules
         assert line.startswith("error: ") and message in line
 
 
-def test_a_run_is_proposed(tmp_path, monkeypatch, capsys):
+def test_a_run_is_proposed(tmp_path, monkeypatch, capsys, here):
     monkeypatch.chdir(tmp_path)
     for name in ("tiny", "gpt2_124m"):
-        pathlib.Path("runs", name, "checkpoints").mkdir(parents=True)
-    assert "use the folder of a training run, such as --workdir=runs/gpt2_124m" in refused(
-        capsys, generate.find_checkpoint, "runs/gpt2", -1
-    )
+        pathlib.Path("runs", name, "checkpoints", "3").mkdir(parents=True)
+    assert "use the folder of a training run, such as --workdir=runs/gpt2_124m" in refused(capsys, here, "--workdir=runs/gpt2")

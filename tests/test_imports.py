@@ -61,7 +61,7 @@ def test_reading_of_imports():
         "import jax.numpy as jnp\nfrom jaxtrain import config\ndef f():\n    from jaxtrain.config import Config\n    from . import paths\n"
     )
     assert imports("jaxtrain.config", source) == {"jax.numpy", "jaxtrain.config", "jaxtrain.config.paths"}
-    assert level("jaxtrain.costs.layout") == level("jaxtrain.costs") == 0 and level("jaxtrain.schedule.__main__") == TOP == level(
+    assert level("jaxtrain.schedule.table") == level("jaxtrain.schedule") == 0 and level("jaxtrain.schedule.__main__") == TOP == level(
         "jaxtrain.loop"
     )
 

@@ -22,6 +22,7 @@ case "$*" in
         echo "venv" >>"$FAKE_LOG"
         mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-c import pip") ;;
+    *object_store.py*) echo "object_store.py ${{*:2}}" >>"$FAKE_LOG" ;;
     "-m pip install --quiet "*)
         if [[ $* == *--target* ]]; then mkdir -p "${{@:8:1}}"; fi
         echo "pip ${{*:5}}" | sed "s|$FAKE_ROOT/||g" >>"$FAKE_LOG"
@@ -161,6 +162,22 @@ def test_the_long_tests_have_their_compilers_and_store(repository):
     assert compilers not in run(repository, "scripts/test.sh")[2]
     assert run(repository, "scripts/test.sh", "--full", FAKE_PIP="1")[0] == 2
     assert compilers in run(repository, "scripts/test.sh", "--full")[2]
+
+
+def test_the_long_chaos_run(repository):
+    _, _, log = run(repository, "scripts/chaos.sh", "--chaos_seed=3")
+    assert "<--full><tests/chaos><--kills=30><--chaos_seed=3>" in log[-1]
+
+
+def test_the_object_store(repository):
+    status, err, log = run(repository, "scripts/object_store.sh")
+    assert (status, log) == (
+        2,
+        [],
+    ) and err == "error: scripts/object_store.sh needs a folder for its data: scripts/object_store.sh FOLDER [BUCKET]\n"
+    status, err, log = run(repository, "scripts/object_store.sh", "data", "bucket")
+    assert status == 0, err
+    assert log[-2].endswith("--target .venv-store -r requirements-store.txt") and log[-1] == "object_store.py data bucket"
 
 
 @pytest.mark.parametrize(

@@ -1,32 +1,41 @@
-"""`python -m jaxtrain.checkpoint ls | verify | show | diff | prune DIR`: what lies in a folder of checkpoints. No jax, and no device."""
+"""`python -m jaxtrain.checkpoint ls | verify | show | diff | prune DIR`: what lies in a folder of checkpoints. No jax, and no device.
+
+What DIR is, subject.py says.
+"""
 
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import os
-import pathlib
+import shlex
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from etils import epath
 
 from jaxtrain import cli
-from jaxtrain.checkpoint import keeping, reading, steps
+from jaxtrain.checkpoint import keeping, manifest, reading, steps, subject
 from jaxtrain.checkpoint.database import DatabaseError
 from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.reading import StoredStep
-from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, checkpoints_of, choose, read_meta, what_is_wrong
+from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, Stranger, choose, what_is_wrong
 from jaxtrain.checkpoint.stores import scheme_of
-from jaxtrain.config import Config, ConfigError, fields, get
-from jaxtrain.config.flags import Flag
+from jaxtrain.checkpoint.subject import PlaceError, Subject
+from jaxtrain.config import Config, ConfigError, fields, flag_text, get, one_line
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import Flag, read_flags
 from jaxtrain.run import terminal
-from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.run_lock import FolderError, RunLock
+from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.run_lock import RunLock
 
 DESCRIPTION = """
-Looks at the checkpoints of a run. DIR is the folder of a run or of its checkpoints; a STEP may be given as its folder, too.
+Looks at the checkpoints of a run. DIR is the folder of a run, or the folder or address (s3://BUCKET/PATH) of its checkpoints. But for
+prune it may also be the folder of one step, DIR/20, which is meant alone then.
 
 usage: jaxtrain checkpoint ls DIR                        its steps: size, time, validation loss, and which are whole
        jaxtrain checkpoint verify DIR [--step=N]         reads every byte and names what is damaged, by path and array; status 74 then
@@ -35,7 +44,8 @@ usage: jaxtrain checkpoint ls DIR                        its steps: size, time, 
        jaxtrain checkpoint prune DIR [flags] [--yes]     deletes steps that a policy does not keep, broken and unfinished ones
 
 `ls` looks at all files but does not read the arrays' numbers: whether these are whole, `verify` says. `prune` says what it would
-delete, and deletes with --yes alone; the newest whole step is always kept. No device is used.
+delete, and deletes with --yes alone; the newest whole step is always kept. No device is used. A place without checkpoints is refused
+with status 2; one that cannot be read ends the command with 74.
 """
 STEP = Flag("step", -1, "the step; -1: the newest whole one", at_least=-1)
 FLAGS = {
@@ -53,44 +63,54 @@ FLAGS = {
     ),
 }
 LISTED = 20  # arrays that `diff` lists
+DELETION_S = 1.0  # seconds in which the deletion of a step comes further
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0; 2 for what cannot work, with one line on stderr; 74 where `verify` has found damage, or another cannot read."""
-    command, names, flags = parse(argv)
+    """The exit status: 0; 2 for what cannot work, with one line on stderr; 74 where `verify` finds damage, or a place cannot be read."""
     try:
-        return _COMMANDS[command](list(map(_folder, names)), flags)
-    except (CheckpointError, FolderError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        command, subjects, flags = parse(argv)
+        with steps.read_errors(" or ".join(str(each.step or each.directory) for each in subjects)):
+            return _COMMANDS[command](subjects, flags)
+    except RunError as error:
+        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return error.status
 
 
-def parse(argv: Sequence[str]) -> tuple[str, list[str], types.SimpleNamespace]:
-    """The command, the names of the folders that it is about, and its flags; ends with status 2 for what is none."""
-    words = [word for word in argv if not word.startswith("-")]
-    command = words[0] if words else ""
-    flagged = [word for word in argv if word.startswith("-")]
+def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespace]:
+    """The command, what it is about, and its flags; ends with status 2 for what is none. Raises RunError for a place that is none."""
+    command, flagged = command_of(argv)
     if command not in FLAGS:
-        if not argv or "--help" in argv or "-h" in argv or "--version" in argv:
+        if flagged in ([], ["--help"], ["-h"], ["--version"]):
             cli.parse_flags(flagged or ["--help"], DESCRIPTION, ())
         commands = ", ".join(FLAGS)
         cli.fail(f"{command or argv[0]!r} is no command of jaxtrain checkpoint: use one of {commands}, such as jaxtrain checkpoint ls DIR")
-    flags = cli.parse_flags(flagged, DESCRIPTION, FLAGS[command])
+    return command, *cli.checked_flags(flagged, DESCRIPTION, FLAGS[command], functools.partial(_checked, command), words=True)
+
+
+def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The first word that belongs to no flag of any command, "" if there is none, and the other words."""
+    asked = [word for word in argv if word in ("--help", "-h", "--version")]
+    every = {flag.name: flag for flags in FLAGS.values() for flag in flags}
+    words = read_flags([word for word in argv if word not in asked], "", list(every.values()), with_config=False, with_words=True).words
+    if not words:
+        return "", list(argv)
+    return words[0], [word for at, word in enumerate(argv) if at != list(argv).index(words[0])]
+
+
+def _checked(command: str, flags: types.SimpleNamespace) -> tuple[list[Subject], types.SimpleNamespace]:
+    """What a command is about, and its flags. Raises UsageError, or RunError for a place that is none."""
     wanted = 2 if command == "diff" else 1
-    if len(words) - 1 != wanted:
+    if len(flags.words) != wanted:
         what = "two steps or runs" if wanted == 2 else "one folder"
         use = f"jaxtrain checkpoint {command} {'A B' if wanted == 2 else 'DIR'}"
-        cli.fail(f"{command} is about {what}, not {len(words) - 1}: use {use}")
-    return command, words[1:], flags
-
-
-def _folder(name: str) -> epath.Path:
-    """The folder of checkpoints, or of a step; ends with status 2 where there is none."""
-    folder = checkpoints_of(name)
-    if not folder.is_dir():
-        runs = sorted(str(path.parent) for path in pathlib.Path("runs").glob("*/checkpoints"))
-        cli.fail(f"{name!r} is no folder: use the folder of a run, such as {runs[0] if runs else 'runs/tiny'}")
-    return folder
+        raise UsageError(f"{command} is about {what}, not {len(flags.words)}", advice=use)
+    subjects = list(map(subject.find, flags.words))
+    if command == "prune":
+        _check_prune(subjects[0], flags)
+    elif getattr(flags, "step", -1) >= 0:
+        _step_of(subjects[0], flags.step)
+    return subjects, flags
 
 
 # --- ls and verify -----------------------------------------------------------------------------------------------------------------
@@ -98,81 +118,98 @@ def _folder(name: str) -> epath.Path:
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """A step as `ls` shows it. seconds: since 1970; why: what is wrong with it, "" if nothing is."""
+    """A step as `ls` shows it. seconds: since 1970, None where that is not known; why: what is wrong with it, "" if nothing is."""
 
-    step: int
+    folder: epath.Path
     size: int
-    seconds: float
+    seconds: float | None
     loss: float | None
     why: str
 
 
-def listed(directory: epath.Path) -> list[Listed]:
-    """All that has a step's name, in order."""
-    losses = keeping.read_losses(directory)
-    strange = {stranger.name: stranger.why for stranger in steps.strangers(directory)}
+def listed(of: Subject) -> list[Listed]:
+    """The steps that are meant, in order, whole or not."""
+    losses = keeping.read_losses(of.directory)
     found = []
-    for step in steps.names(directory):
-        folder = directory / str(step)
-        why = strange.get(str(step)) or what_is_wrong(folder, Meta.from_json(read_meta(directory, step)))
-        found.append(Listed(step, size_of(folder), _saved_at(folder), losses.get(step), why))
+    for folder in of.folders():
+        meta = steps.look_at(folder)
+        why = meta.why if isinstance(meta, Stranger) else what_is_wrong(folder, meta)
+        loss = losses.get(int(folder.name)) if folder.name.isdigit() else None
+        found.append(Listed(folder, size_of(folder), _saved_at(folder), loss, why))
     return found
 
 
-def _saved_at(folder: epath.Path) -> float:
+def _saved_at(folder: epath.Path) -> float | None:
     """When a step was saved, in seconds since 1970. A store's folders have no times, but each step in one has Orbax's file."""
-    if not scheme_of(folder):
-        return folder.stat().mtime
-    return json.loads((folder / "_CHECKPOINT_METADATA").read_bytes())["commit_timestamp_nsecs"] / 1e9
+    try:
+        if not scheme_of(folder):
+            return os.lstat(folder).st_mtime
+        return json.loads((folder / "_CHECKPOINT_METADATA").read_bytes())["commit_timestamp_nsecs"] / 1e9
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None  # it is damaged, or was deleted meanwhile
 
 
-def ls(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
-    (directory,) = places
+def ls(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
+    (of,) = subjects
     rows = [("step", "size", "saved", "validation loss", "")]
-    for row in listed(directory):
-        when = datetime.datetime.fromtimestamp(row.seconds).strftime("%Y-%m-%d %H:%M:%S")
-        rows.append((str(row.step), in_units(row.size), when, "" if row.loss is None else f"{row.loss:.4f}", row.why or "whole"))
+    for row in listed(of):
+        when = "" if row.seconds is None else datetime.datetime.fromtimestamp(row.seconds).strftime("%Y-%m-%d %H:%M:%S")
+        rows.append((row.folder.name, in_units(row.size), when, "" if row.loss is None else f"{row.loss:.4f}", row.why or "whole"))
     if len(rows) == 1:
-        print(f"{directory} has no checkpoint")
+        print(f"{of.directory} has no checkpoint")
     else:
         _print_table(rows)
-    for name in _others(directory):
-        print(f"{name}  {in_units(size_of(directory / name))}")
+    for path in of.others():
+        print(f"{path.name}  {in_units(size_of(path))}{'' if BROKEN in path.name else '  not finished'}")
     return ExitStatus.FINISHED
 
 
-def _others(directory: epath.Path) -> list[str]:
-    """What runs have set aside or not finished."""
-    return sorted(path.name for path in directory.iterdir() if BROKEN in path.name or steps.is_unfinished(path))
-
-
-def verify(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
-    (directory,) = places
-    if flags.step >= 0 and flags.step not in steps.names(directory):
-        _no_such_step(directory, flags.step)
-    damaged, strange = 0, {stranger.name: stranger.why for stranger in steps.strangers(directory)}
-    for step in [flags.step] if flags.step >= 0 else steps.names(directory):
-        folder, found, checked = directory / str(step), 0, True
-        if str(step) in strange:
-            found += _say_damage(folder, strange[str(step)])
-        else:
-            checked = Meta.from_json(read_meta(directory, step)).version >= steps.MANIFEST_SINCE
-            for why in reading.damages(folder, _progress(step), checked):
-                found += _say_damage(folder, why)
+def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
+    (of,) = subjects
+    if flags.step >= 0:
+        of = Subject(of.directory, _step_of(of, flags.step))
+    verified, total, damaged, unchecked = 0, 0, [], 0
+    for folder in of.folders():
+        size = size_of(folder)
+        had_manifest = (folder / manifest.FILE).exists()
+        meta = steps.look_at(folder)
+        checked = isinstance(meta, Stranger) or meta.version >= steps.MANIFEST_SINCE
+        found = [meta.why] if isinstance(meta, Stranger) else reading.damages(folder, _progress(folder.name), checked)
+        lines = [f"{folder}: {why}" for why in found]
         _clear_progress()
+        if lines and _was_deleted(folder, had_manifest):
+            print(f"{folder.name}: was deleted while it was read", flush=True)
+            continue
         without = "" if checked else "; it has no checksums, so damage inside of numbers is not known"
-        print(f"{step}: {found} damaged" if found else f"{step}: whole, {in_units(size_of(folder))} read{without}", flush=True)
-        damaged += bool(found)
+        said = f"{len(lines)} damaged" if lines else f"whole, {in_units(size)} read{without}"
+        print(*lines, f"{folder.name}: {said}", sep="\n", flush=True)
+        verified, total, unchecked = verified + 1, total + size, unchecked + (not checked)
+        damaged += [folder.name] * bool(lines)
+    if not verified:
+        others = ", ".join(path.name for path in of.others())
+        raise PlaceError(f"{of.directory} has no checkpoint to verify{', only ' * bool(others)}{others}")
+    result = f"{', '.join(damaged)} damaged" if damaged else "all whole"
+    without = f", {unchecked} without checksums" if unchecked else ""
+    print(f"verified {verified} step{'s'[: verified > 1]}, {in_units(total)}: {result}{without}", flush=True)
     return ExitStatus.STORAGE if damaged else ExitStatus.FINISHED
 
 
-def _say_damage(folder: epath.Path, why: str) -> int:
-    _clear_progress()
-    print(f"{folder}: {why}", flush=True)
-    return 1
+def _was_deleted(folder: epath.Path, had_manifest: bool) -> bool:
+    """Whether a step in which something is missing is being deleted, as runs delete steps that they no longer keep: the manifest goes
+    first (keeping.delete), then the rest, with no pause as long as DELETION_S."""
+    rest, end = -1, 0.0
+    while folder.exists():
+        if had_manifest and (folder / manifest.FILE).exists():
+            return False
+        left = sum(len(files) + len(folders) for _, folders, files in os.walk(folder))
+        rest, end = left, (end if left == rest else time.monotonic() + DELETION_S)
+        if time.monotonic() > end:
+            return False
+        time.sleep(DELETION_S / 10)
+    return True
 
 
-def _progress(step: int) -> Callable[[int, int], None]:
+def _progress(step: str) -> Callable[[int, int], None]:
     """Shows on a terminal how much of a step is read."""
 
     def show(done: int, total: int) -> None:
@@ -190,23 +227,25 @@ def _clear_progress() -> None:
 # --- show and diff -----------------------------------------------------------------------------------------------------------------
 
 
-def _step_in(place: epath.Path, step: int = -1) -> epath.Path:
-    """The folder of a step: of this one, of the newest whole one for −1, or the place itself if it is a step's."""
-    if (place / steps.META).is_dir():
-        return place
+def _step_of(of: Subject, step: int = -1) -> epath.Path:
+    """The folder of the step that is meant: the only one, or that of this number, or for −1 the newest whole one."""
+    if of.step:
+        if step >= 0 and of.step.name != str(step):
+            _no_such_step(f"{of.step}, which is a step", [int(of.step.name)] if of.step.name.isdigit() else [], step)
+        return of.step
     if step < 0:
-        choice = choose(place, {})
+        choice = choose(of.directory, {})
         if choice.step is None:
-            raise CheckpointError(f"{place} has no whole checkpoint{': ' * bool(choice.strangers)}{choice}")
-        return place / str(choice.step)
-    return place / str(step) if step in steps.names(place) else _no_such_step(place, step)
+            raise CheckpointError(f"{of.directory} has no whole checkpoint{': ' * bool(choice.strangers)}{choice}")
+        return of.directory / str(choice.step)
+    present = steps.names(of.directory)
+    return of.directory / str(step) if step in present else _no_such_step(str(of.directory), present, step)
 
 
-def _no_such_step(directory: epath.Path, step: int) -> epath.Path:
-    there = steps.names(directory)
-    nearest = min(there, key=lambda other: abs(other - step), default=None)
-    words = ", ".join(map(str, there))
-    cli.fail(f"--step={step} is no checkpoint of {directory} (it has {words}): use --step={-1 if nearest is None else nearest}")
+def _no_such_step(place: str, present: Sequence[int], step: int) -> NoReturn:
+    nearest = min(present, key=lambda other: abs(other - step), default=-1)
+    words = f" (it has {', '.join(map(str, present))})" if present else ""
+    raise UsageError(f"--step={step} is no checkpoint of {place}{words}", {"step": nearest})
 
 
 def _opened(folder: epath.Path) -> StoredStep:
@@ -217,15 +256,17 @@ def _opened(folder: epath.Path) -> StoredStep:
 
 
 def _meta_of(folder: epath.Path) -> tuple[Meta, Config]:
-    meta = Meta.from_json(read_meta(folder.parent, int(folder.name)))
+    meta = steps.look_at(folder)
+    if isinstance(meta, Stranger):
+        raise CheckpointError(f"{folder} is no whole checkpoint: {meta.why}")
     try:
         return meta, meta.stored_config().resolve()
     except ConfigError as error:
         raise CheckpointError(f"{folder}: its config cannot be read: {error}") from None
 
 
-def show(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
-    folder = _step_in(places[0], flags.step)
+def show(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
+    folder = _step_of(subjects[0], flags.step)
     meta, config = _meta_of(folder)
     stored = _opened(folder)
     print(
@@ -247,8 +288,8 @@ def show(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
     return ExitStatus.FINISHED
 
 
-def diff(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
-    a, b = (_step_in(place) for place in places)
+def diff(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
+    a, b = map(_step_of, subjects)
     (meta_a, config_a), (meta_b, config_b) = _meta_of(a), _meta_of(b)
     print(f"a  {a}: step {meta_a.step}\nb  {b}: step {meta_b.step}")
     for path in fields():
@@ -285,40 +326,50 @@ def diff(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
 # --- prune -------------------------------------------------------------------------------------------------------------------------
 
 
-def doomed(directory: epath.Path, flags: types.SimpleNamespace) -> dict[str, str]:
+def doomed(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, str]:
     """What `prune` deletes, each with its reason."""
-    found: dict[str, str] = {}
+    found: dict[epath.Path, str] = {}
     if flags.keep:
-        present = {row.step: row.why for row in listed(directory)}
-        keep = Keep(flags.keep, flags.keep_every, flags.keep_best)
-        whole = [step for step, why in present.items() if not why]
-        kept = keep.kept(whole, keeping.read_losses(directory))
-        found |= {str(step): "not kept" for step in whole if step not in kept}
+        whole = {int(row.folder.name): row.folder for row in listed(of) if not row.why}
+        kept = Keep(flags.keep, flags.keep_every, flags.keep_best).kept(whole, keeping.read_losses(of.directory))
+        found |= {folder: "not kept" for step, folder in whole.items() if step not in kept}
     if flags.broken:
-        found |= {name: "set aside as broken" for name in _others(directory) if BROKEN in name}
+        found |= {path: "set aside as broken" for path in of.others() if BROKEN in path.name}
     if flags.unfinished:
-        found |= {name: "not finished" for name in _others(directory) if BROKEN not in name}
+        found |= {path: "not finished" for path in of.others() if BROKEN not in path.name}
     return found
 
 
-def prune(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
-    (directory,) = places
+def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
+    """Raises UsageError where `prune` has nothing to go by."""
+    if of.step:
+        given = [flag_text(f.name, getattr(flags, f.name)) for f in FLAGS["prune"] if getattr(flags, f.name) != f.default]
+        words = " ".join([shlex.quote(str(of.directory)), *(given or ["--keep=3"])])
+        rule = f"prune is about all steps of a run, and {str(of.step)!r} is one of them"
+        raise UsageError(rule, advice=f"jaxtrain checkpoint prune {words}")
     if not (flags.keep or flags.broken or flags.unfinished):
-        cli.fail("prune without a policy deletes nothing: use --keep=3 (and --keep_every, --keep_best), --broken=true or --unfinished=true")
+        rule = "prune without a policy deletes nothing"
+        raise UsageError(
+            rule, {"keep": 3}, text=f"{rule}: use --keep=3 (and --keep_every, --keep_best), --broken=true or --unfinished=true"
+        )
+
+
+def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
+    (of,) = subjects
+    directory = of.directory
     run = directory.parent if directory.name == "checkpoints" else directory
     lock = RunLock(run) if flags.yes and not scheme_of(run) else None  # a store has no locks
     if lock:
         lock.take()
     try:
-        going = doomed(directory, flags)
-        total = sum(size_of(directory / name) for name in going)
-        for name, why in going.items():
-            print(
-                f"{'deleting' if flags.yes else 'would delete'} {directory / name} ({why}, {in_units(size_of(directory / name))})",
-                flush=True,
-            )
+        going = doomed(of, flags)
+        total = sum(map(size_of, going))
+        for folder, why in going.items():
+            print(f"{'deleting' if flags.yes else 'would delete'} {folder} ({why}, {in_units(size_of(folder))})", flush=True)
             if flags.yes:
-                keeping.delete(directory / name) if why == "not kept" else (directory / name).rmtree()
+                keeping.delete(folder) if why == "not kept" else folder.rmtree()
+        if flags.yes:
+            keeping.forget_losses(directory, steps.names(directory))
         verb = "deleted" if flags.yes else "would be deleted: --yes deletes them"
         print(f"{len(going)} folders, {in_units(total)} {verb}" if going else "nothing to delete")
     except OSError as error:
@@ -335,7 +386,7 @@ def prune(places: list[epath.Path], flags: types.SimpleNamespace) -> int:
 def size_of(folder: epath.Path) -> int:
     """The bytes of all files below a folder."""
     if not folder.is_dir():
-        return folder.stat().length
+        return folder.stat().length if folder.exists() else 0  # a link to nothing, or deleted meanwhile
     return sum(size_of(path) for path in folder.iterdir() if not os.path.islink(path))
 
 
@@ -355,7 +406,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-_COMMANDS: Mapping[str, Callable[[list[epath.Path], types.SimpleNamespace], int]] = {
+_COMMANDS: Mapping[str, Callable[[list[Subject], types.SimpleNamespace], int]] = {
     "ls": ls,
     "verify": verify,
     "show": show,

@@ -19,7 +19,7 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
-from jaxtrain.checkpoint.stores import kvstore
+from jaxtrain.checkpoint.stores import kvstore, no_damage
 
 STATE = "state"
 _DESCRIPTION = re.compile(r"(.*)/(?:zarr\.json|\.zarray)")
@@ -66,8 +66,8 @@ def read(folder: epath.Path) -> list[Value]:
         raise DatabaseError(f"has no {missing}") from None
     except OSError as error:
         raise DatabaseError(f"cannot be read: {error.strerror}") from None
-    except ValueError:  # TensorStore's, for whatever it cannot make sense of
-        raise DatabaseError("is damaged") from None
+    except ValueError as error:  # TensorStore's, for whatever it cannot make sense of
+        raise DatabaseError(no_damage(error) or "is damaged") from None
     return values
 
 

@@ -64,6 +64,17 @@ def note_loss(directory: epath.Path, step: int, loss: float) -> None:
     present = {*steps.names(directory), step}
     losses = {s: known for s, known in (read_losses(directory) | {step: loss}).items() if s in present and math.isfinite(known)}
     directory.mkdir(parents=True, exist_ok=True)
+    _write_losses(directory, losses)
+
+
+def forget_losses(directory: epath.Path, present: Iterable[int]) -> None:
+    """Forgets the validation losses of all steps but these: a step that is saved again under the same number has another one."""
+    losses = read_losses(directory)
+    if gone := losses.keys() - set(present):
+        _write_losses(directory, {step: loss for step, loss in losses.items() if step not in gone})
+
+
+def _write_losses(directory: epath.Path, losses: Mapping[int, float]) -> None:
     beside = directory / f".{LOSSES}"
     beside.write_text(json.dumps(losses))
     beside.replace(directory / LOSSES)

@@ -212,14 +212,9 @@ class Checkpointer:
         return max(self._steps, default=None) if self._steps else None
 
     def evaluated(self, step: int, loss: float | None) -> None:
-        """Notes a step's validation loss, by which the best are kept."""
-        if loss is not None and self._keep.best and cluster.is_main():
-            try:
-                keeping.note_loss(self._directory, step, loss)
-            except Exception as error:
-                if not (why := stores.failure(error)):
-                    raise
-                self._say(f"warning: the validation loss of step {step} is not noted for checkpoint.keep_best ({why})")
+        """Notes the validation loss of a step that is saved, or being saved: `checkpoint ls` shows it, and the best are kept by it."""
+        if loss is not None and step in (self._steps or ()) and cluster.is_main():
+            self._try(lambda: keeping.note_loss(self._directory, step, loss), f"the validation loss of step {step} is not noted")
 
     def figures(self) -> dict[int, dict[str, float]]:
         """Step → how long its save blocked its caller, and how long it took in all, for those that have ended well since this was asked."""
@@ -254,12 +249,8 @@ class Checkpointer:
         if outcome.why and self._is_last:
             return  # whoever waits for it is told
         if not outcome.why:
-            try:
-                keeping.delete_others(self._directory, self._keep, outcome.step)
-            except Exception as error:
-                if not (why := stores.failure(error)):
-                    raise
-                self._say(f"warning: checkpoints that need not be kept are not deleted in {self._directory} ({why})")
+            delete = lambda: keeping.delete_others(self._directory, self._keep, outcome.step)
+            self._try(delete, f"checkpoints that need not be kept are not deleted in {self._directory}")
             return
         self._say(f"warning: step {outcome.step} is not saved: {self._failure(outcome)}; the next save tries again")
 
@@ -294,7 +285,18 @@ class Checkpointer:
                 _remove(path)
             if stores.exists(path):
                 self._set_aside(stranger.name, stranger.why)
+        forget = lambda: keeping.forget_losses(self._directory, whole)
+        self._try(forget, f"validation losses of steps that are gone stay in {self._directory}")
         return whole
+
+    def _try(self, do: Callable[[], object], otherwise: str) -> None:
+        """Does what the run can do without; where the storage does not, a warning says what is then so."""
+        try:
+            do()
+        except Exception as error:
+            if not (why := stores.failure(error)):
+                raise
+            self._say(f"warning: {otherwise} ({why})")
 
     def _set_aside(self, name: str, why: str) -> None:
         number = 1

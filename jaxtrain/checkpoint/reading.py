@@ -13,7 +13,8 @@ from etils import epath
 from jaxtrain.checkpoint import database, manifest
 from jaxtrain.checkpoint.database import STATE, DatabaseError, Value
 from jaxtrain.checkpoint.manifest import ManifestError
-from jaxtrain.checkpoint.stores import kvstore
+from jaxtrain.checkpoint.steps import CheckpointError
+from jaxtrain.checkpoint.stores import kvstore, no_damage
 
 READ_BYTES = 2**27  # of pieces that are being read at a time
 
@@ -66,6 +67,8 @@ def open_step(folder: epath.Path) -> StoredStep:
     try:
         return StoredStep(folder, values, {name: opening[name].result() for name in sorted(opening)})
     except ValueError as error:
+        if why := no_damage(error):
+            raise CheckpointError(f"{folder}: an array {why}") from None
         raise DatabaseError(f"is damaged: {' '.join(str(error).split())[:200]}") from None
 
 
@@ -94,7 +97,9 @@ def read(array: ts.TensorStore) -> Iterator[tuple[Index, np.ndarray | None]]:
         index, reading = under_way.popleft()
         try:
             yield index, reading.result()
-        except ValueError:
+        except ValueError as error:
+            if why := no_damage(error):
+                raise CheckpointError(f"an array {why}") from None
             yield index, None
 
 
@@ -157,8 +162,8 @@ def difference(a: ts.TensorStore, b: ts.TensorStore) -> Difference:
     for index, ours in _whole(a):
         try:
             theirs = b[index].read().result()
-        except ValueError:
-            raise DatabaseError("is damaged") from None
+        except ValueError as error:
+            raise DatabaseError(no_damage(error) or "is damaged") from None
         x, y = ours.astype(np.float64), theirs.astype(np.float64)
         differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
         if differs.any():

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from etils import epath
@@ -49,6 +49,18 @@ class CheckpointError(RunError):
     """A checkpoint that cannot be read or written as asked; the message is one line."""
 
     status = ExitStatus.STORAGE
+
+
+@contextlib.contextmanager
+def read_errors(place: object) -> Iterator[None]:
+    """A context in which what a file system or a store does not give becomes a CheckpointError that names the place."""
+    try:
+        yield
+    except Exception as error:
+        of_a_file = not isinstance(error, OSError) or error.filename is not None or scheme_of(str(place))
+        if isinstance(error, RunError | BrokenPipeError) or not of_a_file or not (why := stores.failure(error)):
+            raise
+        raise CheckpointError(f"{place} cannot be read ({why})") from None
 
 
 class DamageError(CheckpointError):
@@ -197,6 +209,11 @@ def strangers(directory: str | os.PathLike) -> tuple[Stranger, ...]:
     return _sorted(_look(epath.Path(directory), {})[1])
 
 
+def look_at(step: epath.Path) -> Meta | Stranger:
+    """The meta of a step's folder, or what the folder is instead. The step's files are not compared with its manifest: `what_is_wrong`."""
+    return _look_at_step(step, None, {})
+
+
 def read_meta(directory: str | os.PathLike, step: int) -> dict:
     """The JSON object that was saved with a step. Raises CheckpointError if there is none."""
     meta = _meta(epath.Path(directory) / str(step))
@@ -261,7 +278,7 @@ def _look(folder: epath.Path, needs: Mapping[str, type]) -> tuple[dict[int, Meta
     return metas, strangers
 
 
-def _look_at_step(folder: epath.Path, step: int, needs: Mapping[str, type]) -> Meta | Stranger:
+def _look_at_step(folder: epath.Path, step: int | None, needs: Mapping[str, type]) -> Meta | Stranger:
     """The meta of a step's folder, or what the folder is instead."""
 
     def stranger(why: str, holds: bool = True) -> Stranger:
@@ -311,7 +328,7 @@ def _orbax_stumbles(path: epath.Path) -> str:
     return "" if fits else f"its {path.name} is not Orbax's"
 
 
-def _lacks(meta: dict, step: int, needs: Mapping[str, type]) -> str:
+def _lacks(meta: dict, step: int | None, needs: Mapping[str, type]) -> str:
     """What a meta lacks of `needs`, in words; "" if nothing."""
     for key, kind in needs.items():
         if key not in meta:

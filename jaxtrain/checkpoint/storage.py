@@ -24,6 +24,7 @@ from etils import epath
 
 from jaxtrain.checkpoint.layout import Bounds, Part, StoredArray, holders, piece_shape, regions, writers
 from jaxtrain.checkpoint.steps import CheckpointError, DamageError
+from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.parallel import host_memory
 from jaxtrain.schedule.placement import Placement
 
@@ -189,19 +190,10 @@ def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorSto
 
 def _error(directory: epath.Path, array: StoredArray, error: ValueError) -> CheckpointError:
     """What TensorStore's error, which begins with a code, says of an array that is stored."""
-    code = str(error).partition(":")[0]
-    if code in _NO_DAMAGE:
-        return CheckpointError(f"{directory}: {array.name} {_NO_DAMAGE[code]}")
-    damage = "a piece of it is missing" if code == "NOT_FOUND" else "its data is damaged"
+    if why := no_damage(error):
+        return CheckpointError(f"{directory}: {array.name} {why}")
+    damage = "a piece of it is missing" if str(error).startswith("NOT_FOUND") else "its data is damaged"
     return DamageError(directory, f"{array.name} cannot be read: {damage}")
-
-
-_NO_DAMAGE = {
-    "PERMISSION_DENIED": "may not be read",
-    "RESOURCE_EXHAUSTED": "needs more memory than there is",
-    "UNAVAILABLE": "cannot be read: the storage does not answer",
-    "DEADLINE_EXCEEDED": "cannot be read: the storage does not answer in time",
-}
 
 
 def _read_part(source: ts.TensorStore, array: StoredArray, part: Part, placement: Placement) -> jax.Array:

@@ -11,7 +11,7 @@ Orbax 0.12.8 builds TensorStore's specs for gs:// alone; `_teach_orbax` adds s3:
 """
 
 import functools
-import importlib.util
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -19,13 +19,34 @@ from typing import Any
 import fsspec
 from etils import epath
 
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # by scheme: what fsspec needs
+from jaxtrain.config import addresses
+from jaxtrain.config.flags import UsageError
+from jaxtrain.run.exit_status import ExitStatus, RunError
+
 _PROTOCOLS = {"s3": "s3", "gs": "gcs"}  # as fsspec calls them
 _PLACEHOLDER = "/.object_store/"  # stands for "s3://" while Orbax builds the spec of a local folder
 # Half a minute of failures; a save is tried again beyond that (saving.py).
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
 _TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 4, "mode": "standard"}}
 _LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "google", "asyncio", "requests")
+
+
+class AddressError(RunError):
+    """An address that is in no store that can be used; the text is one line.
+
+    place: the address; wrong: what is wrong with it, and what it may have been meant for.
+    """
+
+    status = ExitStatus.BAD_CONFIG
+
+    def __init__(self, place: str, wrong: addresses.Fault):
+        self.place, self.wrong = place, wrong
+        super().__init__(f"{place!r} {wrong.rule}{': use ' * bool(wrong.meant)}{' or '.join(wrong.meant)}")
+
+    def about(self, flag: str) -> str:
+        """The text about a flag whose value the address is."""
+        meant = self.wrong.meant
+        return str(UsageError(f"--{flag}={self.place!r} {self.wrong.rule}", {flag: meant[0]} if meant else {}, meant[1:]))
 
 
 def scheme_of(path: str | os.PathLike) -> str:
@@ -35,12 +56,19 @@ def scheme_of(path: str | os.PathLike) -> str:
 
 
 def folder(path: str | os.PathLike) -> epath.Path:
-    """A folder by its path or URL, made ready to be used: what other processes write in a store is seen at once."""
+    """A folder by its path or URL, made ready to be used: what other processes write in a store is seen at once.
+
+    Raises AddressError for what looks like a URL and is of no store, or of one whose package is not installed.
+    """
+    place = os.fspath(path)
+    if wrong := addresses.fault(place) or addresses.missing_package(place):
+        raise AddressError(place, wrong)
     scheme = scheme_of(path)
     if not scheme:
         return epath.Path(path).expanduser()
     options: dict[str, Any] = {"use_listings_cache": False} | ({"config_kwargs": _TIMEOUTS} if scheme == "s3" else {})
     fsspec.config.conf.setdefault(_PROTOCOLS[scheme], {}).update(options)
+    logging.getLogger(addresses.PACKAGES[scheme]).setLevel(logging.CRITICAL)  # gcsfs logs what it raises, too, with a traceback
     _teach_orbax()
     return epath.Path(path)
 
@@ -52,11 +80,8 @@ def absolute(path: str | os.PathLike) -> epath.Path:
 
 def cannot_be_used(path: str | os.PathLike) -> str:
     """Why nothing can be written in a store's folder, in words; "" where it can, and for a folder of a file system."""
-    scheme = scheme_of(path)
-    if not scheme:
+    if not scheme_of(path):
         return ""
-    if importlib.util.find_spec(PACKAGES[scheme]) is None:
-        return f"needs the package {PACKAGES[scheme]}, which is not installed: pip install 'jaxtrain[{scheme}]'"
     probe = folder(path) / ".can_be_written"
     try:
         probe.write_text("by jaxtrain")
@@ -91,6 +116,17 @@ def _copy(source: epath.Path, target: epath.Path) -> None:
             _copy(path, target / path.name)
         else:
             path.copy(target / path.name)
+
+
+def is_folder(path: epath.Path) -> bool:
+    """Whether a folder is there; in a store, whether something is in it. Raises the error of a store that does not say, which its library's
+    own `is_dir` takes for no folder."""
+    if not scheme_of(path):
+        return path.is_dir()
+    try:
+        return next(iter(path.iterdir()), None) is not None
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def exists(path: epath.Path) -> bool:
@@ -149,3 +185,16 @@ def _in_store(spec: Any) -> Any:
         return kvstore("s3://" + spec["path"].removeprefix(_PLACEHOLDER))
     # What is written in place and what by renaming is a matter of file systems alone: a store's spec is the same for both.
     return {name: _in_store(value) for name, value in spec.items()}
+
+
+def no_damage(error: ValueError) -> str:
+    """Why TensorStore could not read, in words, where that is not for damage to what is stored; "" for damage."""
+    return _NO_DAMAGE.get(str(error).partition(":")[0], "")
+
+
+_NO_DAMAGE = {
+    "PERMISSION_DENIED": "may not be read",
+    "RESOURCE_EXHAUSTED": "needs more memory than there is",
+    "UNAVAILABLE": "cannot be read: the storage does not answer",
+    "DEADLINE_EXCEEDED": "cannot be read: the storage does not answer in time",
+}

@@ -16,7 +16,7 @@ from jaxtrain.config.work import planned_op_times, transformer_of
 from jaxtrain.costs import hardware
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clock import Times
-from jaxtrain.schedule.orders import CSV, SCHEDULES
+from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES
 from jaxtrain.schedule.placement import Placement, cut, spread
 from jaxtrain.schedule.search import ANY_REPEATS, Cost, Report, cost, part_of
 from jaxtrain.schedule.simulate import Simulation, simulate
@@ -155,7 +155,7 @@ def _search(config: Config, report: Report) -> Setup:
     """The setup of the best table. Raises ConfigError for a schedule that does not fit."""
     pipeline, stages = config.pipeline, config.mesh.stage
     if stages == 1:
-        table = by_name.make_table(TableSpec("1f1b", 1, 1, pipeline.microbatches))
+        table = by_name.make_table(TableSpec(ONE_CHUNK, 1, 1, pipeline.microbatches))
         return Setup(Placement(config.model.layers), table, times_of(config, 1), (1.0,))
     try:
         candidates = _candidates(config, _memory(config), report)
@@ -185,7 +185,7 @@ def _memory(config: Config) -> float | None:
     if pipeline.schedule != "auto" or pipeline.memory:
         return pipeline.memory or None
     permute = "late" if pipeline.permute == "auto" else pipeline.permute
-    spec = TableSpec("1f1b", config.mesh.stage, 1, pipeline.microbatches, permute=permute, remat_full=pipeline.remat == "full")
+    spec = TableSpec(ONE_CHUNK, config.mesh.stage, 1, pipeline.microbatches, permute=permute, remat_full=pipeline.remat == "full")
     return search.memory_of(by_name.make_table(spec))
 
 

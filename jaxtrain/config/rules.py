@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ends_with_layers, kernels
+from jaxtrain.config import Config, addresses, ends_with_layers, kernels
 from jaxtrain.schedule.orders import SCHEDULES, default_repeats, fits_repeats
 
-STORES = ("gs", "s3")  # schemes of checkpoint.directory
 BYTE_VOCABULARY = 257  # 256 bytes and the document separator
 
 
@@ -309,18 +308,16 @@ def _spikes_take_a_run_back(c: Config) -> Broken | None:
 
 
 def _directory_is_a_folder_or_a_store(c: Config) -> Broken | None:
-    directory = c.checkpoint.directory
-    scheme, separator, path = directory.partition("://")
-    if not separator:
-        return None
-    if scheme not in STORES:
-        fixes = [f"{known}://{path}" for known in STORES]
-        return Broken("checkpoint.directory", "is in no store that is known", values_for("checkpoint.directory", fixes), show=2)
-    bucket, _, key = path.rstrip("/").partition("/")
-    if not bucket or not key:
-        fixes = [f"{scheme}://{bucket or 'BUCKET'}/run"]
-        return Broken("checkpoint.directory", "is no folder in a bucket", values_for("checkpoint.directory", fixes))
+    if wrong := addresses.fault(c.checkpoint.directory):
+        return Broken("checkpoint.directory", wrong.rule, values_for("checkpoint.directory", wrong.meant or [""]), show=2)
     return None
+
+
+def _cache_is_a_folder(c: Config) -> Broken | None:
+    cache = c.data.cache
+    if not (addresses.is_address(cache) or addresses.fault(cache)):
+        return None
+    return Broken("data.cache", "is an address, not a folder", values_for("data.cache", [""]))
 
 
 def _local_checkpoints_have_folder_and_steps(c: Config) -> Broken | None:
@@ -333,7 +330,7 @@ def _local_checkpoints_have_folder_and_steps(c: Config) -> Broken | None:
         return Broken("checkpoint.local_every", rule, [{"checkpoint.local": "/dev/shm/jaxtrain"}, {"checkpoint.local_every": 0}])
     if local and not local.startswith("/"):
         rule = "is no absolute path, which it must be on every machine"
-        return Broken("checkpoint.local", rule, values_for("checkpoint.local", [f"/dev/shm/{local}"]))
+        return Broken("checkpoint.local", rule, values_for("checkpoint.local", [f"/dev/shm/{local.partition('://')[2] or local}"]))
     return None
 
 
@@ -372,5 +369,6 @@ RULES: tuple[Rule, ...] = (
     _evaluation_has_data,
     _spikes_take_a_run_back,
     _directory_is_a_folder_or_a_store,
+    _cache_is_a_folder,
     _local_checkpoints_have_folder_and_steps,
 )

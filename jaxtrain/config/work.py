@@ -58,7 +58,7 @@ def transformer_of(config: Config) -> Transformer:
         gated=m.activation == "swiglu",
         tied=m.tied_embeddings,
         biases=m.biases,
-        learned_positions=m.positions == "learned",
+        positions=m.max_positions if m.positions == "learned" else 0,
         norm_vectors=2 if m.norm == "layernorm" and m.biases else 1,
         mla=m.attention == "mla",
         query_rank=m.query_rank,

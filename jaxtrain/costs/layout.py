@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from jaxtrain.schedule.orders import ONE_CHUNK
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -22,7 +24,7 @@ class Layout:
     repeats: int = 1
     remat: str = "full"
     zero: int = 1
-    schedule: str = "1f1b"
+    schedule: str = ONE_CHUNK
     offload: str = "none"
 
     @property

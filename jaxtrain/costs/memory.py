@@ -15,6 +15,7 @@ from jaxtrain.costs import identities
 from jaxtrain.costs.expert_rows import rows_of
 from jaxtrain.costs.slots import Slots, estimated, layer_bytes, masks, pool_bytes, turned_pools
 from jaxtrain.costs.step_time import ITEM, Work
+from jaxtrain.schedule.orders import closed_forms
 
 ALLOCATED = 1.01  # of what is live at the peak, for buffers do not fit without gaps (XLA for H100s, but for what `working` counts)
 LOGIT_BYTES = 10.0  # of a logit: in 32 bits, its gradient, and in 16 bits what products read of it
@@ -42,7 +43,7 @@ def memory(work: Work, loss_chunk: int = 2048, slots: Slots | None = None) -> Me
     """
     if work.program.slots:
         return _of_our_own(work, loss_chunk, slots or estimated(work))
-    parameters, shards, layout = work.device_parameters(), work.shards, work.layout
+    parameters, shards, layout = work.device_parameters().all, work.shards, work.layout
     program = work.program
     optimizer = program.state_bytes * parameters / (shards if layout.zero >= 1 else 1)
     layers = math.ceil(work.model.layers / layout.stage) + (work.model.dense_layers if layout.stage == 1 else 0)
@@ -67,19 +68,19 @@ def memory(work: Work, loss_chunk: int = 2048, slots: Slots | None = None) -> Me
 def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
     """slots: None with one stage."""
     layout, program, shards = work.layout, work.program, work.shards
-    layers, ends = _parameters(work, slots)
-    parameters = layers + ends
+    shared = slots.shares_vocabulary if slots else False
+    held = work.device_parameters(slots.rows if slots else 0, shared)
     sharded = {stage: shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    state = (layers + ends / _parts_of_ends(work, slots, layout.zero)) / sharded[1]
-    outer = (layers + ends / _parts_of_ends(work, slots, max(layout.zero, 1))) / shards
+    state = (held.layers + held.ends / work.parts_of_ends(layout.zero, shared)) / sharded[1]
+    outer = (held.layers + held.ends / work.parts_of_ends(max(layout.zero, 1), shared)) / shards
     # XLA casts all weights to the type of the products before the loops, once.
     cast = 0 if work.dtype == "float32" else work.item
     pools = _pools(work, slots)
     working, head = _layer_working(work) + (turned_pools(work, slots) if slots else 0.0), _head_working(work, loss_chunk, slots)
     return Memory(
         {
-            "weights": (program.weight_bytes + cast) * parameters / sharded[3],
-            "gradients": program.gradient_bytes * parameters / sharded[2],
+            "weights": (program.weight_bytes + cast) * held.all / sharded[3],
+            "gradients": program.gradient_bytes * held.all / sharded[2],
             "optimizer": 0.0 if layout.offload in ("optimizer", "both") else program.state_bytes * state,
             **({"outer": program.outer_bytes * outer} if program.outer_bytes else {}),
             "activations": sum(pools.values()) if slots else _kept_by_layers(work),
@@ -88,33 +89,6 @@ def _of_our_own(work: Work, loss_chunk: int, slots: Slots | None) -> Memory:
         },
         pools,
     )
-
-
-def _layer(work: Work, dense: bool = False) -> float:
-    """Numbers of a layer's parameters on a device: `expert` splits the experts, `model` what is neither a latent's, nor a router's, nor a
-    norm's."""
-    model, layout = work.model, work.layout
-    experts = 0 if dense else model.experts * model.width * model.expert_width * (3 if model.gated else 2)
-    whole = model.whole_parameters(dense)
-    return whole + (model.layer_parameters(dense) - whole - experts * (1 - 1 / layout.expert)) / layout.model
-
-
-def _parameters(work: Work, slots: Slots | None) -> tuple[float, float]:
-    """Numbers of a device's layers, and of its part of what stands at both ends. All stages have the layers there, before the first and in
-    modules that predict further tokens; `model` does not split what joins two streams."""
-    model, layout = work.model, work.layout
-    layers = (slots.rows if slots else model.layers) * _layer(work)
-    tables = model.embedding_parameters() / (layout.stage if slots and slots.shares_vocabulary else 1)
-    predictions = model.predictions * (_layer(work) + model.joining_parameters())
-    return layers, tables / layout.model + model.dense_layers * _layer(work, dense=True) + predictions
-
-
-def _parts_of_ends(work: Work, slots: Slots | None, zero: int) -> int:
-    """Into how many parts stages cut the state of what all of them have at both ends, of which each updates its own; by ZeRO's stage."""
-    layout = work.layout
-    if not slots or slots.shares_vocabulary or not zero or work.model.width % (work.shards * layout.stage):
-        return 1
-    return layout.stage
 
 
 def _pools(work: Work, slots: Slots | None) -> dict[str, float]:
@@ -147,7 +121,7 @@ def _layer_working(work: Work) -> float:
     """
     model, layout, number = work.model, work.layout, work.program.gradient_bytes
     arrays = WIDE * work.item * _widest(work) + masks(work)
-    layer = _layer(work)
+    layer = work.layer_parameters()
     if layout.zero < 2 or work.shards == 1:
         return arrays + work.item * model.width * _columns(work)
     gathered = 2 * work.item * layer if layout.zero >= 3 else 0.0
@@ -216,18 +190,7 @@ def microbatches_in_flight(work: Work) -> float:
     """Microbatches whose activations the fullest stage holds at once, in those of a whole stage."""
     layout = work.layout
     p, v, m = layout.stage, layout.repeats, layout.microbatches
-    if p == 1:
-        return 1.0
-    most = {
-        "gpipe": m,
-        "1f1b": p,
-        "interleaved": p * (1 + (p - 1) / (p * v)),
-        "zb_h1": p,
-        "zb_h2": 2 * p - 1,
-        "zb_v": p,
-        "dualpipe_v": p + 1,
-    }.get(layout.schedule, p * (1 + (p - 1) / (p * v)))
-    return min(float(m), float(most))
+    return min(float(m), closed_forms(layout.schedule).residuals(p, v, m) / v) if p > 1 else 1.0
 
 
 def _working(work: Work) -> float:

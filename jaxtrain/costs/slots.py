@@ -16,6 +16,7 @@ import math
 
 from jaxtrain.costs.expert_rows import rows_of
 from jaxtrain.costs.step_time import Work
+from jaxtrain.schedule.orders import closed_forms
 
 FLOAT32 = 4  # bytes
 OWN = 2  # slots of what comes and what leaves beside those that wait
@@ -45,21 +46,13 @@ def estimated(work: Work) -> Slots | None:
     layout, p, v = work.layout, work.layout.stage, max(1, work.layout.repeats)
     if p == 1:
         return None
-    everything = layout.microbatches * v
-    kept, behind = {
-        "gpipe": (everything, 1),
-        "1f1b": (p, 1),
-        "zb_h1": (p, p),
-        "zb_h2": (2 * p - 1, 2 * p - 1),
-        "zb_v": (2 * p, 2 * p - 1),
-        "dualpipe_v": (2 * p + 1, p),
-    }.get(layout.schedule, (p * v + p - 1, 1))
-    kept, behind = min(kept, everything), min(behind, everything)
+    everything, schedule = layout.microbatches * v, closed_forms(layout.schedule)
+    kept, behind = min(schedule.residuals(p, v, layout.microbatches), everything), min(schedule.stashes(p), everything)
     full = layout.remat == "full"
     layers = math.ceil(work.model.layers / (p * v))
     return Slots(
         activation=kept if full else OWN,
-        gradient={"gpipe": layout.microbatches, "interleaved": p / 2}.get(layout.schedule, OWN),
+        gradient=schedule.gradients(p, layout.microbatches),
         residual_b=1 if full else kept,
         residual_w=behind if full else kept,
         weight_stash=behind,

@@ -17,12 +17,31 @@ from jaxtrain.costs.links import Links
 from jaxtrain.costs.parameter_sends import ParameterSends
 from jaxtrain.costs.parts import ATTENTION, BUBBLE, FIXED, HOST, MATMULS, MEMORY, OPTIMIZER, STAGE, Parts
 from jaxtrain.costs.program import Program
-from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer
+from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer, padded_vocabulary
+from jaxtrain.schedule.orders import StageTimes, closed_forms
 
 ITEM = 2  # bytes of an activation's number in 16 bits
 UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
 BACKWARD_PASSES = 2.0  # over memory, of those of the forward
 ATTENTION_BACKWARD = 2.5  # products of attention's backward over the two of its forward: scores again, and four
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceParameters:
+    """Numbers of parameters on a device.
+
+    layers:  of the stage's layers
+    ends:    of what stands before and after them: tables, the last norm, dense first layers, modules that predict further tokens
+    experts: of the layers', those of experts
+    """
+
+    layers: float
+    ends: float
+    experts: float
+
+    @property
+    def all(self) -> float:
+        return self.layers + self.ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,20 +138,13 @@ class Work:
         """Layers that an op of our own program goes through."""
         return self.model.layers / (self.layout.stage * self.layout.repeats if self.layout.stage > 1 else 1)
 
-    def _layer_experts(self) -> float:
-        """Parameters of a layer's experts on a device."""
-        model, layout = self.model, self.layout
-        return model.experts * model.width * model.expert_width * (3 if model.gated else 2) / (layout.model * layout.expert)
-
-    def _layer_weights(self, dense: bool = False) -> float:
-        """All parameters of a layer on a device."""
-        model, layout = self.model, self.layout
-        experts = 0.0 if dense else self._layer_experts()
-        return model.layer_parameters(dense) / layout.model + experts * (1 - layout.expert)
+    def layer_parameters(self, dense: bool = False) -> float:
+        """Of one layer, on a device."""
+        return self.model.device_layer_parameters(self.layout.model, self.layout.expert, dense)
 
     def _over_weights(self, dense: bool, moved: float) -> Parts:
         """So many bytes moved for each of a layer's parameters."""
-        return Parts({MEMORY: moved * self._layer_weights(dense) / self.hardware.streaming})
+        return Parts({MEMORY: moved * self.layer_parameters(dense) / self.hardware.streaming})
 
     def _output(self, dense: bool) -> float:
         """Seconds of the product that makes a layer's output; 0 of experts, whose weights' gradients need it."""
@@ -223,21 +235,6 @@ class Work:
             return Parts()
         return Parts({STAGE: 4 * self.links.collective(STAGE, self.item * self.tokens * self.model.width / layout.model, rounds=2)})
 
-    def bubble(self, forward: float, again: float, backward: float, weights: float) -> float:
-        """Seconds that a stage waits, of F, R, B and W of a microbatch on a whole stage (Narayanan 2021; Qi et al. 2023 and 2024 for those
-        with B and W apart)."""
-        p, v = self.layout.stage, self.layout.repeats
-        whole = forward + again + backward + weights
-        return {
-            "gpipe": (p - 1) * whole,
-            "1f1b": (p - 1) * whole,
-            "interleaved": (p - 1) * whole / v,
-            "zb_h1": (p - 1) * max(0.0, forward + again + backward - weights),
-            "zb_h2": (p - 1) * max(0.0, forward + again + backward - 2 * weights),
-            "zb_v": (p - 1) * max(0.0, forward + again + backward - 2 * weights) / 2,
-            "dualpipe_v": (p / 2 - 1) * max(0.0, whole + backward - 2 * weights) / 2,
-        }.get(self.layout.schedule, (p - 1) * whole / v)
-
     def step(self) -> Parts:
         """All of a step, on the device that works most."""
         model, layout, program = self.model, self.layout, self.program
@@ -255,7 +252,8 @@ class Work:
         shared = program.vocabulary_parallel and p > 1
         times = [ops[name].seconds * layers for name in "FRBW"]
         step = stage * m + head * (m / p if shared else m) + self.vocabulary_sums() * m
-        waits = self.hardware.waited(step.seconds, self.bubble(*times)) if p > 1 else 0.0
+        idle = closed_forms(layout.schedule).idle(p, layout.repeats, StageTimes(*times))
+        waits = self.hardware.waited(step.seconds, idle) if p > 1 else 0.0
         return step + Parts({BUBBLE: waits}) + self._messages(sum(times)) + self.around(step, times[0], times[2] + times[3])
 
     def around(self, busy: Parts, forward: float, backward: float) -> Parts:
@@ -277,37 +275,49 @@ class Work:
         exposed = max(0.0, each - per_chunk) * 2 * layout.microbatches * layout.repeats + 2 * each * (layout.stage - 1)
         return Parts({STAGE: exposed}, {STAGE: max(0.0, seconds - exposed)})
 
-    def expert_parameters(self) -> float:
-        """Of the experts of a device, on the stage with most layers."""
-        return math.ceil(self.model.layers / self.layout.stage) * self._layer_experts()
+    def device_parameters(self, layers: int = 0, shared: bool | None = None) -> "DeviceParameters":
+        """The parameters of a device on the stage with most of them.
 
-    def device_parameters(self) -> float:
-        """Of the stage with most of them: its layers, and its part of the tables."""
-        model, layout = self.model, self.layout
-        tables = float(model.embedding_parameters())
-        if layout.stage > 1:  # all stages have a part of each table, or each end has one
-            first = (model.vocab_size + model.sequence * model.learned_positions) * model.width
-            tables = tables / layout.stage if self.program.vocabulary_parallel else first
-        return self.layers_parameters() + tables / layout.model
-
-    def layers_parameters(self) -> float:
-        """Of the layers of the stage with most of them."""
-        model, layout = self.model, self.layout
-        dense = model.dense_layers * model.layer_parameters(dense=True) / layout.model
-        return math.ceil(model.layers / layout.stage) * self._layer_weights() + dense
+        layers: for which a device has room; those of the busiest stage if not given. shared: whether all stages share the tables at both
+        ends; as the program has it if not given. Where they do not, each stage of our own program has all of them, another's first and
+        last stage one each.
+        """
+        model, layout, program = self.model, self.layout, self.program
+        layers = layers or math.ceil(model.layers / layout.stage)
+        shared = program.vocabulary_parallel if shared is None else shared
+        tables = model.device_table_parameters(layout.model, layout.stage if shared else 1)
+        if layout.stage > 1 and not shared and not program.slots and not model.tied:
+            tables -= padded_vocabulary(model.vocab_size, layout.model) * model.width / layout.model
+        dense, modules = model.dense_layers * self.layer_parameters(dense=True), model.predictions * model.joining_parameters()
+        experts = layers * model.expert_parameters() / (layout.model * layout.expert)
+        ends = tables + dense + modules + model.predictions * self.layer_parameters()
+        return DeviceParameters(layers * self.layer_parameters(), ends, experts)
 
     def _parameter_sends(self) -> ParameterSends:
         model, layout = self.model, self.layout
         stages = layout.stage if self.program.vocabulary_parallel else 1
-        output = (model.vocab_size / stages + model.sequence * model.learned_positions) * model.width / layout.model
+        output = (model.vocab_size / (stages * layout.model) + model.positions) * model.width
         rows = self.item * self.tokens * model.width / layout.model
-        numbers = self.device_parameters(), self.layers_parameters(), self.expert_parameters(), output
+        held = self.device_parameters()
+        dense = model.dense_layers * self.layer_parameters(dense=True)
+        numbers = held.all, held.layers + dense, held.experts, output
         return ParameterSends(layout, self.program, self.links, self.item, self.shards, *numbers, rows)
+
+    def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
+        """Into how many parts stages cut the state of what all of them have at both ends, of which each updates its own.
+
+        zero: ZeRO's stage; shared: as in `device_parameters`.
+        """
+        layout, shared = self.layout, self.program.vocabulary_parallel if shared is None else shared
+        if not self.program.slots or shared or not zero or self.model.width % (self.shards * layout.stage):
+            return 1
+        return layout.stage
 
     def update(self) -> Parts:
         """The optimizer's passes over its state, which comes from the host's memory and goes back where it is offloaded."""
         layout = self.layout
-        parameters = self.device_parameters() / (self.shards if layout.zero else 1)
+        held = self.device_parameters()
+        parameters = (held.layers + held.ends / self.parts_of_ends(layout.zero)) / (self.shards if layout.zero else 1)
         parts = Parts({OPTIMIZER: UPDATE_BYTES * parameters / self.hardware.streaming})
         if layout.offload in ("optimizer", "both"):
             parts += Parts({HOST: 2 * self.program.state_bytes * parameters / self.hardware.host_bytes_per_s})

@@ -1,13 +1,27 @@
 """A transformer by its sizes: what its layers have of parameters, and what a token costs in each of them."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerCounts:
+    """products: as Transformer has them; token, all, whole: parameters that a token is multiplied with, all, those that `model` does not
+    split."""
+
+    products: tuple[tuple[str, int, int], ...]
+    token: int
+    all: int
+    whole: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
     """Sizes of a model and its sequences; names as in the `model` group of a config, resolved.
 
-    gated: three matrices in an MLP, and not two; value_dim, query_rank, kv_rank, rope_dim: of latent attention (mla), else 0
+    gated: three matrices in an MLP, and not two; positions: rows of the table of learned positions, 0 without one; norm_vectors: of a
+    norm, 2 with a bias; value_dim, query_rank, kv_rank, rope_dim: of latent attention (mla), else 0
     experts, experts_per_token, shared_experts, expert_width: of each of `layers`; dense_layers: before those, with an MLP
     capacity_factor, expert_room: for how many rows experts have room (expert_rows.py)
     predictions: modules that predict further tokens, each with a layer of its own
@@ -24,7 +38,7 @@ class Transformer:
     gated: bool = True
     tied: bool = False
     biases: bool = False
-    learned_positions: bool = False
+    positions: int = 0
     norm_vectors: int = 1
     mla: bool = False
     query_rank: int = 0
@@ -61,6 +75,24 @@ class Transformer:
 
         dense: a layer of those before the others. `model` splits what is named in COLUMNS by its outputs, and the others by their inputs.
         """
+        return self._counts[dense].products
+
+    @functools.cached_property
+    def _counts(self) -> "dict[bool, _LayerCounts]":
+        """What a search asks for thousands of times, by `dense`."""
+        counts = {}
+        for dense in (False, True):
+            products = self._products(dense)
+            token = sum(inputs * outputs for _, inputs, outputs in products)
+            chosen = 0 if dense else self.experts_per_token * self.width * self.expert_width * (3 if self.gated else 2)
+            vectors = self._vectors(dense, products)
+            whole = vectors + sum(inputs * outputs for name, inputs, outputs in products if name in WHOLE)
+            split_biases = sum(outputs for name, _, outputs in products if name in COLUMNS) if self.biases else 0
+            experts = 0 if dense else self.expert_parameters() - chosen
+            counts[dense] = _LayerCounts(products, token, token + experts + split_biases + vectors, whole)
+        return counts
+
+    def _products(self, dense: bool) -> tuple[tuple[str, int, int], ...]:
         width, heads = self.width, self.heads
         if self.mla:
             attention = [
@@ -78,27 +110,42 @@ class Transformer:
 
     def token_parameters(self, dense: bool = False) -> int:
         """Numbers of one layer's matrices that a token is multiplied with."""
-        return sum(inputs * outputs for _, inputs, outputs in self.products(dense))
+        return self._counts[dense].token
 
     def layer_parameters(self, dense: bool = False) -> int:
         """All parameters of one layer: all experts, norms, and biases where there are any."""
-        matrices = self.token_parameters(dense)
-        if self.experts and not dense:
-            matrices += (self.experts - self.experts_per_token) * self.width * self.expert_width * (3 if self.gated else 2)
-        vectors = 2 * self.norm_vectors * self.width + self.query_rank + self.kv_rank
-        if self.biases:
-            vectors += sum(outputs for name, _, outputs in self.products(dense) if name != "router")
-        return matrices + vectors
+        return self._counts[dense].all
 
     def whole_parameters(self, dense: bool = False) -> int:
-        """Of one layer's, those that `model` does not split: latents, the router, norms."""
-        matrices = sum(inputs * outputs for name, inputs, outputs in self.products(dense) if name in WHOLE)
-        return matrices + 2 * self.norm_vectors * self.width + self.query_rank + self.kv_rank
+        """Of one layer's, those that `model` does not split: latents, the router, norms, biases of what is split by its inputs."""
+        return self._counts[dense].whole
+
+    def _vectors(self, dense: bool, products: Sequence[tuple[str, int, int]]) -> int:
+        """Numbers of one layer's vectors that `model` does not split: norms, biases, and the router's count of rows by expert."""
+        norms = self.norm_vectors * (2 * self.width + self.query_rank + self.kv_rank)
+        biases = sum(outputs for name, _, outputs in products if name not in COLUMNS and name != "router")
+        return norms + biases * self.biases + (0 if dense else self.experts)
+
+    def expert_parameters(self) -> int:
+        """Of one layer's experts, all of them."""
+        return self.experts * self.width * self.expert_width * (3 if self.gated else 2)
 
     def embedding_parameters(self) -> int:
         """Tables at both ends, and the last norm."""
-        tables = self.vocab_size * (1 if self.tied else 2) + (self.sequence if self.learned_positions else 0)
+        tables = self.vocab_size * (1 if self.tied else 2) + self.positions
         return tables * self.width + self.norm_vectors * self.width
+
+    # -------------------------------------------------------------------------------------------------------- on a device
+
+    def device_layer_parameters(self, model: int, expert: int, dense: bool = False) -> float:
+        """Of one layer, on a device: `expert` splits the experts, `model` all but `whole_parameters`."""
+        whole, experts = self.whole_parameters(dense), 0 if dense else self.expert_parameters()
+        return whole + (self.layer_parameters(dense) - whole - experts * (1 - 1 / expert)) / model
+
+    def device_table_parameters(self, model: int, stages: int = 1) -> float:
+        """Of the tables at both ends and the last norm, on a device. stages: over which the tables are split."""
+        rows = padded_vocabulary(self.vocab_size, model * stages) * (1 if self.tied else 2) / (model * stages)
+        return (rows + self.positions + self.norm_vectors) * self.width
 
     def joining_parameters(self) -> int:
         """Of a module that predicts a further token, beside its layer: the matrix that joins two streams, and three norms (DeepSeek-V3,
@@ -127,6 +174,15 @@ class Transformer:
         return 3.0 * self.sequence_flops(causal) / self.sequence
 
 
+TILE = 128  # matrix units want the vocabulary in multiples of this
+
+
+def padded_vocabulary(vocab_size: int, shards: int) -> int:
+    """Rows of a table held in memory: divisible by the shards, and large vocabularies by whole tiles on each."""
+    unit = shards if vocab_size < 32 * TILE else shards * TILE
+    return -(-vocab_size // unit) * unit
+
+
 COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})  # matrices whose outputs `model` splits
 WHOLE = frozenset({"latent", "router"})  # those that it does not split
 
@@ -145,6 +201,6 @@ def gpt(width: int, heads: int, layers: int, sequence: int = 2048, vocabulary: i
         gated=False,
         tied=tied,
         biases=True,
-        learned_positions=True,
+        positions=sequence,
         norm_vectors=2,
     )

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtrain.costs.transformer import padded_vocabulary
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.models.attention import Attention
 from jaxtrain.models.latent import LatentAttention
@@ -25,13 +26,6 @@ from jaxtrain.parallel.tensor import own_tokens
 from jaxtrain.parallel.vocabulary import lookup
 
 ATTENTION = {"gqa": Attention, "mla": LatentAttention}
-TILE = 128  # matrix units want the vocabulary in multiples of this
-
-
-def padded_vocabulary(vocab_size: int, shards: int) -> int:
-    """Rows held in memory: divisible by the shards, and large vocabularies by whole tiles on each."""
-    unit = shards if vocab_size < 32 * TILE else shards * TILE
-    return -(-vocab_size // unit) * unit
 
 
 class Embedder(nnx.Module):

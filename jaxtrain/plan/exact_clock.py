@@ -10,6 +10,7 @@ have it.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -20,10 +21,11 @@ from jaxtrain.config.work import OURS
 from jaxtrain.costs.parts import BUBBLE, STAGE, Parts
 from jaxtrain.costs.step_time import Work
 from jaxtrain.plan.prediction import Prediction
-from jaxtrain.plan.tables import part_of, with_microbatches, with_op_times
+from jaxtrain.plan.tables import extrapolated, part_of, with_op_times
 from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.columns import permutes
 from jaxtrain.schedule.coupled_clock import walk
+from jaxtrain.schedule.orders import AUTO
 from jaxtrain.schedule.table import Op, Permute, peak_residuals
 
 OPS = (Op.F, Op.R, Op.B, Op.W)
@@ -47,24 +49,28 @@ class _Counts:
     """What a table has.
 
     seconds: by its coupled clock
-    ops:     of each of OPS and each stage, in those of a whole stage
-    heads:   of each stage, in whole ones
+    ops:     [ops, stages] of each of OPS and each stage, in those of a whole stage
+    heads:   [stages] in whole ones
     sends:   messages of a device
     early:   those of them that go beside their tick's ops
     """
 
     seconds: float
-    ops: tuple[tuple[float, ...], ...]
-    heads: tuple[float, ...]
+    ops: np.ndarray
+    heads: np.ndarray
     sends: float
     early: float
 
-    def further(self, half: "_Counts", times: float) -> "_Counts":
-        """A longer step's, which goes on as between `half` and this for so many times as many microbatches as lie between them."""
-        on = lambda a, b: a + times * (a - b)
-        ops = tuple(tuple(map(on, a, b)) for a, b in zip(self.ops, half.ops, strict=True))
-        heads = tuple(map(on, self.heads, half.heads))
-        return _Counts(on(self.seconds, half.seconds), ops, heads, on(self.sends, half.sends), on(self.early, half.early))
+    def __add__(self, other: "_Counts") -> "_Counts":
+        return _Counts(
+            self.seconds + other.seconds, self.ops + other.ops, self.heads + other.heads, self.sends + other.sends, self.early + other.early
+        )
+
+    def __sub__(self, other: "_Counts") -> "_Counts":
+        return self + other * -1.0
+
+    def __mul__(self, times: float) -> "_Counts":
+        return _Counts(times * self.seconds, times * self.ops, times * self.heads, times * self.sends, times * self.early)
 
 
 def clocked(prediction: Prediction) -> Clocked | None:
@@ -79,14 +85,9 @@ def clocked(prediction: Prediction) -> Clocked | None:
         return None
     config = with_op_times(prediction.config, work)
     times = times_of(cfg.replace(config, {"pipeline.times": work.op_times()}), layout.stage)
-    part = part_of(config)
-    table, timed = make_setup(part).table, part.pipeline.microbatches
-    counts = _counts(part, times)
-    if timed < layout.microbatches:
-        fewer = timed // layout.stage // 2 * layout.stage
-        auto = config.pipeline.schedule == "auto"
-        half = _of_a_part(work, counts, fewer / timed) if auto else _counts(with_microbatches(part, fewer, table), times)
-        counts = counts.further(half, (layout.microbatches - timed) / (timed - fewer))
+    table = make_setup(part_of(config)).table
+    shorter = functools.partial(_of_a_part, work) if config.pipeline.schedule == AUTO else None
+    counts = extrapolated(config, lambda part: _counts(part, times), shorter)
     shared = work.hardware.alone > 1
     busy, waits = _of_shared_cores(work, counts) if shared else _of_the_busiest(work, counts)
     sums = work.vocabulary_sums() * (layout.microbatches if table.vocabulary == "parallel" else 0)
@@ -108,29 +109,26 @@ def _of_a_part(work: Work, counts: _Counts, part: float) -> _Counts:
     """What a step of `auto` with this part of the microbatches would have, if the busiest stage never waits in between: the table that is
     best for it may be one of another order."""
     busy = max(parts.seconds for parts in _stages(work, counts, dense=False))
-    less = lambda numbers: tuple(part * number for number in numbers)
-    ops = tuple(map(less, counts.ops))
-    return _Counts(counts.seconds - (1 - part) * busy, ops, less(counts.heads), part * counts.sends, part * counts.early)
+    return dataclasses.replace(counts * part, seconds=counts.seconds - (1 - part) * busy)
 
 
 def _counts(config: Config, times: Times) -> _Counts:
     """Of a step whose ops take these times."""
     setup = make_setup(config)
     table, shares = setup.table, np.array([*setup.shares, 0.0])
-    ops = tuple(tuple(np.where(table.op == op, shares[table.unit], 0.0).sum(0).tolist()) for op in OPS)
+    ops = np.array([np.where(table.op == op, shares[table.unit], 0.0).sum(0) for op in OPS])
     heads = np.full(table.stages, 1 / table.stages) if table.vocabulary == "parallel" else np.arange(table.stages) == table.stage_of[-1]
     early, late = (len(permutes(table)) * int((table.permute == when).sum()) for when in (Permute.EARLY, Permute.LATE))
-    heads = table.microbatches * heads
-    return _Counts(walk(table, times, setup.shares), ops, tuple(heads.tolist()), early + late, early)
+    return _Counts(walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early)
 
 
 def _stages(work: Work, counts: _Counts, dense: bool = True) -> list[Parts]:
     """What each stage is busy with. dense: with the layers before the first unit."""
     ops, head = work.ops(), work.head()
     stages = []
-    for stage, heads in enumerate(counts.heads):
+    for stage, heads in enumerate(counts.heads.tolist()):
         busy = head * heads
-        for op, times in zip(OPS, counts.ops, strict=True):
+        for op, times in zip(OPS, counts.ops.tolist(), strict=True):
             busy += ops[op.name] * times[stage]
         stages.append(busy)
     if dense:

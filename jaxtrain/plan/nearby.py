@@ -11,9 +11,9 @@ from jaxtrain.config.work import platform_of, work_of
 from jaxtrain.costs.memory import memory
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.prediction import Prediction
+from jaxtrain.schedule.orders import INTERLEAVED, ZERO_BUBBLE
 
 REMATS, ZEROS = ("none", "selective", "full"), (0, 1, 2, 3)
-ZERO_BUBBLE = ("zb_h1", "zb_h2")
 HALVED_FOR = (("model", "data"), ("stage", "data"), ("data", "model"), ("stage", "model"))  # (axis of half as many, of twice as many)
 
 
@@ -54,7 +54,7 @@ def _tried(config: Config) -> Iterator[dict[str, Any]]:
         yield from ({"parallel.zero": zero} for zero in ZEROS if zero != config.parallel.zero)
     yield from ({"pipeline.microbatches": n} for n in (2 * pipeline.microbatches, pipeline.microbatches // 2) if n)
     if mesh.stage > 1:
-        yield {"pipeline.schedule": "interleaved", "pipeline.repeats": 2 * max(1, pipeline.repeats)}
+        yield {"pipeline.schedule": INTERLEAVED, "pipeline.repeats": 2 * max(1, pipeline.repeats)}
         yield from ({"pipeline.schedule": name, "pipeline.repeats": 0} for name in ZERO_BUBBLE if name != pipeline.schedule)
     for fewer, more in HALVED_FOR:
         sizes = {axis: getattr(mesh, axis) for axis in (fewer, more)}

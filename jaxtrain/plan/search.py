@@ -25,7 +25,7 @@ from jaxtrain.costs.memory import memory
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.step_time import Work
 from jaxtrain.plan import layout_flag
-from jaxtrain.schedule.orders import SCHEDULES
+from jaxtrain.schedule.orders import GROWING, SCHEDULES
 
 BEST = 14  # by closed forms, which the exact clock ranks again
 LEAST_TOKENS = 1024  # of a sequence on a device of `context`: shorter parts are not tried
@@ -62,10 +62,9 @@ def check(space: Space) -> None:
     """Raises ConfigError where the config breaks a rule of training whatever its layout is, and LayoutError for settings of one layout."""
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
-            flag, use = cfg.flag_text(f"config.{path}", value), cfg.flag_text(f"config.{path}", cfg.get(space.recipe, path))
-            raise layout_flag.LayoutError(
-                f"{flag} is of one layout, which the planner is to find: use {use}, or a --layout of one kind of devices"
-            )
+            use = {f"config.{path}": cfg.get(space.recipe, path)}
+            rule = f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is to find"
+            raise layout_flag.LayoutError(rule, use, text=f"{layout_flag.LayoutError(rule, use)}, or a --layout of one kind of devices")
     layout = _smallest(space, Layout(replica=_replicas(space)))
     checks.check(laid_out(space, layout), Surroundings(layout.devices, platform_of(space.hardware), space.recipe))
 
@@ -183,8 +182,6 @@ def meshes(space: Space) -> Iterator[Layout]:
     config, n = space.config, space.devices
     m, tokens = config.model, config.data.sequence_length
     replicas = _replicas(space)
-    if n > m.layers * MOST_MODEL * max(1, tokens // LEAST_TOKENS) * config.data.batch_size:  # whose divisors take long to be found
-        return
     stages = [size for size in divisors(n) if size <= m.layers]
     models = [size for size in divisors(n) if size <= MOST_MODEL and m.heads % size == 0]
     contexts = [size for size in divisors(n) if size == 1 or tokens // size >= LEAST_TOKENS]
@@ -223,7 +220,7 @@ def _tables(work: Work) -> Iterator[Layout]:
         for name, schedule in SCHEDULES.items():
             for repeats in range(1, MOST_REPEATS + 1):
                 even = layers % (layout.stage * repeats) == 0 or (repeats == schedule.least_repeats and layers % layout.stage)
-                if name != "gpipe" and schedule.fits(repeats) and layout.stage * repeats <= layers and even:
+                if name not in GROWING and schedule.fits(repeats) and layout.stage * repeats <= layers and even:
                     yield dataclasses.replace(layout, zero=zero, schedule=name, repeats=repeats)
 
 

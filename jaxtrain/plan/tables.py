@@ -5,19 +5,32 @@ pools       the most slots that any stage needs, which every stage's arrays have
 layers      of the largest unit, and those for whose parameters a device has room (schedule/placement.py)
 """
 
+from collections.abc import Callable
+from typing import Protocol, Self, TypeVar
+
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.work import milliseconds
 from jaxtrain.costs.slots import Slots
 from jaxtrain.costs.step_time import Work
-from jaxtrain.schedule.orders import SCHEDULES
+from jaxtrain.schedule.orders import AUTO, GROWING, SCHEDULES, ZERO_BUBBLE
 from jaxtrain.schedule.table import Table
 
+
+class Linear(Protocol):
+    """Figures that can be added, and multiplied by a number."""
+
+    def __add__(self, other: Self, /) -> Self: ...
+    def __sub__(self, other: Self, /) -> Self: ...
+    def __mul__(self, times: float, /) -> Self: ...
+
+
+Figures = TypeVar("Figures", bound=Linear)
 CELLS = 2**12  # stages · chunks on a stage · microbatches of a table that is made in a second; of longer steps a part is
 AUTO_CELLS = 2**8  # the same of `auto`, which tries some fifty tables
 LEAST_ROUNDS, AUTO_ROUNDS = 4, 2  # microbatches of such a part, in those of a pipeline that is filled
-SHORTENED = frozenset({*SCHEDULES, "auto"} - {"gpipe"})  # all but a file's and the one whose slots grow with the microbatches
+SHORTENED = frozenset({*SCHEDULES, AUTO}.difference(GROWING))  # all but a file's and those whose slots grow with the microbatches
 
 
 def with_op_times(config: Config, work: Work) -> Config:
@@ -41,9 +54,26 @@ def part_of(config: Config) -> Config:
         return config
     config = cfg.replace(config, {"pipeline.microbatches": most})
     if auto and pipeline.vocabulary == "auto":
-        plain = make_setup(cfg.replace(config, {"pipeline.schedule": "zb_h1", "pipeline.repeats": 1, "pipeline.chunk_layers": ()}))
+        plain = make_setup(cfg.replace(config, {"pipeline.schedule": ZERO_BUBBLE[0], "pipeline.repeats": 1, "pipeline.chunk_layers": ()}))
         config = cfg.replace(config, {"pipeline.vocabulary": plain.table.vocabulary})
     return config
+
+
+def extrapolated(
+    config: Config, measure: Callable[[Config], Figures], shorter: Callable[[Figures, float], Figures] | None = None
+) -> Figures:
+    """The figures of a step, linear in its microbatches: measured for a part of them, and extrapolated from that part and about half of it.
+
+    measure: of a config as `part_of` gives it; shorter: what replaces the measurement of the half, from the figures of the part and the
+    half's microbatches in those of the part.
+    """
+    part = part_of(config)
+    timed, figures = part.pipeline.microbatches, measure(part)
+    if timed == config.pipeline.microbatches:
+        return figures
+    fewer = timed // config.mesh.stage // 2 * config.mesh.stage
+    half = shorter(figures, fewer / timed) if shorter else measure(with_microbatches(part, fewer, make_setup(part).table))
+    return figures + (figures - half) * ((config.pipeline.microbatches - timed) / (timed - fewer))
 
 
 def with_microbatches(config: Config, microbatches: int, table: Table) -> Config:

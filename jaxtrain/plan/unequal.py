@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.work import OURS, work_of
@@ -24,9 +25,9 @@ from jaxtrain.costs.step_time import Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
 from jaxtrain.plan.prediction import step_figures
-from jaxtrain.plan.tables import part_of, with_microbatches
+from jaxtrain.plan.tables import extrapolated, part_of
 from jaxtrain.schedule.coupled_clock import walk
-from jaxtrain.schedule.orders import SCHEDULES
+from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
 
 LIKELY = 8  # devices of a group whose number cannot be read
 # What one program over devices of two kinds cannot do, as XLA and jax are.
@@ -150,7 +151,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal
     heads = [head / len(works) if shared else head * (stage == setup.table.stage_of[-1]) for stage in range(len(works))]
     beside = [fixed[0], *[0.0] * (len(works) - 1)]
     stage_s = tuple(m * (n * s + h + b) for n, s, h, b in zip(layers, seconds, heads, beside, strict=True))
-    clock = max(_clock(cut), *stage_s)
+    clock = max(extrapolated(cut, _walked), *stage_s)
     after = max(_after(_with_layers(work, n), busy) for work, n, busy in zip(works, layers, stage_s, strict=True))
     after += m * max(work.vocabulary_sums().seconds for work in works) * shared
     ideal = m * (config.model.layers / sum(1 / s for s in seconds) + (head + fixed[0]) / len(works))
@@ -159,16 +160,10 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal
     return Unequal(cut, tuple(groups), tuple(layers), clock + after, ideal + after, stage_s, clock - max(stage_s), held, fits)
 
 
-def _clock(config: Config) -> float:
-    """Seconds of a step by its table's coupled clock; one with very many microbatches goes on as between two shorter ones."""
-    part, seconds_of = part_of(config), lambda setup: walk(setup.table, setup.times, setup.shares)
-    setup, timed, stages = make_setup(part), part.pipeline.microbatches, config.mesh.stage
-    seconds = seconds_of(setup)
-    if (left := config.pipeline.microbatches - timed) == 0:
-        return seconds
-    fewer = timed // stages // 2 * stages
-    shorter = seconds_of(make_setup(with_microbatches(part, fewer, setup.table)))
-    return seconds + (seconds - shorter) * left / (timed - fewer)
+def _walked(config: Config) -> float:
+    """Seconds of a step by its table's coupled clock."""
+    setup = make_setup(config)
+    return walk(setup.table, setup.times, setup.shares)
 
 
 def _after(work: Work, busy: float) -> float:
@@ -200,7 +195,7 @@ def layouts(config: Config, groups: Sequence[Group], values: layout_flag.Values)
     devices, most = sum(group.devices for group in groups), math.gcd(*(group.devices for group in groups))
     stages = [devices // each for each in divisors(most) if 1 < devices // each <= config.model.layers]
     if values.get("schedule", config.pipeline.schedule) not in SCHEDULES:
-        values = values | {"schedule": "1f1b", "repeats": 1}
+        values = values | {"schedule": ONE_CHUNK, "repeats": 1}
     others = math.prod(values.get(axis, 1) for axis in ("context", "expert", "replica"))
     for stage in near(values.get("stage", 1), stages):
         for model in near(values.get("model", 1), divisors(devices // stage)):
@@ -229,7 +224,7 @@ def _chunks(config: Config, layers: Sequence[int]) -> tuple[int, ...]:
     """Layers of each chunk in model order, so that stages have theirs."""
     of_stage, repeats = make_setup(part_of(config)).table.stage_of, config.pipeline.repeats
     if len(of_stage) != config.mesh.stage * repeats:
-        raise ValueError("pipeline.layers_per_op cuts chunks, and unequal devices need them whole: use --config.pipeline.layers_per_op=0")
+        raise UsageError("pipeline.layers_per_op cuts chunks, and unequal devices need them whole", {"config.pipeline.layers_per_op": 0})
     left, chunks = list(layers), []
     for unit, stage in enumerate(of_stage):
         size = round(left[stage] / of_stage[unit:].count(stage))

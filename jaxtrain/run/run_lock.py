@@ -1,4 +1,4 @@
-"""The lock of a run's folder: one run at a time, also where hosts share the file system. Standard library only.
+"""The lock of a run's folder: one run at a time, also where hosts share the file system. No jax.
 
     run.lock    one line of JSON: the process that holds it, and a count that a thread of that process raises every BEAT_S seconds
 
@@ -28,13 +28,12 @@ import os
 import pathlib
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
 from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.watchdog import end_process
 
 NAME = "run.lock"
 BEAT_S = 2.0  # seconds between two beats
@@ -43,9 +42,16 @@ LOOK_S = 0.25  # seconds between two looks of a newcomer
 
 
 class FolderError(RunError):
-    """A folder that cannot be locked; the text is one line."""
+    """A folder that this run may not use: it cannot be locked, or another run is at work in it; the text is one line."""
 
     status = ExitStatus.BAD_CONFIG
+
+
+class LostLockError(RunError):
+    """A lock that somebody has removed while its run is at work; the text is one line. Started again, the run takes a new one, or is
+    refused by whoever has taken one meanwhile."""
+
+    status = ExitStatus.STORAGE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +206,7 @@ class RunLock:
       folder: made if need be.
       me: the process that takes it.
       clock, sleep: seconds of this host.
-      lost: called with a line when the lock turns out to be somebody else's, from the thread that beats. Default: ends the process.
+      lost: called from the thread that beats with what `beat` returns when the lock is lost. Default: ends the process with its status.
     """
 
     def __init__(
@@ -209,11 +215,11 @@ class RunLock:
         me: Process | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
-        lost: Callable[[str], object] | None = None,
+        lost: Callable[[RunError], object] | None = None,
     ):
         self._folder, self._path = pathlib.Path(folder), pathlib.Path(folder) / NAME
         self._me = me or this_process()
-        self._clock, self._sleep, self._lost = clock, sleep, lost or _end_process
+        self._clock, self._sleep, self._lost = clock, sleep, lost or end_process
         since = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         self._holder = Holder(self._me, since, secrets.token_hex(8), SILENCE_S)
         self._beats = 0
@@ -314,33 +320,40 @@ class RunLock:
         """Beats until the lock is released, or lost."""
         while not self._over.wait(BEAT_S):
             try:
-                problem = self.beat()
+                loss = self.beat()
             except OSError:
                 continue  # the file system's, which may pass; whoever takes the folder meanwhile is seen at the next beat
-            if problem and not self._over.is_set():
-                self._lost(problem)
+            if loss and not self._over.is_set():
+                self._lost(loss)
                 return
 
-    def beat(self) -> str:
-        """Raises the count in the lock. What is wrong, in one line, where the lock is no longer this process's; "" if nothing is.
+    def beat(self) -> RunError | None:
+        """Raises the count in the lock. None; where the lock is no longer this process's, the error that the run ends with: FolderError
+        where another run has taken it over, LostLockError where it is gone or no lock any more.
 
         Raises OSError where the file cannot be read or written just now.
         """
         try:
             file = os.open(self._path, os.O_RDWR)
         except FileNotFoundError:
-            return f"{self._path} is gone, so another run may use the folder: this run ends without saving; the same command goes on"
+            return self._loss("is gone")
         try:
             # What is written goes into the file that was read, even if the name has come to mean another one.
             holder = read_holder(os.read(file, 4096))
-            if holder is None or holder.token != self._holder.token:
-                whose = f"the run of {holder}" if holder else "something else"
-                return f"{self._folder} was taken over by {whose}: this run ends without saving"
+            if holder is None:
+                return self._loss("was overwritten")
+            if holder.token != self._holder.token:
+                return FolderError(f"{self._folder} was taken over by the run of {holder}: this run ends without saving")
             self._beats += 1
             os.pwrite(file, self._holder.line(self._beats), 0)
-            return ""
+            return None
         finally:
             os.close(file)  # NFS sends it off now
+
+    def _loss(self, what: str) -> LostLockError:
+        return LostLockError(
+            f"{self._path} {what}, so another run may use the folder: this run ends without saving; the same command goes on"
+        )
 
     def release(self) -> None:
         """Removes the lock, and the folders that `take` has made as far as they are empty. Nothing where the lock is not held."""
@@ -360,10 +373,3 @@ class RunLock:
                     raise
                 break
         self._made_folders = []
-
-
-def _end_process(problem: str) -> NoReturn:
-    """Not by an exception: the thread that trains may be anywhere, and must not write any more."""
-    before = "\n" if sys.stderr.isatty() else ""  # a progress bar
-    print(f"{before}error: {problem}", file=sys.stderr, flush=True)
-    os._exit(1)

@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from jaxtrain.config import ConfigError, one_line
 from jaxtrain.run.exit_status import ExitStatus, RunError
@@ -145,6 +146,11 @@ class Watchdog:
         """Tells the others that this process ends, and why."""
         if self._peers:
             self._peers.say_bye(Ending(int(status), text, self._peers.process))
+
+    def end_others(self, status: int, text: str) -> None:
+        """Ends the others as this process ends, from any thread."""
+        if self._peers:
+            self._peers.end_all(Ending(int(status), text, self._peers.process))
 
     def _leave(self, error: BaseException) -> None:
         """Tells the others of what ends this process. Without process 0 they are aborted: it waits for them to go."""
@@ -294,6 +300,15 @@ def wait_for_ending(seconds: float) -> None:
     end = time.monotonic() + seconds
     while _active and time.monotonic() < end:
         time.sleep(0.05)
+
+
+def end_process(error: RunError) -> NoReturn:
+    """Ends this process by an error, and with it the others of its run, from any thread. Not by an exception: the thread that trains may
+    be anywhere, and must not write any more."""
+    for each in _active:
+        each.end_others(error.status, str(error))
+    os.write(2, b"\n" * os.isatty(2) + f"error: {one_line(str(error))}\n".encode())  # after a progress bar
+    os._exit(error.status)
 
 
 def outlive_abort() -> None:

@@ -228,13 +228,42 @@ def forward(stage_of: tuple[int, ...], p: int, m: int) -> Orders:
 
 
 @dataclasses.dataclass(frozen=True)
+class StageTimes:
+    """Seconds of F, R, B and W of one microbatch on a whole stage."""
+
+    F: float
+    R: float
+    B: float
+    W: float
+
+    @property
+    def all(self) -> float:
+        return self.F + self.R + self.B + self.W
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A named schedule: its order, its placement, and the numbers of chunks on a stage that it is made for (`most_repeats` 0: any)."""
+    """A named schedule: its order, and what is known of its tables without making one, for p stages, v chunks on each, m microbatches.
+
+    placement:     circular or v
+    least_repeats, most_repeats: the numbers of chunks on a stage that it is made for; most_repeats 0: any
+    idle:          (p, v, times) → seconds of a step that a stage waits (Narayanan et al. 2021; Qi et al. 2023 and 2024 where B and W are
+                   separate ops)
+    residuals:     (p, v, m) → chunks whose residuals a stage holds at once, at most
+    stashes:       p → chunks whose W is yet to come, at most
+    gradients:     (p, m) → arrived gradients that wait for their B
+    fused:         every W follows its B at once
+    """
 
     order: Callable[[int, int, int], Orders]
     placement: str
     least_repeats: int
     most_repeats: int
+    idle: Callable[[int, int, StageTimes], float]
+    residuals: Callable[[int, int, int], int]
+    stashes: Callable[[int], int]
+    gradients: Callable[[int, int], float] = lambda p, m: 2
+    fused: bool = False
 
     def fits(self, repeats: int) -> bool:
         """Whether the schedule is made for this number of chunks on a stage."""
@@ -247,16 +276,45 @@ class Schedule:
         return f"exactly {count} chunk{'s'[: count != 1]}" if exactly else f"at least {count} chunks"
 
 
+def _idle_fused(p: int, v: int, t: StageTimes) -> float:
+    return (p - 1) * t.all / v
+
+
+def _idle_filled(delayed: int) -> Callable[[int, int, StageTimes], float]:
+    """What is left to wait where so many W of a microbatch fill it."""
+    return lambda p, v, t: (p - 1) * max(0.0, t.F + t.R + t.B - delayed * t.W) / v
+
+
+def _idle_dualpipe(p: int, v: int, t: StageTimes) -> float:
+    return (p / 2 - 1) * max(0.0, t.all + t.B - 2 * t.W) / v
+
+
+INTERLEAVED = "interleaved"
+ONE_CHUNK = "1f1b"  # for one chunk on a stage, and for one stage
 SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(gpipe, "circular", 1, 0),
-    "1f1b": Schedule(one_f_one_b, "circular", 1, 1),
-    "interleaved": Schedule(interleaved, "circular", 2, 0),
-    "zb_h1": Schedule(zb_h1, "circular", 1, 1),
-    "zb_h2": Schedule(zb_h2, "circular", 1, 1),
-    "zb_v": Schedule(zb_v, "v", 2, 2),
-    "dualpipe_v": Schedule(dualpipe_v, "v", 2, 2),
+    "gpipe": Schedule(
+        gpipe, "circular", 1, 0, lambda p, v, t: (p - 1) * t.all, lambda p, v, m: m * v, lambda p: 1, lambda p, m: m, fused=True
+    ),
+    ONE_CHUNK: Schedule(one_f_one_b, "circular", 1, 1, _idle_fused, lambda p, v, m: p, lambda p: 1, fused=True),
+    INTERLEAVED: Schedule(
+        interleaved, "circular", 2, 0, _idle_fused, lambda p, v, m: p * v + p - 1, lambda p: 1, lambda p, m: p / 2, fused=True
+    ),
+    "zb_h1": Schedule(zb_h1, "circular", 1, 1, _idle_filled(1), lambda p, v, m: p, lambda p: p),
+    "zb_h2": Schedule(zb_h2, "circular", 1, 1, _idle_filled(2), lambda p, v, m: 2 * p - 1, lambda p: 2 * p - 1),
+    "zb_v": Schedule(zb_v, "v", 2, 2, _idle_filled(2), lambda p, v, m: 2 * p, lambda p: 2 * p - 1),
+    "dualpipe_v": Schedule(dualpipe_v, "v", 2, 2, _idle_dualpipe, lambda p, v, m: 2 * p + 1, lambda p: p),
 }
 CSV = "csv:"  # before the path of a file with a schedule
+AUTO = "auto"  # the best table found
+FUSED = tuple(name for name, schedule in SCHEDULES.items() if schedule.fused)
+ZERO_BUBBLE = tuple(name for name, schedule in SCHEDULES.items() if not schedule.fused and schedule.placement == "circular")
+GROWING = tuple(name for name, schedule in SCHEDULES.items() if schedule.residuals(2, 1, 64) > schedule.residuals(2, 1, 32))
+
+
+def closed_forms(name: str) -> Schedule:
+    """The schedule of this name; for `auto` and a file, whose tables are not known yet, the one with several chunks of any number. Raises
+    KeyError for another name."""
+    return SCHEDULES[INTERLEAVED if name == AUTO or name.startswith(CSV) else name]
 
 
 def fits_repeats(schedule: str, repeats: int) -> bool:

@@ -16,6 +16,7 @@ from support.processes import assert_gone, children, process_of_run
 from support.train_runs import settings
 
 from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.run.run_lock import Holder, Process
 
 STEPS = 150
 HANG_AFTER = 10.0  # seconds
@@ -73,6 +74,26 @@ def test_a_killed_process_is_named_at_once(folder, whole, number):
     assert seconds < 20
     assert re.search(rf"^error: process {number} \(.*\) has gone without a word, after step \d+$", done.err, re.M)
     assert runs.losses(folder / name) == whole
+
+
+@pytest.mark.full
+def test_a_run_whose_lock_is_removed_ends_at_once_and_goes_on(folder, whole):
+    done, seconds = disturbed(folder, "lock", lambda launcher: (folder / "lock" / "run.lock").unlink(), str(int(ExitStatus.STORAGE)))
+    assert seconds < 20 and "lock/run.lock is gone, so another run may use the folder: this run ends without saving" in done.err
+    assert runs.losses(folder / "lock") == whole
+
+
+@pytest.mark.full
+def test_a_run_whose_folder_is_taken_over_is_not_started_again(folder):
+    """It would only find the other run at work."""
+    workdir = folder / "taken"
+    with runs.running(folder, *launched(workdir, 3, *FLAGS)) as command:
+        command.wait_for(lambda: runs.last_step(workdir) > 12, "steps")
+        other = Holder(Process("elsewhere", "", "", 7, 70), "then", "0123", 12.0)
+        (workdir / "run.lock").write_bytes(other.line(5))
+        done = command.end(status=ExitStatus.BAD_CONFIG)
+    assert "restart " not in done.err and "taken was taken over by the run of process 7 on elsewhere" in done.err
+    assert (workdir / "run.lock").read_bytes() == other.line(5)
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from support import ROOT, small
 from support.damage import damage_numbers
 
@@ -49,8 +50,10 @@ def run(original, tmp_path):
 
 
 @pytest.fixture
-def here(capsys):
+def here(capsys, monkeypatch):
     """Runs the command in this process → (status, lines on standard output, standard error)."""
+
+    monkeypatch.setattr(command, "DELETION_S", 0.1)
 
     def call(*argv) -> tuple[int, list[str], str]:
         try:
@@ -90,7 +93,112 @@ def test_verify_names_each_damaged_file(run, here):
     assert lines == [
         *(f"{folder}: {name} is damaged" for name in ("_CHECKPOINT_METADATA", "meta/metadata", "state/_METADATA")),
         "6: 3 damaged",
+        f"verified 1 step, {command.in_units(command.size_of(epath.Path(folder)))}: 6 damaged",
     ]
+
+
+def total(*folders) -> str:
+    return command.in_units(sum(command.size_of(epath.Path(folder)) for folder in folders))
+
+
+@pytest.fixture
+def places(run, monkeypatch):
+    """Beside the run: links, copies and names that are like a step's; the current folder is the one above."""
+    folder = run / "checkpoints"
+    (run / "profile").mkdir()
+    for name in ("6.broken-1", "../../copied"):
+        shutil.copytree(folder / "6", folder / name)
+    (folder / "9.orbax-checkpoint-tmp").mkdir()
+    (run.parent / "latest").symlink_to(folder / "6")
+    (run.parent / "run_link").symlink_to(run)
+    (run.parent / "empty").mkdir()
+    (run.parent / "numbers" / "7").mkdir(parents=True)
+    (run.parent / "unsaved" / "checkpoints" / "5.orbax-checkpoint-tmp").mkdir(parents=True)
+    monkeypatch.chdir(run.parent)
+    return run
+
+
+def test_verify_says_what_it_has_verified(places, here):
+    """All steps or one, by whatever name; what is set aside or under way is no step."""
+    steps_3_6 = f"verified 2 steps, {total(places / 'checkpoints' / '3', places / 'checkpoints' / '6')}: all whole"
+    for place in (places, f"{places}/", "run", "./run/../run", "run/checkpoints", "run_link"):
+        assert here("verify", place)[:2][0] == 0 and here("verify", place)[1][-1] == steps_3_6
+    step_6 = f"verified 1 step, {total(places / 'checkpoints' / '6')}: all whole"
+    for place in ("run/checkpoints/6", "run/checkpoints/6/", "latest", "copied", "run/checkpoints/6.broken-1"):
+        status, lines, _ = here("verify", place)
+        assert (status, lines[-1], len(lines)) == (0, step_6, 2), place
+    assert here("verify", "run", "--step=6")[1] == here("verify", "run/checkpoints/6")[1]
+    assert here("verify", "run/checkpoints/6", "--step=6")[0] == 0
+    damage_numbers(places / "checkpoints" / "6", "params.layers.mlp.up.weight/c/1")
+    for place, verified in {"run": "2 steps", "run/checkpoints/6": "1 step", "latest": "1 step"}.items():
+        status, lines, _ = here("verify", place)
+        assert status == 74 and lines[-1].startswith(f"verified {verified}, ") and lines[-1].endswith(": 6 damaged")
+    for path in (places / "checkpoints" / "6").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    lines = ["run/checkpoints/6: an empty folder", "6: 1 damaged", "verified 1 step, 0 B: 6 damaged"]
+    assert here("verify", "run/checkpoints/6")[:2] == (74, lines)
+
+
+def test_the_other_commands_take_the_same_places(places, here):
+    assert [row.split()[0] for row in here("ls", "run")[1]] == ["step", "3", "6", "6.broken-1", "9.orbax-checkpoint-tmp"]
+    assert [row.split()[0] for row in here("ls", "run/checkpoints/3/")[1]] == ["step", "3"]
+    assert here("ls", "latest")[1][1].split()[0] == "6" and here("ls", "unsaved")[0] == 0
+    for place in ("run/checkpoints/6.broken-1", "copied", "latest"):
+        assert here("show", place)[1][0].partition(": ")[2].startswith("step 6, 12 s of training")
+        assert here("diff", "run", place)[1][-1].startswith("0 arrays differ; ")
+    assert here("prune", "unsaved", "--unfinished")[1][-1].startswith("1 folders, ")
+
+
+def test_a_step_that_a_run_deletes_meanwhile_is_not_damaged(places, here, monkeypatch):
+    """And one whose deletion was interrupted is."""
+    damages = command.reading.damages
+
+    def delete_first(folder, *rest):
+        if folder.name == "3":
+            command.keeping.delete(folder)
+        yield from damages(folder, *rest)
+
+    monkeypatch.setattr(command.reading, "damages", delete_first)
+    status, lines, _ = here("verify", "run")
+    assert status == 0 and lines[0] == "3: was deleted while it was read" and lines[-1].startswith("verified 1 step, ")
+    (places / "checkpoints" / "6" / "manifest.json").unlink()
+    status, lines, _ = here("verify", "run")
+    assert status == 74 and lines[-1].endswith(": 6 damaged")
+
+
+WITHOUT = {  # place → the line about it
+    "rum": "'rum' does not exist: use run",
+    "empty": "'empty' has no checkpoints: use ",
+    "numbers": "'numbers' has no checkpoints: use ",
+    "run/metrics.jsonl": "'run/metrics.jsonl' is a file: use run",
+    "run/profile": "'run/profile' has no checkpoints: use run",
+    "run/checkpoints/6/state": "'run/checkpoints/6/state' has no checkpoints: use run/checkpoints/6",
+    "run/checkpoints/9.orbax-checkpoint-tmp/": "'run/checkpoints/9.orbax-checkpoint-tmp' is a save that did not end, or is under way: use ",
+    ".": "'.' has no checkpoints: use copied",
+}
+
+
+def test_a_place_without_checkpoints_is_an_error(places, here):
+    """In every command; what the line says to use works, but for prune the folder of a step."""
+    (places / "metrics.jsonl").touch()
+    for place, message in WITHOUT.items():
+        for name in ("ls", "verify", "show", "diff", "prune"):
+            rest = ["run"] if name == "diff" else ["--keep=1"] if name == "prune" else []
+            status, out, err = here(name, place, *rest)
+            assert (status, out, err.count("\n")) == (2, [], 1) and err.startswith(f"error: {message}"), err
+            nearest = err.strip().rpartition(": use ")[2]
+            status, _, err = here(name, nearest, *rest)
+            assert status == 0 or (status == 2 and name == "prune" and "is one of them" in err), nearest
+
+
+def test_nothing_to_verify_is_an_error(places, here):
+    assert here("verify", "unsaved") == (2, [], "error: unsaved/checkpoints has no checkpoint to verify, only 5.orbax-checkpoint-tmp\n")
+    for step in ("3", "6"):
+        shutil.rmtree(places / "checkpoints" / step)
+    assert here("verify", "run") == (
+        *(2, []),
+        "error: run/checkpoints has no checkpoint to verify, only 6.broken-1, 9.orbax-checkpoint-tmp\n",
+    )
 
 
 def test_show(run, here):
@@ -138,7 +246,16 @@ def test_prune(run, here):
         (["lst", "RUN"], "'lst' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune"),
         (["ls"], "ls is about one folder, not 0: use jaxtrain checkpoint ls DIR"),
         (["diff", "RUN"], "diff is about two steps or runs, not 1: use jaxtrain checkpoint diff A B"),
-        (["ls", "nowhere"], "'nowhere' is no folder: use the folder of a run, such as runs/"),
+        (["ls", "nowhere"], "'nowhere' does not exist: use "),
+        (
+            ["prune", "RUN/checkpoints/3"],
+            "prune is about all steps of a run, and 'RUN/checkpoints/3' is one of them: use jaxtrain checkpoint",
+        ),
+        (["prune", "RUN/checkpoints/3", "--broken"], "prune is about all steps of a run, and 'RUN/checkpoints/3' is one"),
+        (
+            ["show", "RUN/checkpoints/3", "--step=6"],
+            "--step=6 is no checkpoint of RUN/checkpoints/3, which is a step (it has 3): use --step=3",
+        ),
         (["verify", "RUN", "--step=5"], "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6"),
         (["show", "RUN", "--step=5"], "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6"),
         (["prune", "RUN"], "prune without a policy deletes nothing: use --keep=3 (and --keep_every, --keep_best)"),

@@ -3,7 +3,6 @@
 A damaged step is passed over when a step is chosen, or restoring it is refused.
 """
 
-import os
 import pathlib
 import random
 import shutil
@@ -14,7 +13,7 @@ import pytest
 import tensorstore as ts
 from etils import epath
 from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
-from support.damage import damage_numbers
+from support.damage import DAMAGE, damage_numbers, files_of
 
 from jaxtrain.checkpoint import database, manager, saving, storage
 from jaxtrain.checkpoint.manager import Checkpointer
@@ -23,7 +22,6 @@ from jaxtrain.checkpoint.steps import MANIFEST_SINCE, CheckpointError, choose
 
 LAYOUT = Layout(18, stages=2, chunks=2, data=2, model=2)
 META = {"version": MANIFEST_SINCE}
-LONG = 4000  # bytes that are overwritten together
 
 
 @pytest.fixture(scope="module")
@@ -48,33 +46,6 @@ def without_inline_values(write_spec: Callable) -> Callable:
         return ts.Spec(spec)
 
     return small
-
-
-def overwritten(file: pathlib.Path, start: int, length: int, chance: random.Random) -> None:
-    """All of these bytes change, as far as there are any."""
-    content = bytearray(file.read_bytes())
-    for at in range(max(start, 0), min(max(start, 0) + length, len(content))):
-        content[at] ^= chance.randrange(1, 256)
-    file.write_bytes(content)
-
-
-def flipped(file: pathlib.Path, chance: random.Random) -> None:
-    overwritten(file, chance.randrange(file.stat().st_size), 1, chance)
-
-
-DAMAGE: dict[str, Callable[[pathlib.Path, random.Random], None]] = {
-    "one byte": flipped,
-    "at the beginning": lambda file, chance: overwritten(file, 0, LONG, chance),
-    "in the middle": lambda file, chance: overwritten(file, (file.stat().st_size - LONG) // 2, LONG, chance),
-    "at the end": lambda file, chance: overwritten(file, file.stat().st_size - LONG, LONG, chance),
-    "cut": lambda file, chance: os.truncate(file, chance.randrange(file.stat().st_size)),
-    "gone": lambda file, chance: file.unlink(),
-    "empty": lambda file, chance: os.truncate(file, 0),
-}
-
-
-def files_of(step: pathlib.Path) -> list[str]:
-    return sorted(str(path.relative_to(step)) for path in step.rglob("*") if path.is_file())
 
 
 def notice(folder: pathlib.Path) -> str:

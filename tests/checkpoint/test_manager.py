@@ -27,7 +27,7 @@ from support.checkpoint_state import (
 )
 
 from jaxtrain import config as configs
-from jaxtrain.checkpoint import database, saving, steps, storage
+from jaxtrain.checkpoint import database, keeping, saving, steps, storage
 from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.manager import Checkpointer, expected_shapes, latest_step, restore, wrong_arrays
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, Stranger, choose, read_meta
@@ -209,6 +209,27 @@ def test_keeps_some_for_ever_and_the_best(tmp_path):
     c.save(7, state(layout), {})
     c.close()
     assert steps.names(tmp_path) == [4, 7]
+
+
+def test_validation_losses_are_noted_of_all_steps_that_are_saved(tmp_path):
+    """Also where none is kept for its loss. A step that is to be saved again has none until it is evaluated again."""
+    layout, noted = Layout(7), lambda: keeping.read_losses(epath.Path(tmp_path))
+    c = checkpointer(tmp_path, layout, keep=3)
+    for step in (1, 2, 3, 4):
+        if step != 2:
+            c.save(step, state(layout), {})
+        c.evaluated(step, step / 2)
+    c.wait()
+    assert noted() == {1: 0.5, 3: 1.5, 4: 2.0}
+    c.set_aside_after(3, "the run went back")
+    c.save(5, state(layout), {})
+    assert noted() == {1: 0.5, 3: 1.5}
+    c.close()
+    shutil.rmtree(tmp_path / "3")
+    c = checkpointer(tmp_path, layout, keep=3)
+    c.save(6, state(layout), {})
+    c.close()
+    assert noted() == {1: 0.5} and steps.names(tmp_path) == [1, 5, 6]
 
 
 def test_old_checkpoints_stay_until_the_new_one_is_finished(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Checkpoints in object stores: what TensorStore and Orbax are told, and, against a real S3-compatible server, saving and failing."""
 
+import json
 import os
 import sys
 import time
@@ -8,9 +9,12 @@ import pytest
 from support import object_store
 from support.checkpoint_state import Layout, abstract_state, assert_same, state, stored_shapes
 
+from jaxtrain import generate
+from jaxtrain.checkpoint import __main__ as command
 from jaxtrain.checkpoint import saving, steps, stores
 from jaxtrain.checkpoint.manager import Checkpointer, latest_step
 from jaxtrain.checkpoint.steps import CheckpointError, choose, names
+from jaxtrain.config import addresses
 
 LAYOUT, OTHER = Layout(7, stages=2, chunks=2, data=2, model=2), Layout(7, stages=4, data=2)
 
@@ -45,10 +49,64 @@ def test_orbax_knows_s3():
     assert "s3" not in str(orbax.build_kvstore_tspec("/run/5/state", use_ocdbt=True))
 
 
-def test_a_store_without_its_package_is_told(monkeypatch):
-    monkeypatch.setattr(stores.importlib.util, "find_spec", lambda name: None)
-    needs = "needs the package s3fs, which is not installed: pip install 'jaxtrain[s3]'"
-    assert stores.cannot_be_used("s3://bucket/run") == needs and stores.cannot_be_used("a/folder") == ""
+class Listing:
+    """A folder of a store whose listing is what a function gives; its library says that it is no folder."""
+
+    def __init__(self, names):
+        self.iterdir = names
+
+    def __fspath__(self) -> str:
+        return "gs://bucket/run"
+
+    def is_dir(self) -> bool:
+        return False
+
+
+def forbidden():
+    raise PermissionError("Forbidden: b/bucket/o")
+
+
+def absent():
+    raise FileNotFoundError("bucket/run")
+
+
+def test_a_store_that_does_not_say_what_is_there_is_no_empty_one():
+    assert stores.is_folder(Listing(lambda: iter(["5"]))) and not stores.is_folder(Listing(absent))
+    with pytest.raises(CheckpointError, match=r"^gs://bucket/run cannot be read \(Forbidden: b/bucket/o\)$"):
+        with steps.read_errors("gs://bucket/run"):
+            stores.is_folder(Listing(forbidden))
+
+
+NEEDS = "needs the package s3fs, which is not installed: pip install 'jaxtrain[s3]'"
+ADDRESSES = {  # what is no store's address, or one whose package is not installed → what every command says of it
+    "foo://x": "is in no store that is known",
+    "http://bucket/run": "is in no store that is known",
+    "file:///x/run": "is no store's address: use PLACE/x/run",
+    "S3://bucket/run": "is no store's address",
+    "s3:/bucket/run": "is no store's address",
+    "s3://": "is no folder in a bucket",
+    "s3://bucket": "is no folder in a bucket",
+    "s3://bucket/run": NEEDS,
+}
+
+
+@pytest.mark.parametrize("place", ADDRESSES)
+def test_an_address_that_cannot_be_used(place, monkeypatch, capsys, tmp_path):
+    """One line and status 2, in the same words from every command. Training: tests/config and tests/test_train_places.py."""
+    monkeypatch.setattr(addresses, "_is_installed", lambda store: False)
+    monkeypatch.chdir(tmp_path)
+    rule = ADDRESSES[place]
+    for name in ("ls", "verify", "show", "diff", "prune"):
+        argv = [name, place, *(["elsewhere"] if name == "diff" else []), *(["--keep=1"] if name == "prune" else [])]
+        assert command.main(argv) == 2
+        assert capsys.readouterr() == ("", f"error: {place!r} {rule.replace('PLACE', '')}\n")
+    with pytest.raises(SystemExit) as end:
+        generate.main([f"--workdir={place}"])
+    assert end.value.code == 2
+    assert capsys.readouterr() == ("", f"error: --workdir={place!r} {rule.replace('PLACE', '--workdir=')}\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"checkpoint": {"directory": place}}))
+    assert command.main(["ls", "run"]) == 2 and f"error: {place!r} {rule}".replace("PLACE", "") in capsys.readouterr().err
 
 
 # --- with a server ---------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from support import ROOT
 from support.broken_settings import ALLOWED, RULES, UNUSED
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, ConfigError, checks, flags, suggestions
+from jaxtrain.config import Config, ConfigError, addresses, checks, flags, suggestions
 from jaxtrain.config.continuing import changes
 from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.surroundings import Surroundings
@@ -53,7 +53,8 @@ def test_defaults_and_base_work():
 
 
 @pytest.mark.parametrize("changes, message", RULES, ids=[" ".join(f"{k}={v!r}" for k, v in changes.items()) for changes, _ in RULES])
-def test_broken_rule(changes, message):
+def test_broken_rule(changes, message, monkeypatch):
+    monkeypatch.setattr(addresses, "_is_installed", lambda store: store == "s3")
     assert str(error_of(changes)) == message
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, load_tokenizer, tokenizer_from
+from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, load_tokenizer, prompt_ids, tokenizer_from
 
 TEXT = "naïve 漢字 🙂\r\n\ttab\x00nul"
 
@@ -91,3 +91,14 @@ def test_found_again_by_description(tokenizer_file, tmp_path):
     path.write_text("{}")
     with pytest.raises(DataError, match="has changed"):
         tokenizer_from(described)
+
+
+def test_prompts_without_ids():
+    assert prompt_ids(ByteTokenizer(), "", 257) == [256]
+    assert prompt_ids(NoTokenizer(10), "0 9", 10) == [0, 9]
+    with pytest.raises(DataError, match="no end-of-document id to start from: use one id or more"):
+        prompt_ids(NoTokenizer(10), " ", 10)
+    with pytest.raises(DataError, match="has id 100, and the model knows 61"):
+        prompt_ids(ByteTokenizer(), "abcd", 61)
+    with pytest.raises(DataError, match="not UTF-8"):
+        prompt_ids(ByteTokenizer(), "\udcff", 257)

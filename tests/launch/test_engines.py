@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 import types
 
 import pytest
@@ -68,6 +69,19 @@ def test_a_jobset_restarts_by_exit_status(name):
     evicted = "Pod x/y has condition DisruptionTarget matching FailJob rule at index 2"
     assert action_for(jobset, evicted) == "RestartJobSetAndIgnoreMaxRestarts"
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+
+
+@pytest.mark.parametrize(("loss", "lost", "again"), [("gone", 74, True), ("taken", 2, False)])
+def test_a_run_that_loses_its_lock_starts_again_unless_another_run_has_it(tmp_path, loss, lost, again):
+    """By the rules of the launcher, of JobSets and of SkyPilot. Slurm's: test_slurm.py."""
+    own = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    words = ["jaxtrain.launch", "--processes=1", "--devices_per_process=1", "--restarts=1", "--module=support.lock_loser", "--", loss]
+    done = subprocess.run([sys.executable, "-m", *words], env=own, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    status = int(re.search(r"failed with status (\d+)", done.stderr)[1])
+    assert (status, done.returncode, "restart 1 of 1" in done.stderr) == (lost, 0 if again else lost, again), done
+    assert "Traceback" not in done.stderr + done.stdout and ("; the same command goes on" in done.stderr) == again
+    assert [action_at(load(name), status) for name in JOBSETS] == ["RestartJobSet" if again else "FailJobSet"] * 2
+    assert (status in load("skypilot.yaml")["resources"]["job_recovery"]["recover_on_exit_codes"]) == again
 
 
 @pytest.mark.parametrize("name", JOBSETS)

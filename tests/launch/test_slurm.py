@@ -90,6 +90,16 @@ def test_the_status_that_counts(commands, ends, status, requeued):
     assert end(commands, *ends) == (status, requeued)
 
 
+@pytest.mark.parametrize(("loss", "status", "requeued"), [("gone", 74, True), ("taken", 2, False)])
+def test_a_run_that_loses_its_lock_is_requeued_unless_another_run_has_it(commands, loss, status, requeued):
+    """A real lock that is really lost; with the other processes of the run killed."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    own = environment(commands, ENDS=f"1 {KILLED}", PYTHONPATH=paths)
+    lose = f"(($SLURM_PROCID)) && exit $END; exec {sys.executable} -m support.lock_loser {loss}"
+    done = subprocess.run(batch(f"bash -c '{lose}'"), env=own, cwd=commands.parent, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, ": requeued, restart 1" in done.stdout) == (status, requeued), done
+
+
 def test_restarts_are_bounded_but_for_stops_on_request(commands):
     assert end(commands, KILLED, SLURM_RESTART_COUNT="19") == (KILLED, True)
     assert end(commands, KILLED, SLURM_RESTART_COUNT="20") == (KILLED, False)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 
 import pytest
 
@@ -79,24 +80,24 @@ def test_programs(plan, assume):
 
 
 ERRORS = [
-    (["--layout=tp=8"], "--layout names 'tp', and its keys are .*: use model=8"),
-    (["--layout=data=²"], "data=², which must be a whole number from 1 on: use data=1"),
+    (["--layout=tp=8"], "--layout names 'tp', and its keys are .*: use --layout=model=8"),
+    (["--layout=data=²"], "data='²', which must be a whole number from 1 on: use --layout=data=1"),
     (["--layout=data=8", "--hardware=h100:²"], "is not known .*: use --hardware=h100$"),
-    (["--layout=stage=2", "--hardware=h100:512,h200:0"], "has 'h200:0', which is no NAME:DEVICES: use --hardware=h100:512,h200:8$"),
+    (["--layout=stage=2", "--hardware=h100:512,h200:0"], "has 'h200:0', which is no NAME:DEVICES: use --hardware=h100$"),
     (["--layout=data=8,microbatch=5"], "microbatch=5 does not divide the 192 sequences .*: use --layout=data=8,microbatch=4$"),
     (["--layout=data=7,stage=4,microbatch=5"], "does not divide it: use --layout=data=6,stage=4,microbatch=4$"),
     (["--layout=data=8,expert=2,microbatch=1"], "mesh.expert=2 .*: use --layout=data=8,expert=1,microbatch=1$"),
     (["--layout=data=7"], "cuts data.batch_size=1536 by data=7, .*: use --layout=data=6,microbatch=4$"),
     (["--layout=data=8,model=7"], "mesh.model=7 does not divide model.heads=96: use --layout=data=8,model=8"),
-    (["--layout=remat=sel"], "the choices are full, selective, none: use remat=selective"),
-    (["--layout=data=x"], "data=x, which must be a whole number from 1 on: use data=1"),
+    (["--layout=remat=sel"], "the choices are full, selective, none: use --layout=remat=selective"),
+    (["--layout=data=x"], "data='x', which must be a whole number from 1 on: use --layout=data=1"),
     (["--layout=data=2,data=2"], "names data twice"),
     (["--layout=data=8,stage=2,repeats=2,schedule=1f1b"], "does not fit pipeline.schedule='1f1b', .*: use --layout=.*repeats=1,"),
     (["--layout=data=8", "--devices=16"], "--devices=16 and --layout, which is for 8, .*: use --devices=8 .or data=16 in --layout."),
     (["--layout=data=8", "--hardware=a100"], "--hardware='a100' is not known .*: use --hardware="),
     (["--layout=data=8", "--assume=megatron"], "--assume='megatron' is not known .*: use --assume=megatron"),
     (["--layout=data=8,microbatch=1", "--config.model.width=0"], "model.width=0 must be at least 1"),
-    (["--layout=data=8", "--device=16"], "--device is an unknown flag: use --devices=16"),
+    (["--layout=data=8", "--device=16"], "--device is an unknown flag: use --devices=8"),
 ]
 
 
@@ -179,10 +180,7 @@ def test_text(plan):
 
 NOTHING = [
     pytest.param([*GPT3, "--devices=8"], r"no layout fits into .* GiB .*: use --devices=(\d+)", marks=pytest.mark.full),
-    pytest.param([*GPT3, "--devices=1021"], r"no layout uses so many devices .*: use --devices=(1020)", marks=pytest.mark.full),
     (["--config=tiny", "--config.model.width=32768", "--devices=1"], r"no layout fits into .*: use --devices=(\d+)"),
-    (["--config=tiny", "--devices=100000"], r"no layout uses so many devices .*: use --devices=(512)"),
-    (["--config=tiny", "--config.data.batch_size=131072", "--devices=1000003"], r"no layout uses so many devices .*: use --devices=(\d+)"),
 ]
 
 
@@ -239,9 +237,7 @@ REFUSED = [
     (["--config=tiny"], "the recipe's mesh leaves the number open: use --devices=4"),
     (["--config=tiny", "--devices=8", "--config.model.width=0"], "model.width=0 must be at least 1"),
     (["--config=tiny", "--devices=8", "--recipe=/nonexistent/planned.py"], "cannot be written .*: use --recipe=planned.py"),
-    (["--config=tiny", "--devices=8", "--tokens=inf"], "not a finite number: use --tokens=0"),
-    (["--config=tiny", f"--devices={2**63 - 1}"], "no layout uses so many devices .*: use --devices=512$"),
-    (["--config=tiny", f"--devices={10**40}"], "no layout uses so many devices .*: use --devices=512$"),
+    (["--config=tiny", "--devices=8", "--tokens=inf"], "not a finite number: use --tokens=0.0"),
     (
         ["--config=tiny", "--devices=4", f"--config.data.batch_size={2**61 - 1}"],
         "is larger than 2147483647: use --config.data.batch_size=16",
@@ -328,10 +324,8 @@ def test_unequal_devices_on_which_it_does_not_fit(plan):
 def test_what_groups_refuse(plan, argv, text):
     """What is suggested works."""
     err = plan(*MIXED, *argv)[1]
-    assert re.search(text, err) and (use := re.search(r": use (--\S+)$", err))
-    kept = [flag for flag in argv if flag.partition("=")[0] != use[1].partition("=")[0]]
-    kept += [] if any("layout" in flag for flag in [*kept, use[1]]) else ["--layout=data=16,stage=8,model=8,microbatch=1"]
-    assert json.loads(plan(*MIXED, *kept, use[1], "--json")[0])["fits"]
+    assert re.search(text, err) and (use := re.search(r": use (--.*)$", err))
+    assert json.loads(plan(*MIXED, *argv, *shlex.split(use[1]), "--json")[0])["fits"]
 
 
 def test_advice(plan, tmp_path):

@@ -272,17 +272,21 @@ def test_a_newcomer_that_died_while_it_took_over_is_taken_over_too(tmp_path, chi
 
 def test_a_lost_lock_is_noticed_and_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
-    for damage, message in (
-        (lambda: (tmp_path / run_lock.NAME).unlink(), "run.lock is gone, so another run may use the folder: this run ends"),
-        (lambda: write_lock(tmp_path, ELSEWHERE), "was taken over by the run of process 7 on elsewhere, which started .*: this run ends"),
-        (lambda: (tmp_path / run_lock.NAME).write_text("?"), "was taken over by something else: this run ends"),
+    for damage, status, message in (
+        (lambda: (tmp_path / run_lock.NAME).unlink(), 74, "run.lock is gone, so another run may use the folder: this run ends"),
+        (
+            lambda: write_lock(tmp_path, ELSEWHERE),
+            2,
+            "was taken over by the run of process 7 on elsewhere, which started .*: this run ends",
+        ),
+        (lambda: (tmp_path / run_lock.NAME).write_text("?"), 74, "run.lock was overwritten, so another run may use the folder: this run"),
     ):
         said, noticed = [], threading.Event()
-        own = lock(tmp_path, lost=lambda text, said=said, noticed=noticed: (said.append(text), noticed.set()))
+        own = lock(tmp_path, lost=lambda error, said=said, noticed=noticed: (said.append(error), noticed.set()))
         own.take()
         damage()
         assert noticed.wait(10)
-        assert re.search(message, said[0]) and "\n" not in said[0]
+        assert re.search(message, str(said[0])) and "\n" not in str(said[0]) and said[0].status == status
         before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
         own.release()
         assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before

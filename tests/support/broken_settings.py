@@ -1,4 +1,7 @@
-"""Settings that break a rule, with the message that they cost, and settings near them that break none; of tests/config/test_checks.py."""
+"""Settings that break a rule, with the message that they cost, and settings near them that break none; of tests/config/test_checks.py.
+
+Of the stores' packages s3fs is installed, and gcsfs is not.
+"""
 
 import math
 
@@ -306,9 +309,22 @@ RULES = [
     ),
     (
         {"checkpoint.directory": "http://bucket/run"},
-        "checkpoint.directory='http://bucket/run' is in no store that is known: use --config.checkpoint.directory=gs://bucket/run "
-        "(or s3://bucket/run)",
+        "checkpoint.directory='http://bucket/run' is in no store that is known: use --config.checkpoint.directory=s3://bucket/run",
     ),
+    *(
+        (
+            {"checkpoint.directory": place},
+            f"checkpoint.directory={place!r} is no store's address: use --config.checkpoint.directory={meant}",
+        )
+        for place, meant in {
+            "S3://bucket/run/5": "s3://bucket/run/5",
+            "s3:/bucket": "s3://bucket/run",
+            "s3:///bucket/run": "s3://bucket/run",
+            "file:///runs/five": "/runs/five",
+            "GS://bucket/run": "",  # its package is not installed
+        }.items()
+    ),
+    ({"data.cache": "s3://bucket/cache"}, "data.cache='s3://bucket/cache' is an address, not a folder: use --config.data.cache="),
     (
         {"checkpoint.directory": "s3://bucket"},
         "checkpoint.directory='s3://bucket' is no folder in a bucket: use --config.checkpoint.directory=s3://bucket/run",

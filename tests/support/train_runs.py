@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from jaxtrain.checkpoint.steps import LOSSES
 from jaxtrain.run.metrics import read_metrics
 from support import COMPILE_QUICKLY, ROOT
 
@@ -198,7 +199,7 @@ def checkpoints(workdir: pathlib.Path) -> list[int]:
 def unfinished(workdir: pathlib.Path) -> list[str]:
     """Checkpoints that are being saved, or were when the process was killed."""
     folder = workdir / "checkpoints"
-    return [name for name in (os.listdir(folder) if folder.exists() else []) if not name.isdigit()]
+    return [name for name in (os.listdir(folder) if folder.exists() else []) if not name.isdigit() and name != LOSSES]
 
 
 def copy_up_to(step: int, workdir: pathlib.Path, new: pathlib.Path) -> None:

@@ -1,0 +1,59 @@
+"""Places that are addresses, s3://BUCKET/PATH and gs://BUCKET/PATH, and what looks like one and is none. Standard library only.
+
+Everything else is a folder of a file system.
+"""
+
+import dataclasses
+import importlib.util
+import re
+
+PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # by scheme, the package through which that store is read and written
+_LOOKS = re.compile(r"([^:/]*):/(/?)(.*)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What is wrong with a place, in words that follow it, and the places that it may have been meant for, nearest first: folders, and
+    addresses in stores whose packages are installed."""
+
+    rule: str
+    meant: tuple[str, ...] = ()
+
+
+def is_address(place: str) -> bool:
+    """Whether a place is in no file system, be there such a store or not."""
+    return "://" in place
+
+
+def fault(place: str) -> Fault | None:
+    """What is wrong with a place that is, or looks like, an address; None for a folder in a store's bucket or in a file system."""
+    looks = _LOOKS.match(place)
+    if not looks:
+        return None
+    scheme, rest, lower = looks[1], looks[3].lstrip("/"), looks[1].lower()
+    if lower == "file":
+        return Fault("is no store's address", (f"/{rest}",))
+    if lower not in PACKAGES:
+        return Fault("is in no store that is known", _in_stores(rest, *PACKAGES)) if looks[2] else None
+    if scheme != lower or not looks[2] or looks[3].startswith("/"):
+        return Fault("is no store's address", _in_stores(rest, lower))
+    bucket, _, key = rest.rstrip("/").partition("/")
+    return None if bucket and key else Fault("is no folder in a bucket", _in_stores(rest, lower))
+
+
+def missing_package(place: str) -> Fault | None:
+    """What is wrong with an address in a store whose package is not installed; None for another place."""
+    scheme = place.partition("://")[0] if is_address(place) else ""
+    if scheme not in PACKAGES or _is_installed(scheme):
+        return None
+    return Fault(f"needs the package {PACKAGES[scheme]}, which is not installed: pip install 'jaxtrain[{scheme}]'")
+
+
+def _in_stores(path: str, *stores: str) -> tuple[str, ...]:
+    """A bucket and a folder in it, as far as a path names them, by the addresses of those stores that can be used."""
+    bucket, _, key = path.rstrip("/").partition("/")
+    return tuple(f"{store}://{bucket or 'BUCKET'}/{key or 'run'}" for store in stores if _is_installed(store))
+
+
+def _is_installed(store: str) -> bool:
+    return importlib.util.find_spec(PACKAGES[store]) is not None

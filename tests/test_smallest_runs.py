@@ -1,0 +1,136 @@
+"""Every script of benchmarks/, docs/ and scripts/ runs to its end at its smallest size, with the processes that it starts.
+
+A script runs inside this process, which has imported jax already; the processes that it starts are real ones. A new file fails
+`test_every_script_is_run` until it has a smallest run here, or a test elsewhere that runs it.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import runpy
+import sys
+
+import pytest
+from support import ROOT, hardware_file
+
+from jaxtrain.plan.topology import Platform
+
+PATTERNS = ("benchmarks/*.py", "docs/*.py", "scripts/*.*", "scripts/launch/*.*")
+SCRIPTS = sorted({str(path.relative_to(ROOT)) for pattern in PATTERNS for path in ROOT.glob(pattern)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Smallest:
+    """A script's smallest run.
+
+    arguments: HERE in them is the test's folder
+    says:      texts that standard output or standard error has at its end
+    processes: other scripts that it starts as processes
+    """
+
+    arguments: list[str]
+    says: tuple[str, ...]
+    status: int = 0
+    processes: tuple[str, ...] = ()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+HERE = "HERE"
+MODEL = [
+    *("--config.model.layers=2", "--config.model.width=16", "--config.model.heads=4", "--config.model.mlp_width=32"),
+    *("--config.model.vocab_size=257", "--config.data.sequence_length=16", f"--config.data.source={ROOT / 'README.md'}"),
+]
+FLAT = [
+    *("--config.mesh.stage=1", "--config.mesh.model=1", "--config.pipeline.microbatches=1"),
+    *("--config.pipeline.schedule=1f1b", "--config.pipeline.repeats=1"),
+]
+STAGES = [
+    *("--config.mesh.data=4", "--config.mesh.stage=2", "--config.mesh.model=1", "--config.pipeline.microbatches=2"),
+    *("--config.pipeline.schedule=1f1b", "--config.pipeline.repeats=1", "--config.pipeline.remat=none"),
+]
+RUNS = {
+    # Its process imports all that it needs, and then finds no compiler: a compilation takes a minute (tests/runtime/test_ahead_figures.py).
+    "benchmarks/ahead.py": Smallest(["--layout=pipeline", "--platform=v5p"], ("refused: RuntimeError: JAX TPU support not installed",), 1),
+    "benchmarks/checkpoint.py": Smallest(
+        ["--every=1", "--saves=1", "--pairs=1", f"--folder={HERE}", "--", *MODEL, *FLAT], ("a save every 1 steps", "blocked")
+    ),
+    "benchmarks/cpu_step.py": Smallest(["--layouts=data8", "--steps=1", f"--json={HERE}/steps.json", "--", *MODEL], ("\ndata8 ",)),
+    "benchmarks/diloco.py": Smallest(
+        ["--steps=1", "--inner_steps=1", "--cases=apart, int8", "--", *MODEL, *FLAT, "--config.mesh.data=4"], ("\napart, int8 ",)
+    ),
+    "benchmarks/gpu.py": Smallest(
+        ["--device=cpu", "--tiny", "--sides=jaxtrain,kernels", "--cases=gpt2_124m", "--steps=1"],
+        ("gpt2_124m, jaxtrain: done", "kernels: done"),
+        processes=("benchmarks/gpu_step.py", "benchmarks/gpu_kernels.py"),
+    ),
+    # As ahead.py, whose process is the same one.
+    "benchmarks/long_context.py": Smallest(["--lengths=1024", "--modes=ring"], ("refused: NotImplementedError: topology",), 1),
+    "benchmarks/overhead.py": Smallest(["--rounds=1", "--microbatches=1", "--", *MODEL], ("round 1: ", "ratio of CPU-seconds: ")),
+    "benchmarks/pipeline.py": Smallest(
+        [f"--config={ROOT}/configs/tiny.py", *MODEL, *STAGES], ("measured step", "--config.pipeline.times=")
+    ),
+    "benchmarks/planned_order.py": Smallest(
+        ["--layouts=data8", "--rounds=1", f"--hardware={HERE}/hardware.json", "--", *MODEL], ("planned s", "\ndata8 ")
+    ),
+    "benchmarks/planner.py": Smallest([], ("26 figures",)),
+    "benchmarks/vocabulary.py": Smallest(["--vocabulary=257", "--stages=4", "--", *MODEL, *STAGES], ("zb_v", "\nparallel ")),
+    "docs/draw_idea.py": Smallest([f"--out={HERE}/idea.svg"], ("wrote ",)),
+    "docs/draw_step.py": Smallest([f"--out={HERE}/step.svg"], ("wrote ",)),
+    "scripts/fuzz.py": Smallest(
+        ["--seed=1", "--invalid=1", "--dry_run=0", "--valid=0", "--jobs=1", f"--folder={HERE}/fuzz"], ("invalid: 1 of 1 refused",)
+    ),
+    # What these start is not on every machine: Ray, and Slurm's daemons.
+    "scripts/launch/ray_train.py": Smallest(["--help"], ("--gpus_per_worker",)),
+    "scripts/launch/rehearse_ray.py": Smallest([f"--packages={HERE}"], ("Ray is not in ",), 2),
+    "scripts/launch/rehearse_slurm.py": Smallest([], ("error: ",), 2, environment={"PATH": "/nowhere"}),
+}
+# Files that are run by a test of their own.
+ELSEWHERE = {
+    "benchmarks/torch_step.py": "tests/benchmarks/test_gpu_torch.py",  # needs torch
+    **{f"scripts/{name}.sh": "tests/test_scripts.py" for name in ("train", "test", "chaos", "object_store")},
+    **dict.fromkeys(("scripts/launch/jobset.yaml", "scripts/launch/jobset_tpu.yaml"), "tests/launch/test_engines.py"),
+    **dict.fromkeys(("scripts/launch/skypilot.yaml", "scripts/launch/tpu_vm.sh"), "tests/launch/test_engines.py"),
+    **dict.fromkeys((f"scripts/launch/slurm{end}" for end in (".sbatch", "_pyxis.sbatch", "_requeue.sh")), "tests/launch/test_slurm.py"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_is_run(script):
+    """A file has a smallest run, or is started by one, or a script that is run imports or sources it, or a test elsewhere runs it."""
+    stem = (ROOT / script).stem
+    if script in ELSEWHERE:
+        assert stem in (ROOT / ELSEWHERE[script]).read_text(), f"{ELSEWHERE[script]} does not run {script}"
+    elif script not in RUNS and not any(script in run.processes for run in RUNS.values()):
+        assert '__name__ == "__main__"' not in (ROOT / script).read_text(), f"{script} has no smallest run: add one to RUNS"
+        used = re.compile(rf'^ *(import|from) {stem}\b|^source .*/{stem}\.sh"$', re.MULTILINE)
+        users = [other for other in (*RUNS, *ELSEWHERE) if used.search((ROOT / other).read_text())]
+        assert users, f"no script with a smallest run uses {script}: add one to RUNS"
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_the_smallest_run(script, tmp_path, monkeypatch, capfd):
+    run = RUNS[script]
+    hardware_file.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    if script in ("benchmarks/ahead.py", "benchmarks/long_context.py"):
+        if any(importlib.util.find_spec(module) for module in ("libtpu", "jax_plugins")):
+            pytest.skip("the compilers are installed in this environment: a compilation takes a minute")
+        monkeypatch.setattr(Platform, "missing", False)
+    before = dict(os.environ)
+    own = {"JAXTRAIN_CACHE": str(tmp_path / "cache"), "JAXTRAIN_COMPILERS": str(tmp_path)}
+    os.environ.update(own | run.environment)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / script), *(word.replace(HERE, str(tmp_path)) for word in run.arguments)])
+    monkeypatch.setattr(sys, "path", [str((ROOT / script).parent), *sys.path])
+    try:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+        status = 0
+    except SystemExit as ended:
+        status = ended.code or 0
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    out, err = capfd.readouterr()
+    assert status == run.status, f"status {status}\n{out}\n{err}"
+    for text in run.says:
+        assert text in out + err, f"{text!r} is not in what it says:\n{out}\n{err}"
