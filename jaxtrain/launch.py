@@ -231,7 +231,7 @@ def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     except (ImportError, ValueError):
         known = None
     if not known:
-        near = difflib.get_close_matches(flags.module, COMMANDS, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(flags.module, COMMANDS, n=1) or COMMANDS
         raise UsageError(f"--module={shown(flags.module)} is no Python module here", {"module": near[0]})
     return flags
 
@@ -243,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
         reading = read_flags(argv[:split], DESCRIPTION, FLAGS, with_config=False)
         namespace = cli.checked(reading, lambda reading: check_flags(reading.namespace))
     except cli.FlagsError as error:
-        cli.fail(f"{error}{' (in front of --)' * ('--' in argv)}")
+        cli.fail(f"{error}{' (in front of --)' * ('--' in argv and ': use --' in str(error))}")
     devices = namespace.devices_per_process
     gpus = 0 if devices else cluster_environment.visible_gpus(os.environ)
     if not devices and gpus < namespace.processes:

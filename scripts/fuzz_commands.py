@@ -312,7 +312,8 @@ def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
     replays = any(word.startswith("--replay") for word in case.words)
     more = ["--dry_run"] if case.command == "train" and not replays else []
     # What the launcher itself refuses stands in front of the flags of the command that it starts.
-    at = case.words.index("--") if case.command == "launch" and "its last lines:" not in done.err else len(case.words)
+    refused_by_launcher = case.command == "launch" and "its last lines:" not in done.err and "--" in case.words
+    at = case.words.index("--") if refused_by_launcher else len(case.words)
     again = _run(folder, [f"jaxtrain.{case.command}", *case.words[:at], *words, *more, *case.words[at:]], case.output)
     if fault := fault_of(again, case.output):
         return f"with {shlex.join(words)}: {fault}"

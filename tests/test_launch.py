@@ -249,10 +249,21 @@ def test_no_orphan_of_a_process_that_ended_well(launch_program):
 
 
 def test_wrong_flags_start_nothing(capsys):
-    with pytest.raises(SystemExit) as ended:
-        launch.main(["--proceses=2", "--", "--x"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: --proceses is an unknown flag: use --processes=2\n"
+    for argv, says in (
+        (["--proceses=2", "--", "--x"], "--proceses is an unknown flag: use --processes=2 (in front of --)"),
+        (["--module=absent"], "--module='absent' is no Python module here: use --module=jaxtrain.train"),
+        (["--module=jaxtrain.shedule"], "--module='jaxtrain.shedule' is no Python module here: use --module=jaxtrain.schedule"),
+        (["--module=--help"], "--module='--help' is no Python module here: use --module=jaxtrain.train"),
+        ([f"--devices_per_process={2**63}"], f"--devices_per_process={2**63} must be at most 1024: use --devices_per_process=0"),
+        (
+            ["--processes=1000003", "--restarts=-1", "--module="],
+            "--processes=1000003 must be at most 1024: use --processes=2 --restarts=0 --module=jaxtrain.train",
+        ),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            launch.main(argv)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == f"error: {says}\n"
 
 
 def test_gpus_are_shared_out():

@@ -297,14 +297,15 @@ def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
         except (UsageError, cfg.ConfigError) as error:
             fixes = {name: value for error in errors for name, value in error.fixes.items()}
             errors.append(error if isinstance(error, UsageError) else _usage_error(error))
-            if errors[-1].fixes.items() <= fixes.items():  # none, or they do not help
-                break
+            if errors[-1].fixes.items() <= fixes.items():
+                errors[-1] = UsageError(errors[-1].rule) if errors[-1].fixes else errors[-1]  # they do not help
+                raise UsageError(_all_together(errors, reading, recipe)) from None
             reading.use(errors[-1].fixes)
             continue
         if not errors:
             return found
-        break
-    raise UsageError(_all_together(errors, reading, recipe))
+        raise UsageError(_all_together(errors, reading, recipe))
+    raise UsageError(errors[0].rule)  # one undoes another
 
 
 def _usage_error(error: cfg.ConfigError) -> UsageError:
