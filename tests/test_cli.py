@@ -225,11 +225,6 @@ def test_what_is_put_behind_a_wrong_flag_counts(argv):
     parse(*argv)
 
 
-def test_a_workdir_that_is_no_text():
-    with pytest.raises(cli.FlagsError, match=r"--workdir='a\\udcff' holds bytes that are not UTF-8, .*: use --workdir=a_$"):
-        cli.check_workdir("a\udcff")
-
-
 def test_devices_that_jax_alone_knows(capsys, monkeypatch):
     """Where accelerators may be found, jax is asked before anything is suggested."""
     monkeypatch.setattr(cli.cluster_environment, "simulated_devices", lambda *_: None)

@@ -57,6 +57,7 @@ def refused(checked: Config, workdir: str, status: ExitStatus = ExitStatus.BAD_C
 
 
 WORKDIRS = {
+    "a\udcff": "holds bytes that are not UTF-8",
     "file": "is not a folder",
     "file/run": "cannot be written: 'HERE/file' is not a folder",
     "dangling": "is a link to '/nowhere/at/all', which does not exist",
