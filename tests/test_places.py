@@ -57,7 +57,6 @@ def refused(checked: Config, workdir: str, status: ExitStatus = ExitStatus.BAD_C
 
 
 WORKDIRS = {
-    "a\udcff": "holds bytes that are not UTF-8",
     "file": "is not a folder",
     "file/run": "cannot be written: 'HERE/file' is not a folder",
     "dangling": "is a link to '/nowhere/at/all', which does not exist",
@@ -68,6 +67,10 @@ WORKDIRS = {
     "/proc/run": "cannot be written (No such file or directory)",
     f"{'n' * 256}": "cannot be written (File name too long)",
 }
+
+
+def test_a_workdir_that_is_no_text(here):
+    assert "holds bytes that are not UTF-8" in refused(config(), "a\udcff")
 
 
 @pytest.mark.parametrize("place", WORKDIRS, ids=lambda place: place[:20])
