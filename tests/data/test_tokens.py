@@ -3,6 +3,7 @@
 import bz2
 import errno
 import gzip
+import io
 import json
 import lzma
 import os
@@ -196,6 +197,17 @@ def test_compressed_text_is_the_same_corpus(config, write):
 
 
 # ---- bad records
+
+
+def test_progress_is_on_a_terminal_and_the_result_in_the_log(config, write, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        isatty = lambda self: True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    prepare(config(source=write("a.txt", "words " * 100)), 257)
+    assert re.fullmatch(r"\rpreparing a.txt: 100% of 0.6 kB, [\d.,]+ [kM]B/s\x1b\[K\r\x1b\[K", screen.getvalue())
+    assert re.match(r"prepared a.txt: 0.6 kB, 1 documents, 601 tokens in ", capsys.readouterr().out)
 
 
 def test_bad_records_are_counted_and_said_again(config, write, capsys):
