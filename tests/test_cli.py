@@ -195,9 +195,10 @@ def test_wrong_flags(capsys, argv, message):
         (["--json=x", "--config.train.steps=x"], "--json=true --dry_run=true --config.train.steps=100"),
         (["--processes=9223372036854775808", "--cpu_devices=inf"], "--processes=1 --cpu_devices=0"),
         (["--workdir=configs/tiny.py/x", "--process_id=1"], "--process_id=0 --workdir=configs/tiny.py_run"),
+        (["--workdir=" + "a" * 5000], "--workdir=runs/run"),
         (["--config.mesh.model=3", "--workdir=s3://bucket/x"], "--workdir=runs/x --config.mesh.model=2"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_what_train_suggests_works(argv, use):
     """All that is wrong is said at once, of several flags in a circle, too."""

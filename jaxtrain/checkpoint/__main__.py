@@ -62,6 +62,7 @@ FLAGS = {
         Flag("yes", False, "delete; without it the command only says what it would delete"),
     ),
 }
+ASK = ("--help", "-h", "--version")
 LISTED = 20  # arrays that `diff` lists
 DELETION_S = 1.0  # seconds in which the deletion of a step comes further
 
@@ -81,8 +82,9 @@ def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespac
     """The command, what it is about, and its flags; ends with status 2 for what is none. Raises RunError for a place that is none."""
     command, flagged = command_of(argv)
     if command not in FLAGS:
-        if flagged in ([], ["--help"], ["-h"], ["--version"]):
-            cli.parse_flags(flagged or ["--help"], DESCRIPTION, ())
+        asked = [word for word in argv if word in ASK]
+        if asked or not argv:
+            cli.parse_flags(asked or ["--help"], DESCRIPTION, ())
         commands = ", ".join(FLAGS)
         cli.fail(f"{command or argv[0]!r} is no command of jaxtrain checkpoint: use one of {commands}, such as jaxtrain checkpoint ls DIR")
     return command, *cli.checked_flags(flagged, DESCRIPTION, FLAGS[command], functools.partial(_checked, command), words=True)
@@ -90,9 +92,8 @@ def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespac
 
 def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     """The first word that belongs to no flag of any command, "" if there is none, and the other words."""
-    asked = [word for word in argv if word in ("--help", "-h", "--version")]
     every = {flag.name: flag for flags in FLAGS.values() for flag in flags}
-    words = read_flags([word for word in argv if word not in asked], "", list(every.values()), with_config=False, with_words=True).words
+    words = read_flags([word for word in argv if word not in ASK], "", list(every.values()), with_config=False, with_words=True).words
     if not words:
         return "", list(argv)
     return words[0], [word for at, word in enumerate(argv) if at != list(argv).index(words[0])]

@@ -248,6 +248,7 @@ def test_prune(run, here):
     ("argv", "message"),
     [
         (["lst", "RUN"], "'lst' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune"),
+        (["RUN"], "'RUN' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune"),
         (["ls"], "ls is about one folder, not 0: use jaxtrain checkpoint ls DIR"),
         (["diff", "RUN"], "diff is about two steps or runs, not 1: use jaxtrain checkpoint diff A B"),
         (["ls", "nowhere"], "'nowhere' does not exist: use "),
