@@ -11,13 +11,13 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.flags import SETTING, SHARED_FLAGS, Flag, Reading, apply, read_flags
-from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe
+from jaxtrain.config.flags import SHARED_FLAGS, Flag, Reading, apply, read_flags, settled
+from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
@@ -25,7 +25,6 @@ from jaxtrain.devices.startup import start_jax
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 T = TypeVar("T")
-MOST_MENDED = 32  # errors of one command line
 
 
 class FlagsError(RunError):
@@ -42,7 +41,7 @@ def parse(
     description: str,
     extra_flags: Sequence[Flag] = (),
     recipe: Config | None = None,
-    check: Callable[[types.SimpleNamespace], object] = id,
+    check: Callable[[types.SimpleNamespace, Config], object] = lambda namespace, config: None,
 ) -> tuple[Config, types.SimpleNamespace]:
     """The checked config (not resolved) and the values of the other flags, by name, of a command that takes a recipe.
 
@@ -52,16 +51,16 @@ def parse(
     ClusterError or DevicesError where jax has to be asked for its devices, as `start_jax`.
     """
 
-    def checked(namespace: types.SimpleNamespace, config: Config, before: Config) -> tuple[Config, types.SimpleNamespace]:
+    def complete(namespace: types.SimpleNamespace, config: Config, before: Config) -> tuple[Config, types.SimpleNamespace]:
         path = pathlib.Path("recipe") if recipe else find_recipe(namespace.config)
         namespace.config, namespace.recipe = str(path), before
         namespace.workdir = namespace.workdir or os.path.join("runs", path.stem)
-        check(namespace)
         if refused := _refusal(namespace, config, before):
             raise refused
+        check(namespace, config)
         return config, namespace
 
-    return parse_unchecked(argv, description, (*SHARED_FLAGS, *extra_flags), checked, recipe)
+    return parse_unchecked(argv, description, (*SHARED_FLAGS, *extra_flags), complete, recipe)
 
 
 def parse_unchecked(
@@ -77,11 +76,11 @@ def parse_unchecked(
     what cannot be understood or what is refused.
     """
 
-    def checked(reading: Reading) -> T:
+    def read(reading: Reading) -> T:
         before = recipe or load_recipe(find_recipe(reading.values["config"]))
         return check(reading.namespace, apply(before, reading.overrides), before)
 
-    return settled(read_flags(argv, description, flags, with_config=True), checked, recipe)
+    return checked(read_flags(argv, description, flags, with_config=True), read, recipe)
 
 
 def parse_flags(argv: Sequence[str], description: str, flags: Sequence[Flag]) -> types.SimpleNamespace:
@@ -97,7 +96,7 @@ def checked_flags(
     check: raises UsageError for flags that do not go together; words: whether words that are no flags are the command's.
     """
     try:
-        return settled(read_flags(argv, description, flags, with_config=False, with_words=words), lambda reading: check(reading.namespace))
+        return checked(read_flags(argv, description, flags, with_config=False, with_words=words), lambda reading: check(reading.namespace))
     except FlagsError as error:
         fail(str(error))
 
@@ -108,70 +107,24 @@ def fail(message: str) -> NoReturn:
     sys.exit(ExitStatus.BAD_CONFIG)
 
 
-# --- all that is wrong, in one line ----------------------------------------------------------------------------------------------
+def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
+    """`flags.settled` with the flags of a run of several processes checked, too. A RunError, which no flag mends, counts as such where
+    other errors come before it. Raises FlagsError."""
 
-
-def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
-    """What `check` makes of a command line.
-
-    Where that or the check refuses something, what the error has to put it right is taken into the command line, which is then checked
-    again, until it passes: so a suggestion works, and has all that is wrong. Raises FlagsError with the first error, these flags, and
-    after them what no flag mends; the check's own RunError where that is all.
-    """
-    errors = reading.errors
-    for _ in range(MOST_MENDED):
+    def passes(reading: Reading) -> T:
+        if "coordinator" in reading.values:
+            check_cluster(reading.namespace)
         try:
-            if hasattr(reading.namespace, "coordinator"):
-                check_cluster(reading.namespace)
-            found = check(reading)
-        except (UsageError, ConfigError) as error:
-            errors.append(error if isinstance(error, UsageError) else _usage_error(error))
-            fixes = {name: value for error in errors[:-1] for name, value in error.fixes.items()}
-            if errors[-1].fixes.items() <= fixes.items():  # none, or they do not help
-                break
-            reading.use(errors[-1].fixes)
-            continue
-        except RunError as error:  # no flag mends it
-            if not errors:
+            return check(reading)
+        except RunError as error:
+            if not reading.errors:
                 raise
-            errors.append(UsageError(str(error)))
-            break
-        if not errors:
-            return found
-        break
-    raise FlagsError(_all_together(errors, reading, recipe))
+            raise UsageError(str(error)) from None
 
-
-def _usage_error(error: ConfigError) -> UsageError:
-    """A config's error, which is about settings, as one about their flags."""
-    fixes = {f"{SETTING}{path}": value for path, value in error.fixes[0].items()} if error.fixes else {}
-    text, use, nearest = str(error).rpartition(": use ")
-    return UsageError(text if use else nearest, fixes, text=str(error))
-
-
-def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config | None) -> str:
-    """The first error that flags mend, with the flags that mend all of these, and then what they do not mend."""
-    if len(errors) == 1 and not errors[0].setting:
-        return str(errors[0])
-    flags = {name: value for error in errors for name, value in error.fixes.items()}
-    meant = {
-        f"{SETTING}{error.setting}": value for error in errors if error.setting for value in _in_the_end(error.setting, reading, recipe)
-    }
-    flags = {name: flags[name] for name in flags if not name.startswith(SETTING)} | meant | flags
-    use = " ".join(cfg.flag_text(name, value) for name, value in flags.items())
-    mended = [error for error in errors if error.fixes or error.setting]
-    others = [str(error) for error in errors if error not in mended]
-    if not use:
-        return str(errors[0]) if len(errors) == 1 else f"{others[0]} (and {'; '.join(others[1:])})"
-    return f"{mended[0].rule}: use {use}" + (f" (and {'; '.join(others)})" if others else "")
-
-
-def _in_the_end(path: str, reading: Reading, recipe: Config | None) -> list[Any]:
-    """The value that a setting has after all flags; none where there is no recipe."""
     try:
-        return [cfg.get(apply(recipe or load_recipe(find_recipe(reading.values["config"])), reading.overrides), path)]
-    except RecipeError:
-        return []
+        return settled(reading, passes, recipe)
+    except UsageError as error:
+        raise FlagsError(str(error)) from None
 
 
 def _refusal(namespace: types.SimpleNamespace, config: Config, recipe: Config) -> ConfigError | None:
@@ -189,18 +142,6 @@ def _refusal(namespace: types.SimpleNamespace, config: Config, recipe: Config) -
     return checks.refusal(config, around)
 
 
-def run_quietly(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The status of a command, which Ctrl-C and a reader that has seen enough end without a word."""
-    try:
-        return main(argv)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return ExitStatus.INTERRUPTED
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to write to at exit
-        return ExitStatus.FINISHED
-
-
 def check_cluster(namespace: types.SimpleNamespace) -> None:
     """UsageError where the flags of a run of several processes do not fit together."""
     host, _, port = namespace.coordinator.rpartition(":")
@@ -214,20 +155,6 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
         rule = f"--process_id={namespace.process_id} is not below --processes={namespace.processes}"
         last = namespace.processes - 1
         raise UsageError(rule, {"process_id": last}, range(max(0, last - 3), last))
-
-
-def check_workdir(workdir: str) -> None:
-    """Raises UsageError where the folder of a run can neither be written nor made."""
-    if "://" in workdir:
-        raise UsageError(f"--workdir={workdir!r} is an address, not a folder", {"workdir": os.path.join("runs", os.path.basename(workdir))})
-    path = pathlib.Path(workdir)
-    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not nearest.is_dir():
-        use = str(nearest.with_name(nearest.name + "_run"))
-        raise UsageError(f"--workdir={workdir!r}: {str(nearest)!r} is not a folder", {"workdir": use})
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        use = os.path.join("runs", path.name)
-        raise UsageError(f"--workdir={workdir!r}: {str(nearest)!r} may not be written", {"workdir": use})
 
 
 def check_output(flag: str, name: str, otherwise: str) -> None:

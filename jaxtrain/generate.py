@@ -11,7 +11,6 @@ A single process: no jax.distributed.
 import contextlib
 import dataclasses
 import functools
-import io
 import math
 import os
 import sys
@@ -41,13 +40,14 @@ from jaxtrain.checkpoint.steps import (
     what_is_wrong,
 )
 from jaxtrain.checkpoint.stores import scheme_of
-from jaxtrain.checkpoint.subject import PlaceError, some_run, step_folder
+from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.devices import startup
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.start_up import imports_without_collection
 
@@ -131,12 +131,11 @@ def generate(flags: types.SimpleNamespace) -> int:
 def check(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     """The flags, if they can be right for the checkpoint, as far as that is known without jax. Raises UsageError or CheckpointError."""
     check_flags(flags)
-    wrong: Judge = nothing_wrong
+    folder, step = find_checkpoint(flags.workdir, flags.step)
     if flags.refused:  # there is time for what takes jax
         from jaxtrain.checkpoint.manager import wrong_arrays
 
-        wrong = functools.partial(wrong_arrays, trained_alone=True)
-    folder, step = find_checkpoint(flags.workdir, flags.step, wrong)
+        folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True))
     config, _, ids = prompted(folder, step, flags)
     check_model(config, len(ids), flags)
     return flags
@@ -201,7 +200,7 @@ def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> t
             return folder, choose(folder, TO_GENERATE, wrong, damaged)
     except stores.AddressError as error:
         raise UsageError(error.about("workdir") if error.place == workdir else str(error)) from None
-    except PlaceError as error:
+    except NoCheckpointsError as error:
         raise UsageError(f"--workdir: {error}") from None
 
 
@@ -352,8 +351,6 @@ def show(batches: "Iterable[np.ndarray]", tokenizer: "Tokenizer", ids: list[int]
     from jaxtrain.generation.text import TextStream
 
     streams = [TextStream(tokenizer, ids) for _ in range(flags.samples)]
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
     texts, counts = [""] * flags.samples, [0] * flags.samples
     reasons = [CTRL_C] * flags.samples  # until another one is known
     live = flags.samples == 1
@@ -406,4 +403,4 @@ def how_it_ended(ended: Ended, prompt: int, config: Config) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_quietly(main, sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

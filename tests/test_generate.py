@@ -19,8 +19,8 @@ from support import ROOT, small
 from support.damage import damage_numbers
 from support.plain_model import plain_model
 
+from jaxtrain import cli, generate
 from jaxtrain import config as configs
-from jaxtrain import generate
 from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.parameters import load_parameters
@@ -30,6 +30,10 @@ from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
+
+sys.path.append(str(ROOT / "scripts"))
+
+from fuzz_configs import suggested
 
 VOCABULARY = 61
 
@@ -195,10 +199,17 @@ def refused(capsys, call, *argv: str) -> str:
         (["--prompt=61"], "takes ids from 0 to 60 .* not '61'"),
         (["--prompt="], "the prompt is empty, .* use one id or more"),
         (["--prompt=1", "--tokens=5", "--model=3"], "--model=3 does not divide model.heads=8: use --model=2 .or 1, 4, 8."),
+        (["--prompt=1", "--tokens", "5", "--top_p=run", "--step=5", "--seed=inf"], "use --top_p=1.0 --seed=0 --step=3"),
+        (["--prompt=1", "--step=7", "--model", "-0.0", "--samples=x"], "use --model=1 --samples=1 --step=3 --tokens=39"),
+        (["--prompt=\udcff", "--samples=x"], "use --samples=1 .and data.tokenizer=none takes ids from 0 to 60"),
     ],
 )
 def test_what_the_checkpoint_refuses(run, here, capsys, argv, message):
-    assert re.search(message, refused(capsys, here, f"--workdir={run}", *argv))
+    """The real command says the same, and what it suggests works."""
+    line = refused(capsys, here, f"--workdir={run}", *argv)
+    assert re.search(message, line)
+    if (words := suggested(line)) and " (and " not in line:
+        assert cli.checked_flags([f"--workdir={run}", *argv, *words], "", generate.FLAGS, generate.check)
 
 
 def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
@@ -222,7 +233,7 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
     assert re.fullmatch(rf"passed over: 20 \({why}\), 30 \(state/d/\w+ is missing\), 40 \(an empty folder\)", passed), passed
     assert figures.startswith("step 12: ")
     for step, reason in ((3, "its meta has no 'config'"), (20, why), (30, r"state/d/\w+ is missing"), (40, "an empty folder")):
-        error = refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1", f"--step={step}")
+        error = refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1", "--tokens=2", f"--step={step}")
         assert re.search(rf"--step={step} is not whole: {reason} \(it has .*12.*\): use --step=12", error), error
     # Of arrays, damage is found when they are read: then the one before is taken.
     damage_numbers(folder / "12", "params.layers.mlp.up.weight/c/4")

@@ -114,7 +114,7 @@ def test_metrics_config_and_files_of_a_run(whole):
     parts = [value for name, value in start_up.items() if name.endswith("_s") and name not in ("wall_s", "start_up_s")]
     assert {"imports_s", "table_s", "data_s", "tracing_s", "compiling_s", "state_s", "stepping_s"} <= start_up.keys()
     assert start_up["step"] == 1 and all(part >= 0 for part in parts) and sum(parts) == pytest.approx(start_up["start_up_s"], abs=0.01)
-    assert start_up["start_up_s"] < done.seconds and "first step after" in done.err
+    assert start_up["start_up_s"] < done.seconds and "first step after" in done.out
     saved = {record["step"]: record for record in records if "save_s" in record}
     assert list(saved) == runs.checkpoints(workdir)
     assert all(record["save_blocked_s"] > 0 and record["save_s"] > 0 for record in saved.values())
@@ -146,11 +146,11 @@ def test_profile_evaluation_and_what_is_kept(whole, workdir):
     assert b"/optimizer/" in trace.read_bytes()
     # The planned step beside the measured one, at the end of so short a run; by part in several stages: test_processes.py.
     (planned,) = re.findall(r"^planned step: (\S+) s for simulated, ", done.out, re.MULTILINE)
-    assert re.search(rf"^planned step {planned} s \(simulated\), measured \S+ s \(\S+ x\)$", done.err, re.MULTILINE)
+    assert re.search(rf"^planned step {planned} s \(simulated\), measured \S+ s \(\S+ x\)$", done.out, re.MULTILINE)
     record = json.loads((workdir / "planned.json").read_text())
     assert record["step"] == 10 and record["steps"] == 5 and record["trace"]["exposed"].keys() >= {"optimizer", "waiting"}
     assert sum(record["trace"]["exposed"].values()) == pytest.approx(record["trace"]["step_time_s"])
-    assert f"largest miss: {record['largest_miss']['part']}, " in done.err
+    assert f"largest miss: {record['largest_miss']['part']}, " in done.out
 
 
 # --- killed and continued --------------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_a_finished_run_says_so(whole):
 
 def test_a_workdir_that_cannot_be_made(folder):
     (folder / "file").write_text("")
-    assert assert_refused(folder / "file") == "--workdir='file': 'file' is not a folder: use --workdir=file_run"
+    assert assert_refused(folder / "file") == "--workdir='file' is not a folder: use --workdir=runs/file"
 
 
 def test_devices_that_the_mesh_does_not_use(folder, workdir):

@@ -25,11 +25,11 @@ from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.reading import StoredStep
 from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, Stranger, choose, what_is_wrong
 from jaxtrain.checkpoint.stores import scheme_of
-from jaxtrain.checkpoint.subject import PlaceError, Subject
+from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
 from jaxtrain.config import Config, ConfigError, fields, flag_text, get, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, read_flags
-from jaxtrain.run import terminal
+from jaxtrain.run import streams, terminal
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.run_lock import RunLock
 
@@ -187,7 +187,7 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         damaged += [folder.name] * bool(lines)
     if not verified:
         others = ", ".join(path.name for path in of.others())
-        raise PlaceError(f"{of.directory} has no checkpoint to verify{', only ' * bool(others)}{others}")
+        raise NoCheckpointsError(f"{of.directory} has no checkpoint to verify{', only ' * bool(others)}{others}")
     result = f"{', '.join(damaged)} damaged" if damaged else "all whole"
     without = f", {unchecked} without checksums" if unchecked else ""
     print(f"verified {verified} step{'s'[: verified > 1]}, {in_units(total)}: {result}{without}", flush=True)
@@ -211,16 +211,12 @@ def _was_deleted(folder: epath.Path, had_manifest: bool) -> bool:
 
 def _progress(step: str) -> Callable[[int, int], None]:
     """Shows on a terminal how much of a step is read."""
-
-    def show(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            terminal.draw(sys.stderr, f"{step}: {in_units(done)} of {in_units(total)}")
-
-    return show
+    line = terminal.Line(sys.stderr)
+    return lambda done, total: line.draw(f"{step}: {in_units(done)} of {in_units(total)}")
 
 
 def _clear_progress() -> None:
-    if sys.stderr.isatty():
+    if terminal.redraws(sys.stderr):
         terminal.clear(sys.stderr)
 
 
@@ -416,4 +412,4 @@ _COMMANDS: Mapping[str, Callable[[list[Subject], types.SimpleNamespace], int]] =
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_quietly(main, sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

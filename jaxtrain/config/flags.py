@@ -11,8 +11,8 @@ import difflib
 import math
 import sys
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from absl import flags as absl_flags
 from ml_collections import ConfigDict, config_flags
@@ -21,14 +21,16 @@ from jaxtrain import __version__
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.recipes import DEFAULT_RECIPE
+from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
 SETTING = "config."  # what the name of a setting's flag begins with
 WRITTEN = "two dashes before a NAME=VALUE, and quotes around a value with spaces"
+MOST_MENDED = 32  # errors of one command line
 MOST_SHOWN = 200  # characters of a flag's name
 MOST_CPU_DEVICES = 1024  # each has threads and buffers of its own
 MOST_PROCESSES = 2**20  # more than any cluster has
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,6 +278,62 @@ def _tuple_text(text: str, item: type) -> str:
         value = ast.literal_eval(text)
         return repr((value,) if isinstance(value, item) else value)
     return repr(tuple(item(name.strip()) for name in text.split(",") if name.strip()))
+
+
+# --- all that is wrong, in one line ----------------------------------------------------------------------------------------------
+
+
+def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
+    """What `check` makes of a command line. recipe: instead of the one that --config names.
+
+    Where the command line is wrong, or the check refuses it, what the error has to put it right is taken into the command line, which is
+    then checked again, until it passes: so a suggestion works, and has all that is wrong. Raises UsageError with the first error, these
+    flags, and after them what no flag mends.
+    """
+    errors = reading.errors
+    for _ in range(MOST_MENDED):
+        try:
+            found = check(reading)
+        except (UsageError, cfg.ConfigError) as error:
+            fixes = {name: value for error in errors for name, value in error.fixes.items()}
+            errors.append(error if isinstance(error, UsageError) else _usage_error(error))
+            if errors[-1].fixes.items() <= fixes.items():
+                errors[-1] = UsageError(errors[-1].rule) if errors[-1].fixes else errors[-1]  # they do not help
+                raise UsageError(_all_together(errors, reading, recipe)) from None
+            reading.use(errors[-1].fixes)
+            continue
+        if not errors:
+            return found
+        raise UsageError(_all_together(errors, reading, recipe))
+    raise UsageError(errors[0].rule)  # one undoes another
+
+
+def _usage_error(error: cfg.ConfigError) -> UsageError:
+    """A config's error, which is about settings, as one about their flags."""
+    fixes = {SETTING + path: value for path, value in error.fixes[0].items()} if error.fixes else {}
+    return UsageError(str(error).rpartition(": use ")[0] or str(error), fixes, text=str(error))
+
+
+def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config | None) -> str:
+    """The first error that flags mend, with the flags that mend all of these, and then what they do not mend."""
+    if len(errors) == 1 and not errors[0].setting:
+        return str(errors[0])
+    flags = {name: value for error in errors for name, value in error.fixes.items()}
+    meant = {SETTING + error.setting: value for error in errors if error.setting for value in _in_the_end(error.setting, reading, recipe)}
+    flags = {name: flags[name] for name in flags if not name.startswith(SETTING)} | meant | flags
+    use = " ".join(cfg.flag_text(name, value) for name, value in flags.items())
+    mended = [error for error in errors if error.fixes or error.setting]
+    others = [str(error) for error in errors if error not in mended]
+    first = f"{mended[0].rule}: use {use}" if use else others.pop(0)
+    return first + (f" (and {'; '.join(others)})" if others else "")
+
+
+def _in_the_end(path: str, reading: Reading, recipe: Config | None) -> list[Any]:
+    """The value that a setting has after all flags; none where there is no recipe."""
+    try:
+        return [cfg.get(apply(recipe or load_recipe(find_recipe(reading.values["config"])), reading.overrides), path)]
+    except RecipeError:
+        return []
 
 
 # --- help ------------------------------------------------------------------------------------------------------------------------

@@ -110,7 +110,9 @@ class FileTokenizer:
                 raise OSError(0, "not a regular file")
             self.content = self.path.read_bytes()
         except OSError as error:
-            raise DataError(f"data.tokenizer={path}: {error.strerror} (use bytes, none or the path of a tokenizers JSON file)") from error
+            raise DataError(
+                f"data.tokenizer={path}: {error.strerror}: use --config.data.tokenizer=bytes (or none, or a tokenizers JSON file)"
+            ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
         except Exception as error:  # the library raises bare Exceptions
@@ -158,7 +160,9 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
         tokenizer = FileTokenizer(name)
     if tokenizer.vocab_size > vocab_size:
         least = tokenizer.vocab_size
-        raise DataError(f"model.vocab_size={vocab_size} is less than the {least} ids of data.tokenizer={name}: use {least} or more")
+        raise DataError(
+            f"model.vocab_size={vocab_size} is less than the {least} ids of data.tokenizer={name}: use --config.model.vocab_size={least}"
+        )
     return tokenizer
 
 
@@ -187,8 +191,9 @@ def _first_line(error: Exception) -> str:
 def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
     """A prompt's ids; an empty one is the end of the document before. DataError for a text or an id that cannot be."""
     try:
-        ids = [int(i) for i in tokenizer.encode(prompt)]
-    except UnicodeEncodeError:
+        text = prompt.encode("utf-8", "surrogateescape").decode()  # a locale of few characters leaves bytes as they are
+        ids = [int(i) for i in tokenizer.encode(text)]
+    except UnicodeError:
         raise DataError("the prompt holds bytes that are not UTF-8: use UTF-8 text") from None
     if not ids:
         if tokenizer.end_of_document is None:

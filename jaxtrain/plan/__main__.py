@@ -36,6 +36,7 @@ from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.plans import Plan, best_plans, check_fits, plan_of
 from jaxtrain.plan.recipe import recipe_text
 from jaxtrain.plan.search import Space
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 DESCRIPTION = """usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N] [--recipe=FILE] [--json]
@@ -292,4 +293,4 @@ def _write(path: str, content: bytes) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_quietly(main, sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from jaxtrain.config import ConfigError, one_line
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import OWN, STEPS, Current, Part, WallClock
 from jaxtrain.run.peers import Beat, Ending, Peer, Peers
@@ -272,7 +273,7 @@ class Watchdog:
             end = time.monotonic() + GOODBYE_S
             while time.monotonic() < end and not self._peers.all_gone():
                 self._peers.poll(0.1)
-        os.write(2, f"error: {ending.text}\n".encode())
+        streams.write_error(f"error: {ending.text}\n")
         self._over.set()
         self._end(ending.status)
 
@@ -280,11 +281,14 @@ class Watchdog:
         process = self._peers.process if self._peers else 0
         folder = self._folder / "hang"
         current = self._clock.current
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"step-{self._patience.step}-process-{process}.txt").open("w") as file:
-            file.write(f"process {process}, after step {self._patience.step}, at {current.part.value} for {current.seconds:.0f} s\n\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"step-{self._patience.step}-process-{process}.txt").open("w") as file:
+                file.write(f"process {process}, after step {self._patience.step}, at {current.part.value} for {current.seconds:.0f} s\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            os.write(2, f"warning: the stacks are not in {folder} ({error.strerror})\n".encode())
 
 
 def _names(peers: list[Peer]) -> str:
@@ -307,7 +311,7 @@ def end_process(error: RunError) -> NoReturn:
     be anywhere, and must not write any more."""
     for each in _active:
         each.end_others(error.status, str(error))
-    os.write(2, b"\n" * os.isatty(2) + f"error: {one_line(str(error))}\n".encode())  # after a progress bar
+    streams.write_error(f"error: {one_line(str(error))}\n")
     os._exit(error.status)
 
 

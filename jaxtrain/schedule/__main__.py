@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from jaxtrain import cli
 from jaxtrain import config as cfg
 from jaxtrain.config.flags import Flag, UsageError
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.search_progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
@@ -93,7 +94,7 @@ MOST_CELLS = 1_000_000  # stages · repeats · microbatches
 MOST_REFUSED_CELLS = 1_000  # of tables that are made for the sake of a better error: some seconds with --compare
 
 
-def main(argv: list[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """The command. Whatever is wrong with the flags ends it with one line and status 2 before anything is written, Ctrl-C with one line
     and status 130; a file is written whole or not at all."""
     try:
@@ -103,11 +104,7 @@ def main(argv: list[str]) -> None:
                 _write(pathlib.Path(path), content)
             except OSError as error:
                 cli.fail(f"{path!r} cannot be written ({error.strerror}): name a file in a folder with room, of your own")
-        try:
-            sys.stdout.write(shown.text)
-            sys.stdout.flush()
-        except BrokenPipeError:  # `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.write(shown.text)
     except KeyboardInterrupt:
         print("stopped: no file is half written", file=sys.stderr, flush=True)
         sys.exit(ExitStatus.INTERRUPTED)
@@ -333,4 +330,4 @@ def _repeats_to_compare(name: str, repeats: int) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(streams.run(main, sys.argv[1:]))

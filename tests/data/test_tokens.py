@@ -22,6 +22,7 @@ from jaxtrain.data.records import File
 from jaxtrain.data.sources import Source
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
+from jaxtrain.run.exit_status import ExitStatus
 
 END = 256
 
@@ -120,9 +121,32 @@ def test_token_file_without_tokenizer(config, tmp_path):
     assert documents_of(corpus) == [[1, 2, END, 999]]
     message = failure(config(source=tmp_path / "a.npy", tokenizer="none"), 999)  # prepared for another vocabulary before
     rule = "token 999 at position 3 is not below model.vocab_size=999 and at least 0"
-    assert message == f"{tmp_path}/a.npy: {rule}: use --config.model.vocab_size=1000, or the right data.token_dtype"
+    assert message == f"{tmp_path}/a.npy: {rule}: use --config.model.vocab_size=1000"
     np.save(tmp_path / "a.npy", np.array([1, -2, END, 999], np.int32))
     assert "token -2 at position 1 is not below" in failure(config(source=tmp_path / "a.npy", tokenizer="none"), 1000)
+
+
+@pytest.mark.parametrize(
+    "ids, dtype, read_as, says",
+    [
+        ([1, 2, END, 999], "<u2", "uint32", "use --config.data.token_dtype=uint16"),
+        ([1, 2, END, 999], "<u4", "int64", "use --config.data.token_dtype=uint16"),  # so are the zeros between them
+        ([1, 2, 4000, 999], "<u2", "uint16", "use --config.model.vocab_size=4001"),
+        ([1, 2**31, 2, 3], "<u4", "uint32", "and no tokenizer makes it: the file holds what is not written in any data.token_dtype as ids"),
+        ([1, 2**40], "npy", "uint16", "and no tokenizer makes it: the file holds int64 numbers, not ids"),
+    ],
+)
+def test_ids_beyond_the_vocabulary_name_what_reads_them(config, write, tmp_path, ids, dtype, read_as, says):
+    """A suggestion works; none is made where none does."""
+    if dtype == "npy":
+        np.save(path := tmp_path / "a.npy", np.array(ids))
+    else:
+        path = write("a.bin", np.array(ids, dtype).tobytes())
+    settings = {"source": path, "tokenizer": "none", "token_dtype": read_as}
+    message = failure(config(**settings), 1000)
+    assert says in message
+    if "token_dtype=" in says:
+        assert documents_of(prepare(config(**settings | {"token_dtype": "uint16"}), 1000, progress=False)) != []
 
 
 def test_token_file_errors(config, write, tmp_path, monkeypatch):
@@ -181,7 +205,7 @@ def test_bad_records_are_counted_and_said_again(config, write, capsys):
         corpus = prepare(config(source=path, bad_records="skip"), 257)
         assert documents_of(corpus) == [[97, END], [98, END]]
         assert corpus.skipped.count == 7
-        said = capsys.readouterr().err
+        said = capsys.readouterr().out
         assert f"data.bad_records=skip: 7 bad records of data.source={path} left out:\n  {path}:2: not valid JSON" in said
         assert "\n  and 2 more\n" in said
     assert "not valid JSON" in failure(config(source=path))  # the corpus without them is not that of bad_records=stop
@@ -233,8 +257,10 @@ def test_errors_leave_nothing(config, write, tmp_path):
 def test_cache_that_cannot_be_written(config, write):
     path = write("a.txt", "a")
     for cache in (path, path / "below"):
-        with pytest.raises(DataError, match=f"^data.cache={cache} cannot be written: {path}.*: (File exists|Not a directory): use "):
+        message = f"^data.cache={cache} cannot be written: {path}.*: (File exists|Not a directory): use --config.data.cache=/"
+        with pytest.raises(DataError, match=message) as error:
             prepare(config(source=path, cache=cache), 257, progress=False)
+        assert error.value.status == ExitStatus.BAD_CONFIG
 
 
 # The content is no part of the test's name: gzip writes the second into it, and workers must find the same tests.
@@ -246,10 +272,8 @@ def test_full_cache_is_named(config, write, start_python, name, content):
     path, cache = write(name, content), config().cache
     process = start_python("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n" + PREPARE, path, cache, "go")
     _, said = process.communicate(timeout=60)
-    assert said.splitlines()[-1] == (
-        f"jaxtrain.data.tokenizer.DataError: data.cache={cache} is full: File too large: "
-        "use --config.data.cache=FOLDER, with a folder where there is more room"
-    )
+    full = rf"jaxtrain.data.cache.FullCacheError: data.cache={cache} is full: File too large"
+    assert re.match(rf"{full}: (use --config.data.cache=\S+ \(or another folder|name a folder) with more room", said.splitlines()[-1])
     assert not pathlib.Path(cache).exists()
 
 
@@ -262,7 +286,7 @@ def test_full_disk(config, write, monkeypatch, error):
 
     monkeypatch.setattr(tokens.os, "fsync", full)
     message = failure(config(source=write("a.jsonl", '{"text": "some text"}\n' * 100)))
-    assert message.startswith(f"data.cache={config().cache} is full: {os.strerror(error)}: use --config.data.cache=FOLDER, ")
+    assert message.startswith(f"data.cache={config().cache} is full: {os.strerror(error)}: ") and "--config.data.cache" in message
 
 
 def test_errors_of_the_source_name_the_source(config, write, monkeypatch):
@@ -470,7 +494,7 @@ def test_waits_for_the_process_that_prepares(config, write, capsys, start_python
     process.wait()
     thread.join(30)
     assert folders(config()) == [done[0].folder.name]
-    assert "waiting for another process that prepares" in capsys.readouterr().err
+    assert "waiting for another process that prepares" in capsys.readouterr().out
 
 
 def test_several_processes_at_once(config, write, start_python):

@@ -4,8 +4,10 @@ import json
 import math
 import re
 import shlex
+import sys
 
 import pytest
+from support import ROOT
 
 from jaxtrain.config import to_dict
 from jaxtrain.config.checks import check_devices
@@ -16,6 +18,10 @@ from jaxtrain.costs.program import PROGRAMS
 from jaxtrain.plan import exact_clock, layout_flag, plans, tables
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.prediction import predict
+
+sys.path.append(str(ROOT / "scripts"))
+
+from fuzz_configs import suggested
 
 KEYS = (
     "step_time_s model_tflops_per_device hardware_tflops_per_device mfu hfu attention_flops memory_gib_per_device fits "
@@ -238,11 +244,42 @@ REFUSED = [
     (["--config=tiny", "--devices=8", "--config.model.width=0"], "model.width=0 must be at least 1"),
     (["--config=tiny", "--devices=8", "--recipe=/nonexistent/planned.py"], "cannot be written .*: use --recipe=planned.py"),
     (["--config=tiny", "--devices=8", "--tokens=inf"], "not a finite number: use --tokens=0.0"),
+    (["--config=tiny", f"--devices={2**31 - 1}"], "no layout uses so many devices .*: use --devices=512$"),
+    (["--config=tiny", f"--devices={10**40}"], "must be at most 2147483647: use --devices=4$"),
     (
         ["--config=tiny", "--devices=4", f"--config.data.batch_size={2**61 - 1}"],
         "is larger than 2147483647: use --config.data.batch_size=16",
     ),
 ]
+
+
+ALL_AT_ONCE = [
+    ["--assume=megatron", "--layout=data=8", "--config=tiny"],
+    ["--devices=x", "--tokens=-1", "--price=inf"],
+    ["--devices=8", "--hardware=recipe.py", "--recipe=/proc/x/y.py", "--png=/proc/x.png"],
+    ["--hardware=recipe.py", "--assume=jax"],
+    ["--config='", "--layout=dp=8,stage=two,data=4,zero=9"],
+    ["--hardware=h100:4,h200:x", "--price=2", "--devices=7"],
+    ["--devices=8", "--config.model.width=0", "--config.mesh.stag=3"],
+]
+
+
+@pytest.mark.parametrize("argv", ALL_AT_ONCE, ids=" ".join)
+def test_all_that_is_wrong_is_said_at_once(plan, tmp_path, monkeypatch, argv):
+    """What is suggested works when it is put behind the rest, and nothing is written before."""
+    monkeypatch.chdir(tmp_path)
+    err = plan(*argv)[1]
+    use = suggested(err)
+    assert use and len(err.splitlines()) == 1 and not list(tmp_path.iterdir())
+    out, err = plan(*argv, *use, "--json")
+    assert out or ("--config.mesh.stag" in " ".join(argv) and "stag='3' is an unknown setting" in err), err
+
+
+def test_advice_without_a_meaning_for_flags(plan, tmp_path):
+    """What no flag mends is said in words, behind the flags."""
+    err = plan(f"--advise={tmp_path}", "--devices=8")[1]
+    assert err.startswith("error: --devices=8 has no meaning for --advise: use --devices=0 (and --advise=")
+    assert plan(f"--advise={tmp_path}", "--devices=8", "--devices=0")[1].removeprefix("error: ").strip() in err
 
 
 @pytest.mark.parametrize("argv, text", REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
