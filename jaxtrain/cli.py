@@ -157,26 +157,6 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
         raise UsageError(rule, {"process_id": last}, range(max(0, last - 3), last))
 
 
-def check_workdir(workdir: str) -> None:
-    """Raises UsageError where the folder of a run can neither be written nor made."""
-    if "://" in workdir:
-        raise UsageError(f"--workdir={workdir!r} is an address, not a folder", {"workdir": os.path.join("runs", os.path.basename(workdir))})
-    path = pathlib.Path(workdir)
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError) as error:  # a name too long
-        raise UsageError(f"--workdir={cfg.shown(workdir)} cannot be a folder ({_why(error)})", {"workdir": "runs/run"}) from None
-    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not nearest.is_dir():
-        use = str(nearest.with_name(nearest.name + "_run"))
-        raise UsageError(f"--workdir={workdir!r}: {str(nearest)!r} is not a folder", {"workdir": use})
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        use = os.path.join("runs", path.name)
-        raise UsageError(f"--workdir={workdir!r}: {str(nearest)!r} may not be written", {"workdir": use})
-
-
 def check_output(flag: str, name: str, otherwise: str) -> None:
     """Raises UsageError where a file that a flag names cannot be written, found by writing nothing to it. Empty names and what is no file
     (a pipe, a device) pass.

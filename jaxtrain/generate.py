@@ -39,7 +39,7 @@ from jaxtrain.checkpoint.steps import (
     read_meta,
     what_is_wrong,
 )
-from jaxtrain.checkpoint.subject import PlaceError, some_run, step_folder
+from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
@@ -199,7 +199,7 @@ def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> t
             return folder, choose(folder, TO_GENERATE, wrong, damaged)
     except stores.AddressError as error:
         raise UsageError(error.about("workdir") if error.place == workdir else str(error)) from None
-    except PlaceError as error:
+    except NoCheckpointsError as error:
         raise UsageError(f"--workdir: {error}") from None
 
 

@@ -34,7 +34,7 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
 from jaxtrain.plan.after_warm_up import AfterWarmUp
 from jaxtrain.preparation import compile_programs, loaders, prepare_corpus
-from jaxtrain.resumption import Resumption, check_store, folder_of_checkpoints
+from jaxtrain.resumption import Resumption, folder_of_checkpoints
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.goodput_log import GoodputLog, plot_goodput
@@ -70,7 +70,6 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
     clock.enter(Part.DATA)
     with _watched(config, folder, clock) as (signals, watchdog), contextlib.ExitStack() as lasting:
         # ---------------------------------------------------------------- data: what to train on, and from which step
-        check_store(config)
         checkpoints = folder_of_checkpoints(config, folder)
         resumption = Resumption(checkpoints, config, unresolved, recipe)
         choice = resumption.choose()

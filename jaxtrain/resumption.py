@@ -9,7 +9,7 @@ from etils import epath
 
 from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.manager import choose_together
-from jaxtrain.checkpoint.steps import NONE, CheckpointError, Choice, Meta
+from jaxtrain.checkpoint.steps import NONE, Choice, Meta
 from jaxtrain.config import Config, ConfigError, history
 from jaxtrain.config.continuing import changes
 from jaxtrain.config.surroundings import Surroundings
@@ -20,13 +20,6 @@ from jaxtrain.devices import cluster
 def folder_of_checkpoints(config: Config, workdir: pathlib.Path) -> epath.Path:
     """Where a run's checkpoints lie."""
     return stores.folder(config.checkpoint.directory or workdir / "checkpoints")
-
-
-def check_store(config: Config) -> None:
-    """CheckpointError where the run's checkpoints lie in a store in which nothing can be written. Every process must call it."""
-    directory = config.checkpoint.directory
-    if why := cluster.from_main(lambda: stores.cannot_be_used(directory), CheckpointError):
-        raise CheckpointError(f"checkpoint.directory={directory!r} {why}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ from jaxtrain.config.work import kind_at_hand, planned_op_times
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
+from jaxtrain.places import OP_TIMES
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.training.op_times import measured_times
 from jaxtrain.training.step import make_step
 
-OP_TIMES = "op_times.json"
 # What the times of a stage's microbatch are of, and how they are made; a table may have been cut otherwise and they still hold.
 _OF = ("model", "mesh", "data.sequence_length", "data.batch_size", "pipeline.microbatches", "pipeline.remat", "precision.compute")
 _MADE = ("pipeline.measure_times", "train.hardware")
@@ -101,6 +101,8 @@ def _of(config: Config) -> dict[str, str]:
 
 def _read(config: Config, folder: pathlib.Path) -> list[float] | None:
     file = folder / OP_TIMES
+    if file.exists() and not file.is_file():  # reading a FIFO would wait for a writer
+        raise OpTimesError(f"{str(file)!r} is no file: move it away")
     try:
         values = json.loads(file.read_bytes())
         times = [float(value) for value in values["times"]]

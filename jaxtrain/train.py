@@ -20,6 +20,7 @@ from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
+from jaxtrain.devices.cluster_environment import several_processes
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part, WallClock
@@ -57,7 +58,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
 
 
 def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
-    """Raises UsageError for flags of this command that do not go together, and for a folder that cannot be a run's."""
+    """Raises UsageError for flags of this command that do not go together; where others are refused, also for a folder that cannot be a
+    run's, which otherwise is tried with all that a run writes."""
     if flags.json and not flags.dry_run:
         rule = "--json=true is for --dry_run alone"
         raise UsageError(rule, {"dry_run": True}, text=f"{rule}: use --dry_run=true (or --json=false)")
@@ -68,8 +70,10 @@ def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
         from jaxtrain import replay
 
         replay.check_step(config, pathlib.Path(flags.workdir), flags.replay)
-    if not (flags.dry_run or flags.replay):
-        cli.check_workdir(flags.workdir)
+    if flags.refused and not (flags.dry_run or flags.replay):
+        from jaxtrain import places
+
+        places.check_workdir(flags.workdir)
 
 
 def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus:
@@ -94,6 +98,11 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
     config, flags = cli.parse(argv, DESCRIPTION, FLAGS, recipe, check_flags)
     if not flags.dry_run:
         streams.outlive()
+    writes, several = not (flags.dry_run or flags.replay), several_processes(flags, os.environ)
+    with imports_without_collection():
+        from jaxtrain import places
+    if writes and not several:
+        places.check(config, flags.workdir)
     with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():  # there the object stands alone
         with imports_without_collection():
             startup.start_jax(flags, config)
@@ -103,6 +112,8 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
+        if writes and several:
+            places.check_together(config, flags.workdir)
         clock.enter(Part.TABLE)
         folder = pathlib.Path(flags.workdir)
         ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)

@@ -112,10 +112,3 @@ def test_a_machine_that_is_replaced(folder, whole, zero):
     assert list(runs.losses(workdir)) == list(range(1, STEPS + 1))
     assert_same_trajectory(runs.losses(workdir), whole)
     assert all(list((folder / f"{workdir.name}-machine-{i}").iterdir()) == [] for i in range(2))
-
-
-def test_a_folder_that_cannot_be_used_is_told_at_the_start(folder):
-    (folder / "a-file").write_text("")
-    done = runs.train(folder / "never", *NEVER, *local_to(folder / "a-file"), status=74)
-    assert done.err.splitlines()[-1].startswith(f"error: checkpoint.local='{folder}/a-file' cannot be written by process 0 (")
-    assert "compiled in" not in done.out and "Traceback" not in done.err

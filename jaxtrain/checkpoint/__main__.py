@@ -24,7 +24,7 @@ from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.reading import StoredStep
 from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, Stranger, choose, what_is_wrong
 from jaxtrain.checkpoint.stores import scheme_of
-from jaxtrain.checkpoint.subject import PlaceError, Subject
+from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
 from jaxtrain.config import Config, ConfigError, fields, flag_text, get, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, read_flags
@@ -186,7 +186,7 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         damaged += [folder.name] * bool(lines)
     if not verified:
         others = ", ".join(path.name for path in of.others())
-        raise PlaceError(f"{of.directory} has no checkpoint to verify{', only ' * bool(others)}{others}")
+        raise NoCheckpointsError(f"{of.directory} has no checkpoint to verify{', only ' * bool(others)}{others}")
     result = f"{', '.join(damaged)} damaged" if damaged else "all whole"
     without = f", {unchecked} without checksums" if unchecked else ""
     print(f"verified {verified} step{'s'[: verified > 1]}, {in_units(total)}: {result}{without}", flush=True)

@@ -41,7 +41,7 @@ class LocalCheckpoints:
       abstract: the state as ShapeDtypeStructs with shardings.
       stored_shapes, placement: as in Checkpointer, for the same arrays.
 
-    Raises CheckpointError, on all processes, where one cannot write into its folder.
+    Raises CheckpointError, on all processes, where the run's id can be neither read nor written.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class LocalCheckpoints:
             return
         run, self._start = cluster.from_main(lambda: (run_name(workdir, checkpoints), secrets.token_hex(4)), CheckpointError)
         self._folder /= run
-        _agree_on_writing(self._folder)
         self._shards = Shards(stored_arrays(abstract, stored_shapes, placement), placement)
         self._files = LocalFiles(self._folder, self._shards)
 
@@ -103,19 +102,3 @@ class LocalCheckpoints:
         """Ends a save that is under way."""
         if self._saver:
             self._saver.close()
-
-
-def _agree_on_writing(folder: pathlib.Path) -> None:
-    """Makes the run's folder on each machine. Raises CheckpointError, on all processes, where one cannot write into it."""
-    refusal = ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            refusal = "Permission denied"
-    except OSError as error:
-        refusal = error.strerror or type(error).__name__
-    for process, why in enumerate(cluster.gather(refusal)):
-        if why:
-            raise CheckpointError(
-                f"checkpoint.local={str(folder.parent)!r} cannot be written by process {process} ({why}): use another folder"
-            )

@@ -228,7 +228,8 @@ def checkpoints_of(place: str | os.PathLike) -> epath.Path:
     if scheme_of(folder):
         return folder
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if directory := json.loads((folder / CONFIG).read_bytes())["checkpoint"]["directory"]:
+        config = folder / CONFIG
+        if config.is_file() and (directory := json.loads(config.read_bytes())["checkpoint"]["directory"]):
             return stores.folder(directory)
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 

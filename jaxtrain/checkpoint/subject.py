@@ -2,7 +2,7 @@
 
 RUN, RUN/checkpoints, s3://BUCKET/PATH     all steps there
 RUN/checkpoints/20                         that step alone, whole or not; also one set aside, or copied to a folder of another name
-anything else                              PlaceError, with the nearest place that has checkpoints
+anything else                              NoCheckpointsError, with the nearest place that has checkpoints
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _STEPS_NAME = re.compile(rf"\d{{1,10}}({re.escape(BROKEN)}\d+)?")
 _LOOKED_AT = 1000  # entries of a folder in which a run is looked for
 
 
-class PlaceError(RunError):
+class NoCheckpointsError(RunError):
     """A place that has no checkpoints; the text is one line."""
 
     status = ExitStatus.BAD_CONFIG
@@ -50,17 +50,17 @@ class Subject:
 
 
 def find(place: str) -> Subject:
-    """What a place is. Raises AddressError, PlaceError, or CheckpointError where it cannot be read."""
+    """What a place is. Raises AddressError, NoCheckpointsError, or CheckpointError where it cannot be read."""
     folder = stores.folder(place)
     with steps.read_errors(place):
         if not stores.is_folder(folder):
-            raise PlaceError(f"{place!r} {'is a file' if folder.exists() else 'does not exist'}{_instead(folder)}")
+            raise NoCheckpointsError(f"{place!r} {'is a file' if folder.exists() else 'does not exist'}{_instead(folder)}")
         if step := step_folder(folder):
             return Subject(step.parent, step)
         directory = checkpoints_of(folder)
         if _has_steps(directory):
             return Subject(directory)
-        raise PlaceError(f"{place!r} has no checkpoints{_instead(folder)}")
+        raise NoCheckpointsError(f"{place!r} has no checkpoints{_instead(folder)}")
 
 
 def some_run(name: str) -> str:
@@ -70,11 +70,11 @@ def some_run(name: str) -> str:
 
 
 def step_folder(folder: epath.Path) -> epath.Path | None:
-    """The folder of the step that this is, by its name and what it holds; None if it is none. Raises PlaceError for an unfinished one."""
+    """The folder of the step that this is, by its name and what it holds; None if it is none. NoCheckpointsError for an unfinished one."""
     if (folder / CONFIG).exists() or (folder / "checkpoints").exists():
         return None  # a run, whatever its name is
     if ORBAX_UNFINISHED in folder.name or (scheme_of(folder) and steps.is_unfinished(folder)):
-        raise PlaceError(f"'{folder}' is a save that did not end, or is under way: use {shlex.quote(str(folder.parent))}")
+        raise NoCheckpointsError(f"'{folder}' is a save that did not end, or is under way: use {shlex.quote(str(folder.parent))}")
     real = folder if scheme_of(folder) else epath.Path(os.path.realpath(folder))  # a link to a step
     path = real if _STEPS_NAME.fullmatch(real.name) and not _STEPS_NAME.fullmatch(folder.name) else folder
     if (path / STATE).exists() and ((path / META).exists() or (path / manifest.FILE).exists()):

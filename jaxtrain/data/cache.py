@@ -14,7 +14,10 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 
-from jaxtrain.run import streams
+from jaxtrain.config import flag_text
+from jaxtrain.data.tokenizer import DataError
+from jaxtrain.run import streams, write_trial
+from jaxtrain.run.exit_status import ExitStatus
 
 
 def folder_of(setting: str) -> pathlib.Path:
@@ -22,17 +25,42 @@ def folder_of(setting: str) -> pathlib.Path:
     return pathlib.Path(setting or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser().resolve()
 
 
-def refusal(error: OSError, root: pathlib.Path) -> str | None:
-    """One line for an error of the cache at `root`: no room there, or no permission; None for one of other files.
+class CacheError(DataError):
+    """A cache that cannot be written; the text is one line."""
+
+    status = ExitStatus.BAD_CONFIG
+
+
+class FullCacheError(CacheError):
+    """A cache without room."""
+
+    status = ExitStatus.STORAGE
+
+
+def refusal(error: OSError, root: pathlib.Path) -> CacheError | None:
+    """What an error of the cache at `root` means: no room there, or no permission; None for an error of other files.
 
     What is prepared is written there alone, so errors of too little room are the cache's even where they name no file.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"data.cache={root} is full: {error.strerror}: name a folder with more room with --config.data.cache"
+        return FullCacheError(f"data.cache={root} is full: {error.strerror}: {_instead(root, full=True)}")
     path = pathlib.Path(os.path.abspath(os.fsdecode(error.filename))) if error.filename else None
     if path and (path.is_relative_to(root) or root.is_relative_to(path)):
-        return f"data.cache={root} cannot be written: {path}: {error.strerror}: name one that can with --config.data.cache"
+        return CacheError(f"data.cache={root} cannot be written: {path}: {error.strerror}: {_instead(root, full=False)}")
     return None
+
+
+def _instead(root: pathlib.Path, full: bool) -> str:
+    """Advice for another cache; where this one is full, on another disk."""
+    which = "with more room" if full else "that can be written"
+    for place in (pathlib.Path("~/.cache/jaxtrain").expanduser(), pathlib.Path("/tmp/jaxtrain")):
+        if place.resolve() != root and not (full and _disk(place) == _disk(root)) and write_trial.of_folder(place) is None:
+            return f"use {flag_text('config.data.cache', str(place))} (or another folder {which})"
+    return f"name a folder {which} with --config.data.cache"
+
+
+def _disk(path: pathlib.Path) -> int:
+    return next(parent for parent in (path, *path.parents) if parent.exists()).stat().st_dev
 
 
 def ensure(folder: pathlib.Path, complete: Callable[[pathlib.Path], bool], make: Callable[[pathlib.Path], None], progress: bool) -> None:

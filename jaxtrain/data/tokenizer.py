@@ -191,8 +191,9 @@ def _first_line(error: Exception) -> str:
 def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
     """A prompt's ids; an empty one is the end of the document before. DataError for a text or an id that cannot be."""
     try:
-        ids = [int(i) for i in tokenizer.encode(prompt)]
-    except UnicodeEncodeError:
+        text = prompt.encode("utf-8", "surrogateescape").decode()  # a locale of few characters leaves bytes as they are
+        ids = [int(i) for i in tokenizer.encode(text)]
+    except UnicodeError:
         raise DataError("the prompt holds bytes that are not UTF-8: use UTF-8 text") from None
     if not ids:
         if tokenizer.end_of_document is None:

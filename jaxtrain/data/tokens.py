@@ -125,8 +125,8 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         if corpus is None:
             raise _changed(data)
     except OSError as error:
-        named = cache.refusal(error, cache.folder_of(data.cache))
-        raise DataError(named or f"{error.filename or data.source}: {error.strerror or error}") from error
+        of_cache = cache.refusal(error, cache.folder_of(data.cache))
+        raise of_cache or DataError(f"{error.filename or data.source}: {error.strerror or error}") from error
     if progress:
         streams.say(
             *corpus.skipped.lines(data.source),

@@ -80,7 +80,7 @@ FLAGS = (
     Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
     Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),
     Flag("advise", "", "say what the records of the run in this folder suggest to change; with --hardware, what is planned to be faster"),
-    Flag("png", "", "draw memory and time by part to this file"),
+    Flag("png", "", "draw memory and time by part to this file; of groups of devices, by stage"),
     Flag("json", False, "print the figures as one JSON object"),
 )
 
@@ -162,10 +162,10 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
     values = layout_flag.read(flags.layout)
     if not flags.layout:
         rule = f"--hardware={flags.hardware!r} names groups, over which a --layout is planned, and none is searched"
-        raise _layout_of_groups(rule, flags, space, groups, values)
+        raise _layout_of_groups(rule, space, groups, values, flags.hardware)
     if layout_flag.devices(values) != count:
         rule = f"--layout is for {layout_flag.devices(values)} devices, and --hardware={flags.hardware!r} names {count}"
-        raise _layout_of_groups(rule, flags, space, groups, values)
+        raise _layout_of_groups(rule, space, groups, values, flags.hardware)
     laid_out = _laid_out(space, flags.layout)
     try:
         found = unequal.plan(laid_out.resolve(), groups, flags.assume)
@@ -173,7 +173,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
         raise
     except ValueError as error:
         rule = f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
-        raise _layout_of_groups(rule, flags, space, groups, values) from None
+        raise _layout_of_groups(rule, space, groups, values, flags.hardware) from None
     trained, files = cfg.replace(laid_out, dict(found.settings())), {}
     if flags.recipe:
         files[flags.recipe] = recipe_text(trained, f"{_model(flags)} as planned for {flags.hardware}.").encode()
@@ -189,10 +189,10 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
 
 
 def _layout_of_groups(
-    rule: str, flags: types.SimpleNamespace, space: Space, groups: Sequence[unequal.Group], values: layout_flag.Values
+    rule: str, space: Space, groups: Sequence[unequal.Group], values: layout_flag.Values, text_of_groups: str
 ) -> LayoutError:
-    """The error with the nearest layout over these groups that works, of those that fit if there are any; without any, with one kind of
-    devices."""
+    """The error with the nearest layout over these groups that works, of those that fit if there are any; without any, with the first
+    kind of devices alone."""
     working = []
     for tried in itertools.islice(unequal.layouts(space.config, groups, values), MOST_TRIED):
         with contextlib.suppress(LayoutError, ConfigError):
@@ -201,7 +201,7 @@ def _layout_of_groups(
         with contextlib.suppress(ConfigError, ValueError):
             unequal.plan(config, groups, space.assume)
             return LayoutError(rule, {"layout": text})
-    return LayoutError(rule, {"hardware": flags.hardware.split(",")[0].rpartition(":")[0]})
+    return LayoutError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
 
 
 def _hardware(name: str) -> Hardware:

@@ -182,8 +182,6 @@ def meshes(space: Space) -> Iterator[Layout]:
     config, n = space.config, space.devices
     m, tokens = config.model, config.data.sequence_length
     replicas = _replicas(space)
-    if n > m.layers * MOST_MODEL * max(1, tokens // LEAST_TOKENS) * config.data.batch_size:  # whose divisors take long to be found
-        return
     stages = [size for size in divisors(n) if size <= m.layers]
     models = [size for size in divisors(n) if size <= MOST_MODEL and m.heads % size == 0]
     contexts = [size for size in divisors(n) if size == 1 or tokens // size >= LEAST_TOKENS]

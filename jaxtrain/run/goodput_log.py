@@ -154,7 +154,7 @@ def _text(line: Line) -> str:
 def read_goodput(workdir: str | os.PathLike) -> list[Line]:
     """The lines of a run in order, none if there is no file. A line that a kill has cut off is left out."""
     path = pathlib.Path(workdir) / GOODPUT_FILE
-    if not path.exists():
+    if not path.is_file():
         return []
     lines = []
     for text in path.read_text(errors="replace").splitlines():

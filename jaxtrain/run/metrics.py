@@ -37,7 +37,7 @@ LONGEST_TITLE = 70  # characters that fit above loss.png
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:
     """The records of a run in the order of their lines, none if there is no file. A line that a kill has cut off is left out."""
     path = pathlib.Path(workdir) / METRICS_FILE
-    if not path.exists():
+    if not path.is_file():
         return []
     records = []
     for line in path.read_text(errors="replace").splitlines():

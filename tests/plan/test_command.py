@@ -186,10 +186,7 @@ def test_text(plan):
 
 NOTHING = [
     pytest.param([*GPT3, "--devices=8"], r"no layout fits into .* GiB .*: use --devices=(\d+)", marks=pytest.mark.full),
-    pytest.param([*GPT3, "--devices=1021"], r"no layout uses so many devices .*: use --devices=(1020)", marks=pytest.mark.full),
     (["--config=tiny", "--config.model.width=32768", "--devices=1"], r"no layout fits into .*: use --devices=(\d+)"),
-    (["--config=tiny", "--devices=100000"], r"no layout uses so many devices .*: use --devices=(512)"),
-    (["--config=tiny", "--config.data.batch_size=131072", "--devices=1000003"], r"no layout uses so many devices .*: use --devices=(\d+)"),
 ]
 
 

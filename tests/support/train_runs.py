@@ -91,9 +91,12 @@ class Done:
 
 
 class Running:
-    """A command that runs; what it prints goes to files, so that nothing holds it up."""
+    """A command that runs; what it prints goes to files, so that nothing holds it up.
 
-    def __init__(self, folder: pathlib.Path, words: Sequence[str], environment: dict[str, str] | None = None):
+    shell: how its streams are redirected, as a shell has it, such as ">/dev/full".
+    """
+
+    def __init__(self, folder: pathlib.Path, words: Sequence[str], environment: dict[str, str] | None = None, shell: str = ""):
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
         clean |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         clean |= {"XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(folder / "cache")} | (environment or {})
@@ -101,7 +104,8 @@ class Running:
         self._began = time.monotonic()
         with contextlib.ExitStack() as files:
             out, err = (files.enter_context(path.open("w")) for path in self._outputs)
-            self.process = subprocess.Popen([sys.executable, "-m", *words], cwd=folder, env=clean, stdout=out, stderr=err)
+            command = ["sh", "-c", f'exec "$@" {shell}', "sh"] if shell else []
+            self.process = subprocess.Popen([*command, sys.executable, "-m", *words], cwd=folder, env=clean, stdout=out, stderr=err)
 
     def output(self) -> str:
         """What it has printed on standard output so far."""
@@ -151,9 +155,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path, *words: str, environment: dict[str, str] | None = None) -> Iterator[Running]:
+def running(folder: pathlib.Path, *words: str, environment: dict[str, str] | None = None, shell: str = "") -> Iterator[Running]:
     """`python -m WORDS…` in a folder, dead at the end of the block."""
-    command = Running(folder, words, environment)
+    command = Running(folder, words, environment, shell)
     try:
         yield command
     finally:

@@ -1,0 +1,244 @@
+"""Every place that a run will write, tried by writing before anything is compiled. No jax, but for a run of several processes.
+
+    process 0     the run's folder and its files, the checkpoints, tensorboard/
+    each process  checkpoints, checkpoint.local, profile/, rows/
+
+A place that cannot be written ends the command with one line that names the flag or setting, the reason, and one that works: with status
+2, or with 74 where it may pass (a full disk, a store that does not answer). Nothing is left behind. The cache of corpora is tried by who
+prepares one (data/tokens.py).
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxtrain import config as cfg
+from jaxtrain.checkpoint import stores
+from jaxtrain.checkpoint.steps import CONFIG
+from jaxtrain.config import Config, addresses
+from jaxtrain.config.errors import UsageError
+from jaxtrain.data import row_log
+from jaxtrain.plan.planned_step import PLANNED
+from jaxtrain.run import goodput_log, metrics, run_lock, write_trial
+from jaxtrain.run.exit_status import ExitStatus, RunError
+from jaxtrain.run.write_trial import Refusal
+
+OP_TIMES, PROFILE_FOLDER = "op_times.json", "profile"
+FILES = (  # of process 0 in the run's folder
+    *(CONFIG, OP_TIMES, PLANNED, run_lock.NAME, goodput_log.GOODPUT_FILE, goodput_log.GOODPUT_PLOT),
+    *(metrics.METRICS_FILE, metrics.ROLLED_BACK_FILE, metrics.LOSS_PLOT),
+)
+SEEN_S = 40.0  # seconds until a folder that one host has made is there on the others, which look for it anew only so often
+
+
+class PlaceError(RunError):
+    """A place that a run cannot write; the text is one line."""
+
+    status = ExitStatus.BAD_CONFIG
+
+
+class NoStorageError(PlaceError):
+    """One that it may be able to write when it is started again."""
+
+    status = ExitStatus.STORAGE
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is wrong with a place, in one line, and whether that may pass."""
+
+    text: str
+    passes: bool = False
+
+    def error(self) -> PlaceError:
+        return NoStorageError(self.text) if self.passes else PlaceError(self.text)
+
+
+def check(config: Config, workdir: str) -> None:
+    """Raises PlaceError where a run of one process cannot write."""
+    if problem := _of_main(config, workdir) or _of_each(config, workdir):
+        raise problem.error()
+
+
+def check_workdir(workdir: str) -> None:
+    """Raises UsageError, with a folder that works, for one that can never be a run's: to be said beside what else is wrong with flags."""
+    problem, free = _of_workdir(workdir), _free(os.path.basename(os.path.abspath(workdir)))
+    if problem and free and not problem.passes:
+        raise UsageError(problem.text.partition(": use ")[0], {"workdir": free})
+
+
+def check_together(config: Config, workdir: str) -> None:
+    """As `check`, for a run of several processes: each must call it, and raises the same error. All hosts must see the checkpoints."""
+    import jax
+
+    from jaxtrain.devices import cluster
+
+    process, question = jax.process_index(), f"places {next(_questions)}"
+    with contextlib.ExitStack() as until_all_have_looked:
+
+        def of_main() -> dict:
+            problem, mark = _of_main(config, workdir), ""
+            folder = _folder_of_checkpoints(config, workdir)
+            if folder and not problem:
+                mark = until_all_have_looked.enter_context(_marked(folder))
+            return {"problem": problem and dataclasses.asdict(problem), "mark": mark}
+
+        answer = cluster.told_by_main(f"{question}/main", of_main)
+        problem = Problem(**answer["problem"]) if answer["problem"] else _unseen(answer["mark"]) or _of_each(config, workdir, process)
+        reports = cluster.told_to_main(f"{question}/each", json.dumps(problem and dataclasses.asdict(problem)))
+
+        def first() -> dict | None:
+            problems = ((number, json.loads(report)) for number, report in enumerate(reports))
+            return next(({"number": number, **problem} for number, problem in problems if problem), None)
+
+        found = cluster.told_by_main(f"{question}/all", first)
+        cluster.barrier(f"{question} are known")  # process 0, whom all ask, may end now
+    if found:
+        who = f"process {found['number']}: " if found["number"] else ""
+        raise Problem(f"{who}{found['text']}", found["passes"]).error()
+
+
+_questions = itertools.count()
+
+
+# --- the places ------------------------------------------------------------------------------------------------------------------
+
+
+def _of_main(config: Config, workdir: str) -> Problem | None:
+    """What is wrong with what process 0 alone writes, and with the checkpoints."""
+    if problem := _of_workdir(workdir):
+        return problem
+    inside = {name: write_trial.of_file(os.path.join(workdir, name)) for name in FILES}
+    if config.metrics.tensorboard:
+        inside[metrics.TENSORBOARD_FOLDER] = write_trial.of_folder(os.path.join(workdir, metrics.TENSORBOARD_FOLDER))
+    if not config.checkpoint.directory:
+        inside["checkpoints"] = write_trial.of_folder(os.path.join(workdir, "checkpoints"))
+    return _inside(workdir, inside) or _of_checkpoints(config, workdir)
+
+
+def _of_workdir(workdir: str) -> Problem | None:
+    if addresses.is_address(workdir) or addresses.fault(workdir):
+        return Problem(f"--workdir={workdir!r} is an address, not a folder, as checkpoint.directory may be: {_another(workdir)}")
+    if wrong := addresses.not_utf8(os.path.abspath(workdir)):
+        return Problem(f"--workdir={workdir!r} {wrong.rule}: {_another(workdir)}")
+    refusal = write_trial.of_folder(workdir)
+    return Problem(f"--workdir={workdir!r} {refusal.why}: {_another(workdir)}", refusal.passes) if refusal else None
+
+
+def _of_checkpoints(config: Config, workdir: str) -> Problem | None:
+    directory = config.checkpoint.directory
+    if not directory:
+        return None
+    named = f"checkpoint.directory={directory!r}"
+    if not stores.scheme_of(directory):
+        refusal = write_trial.of_folder(os.path.expanduser(directory))
+        default = write_trial.of_folder(os.path.join(workdir, "checkpoints")) is None
+        use = cfg.flag_text("config.checkpoint.directory", "" if default else _free(os.path.basename(directory)))
+        return Problem(f"{named} {refusal.why}: use {use}", refusal.passes) if refusal else None
+    try:
+        why = stores.cannot_be_used(directory)
+    except stores.AddressError as error:
+        return Problem(f"{named} {error.wrong.rule}")
+    return Problem(f"{named} {why}", passes=True) if why else None
+
+
+def _of_each(config: Config, workdir: str, process: int | None = None) -> Problem | None:
+    """What is wrong with what each process writes. process: the number of this one, None where it is alone."""
+    inside: dict[str, Refusal | None] = {}
+    if config.train.profile_steps:
+        inside[PROFILE_FOLDER] = write_trial.of_folder(os.path.join(workdir, PROFILE_FOLDER))
+    if config.metrics.rows:
+        inside[row_log.FOLDER] = write_trial.of_folder(os.path.join(workdir, row_log.FOLDER))
+    local = config.checkpoint.local
+    refusal = write_trial.of_folder(local) if local else None
+    if refusal is None:
+        return _inside(workdir, inside)
+    shared_memory = "/dev/shm/jaxtrain"
+    works = local != shared_memory and write_trial.of_folder(shared_memory) is None
+    changes: dict[str, Any] = {"checkpoint.local": shared_memory} if works else {"checkpoint.local": "", "checkpoint.local_every": 0}
+    use = " ".join(cfg.flag_text(f"config.{path}", value) for path, value in changes.items())
+    return Problem(f"checkpoint.local={local!r} {refusal.why}: use {use}", refusal.passes)
+
+
+def _inside(workdir: str, inside: Mapping[str, Refusal | None]) -> Problem | None:
+    """The first problem with something in a run's folder."""
+    for name, refusal in inside.items():
+        if refusal:
+            return Problem(f"--workdir={workdir!r}: its {name} {refusal.why}: move it away, or {_another(workdir)}", refusal.passes)
+    return None
+
+
+# --- folders that all hosts see --------------------------------------------------------------------------------------------------
+
+
+def _folder_of_checkpoints(config: Config, workdir: str) -> str:
+    """The folder of checkpoints in a file system; "" for those in a store."""
+    directory = config.checkpoint.directory
+    if stores.scheme_of(directory):
+        return ""
+    return os.path.abspath(os.path.expanduser(directory) if directory else os.path.join(workdir, "checkpoints"))
+
+
+@contextlib.contextmanager
+def _marked(folder: str) -> Iterator[str]:
+    """A context in which a file of a new name is in a folder, which can be written and is made if need be; its path."""
+    path = pathlib.Path(folder)
+    missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
+    mark = path / f"{write_trial.TRIAL_NAME}.{secrets.token_hex(8)}"
+    path.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    try:
+        yield str(mark)
+    finally:
+        with contextlib.suppress(OSError):
+            mark.unlink()
+            for each in missing:
+                each.rmdir()
+
+
+def _unseen(mark: str) -> Problem | None:
+    """What is wrong where this host does not see, or may not write, the folder of a file of process 0's; "" for none in a file system."""
+    if not mark:
+        return None
+    folder, end = os.path.dirname(mark), time.monotonic() + SEEN_S
+    while not os.path.exists(mark):
+        if time.monotonic() > end:
+            host = socket.gethostname()
+            return Problem(
+                f"{folder!r} on {host} is not the folder of process 0: checkpoints need one that all hosts share under the same path"
+            )
+        time.sleep(0.1)
+    refusal = write_trial.of_folder(folder)
+    return Problem(f"{folder!r} on {socket.gethostname()} {refusal.why}", refusal.passes) if refusal else None
+
+
+# --- places that work ------------------------------------------------------------------------------------------------------------
+
+
+def _another(workdir: str) -> str:
+    """Advice for another workdir."""
+    free = _free(os.path.basename(os.path.abspath(workdir)))
+    return f"use {cfg.flag_text('workdir', free)}" if free else "use another --workdir"
+
+
+def _free(name: str) -> str:
+    """A folder of a name like this that is not there and can be written; "" where none is known."""
+    bases = ["runs", os.path.expanduser("~/runs")]
+    with contextlib.suppress(OSError):  # there is none that can be written
+        bases.append(os.path.join(tempfile.gettempdir(), "runs"))
+    name = "".join(letter if letter.isprintable() else "_" for letter in name)  # what stands for bytes that are no UTF-8 is not printable
+    for base in bases:
+        folders = (os.path.join(base, f"{name[:100] or 'run'}{'' if n == 1 else f'-{n}'}") for n in itertools.count(1))
+        folder = next(folder for folder in folders if not os.path.lexists(folder))
+        if write_trial.of_folder(folder) is None:
+            return folder
+    return ""

@@ -1,0 +1,229 @@
+"""What a run will write is tried before anything is compiled: which places are refused, what is said of them, and that nothing is left."""
+
+import itertools
+import json
+import os
+import pathlib
+import shlex
+import threading
+
+import jax
+import pytest
+from support import ROOT
+
+from jaxtrain import config as configs
+from jaxtrain import places, train
+from jaxtrain.config import Config, flags
+from jaxtrain.devices import cluster
+from jaxtrain.places import NoStorageError, PlaceError, check, check_together
+from jaxtrain.run.exit_status import ExitStatus
+
+ALL = {"metrics.tensorboard": True, "metrics.rows": True, "train.profile_steps": 2}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The current folder, with a file, a link to nothing, links in a circle, and a run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to("/nowhere/at/all")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "runs" / "old").mkdir(parents=True)
+    return tmp_path
+
+
+def config(**changes) -> Config:
+    return configs.replace(Config(), ALL | {name.replace("__", "."): value for name, value in changes.items()})
+
+
+def contents(folder: pathlib.Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+def refused(checked: Config, workdir: str, status: ExitStatus = ExitStatus.BAD_CONFIG) -> str:
+    """The line about a place. Nothing is left, and with the flags that it says to use all is well."""
+    before = contents(pathlib.Path.cwd())
+    with pytest.raises(PlaceError) as raised:
+        check(checked, workdir)
+    assert raised.value.status == status and contents(pathlib.Path.cwd()) == before
+    line = str(raised.value)
+    assert "\n" not in line
+    pairs = [word.removeprefix("--").partition("=") for word in shlex.split(line.rpartition("use ")[2])]
+    changes = {name.removeprefix("config."): value for name, _, value in pairs}
+    workdir = changes.pop("workdir", workdir)
+    check(configs.replace(checked, {path: flags._value(path, text) for path, text in changes.items()}), workdir)
+    assert contents(pathlib.Path.cwd()) == before
+    return line
+
+
+WORKDIRS = {
+    "file": "is not a folder",
+    "file/run": "cannot be written: 'HERE/file' is not a folder",
+    "dangling": "is a link to '/nowhere/at/all', which does not exist",
+    "dangling/run": "cannot be written: 'HERE/dangling' is a link to '/nowhere/at/all', which does not exist",
+    "circle": "is a link to 'circle', which does not exist",
+    "/dev/null": "is not a folder",
+    "/etc/passwd/run": "cannot be written: '/etc/passwd' is not a folder",
+    "/proc/run": "cannot be written (No such file or directory)",
+    f"{'n' * 256}": "cannot be written (File name too long)",
+}
+
+
+def test_a_workdir_that_is_no_text(here):
+    assert "holds bytes that are not UTF-8" in refused(config(), "a\udcff")
+
+
+@pytest.mark.parametrize("place", WORKDIRS, ids=lambda place: place[:20])
+def test_folders_that_cannot_be_written(here, place):
+    """Also for root, whom access rights do not hold. A folder that is there is not proposed: it may be another run's."""
+    rule = WORKDIRS[place].replace("HERE", str(here))
+    name = (os.path.basename(place))[:100]
+    (here / "runs" / name).mkdir(exist_ok=True)
+    assert refused(config(), place) == f"--workdir={place!r} {rule}: use --workdir=runs/{name}-2"
+    line = refused(config(checkpoint__directory=place), "runs/new")
+    assert line == f"checkpoint.directory={place!r} {rule}: use --config.checkpoint.directory="
+    local = os.path.join(here, place)
+    line = refused(config(checkpoint__local=local, checkpoint__local_every=1), "runs/new")
+    assert line.startswith(f"checkpoint.local={local!r} {rule}: use --config.checkpoint.local=")
+    if place in ("file", "dangling"):
+        (here / "runs" / "old" / "checkpoints").symlink_to(here / place)
+        assert refused(config(), "runs/old").startswith("--workdir='runs/old': its checkpoints is ")
+
+
+@pytest.mark.parametrize("name", [*places.FILES, "tensorboard", "checkpoints", "profile", "rows"])
+def test_what_is_in_the_way_in_the_run_s_folder(here, name):
+    """A folder or a FIFO in place of a file, a file in place of a folder; what is there stays."""
+    path, is_file = here / "runs" / "old" / name, name in places.FILES
+    if is_file:
+        path.mkdir()
+        kinds = [("a folder, not a file", path.rmdir), ("a FIFO, not a file", path.unlink)]
+    else:
+        path.touch()
+        kinds = [("not a folder", path.unlink)]
+    for kind, remove in kinds:
+        line = f"--workdir='runs/old': its {name} is {kind}: move it away, or use --workdir=runs/old-2"
+        assert refused(config(), "runs/old") == line
+        remove()
+        if kind != kinds[-1][0]:
+            os.mkfifo(path)
+    check(config(), "runs/old")
+    path.touch() if is_file else path.mkdir()
+    check(config(), "runs/old")
+
+
+def test_addresses_in_place_of_folders(here, monkeypatch):
+    assert refused(config(), "s3://bucket/run") == (
+        "--workdir='s3://bucket/run' is an address, not a folder, as checkpoint.directory may be: use --workdir=runs/run"
+    )
+    assert refused(config(), "S3:/bucket/run").endswith("use --workdir=runs/run")
+    monkeypatch.setattr("jaxtrain.config.addresses._is_installed", lambda store: False)
+    with pytest.raises(PlaceError, match="^checkpoint.directory='s3://b/r' needs the package s3fs, which is not installed: pip install"):
+        check(config(checkpoint__directory="s3://b/r"), "runs/new")
+
+
+def test_what_may_pass_is_worth_a_restart(here, monkeypatch):
+    """A store that does not answer. A full disk: tests/chaos/test_full_disk.py."""
+    monkeypatch.setattr("jaxtrain.checkpoint.stores.cannot_be_used", lambda place: "cannot be written (it is away)")
+    monkeypatch.setattr("jaxtrain.checkpoint.stores.scheme_of", lambda place: "s3" if place else "")
+    with pytest.raises(NoStorageError, match=r"^checkpoint.directory='s3://b/r' cannot be written \(it is away\)$") as raised:
+        check(config(checkpoint__directory="s3://b/r"), "runs/new")
+    assert raised.value.status == ExitStatus.STORAGE and raised.value.status.goes_on
+
+
+def test_only_what_will_be_written_is_tried(here):
+    for name in ("tensorboard", "profile", "rows", "checkpoints"):
+        (here / "runs" / "old" / name).touch()
+    nothing = config(metrics__tensorboard=False, metrics__rows=False, train__profile_steps=0, checkpoint__directory="elsewhere")
+    check(nothing, "runs/old")
+    assert not (here / "elsewhere").exists()
+
+
+# --- the command -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flags_of_tiny(here, monkeypatch):
+    (here / "corpus.txt").write_text("some text\n" * 1000)
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(here / "cache"))
+    return [f"--config={ROOT / 'configs' / 'tiny.py'}", "--config.data.source=corpus.txt", "--cpu_devices=8", "--config.train.steps=4"]
+
+
+def test_the_command_refuses_before_jax_has_started(here, flags_of_tiny, monkeypatch, capsys):
+    """And does not where nothing is written."""
+    started = RuntimeError("jax is started")
+
+    def start_jax(*_):
+        raise started
+
+    monkeypatch.setattr("jaxtrain.devices.startup.start_jax", start_jax)
+    before = contents(here)
+    assert train.main([*flags_of_tiny, "--config.checkpoint.directory=/proc/x"]) == ExitStatus.BAD_CONFIG
+    line = "error: checkpoint.directory='/proc/x' cannot be written (No such file or directory): use --config.checkpoint.directory=\n"
+    assert capsys.readouterr().err == line and contents(here) == before
+    for flag in ("--dry_run", "--replay=3"):
+        with pytest.raises(RuntimeError, match="jax is started"):
+            train.main([*flags_of_tiny, "--workdir=/proc/x", "--config.checkpoint.directory=/proc/x", flag])
+
+
+# --- several processes -----------------------------------------------------------------------------------------------------------
+
+
+class Board:
+    """What processes tell each other, for two that are threads here."""
+
+    def __init__(self, monkeypatch):
+        self.told: dict[str, str] = {}
+        self.here = threading.local()
+        self.barrier = threading.Barrier(2, timeout=30)
+        monkeypatch.setattr(places, "_questions", itertools.repeat(0))
+        monkeypatch.setattr(jax, "process_index", lambda: self.here.process)
+        monkeypatch.setattr(cluster, "told_by_main", self.told_by_main)
+        monkeypatch.setattr(cluster, "told_to_main", self.told_to_main)
+        monkeypatch.setattr(cluster, "barrier", lambda name: self.barrier.wait())
+
+    def told_by_main(self, question, decide):
+        if self.here.process == 0:
+            self.told[question] = json.dumps(decide())
+        self.barrier.wait()
+        return json.loads(self.told[question])
+
+    def told_to_main(self, question, report):
+        self.told[f"{question}/{self.here.process}"] = report
+        self.barrier.wait()
+        return [self.told[f"{question}/{process}"] for process in range(2)] if self.here.process == 0 else []
+
+    def ask(self, *of_each: tuple[Config, str]) -> list[str]:
+        """What check_together raises in each process."""
+        said = ["", ""]
+
+        def process(number: int) -> None:
+            self.here.process = number
+            try:
+                check_together(*of_each[number])
+            except PlaceError as error:
+                said[number] = f"{int(error.status)} {error}"
+
+        threads = [threading.Thread(target=process, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return said
+
+
+def test_several_processes_agree(here, monkeypatch):
+    """Process 0's places, those of each host, and a folder that hosts do not share; all end with the same line, and nothing is left."""
+    board, before = Board(monkeypatch), contents(here)
+    good, file = (config(), "runs/new"), str(here / "file")
+    assert board.ask(good, good) == ["", ""]
+    said = board.ask((config(), "file"), good)
+    assert said == ["2 --workdir='file' is not a folder: use --workdir=runs/file"] * 2
+    bad = (config(checkpoint__local=file, checkpoint__local_every=1), "runs/new")
+    said = board.ask(good, bad)
+    assert said[0] == said[1] and said[0].startswith(f"2 process 1: checkpoint.local={file!r} is not a folder: use ")
+    monkeypatch.setattr(places, "SEEN_S", 0.2)
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: exists(path) and not (".can_be_written" in str(path) and board.here.process))
+    said = board.ask(good, good)
+    assert said[0] == said[1] and "is not the folder of process 0: checkpoints need one that all hosts share" in said[0]
+    assert contents(here) == before
