@@ -46,7 +46,9 @@ def refusal(error: OSError, root: pathlib.Path) -> CacheError | None:
         return FullCacheError(f"data.cache={root} is full: {error.strerror}: {_instead(root, full=True)} where there is more room")
     path = pathlib.Path(os.path.abspath(os.fsdecode(error.filename))) if error.filename else None
     if path and (path.is_relative_to(root) or root.is_relative_to(path)):
-        return CacheError(f"data.cache={root} cannot be written: {path}: {error.strerror}: {_instead(root, full=False)} that can be written")
+        return CacheError(
+            f"data.cache={root} cannot be written: {path}: {error.strerror}: {_instead(root, full=False)} that can be written"
+        )
     return None
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from jaxtrain.checkpoint.local import RUN_ID
 from jaxtrain.checkpoint.steps import LOSSES
 from jaxtrain.run.metrics import read_metrics
 from support import COMPILE_QUICKLY, ROOT
@@ -91,9 +92,9 @@ class Done:
 
 
 class Running:
-    """A command that runs; what it prints goes to files, so that nothing holds it up."""
+    """A command that runs; what it prints goes to files, so that nothing holds it up. within: words of a command that becomes this one."""
 
-    def __init__(self, folder: pathlib.Path, words: Sequence[str], environment: dict[str, str] | None = None):
+    def __init__(self, folder: pathlib.Path, words: Sequence[str], environment: dict[str, str] | None = None, within: Sequence[str] = ()):
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
         clean |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         clean |= {"XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(folder / "cache")} | (environment or {})
@@ -101,7 +102,8 @@ class Running:
         self._began = time.monotonic()
         with contextlib.ExitStack() as files:
             out, err = (files.enter_context(path.open("w")) for path in self._outputs)
-            self.process = subprocess.Popen([sys.executable, "-m", *words], cwd=folder, env=clean, stdout=out, stderr=err)
+            command = [*within, sys.executable, "-m", *words]
+            self.process = subprocess.Popen(command, cwd=folder, env=clean, stdout=out, stderr=err)
 
     def output(self) -> str:
         """What it has printed on standard output so far."""
@@ -151,9 +153,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path, *words: str, environment: dict[str, str] | None = None) -> Iterator[Running]:
-    """`python -m WORDS…` in a folder, dead at the end of the block."""
-    command = Running(folder, words, environment)
+def running(folder: pathlib.Path, *words: str, environment: dict[str, str] | None = None, within: Sequence[str] = ()) -> Iterator[Running]:
+    """`python -m WORDS…` in a folder, dead at the end of the block. within: as of Running."""
+    command = Running(folder, words, environment, within)
     try:
         yield command
     finally:
@@ -199,7 +201,7 @@ def checkpoints(workdir: pathlib.Path) -> list[int]:
 def unfinished(workdir: pathlib.Path) -> list[str]:
     """Checkpoints that are being saved, or were when the process was killed."""
     folder = workdir / "checkpoints"
-    return [name for name in (os.listdir(folder) if folder.exists() else []) if not name.isdigit() and name != LOSSES]
+    return [name for name in (os.listdir(folder) if folder.exists() else []) if not name.isdigit() and name not in (LOSSES, RUN_ID)]
 
 
 def copy_up_to(step: int, workdir: pathlib.Path, new: pathlib.Path) -> None:
