@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxtrain import __version__
+from jaxtrain.run import streams
 
 COMMANDS = {
     "train": "train what a recipe describes, or continue it",
@@ -39,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     `--help`, `--version` and no arguments at all print and give 0. What names no command gives 2, and one line on stderr.
     """
-    command, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    return streams.run(_main, sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv: Sequence[str]) -> int:
+    command, *rest = [*argv] or ["--help"]
     if command in ("--help", "-h"):
         print(HELP)
     elif command == "--version":

@@ -8,19 +8,23 @@ import dataclasses
 import os
 import pathlib
 import sys
+import tempfile
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
-from jaxtrain.config.flags import SHARED_FLAGS, Flag, UsageError, apply, read_flags
-from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import SHARED_FLAGS, Flag, Reading, apply, read_flags, settled
+from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
 from jaxtrain.run.exit_status import ExitStatus, RunError
+
+T = TypeVar("T")
 
 
 class FlagsError(RunError):
@@ -33,69 +37,68 @@ class FlagsError(RunError):
 
 
 def parse(
-    argv: Sequence[str], description: str, extra_flags: Sequence[Flag] = (), recipe: Config | None = None
+    argv: Sequence[str],
+    description: str,
+    extra_flags: Sequence[Flag] = (),
+    recipe: Config | None = None,
+    check: Callable[[types.SimpleNamespace, Config], object] = lambda namespace, config: None,
 ) -> tuple[Config, types.SimpleNamespace]:
     """The checked config (not resolved) and the values of the other flags, by name, of a command that takes a recipe.
 
-    argv: without the program's name; recipe: instead of the one that --config names. The namespace's `config` is the recipe's path,
-    `recipe` its config before the flags, and `workdir` is filled in. `--help` ends the process with status 0. Raises FlagsError for
-    whatever is wrong, whose flags put everything right that is known to be wrong by then; ClusterError or DevicesError where jax has to be
-    asked for its devices, as `start_jax`.
+    argv: without the program's name; recipe: instead of the one that --config names; check: raises UsageError for flags that do not go
+    together. The namespace's `config` is the recipe's path, `recipe` its config before the flags, and `workdir` is filled in. `--help` ends
+    the process with status 0. Raises FlagsError for whatever is wrong, whose flags put everything right that is known to be wrong by then;
+    ClusterError or DevicesError where jax has to be asked for its devices, as `start_jax`.
     """
-    reading = _read(argv, description, (*SHARED_FLAGS, *extra_flags), recipe)
-    namespace, errors, config, recipe = reading.namespace, reading.errors, reading.config, reading.recipe
-    refused = _refusal(namespace, config, recipe)
-    if errors:
-        changes = {error.setting: cfg.get(config, error.setting) for error in errors if error.setting}
-        raise FlagsError(_all_together(errors, changes | (dict(refused.fixes[0]) if refused and refused.fixes else {})))
-    if refused:
-        raise FlagsError(str(refused))
-    namespace.config, namespace.recipe = str(reading.path), recipe
-    namespace.workdir = namespace.workdir or os.path.join("runs", reading.path.stem)
-    return config, namespace
+
+    def complete(namespace: types.SimpleNamespace, config: Config, before: Config) -> tuple[Config, types.SimpleNamespace]:
+        path = pathlib.Path("recipe") if recipe else find_recipe(namespace.config)
+        namespace.config, namespace.recipe = str(path), before
+        namespace.workdir = namespace.workdir or os.path.join("runs", path.stem)
+        if refused := _refusal(namespace, config, before):
+            raise refused
+        check(namespace, config)
+        return config, namespace
+
+    return parse_unchecked(argv, description, (*SHARED_FLAGS, *extra_flags), complete, recipe)
 
 
-def parse_unchecked(argv: Sequence[str], description: str, flags: Sequence[Flag]) -> tuple[Config, Config, types.SimpleNamespace]:
-    """(config, recipe before the flags, values of the flags) of a command that changes the config before it is checked.
+def parse_unchecked(
+    argv: Sequence[str],
+    description: str,
+    flags: Sequence[Flag],
+    check: Callable[[types.SimpleNamespace, Config, Config], T],
+    recipe: Config | None = None,
+) -> T:
+    """What `check` makes of (values of the flags, config, recipe before the flags), for a command with a recipe; nothing else is checked.
 
-    flags: all of the command's, with `config`. Asks nobody for devices. Raises FlagsError for flags that cannot be understood.
+    flags: all of the command's, with `config`; check: raises UsageError or ConfigError. Asks nobody for devices. Raises FlagsError for
+    what cannot be understood or what is refused.
     """
-    reading = _read(argv, description, flags, None)
-    if reading.errors:
-        changes = {error.setting: cfg.get(reading.config, error.setting) for error in reading.errors if error.setting}
-        raise FlagsError(_all_together(reading.errors, changes))
-    return reading.config, reading.recipe, reading.namespace
 
+    def read(reading: Reading) -> T:
+        before = recipe or load_recipe(find_recipe(reading.values["config"]))
+        return check(reading.namespace, apply(before, reading.overrides), before)
 
-@dataclasses.dataclass(frozen=True)
-class _Read:
-    """A command line with its recipe: the config is the recipe's with the flags over it, and nothing of it is checked."""
-
-    namespace: types.SimpleNamespace
-    errors: list[UsageError]
-    path: pathlib.Path
-    recipe: Config
-    config: Config
-
-
-def _read(argv: Sequence[str], description: str, flags: Sequence[Flag], recipe: Config | None) -> _Read:
-    reading = read_flags(argv, description, flags, with_config=True)
-    namespace, errors = types.SimpleNamespace(**reading.values), reading.errors
-    if hasattr(namespace, "coordinator"):
-        _put_right(namespace, errors, check_cluster)
-    path, recipe = (pathlib.Path("recipe"), recipe) if recipe else _recipe(namespace, errors)
-    return _Read(namespace, errors, path, recipe, apply(recipe, reading.overrides))
+    return checked(read_flags(argv, description, flags, with_config=True), read, recipe)
 
 
 def parse_flags(argv: Sequence[str], description: str, flags: Sequence[Flag]) -> types.SimpleNamespace:
     """The values of the flags of a command that takes no recipe. Errors end the process with one line and status 2, `--help` with 0."""
-    reading = read_flags(argv, description, flags, with_config=False)
-    namespace = types.SimpleNamespace(**reading.values)
-    if hasattr(namespace, "coordinator"):
-        _put_right(namespace, reading.errors, check_cluster)
-    if reading.errors:
-        fail(_all_together(reading.errors, {}))
-    return namespace
+    return checked_flags(argv, description, flags, lambda namespace: namespace)
+
+
+def checked_flags(
+    argv: Sequence[str], description: str, flags: Sequence[Flag], check: Callable[[types.SimpleNamespace], T], words: bool = False
+) -> T:
+    """What `check` makes of the values of the flags of a command that takes no recipe; errors as `parse_flags`.
+
+    check: raises UsageError for flags that do not go together; words: whether words that are no flags are the command's.
+    """
+    try:
+        return checked(read_flags(argv, description, flags, with_config=False, with_words=words), lambda reading: check(reading.namespace))
+    except FlagsError as error:
+        fail(str(error))
 
 
 def fail(message: str) -> NoReturn:
@@ -104,38 +107,24 @@ def fail(message: str) -> NoReturn:
     sys.exit(ExitStatus.BAD_CONFIG)
 
 
-def _put_right(namespace: types.SimpleNamespace, errors: list[UsageError], check: Callable[[types.SimpleNamespace], None]) -> None:
-    """Collects a check's errors, each with its fixes in the namespace from then on."""
-    for _ in range(8):
+def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
+    """`flags.settled` with the flags of a run of several processes checked, too. A RunError, which no flag mends, counts as such where
+    other errors come before it. Raises FlagsError."""
+
+    def passes(reading: Reading) -> T:
+        if "coordinator" in reading.values:
+            check_cluster(reading.namespace)
         try:
-            return check(namespace)
-        except UsageError as error:
-            errors.append(error)
-            vars(namespace).update(error.fixes)
+            return check(reading)
+        except RunError as error:
+            if not reading.errors:
+                raise
+            raise UsageError(str(error)) from None
 
-
-def _recipe(namespace: types.SimpleNamespace, errors: list[UsageError]) -> tuple[pathlib.Path, Config]:
-    """The recipe's file and config; where it cannot be had, one that can, and the error."""
     try:
-        path = find_recipe(namespace.config)
-        return path, load_recipe(path)
-    except RecipeError as error:
-        fixes = {"config": error.nearest} if error.nearest else {}
-        errors.append(UsageError(error.rule, fixes, error.others, advice=error.advice))
-        try:
-            path = find_recipe(error.nearest)
-            return path, load_recipe(path)
-        except RecipeError:  # there are none, or the nearest does not work either
-            raise FlagsError(str(errors[0])) from None
-
-
-def _all_together(errors: Sequence[UsageError], changes: Mapping[str, Any]) -> str:
-    """The first error, with the flags that put right all of them and the config."""
-    flags = {name: value for error in errors for name, value in error.fixes.items()} | {f"config.{p}": v for p, v in changes.items()}
-    if len(errors) == 1 and len(flags) <= 1 and not errors[0].setting:
-        return str(errors[0])
-    use = " ".join(cfg.flag_text(name, value) for name, value in flags.items())
-    return f"{errors[0].rule}: use {use}" if use else str(errors[0])
+        return settled(reading, passes, recipe)
+    except UsageError as error:
+        raise FlagsError(str(error)) from None
 
 
 def _refusal(namespace: types.SimpleNamespace, config: Config, recipe: Config) -> ConfigError | None:
@@ -153,18 +142,6 @@ def _refusal(namespace: types.SimpleNamespace, config: Config, recipe: Config) -
     return checks.refusal(config, around)
 
 
-def run_quietly(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The status of a command, which Ctrl-C and a reader that has seen enough end without a word."""
-    try:
-        return main(argv)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return ExitStatus.INTERRUPTED
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more to write to at exit
-        return ExitStatus.FINISHED
-
-
 def check_cluster(namespace: types.SimpleNamespace) -> None:
     """UsageError where the flags of a run of several processes do not fit together."""
     host, _, port = namespace.coordinator.rpartition(":")
@@ -178,3 +155,34 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
         rule = f"--process_id={namespace.process_id} is not below --processes={namespace.processes}"
         last = namespace.processes - 1
         raise UsageError(rule, {"process_id": last}, range(max(0, last - 3), last))
+
+
+def check_output(flag: str, name: str, otherwise: str) -> None:
+    """Raises UsageError where a file that a flag names cannot be written, found by writing nothing to it. Empty names and what is no file
+    (a pipe, a device) pass.
+
+    otherwise: a name for the file where the given one is none.
+    """
+    path = pathlib.Path(name)
+    if not name or (path.exists() and not path.is_file() and not path.is_dir()):
+        return
+    new = not os.path.lexists(path)
+    try:
+        with open(path, "ab"):
+            pass
+        if new:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"--{flag}={cfg.shown(name)} cannot be written ({why})", {flag: _writable(path, otherwise)}) from None
+
+
+def _writable(path: pathlib.Path, otherwise: str) -> str:
+    """The first file that can be written: of the path's name, or another one, in this folder, at home or with the temporary files."""
+    suffix = pathlib.Path(otherwise).suffix
+    near = path.with_suffix(suffix).name if path.name.isprintable() and 0 < len(path.name) < 100 else otherwise
+    for folder in (pathlib.Path(), pathlib.Path.home(), pathlib.Path(tempfile.gettempdir())):
+        for name in (near, otherwise):
+            if os.access(folder, os.W_OK) and not os.path.lexists(folder / name):
+                return str(folder / name)
+    return otherwise

@@ -11,7 +11,6 @@ A single process: no jax.distributed.
 import contextlib
 import dataclasses
 import functools
-import io
 import math
 import os
 import sys
@@ -43,10 +42,12 @@ from jaxtrain.checkpoint.steps import (
 from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
 from jaxtrain.config import Config
-from jaxtrain.config.flags import Flag, UsageError
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.config.mesh_rules import kv_heads_fit, mlp_widths
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.devices import startup
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.start_up import imports_without_collection
 
@@ -64,37 +65,37 @@ usage: jaxtrain generate --workdir=DIR --prompt=TEXT [flags]      (or python -m 
 """
 
 ASKED, DOCUMENT, CTRL_C = "at --tokens", "at the end of the document", "by Ctrl-C"  # why a sample ends
+MOST = 2**30  # tokens and samples, whose numbers are int32
 
 FLAGS = (
     Flag("workdir", "", "folder of a training run, or the folder or address (s3://BUCKET/PATH) of its checkpoints"),
     Flag("prompt", "", "text to go on from; empty: the start of a document"),
-    Flag("tokens", 100, "tokens to make; fewer where the document ends", at_least=1),
+    Flag("tokens", 100, "tokens to make; fewer where the document ends", 1, MOST),
     Flag("temperature", 1.0, "divides the logits: lower is more likely, 0 is --greedy", at_least=0),
-    Flag("top_k", 0, "choose among this many most likely tokens; 0: all", at_least=0),
+    Flag("top_k", 0, "choose among this many most likely tokens; 0: all", 0, MOST),
     Flag("top_p", 1.0, "choose among the most likely tokens that together have this probability, above 0 and up to 1"),
     Flag("greedy", False, "always the most likely token"),
-    Flag("samples", 1, "continuations of the prompt", at_least=1),
-    Flag("seed", 0, "seed of the random numbers", at_least=0),
+    Flag("samples", 1, "continuations of the prompt", 1, MOST),
+    Flag("seed", 0, "seed of the random numbers", 0, 2**32 - 1),
     Flag("step", -1, "step of the checkpoint; -1: the newest", at_least=-1),
     Flag("model", 1, "devices over which the model is split (tensor parallel)", at_least=1),
-    Flag("cpu_devices", 0, "simulate this many CPU devices; 0: the platform's own, on a CPU as many as --model", at_least=0),
+    Flag("cpu_devices", 0, "simulate this many CPU devices; 0: the platform's own, on a CPU as many as --model", 0, MOST_CPU_DEVICES),
 )
 
 
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0; 130 where Ctrl-C has ended the text; with one line on stderr 2 for what cannot work, 74 where storage fails."""
-    flags = cli.parse_flags(argv, DESCRIPTION, FLAGS)
-    check_flags(flags)
     try:
-        return generate(flags)
+        return generate(cli.checked_flags(argv, DESCRIPTION, FLAGS, check))
+    except UsageError as error:
+        cli.fail(str(error))
     except CheckpointError as error:
         print(cfg.one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return error.status
 
 
 def generate(flags: types.SimpleNamespace) -> int:
-    """The exit status, for flags that can be right. CheckpointError where the checkpoint cannot be read."""
-    find_checkpoint(flags.workdir)
+    """The exit status, for checked flags. CheckpointError where the checkpoint cannot be read."""
     with imports_without_collection():
         start_jax(flags)
         if unused := startup.unused_accelerator(flags):
@@ -127,17 +128,25 @@ def generate(flags: types.SimpleNamespace) -> int:
 # --- before jax ------------------------------------------------------------------------------------------------------------------
 
 
+def check(flags: types.SimpleNamespace) -> types.SimpleNamespace:
+    """The flags, if they can be right for the checkpoint, as far as that is known without jax. Raises UsageError or CheckpointError."""
+    check_flags(flags)
+    folder, step = find_checkpoint(flags.workdir, flags.step)
+    if flags.refused:  # there is time for what takes jax
+        from jaxtrain.checkpoint.manager import wrong_arrays
+
+        folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True))
+    config, _, ids = prompted(folder, step, flags)
+    check_model(config, len(ids), flags)
+    return flags
+
+
 def check_flags(flags: types.SimpleNamespace) -> None:
-    """Ends with status 2 where a flag cannot be right whatever the checkpoint is."""
+    """Raises UsageError where a flag cannot be right whatever the checkpoint is."""
     if not 0 < flags.top_p <= 1:
-        cli.fail(f"--top_p={flags.top_p:g} must be above 0 and at most 1: use --top_p={0.9 if flags.top_p <= 0 else 1.0}")
-    if flags.seed >= 2**32:
-        cli.fail(f"--seed={flags.seed} must be below 2**32: use --seed={flags.seed % 2**32}")
-    for name in ("tokens", "samples", "top_k"):
-        if getattr(flags, name) > 2**30:
-            cli.fail(f"--{name}={getattr(flags, name)} must be at most 2**30: use --{name}={2**30}")
+        raise UsageError(f"--top_p={flags.top_p:g} must be above 0 and at most 1", {"top_p": 0.9 if flags.top_p <= 0 else 1.0})
     if 0 < flags.cpu_devices < flags.model:
-        cli.fail(f"--cpu_devices={flags.cpu_devices} is less than --model={flags.model}: use --cpu_devices={flags.model}")
+        raise UsageError(f"--cpu_devices={flags.cpu_devices} is less than --model={flags.model}", {"cpu_devices": flags.model})
 
 
 def find_checkpoint(
@@ -147,7 +156,7 @@ def find_checkpoint(
     say: Callable[[str], object] = lambda line: None,
     damaged: Mapping[int, str] = NONE,
 ) -> tuple[epath.Path, int]:
-    """The folder of checkpoints and the step, the newest whole one for −1; ends with status 2 where it is not there or not whole.
+    """The folder of checkpoints and the step, the newest whole one for −1. Raises UsageError where it is not there or not whole.
 
     wrong, damaged: as in `choose`; say: gets a line about what is passed over.
     """
@@ -156,7 +165,8 @@ def find_checkpoint(
         broken = ", ".join(str(stranger) for stranger in choice.strangers if stranger.step is not None)
         but = f"; these are not whole: {broken}" if broken else ""
         train = f"it first in python -m jaxtrain.train --workdir={workdir}"
-        cli.fail(f"--workdir={workdir!r} has no finished checkpoint{but}: use {'the folder of a run' if scheme_of(folder) else train}")
+        rule = f"--workdir={workdir!r} has no finished checkpoint{but}"
+        raise UsageError(rule, advice="the folder of a run" if scheme_of(folder) else train)
     if step < 0:
         if newer := [str(s) for s in choice.strangers if s.step is not None and s.step > choice.step]:
             say(f"passed over: {', '.join(newer)}")
@@ -169,28 +179,29 @@ def find_checkpoint(
     others = [whole for whole in choice.steps if whole != step]
     nearest = min(others, key=lambda other: (abs(other - step), other)) if others else choice.step
     rule = f"is not whole: {why}" if why else f"is no checkpoint of {workdir}"
-    cli.fail(f"--step={step} {rule} (it has {', '.join(map(str, others))}): use --step={nearest}")
+    raise UsageError(f"--step={step} {rule} (it has {', '.join(map(str, others))})", {"step": nearest})
 
 
 def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> tuple[epath.Path, Choice]:
-    """A run's folder of checkpoints, and what is in it; ends with status 2 where there is none. CheckpointError if it cannot be read."""
+    """A run's folder of checkpoints, and what is in it. UsageError where there is none, CheckpointError if it cannot be read."""
     if not workdir:
-        cli.fail(f"--workdir is empty: use the folder of a training run, such as --workdir={_some_run('tiny')}")
+        raise UsageError("--workdir is empty", advice=f"the folder of a training run, such as --workdir={_some_run('tiny')}")
     try:
         with read_errors(f"--workdir={workdir!r}"):
             folder = stores.folder(workdir)
             if not stores.is_folder(folder):
                 word = "is not a folder" if folder.exists() else "does not exist"
-                cli.fail(f"--workdir={workdir!r} {word}: use the folder of a training run, such as --workdir={_some_run(workdir)}")
+                run = f"the folder of a training run, such as --workdir={_some_run(workdir)}"
+                raise UsageError(f"--workdir={cfg.shown(workdir)} {word}", advice=run)
             if step := step_folder(folder):
-                use = f"{cfg.flag_text('workdir', str(step.parent))} --step={step.name}"
-                cli.fail(f"--workdir={workdir!r} is the folder of one step: use {use}")
+                fixes = {"workdir": str(step.parent), "step": int(step.name)} if step.name.isdigit() else {"workdir": str(step.parent)}
+                raise UsageError(f"--workdir={workdir!r} is the folder of one step", fixes)
             folder = checkpoints_of(folder)
             return folder, choose(folder, TO_GENERATE, wrong, damaged)
     except stores.AddressError as error:
-        cli.fail(error.about("workdir") if error.place == workdir else str(error))
+        raise UsageError(error.about("workdir") if error.place == workdir else str(error)) from None
     except NoCheckpointsError as error:
-        cli.fail(f"--workdir: {error}")
+        raise UsageError(f"--workdir: {error}") from None
 
 
 def remark(line: str) -> None:
@@ -241,24 +252,30 @@ def load(flags: types.SimpleNamespace, damaged: dict[int, str]) -> Loaded | None
 
     from jaxtrain.checkpoint.manager import wrong_arrays
     from jaxtrain.checkpoint.parameters import load_parameters
-    from jaxtrain.generation.text import prompt_ids
 
     folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True), remark, damaged)
-    try:
-        config, tokenizer = understand(Meta.from_json(read_meta(folder, step)), f"{folder}/{step}", flags.workdir)
-        ids = prompt_ids(tokenizer, flags.prompt, config.model.vocab_size)
-    except (ValueError, CheckpointError) as error:  # also ConfigError and DataError
-        cli.fail(str(error))
+    config, tokenizer, ids = prompted(folder, step, flags)
     check_model(config, len(ids), flags)
-    check_devices(len(jax.devices()), flags)
+    check_devices(len(jax.devices()), config, flags)
     try:
         with read_errors(folder):
             return Loaded(step, config, tokenizer, ids, *load_parameters(folder, step, config, jax.devices()[: flags.model]))
     except DamageError as error:
         if flags.step >= 0:
-            cli.fail(str(error))
+            raise UsageError(str(error)) from None
         damaged[step] = error.what
         return None
+
+
+def prompted(folder: epath.Path, step: int, flags: types.SimpleNamespace) -> tuple[Config, "Tokenizer", list[int]]:
+    """A checkpoint's resolved config and tokenizer, and the prompt's ids. Raises UsageError for what has none."""
+    from jaxtrain.data.tokenizer import prompt_ids
+
+    try:
+        config, tokenizer = understand(Meta.from_json(read_meta(folder, step)), f"{folder}/{step}", flags.workdir)
+        return config, tokenizer, prompt_ids(tokenizer, flags.prompt, config.model.vocab_size)
+    except ValueError as error:  # also ConfigError and DataError
+        raise UsageError(str(error)) from None
 
 
 def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"]:
@@ -275,28 +292,26 @@ def understand(meta: Meta, name: str, workdir: str) -> tuple[Config, "Tokenizer"
 
 
 def check_model(config: Config, prompt: int, flags: types.SimpleNamespace) -> None:
-    """Ends with status 2 where the flags ask for more than the model has."""
+    """Raises UsageError where the flags ask for more than the model has."""
     m = config.model
     if m.positions == "learned" and prompt + flags.tokens > m.max_positions:
-        left = m.max_positions - prompt
-        use = f"--tokens={left}" if left > 0 else f"a prompt of at most {max(m.max_positions - flags.tokens, 1)} tokens"
-        cli.fail(
-            f"--tokens={flags.tokens} after a prompt of {prompt} goes beyond the learned model.max_positions={m.max_positions}: use {use}"
-        )
+        rule = f"--tokens={flags.tokens} after a prompt of {prompt} goes beyond the learned model.max_positions={m.max_positions}"
+        left, most = m.max_positions - prompt, max(m.max_positions - flags.tokens, 1)
+        raise UsageError(rule, {"tokens": left} if left > 0 else {}, advice="" if left > 0 else f"a prompt of at most {most} tokens")
     sizes = {"heads": m.heads} | mlp_widths(m)
     undivided = [f"does not divide model.{field}={size}" for field, size in sizes.items() if size % flags.model]
     if not kv_heads_fit(m, flags.model):
         undivided.append(f"neither splits model.kv_heads={m.kv_heads} nor shares each evenly")
     if undivided:
         works = near(flags.model, [n for n in divisors(math.gcd(*sizes.values())) if kv_heads_fit(m, n)])
-        cli.fail(str(UsageError(f"--model={flags.model} {undivided[0]}", {"model": works[0]}, sorted(works[1:5]))))
+        raise UsageError(f"--model={flags.model} {undivided[0]}", {"model": works[0]}, sorted(works[1:5]))
 
 
-def check_devices(count: int, flags: types.SimpleNamespace) -> None:
-    """Ends with status 2 where there are fewer devices than `--model`."""
+def check_devices(count: int, config: Config, flags: types.SimpleNamespace) -> None:
+    """Raises UsageError where there are fewer devices than `--model`."""
     if flags.model > count:
-        fewer = max(n for n in range(1, count + 1) if flags.model % n == 0)
-        cli.fail(f"--model={flags.model} is more than the {count} device{'s'[: count > 1]} here: use --model={fewer}")
+        fewer = max(n for n in range(1, count + 1) if flags.model % n == 0 and kv_heads_fit(config.model, n))
+        raise UsageError(f"--model={flags.model} is more than the {count} device{'s'[: count > 1]} here", {"model": fewer})
 
 
 # --- output ----------------------------------------------------------------------------------------------------------------------
@@ -336,8 +351,6 @@ def show(batches: "Iterable[np.ndarray]", tokenizer: "Tokenizer", ids: list[int]
     from jaxtrain.generation.text import TextStream
 
     streams = [TextStream(tokenizer, ids) for _ in range(flags.samples)]
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character
     texts, counts = [""] * flags.samples, [0] * flags.samples
     reasons = [CTRL_C] * flags.samples  # until another one is known
     live = flags.samples == 1
@@ -390,4 +403,4 @@ def how_it_ended(ended: Ended, prompt: int, config: Config) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_quietly(main, sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -4,13 +4,15 @@
               ├─ [1] python -m jaxtrain.train … --process_id=1
               └─ guard: kills both if the launcher is gone
 
-Every line of a process is printed with its number before it. When one fails, the others are stopped and its last lines come last. No
-process outlives the launcher, however that ends. With --restarts all processes are started again where the status says that this helps,
-as a cluster's engine would do. Other machines are not here. No jax.
+Every line of a process is printed with its number before it, on the stream that it comes on. When one fails, the others are stopped and
+its last lines come last. No process outlives the launcher, however that ends. With --restarts all processes are started again where the
+status says that this helps, as a cluster's engine would do. Other machines are not here. No jax.
 """
 
 import collections
 import contextlib
+import difflib
+import importlib.util
 import os
 import queue
 import signal
@@ -19,20 +21,33 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Sequence
+from typing import IO, TextIO
 
 from jaxtrain import cli
-from jaxtrain.config.flags import Flag
+from jaxtrain.config import shown
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag, read_flags
 from jaxtrain.devices import cluster_environment
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 
 DESCRIPTION = """usage: jaxtrain launch [flags] -- [flags of the command]      (or python -m jaxtrain.launch …)
 
 Runs a command as several processes of one run on this machine, such as
   jaxtrain launch --processes=2 --devices_per_process=4 -- --config=tiny --workdir=runs/two"""
+MOST_PROCESSES = 1024  # on one machine, some 300 MB each
+COMMANDS = tuple(f"jaxtrain.{name}" for name in ("train", "generate", "plan", "schedule", "checkpoint"))
 FLAGS = (
-    Flag("processes", 2, "number of processes", at_least=1),
-    Flag("devices_per_process", 0, "simulated CPU devices of each; 0: the machine's GPUs shared out, or 8 CPU devices in all", at_least=0),
+    Flag("processes", 2, "number of processes", 1, MOST_PROCESSES),
+    Flag(
+        "devices_per_process",
+        0,
+        "simulated CPU devices of each; 0: the machine's GPUs shared out, or 8 CPU devices in all",
+        0,
+        MOST_CPU_DEVICES,
+    ),
     Flag("restarts", 0, "how often the run is started again where it can go on: stopped, hung, killed, its storage failing", at_least=0),
     Flag("module", "jaxtrain.train", "what each process runs, with `python -m`"),
 )
@@ -52,8 +67,8 @@ class Job:
 
     def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]):
         """Starts one process per command, each the leader of a group of its own: a Ctrl-C of the terminal reaches the launcher alone."""
-        self.output: queue.Queue[tuple[int, str]] = queue.Queue()
-        self.tails = [collections.deque[str](maxlen=LAST_LINES) for _ in commands]
+        self.output: queue.Queue[tuple[int, str, TextIO]] = queue.Queue()  # process, line, where it belongs
+        self.tails = [{stream: collections.deque[str](maxlen=LAST_LINES) for stream in (sys.stdout, sys.stderr)} for _ in commands]
         self.guard = subprocess.Popen(
             ["/bin/sh", "-c", GUARD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, text=True
         )
@@ -66,15 +81,16 @@ class Job:
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
                 text=True,
                 errors="replace",
             )
             self.processes.append(process)
             self._tell_guard(str(process.pid))
-            self.readers.append(threading.Thread(target=self._read, args=(number,), daemon=True))
-            self.readers[-1].start()
+            for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                self.readers.append(threading.Thread(target=self._read, args=(number, pipe, stream), daemon=True))
+                self.readers[-1].start()
             threading.Thread(target=self._wait, args=(number,), daemon=True).start()
 
     def send(self, number: int) -> None:
@@ -93,9 +109,13 @@ class Job:
         end = time.monotonic() + seconds
         with contextlib.suppress(queue.Empty):
             while (left := end - time.monotonic()) > 0:
-                number, line = self.output.get(timeout=left)
-                self.tails[number].append(line)
-                print(f"[{number}] {line}", flush=True)
+                number, line, stream = self.output.get(timeout=left)
+                self.tails[number][stream].append(line)
+                print(f"[{number}] {line}", file=stream, flush=True)
+
+    def last_lines(self, number: int) -> list[str]:
+        """What a process has said last: errors come last, whichever line of the two streams came first."""
+        return [line for tail in self.tails[number].values() for line in tail][-LAST_LINES:]
 
     def kill_and_show_rest(self) -> None:
         """Kills what still runs, and prints the lines that are left."""
@@ -115,11 +135,9 @@ class Job:
         self._tell_guard("done")
         self.guard.wait()
 
-    def _read(self, number: int) -> None:
-        stream = self.processes[number].stdout
-        assert stream is not None
-        for line in stream:
-            self.output.put((number, line.rstrip("\n")))
+    def _read(self, number: int, pipe: IO[str], stream: TextIO) -> None:
+        for line in pipe:
+            self.output.put((number, line.rstrip("\n"), stream))
 
     def _wait(self, number: int) -> None:
         self.processes[number].wait()
@@ -136,7 +154,7 @@ def watch(job: Job, signals: list[int]) -> int:
     """The status of the run, 0 or that of the first process that failed, once all have ended. Prints their lines as they come.
 
     signals: the numbers of the signals received so far; the first is passed on to the processes, so that they can save and stop, and
-    a second one kills them.
+    a second one kills them. SIGHUP is passed on and never kills: a closed terminal sends it along with others.
     """
     passed_on, failed, deadline = 0, None, float("inf")
     while True:
@@ -145,7 +163,8 @@ def watch(job: Job, signals: list[int]) -> int:
         statuses = job.statuses()
         if len(signals) > passed_on:
             passed_on += 1
-            job.send(signals[0] if passed_on == 1 else signal.SIGKILL)
+            again = sum(number != signal.SIGHUP for number in signals[:passed_on]) > 1
+            job.send(signal.SIGKILL if again else signals[passed_on - 1])
         if failed is None:
             if deadline == float("inf") and any(statuses[number] in ON_REQUEST for number in list(job.ended)):  # the others stop too
                 deadline = time.monotonic() + SIGNALLED_GRACE
@@ -161,9 +180,9 @@ def watch(job: Job, signals: list[int]) -> int:
         return max(filter(None, job.statuses()), default=ExitStatus.FINISHED)
     status = job.statuses()[failed] or ExitStatus.FAULT
     if not signals:
-        lines = [*job.tails[failed]]
+        lines = job.last_lines(failed)
         if status > 128:  # who is killed says nothing: the others do
-            lines += [line for tail in job.tails for line in tail if line.startswith("error: ")][-1:]
+            lines += [line for n in range(len(job.tails)) for line in job.last_lines(n) if line.startswith("error: ")][-1:]
         print(f"process {failed} failed with status {status}; its last lines:", *lines, sep="\n", file=sys.stderr, flush=True)
     return status
 
@@ -205,17 +224,35 @@ def environments(processes: int, gpus: int) -> list[dict[str, str]]:
     return [dict(common, JAX_LOCAL_DEVICE_IDS=",".join(map(str, share_ids))) for share_ids in ids]
 
 
+def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
+    """The flags. Raises UsageError for a module that `python -m` does not find."""
+    try:
+        known = all(part.isidentifier() for part in flags.module.split(".")) and importlib.util.find_spec(flags.module)
+    except (ImportError, ValueError):
+        known = None
+    if not known:
+        near = difflib.get_close_matches(flags.module, COMMANDS, n=1) or COMMANDS
+        raise UsageError(f"--module={shown(flags.module)} is no Python module here", {"module": near[0]})
+    return flags
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs the job and gives its exit status."""
     split = list(argv).index("--") if "--" in argv else len(argv)
-    namespace = cli.parse_flags(argv[:split], DESCRIPTION, FLAGS)
+    try:
+        reading = read_flags(argv[:split], DESCRIPTION, FLAGS, with_config=False)
+        namespace = cli.checked(reading, lambda reading: check_flags(reading.namespace))
+    except cli.FlagsError as error:
+        cli.fail(f"{error}{' (in front of --)' * ('--' in argv and ': use --' in str(error))}")
     devices = namespace.devices_per_process
     gpus = 0 if devices else cluster_environment.visible_gpus(os.environ)
     if not devices and gpus < namespace.processes:
         devices = max(cluster_environment.SIMULATED_DEVICES // namespace.processes, 1)
+    streams.outlive()
     signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, frame: signals.append(received))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda received, frame: signals.append(received))
     for start in range(namespace.restarts + 1):
         lines = commands(namespace.module, argv[split + 1 :], namespace.processes, devices, free_port())
         job = Job(lines, environments(namespace.processes, gpus))
@@ -230,4 +267,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -25,6 +25,7 @@ from jaxtrain import config as cfg
 from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.steps import CONFIG
 from jaxtrain.config import Config, addresses
+from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
 from jaxtrain.plan.planned_step import PLANNED
 from jaxtrain.run import goodput_log, metrics, run_lock, write_trial
@@ -68,6 +69,13 @@ def check(config: Config, workdir: str) -> None:
         raise problem.error()
 
 
+def check_workdir(workdir: str) -> None:
+    """Raises UsageError, with a folder that works, for one that can never be a run's: to be said beside what else is wrong with flags."""
+    problem, free = _of_workdir(workdir), _free(os.path.basename(os.path.abspath(workdir)))
+    if problem and free and not problem.passes:
+        raise UsageError(problem.text.partition(": use ")[0], {"workdir": free})
+
+
 def check_together(config: Config, workdir: str) -> None:
     """As `check`, for a run of several processes: each must call it, and raises the same error. All hosts must see the checkpoints."""
     import jax
@@ -107,16 +115,23 @@ _questions = itertools.count()
 
 def _of_main(config: Config, workdir: str) -> Problem | None:
     """What is wrong with what process 0 alone writes, and with the checkpoints."""
-    if addresses.is_address(workdir) or addresses.fault(workdir):
-        return Problem(f"--workdir={workdir!r} is an address, not a folder, as checkpoint.directory may be: {_another(workdir)}")
-    if refusal := write_trial.of_folder(workdir):
-        return Problem(f"--workdir={workdir!r} {refusal.why}: {_another(workdir)}", refusal.passes)
+    if problem := _of_workdir(workdir):
+        return problem
     inside = {name: write_trial.of_file(os.path.join(workdir, name)) for name in FILES}
     if config.metrics.tensorboard:
         inside[metrics.TENSORBOARD_FOLDER] = write_trial.of_folder(os.path.join(workdir, metrics.TENSORBOARD_FOLDER))
     if not config.checkpoint.directory:
         inside["checkpoints"] = write_trial.of_folder(os.path.join(workdir, "checkpoints"))
     return _inside(workdir, inside) or _of_checkpoints(config, workdir)
+
+
+def _of_workdir(workdir: str) -> Problem | None:
+    if addresses.is_address(workdir) or addresses.fault(workdir):
+        return Problem(f"--workdir={workdir!r} is an address, not a folder, as checkpoint.directory may be: {_another(workdir)}")
+    if wrong := addresses.not_utf8(os.path.abspath(workdir)):
+        return Problem(f"--workdir={workdir!r} {wrong.rule}: {_another(workdir)}")
+    refusal = write_trial.of_folder(workdir)
+    return Problem(f"--workdir={workdir!r} {refusal.why}: {_another(workdir)}", refusal.passes) if refusal else None
 
 
 def _of_checkpoints(config: Config, workdir: str) -> Problem | None:
@@ -220,6 +235,7 @@ def _free(name: str) -> str:
     bases = ["runs", os.path.expanduser("~/runs")]
     with contextlib.suppress(OSError):  # there is none that can be written
         bases.append(os.path.join(tempfile.gettempdir(), "runs"))
+    name = "".join(letter if letter.isprintable() else "_" for letter in name)  # what stands for bytes that are no UTF-8 is not printable
     for base in bases:
         folders = (os.path.join(base, f"{name[:100] or 'run'}{'' if n == 1 else f'-{n}'}") for n in itertools.count(1))
         folder = next(folder for folder in folders if not os.path.lexists(folder))

@@ -11,9 +11,9 @@ from jax.stages import Compiled
 from jaxtrain.config import Config
 from jaxtrain.data.loader import Loader
 from jaxtrain.data.row_log import RowLog
+from jaxtrain.data.tokenizer import prompt_ids
 from jaxtrain.data.tokens import Corpus, DataError, prepare
 from jaxtrain.devices import cluster
-from jaxtrain.generation.text import prompt_ids
 from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.training.step import Step

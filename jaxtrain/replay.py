@@ -10,6 +10,7 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from etils import epath
@@ -17,6 +18,7 @@ from etils import epath
 from jaxtrain.checkpoint.restoring import restore_newest
 from jaxtrain.checkpoint.steps import TO_TRAIN, Choice, choose
 from jaxtrain.config import Config
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -35,9 +37,13 @@ NEAREST = 3  # steps that are suggested
 
 
 class ReplayError(RunError):
-    """A step that cannot be done again; the message names those that can."""
+    """A step that cannot be done again; the message names those that can. nearest: the first of these, 0 if there are none."""
 
     status = ExitStatus.BAD_CONFIG
+
+    def __init__(self, text: str, nearest: int = 0):
+        super().__init__(text)
+        self.nearest = nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,19 +119,29 @@ def batches_of(steps: range, position: int, recorded: Recorded) -> list[int]:
 def _recorded(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> Recorded:
     """What the log has of step `at`, as process 0 reads it, on every process. ReplayError where it cannot be replayed."""
 
-    def read() -> dict:
-        records = read_metrics(folder)
-        logged = {record["step"]: record for record in records if "grad_norm" in record}
-        first = min(choose(checkpoints, TO_TRAIN).steps, default=math.inf)
-        refuse_unknown_step(at, sorted(logged), first, folder)
-        return {
-            "figures": {name: logged[at][name] for name in FIGURES},
-            "batches": [[step, record.get("batch", step - 1)] for step, record in logged.items()],
-            "jumps": [record["step"] for record in records if "rolled_back_from" in record],
-        }
-
-    values = cluster.from_main(read, ReplayError)
+    values = cluster.from_main(lambda: _read(folder, checkpoints, at), ReplayError)
     return Recorded(values["figures"], dict(values["batches"]), values["jumps"])
+
+
+def _read(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> dict[str, Any]:
+    """What the log has of step `at`, as `Recorded` has it. ReplayError where the step cannot be replayed."""
+    records = read_metrics(folder)
+    logged = {record["step"]: record for record in records if "grad_norm" in record}
+    first = min(choose(checkpoints, TO_TRAIN).steps, default=math.inf)
+    refuse_unknown_step(at, sorted(logged), first, folder)
+    return {
+        "figures": {name: logged[at][name] for name in FIGURES},
+        "batches": [[step, record.get("batch", step - 1)] for step, record in logged.items()],
+        "jumps": [record["step"] for record in records if "rolled_back_from" in record],
+    }
+
+
+def check_step(config: Config, folder: pathlib.Path, at: int) -> None:
+    """Raises UsageError, or the error of what cannot be read, unless step `at` of the run in `folder` can be replayed."""
+    try:
+        _read(folder, folder_of_checkpoints(config, folder), at)
+    except ReplayError as error:
+        raise UsageError(str(error).rpartition(": use ")[0] or str(error), {"replay": error.nearest} if error.nearest else {}) from None
 
 
 def refuse_unknown_step(at: int, logged: Sequence[int], first: float, folder: pathlib.Path) -> None:
@@ -141,7 +157,7 @@ def refuse_unknown_step(at: int, logged: Sequence[int], first: float, folder: pa
     if not near:
         raise ReplayError(f"--replay={at}: {rule}, and none of its steps can be replayed: none is logged after a checkpoint")
     others = f" (or {', '.join(map(str, sorted(near[1:])))})" if near[1:] else ""
-    raise ReplayError(f"--replay={at}: {rule}: use --replay={near[0]}{others}")
+    raise ReplayError(f"--replay={at}: {rule}: use --replay={near[0]}{others}", near[0])
 
 
 def _figures(step: Step, metrics: object) -> dict[str, float]:

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from jaxtrain import BEGAN, cli
 from jaxtrain.config import Config, ConfigError, elastic, flags, one_line, replace
 from jaxtrain.config.checks import check_run, refusal
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import filled
 from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.devices import startup
 from jaxtrain.devices.cluster_environment import several_processes
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.search_progress import SearchProgress
@@ -55,6 +57,25 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     return _leave(ExitStatus.INTERRUPTED) if status is None else status
 
 
+def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
+    """Raises UsageError for flags of this command that do not go together; where others are refused, also for a folder that cannot be a
+    run's, which otherwise is tried with all that a run writes."""
+    if flags.json and not flags.dry_run:
+        rule = "--json=true is for --dry_run alone"
+        raise UsageError(rule, {"dry_run": True}, text=f"{rule}: use --dry_run=true (or --json=false)")
+    if flags.replay and flags.dry_run:
+        rule = "--replay and --dry_run are two things"
+        raise UsageError(rule, {"replay": 0}, text=f"{rule}: use --replay=0 (or --dry_run=false)")
+    if flags.replay and flags.refused:  # there is time for what takes jax
+        from jaxtrain import replay
+
+        replay.check_step(config, pathlib.Path(flags.workdir), flags.replay)
+    if flags.refused and not (flags.dry_run or flags.replay):
+        from jaxtrain import places
+
+        places.check_workdir(flags.workdir)
+
+
 def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus:
     """Trains in this process as the command does with these flags, for a Python program; what the run ended with.
 
@@ -74,17 +95,15 @@ def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus
 
 def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> ExitStatus | None:
     """What the run ended with; None if Ctrl-C has ended it before training began. Raises ConfigError or RunError."""
-    config, flags = cli.parse(argv, DESCRIPTION, FLAGS, recipe)
-    if flags.json and not flags.dry_run:
-        raise cli.FlagsError("--json=true is for --dry_run alone: use --dry_run=true (or --json=false)")
-    if flags.replay and flags.dry_run:
-        raise cli.FlagsError("--replay and --dry_run are two things: use --dry_run=false (or --replay=0)")
+    config, flags = cli.parse(argv, DESCRIPTION, FLAGS, recipe, check_flags)
+    if not flags.dry_run:
+        streams.outlive()
     writes, several = not (flags.dry_run or flags.replay), several_processes(flags, os.environ)
     with imports_without_collection():
         from jaxtrain import places
     if writes and not several:
         places.check(config, flags.workdir)
-    with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():  # there the object stands alone
         with imports_without_collection():
             startup.start_jax(flags, config)
             if unused := startup.unused_accelerator(flags):
@@ -93,19 +112,16 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
             from jaxtrain import loop, replay
             from jaxtrain.devices import cluster
             from jaxtrain.plan.report import dry_run
-    if writes and several:
-        places.check_together(config, flags.workdir)
-    clock.enter(Part.TABLE)
-
-    folder = pathlib.Path(flags.workdir)
-    ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
-    if not ready:
-        return None
-    notes = (*elastic.notes(config, ready.config), *unused_settings(ready.config))
-    for note in notes if cluster.is_main() else ():
-        print(f"note: {note}", file=sys.stderr, flush=True)
-    if flags.dry_run:
-        plan = dry_run(ready.resolved, ready.setup, clock)
+        if writes and several:
+            places.check_together(config, flags.workdir)
+        clock.enter(Part.TABLE)
+        folder = pathlib.Path(flags.workdir)
+        ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
+        if not ready:
+            return None
+        cluster.say(*(f"note: {note}" for note in (*elastic.notes(config, ready.config), *unused_settings(ready.config))))
+        plan = dry_run(ready.resolved, ready.setup, clock) if flags.dry_run else None
+    if plan:
         cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
         return ExitStatus.FINISHED
     ready = with_measured_times(ready, flags, folder)
@@ -138,7 +154,7 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
     if before is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with SearchProgress("searching for a table", shown=cluster.is_main()) as progress:
+        with SearchProgress("searching for a table", shown=cluster.is_main(), log=sys.stdout) as progress:
             checked = check_run(config, jax.device_count(), jax.default_backend(), recipe, progress)
             resolved = checked.resolve()
             return Ready(checked, resolved, make_setup(resolved, progress))
@@ -200,4 +216,4 @@ def _leave(status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], BEGAN))
+    sys.exit(streams.run(lambda argv: main(argv, BEGAN), sys.argv[1:]))

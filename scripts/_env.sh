@@ -1,19 +1,36 @@
 # Sourced by train.sh and test.sh: makes .venv once and sets `python` to its interpreter.
 #
-#   prepare_env requirements.txt …     installs these files into .venv, unless a stamp says that this has been done
+#   prepare_env requirements.txt …     installs these files into .venv, unless stamps say that this has been done
 #   prepare_folder FOLDER FILE         installs a file's packages alone into a folder beside .venv, unless its stamp says so
 #
-# A stamp in .venv holds the Python version and a hash of the files. Interrupted, the next call starts the environment again (downloads
-# stay in pip's cache). Two calls at a time wait for each other. Environment variables: PYTHON, the interpreter to start from (python3);
-# JAXTRAIN_EXTRAS, what the accelerator needs: cuda13 or tpu, by a requirements file of that name; it is remembered.
+# uv does it where it is there, and pip where it is not, or where uv cannot. A stamp in .venv holds the Python version and the files.
+# Interrupted, the next call starts the environment again (downloads stay in the cache). Two calls at a time wait for each other.
+# Environment variables: PYTHON, the interpreter to start from (python3); JAXTRAIN_EXTRAS, what the accelerator needs: cuda13 or tpu, by a
+# requirements file of that name; it is remembered.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python="$root/.venv/bin/python"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+PINNED=("$root/requirements.txt" "$root/requirements-indirect.txt") # every package of a run, with its version
+AGAIN="could not install: see above; the next call tries again"
 
 stop() {
     echo "error: $*" >&2
     exit 2
+}
+
+cores() {
+    nproc 2>/dev/null || getconf _NPROCESSORS_ONLN
+}
+
+has_uv() {
+    uv --version >/dev/null 2>&1
+}
+
+# with_uv ARGUMENT… : `uv ARGUMENT…`. Its status is not 0 where there is no uv, or it fails, as behind an index that pip alone knows of.
+with_uv() {
+    has_uv || return 1
+    uv "$@" || { echo "uv could not: trying pip" >&2 && return 1; }
 }
 
 prepare_env() {
@@ -35,32 +52,76 @@ prepare_env() {
     ) 9>"$root/.cache/venv.lock"
 }
 
-# install_once PYTHON VERSION STAMP FILE… : the stamp is named after the last requirements file.
+# install_once PYTHON VERSION STAMP FILE… : first the pinned packages; then, of several files, whatever the others need. The second stamp is
+# named after the last file.
 install_once() {
-    local base=$1 version=$2 stamp="$root/.venv/.installed-$3" busy="$root/.venv/.installing" extras wanted file arguments=()
+    local base=$1 version=$2 stamp="$root/.venv/.installed-$3" pinned_stamp="$root/.venv/.installed-pinned" busy="$root/.venv/.installing"
+    local extras pinned wanted file arguments=()
     shift 3
     extras=${JAXTRAIN_EXTRAS-$(cat "$root/.venv/.extras" 2>/dev/null || true)}
     if [[ -n $extras ]]; then
         [[ -f $root/requirements-$extras.txt ]] || stop "JAXTRAIN_EXTRAS=$extras is not known: use JAXTRAIN_EXTRAS=cuda13 or JAXTRAIN_EXTRAS=tpu"
         set -- "$@" "$root/requirements-$extras.txt"
     fi
-    wanted="$version $extras $(cat "$@" | "$base" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())')"
-    if [[ -x $python && $(cat "$stamp" 2>/dev/null) == "$wanted" ]]; then return; fi
-
-    "$base" -c 'import ensurepip, venv' 2>/dev/null || stop "$base has no venv module: install it (Debian, Ubuntu: apt install python$version-venv)"
-    if [[ -e $busy || ! -e $root/.venv/.python || $(cat "$root/.venv/.python") != "$version" ]] || ! "$python" -c 'import pip' 2>/dev/null; then
-        echo "making .venv with Python $version" >&2
-        rm -rf "$root/.venv"
-        "$base" -m venv "$root/.venv" || stop "$base -m venv failed"
-        echo "$version" >"$root/.venv/.python"
+    pinned="$version $(cat "${PINNED[@]}")" wanted="$version $extras $(cat "$@")"
+    if [[ -x $python && $(cat "$pinned_stamp" 2>/dev/null) == "$pinned" && ($# == 1 || $(cat "$stamp" 2>/dev/null) == "$wanted") ]]; then
+        return
     fi
-    for file in "$@"; do arguments+=(-r "$file"); done
-    echo "installing $(for file in "$@"; do printf '%s ' "$(basename "$file")"; done)into .venv (once)" >&2
+
+    if [[ -e $busy || ! -e $root/.venv/.python || $(cat "$root/.venv/.python") != "$version" ]] || ! "$python" -c 'import pip' 2>/dev/null; then
+        make_venv "$base" "$version"
+    fi
     touch "$busy"
-    "$python" -m pip install --quiet --disable-pip-version-check "${arguments[@]}" || stop "pip could not install: see above; the next call tries again"
+    if [[ $(cat "$pinned_stamp" 2>/dev/null) != "$pinned" ]]; then
+        echo "installing requirements.txt into .venv (once)" >&2
+        install_pinned
+        echo "$pinned" >"$pinned_stamp"
+    fi
+    if (($# > 1)); then
+        for file in "$@"; do arguments+=(-r "$file"); done
+        echo "installing $(for file in "$@"; do printf '%s ' "$(basename "$file")"; done)into .venv (once)" >&2
+        install_packages "${arguments[@]}"
+        echo "$wanted" >"$stamp"
+    fi
     echo "$extras" >"$root/.venv/.extras"
-    echo "$wanted" >"$stamp"
     rm -f "$busy"
+}
+
+# make_venv PYTHON VERSION : an empty .venv that has pip.
+make_venv() {
+    if ! has_uv && ! "$1" -c 'import ensurepip, venv' 2>/dev/null; then
+        stop "$1 has no venv module: install it (Debian, Ubuntu: apt install python$2-venv)"
+    fi
+    echo "making .venv with Python $2" >&2
+    rm -rf "$root/.venv"
+    if ! with_uv venv --quiet --seed --python "$(command -v "$1")" "$root/.venv"; then
+        rm -rf "$root/.venv"
+        "$1" -m venv "$root/.venv" || stop "$1 -m venv failed"
+    fi
+    echo "$2" >"$root/.venv/.python"
+}
+
+# install_packages ARGUMENT… : as `pip install ARGUMENT…` for .venv. Modules are compiled when they are first imported: few of them are.
+install_packages() {
+    if with_uv pip install --quiet --python "$python" "$@"; then return; fi
+    "$python" -m pip install --quiet --disable-pip-version-check --no-compile "$@" || stop "pip $AGAIN"
+}
+
+# All pinned packages. A pip works on one package at a time, on one core, so there are several at once; nothing is looked up that they need,
+# for that is pinned, too.
+install_pinned() {
+    local packages part pips=() i j count failed=""
+    if with_uv pip install --quiet --python "$python" -r "${PINNED[0]}" -r "${PINNED[1]}"; then return; fi
+    mapfile -t packages < <(sed 's/ *#.*//; /^$/d' "${PINNED[@]}")
+    count=$(($(cores) < 4 ? $(cores) : 4))
+    for ((i = 0; i < count; i++)); do
+        part=()
+        for ((j = i; j < ${#packages[@]}; j += count)); do part+=("${packages[j]}"); done
+        "$python" -m pip install --quiet --disable-pip-version-check --no-compile --no-deps "${part[@]}" &
+        pips+=($!)
+    done
+    for i in "${pips[@]}"; do wait "$i" || failed=yes; done
+    [[ -z $failed ]] || stop "pip $AGAIN"
 }
 
 prepare_folder() {
@@ -69,7 +130,6 @@ prepare_folder() {
     if [[ $(cat "$folder/.installed" 2>/dev/null) == "$wanted" ]]; then return; fi
     echo "installing $2 into $1 (once)" >&2
     rm -rf "$folder"
-    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" -r "$file" ||
-        stop "pip could not install: see above; the next call tries again"
+    install_packages --no-deps --target "$folder" -r "$file"
     echo "$wanted" >"$folder/.installed"
 }

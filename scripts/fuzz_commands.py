@@ -301,7 +301,7 @@ def fault_of(done: Done, output: str = "read") -> str:
 def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
     """What is wrong with the flags that a refusal suggests; "" if nothing is, or none are suggested."""
     line = next((line for line in done.err.splitlines() if line.startswith("error: ")), "")
-    if done.status != ExitStatus.BAD_CONFIG or not line or case.command == "launch":
+    if done.status != ExitStatus.BAD_CONFIG or not line:
         return ""
     try:
         words = fuzz_configs.suggested(line)
@@ -311,10 +311,16 @@ def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
         return ""
     replays = any(word.startswith("--replay") for word in case.words)
     more = ["--dry_run"] if case.command == "train" and not replays else []
-    again = _run(folder, [f"jaxtrain.{case.command}", *case.words, *words, *more], case.output)
+    # What the launcher itself refuses stands in front of the flags of the command that it starts.
+    refused_by_launcher = case.command == "launch" and "its last lines:" not in done.err and "--" in case.words
+    at = case.words.index("--") if refused_by_launcher else len(case.words)
+    again = _run(folder, [f"jaxtrain.{case.command}", *case.words[:at], *words, *more, *case.words[at:]], case.output)
     if fault := fault_of(again, case.output):
         return f"with {shlex.join(words)}: {fault}"
     if again.status != ExitStatus.BAD_CONFIG or (_is_about_a_word(line) and _is_about_a_word(again.err)):
+        return ""
+    said = next((line for line in again.err.splitlines() if line.startswith("error: ")), "").removeprefix("error: ")
+    if f" (and {said})" in line:  # what no flag mends was said
         return ""
     return f"what it suggests is refused: {line} → {again.err[-500:]}"
 

@@ -135,9 +135,9 @@ def refusal_of(flags: list[str], devices: int) -> str:
 
 def suggested(line: str) -> list[str]:
     """The flags of an error line's suggestion, as a shell takes them."""
-    _, use, text = line.rpartition(": use ")
+    _, use, text = line.partition(" (and ")[0].rpartition(": use --")
     words: list[str] = []
-    for word in shlex.split(text.rpartition(" (or ")[0] or text) if use else []:
+    for word in shlex.split("--" + (text.rpartition(" (or ")[0] or text)) if use else []:
         if not word.startswith("--"):
             break
         words.append(word)

@@ -18,5 +18,5 @@ export PYTHONPYCACHEPREFIX="$root/.cache/pycache"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-workers=${JAXTRAIN_TEST_WORKERS:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)}
+workers=${JAXTRAIN_TEST_WORKERS:-$(cores)}
 exec "$python" -m pytest -n "$workers" --dist=loadgroup --no-loadscope-reorder "$@"

@@ -137,7 +137,7 @@ def test_spikes_take_a_run_back(folder):
     assert (back["step"], back["rolled_back_from"], back["next_batch"]) == (27, 31, 31)
     assert "the last of 2 spikes in a row, " in back["why"]
     assert [name for name in os.listdir(workdir / "checkpoints") if ".broken-" in name] == ["30.broken-1"]
-    assert "set aside in " in done.err and "30 (the run went back to step 27) is now 30.broken-1" in done.err
+    assert "set aside in " in done.out and "30 (the run went back to step 27) is now 30.broken-1" in done.out
     assert runs.checkpoints(workdir)[-1] == 36 and [*runs.losses(workdir)] == list(range(1, 37))
 
 

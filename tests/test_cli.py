@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import types
 import pytest
 from support import ROOT
 
-from jaxtrain import __version__, cli
+from jaxtrain import __version__, cli, train
 from jaxtrain import config as cfg
 from jaxtrain.config import flags
 from jaxtrain.config.recipes import load_recipe
@@ -141,14 +142,23 @@ def test_other_flags():
             "argument 'main():' belongs to no flag: use --config.train.sample_prompt='def main():'",
         ),
         (["--prompt=a", "b", "c"], "argument 'b' belongs to no flag: use --prompt='a b c'"),
-        (["--greedy=true", "junk"], "argument 'junk' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
-        (["--greedy", "junk"], "argument 'junk' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
-        (["--greedy=true", "-x"], "argument '-x' belongs to no flag: use --flag=value, and quotes around a value with spaces"),
+        (
+            ["--greedy=true", "junk"],
+            "argument 'junk' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
+        ),
+        (
+            ["--greedy", "junk"],
+            "argument 'junk' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
+        ),
+        (
+            ["--greedy=true", "-x"],
+            "argument '-x' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
+        ),
         (["--greedy=maybe"], "--greedy='maybe' is not a boolean: use --greedy=true (or false)"),
         (["--temperature=hot"], "--temperature='hot' is not a number: use --temperature=1.0"),
         (["--temperature=nan"], "--temperature=nan must be at least 0: use --temperature=0.0"),
         (["--cpu_devices=-1"], "--cpu_devices=-1 must be at least 0: use --cpu_devices=0"),
-        (["--cpu_devices=1.5"], "--cpu_devices='1.5' is not an integer: use --cpu_devices=0"),
+        (["--cpu_devices=1.5"], "--cpu_devices='1.5' is not an integer: use --cpu_devices=2 --config.mesh.stage=1"),
         (["--coordinator=host", "--cpu_devices=4"], "--coordinator='host' is not host:port: use --coordinator=localhost:29500"),
         (
             ["--processes=2", "--cpu_devices=4"],
@@ -178,9 +188,33 @@ def test_wrong_flags(capsys, argv, message):
 
 
 @pytest.mark.parametrize(
+    ("argv", "use"),
+    [
+        (["--dry_run=x", "--replay=1"], "--dry_run=true --replay=0"),
+        (["--json", "--replay=2"], "--dry_run=true --replay=0"),
+        (["--json=x", "--config.train.steps=x"], "--json=true --dry_run=true --config.train.steps=100"),
+        (["--processes=9223372036854775808", "--cpu_devices=inf"], "--processes=1 --cpu_devices=0"),
+        (["--workdir=configs/tiny.py/x", "--process_id=1"], "--process_id=0 --workdir=configs/tiny.py_run"),
+        (["--config.mesh.model=3", "--workdir=s3://bucket/x"], "--workdir=runs/x --config.mesh.model=2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_train_suggests_works(argv, use):
+    """All that is wrong is said at once, of several flags in a circle, too."""
+    call = lambda *more: cli.parse(["--config=configs/tiny.py", *argv, *more], "usage: x", train.FLAGS, check=train.check_flags)
+    with pytest.raises(cli.FlagsError) as refused:
+        call()
+    suggested = str(refused.value).rpartition(": use ")[2]
+    assert suggested.replace(f"{os.getcwd()}/", "") == use
+    call(*shlex.split(suggested))
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         ["--config.mesh.stage=x", "--config.mesh.stage=4"],
+        ["--workdir", "--workdir=x"],
+        ["--config.mesh.stage", "--config.mesh.stage=4"],
         ["--cpu_devices=x", "--cpu_devices=8"],
         ["--config=none.py", "--config=configs/tiny.py"],
         ["--config.data.loss_mask=(", "--config.data.loss_mask="],

@@ -148,7 +148,8 @@ def check_module(module: str, arguments: list[str]) -> None:
     elif module == "jaxtrain.schedule":
         schedule_command.check_flags(cli.parse_flags(arguments, "", schedule_command.FLAGS))
     elif module == "jaxtrain.checkpoint":
-        checkpoint_command.parse(arguments)
+        command, flagged = checkpoint_command.command_of(arguments)
+        cli.checked_flags(flagged, "", checkpoint_command.FLAGS[command], lambda flags: flags, words=True)
     elif module == "jaxtrain.plan":
         if not set(arguments) & set(plan_command.COMMANDS):
             plan_command.check_flags(arguments)

@@ -19,8 +19,8 @@ from support import ROOT, small
 from support.damage import damage_numbers
 from support.plain_model import plain_model
 
+from jaxtrain import cli, generate
 from jaxtrain import config as configs
-from jaxtrain import generate
 from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.parameters import load_parameters
@@ -30,6 +30,10 @@ from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
+
+sys.path.append(str(ROOT / "scripts"))
+
+from fuzz_configs import suggested
 
 VOCABULARY = 61
 
@@ -195,10 +199,17 @@ def refused(capsys, call, *argv: str) -> str:
         (["--prompt=61"], "takes ids from 0 to 60 .* not '61'"),
         (["--prompt="], "the prompt is empty, .* use one id or more"),
         (["--prompt=1", "--tokens=5", "--model=3"], "--model=3 does not divide model.heads=8: use --model=2 .or 1, 4, 8."),
+        (["--prompt=1", "--tokens", "5", "--top_p=run", "--step=5", "--seed=inf"], "use --top_p=1.0 --seed=0 --step=3"),
+        (["--prompt=1", "--step=7", "--model", "-0.0", "--samples=x"], "use --model=1 --samples=1 --step=3 --tokens=39"),
+        (["--prompt=\udcff", "--samples=x"], "use --samples=1 .and data.tokenizer=none takes ids from 0 to 60"),
     ],
 )
 def test_what_the_checkpoint_refuses(run, here, capsys, argv, message):
-    assert re.search(message, refused(capsys, here, f"--workdir={run}", *argv))
+    """The real command says the same, and what it suggests works."""
+    line = refused(capsys, here, f"--workdir={run}", *argv)
+    assert re.search(message, line)
+    if (words := suggested(line)) and " (and " not in line:
+        assert cli.checked_flags([f"--workdir={run}", *argv, *words], "", generate.FLAGS, generate.check)
 
 
 def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
@@ -222,7 +233,7 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
     assert re.fullmatch(rf"passed over: 20 \({why}\), 30 \(state/d/\w+ is missing\), 40 \(an empty folder\)", passed), passed
     assert figures.startswith("step 12: ")
     for step, reason in ((3, "its meta has no 'config'"), (20, why), (30, r"state/d/\w+ is missing"), (40, "an empty folder")):
-        error = refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1", f"--step={step}")
+        error = refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1", "--tokens=2", f"--step={step}")
         assert re.search(rf"--step={step} is not whole: {reason} \(it has .*12.*\): use --step=12", error), error
     # Of arrays, damage is found when they are read: then the one before is taken.
     damage_numbers(folder / "12", "params.layers.mlp.up.weight/c/4")
@@ -277,7 +288,7 @@ def test_flags_are_checked_without_jax(tmp_path):
         "--top_p=0 must be above 0 and at most 1: use --top_p=0.9": ["--top_p=0"],
         "--temperature=-1 must be at least 0": ["--temperature=-1"],
         "--tokens=0 must be at least 1": ["--tokens=0"],
-        f"--seed={2**32 + 5} must be below 2**32: use --seed=5": [f"--seed={2**32 + 5}"],
+        f"--seed={2**32 + 5} must be at most {2**32 - 1}: use --seed=0": [f"--seed={2**32 + 5}"],
         "--cpu_devices=1 is less than --model=2": ["--cpu_devices=1", "--model=2"],
         "--top_q is an unknown flag: use --top_p": ["--top_q=1"],
     }
@@ -301,10 +312,8 @@ assert "jax" not in sys.modules
         assert line.startswith("error: ") and message in line
 
 
-def test_a_run_is_proposed(tmp_path, monkeypatch, capsys):
+def test_a_run_is_proposed(tmp_path, monkeypatch, capsys, here):
     monkeypatch.chdir(tmp_path)
     for name in ("tiny", "gpt2_124m"):
         pathlib.Path("runs", name, "checkpoints", "3").mkdir(parents=True)
-    assert "use the folder of a training run, such as --workdir=runs/gpt2_124m" in refused(
-        capsys, generate.find_checkpoint, "runs/gpt2", -1
-    )
+    assert "use the folder of a training run, such as --workdir=runs/gpt2_124m" in refused(capsys, here, "--workdir=runs/gpt2")

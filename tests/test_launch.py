@@ -81,11 +81,11 @@ def launch_program(tmp_path):
 
 
 def test_every_line_has_its_process_number(launch_program):
+    """And stays on its stream."""
     status, out, err = launch_program("print('a'); print('b', sys.argv[1:], file=sys.stderr)", "--x=1", "y z").end()
-    assert (status, err) == (0, [])
-    assert [line for line in out if line.startswith("[0] a")] and [line for line in out if line.startswith("[1] a")]
-    said = sorted(line for line in out if "b [" in line)
-    assert len(out) == 4 and len(said) == 2
+    assert (status, sorted(out)) == (0, ["[0] a", "[1] a"])
+    said = sorted(err)
+    assert len(said) == 2
     port = said[0].split("localhost:")[1].split("'")[0]
     for number, line in enumerate(said):
         flags = ["--x=1", "y z", f"--coordinator=localhost:{port}", "--processes=2", "--cpu_devices=3", f"--process_id={number}"]
@@ -136,27 +136,66 @@ time.sleep(1000)
     assert not alive(pids[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_passed_on_and_waited_for(launch_program, number):
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGHUP], [signal.SIGHUP, signal.SIGHUP, signal.SIGTERM]])
+def test_a_signal_is_passed_on_and_waited_for(launch_program, numbers):
+    """A terminal that closes may send more than one."""
     launched = launch_program(
         """
 def stop(received, frame):
     print("received", received)
-    time.sleep(0.3)
+    for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(n, signal.SIG_IGN)
+    time.sleep(0.5)
     print("saved")
     sys.exit(0)
-signal.signal(signal.SIGINT, stop)
-signal.signal(signal.SIGTERM, stop)
+for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(n, stop)
 open(f"ready{number}", "w").write("1")
 while True:
     time.sleep(0.01)
 """
     )
     launched.pids("ready0", "ready1")
-    os.kill(launched.process.pid, number)
+    for number in numbers:
+        os.kill(launched.process.pid, number)
+        time.sleep(0.1)
     status, out, err = launched.end()
     assert (status, err) == (0, [])
-    assert sorted(out) == sorted(f"[{n}] {word}" for n in (0, 1) for word in (f"received {int(number)}", "saved"))
+    assert sorted(out) == sorted(f"[{n}] {word}" for n in (0, 1) for word in (f"received {int(numbers[0])}", "saved"))
+
+
+def test_its_output_closes_and_its_processes_go_on(launch_program):
+    launched = launch_program(
+        """
+wait()
+print("begun")
+while not os.path.exists("closed"):
+    time.sleep(0.01)
+for line in range(10_000):
+    print("line", line)
+sys.exit(5 if number == "1" else 0)
+"""
+    )
+    assert launched.process.stdout.readline().endswith(" begun\n")
+    launched.process.stdout.close()
+    (launched.folder / "closed").touch()
+    err = launched.process.stderr.read().splitlines()
+    assert launched.process.wait(timeout=30) == 5
+    assert err[0].startswith("warning: standard output cannot be written (Broken pipe): this run goes on without its log")
+    assert err[1] == "process 1 failed with status 5; its last lines:" and err[-1] == "line 9999" and len(err) == 2 + launch.LAST_LINES
+    launched.process.stdout = None
+
+
+def test_nohup_is_kept(launch_program):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launched = launch_program("wait()\ntime.sleep(1)\nprint('done')")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    launched.pids("pid0", "pid1")
+    os.kill(launched.process.pid, signal.SIGHUP)
+    status, out, err = launched.end()
+    assert (status, sorted(out), err) == (0, ["[0] done", "[1] done"], [])
 
 
 def test_a_second_signal_kills(launch_program):
@@ -210,10 +249,21 @@ def test_no_orphan_of_a_process_that_ended_well(launch_program):
 
 
 def test_wrong_flags_start_nothing(capsys):
-    with pytest.raises(SystemExit) as ended:
-        launch.main(["--proceses=2", "--", "--x"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: --proceses is an unknown flag: use --processes=2\n"
+    for argv, says in (
+        (["--proceses=2", "--", "--x"], "--proceses is an unknown flag: use --processes=2 (in front of --)"),
+        (["--module=absent"], "--module='absent' is no Python module here: use --module=jaxtrain.train"),
+        (["--module=jaxtrain.shedule"], "--module='jaxtrain.shedule' is no Python module here: use --module=jaxtrain.schedule"),
+        (["--module=--help"], "--module='--help' is no Python module here: use --module=jaxtrain.train"),
+        ([f"--devices_per_process={2**63}"], f"--devices_per_process={2**63} must be at most 1024: use --devices_per_process=0"),
+        (
+            ["--processes=1000003", "--restarts=-1", "--module="],
+            "--processes=1000003 must be at most 1024: use --processes=2 --restarts=0 --module=jaxtrain.train",
+        ),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            launch.main(argv)
+        assert ended.value.code == 2
+        assert capsys.readouterr().err == f"error: {says}\n"
 
 
 def test_gpus_are_shared_out():

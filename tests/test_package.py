@@ -9,6 +9,8 @@ import sys
 import zipfile
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from support import ROOT
 
 from jaxtrain import __main__ as command
@@ -69,6 +71,41 @@ def run(installed: pathlib.Path, folder: pathlib.Path, *words: str, timeout: flo
     return done
 
 
+# --- requirements ----------------------------------------------------------------------------------------------------------------
+
+
+def pins(name: str) -> dict[str, Requirement]:
+    """The requirements of a file that are for this Python and machine, by the names of the packages."""
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(r.name): r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate()}
+
+
+def needs(name: str, extras: frozenset[str]) -> list[Requirement]:
+    """What an installed package needs by its metadata, with these extras of its own."""
+    listed = [Requirement(line) for line in importlib.metadata.requires(name) or []]
+    return [r for r in listed if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in ("", *extras))]
+
+
+def test_all_that_the_requirements_need_is_pinned():
+    """scripts/train.sh installs the lines of the two files, and looks for nothing that they need."""
+    direct, indirect = pins("requirements.txt"), pins("requirements-indirect.txt")
+    assert not direct.keys() & indirect.keys(), "each package stands in one of the files"
+    reached = {(name, frozenset(requirement.extras)) for name, requirement in direct.items()}
+    unread = list(reached)
+    while unread:
+        name, extras = unread.pop()
+        for need in needs(name, extras):
+            package, version = canonicalize_name(need.name), importlib.metadata.version(need.name)
+            assert package in direct | indirect, f"{name} needs {package}: add {package}=={version} to requirements-indirect.txt"
+            assert str((direct | indirect)[package].specifier) == f"=={version}", f"{package} {version} is installed, another one is pinned"
+            assert need.specifier.contains(version, prereleases=True), f"{name} needs {need}"
+            if (package, frozenset(need.extras)) not in reached:
+                reached.add((package, frozenset(need.extras)))
+                unread.append((package, frozenset(need.extras)))
+    unused = indirect.keys() - {package for package, _ in reached}
+    assert not unused, f"nothing needs {unused}: delete them from requirements-indirect.txt"
+
+
 # --- the wheel -------------------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +150,7 @@ def test_launch_starts_the_installed_package(installed, tmp_path):
     (tmp_path / "jaxtrain").mkdir()
     (tmp_path / "jaxtrain" / "__init__.py").write_text("raise SystemExit('the wrong package')")
     done = run(installed, tmp_path, "jaxtrain", "launch", "--processes=1", "--", "--config=gpt2_124m", "--config.mesh.model=5")
-    assert done.returncode == 2 and "[0] error: mesh.model=5 does not divide model.heads=12" in done.stdout, done
+    assert done.returncode == 2 and "[0] error: mesh.model=5 does not divide model.heads=12" in done.stderr, done
 
 
 def test_an_editable_install_has_the_checkout_s_recipes(checkout, tmp_path):

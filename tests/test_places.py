@@ -69,6 +69,10 @@ WORKDIRS = {
 }
 
 
+def test_a_workdir_that_is_no_text(here):
+    assert "holds bytes that are not UTF-8" in refused(config(), "a\udcff")
+
+
 @pytest.mark.parametrize("place", WORKDIRS, ids=lambda place: place[:20])
 def test_folders_that_cannot_be_written(here, place):
     """Also for root, whom access rights do not hold. A folder that is there is not proposed: it may be another run's."""

@@ -1,6 +1,6 @@
 """scripts/: the environment is made once, again when something changed or broke off, and flags pass through.
 
-With a stand-in for python3, which makes an environment whose python writes down what it is asked to do.
+With stand-ins for python3, which makes an environment whose python writes down what it is asked to do, and for uv.
 """
 
 import os
@@ -23,13 +23,22 @@ case "$*" in
         mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-c import pip") ;;
     *object_store.py*) echo "object_store.py ${{*:2}}" >>"$FAKE_LOG" ;;
-    "-m pip install --quiet "*)
-        if [[ $* == *--target* ]]; then mkdir -p "${{@:8:1}}"; fi
-        echo "pip ${{*:5}}" | sed "s|$FAKE_ROOT/||g" >>"$FAKE_LOG"
+    "-m pip install --quiet --disable-pip-version-check "*)
+        if [[ $* == *--target* ]]; then mkdir -p "${{@:9:1}}"; fi
+        echo "pip ${{*:6}}" | sed "s|$FAKE_ROOT/||g" >>"$FAKE_LOG"
         sleep "${{FAKE_SLOW:-0}}"
         exit "${{FAKE_PIP:-0}}" ;;
     "-m "*) printf '<%s>' "${{@:2}}" "$PWD" >>"$FAKE_LOG"; echo >>"$FAKE_LOG" ;;
     *) exec {sys.executable} "$@" ;;
+esac
+"""
+UV = """#!/usr/bin/env bash
+case "$*" in
+    --version) [[ -n $FAKE_UV ]] ;;
+    *)
+        echo "uv $*" | sed "s|$FAKE_ROOT/||g" >>"$FAKE_LOG"
+        [[ $FAKE_UV == works ]] || exit 1
+        if [[ $1 == venv ]]; then mkdir -p "${@: -1}/bin" && cp "$(command -v python3)" "${@: -1}/bin/python"; fi ;;
 esac
 """
 
@@ -43,10 +52,11 @@ def repository(tmp_path):
     shutil.copytree(ROOT / ".ci", root / ".ci")
     for name in REQUIREMENTS:
         shutil.copy(ROOT / name, root / name)
-    stand_in = tmp_path / "bin" / "python3"
-    stand_in.parent.mkdir()
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    for name, text in (("python3", STAND_IN), ("uv", UV)):
+        stand_in = tmp_path / "bin" / name
+        stand_in.write_text(text)
+        stand_in.chmod(0o755)
     return root
 
 
@@ -69,10 +79,26 @@ def run(root: pathlib.Path, script: str, *arguments: str, **environment: str) ->
     log.write_text("")
     process = start(root, script, *arguments, **environment)
     _, err = process.communicate(timeout=60)
-    return process.returncode, err, log.read_text().splitlines()
+    return process.returncode, err, steps(root, log.read_text().splitlines())
 
 
-INSTALL = "pip --disable-pip-version-check -r requirements.txt"
+def pinned(root: pathlib.Path) -> list[str]:
+    """The packages that training needs, as they are given to pip."""
+    lines = [line for name in ("requirements.txt", "requirements-indirect.txt") for line in (root / name).read_text().splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def steps(root: pathlib.Path, log: list[str]) -> list[str]:
+    """A log in which the several pips that install all pinned packages side by side are one line, PINNED."""
+    pips = [line for line in log if line.startswith("pip --no-compile --no-deps ") and "--target" not in line]
+    packages = sorted(package for package in pinned(root) for line in pips if f" {package} " in f"{line} ")
+    if not pips or packages != sorted(pinned(root)):
+        return log
+    return [PINNED if line == pips[0] else line for line in log if line not in pips[1:]]
+
+
+PINNED = "pip for all pinned packages"
+INSTALL = "pip --no-compile -r requirements.txt"
 
 
 def trained(root: pathlib.Path, *arguments: str) -> str:
@@ -82,7 +108,7 @@ def trained(root: pathlib.Path, *arguments: str) -> str:
 def test_install_once_and_pass_flags_through(repository):
     status, err, log = run(repository, "scripts/train.sh", "--config.train.sample_prompt=a b")
     assert status == 0, err
-    assert log == ["venv", INSTALL, trained(repository, "--config.train.sample_prompt=a b")]
+    assert log == ["venv", PINNED, trained(repository, "--config.train.sample_prompt=a b")]
     status, err, log = run(repository, "scripts/train.sh")
     assert (status, err, log) == (0, "", [trained(repository)])
 
@@ -91,28 +117,46 @@ def test_install_once_and_pass_flags_through(repository):
     "change",
     [
         lambda root: (root / "requirements.txt").write_text("jax==1\n"),
+        lambda root: (root / "requirements-indirect.txt").write_text("numpy==1\n"),
         lambda root: shutil.rmtree(root / ".venv"),
         lambda root: (root / ".venv" / "bin" / "python").unlink(),
     ],
-    ids=["requirements", "no environment", "broken environment"],
+    ids=["requirements", "indirect requirements", "no environment", "broken environment"],
 )
 def test_install_again_after_a_change(repository, change):
     run(repository, "scripts/train.sh")
     change(repository)
-    assert INSTALL in run(repository, "scripts/train.sh")[2]
+    assert PINNED in run(repository, "scripts/train.sh")[2]
     assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
+
+
+def test_uv_is_used_where_it_works(repository):
+    status, err, log = run(repository, "scripts/train.sh", FAKE_UV="works")
+    install = "uv pip install --quiet --python .venv/bin/python"
+    assert status == 0, err
+    assert log[0].startswith("uv venv --quiet --seed --python /") and log[0].endswith("bin/python3 .venv")
+    assert log[1:] == [f"{install} -r requirements.txt -r requirements-indirect.txt", trained(repository)]
+    status, err, log = run(repository, "scripts/test.sh", "--full", FAKE_UV="works")
+    assert log[0] == f"{install} -r requirements.txt -r requirements-dev.txt"
+    assert log[1] == f"{install} --no-deps --target .venv-compilers -r requirements-compilers.txt"
+
+
+def test_pip_goes_on_where_uv_cannot(repository):
+    status, err, log = run(repository, "scripts/train.sh", FAKE_UV="fails")
+    assert status == 0 and err.count("uv could not: trying pip\n") == 2
+    assert [line for line in log if not line.startswith("uv ")] == ["venv", PINNED, trained(repository)]
 
 
 def test_another_python_makes_another_environment(repository):
     run(repository, "scripts/train.sh")
-    assert run(repository, "scripts/train.sh", FAKE_VERSION="3.13")[2][:2] == ["venv", INSTALL]
+    assert run(repository, "scripts/train.sh", FAKE_VERSION="3.13")[2][:2] == ["venv", PINNED]
 
 
 def test_an_install_that_broke_off_is_made_anew(repository):
     status, err, log = run(repository, "scripts/train.sh", FAKE_PIP="1")
     assert status == 2 and err.splitlines()[-1].startswith("error: pip could not install")
-    assert log == ["venv", INSTALL]
-    assert run(repository, "scripts/train.sh")[2] == ["venv", INSTALL, trained(repository)]
+    assert log == ["venv", PINNED]
+    assert run(repository, "scripts/train.sh")[2] == ["venv", PINNED, trained(repository)]
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="calls wait for each other by flock")
@@ -121,11 +165,12 @@ def test_two_calls_at_a_time_install_once(repository):
     calls = [start(repository, "scripts/train.sh", FAKE_SLOW="0.5") for _ in range(2)]
     assert [call.wait(timeout=60) for call in calls] == [0, 0]
     [call.communicate() for call in calls]
-    assert sorted(log.read_text().splitlines()) == sorted(["venv", INSTALL, trained(repository), trained(repository)])
+    lines = steps(repository, log.read_text().splitlines())
+    assert sorted(lines) == sorted(["venv", PINNED, trained(repository), trained(repository)])
 
 
 def test_an_accelerator_s_extras_are_remembered(repository):
-    assert run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda13")[2][1] == f"{INSTALL} -r requirements-cuda13.txt"
+    assert run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda13")[2][2] == f"{INSTALL} -r requirements-cuda13.txt"
     assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
     status, err, log = run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda")
     assert (status, log) == (2, []) and err.startswith("error: JAXTRAIN_EXTRAS=cuda is not known: use JAXTRAIN_EXTRAS=cuda13 or ")
@@ -150,7 +195,7 @@ def test_tests(repository, script):
 def test_the_long_tests_have_their_compilers_and_store(repository):
     """In folders of their own, once, and again after a change."""
     run(repository, "scripts/train.sh")
-    compilers = "pip --disable-pip-version-check --no-deps --target .venv-compilers -r requirements-compilers.txt"
+    compilers = "pip --no-compile --no-deps --target .venv-compilers -r requirements-compilers.txt"
     _, _, log = run(repository, "scripts/test.sh", "--full", "--part=2/4", JAXTRAIN_TEST_WORKERS="1")
     assert (
         log[1] == compilers

@@ -5,6 +5,7 @@ What DIR is, subject.py says.
 
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import os
@@ -26,8 +27,9 @@ from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, Stranger, c
 from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
 from jaxtrain.config import Config, ConfigError, fields, flag_text, get, one_line
-from jaxtrain.config.flags import Flag
-from jaxtrain.run import terminal
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import Flag, read_flags
+from jaxtrain.run import streams, terminal
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.run_lock import RunLock
 
@@ -66,9 +68,8 @@ DELETION_S = 1.0  # seconds in which the deletion of a step comes further
 
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0; 2 for what cannot work, with one line on stderr; 74 where `verify` finds damage, or a place cannot be read."""
-    command, names, flags = parse(argv)
     try:
-        subjects = list(map(subject.find, names))
+        command, subjects, flags = parse(argv)
         with steps.read_errors(" or ".join(str(each.step or each.directory) for each in subjects)):
             return _COMMANDS[command](subjects, flags)
     except RunError as error:
@@ -76,23 +77,40 @@ def main(argv: Sequence[str]) -> int:
         return error.status
 
 
-def parse(argv: Sequence[str]) -> tuple[str, list[str], types.SimpleNamespace]:
-    """The command, the names of the folders that it is about, and its flags; ends with status 2 for what is none."""
-    words = [word for word in argv if not word.startswith("-")]
-    command = words[0] if words else ""
-    flagged = [word for word in argv if word.startswith("-")]
+def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespace]:
+    """The command, what it is about, and its flags; ends with status 2 for what is none. Raises RunError for a place that is none."""
+    command, flagged = command_of(argv)
     if command not in FLAGS:
-        if not argv or "--help" in argv or "-h" in argv or "--version" in argv:
+        if flagged in ([], ["--help"], ["-h"], ["--version"]):
             cli.parse_flags(flagged or ["--help"], DESCRIPTION, ())
         commands = ", ".join(FLAGS)
         cli.fail(f"{command or argv[0]!r} is no command of jaxtrain checkpoint: use one of {commands}, such as jaxtrain checkpoint ls DIR")
-    flags = cli.parse_flags(flagged, DESCRIPTION, FLAGS[command])
+    return command, *cli.checked_flags(flagged, DESCRIPTION, FLAGS[command], functools.partial(_checked, command), words=True)
+
+
+def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """The first word that belongs to no flag of any command, "" if there is none, and the other words."""
+    asked = [word for word in argv if word in ("--help", "-h", "--version")]
+    every = {flag.name: flag for flags in FLAGS.values() for flag in flags}
+    words = read_flags([word for word in argv if word not in asked], "", list(every.values()), with_config=False, with_words=True).words
+    if not words:
+        return "", list(argv)
+    return words[0], [word for at, word in enumerate(argv) if at != list(argv).index(words[0])]
+
+
+def _checked(command: str, flags: types.SimpleNamespace) -> tuple[list[Subject], types.SimpleNamespace]:
+    """What a command is about, and its flags. Raises UsageError, or RunError for a place that is none."""
     wanted = 2 if command == "diff" else 1
-    if len(words) - 1 != wanted:
+    if len(flags.words) != wanted:
         what = "two steps or runs" if wanted == 2 else "one folder"
         use = f"jaxtrain checkpoint {command} {'A B' if wanted == 2 else 'DIR'}"
-        cli.fail(f"{command} is about {what}, not {len(words) - 1}: use {use}")
-    return command, words[1:], flags
+        raise UsageError(f"{command} is about {what}, not {len(flags.words)}", advice=use)
+    subjects = list(map(subject.find, flags.words))
+    if command == "prune":
+        _check_prune(subjects[0], flags)
+    elif getattr(flags, "step", -1) >= 0:
+        _step_of(subjects[0], flags.step)
+    return subjects, flags
 
 
 # --- ls and verify -----------------------------------------------------------------------------------------------------------------
@@ -193,16 +211,12 @@ def _was_deleted(folder: epath.Path, had_manifest: bool) -> bool:
 
 def _progress(step: str) -> Callable[[int, int], None]:
     """Shows on a terminal how much of a step is read."""
-
-    def show(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            terminal.draw(sys.stderr, f"{step}: {in_units(done)} of {in_units(total)}")
-
-    return show
+    line = terminal.Line(sys.stderr)
+    return lambda done, total: line.draw(f"{step}: {in_units(done)} of {in_units(total)}")
 
 
 def _clear_progress() -> None:
-    if sys.stderr.isatty():
+    if terminal.redraws(sys.stderr):
         terminal.clear(sys.stderr)
 
 
@@ -227,7 +241,7 @@ def _step_of(of: Subject, step: int = -1) -> epath.Path:
 def _no_such_step(place: str, present: Sequence[int], step: int) -> NoReturn:
     nearest = min(present, key=lambda other: abs(other - step), default=-1)
     words = f" (it has {', '.join(map(str, present))})" if present else ""
-    cli.fail(f"--step={step} is no checkpoint of {place}{words}: use --step={nearest}")
+    raise UsageError(f"--step={step} is no checkpoint of {place}{words}", {"step": nearest})
 
 
 def _opened(folder: epath.Path) -> StoredStep:
@@ -322,14 +336,22 @@ def doomed(of: Subject, flags: types.SimpleNamespace) -> dict[epath.Path, str]:
     return found
 
 
-def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
-    (of,) = subjects
+def _check_prune(of: Subject, flags: types.SimpleNamespace) -> None:
+    """Raises UsageError where `prune` has nothing to go by."""
     if of.step:
         given = [flag_text(f.name, getattr(flags, f.name)) for f in FLAGS["prune"] if getattr(flags, f.name) != f.default]
         words = " ".join([shlex.quote(str(of.directory)), *(given or ["--keep=3"])])
-        cli.fail(f"prune is about all steps of a run, and {str(of.step)!r} is one of them: use jaxtrain checkpoint prune {words}")
+        rule = f"prune is about all steps of a run, and {str(of.step)!r} is one of them"
+        raise UsageError(rule, advice=f"jaxtrain checkpoint prune {words}")
     if not (flags.keep or flags.broken or flags.unfinished):
-        cli.fail("prune without a policy deletes nothing: use --keep=3 (and --keep_every, --keep_best), --broken=true or --unfinished=true")
+        rule = "prune without a policy deletes nothing"
+        raise UsageError(
+            rule, {"keep": 3}, text=f"{rule}: use --keep=3 (and --keep_every, --keep_best), --broken=true or --unfinished=true"
+        )
+
+
+def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
+    (of,) = subjects
     directory = of.directory
     run = directory.parent if directory.name == "checkpoints" else directory
     lock = RunLock(run) if flags.yes and not scheme_of(run) else None  # a store has no locks
@@ -390,4 +412,4 @@ _COMMANDS: Mapping[str, Callable[[list[Subject], types.SimpleNamespace], int]] =
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_quietly(main, sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -175,7 +175,7 @@ class LocalCheckpointer:
                 unfinished.unlink(missing_ok=True)
             if not self._failed:  # once for as long as it lasts
                 size = sum(array.nbytes for _, array in numbers)
-                self._say(f"the local checkpoint of step {step} was not written ({error.strerror}; {size:,} bytes in {self._folder})")
+                self._say(f"warning: local checkpoint {step} is not written ({error.strerror}; {size:,} bytes in {self._folder})")
             self._failed = True
         else:
             self._saved.append(step)

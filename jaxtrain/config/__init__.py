@@ -1,6 +1,6 @@
 """The settings of a run, and what is known of them without a device. A recipe imports `Config` and its groups from here."""
 
-from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, flag_text, one_line, suggestion, value_text
+from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, flag_text, one_line, shown, suggestion, value_text
 from jaxtrain.config.paths import (
     closest,
     convert,
@@ -11,6 +11,7 @@ from jaxtrain.config.paths import (
     item_type,
     kind_name,
     meant,
+    number,
     plain_type,
     replace,
     retyped,
@@ -62,11 +63,13 @@ __all__ = [
     "item_type",
     "kind_name",
     "meant",
+    "number",
     "one_line",
     "plain_type",
     "replace",
     "retyped",
     "setting",
+    "shown",
     "suggestion",
     "to_dict",
     "unknown_field",

@@ -41,6 +41,12 @@ def fault(place: str) -> Fault | None:
     return None if bucket and key else Fault("is no folder in a bucket", _in_stores(rest, lower))
 
 
+def not_utf8(place: str) -> Fault | None:
+    """What is wrong with a folder of checkpoints whose name is no UTF-8 (or, in a locale of fewer characters, cannot be read as such)."""
+    clean = re.sub("[\ud800-\udfff]", "_", place)
+    return None if clean == place else Fault("holds bytes that are not UTF-8, and no array is stored under such a name", (clean,))
+
+
 def missing_package(place: str) -> Fault | None:
     """What is wrong with an address in a store whose package is not installed; None for another place."""
     scheme = place.partition("://")[0] if is_address(place) else ""

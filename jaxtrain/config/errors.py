@@ -19,7 +19,31 @@ class ConfigError(ValueError):
         self.field, self.value, self.rule, self.fixes = field, value, rule, tuple(fixes)
         self.nearest = nearest or (suggestion(self.fixes[0]) if self.fixes else "")
         use = f": use {self.nearest}" if self.nearest else ""
-        super().__init__(one_line(f"{field}={_shown(value)} {' '.join(rule.split())}{use}"))
+        super().__init__(one_line(f"{field}={shown(value)} {' '.join(rule.split())}{use}"))
+
+
+class UsageError(ValueError):
+    """A command line that cannot work; the text is one line, what is wrong and what to use instead.
+
+    fixes: flags ("stages", or "config." and a setting's path) and the values after which this is right; others: further values of the
+    first of them; setting: the path of a setting that an unknown flag was meant for, if it was; advice: words after these, or in their
+    place where no flag mends it; text: all of it, where that is known.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        fixes: Mapping[str, Any] | None = None,
+        others: Sequence[Any] = (),
+        setting: str = "",
+        advice: str = "",
+        text: str = "",
+    ):
+        self.rule, self.fixes, self.setting, self.advice = rule, dict(fixes or {}), setting, advice
+        flags = " ".join(flag_text(name, value) for name, value in self.fixes.items())
+        alternatives = f" (or {', '.join(map(value_text, others))})" if others else ""
+        use = " ".join(filter(None, [flags + alternatives, advice]))
+        super().__init__(text or rule + (f": use {use}" if use else ""))
 
 
 def one_line(text: str) -> str:
@@ -49,7 +73,7 @@ def value_text(value: Any) -> str:
     return ",".join(map(str, value)) if plain else repr(value)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value in one short piece of a line."""
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "…"

@@ -8,9 +8,11 @@ What is wrong is collected, not raised, for the error's last words are flags tha
 import ast
 import dataclasses
 import difflib
+import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from absl import flags as absl_flags
 from ml_collections import ConfigDict, config_flags
@@ -18,25 +20,37 @@ from ml_collections import ConfigDict, config_flags
 from jaxtrain import __version__
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.config.recipes import DEFAULT_RECIPE
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
 
 TRUE, FALSE = ("true", "1", "yes"), ("false", "0", "no")
+SETTING = "config."  # what the name of a setting's flag begins with
+WRITTEN = "two dashes before a NAME=VALUE, and quotes around a value with spaces"
+MOST_MENDED = 32  # errors of one command line
+MOST_SHOWN = 200  # characters of a flag's name
+MOST_CPU_DEVICES = 1024  # each has threads and buffers of its own
+MOST_PROCESSES = 2**20  # more than any cluster has
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A command's own flag, `--name=value`; its type is its default's (bool, int, float or str)."""
+    """A command's own flag, `--name=value`; its type is its default's (bool, int, float or str).
+
+    The bounds are those of other values than the default, which may be given whatever they are (0 for "not said", say).
+    """
 
     name: str
     default: bool | int | float | str
     doc: str
     at_least: float | None = None
+    at_most: int | None = None
 
 
 CLUSTER_FLAGS = (
-    Flag("cpu_devices", 0, "simulate this many CPU devices in each process; 0: the platform's own devices", at_least=0),
+    Flag("cpu_devices", 0, "simulate this many CPU devices in each process; 0: the platform's own devices", 0, MOST_CPU_DEVICES),
     Flag("coordinator", "", "host:port of process 0, for a run of several processes that no cluster manager describes"),
-    Flag("processes", 1, "number of processes, with --coordinator", at_least=1),
+    Flag("processes", 1, "number of processes, with --coordinator", 1, MOST_PROCESSES),
     Flag("process_id", 0, "number of this process, with --coordinator", at_least=0),
 )
 SHARED_FLAGS = (
@@ -46,35 +60,40 @@ SHARED_FLAGS = (
 )
 
 
-class UsageError(ValueError):
-    """Flags that cannot be understood; the text is one line, what is wrong and what to use instead.
-
-    fixes: command flags and their values to use; others: further values of the first of them; setting: the path of a config's setting
-    that an unknown flag was meant for, if it was; advice: where nothing of these is.
-    """
-
-    def __init__(self, rule: str, fixes: Mapping[str, Any] | None = None, others: Sequence[Any] = (), setting: str = "", advice: str = ""):
-        self.rule, self.fixes, self.others, self.setting, self.advice = rule, dict(fixes or {}), tuple(others), setting, advice
-        flags = " ".join(cfg.flag_text(name, value) for name, value in self.fixes.items())
-        alternatives = f" (or {', '.join(map(cfg.value_text, others))})" if others else ""
-        use = flags + alternatives or advice
-        super().__init__(rule + (f": use {use}" if use else ""))
-
-
 @dataclasses.dataclass
 class Reading:
-    """A command line: flag → value, (setting's path, text) in order, and what is wrong; there the fixes are taken for what was meant."""
+    """A command line: flag → value, (setting's path, text) in order, words that are no flags, and what is wrong; there the fixes are taken
+    for what was meant."""
 
     values: dict[str, Any]
     overrides: list[tuple[str, str]]
+    words: list[str]
     errors: list[UsageError]
+
+    @property
+    def namespace(self) -> types.SimpleNamespace:
+        """The flags' values as attributes, `words`, and `refused`: whether the command ends with an error whatever else is found, so that
+        a check need not do what takes long."""
+        return types.SimpleNamespace(**self.values, words=self.words, refused=bool(self.errors))
+
+    def use(self, fixes: Mapping[str, Any]) -> None:
+        """Takes these flags into the command line, behind the others."""
+        for name, value in fixes.items():
+            if name.startswith(SETTING):
+                self.overrides.append((name.removeprefix(SETTING), cfg.value_text(value)))
+            else:
+                self.values[name] = value
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------------------
 
 
-def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], with_config: bool) -> Reading:
-    """What a command line says, with all errors in it; of a flag given twice the last counts. `--help` ends the process."""
+def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], with_config: bool, with_words: bool = False) -> Reading:
+    """What a command line says, with all errors in it. `--help` ends the process.
+
+    Of a flag given twice the last counts, also where an earlier one is wrong. with_words: whether words that are no flags belong to the
+    command (folders, say); they may stand before, between and after the flags.
+    """
     if "--help" in argv or "-h" in argv:
         print(help_text(description, flags, with_config))
         sys.exit(0)
@@ -82,34 +101,43 @@ def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], wit
         print(f"jaxtrain {__version__}")
         sys.exit(0)
     known = {flag.name: flag for flag in flags}
-    reading = Reading({flag.name: flag.default for flag in flags}, [], [])
-    texts: dict[str, str] = {}
+    reading = Reading({flag.name: flag.default for flag in flags}, [], [], [])
+    texts: dict[str, Any] = {}  # a value in the place of a text: what was meant by an unknown flag
+    missing: dict[str, UsageError] = {}  # flags without a value, if none comes later
     rest, before = list(argv), ""
     while rest:
         token = rest.pop(0)
-        if not token.startswith("--") or token == "--":
+        if not token.startswith("-") and with_words:
+            reading.words.append(token)
+            continue
+        if not token.startswith("--") or token in ("--", "--="):
             continued = texts if before in known and before != "config" and isinstance(known[before].default, str) else {}
             reading.errors.append(_stray(token, before, continued, reading, with_config))
+            if token.startswith("-"):
+                _taken(rest)
             continue
         before, equals, text = token[2:].partition("=")
         name = before
-        if name not in known and not (with_config and name.removeprefix("config.") in cfg.fields() and name.startswith("config.")):
+        if not _is_known(name, known, with_config):
             error = _unknown(name, text if equals else _taken(rest), known, with_config)
             reading.errors.append(error)
             texts |= error.fixes
             if error.setting and equals and not error.advice:
                 reading.overrides.append((error.setting, text))
             continue
+        missing.pop(name, None)
         try:
             if not equals:
                 text = _next_value(name, rest, _default_of(name, known))
         except UsageError as error:
-            reading.errors.append(error)
+            missing[name] = error
+            texts.pop(name, None)
             continue
         if name in known:
             texts[name] = text
         else:
-            reading.overrides.append((name.removeprefix("config."), text))
+            reading.overrides.append((name.removeprefix(SETTING), text))
+    reading.errors += missing.values()
     for name, text in texts.items():
         try:
             reading.values[name] = _flag_value(known[name], text) if isinstance(text, str) else text
@@ -119,8 +147,12 @@ def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], wit
     return reading
 
 
+def _is_known(name: str, known: Mapping[str, Flag], with_config: bool) -> bool:
+    return name in known or (with_config and name.startswith(SETTING) and name.removeprefix(SETTING) in cfg.fields())
+
+
 def _default_of(name: str, known: Mapping[str, Flag]) -> Any:
-    return known[name].default if name in known else cfg.fields()[name.removeprefix("config.")].default
+    return known[name].default if name in known else cfg.fields()[name.removeprefix(SETTING)].default
 
 
 def _taken(rest: list[str]) -> str:
@@ -133,40 +165,57 @@ def _next_value(name: str, rest: list[str], default: Any) -> str:
     if isinstance(default, bool) and (not rest or rest[0].lower() not in TRUE + FALSE):
         return "true"
     if not rest or rest[0].startswith("--"):
-        setting = name.removeprefix("config.") if name.startswith("config.") else ""
+        setting = name.removeprefix(SETTING) if name.startswith(SETTING) else ""
         raise UsageError(f"--{name} has no value", {} if setting else {name: default}, setting=setting)
     return rest.pop(0)
 
 
 def _flag_value(flag: Flag, text: str) -> Any:
-    """A flag's text as its type."""
-    kind = type(flag.default)
+    """A flag's text as its type, within its bounds; its default is always a value that may be given."""
+    kind: Any = type(flag.default)
     if kind is bool:
         if text.lower() in TRUE + FALSE:
             return text.lower() in TRUE
-        raise UsageError(f"--{flag.name}={text!r} is not a boolean", {flag.name: True}, [False])
+        raise UsageError(f"--{flag.name}={cfg.shown(text)} is not a boolean", {flag.name: True}, [False])
     try:
         value = kind(text)
     except ValueError:
-        raise UsageError(f"--{flag.name}={text!r} is not {cfg.kind_name(kind)}", {flag.name: flag.default}) from None
+        raise UsageError(f"--{flag.name}={cfg.shown(text)} is not {cfg.kind_name(kind)}", {flag.name: _nearest(flag, text)}) from None
+    if value == flag.default:
+        return value
     if flag.at_least is not None and not float(value) >= flag.at_least:
         raise UsageError(f"--{flag.name}={text} must be at least {flag.at_least}", {flag.name: kind(flag.at_least)})
+    if kind is float and not math.isfinite(value):
+        raise UsageError(f"--{flag.name}={text} is not a finite number", {flag.name: flag.default})
+    if flag.at_most is not None and value > flag.at_most:  # nobody means the bound
+        raise UsageError(f"--{flag.name}={text} must be at most {flag.at_most}", {flag.name: flag.default})
     return value
+
+
+def _nearest(flag: Flag, text: str) -> Any:
+    """The value of the flag's type that is nearest to a text which is none, within its bounds: 20 for 19.8; its default without any."""
+    number = cfg.number(text) if isinstance(flag.default, int) else None
+    if number is None or abs(number) > cfg.LARGEST_INT or (flag.at_most is not None and number > flag.at_most):
+        return flag.default
+    return max(round(number), int(flag.at_least or 0))
 
 
 def _unknown(name: str, text: str, known: Mapping[str, Flag], with_config: bool) -> UsageError:
     """The error for a flag that does not exist; `--stage` and `--mesh.stage` mean `--config.mesh.stage`."""
-    if with_config and name.startswith("config."):
-        path = name.removeprefix("config.")
+    if name in ("help", "version"):
+        return UsageError(f"--{name}={cfg.shown(text)} is a flag without a value", advice=f"--{name}")
+    if with_config and name.startswith(SETTING):
+        path = name.removeprefix(SETTING)
         if path in {p.split(".")[0] for p in cfg.fields()}:
             first = next(p for p in cfg.fields() if p.startswith(path + "."))
             return UsageError(f"{path}={text!r} is a group of settings, such as {first}", setting=first, advice=f"--config.{first}")
         return UsageError(f"{path}={text!r} is an unknown setting", setting=cfg.meant(path))
-    rule, paths = f"--{name} is an unknown flag", list(cfg.fields()) if with_config else []
+    rule, paths = f"--{name[:MOST_SHOWN]} is an unknown flag", list(cfg.fields()) if with_config else []
+    name = name.lstrip("-").replace("-", "_")
     meant = [p for p in paths if name == p or p.endswith("." + name)]
-    like = difflib.get_close_matches(name, [*known, *(f"config.{p}" for p in paths)], n=1)
+    like = difflib.get_close_matches(name, [*known, *(SETTING + p for p in paths)], n=1)
     if meant or (like and like[0] not in known):
-        return UsageError(rule, setting=meant[0] if meant else like[0].removeprefix("config."))
+        return UsageError(rule, setting=meant[0] if meant else like[0].removeprefix(SETTING))
     if not like:
         return UsageError(rule, advice="--help, which lists all flags")
     flag = known[like[0]]
@@ -182,19 +231,21 @@ def _stray(token: str, before: str, texts: dict[str, str], reading: Reading, wit
     before: the name of the flag before it; texts: of the flags whose value it may belong to.
     """
     name, equals, text = token.removeprefix("-").partition("=")
-    path, last = name.removeprefix("config."), before.removeprefix("config.")
-    rule = f"argument {token!r} belongs to no flag"
+    path, last = name.removeprefix(SETTING), before.removeprefix(SETTING)
+    rule = f"argument {cfg.shown(token)} belongs to no flag"
     if with_config and equals and path in cfg.fields():
         reading.overrides.append((path, text))
         return UsageError(rule, setting=path)
-    if with_config and before.startswith("config.") and last in cfg.fields() and cfg.fields()[last].type is str:
+    if token.startswith("-"):
+        return UsageError(rule, advice=WRITTEN)
+    if with_config and before.startswith(SETTING) and last in cfg.fields() and cfg.fields()[last].type is str:
         so_far = next((text for path, text in reversed(reading.overrides) if path == last), "")
         reading.overrides.append((last, f"{so_far} {token}".strip()))
         return UsageError(rule, setting=last)
-    if before in texts:
+    if isinstance(texts.get(before), str):
         texts[before] = f"{texts[before]} {token}"
         return UsageError(rule, {before: texts[before]})
-    return UsageError(rule, advice="--flag=value, and quotes around a value with spaces")
+    return UsageError(rule, advice=WRITTEN)
 
 
 # --- overrides -------------------------------------------------------------------------------------------------------------------
@@ -227,6 +278,62 @@ def _tuple_text(text: str, item: type) -> str:
         value = ast.literal_eval(text)
         return repr((value,) if isinstance(value, item) else value)
     return repr(tuple(item(name.strip()) for name in text.split(",") if name.strip()))
+
+
+# --- all that is wrong, in one line ----------------------------------------------------------------------------------------------
+
+
+def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
+    """What `check` makes of a command line. recipe: instead of the one that --config names.
+
+    Where the command line is wrong, or the check refuses it, what the error has to put it right is taken into the command line, which is
+    then checked again, until it passes: so a suggestion works, and has all that is wrong. Raises UsageError with the first error, these
+    flags, and after them what no flag mends.
+    """
+    errors = reading.errors
+    for _ in range(MOST_MENDED):
+        try:
+            found = check(reading)
+        except (UsageError, cfg.ConfigError) as error:
+            fixes = {name: value for error in errors for name, value in error.fixes.items()}
+            errors.append(error if isinstance(error, UsageError) else _usage_error(error))
+            if errors[-1].fixes.items() <= fixes.items():
+                errors[-1] = UsageError(errors[-1].rule) if errors[-1].fixes else errors[-1]  # they do not help
+                raise UsageError(_all_together(errors, reading, recipe)) from None
+            reading.use(errors[-1].fixes)
+            continue
+        if not errors:
+            return found
+        raise UsageError(_all_together(errors, reading, recipe))
+    raise UsageError(errors[0].rule)  # one undoes another
+
+
+def _usage_error(error: cfg.ConfigError) -> UsageError:
+    """A config's error, which is about settings, as one about their flags."""
+    fixes = {SETTING + path: value for path, value in error.fixes[0].items()} if error.fixes else {}
+    return UsageError(str(error).rpartition(": use ")[0] or str(error), fixes, text=str(error))
+
+
+def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config | None) -> str:
+    """The first error that flags mend, with the flags that mend all of these, and then what they do not mend."""
+    if len(errors) == 1 and not errors[0].setting:
+        return str(errors[0])
+    flags = {name: value for error in errors for name, value in error.fixes.items()}
+    meant = {SETTING + error.setting: value for error in errors if error.setting for value in _in_the_end(error.setting, reading, recipe)}
+    flags = {name: flags[name] for name in flags if not name.startswith(SETTING)} | meant | flags
+    use = " ".join(cfg.flag_text(name, value) for name, value in flags.items())
+    mended = [error for error in errors if error.fixes or error.setting]
+    others = [str(error) for error in errors if error not in mended]
+    first = f"{mended[0].rule}: use {use}" if use else others.pop(0)
+    return first + (f" (and {'; '.join(others)})" if others else "")
+
+
+def _in_the_end(path: str, reading: Reading, recipe: Config | None) -> list[Any]:
+    """The value that a setting has after all flags; none where there is no recipe."""
+    try:
+        return [cfg.get(apply(recipe or load_recipe(find_recipe(reading.values["config"])), reading.overrides), path)]
+    except RecipeError:
+        return []
 
 
 # --- help ------------------------------------------------------------------------------------------------------------------------

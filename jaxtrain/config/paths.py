@@ -97,10 +97,10 @@ def retyped(path: str, value: Any, otherwise: Any = None) -> Any:
         names = tuple(filter(None, (part.strip(TUPLE_MARKS + " ") for part in value.split(","))))
         return names or default
     if item and isinstance(value, str):
-        numbers = [_number(part) for part in value.strip("()[] ,").split(",")]
+        numbers = [number(part) for part in value.strip("()[] ,").split(",")]
         return tuple(item(n) for n in numbers if n is not None) if None not in numbers else default
     if isinstance(value, str) and field.type in (int, float):
-        value = _number(value)
+        value = number(value)
     if field.type is int and isinstance(value, float) and abs(value) <= LARGEST_INT:
         return round(value)
     if field.type is float and isinstance(value, float):
@@ -112,7 +112,7 @@ def retyped(path: str, value: Any, otherwise: Any = None) -> Any:
     return default
 
 
-def _number(text: str) -> float | None:
+def number(text: str) -> float | None:
     """The finite number that a text is; None for any other."""
     try:
         number = float(text)

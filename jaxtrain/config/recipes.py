@@ -16,7 +16,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.config import Config, flag_text
+from jaxtrain.config import Config
+from jaxtrain.config.errors import UsageError
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # The shipped recipes lie inside an installed package (pyproject.toml), and beside it in a checkout.
@@ -24,16 +25,14 @@ SHIPPED = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.par
 DEFAULT_RECIPE = "tiny"
 
 
-class RecipeError(ValueError):
+class RecipeError(UsageError):
     """A recipe that is not there or cannot be read; the text is one line.
 
     rule: what is wrong; nearest: what `--config` works instead, or "", where `advice` says what to do; others: names to choose from.
     """
 
     def __init__(self, rule: str, nearest: str = DEFAULT_RECIPE, others: Sequence[str] = (), advice: str = ""):
-        self.rule, self.nearest, self.others, self.advice = rule, nearest, tuple(others), advice
-        alternatives = f" (or {', '.join(others)})" if others else ""
-        super().__init__(f"{rule}: use " + (flag_text("config", nearest) + alternatives if nearest else advice))
+        super().__init__(rule, {"config": nearest} if nearest else {}, others, advice=advice)
 
 
 def shipped_recipes() -> dict[str, pathlib.Path]:

@@ -308,7 +308,7 @@ def _spikes_take_a_run_back(c: Config) -> Broken | None:
 
 
 def _directory_is_a_folder_or_a_store(c: Config) -> Broken | None:
-    if wrong := addresses.fault(c.checkpoint.directory):
+    if wrong := addresses.fault(c.checkpoint.directory) or addresses.not_utf8(c.checkpoint.directory):
         return Broken("checkpoint.directory", wrong.rule, values_for("checkpoint.directory", wrong.meant or [""]), show=2)
     return None
 

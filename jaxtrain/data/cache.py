@@ -11,12 +11,12 @@ import os
 import pathlib
 import shutil
 import socket
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 
+from jaxtrain.config import flag_text
 from jaxtrain.data.tokenizer import DataError
-from jaxtrain.run import write_trial
+from jaxtrain.run import streams, write_trial
 from jaxtrain.run.exit_status import ExitStatus
 
 
@@ -43,21 +43,20 @@ def refusal(error: OSError, root: pathlib.Path) -> CacheError | None:
     What is prepared is written there alone, so errors of too little room are the cache's even where they name no file.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return FullCacheError(f"data.cache={root} is full: {error.strerror}: {_instead(root, full=True)} where there is more room")
+        return FullCacheError(f"data.cache={root} is full: {error.strerror}: {_instead(root, full=True)}")
     path = pathlib.Path(os.path.abspath(os.fsdecode(error.filename))) if error.filename else None
     if path and (path.is_relative_to(root) or root.is_relative_to(path)):
-        return CacheError(
-            f"data.cache={root} cannot be written: {path}: {error.strerror}: {_instead(root, full=False)} that can be written"
-        )
+        return CacheError(f"data.cache={root} cannot be written: {path}: {error.strerror}: {_instead(root, full=False)}")
     return None
 
 
 def _instead(root: pathlib.Path, full: bool) -> str:
     """Advice for another cache; where this one is full, on another disk."""
+    which = "with more room" if full else "that can be written"
     for place in (pathlib.Path("~/.cache/jaxtrain").expanduser(), pathlib.Path("/tmp/jaxtrain")):
         if place.resolve() != root and not (full and _disk(place) == _disk(root)) and write_trial.of_folder(place) is None:
-            return f"use --config.data.cache={place}, or another folder"
-    return "use --config.data.cache=FOLDER, with a folder"
+            return f"use {flag_text('config.data.cache', str(place))} (or another folder {which})"
+    return f"name a folder {which} with --config.data.cache"
 
 
 def _disk(path: pathlib.Path) -> int:
@@ -118,7 +117,7 @@ def _locked(path: pathlib.Path, progress: bool) -> Iterator[bool]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if progress:
-                    print(f"waiting for another process that prepares {path.stem}", file=sys.stderr)
+                    streams.say(f"waiting for another process that prepares {path.stem}")
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:
                 yield False

@@ -110,7 +110,9 @@ class FileTokenizer:
                 raise OSError(0, "not a regular file")
             self.content = self.path.read_bytes()
         except OSError as error:
-            raise DataError(f"data.tokenizer={path}: {error.strerror} (use bytes, none or the path of a tokenizers JSON file)") from error
+            raise DataError(
+                f"data.tokenizer={path}: {error.strerror}: use --config.data.tokenizer=bytes (or none, or a tokenizers JSON file)"
+            ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
         except Exception as error:  # the library raises bare Exceptions
@@ -158,7 +160,9 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
         tokenizer = FileTokenizer(name)
     if tokenizer.vocab_size > vocab_size:
         least = tokenizer.vocab_size
-        raise DataError(f"model.vocab_size={vocab_size} is less than the {least} ids of data.tokenizer={name}: use {least} or more")
+        raise DataError(
+            f"model.vocab_size={vocab_size} is less than the {least} ids of data.tokenizer={name}: use --config.model.vocab_size={least}"
+        )
     return tokenizer
 
 
@@ -182,3 +186,21 @@ def tokenizer_from(description: dict[str, Any], folders: Iterable[str | pathlib.
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
+    """A prompt's ids; an empty one is the end of the document before. DataError for a text or an id that cannot be."""
+    try:
+        text = prompt.encode("utf-8", "surrogateescape").decode()  # a locale of few characters leaves bytes as they are
+        ids = [int(i) for i in tokenizer.encode(text)]
+    except UnicodeError:
+        raise DataError("the prompt holds bytes that are not UTF-8: use UTF-8 text") from None
+    if not ids:
+        if tokenizer.end_of_document is None:
+            raise DataError(
+                "the prompt is empty, and this tokenizer has no end-of-document id to start from: use one id or more, such as 0"
+            )
+        ids = [tokenizer.end_of_document]
+    if max(ids) >= vocab_size:
+        raise DataError(f"the prompt has id {max(ids)}, and the model knows {vocab_size}: use the tokenizer that it was trained with")
+    return ids

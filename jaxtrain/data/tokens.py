@@ -26,8 +26,8 @@ import time
 from typing import Any
 
 import numpy as np
-import tqdm
 
+from jaxtrain.config import suggestion
 from jaxtrain.data import cache, sources
 from jaxtrain.data.bad_records import Skipped
 from jaxtrain.data.compressed import is_compressed, unpack
@@ -35,11 +35,13 @@ from jaxtrain.data.encode import encode
 from jaxtrain.data.records import File
 from jaxtrain.data.split import Stream, split
 from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, Tokenizer, load_tokenizer, tokenizer_from
+from jaxtrain.run import streams, terminal
 
 __all__ = ["Corpus", "DataError", "Tokenizer", "bigram_entropy", "load_tokenizer", "prepare", "tokenizer_from"]
 
 FORMAT = 1  # of a prepared folder; part of its key
 CHUNK = 4 << 20  # tokens looked at together
+MOST_IDS = 2**24  # more than any tokenizer has
 BIGRAMS = 1 << 28  # as many as bigram_entropy counts
 
 
@@ -126,11 +128,10 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
         of_cache = cache.refusal(error, cache.folder_of(data.cache))
         raise of_cache or DataError(f"{error.filename or data.source}: {error.strerror or error}") from error
     if progress:
-        lines = [
+        streams.say(
             *corpus.skipped.lines(data.source),
             *(f"data.source={data.source}: {link} is a link to a folder, which is not followed" for link in source.linked_folders),
-        ]
-        print(*(f"{line}\n" for line in lines), sep="", end="", file=sys.stderr, flush=True)
+        )
     return corpus
 
 
@@ -189,7 +190,9 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     if not fields and source.has_fields:
         raise DataError(f"data.text_fields is empty, and data.source={name} has fields: name those that hold the text")
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
-        raise DataError(f"data.tokenizer=none is for token files, and data.source={name} is text: use bytes or a tokenizers JSON file")
+        least = ByteTokenizer().vocab_size
+        use = f"use {suggestion({'data.tokenizer': 'bytes'} | ({'model.vocab_size': least} if tokenizer.vocab_size < least else {}))}"
+        raise DataError(f"data.tokenizer=none is for token files, and data.source={name} is text: {use}")
     if data.bad_records == "stop":
         sources.check_files(source)
     stored = cache.folder_of(data.cache)
@@ -274,35 +277,36 @@ def _amount(size: float) -> str:
 
 
 class _Progress:
-    """A bar over the bytes of a source's files, with the speed in MB of text (or of token files) a second; at the end a line with it."""
+    """How much of a source's files is read, on a terminal in place, with the speed in MB of text (or of token files) a second; at the end
+    a line with it."""
 
     def __init__(self, name: str, total: int, shown: bool):
-        form = "{l_bar}{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}{postfix}]"
-        self._bar = tqdm.tqdm(total=total, unit_scale=True, desc=f"preparing {name}", disable=not shown, leave=False, bar_format=form)
-        self._name, self._shown, self._began, self._read = name, shown, time.perf_counter(), 0
+        self._name, self._total, self._shown, self._began = name, total, shown, time.perf_counter()
+        self._done = self._read = 0
+        self._line = terminal.Line(sys.stderr, shown)
 
     def update(self, size: int, read: int) -> None:
         """`size` more bytes of the files, which held `read` bytes."""
-        self._read += read
-        self._bar.set_postfix_str(self._speed(), refresh=False)
-        self._bar.update(size)
+        self._read, self._done = self._read + read, self._done + size
+        part = f"{self._done / max(self._total, 1):.0%} of {_amount(self._total)}"
+        self._line.draw(f"preparing {self._name}: {part}, {self._speed()}")
 
     def _speed(self) -> str:
         return f"{_amount(self._read / (time.perf_counter() - self._began))}/s"
 
     def finish(self, tokens: int, documents: int) -> None:
         """Says what was prepared."""
-        self._bar.close()
+        self._line.clear()
         if self._shown:
             what = f"{_amount(self._read)}, {documents:,} documents, {tokens:,} tokens"
             seconds = time.perf_counter() - self._began
-            print(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}", file=sys.stderr, flush=True)
+            streams.say(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
 
     def __enter__(self) -> "_Progress":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        self._line.clear()
 
 
 def _tokenize(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool) -> None:
@@ -347,7 +351,7 @@ def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: T
             bad = np.flatnonzero((chunk < 0) | (chunk >= tokenizer.vocab_size))
             if len(bad):
                 where = f"{file.path}: token {chunk[bad[0]]} at position {first + bad[0]}"
-                raise _beyond(where, bool(chunk[bad[0]] < 0), int(ids.max()) + 1, data.tokenizer, tokenizer)
+                raise _beyond(where, ids, file.format != "npy", data, tokenizer)
             writer.append("tokens", chunk, store=False)
             ends = np.flatnonzero(chunk == end) + first + 1 if end is not None else np.zeros(0, np.int64)
             if first + len(chunk) == len(ids) and (not len(ends) or ends[-1] < len(ids)):
@@ -359,13 +363,32 @@ def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: T
         shown.finish(len(ids), count)
 
 
-def _beyond(where: str, negative: bool, needed: int, name: str, tokenizer: Tokenizer) -> DataError:
-    """What is said of an id of a token file that is none of the tokenizer's, or of the model's where there is no tokenizer."""
-    if not isinstance(tokenizer, NoTokenizer):
-        fix = "name the tokenizer that made it, or none, and the right data.token_dtype"
-        return DataError(f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={name}: {fix}")
-    fix = "name the right data.token_dtype" if negative else f"use --config.model.vocab_size={needed}, or the right data.token_dtype"
-    return DataError(f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0: {fix}")
+def _beyond(where: str, ids: np.ndarray, is_raw: bool, data: Any, tokenizer: Tokenizer) -> DataError:
+    """What is said of an id of a token file that is none of the tokenizer's, or of the model's where there is no tokenizer.
+
+    is_raw: whether the ids are read by data.token_dtype; an .npy file has its type in it.
+    """
+    rule, needed = f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={data.tokenizer}", int(ids.max()) + 1
+    if isinstance(tokenizer, NoTokenizer):
+        rule = f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0"
+    if is_raw and (dtype := _other_dtype(ids, data.token_dtype, tokenizer.vocab_size)):
+        return DataError(f"{rule}: use --config.data.token_dtype={dtype}, with which all ids are")
+    if ids.min() < 0 or needed > MOST_IDS:
+        what = "what is not written in any data.token_dtype as ids" if is_raw else f"{ids.dtype} numbers, not ids"
+        return DataError(f"{rule}, and no tokenizer makes it: the file holds {what}; name another data.source")
+    if isinstance(tokenizer, NoTokenizer):
+        return DataError(f"{rule}: use --config.model.vocab_size={needed}")
+    return DataError(f"{rule}: name the tokenizer that made it, or none")
+
+
+def _other_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
+    """The type of integers with which all of a raw file's ids are known, "" if there is none. One byte each is no evidence."""
+    content = ids.view(np.uint8)
+    for name in ("uint16", "uint32"):
+        size = np.dtype(name).itemsize
+        if size != np.dtype(dtype).itemsize and len(content) % size == 0 and int(content.view(f"<u{size}").max()) < ids_known:
+            return name
+    return ""
 
 
 def _token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
@@ -396,5 +419,5 @@ def _token_dtype(name: str) -> np.dtype:
     except TypeError:
         dtype = np.dtype(object)
     if dtype.kind not in "iu":
-        raise DataError(f"data.token_dtype={name} is not an integer type: use uint16 or uint32")
+        raise DataError(f"data.token_dtype={name} is not an integer type: use --config.data.token_dtype=uint16 (or uint32)")
     return dtype

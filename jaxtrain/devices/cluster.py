@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from jax.stages import Compiled, Lowered
 
 from jaxtrain.devices.cluster_environment import job, local_gpus, several_processes, visible_gpus
-from jaxtrain.run import watchdog
+from jaxtrain.run import streams, watchdog
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.peers import Address, Peers, PeersError
 
@@ -85,7 +85,7 @@ def notice_of_waiting(processes: int | None, address: str, after: float = NOTICE
     whom = f"the {processes} processes of this run" if processes else "the other processes of this run"
     where = f" at {address}" if address else ""
     line = f"waiting for {whom} to meet{where}; jax gives up after {MEETING_S} s"
-    timer = threading.Timer(after, lambda: print(line, flush=True))
+    timer = threading.Timer(after, lambda: streams.say(line))
     timer.daemon = True
     timer.start()
     try:
@@ -127,7 +127,7 @@ def connect_peers() -> Peers | None:
         try:
             peers.connect(Address(tuple(address.pop("hosts")), **address), socket.gethostname())
         except PeersError as error:
-            print(f"warning: {error}: processes that hang or go will be found late", file=sys.stderr, flush=True)
+            streams.say(f"warning: {error}: processes that hang or go will be found late")
     return peers
 
 
@@ -146,10 +146,9 @@ def is_main() -> bool:
 
 
 def say(*lines: str) -> None:
-    """Prints lines on standard output, in the process that writes the logs alone."""
+    """Prints lines as `streams.say`, in the process that writes the logs alone."""
     if is_main():
-        for line in lines:
-            print(line, flush=True)
+        streams.say(*lines)
 
 
 def compile_everywhere(name: str, program: Lowered) -> Compiled:

@@ -108,7 +108,7 @@ def _open_mpi_job(environment: Mapping[str, str], address: str) -> dict[str, Any
     the job's name, and those of several need --coordinator or JAX_COORDINATOR_ADDRESS."""
     if not address and "OMPI_MCA_orte_hnp_uri" not in environment:
         if environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environment["OMPI_COMM_WORLD_SIZE"]:
-            raise ClusterError("Open MPI does not say where process 0 is: use --coordinator=HOST:PORT, with a free port of its machine")
+            raise ClusterError("Open MPI does not say where process 0 is: name it with --coordinator=HOST:PORT, a free port of its machine")
         address = f"localhost:{_port_of(environment.get('PMIX_NAMESPACE', 'jaxtrain'))}"
     known = {"num_processes": int(environment["OMPI_COMM_WORLD_SIZE"]), "process_id": int(environment["OMPI_COMM_WORLD_RANK"])}
     return known | ({"coordinator_address": address} if address else {})

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtrain.config import Config
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES, several_processes
-from jaxtrain.run import write_trial
+from jaxtrain.run import streams, write_trial
 
 
 def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) -> None:
@@ -36,7 +36,7 @@ def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) ->
     cluster.check_devices()
     use_compilation_cache()
     if not asked and not namespace.cpu_devices and jax.process_count() == 1 and jax.default_backend() == "cpu":
-        print(f"no accelerator found: simulating {jax.device_count()} CPU devices (--cpu_devices=N for another number)", flush=True)
+        streams.say(f"no accelerator found: simulating {jax.device_count()} CPU devices (--cpu_devices=N for another number)")
 
 
 # Files that a machine has with an accelerator → what it is, and the extra of jax's package for it.

@@ -4,28 +4,11 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
-from jaxtrain.data.tokenizer import DataError, Tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, prompt_ids
 from jaxtrain.generation.sampling import Sampler, Sampling, room
 from jaxtrain.models.transformer import Parts
 
 NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
-
-
-def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
-    """A prompt's ids; an empty one is the end of the document before. DataError for a text or an id that cannot be."""
-    try:
-        ids = [int(i) for i in tokenizer.encode(prompt)]
-    except UnicodeEncodeError:
-        raise DataError("the prompt holds bytes that are not UTF-8: use UTF-8 text") from None
-    if not ids:
-        if tokenizer.end_of_document is None:
-            raise DataError(
-                "the prompt is empty, and this tokenizer has no end-of-document id to start from: use one id or more, such as 0"
-            )
-        ids = [tokenizer.end_of_document]
-    if max(ids) >= vocab_size:
-        raise DataError(f"the prompt has id {max(ids)}, and the model knows {vocab_size}: use the tokenizer that it was trained with")
-    return ids
 
 
 class TextStream:

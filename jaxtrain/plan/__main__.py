@@ -7,6 +7,7 @@ Closed forms (costs/), then the schedule's table: its slots and its exact clock;
 """
 
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import itertools
@@ -16,25 +17,26 @@ import os
 import pathlib
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, one_line
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
-from jaxtrain.costs.hardware import HardwareError
+from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.costs.program import PROGRAMS
-from jaxtrain.plan import layout_flag, search, unequal
+from jaxtrain.plan import layout_flag, picture, search, unequal
 from jaxtrain.plan.advise import advise
-from jaxtrain.plan.explanation import Prices, explained, flags_of, table
+from jaxtrain.plan.explanation import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError
-from jaxtrain.plan.picture import png
-from jaxtrain.plan.plans import Plan, best_plans, plan_of
+from jaxtrain.plan.plans import Plan, best_plans, check_fits, plan_of
 from jaxtrain.plan.recipe import recipe_text
 from jaxtrain.plan.search import Space
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 DESCRIPTION = """usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N] [--recipe=FILE] [--json]
@@ -65,11 +67,12 @@ What --json prints, of the layout or of the best:
   tokens_per_s, train_days      days without a stop, null without --tokens
   layout                        as --layout has it"""
 DEFAULT_HARDWARE = "h100"
+FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags that name files to write, and names for them
 MOST_TRIED = 128  # layouts over groups, where one that works is looked for
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
     Flag("hardware", "", f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own; NAME:N,NAME:N: groups; empty: h100"),
-    Flag("devices", 0, "number of devices; 0: those of --layout, or of the recipe's mesh", at_least=1),
+    Flag("devices", 0, "number of devices; 0: those of --layout, or of the recipe's mesh", 1, cfg.LARGEST_INT),
     Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
     Flag("assume", OURS, f"the program that trains: {', '.join(PROGRAMS)}"),
     Flag("tokens", 0.0, "tokens of the whole run, for days; 0: not known", at_least=0),
@@ -92,93 +95,104 @@ def main(argv: Sequence[str]) -> int:
         module = importlib.import_module(f"jaxtrain.plan.{COMMANDS[command]}")
         return int(module.main([flag for flag in argv if flag != command]))
     try:
-        config, recipe, flags = cli.parse_unchecked(argv, DESCRIPTION, FLAGS)
-        _plan(config, recipe, flags)
-    except (ConfigError, RunError, HardwareError, LayoutError) as error:
+        shown = cli.parse_unchecked(argv, DESCRIPTION, FLAGS, planned)
+        for path, content in shown.files.items():
+            _write(path, content)
+    except RunError as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return ExitStatus.BAD_CONFIG
+    print("\n".join(shown.lines))
     return ExitStatus.FINISHED
 
 
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What the command has to show: lines for standard output, and the contents of files by their paths."""
+
+    lines: Sequence[str]
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+
 def check_flags(argv: Sequence[str]) -> None:
-    """Raises what `main` makes a line of for flags that cannot work, as far as they can be judged without a search."""
-    config, recipe, flags = cli.parse_unchecked(argv, DESCRIPTION, FLAGS)
-    space = _space(config, recipe, flags)
-    if flags.layout:
-        _laid_out(space, flags.layout)
-    else:
-        _with_devices(space)
+    """Raises FlagsError for flags that cannot work, as far as they can be judged without a search."""
+
+    def checked(flags: types.SimpleNamespace, config: Config, recipe: Config) -> None:
+        flags.refused = True
+        planned(flags, config, recipe)
+
+    cli.parse_unchecked(argv, DESCRIPTION, FLAGS, checked)
 
 
-def _plan(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
-    """Prints what the flags ask for, and writes what they name. Raises what `main` makes a line of."""
+def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Shown:
+    """What the flags ask for; nothing where they are refused anyhow and it would take long. Raises UsageError or ConfigError."""
     if flags.advise:
         _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
-        print("\n".join(advise(flags.advise, hardware.load(flags.hardware) if flags.hardware else None)))
-        return
+        return Shown(advise(flags.advise, _hardware(flags.hardware) if flags.hardware else None))
+    if flags.assume not in PROGRAMS:
+        near = difflib.get_close_matches(flags.assume, PROGRAMS, 1, 0.0)[0]
+        raise UsageError(f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(PROGRAMS)})", {"assume": near})
+    for flag, otherwise in FILES.items():
+        cli.check_output(flag, getattr(flags, flag), otherwise)
     if unequal.is_groups(flags.hardware):
-        _plan_groups(config, recipe, flags)
-        return
+        return _planned_groups(flags, config, recipe)
     space, tokens = _space(config, recipe, flags), flags.tokens or None
     if flags.layout:
         plans = [plan_of(_laid_out(space, flags.layout), space.hardware, flags.assume, tokens)]
+    elif flags.refused:
+        check_fits(_with_devices(space))
+        return Shown([])
     else:
         plans = best_plans(_with_devices(space), tokens)
+    files = {}
     if flags.recipe:
-        _write("recipe", flags.recipe, _recipe(plans[0], flags).encode())
+        files[flags.recipe] = _recipe(plans[0], flags).encode()
     if flags.png:
-        _write("png", flags.png, png(plans))
-    if flags.json:
-        print(json.dumps(plans[0].prediction.figures()))
-    else:
-        print("\n".join(_lines(plans, recipe, flags)))
+        files[flags.png] = picture.png(picture.of_layouts(plans, _model(flags)))
+    return Shown([json.dumps(plans[0].prediction.figures())] if flags.json else _lines(plans, recipe, flags), files)
 
 
-def _plan_groups(config: Config, recipe: Config, flags: types.SimpleNamespace) -> None:
-    """Prints what a layout over unequal devices is. Raises what `main` makes a line of."""
-    _refuse_others(flags, ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "json"), "groups of devices")
-    groups = unequal.parse(flags.hardware)
-    space, count = _space(config, recipe, flags, groups[0].hardware.name), sum(group.devices for group in groups)
-    for group in groups[1:]:
-        _space(config, recipe, flags, group.hardware.name)
+def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Shown:
+    """What a layout over unequal devices is. Raises UsageError or ConfigError."""
+    _refuse_others(flags, ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "png", "json"), "groups of devices")
+    groups = _groups(flags.hardware)
+    space, count = [_space(config, recipe, flags, group.hardware) for group in groups][0], sum(group.devices for group in groups)
     if flags.devices not in (0, count):
-        raise cli.FlagsError(f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}: use --devices={count}")
+        raise UsageError(f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}", {"devices": count})
     search.check(space)
     values = layout_flag.read(flags.layout)
-    laid_out = None
     if not flags.layout:
         rule = f"--hardware={flags.hardware!r} names groups, over which a --layout is planned, and none is searched"
-    elif layout_flag.devices(values) != count:
+        raise _layout_of_groups(rule, space, groups, values, flags.hardware)
+    if layout_flag.devices(values) != count:
         rule = f"--layout is for {layout_flag.devices(values)} devices, and --hardware={flags.hardware!r} names {count}"
-    else:
-        laid_out = _laid_out(space, flags.layout)
-        try:
-            planned = unequal.plan(laid_out.resolve(), groups, flags.assume)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            rule = f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
-            if ": use " in rule:
-                raise cli.FlagsError(rule) from None
-            laid_out = None
-    if laid_out is None:
-        raise cli.FlagsError(f"{rule}: use {_layout_of_groups(space, groups, values)}")
-    trained = cfg.replace(laid_out, dict(planned.settings()))
+        raise _layout_of_groups(rule, space, groups, values, flags.hardware)
+    laid_out = _laid_out(space, flags.layout)
+    try:
+        found = unequal.plan(laid_out.resolve(), groups, flags.assume)
+    except (ConfigError, UsageError):
+        raise
+    except ValueError as error:
+        rule = f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
+        raise _layout_of_groups(rule, space, groups, values, flags.hardware) from None
+    trained, files = cfg.replace(laid_out, dict(found.settings())), {}
     if flags.recipe:
-        name = os.path.basename(flags.config).removesuffix(".py")
-        _write("recipe", flags.recipe, recipe_text(trained, f"{name} as planned for {flags.hardware}.").encode())
-    figures = planned.figures(flags.tokens or None)
+        files[flags.recipe] = recipe_text(trained, f"{_model(flags)} as planned for {flags.hardware}.").encode()
+    if flags.png:
+        files[flags.png] = picture.png(picture.of_groups(found, _model(flags)))
+    figures = found.figures(flags.tokens or None)
     if flags.json:
-        print(json.dumps(figures))
-        return
-    lines = unequal.describe(planned)
+        return Shown([json.dumps(figures)], files)
+    lines = unequal.describe(found)
     if flags.tokens:
-        lines.append(f"run: {flags.tokens / 1e9:,.4g} billion tokens take {figures['train_days']:,.1f} days")
-    print("\n".join([*lines, *_training(flags, trained, recipe)]))
+        lines.append(run_time(flags.tokens, figures["tokens_per_s"]))
+    return Shown([*lines, *_training(flags, trained, recipe)], files)
 
 
-def _layout_of_groups(space: Space, groups: Sequence[unequal.Group], values: layout_flag.Values) -> str:
-    """The nearest layout over these groups that works, as a flag, of those that fit if there are any; without any, one kind of devices."""
+def _layout_of_groups(
+    rule: str, space: Space, groups: Sequence[unequal.Group], values: layout_flag.Values, text_of_groups: str
+) -> LayoutError:
+    """The error with the nearest layout over these groups that works, of those that fit if there are any; without any, with the first
+    kind of devices alone."""
     working = []
     for tried in itertools.islice(unequal.layouts(space.config, groups, values), MOST_TRIED):
         with contextlib.suppress(LayoutError, ConfigError):
@@ -186,16 +200,32 @@ def _layout_of_groups(space: Space, groups: Sequence[unequal.Group], values: lay
     for text, config in sorted(working, key=lambda layout: not unequal.has_room(layout[1], groups, space.assume)):
         with contextlib.suppress(ConfigError, ValueError):
             unequal.plan(config, groups, space.assume)
-            return f"--layout={text}"
-    return f"--hardware={groups[0].hardware.name}"
+            return LayoutError(rule, {"layout": text})
+    return LayoutError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
+
+
+def _hardware(name: str) -> Hardware:
+    """The kind of device of this name. Raises UsageError."""
+    try:
+        return hardware.load(name)
+    except HardwareError as error:
+        raise UsageError(f"--hardware={cfg.shown(name)} {error.rule}", {"hardware": error.use}) from None
+
+
+def _groups(text: str) -> list[unequal.Group]:
+    """The groups of devices that --hardware names. Raises UsageError."""
+    try:
+        return unequal.parse(text)
+    except HardwareError as error:
+        raise UsageError(f"--hardware={cfg.shown(text)} {error.rule}", {"hardware": error.use}) from None
 
 
 def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
-    """Raises FlagsError for the first flag that is given and not one of these."""
+    """Raises UsageError for the first flag that is given and not one of these."""
     others = [flag for flag in FLAGS if flag.name not in known and getattr(flags, flag.name) != flag.default]
     if others:
         given = cfg.flag_text(others[0].name, getattr(flags, others[0].name))
-        raise cli.FlagsError(f"{given} has no meaning for {what}: use {cfg.flag_text(others[0].name, others[0].default)}")
+        raise UsageError(f"{given} has no meaning for {what}", {others[0].name: others[0].default})
 
 
 def _lines(plans: Sequence[Plan], recipe: Config, flags: types.SimpleNamespace) -> list[str]:
@@ -209,60 +239,58 @@ def _training(flags: types.SimpleNamespace, config: Config, recipe: Config) -> l
     return ["to train it:", f"  python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(config, recipe)}"]
 
 
-def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, name: str = "") -> Space:
-    """The flags, checked. name: of the kind of device, that of the flags if not given. Raises FlagsError or HardwareError."""
-    if flags.assume not in PROGRAMS:
-        near = difflib.get_close_matches(flags.assume, PROGRAMS, 1, 0.0)[0]
-        raise cli.FlagsError(f"--assume={flags.assume!r} is not known ({', '.join(PROGRAMS)}): use --assume={near}")
-    for flag in ("tokens", "price", "kwh_price"):
-        if not math.isfinite(getattr(flags, flag)):
-            raise cli.FlagsError(f"--{flag}={getattr(flags, flag)} is not a finite number: use --{flag}=0")
-    kind, compute = hardware.load(name or flags.hardware or DEFAULT_HARDWARE), config.precision.compute
+def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware | None = None) -> Space:
+    """The flags, checked. kind: of device, that of the flags if not given. Raises UsageError."""
+    kind, compute = kind or _hardware(flags.hardware or DEFAULT_HARDWARE), config.precision.compute
     if compute not in kind.peak_tflops and compute in cfg.fields()["precision.compute"].metadata["choices"]:
         dtype = next((dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16")
-        raise cli.FlagsError(f"precision.compute={compute!r} has no peak on {kind.name}: use --config.precision.compute={dtype}")
+        raise UsageError(f"precision.compute={compute!r} has no peak on {kind.name}", {"config.precision.compute": dtype})
     return Space(config, recipe, kind, flags.devices, flags.assume)
 
 
 def _laid_out(space: Space, text: str) -> Config:
-    """The config with the layout that --layout names, not resolved. Raises LayoutError."""
+    """The config with the layout that --layout names, not resolved. Raises LayoutError or ConfigError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
         rest = count // values.get("data", 1)
-        fits = f"data={space.devices // rest}" if space.devices % rest == 0 else ""
-        rule = f"--devices={space.devices} and --layout, which is for {count}, are not the same number"
-        raise LayoutError(f"{rule}: use --devices={count}{f' (or {fits} in --layout)' * bool(fits)}")
+        fits = f" (or data={space.devices // rest} in --layout)" if space.devices % rest == 0 else ""
+        error = LayoutError(f"--devices={space.devices} and --layout, which is for {count}, are not the same number", {"devices": count})
+        raise LayoutError(error.rule, error.fixes, text=f"{error}{fits}")
     config = layout_flag.apply(space.config, values)
     layout_flag.check(config, values, platform_of(space.hardware), space.recipe)
     return config
 
 
 def _with_devices(space: Space) -> Space:
-    """With the devices of the recipe's mesh, where no number is given. Raises FlagsError where the mesh leaves it open."""
+    """With the devices of the recipe's mesh, where no number is given. Raises UsageError where the mesh leaves it open."""
     if space.devices:
         return space
     sizes = [getattr(space.config.mesh, axis) for axis in AXES]
     if any(not isinstance(size, int) or size < 1 for size in sizes):
         least = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
-        raise cli.FlagsError(f"--devices is not given, and the recipe's mesh leaves the number open: use --devices={least}")
+        raise UsageError("--devices is not given, and the recipe's mesh leaves the number open", {"devices": least})
     return space.on(math.prod(sizes))
 
 
 def _recipe(plan: Plan, flags: types.SimpleNamespace) -> str:
     """A plan's config as a recipe."""
-    name, devices = os.path.basename(flags.config), plan.prediction.devices
-    return recipe_text(plan.config, f"{name.removesuffix('.py')} as planned for {devices:,} × {plan.prediction.work.hardware.name}.")
+    devices, name = plan.prediction.devices, plan.prediction.work.hardware.name
+    return recipe_text(plan.config, f"{_model(flags)} as planned for {devices:,} × {name}.")
 
 
-def _write(flag: str, path: str, content: bytes) -> None:
-    """Writes a file that a flag names. Raises FlagsError where it cannot be written."""
+def _model(flags: types.SimpleNamespace) -> str:
+    """The recipe's name."""
+    return os.path.basename(flags.config).removesuffix(".py")
+
+
+def _write(path: str, content: bytes) -> None:
+    """Writes a file that a flag names. Raises FlagsError where it cannot be written after all: no room is left, say."""
     try:
         pathlib.Path(path).write_bytes(content)
     except OSError as error:
-        use = cfg.flag_text(flag, {"recipe": "planned.py", "png": "plan.png"}[flag])
-        raise cli.FlagsError(f"--{flag}={path!r} cannot be written ({os.strerror(error.errno or 0)}): use {use}") from None
+        raise cli.FlagsError(f"{path!r} cannot be written ({error.strerror}): name a file in a folder with room") from None
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_quietly(main, sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.steps import CONFIG
 from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.work import platform_of
@@ -25,7 +26,6 @@ from jaxtrain.plan import planned_step
 from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.nearby import nearby
 from jaxtrain.plan.prediction import Prediction, predict
-from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part
 from jaxtrain.run.goodput_log import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
@@ -46,10 +46,8 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
-class AdviceError(RunError):
+class AdviceError(UsageError):
     """A folder in which there is nothing to advise on; the message is one line."""
-
-    status = ExitStatus.BAD_CONFIG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +70,14 @@ def read(workdir: str | os.PathLike) -> Measured:
     try:
         config = configs.from_dict(json.loads((folder / CONFIG).read_bytes()))
     except OSError as error:
-        raise AdviceError(f"--advise={str(workdir)!r} has no {CONFIG} ({error.strerror}): name the folder of a run") from None
+        raise AdviceError(f"--advise={configs.shown(str(workdir))} has no {CONFIG} ({error.strerror}): name the folder of a run") from None
     except (ValueError, ConfigError, TypeError, AttributeError, RecursionError) as error:
         what = f"its {CONFIG} is no config ({' '.join(str(error).split())[:100]})"
-        raise AdviceError(f"--advise={str(workdir)!r}: {what}: name the folder of a run") from None
+        raise AdviceError(f"--advise={configs.shown(str(workdir))}: {what}: name the folder of a run") from None
     rows = [row for row in _records(workdir, METRICS_FILE, read_metrics) if _is_seconds(row.get("step_time_s")) and row["step_time_s"]]
     later = rows[len(rows) // 2 :] if len(rows) > 2 else rows[1:]
     if not later:
-        raise AdviceError(f"--advise={str(workdir)!r} has {len(rows)} rows with a step's time: let it run for some steps more")
+        raise AdviceError(f"--advise={configs.shown(str(workdir))} has {len(rows)} rows with a step's time: let it run for some steps more")
     seconds = statistics.median(row["step_time_s"] for row in later)
     goodput = _records(workdir, GOODPUT_FILE, lambda folder: Goodput(read_goodput(folder)))
     return Measured(config, seconds, len(later), goodput, rows[-1])
@@ -93,7 +91,7 @@ def _records(workdir: str | os.PathLike, name: str, read_file: Callable[[str | o
         what = f"cannot be read ({error.strerror})"
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError):
         what = "is not what a run writes"
-    raise AdviceError(f"--advise={str(workdir)!r}: its {name} {what}: name the folder of a run")
+    raise AdviceError(f"--advise={configs.shown(str(workdir))}: its {name} {what}: name the folder of a run")
 
 
 def _is_seconds(value: object) -> bool:
@@ -148,7 +146,7 @@ def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> No
     elif config.precision.compute not in hardware.peak_tflops:
         rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"
     if rule:
-        raise AdviceError(f"--advise={str(workdir)!r}: {rule}: use --hardware= for what the records alone say")
+        raise AdviceError(f"--advise={configs.shown(str(workdir))}: {rule}", {"hardware": ""}, advice="for what the records alone say")
 
 
 def _largest_parts(now: Prediction) -> list[str]:

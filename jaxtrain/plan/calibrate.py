@@ -28,13 +28,16 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config.flags import Flag, read_flags
+from jaxtrain.config import shown
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag, read_flags, settled
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.hardware import GIB, Hardware, Tier
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.startup import start_jax, unused_accelerator
 from jaxtrain.plan import fit
 from jaxtrain.plan.bench import Bench, Stopwatch, groups_of
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.search_progress import SearchProgress
 
@@ -219,12 +222,14 @@ def write(hardware: Hardware, file: str) -> None:
 
 
 def check_file(file: str) -> None:
-    """Raises CalibrationError unless a file of that name can be written and read again, before a minute is spent."""
+    """Raises UsageError unless a file of that name can be written and read again, before a minute is spent."""
     path = pathlib.Path(file)
     if path.suffix != ".json":
-        raise CalibrationError(f"--out={file!r} is no JSON file: use --out={str(path.with_suffix('.json') if file else 'hardware.json')!r}")
+        raise UsageError(f"--out={shown(file)} is no JSON file", {"out": str(path.with_suffix(".json")) if path.name else "hardware.json"})
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise CalibrationError(f"--out={file!r} cannot be written there: use --out={path.name}")
+        raise UsageError(
+            f"--out={shown(file)} cannot be written there", {"out": "hardware.json" if os.path.isdir(path.name) else path.name}
+        )
 
 
 def summary(hardware: Hardware) -> list[str]:
@@ -248,7 +253,7 @@ DESCRIPTION = """usage: python -m jaxtrain.plan.calibrate --out=FILE [--cpu_devi
 Measures this machine's devices, all at once, and writes a hardware file for the planner: --hardware=FILE."""
 FLAGS = (
     Flag("out", "hardware.json", "the file that is written"),
-    Flag("cpu_devices", 0, "simulate this many CPU devices; 0: the platform's own devices", at_least=0),
+    Flag("cpu_devices", 0, "simulate this many CPU devices; 0: the platform's own devices", 0, MOST_CPU_DEVICES),
 )
 
 
@@ -256,16 +261,17 @@ def main(argv: Sequence[str]) -> int:
     """The exit status."""
     reading = read_flags(argv, DESCRIPTION, FLAGS, with_config=False)
     try:
-        if reading.errors:
-            raise CalibrationError(str(reading.errors[0]))
+        settled(reading, lambda reading: check_file(reading.values["out"]))
         flags = types.SimpleNamespace(**reading.values, coordinator="", processes=1, process_id=0)
-        check_file(flags.out)
         start_jax(flags)
         if unused := unused_accelerator(flags):
             raise CalibrationError(unused)
         with SearchProgress("calibrating") as progress:
             hardware = calibrate(report=progress)
         write(hardware, flags.out)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return ExitStatus.BAD_CONFIG
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.status
@@ -274,4 +280,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

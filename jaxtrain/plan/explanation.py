@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
@@ -12,9 +13,10 @@ from jaxtrain.plan import layout_flag
 from jaxtrain.plan.exact_clock import Clocked
 from jaxtrain.plan.nearby import nearby
 from jaxtrain.plan.plans import Plan
-from jaxtrain.plan.prediction import DAY, Prediction
+from jaxtrain.plan.prediction import Prediction
 
-HOUR = 3600.0
+HOUR = 3600
+LARGE = 10**15  # from where on nobody counts digits
 LEAST_GAIN = 0.005  # of a step: what is less is not worth a line
 
 
@@ -98,7 +100,7 @@ def _time(prediction: Prediction, clock: Clocked | None) -> list[str]:
     mfu, hfu = prediction.model_flops_per_s, prediction.hardware_flops_per_s
     rates = f"{mfu / 1e12:.1f} TFLOP/s a device, MFU {mfu / peak:.1%}; {hfu / 1e12:.1f} with recomputation, HFU {hfu / peak:.1%}"
     counted = "attention counted as masked" if work.program.causal_rates else f"attention counted in full, as {work.program.name} does"
-    return [*lines, f"rate: {rates} ({counted}); {prediction.tokens_per_s:,.0f} tokens/s"]
+    return [*lines, f"rate: {rates} ({counted}); {amount(Decimal(prediction.tokens_per_s))} tokens/s"]
 
 
 def _link(work: Work, axis: str) -> str:
@@ -113,17 +115,29 @@ def _seconds(seconds: float) -> str:
 def _run(prediction: Prediction, prices: Prices) -> list[str]:
     """What the whole run takes, or a billion tokens where its length is not known."""
     tokens = prediction.tokens or 1e9
-    seconds = tokens / prediction.tokens_per_s
+    seconds = Decimal(tokens) / Decimal(prediction.tokens_per_s)
     hours = prediction.devices * seconds / HOUR
-    energy = hours * prediction.work.hardware.watts / 1000  # in kWh; 0 where no power is known
-    text = f"{seconds / DAY:,.1f} days" if seconds >= DAY else f"{seconds / HOUR:,.2f} hours"
-    used = f"{energy / 1000:,.2f} MWh of the devices alone" if energy else "energy not known (the file of the device has no watts)"
-    line = f"run: {tokens / 1e9:,.4g} billion tokens take {text}, {hours:,.0f} device-hours, {used}"
+    energy = hours * Decimal(prediction.work.hardware.watts) / 1000  # in kWh; 0 where no power is known
+    used = f"{amount(energy / 1000, 2)} MWh of the devices alone" if energy else "energy not known (the file of the device has no watts)"
+    line = f"{run_time(tokens, prediction.tokens_per_s)}, {amount(hours)} device-hours, {used}"
     if prices.device_hour:
-        line += f", ${hours * prices.device_hour:,.0f} at ${prices.device_hour:g} a device-hour"
+        line += f", ${amount(hours * Decimal(prices.device_hour))} at ${prices.device_hour:g} a device-hour"
     if prices.kwh and energy:
-        line += f", ${energy * prices.kwh:,.0f} of energy at ${prices.kwh:g} a kWh"
+        line += f", ${amount(energy * Decimal(prices.kwh))} of energy at ${prices.kwh:g} a kWh"
     return [line]
+
+
+def run_time(tokens: float, tokens_per_s: float) -> str:
+    """How long a run of so many tokens takes, for people."""
+    hours = Decimal(tokens) / Decimal(tokens_per_s) / HOUR
+    text = f"{amount(hours / 24, 1)} days" if hours >= 24 else f"{amount(hours, 2)} hours"
+    return f"run: {tokens / 1e9:,.4g} billion tokens take {text}"
+
+
+def amount(number: Decimal, digits: int = 0) -> str:
+    """A number ≥ 0 with so many digits after the point; as a power of ten where it is too large for that, or all of them would be 0."""
+    power = number >= LARGE or 0 < number < Decimal(5).scaleb(-digits - 1)
+    return f"{number:.3g}" if power else f"{number:,.{digits}f}"
 
 
 # --- what would change the answer ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Axes that it does not name are 1. What else it does not name is the recipe's. `m
 that the number of microbatches follows from the batch.
 """
 
-import contextlib
 import difflib
 import itertools
 import math
@@ -13,6 +12,7 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.surroundings import NOTHING, Surroundings
@@ -41,8 +41,8 @@ MOST_TRIED = 16  # layouts near one whose batch does not divide
 Values = dict[str, Any]  # by key
 
 
-class LayoutError(ValueError):
-    """A layout that cannot be; the text is one line and ends with one that can."""
+class LayoutError(UsageError):
+    """A layout that cannot be; the text is one line and ends with the flags of one that can."""
 
 
 def whole_number(text: str) -> int | None:
@@ -53,16 +53,21 @@ def whole_number(text: str) -> int | None:
 def read(text: str) -> Values:
     """What `--layout` names. Raises LayoutError for what is no such text."""
     values: Values = {}
-    for word in filter(None, (word.strip() for word in text.split(","))):
+    words = list(filter(None, (word.strip() for word in text.split(","))))
+    for at, word in enumerate(words):
         key, equals, value = (part.strip() for part in word.partition("="))
+        instead = lambda *meant, at=at: {"layout": ",".join([*words[:at], *meant, *words[at + 1 :]])}
         if key not in KEYS:
             meant = OTHER_NAMES.get(key) or difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
-            raise LayoutError(f"--layout names {key!r}, and its keys are {', '.join(KEYS)}: use {meant}={_meant(meant, value)}")
-        if not equals or not value:
-            raise LayoutError(f"--layout has no value for {key}: use {key}={_example(key)}")
+            rule = f"--layout names {cfg.shown(key)}, and its keys are {', '.join(KEYS)}"
+            raise LayoutError(rule, instead(f"{meant}={_meant(meant, value)}"))
         if key in values:
-            raise LayoutError(f"--layout names {key} twice: use {key}={value} once")
-        values[key] = _converted(key, value)
+            raise LayoutError(f"--layout names {key} twice", instead())
+        if not equals or not value:
+            raise LayoutError(f"--layout has no value for {key}", instead(f"{key}={_example(key)}"))
+        values[key], rule = _converted(key, value)
+        if rule:
+            raise LayoutError(f"--layout has {key}={cfg.shown(value)}, {rule}", instead(f"{key}={values[key]}"))
     return values
 
 
@@ -72,13 +77,12 @@ def _example(key: str) -> Any:
 
 def _meant(key: str, text: str) -> Any:
     """The value if the key takes it, or one that it takes."""
-    with contextlib.suppress(LayoutError):
-        return _converted(key, text)
-    return _example(key)
+    value, rule = _converted(key, text)
+    return _example(key) if rule else value
 
 
-def _converted(key: str, text: str) -> Any:
-    """A value as its setting's type, within the setting's own bounds and choices."""
+def _converted(key: str, text: str) -> tuple[Any, str]:
+    """(a value as its setting's type, ""), or, out of the setting's own bounds and choices, (one to use, the rule that is broken)."""
     if key not in AXES and key != MICROBATCH:
         field = cfg.fields()[SETTINGS[key]]
         choices = field.metadata["choices"]
@@ -86,13 +90,13 @@ def _converted(key: str, text: str) -> Any:
             value: Any = whole_number(text) if isinstance(choices[0], int) else text
             prefix = field.metadata["prefix"]
             if value in choices or (prefix and text.startswith(prefix)):
-                return value
+                return value, ""
             close = difflib.get_close_matches(text, [str(choice) for choice in choices], 1, 0.0)
-            raise LayoutError(f"--layout has {key}={text}, and the choices are {', '.join(map(str, choices))}: use {key}={close[0]}")
+            return close[0], f"and the choices are {', '.join(map(str, choices))}"
     least, number = int(key != "repeats"), whole_number(text)  # repeats=0: as many as the schedule chooses
     if number is not None and number >= least:
-        return number
-    raise LayoutError(f"--layout has {key}={text}, which must be a whole number from {least} on: use {key}={max(1, _example(key))}")
+        return number, ""
+    return max(1, _example(key)), f"which must be a whole number from {least} on"
 
 
 def of(config: Config) -> Values:
@@ -124,7 +128,7 @@ def apply(config: Config, values: Values) -> Config:
         return _applied(config, values, config.pipeline.microbatches)
     microbatches = _microbatches(config, values)
     if not microbatches:
-        raise LayoutError(_undivided(config, values))
+        raise _undivided(config, values)
     return _applied(config, values, microbatches)
 
 
@@ -148,7 +152,7 @@ def _microbatches(config: Config, values: Values) -> int:
     return 0 if rest or left else count
 
 
-def _undivided(config: Config, values: Values) -> str:
+def _undivided(config: Config, values: Values) -> LayoutError:
     """Why the batch does not divide, and the nearest layout with which it does."""
     batch, parts, asked = config.data.batch_size, shards(values), config.pipeline.microbatches
     over = " · ".join(f"{axis}={values[axis]}" for axis in BATCH_AXES if values.get(axis, 1) > 1) or "data=1"
@@ -161,9 +165,9 @@ def _undivided(config: Config, values: Values) -> str:
         rule = f"--layout: the recipe's pipeline.microbatches={asked} do not divide the {batch // parts} sequences of a shard"
     near_by = list(itertools.islice(_dividing(config, values), MOST_TRIED))
     if use := next((layout for layout in near_by if _keeps_rules(config, layout)), near_by[0] if near_by else None):
-        return f"{rule}: use --layout={text_of(use)}"
+        return LayoutError(rule, {"layout": text_of(use)})
     multiple = parts * values.get(MICROBATCH, max(1, asked))
-    return f"{rule}: use --config.data.batch_size={-(-batch // multiple) * multiple}"
+    return LayoutError(rule, {"config.data.batch_size": -(-batch // multiple) * multiple})
 
 
 def _dividing(config: Config, values: Values) -> Iterator[Values]:
@@ -187,18 +191,19 @@ def _keeps_rules(config: Config, values: Values, around: Surroundings = NOTHING)
 
 
 def check(config: Config, values: Values, platform: str, recipe: Config) -> None:
-    """Raises LayoutError for the first rule of training that a config with this layout breaks, with what keeps all of them."""
+    """Raises LayoutError or ConfigError for the first rule of training that a config with this layout breaks, with what keeps all of
+    them."""
     around = Surroundings(None, platform, recipe)
     if error := checks.refusal(config, around):
-        raise LayoutError(_in_layout(error, config, values, around))
+        raise _in_layout(error, config, values, around)
 
 
-def _in_layout(error: ConfigError, config: Config, values: Values, around: Surroundings) -> str:
-    """An error's line, in which settings that --layout has are in --layout, with the size of a microbatch that it has, if that works."""
+def _in_layout(error: ConfigError, config: Config, values: Values, around: Surroundings) -> LayoutError | ConfigError:
+    """The error with settings that --layout has in --layout, with the size of a microbatch that it has, if that works."""
     changes = error.fixes[0] if error.fixes else {}
     others = {path: value for path, value in changes.items() if path not in SETTINGS.values()}
     if len(others) == len(changes):
-        return str(error)
+        return error
     fixed = of(filled(cfg.replace(config, changes), devices(values)).resolve())
     changed = {key for key, path in SETTINGS.items() if path in changes} | set(values)
     named = {key: value for key, value in fixed.items() if key in changed and key != MICROBATCH}
@@ -206,5 +211,5 @@ def _in_layout(error: ConfigError, config: Config, values: Values, around: Surro
     tried = (named | own, named | {MICROBATCH: fixed[MICROBATCH]})
     changed_config = cfg.replace(config, others)
     use = next((layout for layout in tried if _keeps_rules(changed_config, layout, around)), tried[-1])
-    flags = [f"--layout={text_of(use)}", *(cfg.flag_text(f"config.{path}", value) for path, value in others.items())]
-    return f"{str(error).partition(': use ')[0]}: use {' '.join(flags)}"
+    rule = str(error).rpartition(": use ")[0]
+    return LayoutError(rule, {"layout": text_of(use)} | {f"config.{path}": value for path, value in others.items()})

@@ -1,37 +1,106 @@
-"""Memory and time of plans as stacked bars, by matplotlib. No jax."""
+"""Memory and time of plans as stacked bars, by matplotlib: a bar for each layout, or for each stage of groups of devices. No jax."""
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxtrain.costs.hardware import GIB
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.plans import Plan
 from jaxtrain.plan.prediction import Prediction
+from jaxtrain.plan.unequal import Unequal
 
-SHORT = ("data", "stage", "model", "context", "expert", "replica")  # what a bar is named by, where it is more than 1
-BAR = 0.9  # inches of a bar and the room around it
+# What a bar is named by, where it is not this.
+USUAL = {"data": 1, "stage": 1, "model": 1, "context": 1, "expert": 1, "replica": 1, "repeats": 1, "offload": "none"}
+BAR, LEAST_WIDTH, MOST_WIDTH = 0.9, 7.0, 24.0  # inches of a bar and the room around it, and of a picture
+LETTERS = 9  # of a title in an inch
+LEAST_BARS = 4  # for which there is room
+MOST_LABELS = 32  # stages that have theirs
 
 
-def png(plans: Sequence[Plan]) -> bytes:
-    """The picture: a row of bars for a device's memory, with a line for what it has, and one for a step's time."""
+def png(figure: Any) -> bytes:
+    """A picture as a file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    predictions = [plan.prediction for plan in plans]
-    figure = Figure(figsize=(4 + BAR * len(plans), 8), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    _bars(above, [{name: size / GIB for name, size in p.memory.parts.items()} for p in predictions])
-    above.axhline(predictions[0].work.hardware.memory / GIB, color="black", linestyle="--", linewidth=1)
-    above.set_ylabel(f"GiB of a {predictions[0].work.hardware.name}")
-    _bars(below, [p.time.exposed for p in predictions])
-    below.set_ylabel("seconds of a step")
-    below.set_xticks(range(len(plans)), [_name(p) for p in predictions], fontsize=7)
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
 
 
-def _bars(axes, columns: Sequence[Mapping[str, float]]) -> None:  # type: ignore[no-untyped-def]
+def of_layouts(plans: Sequence[Plan], model: str) -> Any:
+    """A row of bars for a device's memory, with a line for what it has, and one for a step's time, where the fastest layout is marked.
+
+    model: how the title names it.
+    """
+    predictions = [plan.prediction for plan in plans]
+    hardware = predictions[0].work.hardware
+    figure, (above, below) = _figure(len(plans), f"{model} on {_times(predictions[0].devices, hardware.name)}")
+    _bars(above, [{name: size / GIB for name, size in p.memory.parts.items()} for p in predictions])
+    above.axhline(hardware.memory / GIB, color="black", linestyle="--", linewidth=1, label="memory of a device")
+    above.set_ylabel("GiB of the fullest device")
+    seconds = [p.time.exposed for p in predictions]
+    _bars(below, seconds)
+    below.set_ylabel("seconds of a step")
+    below.margins(y=0.12)  # for the texts on the bars
+    fastest = min(range(len(plans)), key=lambda i: predictions[i].seconds)
+    for i, parts in enumerate(seconds):
+        is_marked = i == fastest and len(plans) > 1
+        text = f"{sum(parts.values()):.3g} s" + "\nfastest" * is_marked
+        below.text(i, sum(parts.values()), text, ha="center", va="bottom", fontsize=8, fontweight="bold" if is_marked else "normal")
+    below.set_xticks(range(len(plans)), [_name(p) for p in predictions], fontsize=7)
+    beside = max(1.0, (LEAST_BARS - len(plans)) / 2)  # so that one bar is no wall
+    below.set_xlim(-beside, len(plans) - 1 + beside)
+    below.get_xticklabels()[fastest].set_fontweight("bold" if len(plans) > 1 else "normal")
+    _legends(above, below)
+    return figure
+
+
+def of_groups(plan: Unequal, model: str) -> Any:
+    """Memory and time of each stage of a layout over groups, in its group's colour, with lines for what devices have."""
+    stages, each = len(plan.layers), sum(group.devices for group in plan.groups) // len(plan.layers)
+    groups = " and ".join(_times(group.devices, group.hardware.name) for group in plan.groups)
+    figure, (above, below) = _figure(stages / 2, f"{model} on {groups}: a step of {plan.seconds:.3g} s")
+    first = 0
+    for number, group in enumerate(plan.groups):
+        own = range(first, first + group.devices // each)
+        first = own.stop
+        color = f"C{number}"
+        above.bar(own, [plan.memory[stage] / GIB for stage in own], width=0.7, color=color, label=f"needed on {group.hardware.name}")
+        room = group.hardware.memory / GIB
+        above.hlines(room, own.start - 0.5, own.stop - 0.5, color=color, linestyle="--", label=f"memory of {group.hardware.name}")
+        below.bar(own, [plan.stage_s[stage] for stage in own], width=0.7, color=color, label=f"work on {group.hardware.name}")
+    waits = [plan.seconds - busy for busy in plan.stage_s]
+    below.bar(range(stages), waits, bottom=plan.stage_s, width=0.7, color="#dddddd", label="waiting, and what is beside the table")
+    above.set_ylabel("GiB of the fullest device")
+    below.set_ylabel("seconds of a step")
+    shown = range(0, stages, -(-stages // MOST_LABELS))
+    below.set_xticks(shown, [f"{stage}\n({plan.layers[stage]})" for stage in shown], fontsize=8)
+    below.set_xlabel("stage (its layers)")
+    _legends(above, below)
+    return figure
+
+
+def _figure(bars: float, title: str) -> tuple[Any, Any]:
+    """(a picture with room for so many bars, its two axes, which share x)."""
+    from matplotlib.figure import Figure  # not pyplot: no display, no state
+
+    width = min(max(LEAST_WIDTH, 4 + BAR * bars), MOST_WIDTH)
+    figure = Figure(figsize=(width, 8), layout="constrained")
+    figure.suptitle(textwrap.fill(title, int(LETTERS * width)))
+    axes = figure.subplots(2, 1, sharex=True)
+    return figure, axes
+
+
+def _legends(*axes: Any) -> None:
+    """Gives each a legend beside it."""
+    for each in axes:
+        handles, labels = each.get_legend_handles_labels()
+        wrapped = [textwrap.fill(label, 32) for label in labels]
+        each.legend(handles, wrapped, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True)
+
+
+def _bars(axes: Any, columns: Sequence[Mapping[str, float]]) -> None:
     """A bar for each column, its parts one above the other, each part in one colour."""
     bottoms = [0.0] * len(columns)
     for name in dict.fromkeys(name for column in columns for name in column):
@@ -39,10 +108,14 @@ def _bars(axes, columns: Sequence[Mapping[str, float]]) -> None:  # type: ignore
         if any(heights):
             axes.bar(range(len(columns)), heights, bottom=bottoms, label=name, width=0.7)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True)
+
+
+def _times(devices: int, name: str) -> str:
+    return f"{devices:,} × {name}"
 
 
 def _name(prediction: Prediction) -> str:
     values = layout_flag.of(prediction.config)
-    sizes = [f"{axis} {values[axis]}" for axis in SHORT if values[axis] > 1]
-    return "\n".join([*sizes, values["schedule"], f"remat {values['remat']}"])
+    sizes = [f"{key} {values[key]}" for key, usual in USUAL.items() if values[key] != usual]
+    choices = (f"zero {values['zero']}", f"microbatch {values['microbatch']}", values["schedule"], f"remat {values['remat']}")
+    return "\n".join([*sizes, *choices])

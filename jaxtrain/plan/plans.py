@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from jaxtrain.config import Config, ConfigError, flag_text, replace
+from jaxtrain.config import Config, ConfigError, replace
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB, Hardware
@@ -41,7 +42,15 @@ def best_plans(space: Space, tokens: float | None) -> list[Plan]:
     for candidates in search.by_offload(space):
         if plans := [plan for plan in _plans(space, candidates, tokens) if plan.prediction.fits]:  # by its own table, too
             return sorted(plans, key=lambda plan: plan.prediction.seconds)[:SHOWN]
-    raise LayoutError(_nearest(space))
+    raise _none_fits(space)
+
+
+def check_fits(space: Space) -> None:
+    """Raises what `best_plans` raises, as far as that is known without a search."""
+    search.check(space)
+    least = search.least_memory(space)
+    if least is None or least[0] > space.hardware.memory:
+        raise _none_fits(space)
 
 
 def _plans(space: Space, candidates: Sequence[Candidate], tokens: float | None) -> Iterator[Plan]:
@@ -54,21 +63,21 @@ def _plans(space: Space, candidates: Sequence[Candidate], tokens: float | None) 
 # --- where there is none -------------------------------------------------------------------------------------------------------------
 
 
-def _nearest(space: Space) -> str:
+def _none_fits(space: Space) -> LayoutError:
     """Why a search found nothing, and the nearest that works."""
     least = search.least_memory(space)
     if least is None:
         batch, layers = space.config.data.batch_size, space.config.model.layers
         rule = f"--devices={space.devices}: no layout uses so many devices with data.batch_size={batch} and model.layers={layers}"
         numbers = itertools.islice(_usable_numbers(space), MOST_STEPS)
-        return f"{rule}: use {_number_of_devices(space, numbers) or _batch(space) or _other_hardware(space) or _smaller_model(space)}"
+        return LayoutError(rule, _number_of_devices(space, numbers) or _batch(space) or _other_hardware(space) or _smaller_model(space))
     size, layout = least
     parts = ", ".join(f"{axis}={getattr(layout, axis)}" for axis in ("stage", "model", "data", "expert") if getattr(layout, axis) > 1)
     rule = f"--devices={space.devices}: no layout fits into {space.hardware.memory / GIB:.1f} GiB of {space.hardware.name}"
     if size > space.hardware.memory:
         rule += f": the smallest{f', {parts},' * bool(parts)} needs {size / GIB:.1f} GiB"
     multiples = (space.devices * times for times in itertools.takewhile(lambda n: n <= MOST_TIMES, _growing()))
-    return f"{rule}: use {_number_of_devices(space, multiples) or _other_hardware(space) or _smaller_model(space)}"
+    return LayoutError(rule, _number_of_devices(space, multiples) or _other_hardware(space) or _smaller_model(space))
 
 
 def _growing() -> Iterator[int]:
@@ -97,34 +106,34 @@ def _fits(space: Space) -> bool:
     return False
 
 
-def _number_of_devices(space: Space, numbers: Iterator[int]) -> str:
-    """The first number of devices on which a layout fits, as a flag; "" for none."""
-    return next((f"--devices={number}" for number in numbers if _fits(space.on(number))), "")
+def _number_of_devices(space: Space, numbers: Iterator[int]) -> dict[str, Any]:
+    """The first number of devices on which a layout fits, as a flag; {} for none."""
+    return next(({"devices": number} for number in numbers if _fits(space.on(number))), {})
 
 
-def _other_hardware(space: Space) -> str:
-    """The kind of devices with least memory on which a layout fits, as a flag; "" for none."""
+def _other_hardware(space: Space) -> dict[str, Any]:
+    """The kind of devices with least memory on which a layout fits, as a flag; {} for none."""
     kinds = sorted(map(hardware.load, hardware.known()), key=lambda kind: kind.memory)
-    return next((f"--hardware={kind.name}" for kind in kinds if _fits(dataclasses.replace(space, hardware=kind))), "")
+    return next(({"hardware": kind.name} for kind in kinds if _fits(dataclasses.replace(space, hardware=kind))), {})
 
 
-def _batch(space: Space) -> str:
-    """The batch with a sequence for each device, or some, as a flag; "" where that fits on no layout either."""
+def _batch(space: Space) -> dict[str, Any]:
+    """The batch with a sequence for each device, or some, as a flag; {} where that fits on no layout either."""
     return _changed(space, [{"data.batch_size": space.devices * max(1, space.config.data.batch_size // space.devices)}])
 
 
-def _smaller_model(space: Space) -> str:
+def _smaller_model(space: Space) -> dict[str, Any]:
     """Half as many layers, or a quarter, and so on; then shorter sequences too. As flags."""
     layers, length = (
         [n >> power for power in range(1, n.bit_length())] for n in (space.config.model.layers, space.config.data.sequence_length)
     )
     fewer = [{"model.layers": n} for n in layers]
     shorter = [{"model.layers": 1, "data.sequence_length": n} for n in length]
-    return _changed(space, [*fewer, *shorter]) or "--config=tiny"
+    return _changed(space, [*fewer, *shorter]) or {"config": "tiny"}
 
 
-def _changed(space: Space, tried: Sequence[dict[str, int]]) -> str:
-    """The first settings with which a layout fits, as flags; "" for none."""
+def _changed(space: Space, tried: Sequence[dict[str, int]]) -> dict[str, Any]:
+    """The first settings with which a layout fits, as flags; {} for none."""
     spaces = ((settings, dataclasses.replace(space, config=replace(space.config, settings))) for settings in tried)
     settings = next((settings for settings, changed in spaces if _fits(changed)), {})
-    return " ".join(flag_text(f"config.{path}", value) for path, value in settings.items())
+    return {f"config.{path}": value for path, value in settings.items()}

@@ -1,6 +1,7 @@
 """What is predicted of a step: time, rates and memory, from closed forms, and the slots of its table. No jax."""
 
 import dataclasses
+import sys
 from typing import Any
 
 from jaxtrain.config import Config
@@ -82,7 +83,7 @@ def step_figures(
         "fits": fits,
         "bubble_fraction": bubble_s / seconds,
         "tokens_per_s": tokens_per_s,
-        "train_days": tokens / tokens_per_s / DAY if tokens else None,
+        "train_days": min(tokens / tokens_per_s / DAY, sys.float_info.max) if tokens else None,  # JSON has no infinity
         "layout": layout_flag.of(config),
     }
 

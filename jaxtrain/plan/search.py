@@ -62,10 +62,9 @@ def check(space: Space) -> None:
     """Raises ConfigError where the config breaks a rule of training whatever its layout is, and LayoutError for settings of one layout."""
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
-            flag, use = cfg.flag_text(f"config.{path}", value), cfg.flag_text(f"config.{path}", cfg.get(space.recipe, path))
-            raise layout_flag.LayoutError(
-                f"{flag} is of one layout, which the planner is to find: use {use}, or a --layout of one kind of devices"
-            )
+            use = {f"config.{path}": cfg.get(space.recipe, path)}
+            rule = f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is to find"
+            raise layout_flag.LayoutError(rule, use, text=f"{layout_flag.LayoutError(rule, use)}, or a --layout of one kind of devices")
     layout = _smallest(space, Layout(replica=_replicas(space)))
     checks.check(laid_out(space, layout), Surroundings(layout.devices, platform_of(space.hardware), space.recipe))
 
@@ -73,7 +72,7 @@ def check(space: Space) -> None:
 def _smallest(space: Space, mesh: Layout) -> Layout:
     """A mesh with the smallest microbatch of which a step may have as many as that makes."""
     batch = space.config.data.batch_size
-    each = batch // mesh.batch_shards if isinstance(batch, int) and batch > 0 else 1
+    each = batch // mesh.batch_shards if isinstance(batch, int) and 0 < batch <= cfg.LARGEST_INT else 1
     size = next((size for size in divisors(max(1, each)) if each // size <= MOST_MICROBATCHES), 1)
     return dataclasses.replace(mesh, microbatch=size, microbatches=each // size)
 

@@ -16,6 +16,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtrain.config.errors import UsageError
+
 HERE = pathlib.Path(__file__).parent
 REQUIREMENTS = "requirements-compilers.txt"
 INSTALL_COMMAND = f"python -m pip install --no-deps --target .venv-compilers -r {REQUIREMENTS}"
@@ -24,7 +26,7 @@ POD_SIDE = 16  # of v5e and v6e
 NODE = 8  # GPUs
 
 
-class TopologyError(ValueError):
+class TopologyError(UsageError):
     """Devices that no compiler here knows, or that the mesh does not fit; one line."""
 
 
@@ -139,13 +141,13 @@ def parse(text: str) -> Topology:
     if name not in PLATFORMS:
         near = PLATFORMS[(difflib.get_close_matches(name, PLATFORMS, 1, 0.5) or ["v5p"])[0]]
         forms = ", ".join(platform.form for platform in PLATFORMS.values())
-        raise TopologyError(f"--topology={text!r} is none of {forms}: use --topology={_example(near).text}")
+        raise TopologyError(f"--topology={text!r} is none of {forms}", {"topology": _example(near).text})
     platform = PLATFORMS[name]
     if not re.fullmatch(r"\d{1,6}(x\d{1,6})*", sizes) or sizes.count("x") != platform.sizes - 1:
-        raise TopologyError(f"--topology={text!r} is not written as {platform.form}: use --topology={_example(platform).text}")
+        raise TopologyError(f"--topology={text!r} is not written as {platform.form}", {"topology": _example(platform).text})
     found = Topology(platform, tuple(map(int, sizes.split("x"))))
     if found != (nearest := _nearest(found)):
-        raise TopologyError(f"--topology={text!r} is no {platform.name} topology ({_rule(platform)}): use --topology={nearest.text}")
+        raise TopologyError(f"--topology={text!r} is no {platform.name} topology ({_rule(platform)})", {"topology": nearest.text})
     return found
 
 

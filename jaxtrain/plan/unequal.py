@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
+from jaxtrain.config.errors import UsageError
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.work import OURS, work_of
@@ -223,7 +224,7 @@ def _chunks(config: Config, layers: Sequence[int]) -> tuple[int, ...]:
     """Layers of each chunk in model order, so that stages have theirs."""
     of_stage, repeats = make_setup(part_of(config)).table.stage_of, config.pipeline.repeats
     if len(of_stage) != config.mesh.stage * repeats:
-        raise ValueError("pipeline.layers_per_op cuts chunks, and unequal devices need them whole: use --config.pipeline.layers_per_op=0")
+        raise UsageError("pipeline.layers_per_op cuts chunks, and unequal devices need them whole", {"config.pipeline.layers_per_op": 0})
     left, chunks = list(layers), []
     for unit, stage in enumerate(of_stage):
         size = round(left[stage] / of_stage[unit:].count(stage))

@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtrain.config import Config, ConfigError, checks, one_line
-from jaxtrain.config.flags import Flag, UsageError, apply, read_flags
-from jaxtrain.config.recipes import DEFAULT_RECIPE, RecipeError, find_recipe, load_recipe
+from jaxtrain.config.errors import UsageError
+from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
+from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
 from jaxtrain.config.work import work_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import Memory
@@ -28,11 +29,11 @@ from jaxtrain.devices.mesh import sizes_of
 from jaxtrain.plan import hlo, layout_flag, topology
 from jaxtrain.plan.account import account
 from jaxtrain.plan.ahead import Compiled, Refused, compile_config
-from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.prediction import predict
 from jaxtrain.plan.step_figures import StepFigures
 from jaxtrain.plan.tables import with_op_times
 from jaxtrain.plan.topology import INSTALL_COMMAND, Topology, TopologyError, compilers
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 
 GIB = 2**30
@@ -193,11 +194,12 @@ def check_topology(config: Config, text: str) -> Topology:
     """The topology of a text. Raises TopologyError as `witness`."""
     devices, wanted = topology.parse(text), math.prod(sizes_of(config.mesh))
     if devices.devices != wanted:
+        rule = f"--topology={devices.text} has {devices.devices} devices, and the mesh has {wanted}"
         try:
-            use = f"use --topology={topology.fitting(devices.platform.name, wanted).text}"
+            fitting = topology.fitting(devices.platform.name, wanted)
         except TopologyError as error:
-            use = f"{error}: use another mesh"
-        raise TopologyError(f"--topology={devices.text} has {devices.devices} devices, and the mesh has {wanted}: {use}")
+            raise TopologyError(f"{rule}: {error}", advice="another mesh") from None
+        raise TopologyError(rule, {"topology": fitting.text})
     require_compiler(devices)
     return devices
 
@@ -289,16 +291,19 @@ def _laid_out(config: Config, text: str, devices: Topology, recipe: Config) -> C
     return with_op_times(config, work_of(config, hardware.load(platform.hardware)))
 
 
+def _asked(reading: Reading) -> tuple[Topology, Config]:
+    """The devices and the resolved config that a command line asks for. Raises UsageError or ConfigError."""
+    devices, recipe = topology.parse(reading.values["topology"]), load_recipe(find_recipe(reading.values["config"]))
+    config = _laid_out(apply(recipe, reading.overrides), reading.values["layout"], devices, recipe)
+    return check_topology(config, devices.text), config
+
+
 def main(argv: Sequence[str]) -> int:
     reading = read_flags(argv, __doc__ or "", FLAGS, with_config=True)
     try:
-        if reading.errors:
-            raise reading.errors[0]
-        devices = topology.parse(reading.values["topology"])
-        recipe = load_recipe(find_recipe(reading.values["config"]))
-        config = _laid_out(apply(recipe, reading.overrides), reading.values["layout"], devices, recipe)
+        devices, config = settled(reading, _asked)
         found = witness(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
-    except (ConfigError, LayoutError, RecipeError, TopologyError, UsageError) as error:
+    except (ConfigError, UsageError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr)
         return ExitStatus.BAD_CONFIG
     except Refused as error:
@@ -309,4 +314,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(streams.run(main, sys.argv[1:]))

@@ -308,6 +308,8 @@ class GoodputLog:
             self._write()
 
 
+LEAST_STARTS, MOST_LABELS = 6, 20  # for which goodput.png has room at least, and of which each has its number
+
 # The parts of every start, from the bottom up, with their colours: what counts is dark, what is lost is red.
 COLOURS = {
     USEFUL: "#1b6e3c",
@@ -333,7 +335,7 @@ def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
     if not goodput.wall_s():
         return None
     from matplotlib.figure import Figure  # not pyplot: no display, no state
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import FixedLocator, MaxNLocator
 
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     whole, each = figure.subplots(1, 2, width_ratios=(1, 5))
@@ -350,7 +352,9 @@ def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
         height, heights = height + share, [low + more for low, more in zip(heights, seconds, strict=True)]
     whole.set(xticks=[], ylabel="% of the wall time of all starts", ylim=(0, 100))
     each.set(xlabel="start", ylabel="seconds")
-    each.xaxis.set_major_locator(MaxNLocator(integer=True))
+    beside = max(0.5, (LEAST_STARTS - (numbers[-1] - numbers[0])) / 2)  # so that a bar of few is no wall
+    each.set_xlim(numbers[0] - beside, numbers[-1] + beside)
+    each.xaxis.set_major_locator(MaxNLocator(integer=True) if len(numbers) > MOST_LABELS else FixedLocator(numbers))
     figure.legend(*(reversed(labels) for labels in whole.get_legend_handles_labels()), loc="outside right upper", fontsize="small")
     figure.suptitle(goodput.summary().partition(":")[0])
     path = pathlib.Path(workdir) / GOODPUT_PLOT

@@ -1,24 +1,24 @@
 """How far a run is and how fast: the bar of a terminal, the lines of a log.
 
     12/150 |██▏            | loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left      as much of it as the terminal is wide
-    step 12/150 · loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left                  elsewhere, every few seconds
+    step 12/150 · loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left                  elsewhere and in a log, every few seconds
 
 What lasts, metrics.jsonl and the like, is in metrics.py; the progress of a search for a table is in search_progress.py.
 """
 
 import collections
-import os
+import math
 import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
 
-from jaxtrain.run import terminal
+from jaxtrain.run import streams, terminal
 
 WINDOW = 10.0  # seconds of steps whose mean speed is shown
-REDRAW = 0.1  # seconds between drawings of the bar
 BAR_SIZES = (3, 40)  # columns of the bar itself, at least and at most
-EIGHTHS = " ▏▎▍▌▋▊▉█"
+EIGHTHS = " ▏▎▍▌▋▊▉█"  # the bar's last cell from empty to full
+DOT = " · "
 
 
 class StepTimer:
@@ -70,13 +70,13 @@ def _seconds_a_step(first: tuple[int, float], last: tuple[int, float]) -> float:
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line every few seconds, so that logs can be read.
+    """A progress bar where standard error is a terminal; a line every few seconds where the log is none.
 
     Args:
       total: the run's last step.
       step: the step it begins with.
-      stream: where it goes, standard error if not given.
-      every: seconds between lines where there is no terminal.
+      stream: where the bar goes if that is a terminal, standard error if not given.
+      every: seconds between lines.
       shown: False for the processes that say nothing.
     """
 
@@ -95,8 +95,9 @@ class Progress:
         self._status: dict[str, float] = {}
         # The time left is reckoned from the second step: the first one compiles.
         self._first: tuple[int, float] | None = None
-        self._last: float | None = None  # when the bar was drawn, or a line printed
-        self._bar = shown and self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._last = self._last_line = -math.inf  # when the bar was drawn; when a line was printed
+        self._bar = shown and terminal.redraws(self._stream)
+        self._lines = shown and not (self._bar and sys.stdout.isatty())
         if self._bar:
             self._draw()
 
@@ -107,15 +108,12 @@ class Progress:
         self._step = step
         if self._first is None:
             self._first = step, self._clock()
-        wait = REDRAW if self._bar else self._every
-        if not self._shown or (self._last is not None and self._clock() - self._last < wait and step != self._total):
-            return
-        if self._bar:
+        now, is_last = self._clock(), step == self._total
+        if self._bar and (is_last or now - self._last >= terminal.REDRAW):
             self._draw()
-        else:
-            self._last = self._clock()
-            parts = [f"step {step}/{self._total}", *self._parts().values()]
-            print(self._dot().join(parts), file=self._stream, flush=True)
+        if self._lines and (is_last or now - self._last_line >= self._every):
+            self._last_line = now
+            streams.say(DOT.join([f"step {step}/{self._total}", *self._parts().values()]))
 
     def restart(self, step: int) -> None:
         """The run stands at this step now, whatever it was."""
@@ -132,30 +130,18 @@ class Progress:
         seconds = (self._clock() - since) / (self._step - first) * (self._total - self._step)
         return f"{_duration(seconds)} left"
 
-    def _dot(self) -> str:
-        return " · " if self._can_show("·") else ", "
-
-    def _can_show(self, text: str) -> bool:
-        try:
-            text.encode(self._stream.encoding or "utf-8")
-        except UnicodeEncodeError:
-            return False
-        return True
-
     def _draw(self) -> None:
         """Draws the bar over the line as it was."""
         self._last = self._clock()
-        marks = EIGHTHS if self._can_show(EIGHTHS) else " #"
-        line = bar_line(self._step, self._total, self._parts(), terminal.width(self._stream), self._dot(), marks)
-        terminal.draw(self._stream, line)
+        terminal.draw(self._stream, bar_line(self._step, self._total, self._parts(), terminal.width(self._stream)))
 
     def say(self, text: str) -> None:
-        """Prints a line without breaking the bar."""
+        """Prints a line as `streams.say`, without breaking the bar."""
         if not self._shown:
             return
         if self._bar:
             terminal.clear(self._stream)
-        print(text, file=self._stream, flush=True)
+        streams.say(text)
         if self._bar:
             self._draw()
 
@@ -167,11 +153,12 @@ class Progress:
         self._bar = False
 
 
-def bar_line(step: int, total: int, parts: dict[str, str], width: int, dot: str, marks: str) -> str:
+def bar_line(step: int, total: int, parts: dict[str, str], width: int) -> str:
     """One line of at most `width` characters: how far, a bar, and those parts that there is room for, the least important left out first.
 
-    parts: name → text, in the order shown; names as `_IMPORTANT` has them. marks: the bar's last cell from empty to full.
+    parts: name → text, in the order shown; names as `_IMPORTANT` has them.
     """
+    dot = DOT
     shown = {"step": f"{step}/{total}"}
     if len(dot.join([shown["step"], parts.get("loss", "")])) > width:
         dot = " "
@@ -182,8 +169,8 @@ def bar_line(step: int, total: int, parts: dict[str, str], width: int, dot: str,
     size = min(width - len(f"{count} || {rest}^C"), BAR_SIZES[1])  # a terminal writes ^C behind it
     if size < BAR_SIZES[0]:
         return dot.join(filter(None, [count, rest]))[:width]
-    full, part = divmod(size * (len(marks) - 1) * step // max(total, 1), len(marks) - 1)
-    bar = (marks[-1] * full + marks[part] * bool(part)).ljust(size)
+    full, part = divmod(size * 8 * step // max(total, 1), 8)
+    bar = (EIGHTHS[-1] * full + EIGHTHS[part] * bool(part)).ljust(size)
     return f"{count} |{bar}| {rest}".rstrip()
 
 

@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C during a run: at first they end the process, later they ask the loop to stop. No jax.
+"""SIGTERM, Ctrl-C and SIGHUP during a run: at first they end the process, later they ask the loop to stop. No jax.
+
+SIGHUP, which comes when a terminal or a connection is closed, is SIGTERM by another name; under `nohup` it is ignored.
 
 Python runs a signal's handler when its main thread comes back from C code, and that may compile for minutes or wait for a device that
 will never answer. So the handlers here do nothing; the interpreter writes each signal's number into a pipe at once, and a thread
@@ -15,8 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT)
-NOTICE = b"stopping after this step; Ctrl-C again ends at once, without saving\n"
+from jaxtrain.run import streams
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+NOTICE = "stopping after this step; Ctrl-C again ends at once, without saving\n"
 
 
 def _nothing(number: int, frame: Any) -> None:
@@ -24,10 +28,10 @@ def _nothing(number: int, frame: Any) -> None:
 
 
 class Signals:
-    """A context in which SIGTERM and Ctrl-C end the process by that signal, after `before_end()`; inside `deferred()` they do not.
+    """A context in which SIGTERM, Ctrl-C and SIGHUP end the process by that signal, after `before_end()`; inside `deferred()` they do not.
 
-    A signal that is ignored, or has a handler of its own, keeps that until `deferred()`. Entered in another thread than the main one, which
-    alone may change handlers, the context leaves all signals as they are.
+    A signal that is ignored, or has a handler of its own, keeps that until `deferred()`, and an ignored SIGHUP there too. Entered in
+    another thread than the main one, which alone may change handlers, the context leaves all signals as they are.
 
     Args:
       before_end: called from another thread.
@@ -78,7 +82,8 @@ class Signals:
             yield
             return
         self._deferring = True
-        before = {n: signal.signal(n, _nothing) for n in NUMBERS}
+        taken = [n for n in NUMBERS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {n: signal.signal(n, _nothing) for n in taken}
         try:
             yield
         finally:
@@ -95,7 +100,7 @@ class Signals:
                 self.asked_at = min(self.asked_at, time.monotonic())
                 self.asked = True
                 if number == signal.SIGINT and self._notices:
-                    os.write(2, b"\r\x1b[K" * os.isatty(2) + NOTICE)
+                    streams.write_error(NOTICE)
             else:
                 for each in self._before_end:
                     each()
@@ -117,7 +122,8 @@ def _in_a_child() -> None:
     if _active:
         signal.set_wakeup_fd(-1)
         for number in NUMBERS:
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) is _nothing:
+                signal.signal(number, signal.SIG_DFL)
         _active.clear()
 
 

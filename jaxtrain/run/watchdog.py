@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from jaxtrain.config import ConfigError, one_line
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import OWN, STEPS, Current, Part, WallClock
 from jaxtrain.run.peers import Beat, Ending, Peer, Peers
@@ -272,7 +273,7 @@ class Watchdog:
             end = time.monotonic() + GOODBYE_S
             while time.monotonic() < end and not self._peers.all_gone():
                 self._peers.poll(0.1)
-        os.write(2, f"error: {ending.text}\n".encode())
+        streams.write_error(f"error: {ending.text}\n")
         self._over.set()
         self._end(ending.status)
 
@@ -310,7 +311,7 @@ def end_process(error: RunError) -> NoReturn:
     be anywhere, and must not write any more."""
     for each in _active:
         each.end_others(error.status, str(error))
-    os.write(2, b"\n" * os.isatty(2) + f"error: {one_line(str(error))}\n".encode())  # after a progress bar
+    streams.write_error(f"error: {one_line(str(error))}\n")
     os._exit(error.status)
 
 

@@ -10,6 +10,7 @@ The coupled clock is that of the runtime, which executes ticks. No jax.
 import dataclasses
 import difflib
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -18,12 +19,15 @@ import types
 from collections.abc import Sequence
 
 from jaxtrain import cli
+from jaxtrain import config as cfg
 from jaxtrain.config.flags import Flag, UsageError
+from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.search_progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
 from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.figures import comparison, figures, summary
+from jaxtrain.schedule.independent_clock import NotFused
 from jaxtrain.schedule.orders import CSV, FUSED, ONE_CHUNK, SCHEDULES, default_repeats, fits_repeats
 from jaxtrain.schedule.simulate import Simulation, simulate
 from jaxtrain.schedule.table import VOCABULARIES, Table
@@ -87,24 +91,20 @@ FLAGS = (
 )
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
 MOST_CELLS = 1_000_000  # stages · repeats · microbatches
+MOST_REFUSED_CELLS = 1_000  # of tables that are made for the sake of a better error: some seconds with --compare
 
 
-def main(argv: list[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """The command. Whatever is wrong with the flags ends it with one line and status 2 before anything is written, Ctrl-C with one line
     and status 130; a file is written whole or not at all."""
-    flags = cli.parse_flags(argv, DESCRIPTION, FLAGS)
     try:
-        shown = _shown(flags)
+        shown = cli.checked_flags(argv, DESCRIPTION, FLAGS, lambda flags: shown_by(check_flags(flags)))
         for path, content in shown.files.items():
             try:
                 _write(pathlib.Path(path), content)
             except OSError as error:
-                cli.fail(f"{path!r} cannot be written ({error.strerror}): use a file in a folder with room, of your own")
-        try:
-            sys.stdout.write(shown.text)
-            sys.stdout.flush()
-        except BrokenPipeError:  # `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                cli.fail(f"{path!r} cannot be written ({error.strerror}): name a file in a folder with room, of your own")
+        sys.stdout.write(shown.text)
     except KeyboardInterrupt:
         print("stopped: no file is half written", file=sys.stderr, flush=True)
         sys.exit(ExitStatus.INTERRUPTED)
@@ -118,23 +118,12 @@ class Shown:
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
 
-def _shown(flags: types.SimpleNamespace) -> Shown:
-    """What the flags ask for; ends the process with one line where they cannot be."""
-    try:
-        request = check_flags(flags)
-        with SearchProgress(flags.schedule if not flags.compare else "all schedules") as progress:
-            return compare(request, progress) if flags.compare else one(request, progress)
-    except search.MemoryTooSmall as error:
-        least = error.least * (flags.repeats or 1)
-        cli.fail(str(UsageError(f"--memory={flags.memory:g} is too little for any table found", {"memory": least})))
-    except (ValueError, OSError) as error:
-        cli.fail(str(error))
-
-
 def _write(path: pathlib.Path, content: bytes) -> None:
     """Writes a file whole or not at all; a device or a pipe, and a file in a folder that may not be written, are written as they are."""
     if path.exists() and not (path.is_file() and os.access(path.resolve().parent, os.W_OK)):
-        path.write_bytes(content)
+        with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as file:  # a pipe that nothing reads is an error, not a wait
+            os.set_blocking(file.fileno(), True)
+            file.write(content)
         return
     path = path.resolve()  # a link stays one
     temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}")
@@ -158,7 +147,7 @@ class Request:
 
 
 def check_flags(flags: types.SimpleNamespace) -> Request:
-    """What the flags ask for. Raises ValueError for what cannot be."""
+    """What the flags ask for. Raises UsageError for what cannot be."""
     of_file = flags.schedule.startswith(CSV)
     if not of_file:
         _check_choice("schedule", flags.schedule, by_name.NAMES)
@@ -180,7 +169,7 @@ def check_flags(flags: types.SimpleNamespace) -> Request:
     _check_size(flags, spec)
     _check_schedule(flags, spec)
     for flag in ("csv", "svg", "png"):
-        _check_output(flag, getattr(flags, flag))
+        cli.check_output(flag, getattr(flags, flag), f"schedule.{flag}")
     return Request(flags, spec, table)
 
 
@@ -220,7 +209,10 @@ def _check_choice(flag: str, value: str, known: Sequence[str]) -> None:
 
 def _read_table(flags: types.SimpleNamespace) -> Table:
     """The CSV file's table. Raises UsageError for flags that do not go with it."""
-    table = read_csv(flags.schedule.removeprefix(CSV))
+    try:
+        table = read_csv(flags.schedule.removeprefix(CSV))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     for flag in ("stages", "microbatches"):
         if getattr(flags, flag) not in (0, getattr(table, flag)):
             raise UsageError(f"--{flag}={getattr(flags, flag)} is not what the CSV file has", {flag: getattr(table, flag)})
@@ -230,43 +222,17 @@ def _read_table(flags: types.SimpleNamespace) -> Table:
 
 
 def read_times(flags: types.SimpleNamespace) -> Times:
-    """Times from --times, --recompute, --head, --embed and --row. Raises ValueError for what are no times."""
-    try:
-        numbers = [float(text) for text in flags.times.split(",")]
-        recompute = float(flags.recompute or 0)
-    except ValueError:
-        numbers, recompute = [], 0.0
-        if all(_is_number(text) for text in flags.times.split(",")):
-            raise UsageError(f"--recompute={flags.recompute!r} is not a time, such as that of F", {"recompute": "1"}) from None
-    if len(numbers) != 4 or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers[:3]) > 0:
-        rule = f"--times={flags.times!r} is not four times F,B,W,message, of which F, B or W is more than 0"
+    """Times from --times, --recompute, --head, --embed and --row. Raises UsageError for what are no times."""
+    numbers = [cfg.number(text) for text in flags.times.split(",")]
+    known = [number for number in numbers if number is not None and number >= 0]
+    if len(known) != 4 or len(numbers) != 4 or not 0 < sum(known[:3]) < math.inf:
+        rule = f"--times={cfg.shown(flags.times)} is not four times F,B,W,message, of which F, B or W is more than 0"
         raise UsageError(rule, {"times": "1,1,1,0"})
-    values = {"recompute": recompute} | {flag: getattr(flags, flag) for flag in ("head", "embed", "row", "memory")}
-    for flag, value in values.items():
-        if not 0 <= value < float("inf"):
-            raise UsageError(f"--{flag}={value} must be a number from 0 up", {flag: 0})
-    forward, backward, weights, message = numbers
+    recompute = cfg.number(flags.recompute or "0")
+    if recompute is None or recompute < 0:
+        raise UsageError(f"--recompute={cfg.shown(flags.recompute)} is not a time, such as that of F", {"recompute": "1"})
+    forward, backward, weights, message = known
     return Times(forward, backward, weights, message, R=recompute, head=flags.head, tick=flags.row, embed=flags.embed)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _check_output(flag: str, name: str) -> None:
-    """ValueError unless a file of this name can be written."""
-    path = pathlib.Path(name)
-    if not name:
-        return
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"is in {str(path.parent)!r}, which is not a folder"
-        raise UsageError(f"--{flag}={name!r} {what}", {flag: (path.name or "schedule") + ("" if path.suffix else f".{flag}")})
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--{flag}={name!r} may not be written", {flag: path.name})
 
 
 # --- one schedule ----------------------------------------------------------------------------------------------------------------
@@ -283,6 +249,25 @@ def make(request: Request, name: str, repeats: Sequence[int], report: search.Rep
     table = search.search(specs, report) if name == "auto" else search.named(specs[0], report)
     check(table)
     return table
+
+
+def shown_by(request: Request) -> Shown:
+    """What the checked flags ask for; nothing where they are refused and it would take long. Raises UsageError where no table found is as
+    they want it."""
+    flags, size = (
+        request.flags,
+        request.spec.stages * max(2, request.spec.repeats) * request.spec.microbatches * request.flags.ops_per_chunk,
+    )
+    if flags.refused and size > MOST_REFUSED_CELLS:
+        return Shown("")
+    try:
+        with SearchProgress(flags.schedule if not flags.compare else "all schedules") as progress:
+            return compare(request, progress) if flags.compare else one(request, progress)
+    except search.MemoryTooSmall as error:
+        least = {"memory": error.least * (flags.repeats or 1)}
+        raise UsageError(f"--memory={flags.memory:g} is too little for any table found", least) from None
+    except NotFused as error:
+        raise UsageError(f"--{error}", {"fused_backward": False}) from None
 
 
 def one(request: Request, report: search.Report) -> Shown:
@@ -345,4 +330,4 @@ def _repeats_to_compare(name: str, repeats: int) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(streams.run(main, sys.argv[1:]))

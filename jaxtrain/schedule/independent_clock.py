@@ -47,6 +47,10 @@ STEP = np.dtype(
 )  # what a stage does after another: a cell, or a column's op
 
 
+class NotFused(ValueError):
+    """A table whose W's stand apart, and a gradient that is to leave after W; the text is one line."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Messages:
     """Numbers of messages: activations for units 0 … units (the head), gradients for units −1 (the embedding's) … units − 1."""
@@ -129,14 +133,14 @@ def _column_steps(table: Table, times: Times, part: int, op: ColumnOp, messages:
 
 
 def _check_fused(table: Table, steps: np.ndarray) -> None:
-    """ValueError for a B whose W is not the next cell of its stage."""
+    """NotFused for a B whose W is not the next cell of its stage."""
     cells = steps[steps["part"] == CELL]
     following = np.roll(cells, -1)
     same = np.all([cells[name] == following[name] for name in ("stage", "unit", "microbatch")], axis=0)
     alone = cells[(cells["name"] == Op.B) & ~(same & (following["name"] == Op.W))]
     if len(alone):
         cell = Cell(int(Op.B), int(alone[0]["unit"]), int(alone[0]["microbatch"]))
-        raise ValueError(f"fused_backward needs W right after its B; {table.name} has {cell_name(cell, table.stage_of)} on its own")
+        raise NotFused(f"fused_backward needs W right after its B; {table.name} has {cell_name(cell, table.stage_of)} on its own")
 
 
 def _run(table: Table, steps: np.ndarray, messages: int, meetings: int) -> np.ndarray:

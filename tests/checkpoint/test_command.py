@@ -13,15 +13,19 @@ from etils import epath
 from support import ROOT, small
 from support.damage import damage_numbers
 
-from jaxtrain import cli
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as command
 from jaxtrain.checkpoint import steps
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.config import history
+from jaxtrain.run import streams
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import make_step
+
+sys.path.append(str(ROOT / "scripts"))
+
+from fuzz_configs import suggested
 
 CONFIG = small.config((1, 2, 1), changes={"model.mlp_width": 512}).resolve()
 
@@ -57,7 +61,7 @@ def here(capsys, monkeypatch):
 
     def call(*argv) -> tuple[int, list[str], str]:
         try:
-            status = cli.run_quietly(command.main, [str(word) for word in argv])
+            status = streams.run(command.main, [str(word) for word in argv])
         except SystemExit as end:
             status = end.code
         out, err = capsys.readouterr()
@@ -260,12 +264,34 @@ def test_prune(run, here):
         (["show", "RUN", "--step=5"], "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6"),
         (["prune", "RUN"], "prune without a policy deletes nothing: use --keep=3 (and --keep_every, --keep_best)"),
         (["ls", "RUN", "--steps=3"], "--steps is an unknown flag"),
+        (["verify", "RUN", "--step", "5"], "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6"),
+        (["verify", "RUN", "--step=x"], "--step='x' is not an integer: use --step=-1"),
+        (["--step", "-7", "verify", "RUN"], "--step=-7 must be at least -1: use --step=-1"),
+        (["show", "--statistics=x", "RUN", "--step=5"], "--statistics='x' is not a boolean: use --statistics=true --step=6"),
+        (
+            ["diff", "RUN", "--all=x"],
+            "--all='x' is not a boolean: use --all=true (and diff is about two steps or runs, not 1: use jaxtrain",
+        ),
+        (["ls", "nowhere", "--colour"], "--colour is an unknown flag: use --help, which lists all flags (and 'nowhere' does not exist: "),
+        (["prune", "RUN", "--keep=x"], "--keep='x' is not an integer: use --keep=3"),
     ],
 )
 def test_one_line_for_what_is_wrong(original, here, argv, message):
-    status, out, err = here(*(word.replace("RUN", str(original)) for word in argv))
+    """What is suggested works behind the rest."""
+    words = [word.replace("RUN", str(original)) for word in argv]
+    status, out, err = here(*words)
     assert status == 2 and not out and err.count("\n") == 1
     assert err.startswith(f"error: {message.replace('RUN', str(original))}"), err
+    if (use := suggested(err)) and " (and " not in err and "unknown flag" not in err:
+        assert here(*words, *use)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "argv", [["--step", "3", "verify", "RUN"], ["verify", "--step", "3", "RUN"], ["verify", "RUN", "--step", "3"]], ids=" ".join
+)
+def test_values_after_a_blank_and_flags_anywhere(original, here, argv):
+    status, lines, err = here(*(word.replace("RUN", str(original)) for word in argv))
+    assert status == 0 and not err and lines[0].startswith("3: whole") and "6: " not in "".join(lines)
 
 
 def test_help_needs_no_jax():

@@ -146,7 +146,7 @@ def test_a_full_disk_costs_a_line_and_nothing_else(tmp_path, monkeypatch):
             full.clear()
         c.save(step, state(LAYOUT), {})
     c.close()
-    assert len(said) == 1 and said[0].startswith("the local checkpoint of step 10 was not written (No space left on device; ")
+    assert len(said) == 1 and said[0].startswith("warning: local checkpoint 10 is not written (No space left on device; ")
     assert [step for _, step in files_of(tmp_path)] == [5, 20]
     assert all(path.name.isdigit() for path in (tmp_path / "process-0").iterdir())
 

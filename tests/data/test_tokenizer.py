@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, load_tokenizer, tokenizer_from
+from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, load_tokenizer, prompt_ids, tokenizer_from
 
 TEXT = "naïve 漢字 🙂\r\n\ttab\x00nul"
 
@@ -52,16 +52,18 @@ def test_file_errors_are_one_line(write, tmp_path):
         assert "\n" not in str(caught.value)
     os.mkfifo(tmp_path / "pipe.json")  # nobody writes to it
     for special in (tmp_path / "pipe.json", tmp_path):
-        with pytest.raises(DataError, match=f"^data.tokenizer={special}: not a regular file .use bytes"):
+        with pytest.raises(DataError, match=f"^data.tokenizer={special}: not a regular file: use --config.data.tokenizer=bytes"):
             FileTokenizer(special)
 
 
 def test_vocabulary_must_fit(tokenizer_file):
     path = tokenizer_file()
     size = FileTokenizer(path).vocab_size
-    with pytest.raises(DataError, match=r"^model\.vocab_size=256 is less than the 257 ids of data\.tokenizer=bytes: use 257 or more$"):
+    with pytest.raises(
+        DataError, match=r"^model\.vocab_size=256 is less than the 257 ids of data\.tokenizer=bytes: use --config\.model\.vocab_size=257$"
+    ):
         load_tokenizer("bytes", 256)
-    with pytest.raises(DataError, match=f"use {size} or more"):
+    with pytest.raises(DataError, match=f"use --config.model.vocab_size={size}$"):
         load_tokenizer(str(path), size - 1)
     assert load_tokenizer(str(path), size).vocab_size == size
 
@@ -91,3 +93,15 @@ def test_found_again_by_description(tokenizer_file, tmp_path):
     path.write_text("{}")
     with pytest.raises(DataError, match="has changed"):
         tokenizer_from(described)
+
+
+def test_prompts_without_ids():
+    assert prompt_ids(ByteTokenizer(), "", 257) == [256]
+    assert prompt_ids(NoTokenizer(10), "0 9", 10) == [0, 9]
+    with pytest.raises(DataError, match="no end-of-document id to start from: use one id or more"):
+        prompt_ids(NoTokenizer(10), " ", 10)
+    with pytest.raises(DataError, match="has id 100, and the model knows 61"):
+        prompt_ids(ByteTokenizer(), "abcd", 61)
+    with pytest.raises(DataError, match="not UTF-8"):
+        prompt_ids(ByteTokenizer(), "\udcff", 257)
+    assert prompt_ids(ByteTokenizer(), "é\udcc3\udca9", 257) == [195, 169, 195, 169]

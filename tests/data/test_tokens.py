@@ -3,6 +3,7 @@
 import bz2
 import errno
 import gzip
+import io
 import json
 import lzma
 import os
@@ -121,9 +122,32 @@ def test_token_file_without_tokenizer(config, tmp_path):
     assert documents_of(corpus) == [[1, 2, END, 999]]
     message = failure(config(source=tmp_path / "a.npy", tokenizer="none"), 999)  # prepared for another vocabulary before
     rule = "token 999 at position 3 is not below model.vocab_size=999 and at least 0"
-    assert message == f"{tmp_path}/a.npy: {rule}: use --config.model.vocab_size=1000, or the right data.token_dtype"
+    assert message == f"{tmp_path}/a.npy: {rule}: use --config.model.vocab_size=1000"
     np.save(tmp_path / "a.npy", np.array([1, -2, END, 999], np.int32))
     assert "token -2 at position 1 is not below" in failure(config(source=tmp_path / "a.npy", tokenizer="none"), 1000)
+
+
+@pytest.mark.parametrize(
+    "ids, dtype, read_as, says",
+    [
+        ([1, 2, END, 999], "<u2", "uint32", "use --config.data.token_dtype=uint16"),
+        ([1, 2, END, 999], "<u4", "int64", "use --config.data.token_dtype=uint16"),  # so are the zeros between them
+        ([1, 2, 4000, 999], "<u2", "uint16", "use --config.model.vocab_size=4001"),
+        ([1, 2**31, 2, 3], "<u4", "uint32", "and no tokenizer makes it: the file holds what is not written in any data.token_dtype as ids"),
+        ([1, 2**40], "npy", "uint16", "and no tokenizer makes it: the file holds int64 numbers, not ids"),
+    ],
+)
+def test_ids_beyond_the_vocabulary_name_what_reads_them(config, write, tmp_path, ids, dtype, read_as, says):
+    """A suggestion works; none is made where none does."""
+    if dtype == "npy":
+        np.save(path := tmp_path / "a.npy", np.array(ids))
+    else:
+        path = write("a.bin", np.array(ids, dtype).tobytes())
+    settings = {"source": path, "tokenizer": "none", "token_dtype": read_as}
+    message = failure(config(**settings), 1000)
+    assert says in message
+    if "token_dtype=" in says:
+        assert documents_of(prepare(config(**settings | {"token_dtype": "uint16"}), 1000, progress=False)) != []
 
 
 def test_token_file_errors(config, write, tmp_path, monkeypatch):
@@ -175,6 +199,17 @@ def test_compressed_text_is_the_same_corpus(config, write):
 # ---- bad records
 
 
+def test_progress_is_on_a_terminal_and_the_result_in_the_log(config, write, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        isatty = lambda self: True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    prepare(config(source=write("a.txt", "words " * 100)), 257)
+    assert re.fullmatch(r"\rpreparing a.txt: 100% of 0.6 kB, [\d.,]+ [kM]B/s\x1b\[K\r\x1b\[K", screen.getvalue())
+    assert re.match(r"prepared a.txt: 0.6 kB, 1 documents, 601 tokens in ", capsys.readouterr().out)
+
+
 def test_bad_records_are_counted_and_said_again(config, write, capsys):
     path = write("a.jsonl", '{"text": "a"}\n' + "oops\n" * 7 + '{"text": "b"}\n')
     assert failure(config(source=path)).startswith(f"{path}:2: not valid JSON: ")
@@ -182,7 +217,7 @@ def test_bad_records_are_counted_and_said_again(config, write, capsys):
         corpus = prepare(config(source=path, bad_records="skip"), 257)
         assert documents_of(corpus) == [[97, END], [98, END]]
         assert corpus.skipped.count == 7
-        said = capsys.readouterr().err
+        said = capsys.readouterr().out
         assert f"data.bad_records=skip: 7 bad records of data.source={path} left out:\n  {path}:2: not valid JSON" in said
         assert "\n  and 2 more\n" in said
     assert "not valid JSON" in failure(config(source=path))  # the corpus without them is not that of bad_records=stop
@@ -250,8 +285,7 @@ def test_full_cache_is_named(config, write, start_python, name, content):
     process = start_python("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n" + PREPARE, path, cache, "go")
     _, said = process.communicate(timeout=60)
     full = rf"jaxtrain.data.cache.FullCacheError: data.cache={cache} is full: File too large"
-    line = rf"{full}: use --config.data.cache=.* where there is more room"
-    assert re.fullmatch(line, said.splitlines()[-1])
+    assert re.match(rf"{full}: (use --config.data.cache=\S+ \(or another folder|name a folder) with more room", said.splitlines()[-1])
     assert not pathlib.Path(cache).exists()
 
 
@@ -264,7 +298,7 @@ def test_full_disk(config, write, monkeypatch, error):
 
     monkeypatch.setattr(tokens.os, "fsync", full)
     message = failure(config(source=write("a.jsonl", '{"text": "some text"}\n' * 100)))
-    assert message.startswith(f"data.cache={config().cache} is full: {os.strerror(error)}: use --config.data.cache=")
+    assert message.startswith(f"data.cache={config().cache} is full: {os.strerror(error)}: ") and "--config.data.cache" in message
 
 
 def test_errors_of_the_source_name_the_source(config, write, monkeypatch):
@@ -472,7 +506,7 @@ def test_waits_for_the_process_that_prepares(config, write, capsys, start_python
     process.wait()
     thread.join(30)
     assert folders(config()) == [done[0].folder.name]
-    assert "waiting for another process that prepares" in capsys.readouterr().err
+    assert "waiting for another process that prepares" in capsys.readouterr().out
 
 
 def test_several_processes_at_once(config, write, start_python):

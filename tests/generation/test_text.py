@@ -3,8 +3,8 @@
 import pytest
 import tokenizers
 
-from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer
-from jaxtrain.generation.text import NOT_TEXT, TextStream, prompt_ids
+from jaxtrain.data.tokenizer import ByteTokenizer, FileTokenizer, NoTokenizer
+from jaxtrain.generation.text import NOT_TEXT, TextStream
 
 TEXT = "naïve 日本語 😀👍🏽\n\tend"
 
@@ -53,14 +53,3 @@ def test_bytes_that_are_no_text_hold_nothing_up():
 def test_ids_without_a_tokenizer_keep_their_spaces():
     stream = TextStream(NoTokenizer(100), [7, 8])
     assert [stream.push([1]), stream.push([22, 3]), stream.finish()] == [" 1", " 22 3", ""]
-
-
-def test_prompts_without_ids():
-    assert prompt_ids(ByteTokenizer(), "", 257) == [256]
-    assert prompt_ids(NoTokenizer(10), "0 9", 10) == [0, 9]
-    with pytest.raises(DataError, match="no end-of-document id to start from: use one id or more"):
-        prompt_ids(NoTokenizer(10), " ", 10)
-    with pytest.raises(DataError, match="has id 100, and the model knows 61"):
-        prompt_ids(ByteTokenizer(), "abcd", 61)
-    with pytest.raises(DataError, match="not UTF-8"):
-        prompt_ids(ByteTokenizer(), "\udcff", 257)

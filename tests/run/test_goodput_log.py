@@ -7,6 +7,7 @@ import os
 import random
 import time
 
+import matplotlib.figure
 import pytest
 
 from jaxtrain.run.goodput import Part, WallClock
@@ -228,6 +229,23 @@ def test_a_first_line_without_room_comes_with_the_next(tmp_path, monkeypatch):
     log.reached(7)
     log.close()
     assert [line.step for line in read_goodput(tmp_path)] == [2, 7]
+
+
+@pytest.mark.parametrize("starts", [1, 2, 30])
+def test_starts_are_drawn_by_their_numbers(tmp_path, monkeypatch, starts):
+    """Whole numbers alone, and one start is a bar and no wall."""
+    lines = [Line(n, 10.0 * n, 10.0 * n + 8, 3 * n, {"imports": 2.0, "stepping": 6.0}) for n in range(1, starts + 1)]
+    (tmp_path / "goodput.jsonl").write_text("".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines))
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
+    plot_goodput(tmp_path)
+    each = figures[0].axes[1]
+    figures[0].draw_without_rendering()
+    first, last = each.get_xlim()
+    shown = [tick for tick in each.get_xticks() if first <= tick <= last]
+    assert shown and all(tick == round(tick) and 1 <= tick <= starts for tick in shown)
+    assert shown == list(range(1, starts + 1)) or starts > 20
+    assert last - first >= 6 and first <= 0.5 and last >= starts + 0.5
 
 
 def test_nothing_to_draw(tmp_path):

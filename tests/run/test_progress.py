@@ -12,7 +12,7 @@ import termios
 
 import pytest
 
-from jaxtrain.run.progress import EIGHTHS, Progress, StepTimer, bar_line
+from jaxtrain.run.progress import Progress, StepTimer, bar_line
 
 # --- the timer -------------------------------------------------------------------------------------------------------------------
 
@@ -66,9 +66,9 @@ def test_a_run_that_goes_back_is_timed_anew():
     assert timer.recent() == timer.since_asked() == 2.0
 
 
-def test_the_time_left_is_reckoned_anew_when_a_run_goes_back():
-    clock, screen = Clock(), io.StringIO()
-    progress = Progress(10, stream=screen, every=0.0, clock=clock)
+def test_the_time_left_is_reckoned_anew_when_a_run_goes_back(capsys):
+    clock = Clock()
+    progress = Progress(10, every=0.0, clock=clock)
     for step in (1, 2, 3):
         clock.now = float(step)
         progress.update(step)
@@ -76,7 +76,7 @@ def test_the_time_left_is_reckoned_anew_when_a_run_goes_back():
     for step in (2, 3):
         clock.now += 2.0
         progress.update(step)
-    lines = screen.getvalue().splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert "left" not in lines[3] and lines[4].endswith("0:14 left")
 
 
@@ -113,15 +113,20 @@ class Screen(io.StringIO):
         return True
 
 
-def test_a_log_gets_few_lines():
-    now, out = [0.0], io.StringIO()
-    progress = Progress(1000, step=100, stream=out, every=5, clock=lambda: now[0])
+@pytest.mark.parametrize("screen", [io.StringIO, Screen])
+def test_a_log_gets_few_lines(capsys, screen):
+    """Also beside a bar, where standard error is a terminal; warnings stand there."""
+    now, errors = [0.0], screen()
+    progress = Progress(1000, step=100, stream=errors, every=5, clock=lambda: now[0])
     for step in range(101, 1001):
         now[0] += 0.125
         progress.update(step, loss=1.0 if step % 10 == 0 else None, tokens_per_s=12345.0, mfu=0.4321)
     progress.say("done")
+    progress.say("warning: careful")
     progress.close()
-    lines = out.getvalue().splitlines()
+    out, err = capsys.readouterr()
+    assert err == "warning: careful\n" and ("1000/1000 |███" in errors.getvalue()) == errors.isatty()
+    lines = out.splitlines()
     # 112.5 seconds: the first step, one line every 5 seconds, the last step, and what was said.
     assert len(lines) == 1 + 22 + 1 + 1
     assert lines[0] == "step 101/1000 · 12.3k tokens/s · MFU 43.2 %"
@@ -129,8 +134,10 @@ def test_a_log_gets_few_lines():
     assert lines[-2:] == ["step 1000/1000 · loss 1.0000 · 12.3k tokens/s · MFU 43.2 %", "done"]
 
 
-def test_a_terminal_gets_a_bar():
+def test_a_terminal_gets_a_bar(monkeypatch):
+    """And no lines, where the log is on a terminal too."""
     out = Screen()
+    monkeypatch.setattr("sys.stdout", out)
     progress = Progress(20, step=5, stream=out)
     for step in range(6, 21):
         progress.update(step, loss=2.0, tokens_per_s=950.0)
@@ -138,7 +145,7 @@ def test_a_terminal_gets_a_bar():
     progress.close()
     last = out.getvalue().split("\r")[-1]
     assert re.fullmatch(r"20/20 [|]█+[|] loss 2.0000 · 950 tokens/s\x1b\[K\n", last)
-    assert "\ra line\n" in out.getvalue().replace("\x1b[K", "")
+    assert "\ra line\n" in out.getvalue().replace("\x1b[K", "") and out.getvalue().count("\n") == 2
 
 
 def test_a_silent_process_says_nothing(capsys):
@@ -151,14 +158,19 @@ def test_a_silent_process_says_nothing(capsys):
 
 PROGRAM = """
 import sys
+from jaxtrain.run import streams
 from jaxtrain.run.progress import Progress
-progress = Progress(1500, 60, clock=iter(range(10000)).__next__)
-for step in range(61, 1501, 60):
-    progress.update(step, loss=123.456 / step, tokens_per_s=step * 1234.5, mfu=0.4321 if len(sys.argv) > 1 else None)
-    if step == 661:
-        progress.say("said")
-progress.update(1500)
-progress.close()
+
+def main(argv):
+    progress = Progress(1500, 60, clock=iter(range(10000)).__next__)
+    for step in range(61, 1501, 60):
+        progress.update(step, loss=123.456 / step, tokens_per_s=step * 1234.5, mfu=0.4321)
+        if step == 661:
+            progress.say("said")
+    progress.update(1500)
+    progress.close()
+
+sys.exit(streams.run(main, []))
 """
 
 
@@ -166,7 +178,7 @@ def on_a_terminal(columns: int, **environment: str) -> list[str]:
     """The rows that a terminal of a width shows at the end: what is printed, the cursor's moves followed."""
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, "mfu"], stdout=terminal, stderr=terminal, env=os.environ | environment)
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=terminal, stderr=terminal, env=os.environ | environment)
     os.close(terminal)
     data = b""
     while True:
@@ -210,19 +222,21 @@ def screen(text: str, columns: int) -> list[str]:
         (22, {}, r"1500/1500 loss 0.0857"),
         (20, {}, r"1500/1500 [|]█+[|]"),
         (5, {}, r"1500"),
-        (80, {"PYTHONIOENCODING": "ascii"}, r"1500/1500 [|]#+[|] loss 0.0857, 1.78M tokens/s, MFU 43.2 %"),
+        (2, {}, r"1"),
+        (80, {"PYTHONIOENCODING": "ascii"}, r"1500/1500 [|]#+[|] loss 0.0857 [.] 1.78M tokens/s [.] MFU 43.2 %"),
     ],
 )
 def test_the_bar_is_one_line_of_any_terminal(columns, environment, last):
     rows = on_a_terminal(columns, **environment)
-    assert rows[0] == "said" and rows[2:] == [""], rows
-    assert re.fullmatch(last, rows[1]) and len(rows[1]) < (columns or 80), rows
-    assert len(rows[1]) == (columns or 80) - 3 or columns not in (0, 60, 80), "the bar takes what is left, but for a ^C"
+    said = -(-len("said") // (columns or 80))  # rows
+    assert "".join(rows[:said]) == "said" and rows[said + 1 :] == [""], rows
+    assert re.fullmatch(last, rows[said]) and len(rows[said]) < (columns or 80), rows
+    assert len(rows[said]) == (columns or 80) - 3 or columns not in (0, 60, 80), "the bar takes what is left, but for a ^C"
 
 
 @pytest.mark.parametrize("step, bar", [(0, "    "), (1, "    "), (5, "▏   "), (40, "█   "), (100, "██▌ "), (159, "███▉"), (160, "████")])
 def test_the_bar_s_cells_fill_up(step, bar):
-    assert bar_line(step, 160, {"loss": "loss 2.0"}, len(f"{step}/160 |    | loss 2.0^C"), " · ", EIGHTHS) == f"{step}/160 |{bar}| loss 2.0"
+    assert bar_line(step, 160, {"loss": "loss 2.0"}, len(f"{step}/160 |    | loss 2.0^C")) == f"{step}/160 |{bar}| loss 2.0"
 
 
 def test_a_terminal_that_cannot_erase_gets_lines():

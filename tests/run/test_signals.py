@@ -60,7 +60,7 @@ def end(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_ends_at_once_and_cleans_up_although_the_main_thread_is_busy(number, when):
     process = start(when, "0")
@@ -70,13 +70,27 @@ def test_ends_at_once_and_cleans_up_although_the_main_thread_is_busy(number, whe
     assert end(process) == (-number, "cleaned up\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_in_the_loop_it_asks(number):
     process = start("in", "0")
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     notice = "stopping after this step; Ctrl-C again ends at once, without saving\n" if number == signal.SIGINT else ""
     assert end(process) == (0, "asked\ndone\n", notice)
+
+
+def test_under_nohup_a_closed_terminal_is_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start("in", "0")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (0, "asked\ndone\n", "")
 
 
 def test_the_second_ctrl_c_ends_the_process():

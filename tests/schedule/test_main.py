@@ -1,7 +1,9 @@
 """The command `python -m jaxtrain.schedule`, as a process: output, files, JSON, and one line for whatever is wrong."""
 
+import contextlib
 import json
 import os
+import pathlib
 import pty
 import re
 import signal
@@ -12,9 +14,15 @@ from xml.etree import ElementTree
 import pytest
 from support import ROOT
 
+from jaxtrain.config.flags import read_flags, settled
 from jaxtrain.schedule import __main__ as schedule
+from jaxtrain.schedule.__main__ import FLAGS, check_flags, shown_by
 from jaxtrain.schedule.by_name import NAMES
 from jaxtrain.schedule.orders import SCHEDULES
+
+sys.path.append(str(ROOT / "scripts"))
+
+from fuzz_configs import suggested
 
 KEYS = {"ticks", "step_time", "bubble_fraction", "bubble_fraction_span", "bubble_fraction_coupled", "peak_residuals", "pool_sizes"}
 PUBLISHED = "--times=18.522,18.086,9.337,0.601"  # Qi et al. 2023, in ms, with 8 stages and 24 microbatches
@@ -211,6 +219,14 @@ def test_help_and_a_start_without_jax():
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True).returncode == 0
 
 
+def _passes_with_what_is_suggested(arguments: list[str], line: str, folder: pathlib.Path) -> None:
+    words = [word for word in suggested(line) if word != "--help,"]
+    if words and " (and " not in line:
+        flags = read_flags([*arguments, *words], "", FLAGS, with_config=False)
+        with contextlib.chdir(folder):
+            settled(flags, lambda reading: shown_by(check_flags(reading.namespace)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -223,13 +239,13 @@ def test_help_and_a_start_without_jax():
             f"'nonsense' is unknown: use --schedule=gpipe (or {', '.join(NAMES[1:])})",
         ),
         (["--schedule=zbh1"], "--schedule='zbh1' is unknown: use --schedule=zb_h1"),
-        (["--stages=0"], "--stages=0 must be at least 1: use --stages=1"),
+        (["--stages=-1"], "--stages=-1 must be at least 1: use --stages=1"),
         (["--stages=two"], "--stages='two' is not an integer: use --stages=0"),
         (["--times=1,2,3"], "--times='1,2,3' is not four times F,B,W,message, of which F, B or W is more than 0: use --times=1,1,1,0"),
         (["--times=1,1,-1,0"], "--times='1,1,-1,0' is not four times"),
         (["--times=nan,1,1,0"], "--times='nan,1,1,0' is not four times"),
         (["--recompute=much"], "--recompute='much' is not a time, such as that of F: use --recompute=1"),
-        (["--head=inf"], "--head=inf must be a number from 0 up: use --head=0"),
+        (["--head=inf"], "--head=inf is not a finite number: use --head=0.0"),
         (["--microbatches=1000000"], "more than 1000000 tasks: use --microbatches=125000"),
         (["--permute=soon"], "--permute='soon' is unknown: use --permute=auto (or late, aligned, early, spaced)"),
         (["--vocabulary=shared"], "--vocabulary='shared' is unknown: use --vocabulary=parallel (or end_stages)"),
@@ -239,7 +255,7 @@ def test_help_and_a_start_without_jax():
         ),
         (["--schedule=auto", "--memory=0.1"], "--memory=0.1 is too little for any table found: use --memory=1.0"),
         (["--compare", "--png=x.png"], "--png needs one schedule, and --compare shows all: use --compare=false"),
-        (["--svg=absent/x.svg"], "--svg='absent/x.svg' is in 'absent', which is not a folder: use --svg=x.svg"),
+        (["--svg=absent/x.svg"], "--svg='absent/x.svg' cannot be written (No such file or directory): use --svg=x.svg"),
         (
             ["--schedule=csv:absent.csv"],
             "'absent.csv' cannot be read (No such file or directory): use a file that python -m jaxtrain.schedule",
@@ -251,6 +267,12 @@ def test_help_and_a_start_without_jax():
         (["--schedule=csv:good.csv", "--stages=3"], "--stages=3 is not what the CSV file has: use --stages=1"),
         (["--schedule=csv:good.csv", "--recompute=1"], "--recompute=1 is the time of R, and the CSV file has no R: use --recompute="),
         (["--colour"], "--colour is an unknown flag"),
+        (["--schedule=1f1B", "--recompute=a b"], "--schedule='1f1B' is unknown: use --schedule=1f1b --recompute=1"),
+        (["--stages=four", "--repeats=x", "--microbatches="], "use --stages=0 --repeats=0 --microbatches=0"),
+        (["--vocabulary=x", "--fused_backward", "--ops_per_chunk=2"], "use --vocabulary=parallel --fused_backward=false"),
+        (["--stages=x", "--schedule=auto", "--memory=0.1"], "use --stages=0 --memory=1.0"),
+        (["--compare=x", "--svg=/proc/x.svg", "--row=nan"], "use --compare=false --row=0.0 --svg=x.svg"),
+        (["--stages=x", "--schedule=csv:absent.csv"], "use --stages=0 (and 'absent.csv' cannot be read (No such file or directory): use a"),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(arguments, said, tmp_path):
@@ -259,5 +281,6 @@ def test_a_mistake_is_one_line_and_writes_nothing(arguments, said, tmp_path):
     before = sorted(tmp_path.iterdir())
     done = run(*arguments, *([] if "--compare" in arguments else ["--csv=out.csv"]), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
+    _passes_with_what_is_suggested(arguments, done.stderr, tmp_path)
     assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before

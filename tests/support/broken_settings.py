@@ -326,6 +326,11 @@ RULES = [
     ),
     ({"data.cache": "s3://bucket/cache"}, "data.cache='s3://bucket/cache' is an address, not a folder: use --config.data.cache="),
     (
+        {"checkpoint.directory": "runs/\udcff"},
+        "checkpoint.directory='runs/\\udcff' holds bytes that are not UTF-8, and no array is stored under such a name: "
+        "use --config.checkpoint.directory=runs/_",
+    ),
+    (
         {"checkpoint.directory": "s3://bucket"},
         "checkpoint.directory='s3://bucket' is no folder in a bucket: use --config.checkpoint.directory=s3://bucket/run",
     ),

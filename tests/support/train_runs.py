@@ -92,9 +92,19 @@ class Done:
 
 
 class Running:
-    """A command that runs; what it prints goes to files, so that nothing holds it up. within: words of a command that becomes this one."""
+    """A command that runs; what it prints goes to files, so that nothing holds it up.
 
-    def __init__(self, folder: pathlib.Path, words: Sequence[str], environment: dict[str, str] | None = None, within: Sequence[str] = ()):
+    shell: how its streams are redirected, as a shell has it, such as ">/dev/full"; within: words of a command that becomes this one.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        words: Sequence[str],
+        environment: dict[str, str] | None = None,
+        shell: str = "",
+        within: Sequence[str] = (),
+    ):
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
         clean |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         clean |= {"XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(folder / "cache")} | (environment or {})
@@ -102,7 +112,7 @@ class Running:
         self._began = time.monotonic()
         with contextlib.ExitStack() as files:
             out, err = (files.enter_context(path.open("w")) for path in self._outputs)
-            command = [*within, sys.executable, "-m", *words]
+            command = [*within, *(["sh", "-c", f'exec "$@" {shell}', "sh"] if shell else []), sys.executable, "-m", *words]
             self.process = subprocess.Popen(command, cwd=folder, env=clean, stdout=out, stderr=err)
 
     def output(self) -> str:
@@ -153,9 +163,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path, *words: str, environment: dict[str, str] | None = None, within: Sequence[str] = ()) -> Iterator[Running]:
-    """`python -m WORDS…` in a folder, dead at the end of the block. within: as of Running."""
-    command = Running(folder, words, environment, within)
+def running(
+    folder: pathlib.Path, *words: str, environment: dict[str, str] | None = None, shell: str = "", within: Sequence[str] = ()
+) -> Iterator[Running]:
+    """`python -m WORDS…` in a folder, dead at the end of the block. shell, within: as of Running."""
+    command = Running(folder, words, environment, shell, within)
     try:
         yield command
     finally:
