@@ -19,6 +19,7 @@ from support.train_runs import settings
 
 from jaxtrain.checkpoint import __main__ as checkpoint
 from jaxtrain.checkpoint import keeping
+from jaxtrain.data.row_log import read_rows
 from jaxtrain.run.exit_status import ExitStatus
 
 FLAGS = settings(train__steps=15, checkpoint__every=3, mesh__stage=1, metrics__tensorboard=True)
@@ -62,7 +63,7 @@ def test_a_disk_that_fills_up_and_is_enlarged(folder):
 # --- which disk, and when --------------------------------------------------------------------------------------------------------
 
 STEPS = 300
-WHOLE = settings(train__steps=STEPS, checkpoint__every=30, checkpoint__keep=3, mesh__stage=1, metrics__tensorboard=True)
+WHOLE = settings(train__steps=STEPS, checkpoint__every=30, checkpoint__keep=3, mesh__stage=1, metrics__tensorboard=True, metrics__rows=True)
 
 
 @pytest.fixture(scope="module")
@@ -141,21 +142,25 @@ def assert_as_undisturbed(workdir: pathlib.Path, done: runs.Done, whole: dict) -
 
 @pytest.mark.full
 @pytest.mark.skipif(not shutil.which("mount"), reason="there is no mount command here")
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [*MOMENTS, "in a trace"])
 def test_a_disk_that_is_full_for_a_while(folder, whole, moment):
-    """The run's own: what could not be written is written later, and a save that failed is tried again."""
+    """The run's own: what could not be written is written later, and a save that failed is tried again. A trace is lost."""
     workdir = folder / f"run_{moment.replace(' ', '_')}"
+    traced = settings(train__profile_steps=30) if moment == "in a trace" else []
+    comes = MOMENTS.get(moment, lambda workdir: runs.last_step(workdir) > 5)
     with small_disk(folder / "disk", "9m") as disk:
         os.symlink(disk, workdir)
-        with runs.running(folder, *runs.training(workdir, *WHOLE, devices=1)) as command:
-            command.stop_in(lambda: MOMENTS[moment](workdir), moment)
+        with runs.running(folder, *runs.training(workdir, *WHOLE, *traced, devices=1)) as command:
+            command.stop_in(lambda: comes(workdir), moment)
             with full(disk):
                 command.signal(signal.SIGCONT)
-                warned = lambda: "warning: " in command.errors() + command.output()
+                warned = lambda: "/profile cannot" in command.errors() or (not traced and "warning: " in command.errors())
                 command.wait_for(warned, "a warning")
                 time.sleep(1)
             done = command.end()
         assert_as_undisturbed(workdir, done, whole)
+        assert len(read_rows(workdir)) == STEPS
+        assert ("/profile cannot be written (No space left on device): training goes on" in done.err) == bool(traced)
 
 
 @pytest.mark.full
