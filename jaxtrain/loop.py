@@ -117,7 +117,7 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             log, progress = _open_log(config, unresolved, folder, start, goodput)
             kept = Keep(config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.keep_best)
             saves = Checkpointer(checkpoints, placement, shapes, kept, choice.strangers, progress.say)
-            profile = Profile(trace_folder(folder), start, config.train.profile_steps, clock)
+            profile = Profile(trace_folder(folder), start, config.train.profile_steps, clock, progress.say)
             device_kind = mesh.devices.flat[0].device_kind
             measured = AfterWarmUp(config, device_kind, train, folder, profile, clock, progress.say)
             local.begin(start, progress.say)
