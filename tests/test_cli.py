@@ -194,8 +194,7 @@ def test_wrong_flags(capsys, argv, message):
         (["--json", "--replay=2"], "--dry_run=true --replay=0"),
         (["--json=x", "--config.train.steps=x"], "--json=true --dry_run=true --config.train.steps=100"),
         (["--processes=9223372036854775808", "--cpu_devices=inf"], "--processes=1 --cpu_devices=0"),
-        (["--workdir=configs/tiny.py/x", "--process_id=1"], "--process_id=0 --workdir=configs/tiny.py_run"),
-        (["--workdir=" + "a" * 5000], "--workdir=runs/run"),
+        (["--workdir=configs/tiny.py/x", "--process_id=1"], "--process_id=0 --workdir=runs/x"),
         (["--config.mesh.model=3", "--workdir=s3://bucket/x"], "--workdir=runs/x --config.mesh.model=2"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
@@ -206,7 +205,7 @@ def test_what_train_suggests_works(argv, use):
     with pytest.raises(cli.FlagsError) as refused:
         call()
     suggested = str(refused.value).rpartition(": use ")[2]
-    assert suggested.replace(f"{os.getcwd()}/", "") == use
+    assert suggested == use
     call(*shlex.split(suggested))
 
 
