@@ -152,7 +152,7 @@ def run(command: Command, folder: pathlib.Path, log: pathlib.Path, patience: flo
         except subprocess.TimeoutExpired:
             status = None
     ended = Ended(status, log.read_text(errors="replace"), errors.read_text(errors="replace"))
-    wrong = what_is_wrong(command, folder, ended, step) if status is not None else f"no end after {patience:.0f} s"
+    wrong = what_is_wrong(command, folder, ended, step) if status is not None else f"no end after {patience:g} s"
     return Trial(command.text, f"{wrong}: {ended.last_line[:300]}" if wrong else "", round(time.monotonic() - began, 1))
 
 
