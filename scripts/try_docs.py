@@ -27,7 +27,8 @@ import zlib
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from jaxtrain.run.metrics import read_metrics  # noqa: E402 (the path comes first)
+from jaxtrain.run import streams  # noqa: E402 (the path comes first)
+from jaxtrain.run.metrics import read_metrics  # noqa: E402
 
 DOCUMENTS = ("README.md", "docs/features.md")
 PROGRAMS, LEFT_OUT = ("python ", "scripts/"), "scripts/test.sh"
@@ -256,4 +257,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(streams.run(lambda _: main(), sys.argv[1:]))
