@@ -195,6 +195,7 @@ def test_wrong_flags(capsys, argv, message):
         (["--json=x", "--config.train.steps=x"], "--json=true --dry_run=true --config.train.steps=100"),
         (["--processes=9223372036854775808", "--cpu_devices=inf"], "--processes=1 --cpu_devices=0"),
         (["--workdir=configs/tiny.py/x", "--process_id=1"], "--process_id=0 --workdir=runs/x"),
+        (["--workdir=" + "a" * 5000, "--process_id=1"], "--process_id=0 --workdir=runs/" + "a" * 100),
         (["--config.mesh.model=3", "--workdir=s3://bucket/x"], "--workdir=runs/x --config.mesh.model=2"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",

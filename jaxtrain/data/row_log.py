@@ -12,11 +12,14 @@ import pathlib
 import time
 from collections.abc import Mapping
 
+from jaxtrain.run import streams
+from jaxtrain.run.line_file import LineFile
+
 FOLDER = "rows"
 
 
 class RowLog:
-    """What one process writes.
+    """What one process writes. A line that has no room on the disk is written before the next one.
 
     Args:
       workdir: of the run.
@@ -24,14 +27,14 @@ class RowLog:
     """
 
     def __init__(self, workdir: str | os.PathLike, process: int, processes: int):
-        self._path, self._processes = pathlib.Path(workdir) / FOLDER / f"{process}.jsonl", processes
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        path, self._processes = pathlib.Path(workdir) / FOLDER / f"{process}.jsonl", processes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = LineFile(path, streams.say)
 
     def write(self, batch: int, rows: Mapping[int, int | None]) -> None:
         """One line. rows: place in the batch → row of the split, of those that this process has read."""
         line = {"batch": batch, "processes": self._processes, "time": time.time(), "places": [*rows], "rows": [*rows.values()]}
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line))
 
 
 def read_rows(workdir: str | os.PathLike) -> dict[int, dict[int, int]]:

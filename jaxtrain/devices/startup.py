@@ -1,13 +1,14 @@
 """The start of jax in a command: simulated devices, XLA's flags, the compilation cache, other processes."""
 
 import os
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config import Config
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES, several_processes
-from jaxtrain.run import streams
+from jaxtrain.run import streams, write_trial
 
 
 def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) -> None:
@@ -88,7 +89,11 @@ def use_compilation_cache() -> None:
     if jax.default_backend() == "cpu" and jax.device_count() > 1:
         jax.config.update("jax_enable_compilation_cache", False)
     elif settings.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", compilation_cache(os.environ))
+        folder = compilation_cache(os.environ)
+        if refusal := write_trial.of_folder(folder):
+            print(f"note: compiled programs are not kept: {folder} {refusal.why}", file=sys.stderr, flush=True)
+        else:
+            jax.config.update("jax_compilation_cache_dir", folder)
 
 
 def compilation_cache(environment: Any) -> str:

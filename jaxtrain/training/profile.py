@@ -2,9 +2,11 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import jax
 
+from jaxtrain.run import streams
 from jaxtrain.run.goodput import STEPS, Part, WallClock
 from jaxtrain.training.recovery import Rollback
 
@@ -15,7 +17,8 @@ WARM_UP = 2  # steps of a run that are not traced
 class Profile:
     """A jax.profiler trace of `count` steps after the first WARM_UP ones, or of those that there are: whole steps and nothing else.
 
-    folder: where the trace goes, one of this process alone; start: the step that the run begins with; clock: of the command.
+    folder: where the trace goes, one of this process alone; start: the step that the run begins with; clock: of the command; say: gets a
+    line where the trace cannot be written, which the run can do without.
     step_time_s: the mean of the traced steps, by the parts of the clock that are steps; None until all of them have been traced.
     """
 
@@ -23,12 +26,14 @@ class Profile:
     start: int
     count: int
     clock: WallClock
+    say: Callable[[str], object] = streams.say
     step_time_s: float | None = dataclasses.field(default=None, init=False)
     _began: float | None = dataclasses.field(default=None, init=False)
+    _failed: bool = dataclasses.field(default=False, init=False)  # jax begins no other trace then
 
     def before(self, at: int) -> None:
         """The step after step `at` begins."""
-        if self.count and at == self.start + WARM_UP:
+        if self.count and at == self.start + WARM_UP and not self._failed:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
             with self.clock.part(Part.OTHER):
@@ -50,10 +55,16 @@ class Profile:
 
     def close(self) -> None:
         """Ends the trace."""
-        if self._began is not None:
-            with self.clock.part(Part.OTHER):
+        if self._began is None:
+            return
+        self._began = None
+        with self.clock.part(Part.OTHER):
+            try:
                 jax.profiler.stop_trace()
-            self._began = None
+            except (OSError, jax.errors.JaxRuntimeError) as error:  # which names the file, and what the disk lacks
+                why = " ".join(str(error).rpartition("; ")[2].split())
+                self._failed = True
+                self.say(f"warning: {self.folder} cannot be written ({why}): training goes on without it")
 
 
 def trace_folder(run: pathlib.Path) -> pathlib.Path:

@@ -204,6 +204,15 @@ def test_another_number_of_processes_neither_repeats_nor_skips_a_row(config, cor
         assert sorted(order[epoch * loader.rows : (epoch + 1) * loader.rows]) == list(range(loader.rows))
 
 
+def test_rows_on_a_full_disk_cost_a_warning(tmp_path, capsys):
+    log = RowLog(tmp_path, 0, 1)
+    (tmp_path / "rows" / "0.jsonl").symlink_to("/dev/full")
+    for batch in range(3):
+        log.write(batch, {0: 5})
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and "rows/0.jsonl cannot be written (No space left on device): training goes on" in err
+
+
 def test_processes_that_read_different_rows_are_found_out(tmp_path):
     for process, row in enumerate([7, 8]):
         RowLog(tmp_path, process, 2).write(3, {0: 5, 1: row})

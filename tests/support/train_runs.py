@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from jaxtrain.checkpoint.local import RUN_ID
 from jaxtrain.checkpoint.steps import LOSSES
 from jaxtrain.run.metrics import read_metrics
 from support import COMPILE_QUICKLY, ROOT
@@ -93,10 +94,17 @@ class Done:
 class Running:
     """A command that runs; what it prints goes to files, so that nothing holds it up.
 
-    shell: how its streams are redirected, as a shell has it, such as ">/dev/full".
+    shell: how its streams are redirected, as a shell has it, such as ">/dev/full"; within: words of a command that becomes this one.
     """
 
-    def __init__(self, folder: pathlib.Path, words: Sequence[str], environment: dict[str, str] | None = None, shell: str = ""):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        words: Sequence[str],
+        environment: dict[str, str] | None = None,
+        shell: str = "",
+        within: Sequence[str] = (),
+    ):
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
         clean |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         clean |= {"XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(folder / "cache")} | (environment or {})
@@ -104,8 +112,8 @@ class Running:
         self._began = time.monotonic()
         with contextlib.ExitStack() as files:
             out, err = (files.enter_context(path.open("w")) for path in self._outputs)
-            command = ["sh", "-c", f'exec "$@" {shell}', "sh"] if shell else []
-            self.process = subprocess.Popen([*command, sys.executable, "-m", *words], cwd=folder, env=clean, stdout=out, stderr=err)
+            command = [*within, *(["sh", "-c", f'exec "$@" {shell}', "sh"] if shell else []), sys.executable, "-m", *words]
+            self.process = subprocess.Popen(command, cwd=folder, env=clean, stdout=out, stderr=err)
 
     def output(self) -> str:
         """What it has printed on standard output so far."""
@@ -155,9 +163,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path, *words: str, environment: dict[str, str] | None = None, shell: str = "") -> Iterator[Running]:
-    """`python -m WORDS…` in a folder, dead at the end of the block."""
-    command = Running(folder, words, environment, shell)
+def running(
+    folder: pathlib.Path, *words: str, environment: dict[str, str] | None = None, shell: str = "", within: Sequence[str] = ()
+) -> Iterator[Running]:
+    """`python -m WORDS…` in a folder, dead at the end of the block. shell, within: as of Running."""
+    command = Running(folder, words, environment, shell, within)
     try:
         yield command
     finally:
@@ -203,7 +213,7 @@ def checkpoints(workdir: pathlib.Path) -> list[int]:
 def unfinished(workdir: pathlib.Path) -> list[str]:
     """Checkpoints that are being saved, or were when the process was killed."""
     folder = workdir / "checkpoints"
-    return [name for name in (os.listdir(folder) if folder.exists() else []) if not name.isdigit() and name != LOSSES]
+    return [name for name in (os.listdir(folder) if folder.exists() else []) if not name.isdigit() and name not in (LOSSES, RUN_ID)]
 
 
 def copy_up_to(step: int, workdir: pathlib.Path, new: pathlib.Path) -> None:
