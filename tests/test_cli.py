@@ -210,6 +210,13 @@ def test_what_train_suggests_works(argv, use):
     call(*shlex.split(suggested))
 
 
+def test_places_that_no_flag_mends_are_said_with_the_flags(tmp_path):
+    """They are looked at where something else is wrong, too."""
+    argv = ["--config=configs/tiny.py", "--process_id=1", "--config.checkpoint.directory=configs/tiny.py"]
+    with pytest.raises(cli.FlagsError, match=r"use --process_id=0 \(and checkpoint.directory='configs/tiny.py' is not a folder: "):
+        cli.parse(argv, "usage: x", train.FLAGS, check=train.check_flags)
+
+
 @pytest.mark.parametrize(
     "argv",
     [
