@@ -233,7 +233,7 @@ def _generate(chance: random.Random) -> list[str]:
         "temperature": ("0", "0.5", "1e-30"),
         "top_k": ("1", "1000"),
         "top_p": ("0.5", "1.5", "0"),
-        "samples": ("1", "2", "100000"),
+        "samples": ("1", "2", "50"),
         "step": ("2", "4", "3"),
         "model": ("1", "2", "3"),
         "cpu_devices": ("1", "2", "8"),

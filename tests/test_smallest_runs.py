@@ -78,7 +78,8 @@ RUNS = {
     "docs/draw_idea.py": Smallest([f"--out={HERE}/idea.svg"], ("wrote ",)),
     "docs/draw_step.py": Smallest([f"--out={HERE}/step.svg"], ("wrote ",)),
     "scripts/fuzz.py": Smallest(
-        ["--seed=1", "--invalid=1", "--dry_run=0", "--valid=0", "--jobs=1", f"--folder={HERE}/fuzz"], ("invalid: 1 of 1 refused",)
+        ["--seed=1", "--invalid=1", "--commands=0", "--dry_run=0", "--valid=0", "--jobs=1", f"--folder={HERE}/fuzz"],
+        ("invalid: 1 of 1 refused",),
     ),
     "scripts/try_docs.py": Smallest(["--list", "--part=1/5"], ("python -m jaxtrain.",)),  # commands are run by tests/test_try_docs.py
     # What these start is not on every machine: Ray, and Slurm's daemons.
