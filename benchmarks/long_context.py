@@ -56,12 +56,13 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", help="settings, as --config.PATH=VALUE")
     args = parser.parse_args()
     sys.path.insert(0, str(REPOSITORY))
+    from jaxtrain import cli
     from jaxtrain.config.recipes import find_recipe, load_recipe
     from jaxtrain.plan.ahead import Refused
     from jaxtrain.plan.topology import INSTALL_COMMAND, PLATFORMS
 
     if PLATFORMS["h100"].missing:
-        parser.error(f"no compiler for H100s here: {INSTALL_COMMAND}")
+        cli.fail(f"no compiler for H100s here: {INSTALL_COMMAND}")
     recipe = load_recipe(find_recipe("llama3_8b"))
     settings = SETTINGS | dict(change.removeprefix("--config.").split("=", 1) for change in args.changes)
     print(f"{'tokens':>9}  {'context':10} {'arguments GB':>12} {'temporary GB':>12} {'total GB':>8} {'compiled s':>10}")

@@ -163,18 +163,20 @@ def check_output(flag: str, name: str, otherwise: str) -> None:
 
     otherwise: a name for the file where the given one is none.
     """
-    path = pathlib.Path(name)
-    if not name or (path.exists() and not path.is_file() and not path.is_dir()):
+    if not name or (os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)):
         return
-    new = not os.path.lexists(path)
+    path, new = pathlib.Path(name), not os.path.lexists(name)
     try:
         with open(path, "ab"):
             pass
         if new:
             path.unlink()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"--{flag}={cfg.shown(name)} cannot be written ({why})", {flag: _writable(path, otherwise)}) from None
+        raise UsageError(f"--{flag}={cfg.shown(name)} cannot be written ({_why(error)})", {flag: _writable(path, otherwise)}) from None
+
+
+def _why(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _writable(path: pathlib.Path, otherwise: str) -> str:

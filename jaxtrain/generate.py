@@ -39,7 +39,6 @@ from jaxtrain.checkpoint.steps import (
     read_meta,
     what_is_wrong,
 )
-from jaxtrain.checkpoint.stores import scheme_of
 from jaxtrain.checkpoint.subject import NoCheckpointsError, some_run, step_folder
 from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
@@ -131,12 +130,12 @@ def generate(flags: types.SimpleNamespace) -> int:
 def check(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     """The flags, if they can be right for the checkpoint, as far as that is known without jax. Raises UsageError or CheckpointError."""
     check_flags(flags)
-    folder, step = find_checkpoint(flags.workdir, flags.step)
+    found = find_checkpoint(flags.workdir, flags.step)
     if flags.refused:  # there is time for what takes jax
         from jaxtrain.checkpoint.manager import wrong_arrays
 
-        folder, step = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True))
-    config, _, ids = prompted(folder, step, flags)
+        found = find_checkpoint(flags.workdir, flags.step, functools.partial(wrong_arrays, trained_alone=True))
+    config, _, ids = prompted(*found, flags)
     check_model(config, len(ids), flags)
     return flags
 
@@ -166,7 +165,7 @@ def find_checkpoint(
         but = f"; these are not whole: {broken}" if broken else ""
         train = f"it first in python -m jaxtrain.train --workdir={workdir}"
         rule = f"--workdir={workdir!r} has no finished checkpoint{but}"
-        raise UsageError(rule, advice="the folder of a run" if scheme_of(folder) else train)
+        raise UsageError(rule, advice="the folder of a run" if stores.scheme_of(folder) else train)
     if step < 0:
         if newer := [str(s) for s in choice.strangers if s.step is not None and s.step > choice.step]:
             say(f"passed over: {', '.join(newer)}")
@@ -178,20 +177,20 @@ def find_checkpoint(
             return folder, step
     others = [whole for whole in choice.steps if whole != step]
     nearest = min(others, key=lambda other: (abs(other - step), other)) if others else choice.step
-    rule = f"is not whole: {why}" if why else f"is no checkpoint of {workdir}"
-    raise UsageError(f"--step={step} {rule} (it has {', '.join(map(str, others))})", {"step": nearest})
+    rule = f"--step={step} {f'is not whole: {why}' if why else f'is no checkpoint of {workdir}'}"
+    raise UsageError(f"{rule} (it has {', '.join(map(str, others))})", {"step": nearest})
 
 
 def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> tuple[epath.Path, Choice]:
     """A run's folder of checkpoints, and what is in it. UsageError where there is none, CheckpointError if it cannot be read."""
     if not workdir:
-        raise UsageError("--workdir is empty", advice=f"the folder of a training run, such as --workdir={_some_run('tiny')}")
+        raise UsageError("--workdir is empty", advice=f"the folder of a training run, such as --workdir={some_run('tiny') or 'runs/tiny'}")
     try:
         with read_errors(f"--workdir={workdir!r}"):
             folder = stores.folder(workdir)
             if not stores.is_folder(folder):
                 word = "is not a folder" if folder.exists() else "does not exist"
-                run = f"the folder of a training run, such as --workdir={_some_run(workdir)}"
+                run = f"the folder of a training run, such as --workdir={some_run(workdir) or 'runs/tiny'}"
                 raise UsageError(f"--workdir={cfg.shown(workdir)} {word}", advice=run)
             if step := step_folder(folder):
                 fixes = {"workdir": str(step.parent), "step": int(step.name)} if step.name.isdigit() else {"workdir": str(step.parent)}
@@ -207,11 +206,6 @@ def _checkpoints_of(workdir: str, wrong: Judge, damaged: Mapping[int, str]) -> t
 def remark(line: str) -> None:
     """A line on standard error: standard output is for the text."""
     print(line, file=sys.stderr, flush=True)
-
-
-def _some_run(workdir: str) -> str:
-    """A run of this folder with a name like the given one, for messages."""
-    return some_run(workdir) or "runs/tiny"
 
 
 def start_jax(flags: types.SimpleNamespace) -> None:

@@ -228,6 +228,8 @@ def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     """The flags. Raises UsageError for a module that `python -m` does not find."""
     try:
         known = all(part.isidentifier() for part in flags.module.split(".")) and importlib.util.find_spec(flags.module)
+        if known and known.submodule_search_locations is not None:  # a package, or a folder that looks like one
+            known = importlib.util.find_spec(f"{flags.module}.__main__")
     except (ImportError, ValueError):
         known = None
     if not known:

@@ -33,7 +33,7 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
 from jaxtrain.plan.after_warm_up import AfterWarmUp
-from jaxtrain.preparation import compile_programs, loaders, prepare_corpus
+from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
 from jaxtrain.resumption import Resumption, folder_of_checkpoints
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.goodput import Part, WallClock
@@ -92,10 +92,12 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             newer = local.candidates(start, config.train.steps, functools.partial(resumption.why_not, corpus))
             goodput = lasting.enter_context(_timed(folder, clock, newer[0] if newer else choice))
             signals.before_end(goodput.discard)
-            beside = closing.enter_context(concurrent.futures.ThreadPoolExecutor(2))  # XLA compiles most of a program on one core
+            beside = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))  # XLA compiles most of a program on one core
             make_state = functools.partial(initial_state, step.layout, step.optimizer, config.train.seed)
+            programs = start_compiling(step, data, beside, clock)
+            # Not before: one thread traces at a time, and the step's compilation is what takes longest.
             first_state = None if start or newer else beside.submit(make_state)
-            train, exchange = compile_programs(config, step, data, corpus, beside, clock)
+            train, exchange = when_compiled(programs, config, step, corpus, clock)
             evaluation = Evaluation(step.evaluate, step.abstract_state().trained, held_out)
             cluster.say(*data.remarks(), *held_out.remarks())
 
@@ -184,15 +186,15 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             if saves.newest == at:
                 local.forget()
             progress.close()
-            if cluster.is_main():
-                with warned(folder / "loss.png", cluster.say):
-                    plot_losses(folder)
+            picture = beside.submit(_draw_losses, folder)  # while the sampler is compiled
             if at < config.train.steps:
                 saved = "which is saved" if saves.newest == at else f"and step {saves.newest or 0} is saved"
                 cluster.say(f"stopped at step {at} of {config.train.steps}, {saved}: the same command goes on from there")
+                picture.result()
                 return _together(ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED)
             del state, batch  # room for the sampler
         _conclude(config, corpus, validation, checkpoints, at)
+        picture.result()
         return _together(ExitStatus.FINISHED)
 
 
@@ -256,6 +258,13 @@ def _meta(config: Config, corpus: Corpus, at: int, position: int, memory: Memory
     """What is saved beside the state of step `at`; position: the number of the next batch."""
     tokenizer = corpus.tokenizer.describe()
     return Meta(to_dict(config), history.VERSION, at, position, wall_s, corpus.checksum, tokenizer, memory.to_json())
+
+
+def _draw_losses(folder: pathlib.Path) -> None:
+    """Writes loss.png, or says why not."""
+    if cluster.is_main():
+        with warned(folder / "loss.png", cluster.say):
+            plot_losses(folder)
 
 
 def _conclude(config: Config, corpus: Corpus, validation: float | None, checkpoints: epath.Path, at: int) -> None:

@@ -42,22 +42,27 @@ def loaders(config: Config, step: Step, corpus: Corpus, folder: pathlib.Path | N
     return load("train", None, log), load("validation", config.train.eval_batches)
 
 
-def compile_programs(
-    config: Config, step: Step, data: Loader, corpus: Corpus, beside: concurrent.futures.Executor, clock: WallClock
-) -> tuple[Compiled, Compiled | None]:
-    """The programs of a step and, of independent replicas, of an exchange; says what somebody wants to see before the first step."""
+Programs = concurrent.futures.Future[dict[str, Compiled]]  # by name
+
+
+def start_compiling(step: Step, data: Loader, beside: concurrent.futures.Executor, clock: WallClock) -> Programs:
+    """The programs of a step and, of independent replicas, of an exchange: traced when this returns, and compiled beside what follows."""
     state = step.abstract_state()
     lowered = {"step": step.train.lower(state, data.specification())}
     if step.exchange:
         lowered["exchange"] = step.exchange.lower(state)
     clock.enter(Part.COMPILING)
-    compiling = beside.submit(lambda: {name: cluster.compile_everywhere(name, program) for name, program in lowered.items()})
+    return beside.submit(lambda: {name: cluster.compile_everywhere(name, program) for name, program in lowered.items()})
+
+
+def when_compiled(programs: Programs, config: Config, step: Step, corpus: Corpus, clock: WallClock) -> tuple[Compiled, Compiled | None]:
+    """The programs of a step and of an exchange, if there is one; says meanwhile what somebody wants to see before the first step."""
     held_out = f"{len(corpus.validation):,} tokens held out"
     cluster.say(
         *introduction(config, step),
         f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {held_out}",
     )
-    compiled = compiling.result()
+    compiled = programs.result()
     clock.enter(Part.STATE)
     cluster.say(*as_compiled(step, compiled["step"], clock.spent(Part.TRACING), clock.spent(Part.COMPILING)))
     return compiled["step"], compiled.get("exchange")

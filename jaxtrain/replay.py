@@ -22,7 +22,7 @@ from jaxtrain.config.errors import UsageError
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.preparation import compile_programs, loaders, prepare_corpus
+from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
 from jaxtrain.resumption import Resumption, folder_of_checkpoints
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part, WallClock
@@ -85,7 +85,7 @@ def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: W
         step = make_step(config, mesh, setup)
         data, held_out = loaders(config, step, corpus, folder=None)
         with data, held_out:
-            train, exchange = compile_programs(config, step, data, corpus, beside, clock)
+            train, exchange = when_compiled(start_compiling(step, data, beside, clock), config, step, corpus, clock)
             shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
             state, choice = restore_newest(choice, choose_again, checkpoints, step.abstract_state(), shapes, placement)
             start, calendar = choice.step or 0, Calendar.of(config)

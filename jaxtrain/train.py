@@ -74,6 +74,8 @@ def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
         from jaxtrain import places
 
         places.check_workdir(flags.workdir)
+        if not several_processes(flags, os.environ):
+            places.check(config, flags.workdir)
 
 
 def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus:

@@ -45,7 +45,8 @@ import fuzz_configs  # noqa: E402
 import fuzz_valid  # noqa: E402
 
 from jaxtrain.config import get, value_text  # noqa: E402
-from jaxtrain.run.metrics import read_metrics  # noqa: E402 (the path comes first)
+from jaxtrain.run import streams  # noqa: E402 (the path comes first)
+from jaxtrain.run.metrics import read_metrics  # noqa: E402
 
 LAYOUTS = 3  # of a model
 TOLERANCE = 1e-5  # relative: sums in another order differ by less than 1e-6 in the first step (docs/log.md)
@@ -297,4 +298,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(streams.run(lambda _: main(), sys.argv[1:]))

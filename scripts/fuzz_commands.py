@@ -233,7 +233,7 @@ def _generate(chance: random.Random) -> list[str]:
         "temperature": ("0", "0.5", "1e-30"),
         "top_k": ("1", "1000"),
         "top_p": ("0.5", "1.5", "0"),
-        "samples": ("1", "2", "100000"),
+        "samples": ("1", "2", "50"),
         "step": ("2", "4", "3"),
         "model": ("1", "2", "3"),
         "cpu_devices": ("1", "2", "8"),
@@ -312,11 +312,13 @@ def _fault_of_suggestion(folder: pathlib.Path, case: Case, done: Done) -> str:
     replays = any(word.startswith("--replay") for word in case.words)
     more = ["--dry_run"] if case.command == "train" and not replays else []
     # What the launcher itself refuses stands in front of the flags of the command that it starts.
-    refused_by_launcher = case.command == "launch" and "its last lines:" not in done.err and "--" in case.words
-    at = case.words.index("--") if refused_by_launcher else len(case.words)
+    refused_by_launcher = case.command == "launch" and "its last lines:" not in done.err
+    at = case.words.index("--") if refused_by_launcher and "--" in case.words else len(case.words)
     again = _run(folder, [f"jaxtrain.{case.command}", *case.words[:at], *words, *more, *case.words[at:]], case.output)
     if fault := fault_of(again, case.output):
         return f"with {shlex.join(words)}: {fault}"
+    if refused_by_launcher and "its last lines:" in again.err:  # by the command that it then starts, whose flags it does not know
+        return ""
     if again.status != ExitStatus.BAD_CONFIG or (_is_about_a_word(line) and _is_about_a_word(again.err)):
         return ""
     said = next((line for line in again.err.splitlines() if line.startswith("error: ")), "").removeprefix("error: ")

@@ -15,6 +15,10 @@ import pytest
 import test_imports  # its list of rooms
 from support import ROOT
 
+sys.path.append(str(ROOT / "scripts"))
+
+import try_docs
+
 from jaxtrain import cli, generate, launch, train
 from jaxtrain.__main__ import COMMANDS
 from jaxtrain.checkpoint import __main__ as checkpoint_command
@@ -82,8 +86,8 @@ def test_the_readme_leads_to_every_document():
 # --- the commands ----------------------------------------------------------------------------------------------------------------
 
 
-TABLE = re.findall(r"^\| [^|]+ \| `([^`]+)` \|$", FEATURES, re.MULTILINE)
-FENCED = [line for path in DOCUMENTS for block in fences(path.read_text(), "bash") for line in block.splitlines() if line]
+TABLE = try_docs.tabled(FEATURES)
+FENCED = [line for path in DOCUMENTS for line in try_docs.fenced(path.read_text())]
 MISTAKES = [tuple(block.strip().split("\n")) for path in DOCUMENTS for block in fences(path.read_text(), "text") if block.startswith("$ ")]
 
 
@@ -261,7 +265,7 @@ for path in sorted((ROOT / "jaxtrain").rglob("*.py")):
 def test_what_a_module_is_said_to_have_exists(name):
     """Of code such as `columns.results`, where the first word is a module's name and the whole is no setting."""
     spans = re.findall(r"`(?:[\w/]*/)?(\w+)\.(\w+(?:\.\w+)?)(?:\(\))?`", (ROOT / "docs" / name).read_text())
-    named = [(module, what) for module, what in spans if module in MODULES and what not in ("py", "md")]
+    named = [(module, what) for module, what in spans if module in MODULES and what not in ("py", "md", "sh")]
     named = [(module, what) for module, what in named if f"{module}.{what}" not in fields()]
     for module, what in named:
         there = set().union(*(defined_in(path) for path in MODULES[module]))

@@ -201,7 +201,7 @@ def refused(capsys, call, *argv: str) -> str:
         (["--prompt=1", "--tokens=5", "--model=3"], "--model=3 does not divide model.heads=8: use --model=2 .or 1, 4, 8."),
         (["--prompt=1", "--tokens", "5", "--top_p=run", "--step=5", "--seed=inf"], "use --top_p=1.0 --seed=0 --step=3"),
         (["--prompt=1", "--step=7", "--model", "-0.0", "--samples=x"], "use --model=1 --samples=1 --step=3 --tokens=39"),
-        (["--prompt=\udcff", "--samples=x"], "use --samples=1 .and data.tokenizer=none takes ids from 0 to 60"),
+        (["--prompt=\udcff", "--samples=x"], "use --samples=1 .and the prompt holds bytes that are not UTF-8"),
     ],
 )
 def test_what_the_checkpoint_refuses(run, here, capsys, argv, message):

@@ -253,6 +253,7 @@ def test_wrong_flags_start_nothing(capsys):
         (["--proceses=2", "--", "--x"], "--proceses is an unknown flag: use --processes=2 (in front of --)"),
         (["--module=absent"], "--module='absent' is no Python module here: use --module=jaxtrain.train"),
         (["--module=jaxtrain.shedule"], "--module='jaxtrain.shedule' is no Python module here: use --module=jaxtrain.schedule"),
+        (["--module=jaxtrain.run"], "--module='jaxtrain.run' is no Python module here: use --module=jaxtrain.train"),
         (["--module=--help"], "--module='--help' is no Python module here: use --module=jaxtrain.train"),
         ([f"--devices_per_process={2**63}"], f"--devices_per_process={2**63} must be at most 1024: use --devices_per_process=0"),
         (

@@ -22,7 +22,7 @@ case "$*" in
         echo "venv" >>"$FAKE_LOG"
         mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-c import pip") ;;
-    *object_store.py*) echo "object_store.py ${{*:2}}" >>"$FAKE_LOG" ;;
+    *object_store.py* | *try_docs.py*) echo "$(basename "$1") ${{*:2}}" >>"$FAKE_LOG" ;;
     "-m pip install --quiet --disable-pip-version-check "*)
         if [[ $* == *--target* ]]; then mkdir -p "${{@:9:1}}"; fi
         echo "pip ${{*:6}}" | sed "s|$FAKE_ROOT/||g" >>"$FAKE_LOG"
@@ -212,6 +212,10 @@ def test_the_long_tests_have_their_compilers_and_store(repository):
 def test_the_long_chaos_run(repository):
     _, _, log = run(repository, "scripts/chaos.sh", "--chaos_seed=3")
     assert "<--full><tests/chaos><--kills=30><--chaos_seed=3>" in log[-1]
+
+
+def test_the_trial_of_the_documents(repository):
+    assert run(repository, "scripts/try_docs.sh", "--part=1/2")[2] == ["venv", PINNED, "try_docs.py --part=1/2"]
 
 
 def test_the_object_store(repository):

@@ -78,8 +78,10 @@ RUNS = {
     "docs/draw_idea.py": Smallest([f"--out={HERE}/idea.svg"], ("wrote ",)),
     "docs/draw_step.py": Smallest([f"--out={HERE}/step.svg"], ("wrote ",)),
     "scripts/fuzz.py": Smallest(
-        ["--seed=1", "--invalid=1", "--dry_run=0", "--valid=0", "--jobs=1", f"--folder={HERE}/fuzz"], ("invalid: 1 of 1 refused",)
+        ["--seed=1", "--invalid=1", "--commands=0", "--dry_run=0", "--valid=0", "--jobs=1", f"--folder={HERE}/fuzz"],
+        ("invalid: 1 of 1 refused",),
     ),
+    "scripts/try_docs.py": Smallest(["--list", "--part=1/5"], ("python -m jaxtrain.",)),  # commands are run by tests/test_try_docs.py
     # What these start is not on every machine: Ray, and Slurm's daemons.
     "scripts/launch/ray_train.py": Smallest(["--help"], ("--gpus_per_worker",)),
     "scripts/launch/rehearse_ray.py": Smallest([f"--packages={HERE}"], ("Ray is not in ",), 2),
@@ -88,7 +90,7 @@ RUNS = {
 # Files that are run by a test of their own.
 ELSEWHERE = {
     "benchmarks/torch_step.py": "tests/benchmarks/test_gpu_torch.py",  # needs torch
-    **{f"scripts/{name}.sh": "tests/test_scripts.py" for name in ("train", "test", "chaos", "object_store")},
+    **{f"scripts/{name}.sh": "tests/test_scripts.py" for name in ("train", "test", "chaos", "object_store", "try_docs")},
     **dict.fromkeys(("scripts/launch/jobset.yaml", "scripts/launch/jobset_tpu.yaml"), "tests/launch/test_engines.py"),
     **dict.fromkeys(("scripts/launch/skypilot.yaml", "scripts/launch/tpu_vm.sh"), "tests/launch/test_engines.py"),
     **dict.fromkeys((f"scripts/launch/slurm{end}" for end in (".sbatch", "_pyxis.sbatch", "_requeue.sh")), "tests/launch/test_slurm.py"),

@@ -11,7 +11,6 @@ import math
 import os
 import shlex
 import sys
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -62,8 +61,8 @@ FLAGS = {
         Flag("yes", False, "delete; without it the command only says what it would delete"),
     ),
 }
+ASK = ("--help", "-h", "--version")
 LISTED = 20  # arrays that `diff` lists
-DELETION_S = 1.0  # seconds in which the deletion of a step comes further
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,8 +80,9 @@ def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespac
     """The command, what it is about, and its flags; ends with status 2 for what is none. Raises RunError for a place that is none."""
     command, flagged = command_of(argv)
     if command not in FLAGS:
-        if flagged in ([], ["--help"], ["-h"], ["--version"]):
-            cli.parse_flags(flagged or ["--help"], DESCRIPTION, ())
+        asked = [word for word in argv if word in ASK]
+        if asked or not argv:
+            cli.parse_flags(asked or ["--help"], DESCRIPTION, ())
         commands = ", ".join(FLAGS)
         cli.fail(f"{command or argv[0]!r} is no command of jaxtrain checkpoint: use one of {commands}, such as jaxtrain checkpoint ls DIR")
     return command, *cli.checked_flags(flagged, DESCRIPTION, FLAGS[command], functools.partial(_checked, command), words=True)
@@ -90,9 +90,8 @@ def parse(argv: Sequence[str]) -> tuple[str, list[Subject], types.SimpleNamespac
 
 def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     """The first word that belongs to no flag of any command, "" if there is none, and the other words."""
-    asked = [word for word in argv if word in ("--help", "-h", "--version")]
     every = {flag.name: flag for flags in FLAGS.values() for flag in flags}
-    words = read_flags([word for word in argv if word not in asked], "", list(every.values()), with_config=False, with_words=True).words
+    words = read_flags([word for word in argv if word not in ASK], "", list(every.values()), with_config=False, with_words=True).words
     if not words:
         return "", list(argv)
     return words[0], [word for at, word in enumerate(argv) if at != list(argv).index(words[0])]
@@ -177,7 +176,7 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
         found = [meta.why] if isinstance(meta, Stranger) else reading.damages(folder, _progress(folder.name), checked)
         lines = [f"{folder}: {why}" for why in found]
         _clear_progress()
-        if lines and _was_deleted(folder, had_manifest):
+        if lines and keeping.was_deleted(folder, had_manifest):
             print(f"{folder.name}: was deleted while it was read", flush=True)
             continue
         without = "" if checked else "; it has no checksums, so damage inside of numbers is not known"
@@ -192,21 +191,6 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     without = f", {unchecked} without checksums" if unchecked else ""
     print(f"verified {verified} step{'s'[: verified > 1]}, {in_units(total)}: {result}{without}", flush=True)
     return ExitStatus.STORAGE if damaged else ExitStatus.FINISHED
-
-
-def _was_deleted(folder: epath.Path, had_manifest: bool) -> bool:
-    """Whether a step in which something is missing is being deleted, as runs delete steps that they no longer keep: the manifest goes
-    first (keeping.delete), then the rest, with no pause as long as DELETION_S."""
-    rest, end = -1, 0.0
-    while folder.exists():
-        if had_manifest and (folder / manifest.FILE).exists():
-            return False
-        left = sum(len(files) + len(folders) for _, folders, files in os.walk(folder))
-        rest, end = left, (end if left == rest else time.monotonic() + DELETION_S)
-        if time.monotonic() > end:
-            return False
-        time.sleep(DELETION_S / 10)
-    return True
 
 
 def _progress(step: str) -> Callable[[int, int], None]:

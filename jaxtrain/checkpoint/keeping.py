@@ -6,12 +6,16 @@ validation_losses.json      {"100": 3.41, "200": 3.27}: by step, of the steps th
 import dataclasses
 import json
 import math
+import os
+import time
 from collections.abc import Iterable, Mapping
 
 from etils import epath
 
 from jaxtrain.checkpoint import manifest, steps
 from jaxtrain.checkpoint.steps import LOSSES
+
+DELETION_S = 1.0  # seconds in which the deletion of a step comes further
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,3 +82,18 @@ def _write_losses(directory: epath.Path, losses: Mapping[int, float]) -> None:
     beside = directory / f".{LOSSES}"
     beside.write_text(json.dumps(losses))
     beside.replace(directory / LOSSES)
+
+
+def was_deleted(folder: epath.Path, had_manifest: bool) -> bool:
+    """Whether a step in which something is missing is being deleted, as runs delete steps that they no longer keep: the manifest goes
+    first (`delete`), then the rest, with no pause as long as DELETION_S."""
+    rest, end = -1, 0.0
+    while folder.exists():
+        if had_manifest and (folder / manifest.FILE).exists():
+            return False
+        left = sum(len(files) + len(folders) for _, folders, files in os.walk(folder))
+        rest, end = left, (end if left == rest else time.monotonic() + DELETION_S)
+        if time.monotonic() > end:
+            return False
+        time.sleep(DELETION_S / 10)
+    return True

@@ -115,6 +115,8 @@ DECOMPRESSORS: dict[str, Callable[[], _Decompressor]] = {
 class _Bytes(io.RawIOBase):
     """A file's decompressed bytes, and the position in the file itself."""
 
+    _file: Any = None  # where the file cannot be opened, this is closed all the same
+
     def __init__(self, path: str):
         self._path, self._file = path, open(path, "rb", buffering=0)  # noqa: SIM115
         head = self._file.read(HEAD)
@@ -180,7 +182,8 @@ class _Bytes(io.RawIOBase):
                 return data
 
     def close(self) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()
         super().close()
 
 

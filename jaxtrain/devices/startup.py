@@ -1,7 +1,6 @@
 """The start of jax in a command: simulated devices, XLA's flags, the compilation cache, other processes."""
 
 import os
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +90,7 @@ def use_compilation_cache() -> None:
     elif settings.jax_compilation_cache_dir is None:
         folder = compilation_cache(os.environ)
         if refusal := write_trial.of_folder(folder):
-            print(f"note: compiled programs are not kept: {folder} {refusal.why}", file=sys.stderr, flush=True)
+            streams.say(f"warning: compiled programs are not kept: {folder} {refusal.why}")
         else:
             jax.config.update("jax_compilation_cache_dir", folder)
 

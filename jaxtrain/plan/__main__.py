@@ -80,7 +80,7 @@ FLAGS = (
     Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
     Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),
     Flag("advise", "", "say what the records of the run in this folder suggest to change; with --hardware, what is planned to be faster"),
-    Flag("png", "", "draw memory and time by part to this file"),
+    Flag("png", "", "draw memory and time by part to this file; of groups of devices, by stage"),
     Flag("json", False, "print the figures as one JSON object"),
 )
 

@@ -288,7 +288,7 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
-            os.write(2, f"warning: the stacks are not in {folder} ({error.strerror})\n".encode())
+            streams.write_error(f"warning: the stacks are not in {folder} ({error.strerror})\n")
 
 
 def _names(peers: list[Peer]) -> str:

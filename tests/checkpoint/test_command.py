@@ -15,7 +15,7 @@ from support.damage import damage_numbers
 
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import __main__ as command
-from jaxtrain.checkpoint import steps
+from jaxtrain.checkpoint import keeping, steps
 from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.steps import Meta
 from jaxtrain.config import history
@@ -57,7 +57,7 @@ def run(original, tmp_path):
 def here(capsys, monkeypatch):
     """Runs the command in this process → (status, lines on standard output, standard error)."""
 
-    monkeypatch.setattr(command, "DELETION_S", 0.1)
+    monkeypatch.setattr(keeping, "DELETION_S", 0.1)
 
     def call(*argv) -> tuple[int, list[str], str]:
         try:
@@ -248,6 +248,7 @@ def test_prune(run, here):
     ("argv", "message"),
     [
         (["lst", "RUN"], "'lst' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune"),
+        (["RUN"], "'RUN' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune"),
         (["ls"], "ls is about one folder, not 0: use jaxtrain checkpoint ls DIR"),
         (["diff", "RUN"], "diff is about two steps or runs, not 1: use jaxtrain checkpoint diff A B"),
         (["ls", "nowhere"], "'nowhere' does not exist: use "),

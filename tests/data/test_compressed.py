@@ -1,9 +1,11 @@
 """Compressed files: the same bytes as before they were compressed, by content and not by name, and an error for what is damaged."""
 
 import bz2
+import gc
 import gzip
 import lzma
 import struct
+import sys
 
 import pyarrow
 import pytest
@@ -61,6 +63,16 @@ def test_padding_and_skippable_frames(write):
     assert content(write("a.gz", gzip.compress(b"a") + b"\0" * 3_000_000 + gzip.compress(b"b") + b"\0" * 5)) == b"ab"
     frame = struct.pack("<II", 0x184D2A50, 4) + b"1234"
     assert content(write("a.zst", frame + zstd(b"a") + frame + zstd(b"b"))) == b"ab"
+
+
+def test_a_file_that_is_gone(tmp_path, monkeypatch):
+    """One error, and none behind it from what was half made."""
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    with pytest.raises(FileNotFoundError):
+        Reader(str(tmp_path / "gone"))
+    gc.collect()
+    assert not ignored
 
 
 def test_nothing_compressed(write):

@@ -57,7 +57,7 @@ def test_groups(devices, groups):
 @pytest.mark.parametrize(
     ("flag", "error"),
     [
-        ("--out=cpu.txt", "error: --out='cpu.txt' is no JSON file: use --out='cpu.json'"),
+        ("--out=cpu.txt", "error: --out='cpu.txt' is no JSON file: use --out=cpu.json"),
         ("--out=no/such/folder/cpu.json", "error: --out='no/such/folder/cpu.json' cannot be written there: use --out=cpu.json"),
         ("--cpu_devices=-1", "error: --cpu_devices=-1 must be at least 0: use --cpu_devices=0"),
     ],

@@ -271,6 +271,7 @@ def _passes_with_what_is_suggested(arguments: list[str], line: str, folder: path
         (["--stages=four", "--repeats=x", "--microbatches="], "use --stages=0 --repeats=0 --microbatches=0"),
         (["--vocabulary=x", "--fused_backward", "--ops_per_chunk=2"], "use --vocabulary=parallel --fused_backward=false"),
         (["--stages=x", "--schedule=auto", "--memory=0.1"], "use --stages=0 --memory=1.0"),
+        (["--png=" + "a" * 5000], " cannot be written (File name too long): use --png=schedule.png"),
         (["--compare=x", "--svg=/proc/x.svg", "--row=nan"], "use --compare=false --row=0.0 --svg=x.svg"),
         (["--stages=x", "--schedule=csv:absent.csv"], "use --stages=0 (and 'absent.csv' cannot be read (No such file or directory): use a"),
     ],

@@ -27,7 +27,7 @@ MOMENTS = {
     "saving": ("jaxtrain.checkpoint.saving", "SaveThread._write"),
     "finishing a save": ("jaxtrain.checkpoint.saving", "SaveThread._finish"),
     "evaluating": ("jaxtrain.training.evaluation", "Evaluation.loss"),
-    "ending": ("jaxtrain.loop", "plot_losses"),
+    "ending": ("jaxtrain.loop", "AfterWarmUp.finish"),
     "sampling": ("jaxtrain.loop", "sample_text"),
 }
 LASTS_S = 0.5
