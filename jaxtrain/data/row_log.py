@@ -43,18 +43,20 @@ def read_rows(workdir: str | os.PathLike) -> dict[int, dict[int, int]]:
     Processes that hold the same place have read the same row: ValueError names the batch and the place where they have not. Places that
     nobody has read are missing.
     """
-    found: dict[int, list[tuple[float, int, int, dict[int, int]]]] = {}
-    for path in sorted((pathlib.Path(workdir) / FOLDER).glob("*.jsonl")):
+    found: dict[int, list[tuple[int, int, dict[int, int]]]] = {}
+    for path in sorted((pathlib.Path(workdir) / FOLDER).glob("*.jsonl"), key=lambda path: int(path.stem)):
         for text in path.read_text().splitlines():
             line = json.loads(text)
             rows = dict(zip(line["places"], line["rows"], strict=True))
-            found.setdefault(line["batch"], []).append((line["time"], int(path.stem), line["processes"], rows))
+            found.setdefault(line["batch"], []).append((int(path.stem), line["processes"], rows))
     return {batch: _together(batch, lines) for batch, lines in sorted(found.items())}
 
 
-def _together(batch: int, lines: list[tuple[float, int, int, dict[int, int]]]) -> dict[int, int]:
-    processes = max(lines, key=lambda line: line[0])[2]
-    last = {process: rows for _, process, those, rows in sorted(lines, key=lambda line: line[0]) if those == processes}
+def _together(batch: int, lines: list[tuple[int, int, dict[int, int]]]) -> dict[int, int]:
+    """lines: by process, each in the order in which it was written, whatever its clock said; process 0 is in every start."""
+    first = min(process for process, _, _ in lines)
+    processes = [those for process, those, _ in lines if process == first][-1]
+    last = {process: rows for process, those, rows in lines if those == processes}
     whole: dict[int, int] = {}
     for process, rows in last.items():
         for place, row in rows.items():

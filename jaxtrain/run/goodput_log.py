@@ -4,7 +4,8 @@
       {"start": 2, "began": 1763786000.1, "time": 1763786012.6, "step": 47, "seconds": {"imports": 2.01, …, "stepping": 4.5}}
 
     start      from 1
-    began      Unix seconds at which the start's command began
+    began      Unix seconds at which the start's command began, by the clock of the start's machine then
+    time       began and how long the start has lasted since: a clock that is put right meanwhile changes nothing
     step       the last step whose results were there; in a start's first line the step that it goes on from
     seconds    of each part since `began` (goodput.py); they add up to time - began
 
@@ -186,7 +187,7 @@ class GoodputLog:
       clock: of the command.
       step: the step that the start goes on from.
       ran_before: seconds that the run had run when the checkpoint was saved that it goes on from; the file may know of more.
-      now: Unix seconds.
+      now: Unix seconds; asked once.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class GoodputLog:
         ran_before: float = 0.0,
         now: Callable[[], float] = time.time,
     ):
-        self.clock, self._now = clock, now
+        self.clock = clock
         self._goodput = Goodput(read_goodput(workdir) if workdir is not None else [])
         self._ran_before = max(ran_before, self._goodput.wall_s())
         self._start = self._goodput.starts[-1].last.start + 1 if self._goodput.starts else 1
@@ -265,7 +266,7 @@ class GoodputLog:
 
     def _line(self) -> Line:
         seconds = {part.value: round(seconds, 4) for part, seconds in self.clock.seconds().items()}
-        return Line(self._start, round(self._began, 3), round(self._now(), 3), self._step, seconds)
+        return Line(self._start, round(self._began, 3), round(self._began + sum(seconds.values()), 3), self._step, seconds)
 
     def _write(self) -> None:
         """Appends a line. One that has no room on the disk is left out: what is measured must not end what it measures."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.data import packing
+from jaxtrain.data import packing, row_log
 from jaxtrain.data.loader import Feed, Loader
 from jaxtrain.data.packing import Rows
 from jaxtrain.data.row_log import RowLog, read_rows
@@ -211,6 +211,14 @@ def test_rows_on_a_full_disk_cost_a_warning(tmp_path, capsys):
         log.write(batch, {0: 5})
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1 and "rows/0.jsonl cannot be written (No space left on device): training goes on" in err
+
+
+def test_rows_of_the_last_start_count_whatever_its_clock_says(tmp_path, monkeypatch):
+    for seconds, processes, rows in ((9000.0, 2, [{0: 5}, {1: 6}]), (5000.0, 1, [{0: 7, 1: 8}])):
+        monkeypatch.setattr(row_log.time, "time", lambda seconds=seconds: seconds)
+        for process, own in enumerate(rows):
+            RowLog(tmp_path, process, processes).write(3, own)
+    assert read_rows(tmp_path) == {3: {0: 7, 1: 8}}
 
 
 def test_processes_that_read_different_rows_are_found_out(tmp_path):

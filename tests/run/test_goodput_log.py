@@ -258,3 +258,21 @@ def test_nothing_is_left_of_a_start_without_a_state(tmp_path):
     with contextlib.closing(GoodputLog(tmp_path, clock, 0)):
         clock.enter(Part.TRACING)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_clock_that_is_put_right_meanwhile_changes_nothing(tmp_path):
+    """By an hour either way: no negative time, and no down time between starts that follow each other."""
+    fast_by = [0.0]
+    for jump in (3600.0, -3600.0):
+        fast_by[0] = 0.0
+        clock = WallClock(time.monotonic() - 5)
+        log = GoodputLog(tmp_path, clock, now=lambda: time.time() + fast_by[0])
+        clock.enter(Part.STEPPING)
+        fast_by[0] = jump
+        log.reached(1)
+        log.close()
+    lines = read_goodput(tmp_path)
+    assert {line.start for line in lines} == {1, 2}
+    for line in lines:
+        assert line.time - line.began == pytest.approx(sum(line.seconds.values()), abs=0.01) and line.time >= line.began
+    assert 0 <= Goodput(lines).down_s < 60
