@@ -43,7 +43,9 @@ case "$*" in
     *)
         echo "uv $*" | sed "s|$FAKE_ROOT/||g" >>"$FAKE_LOG"
         [[ $FAKE_UV == works ]] || exit 1
-        if [[ $1 == venv ]]; then mkdir -p "${@: -1}/bin" && cp "$(command -v python3)" "${@: -1}/bin/python" && touch "${@: -1}/bin/pip"; fi ;;
+        if [[ $1 == venv ]]; then
+            mkdir -p "${@: -1}/bin"
+            cp "$(command -v python3)" "${@: -1}/bin/python" && touch "${@: -1}/bin/pip"; fi ;;
 esac
 """
 
