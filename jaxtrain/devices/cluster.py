@@ -38,6 +38,7 @@ HEARTBEAT_TIMEOUT_S = 50
 MEETING_S = 300  # that processes wait for each other at the start; jax then aborts, with status 134
 NOTICE_S = 10.0  # of waiting for the others, before a line says so
 NAMES_MS = 60_000  # for the others' host names, when all processes have their devices
+OF_A_PEER = ("UNAVAILABLE", "coordination service", "Coordination service", "CoordinationService", "another task died", "DEADLINE_EXCEEDED")
 FAULT_OR_PEER_S = 5.0  # seconds in which an error turns out to be the death of another process
 _questions = itertools.count()
 
@@ -141,6 +142,10 @@ def connect_peers() -> Peers | None:
 def _leave_at_once(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     """An uncaught error ends the process now: jax's shutdown would wait minutes for the others, which wait for this one's collectives."""
     watchdog.wait_for_ending(FAULT_OR_PEER_S)
+    if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in OF_A_PEER):
+        # Before this process knows the others by connections of its own (connect_peers), the store alone tells that one has gone.
+        streams.write_error(f"error: another process of the run has gone: {' '.join(str(error).split())[:200]}\n")
+        os._exit(ExitStatus.LOST_PEER)
     traceback.print_exception(kind, error, trace)
     sys.stdout.flush()
     sys.stderr.flush()
