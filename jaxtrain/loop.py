@@ -97,8 +97,9 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             programs = start_compiling(step, data, beside, clock)
             # Not before: one thread traces at a time, and the step's compilation is what takes longest.
             first_state = None if start or newer else beside.submit(make_state)
-            train, exchange = when_compiled(programs, config, step, corpus, clock)
             evaluation = Evaluation(step.evaluate, step.abstract_state().trained, held_out)
+            soon = [evaluation.start_compiling(beside)] if config.train.eval_every and held_out.batches else []
+            train, exchange = when_compiled(programs, config, step, corpus, clock, soon)
             cluster.say(*data.remarks(), *held_out.remarks())
 
             # ------------------------------------------------------------ state: restored or new

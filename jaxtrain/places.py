@@ -84,6 +84,8 @@ def check_together(config: Config, workdir: str) -> None:
 
     process, question = jax.process_index(), f"places {next(_questions)}"
     with contextlib.ExitStack() as until_all_have_looked:
+        if process == 0:
+            until_all_have_looked.enter_context(_left_as_it_was(workdir))
 
         def of_main() -> dict:
             problem, mark = _of_main(config, workdir), ""
@@ -186,6 +188,21 @@ def _folder_of_checkpoints(config: Config, workdir: str) -> str:
     if stores.scheme_of(directory):
         return ""
     return os.path.abspath(os.path.expanduser(directory) if directory else os.path.join(workdir, "checkpoints"))
+
+
+@contextlib.contextmanager
+def _left_as_it_was(workdir: str) -> Iterator[None]:
+    """A context behind which the run's folder, and those in it that are tried, are gone if they were before it. Several processes that try
+    them at a time leave folders behind: who has made one cannot remove it while another one's trial is in it."""
+    path = pathlib.Path(os.path.abspath(workdir))
+    tried = [path / name for name in (PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, "checkpoints")]
+    missing = [each for each in (*tried, path, *path.parents) if not os.path.lexists(each)]
+    try:
+        yield
+    finally:
+        for each in missing:
+            with contextlib.suppress(OSError):  # it is not there, or another run has something in it by now
+                each.rmdir()
 
 
 @contextlib.contextmanager

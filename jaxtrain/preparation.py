@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -55,14 +56,21 @@ def start_compiling(step: Step, data: Loader, beside: concurrent.futures.Executo
     return beside.submit(lambda: {name: cluster.compile_everywhere(name, program) for name, program in lowered.items()})
 
 
-def when_compiled(programs: Programs, config: Config, step: Step, corpus: Corpus, clock: WallClock) -> tuple[Compiled, Compiled | None]:
-    """The programs of a step and of an exchange, if there is one; says meanwhile what somebody wants to see before the first step."""
+def when_compiled(
+    programs: Programs, config: Config, step: Step, corpus: Corpus, clock: WallClock, others: Sequence[concurrent.futures.Future] = ()
+) -> tuple[Compiled, Compiled | None]:
+    """The programs of a step and of an exchange, if there is one; says meanwhile what somebody wants to see before the first step.
+
+    others: compilations that have to end, too. A GPU's compiler tries kernels out on the device, which has to be idle then.
+    """
     held_out = f"{len(corpus.validation):,} tokens held out"
     cluster.say(
         *introduction(config, step),
         f"corpus: {len(corpus.tokens):,} tokens, {len(corpus.documents) - 1:,} documents from {corpus.source}, {held_out}",
     )
     compiled = programs.result()
+    for other in others:
+        other.result()
     clock.enter(Part.STATE)
     cluster.say(*as_compiled(step, compiled["step"], clock.spent(Part.TRACING), clock.spent(Part.COMPILING)))
     return compiled["step"], compiled.get("exchange")

@@ -74,7 +74,7 @@ install_once() {
     touch "$busy"
     if [[ $(cat "$pinned_stamp" 2>/dev/null) != "$pinned" ]]; then
         echo "installing requirements.txt into .venv (once)" >&2
-        install_pinned
+        install_pinned "$base"
         echo "$pinned" >"$pinned_stamp"
     fi
     if (($# > 1)); then
@@ -87,7 +87,7 @@ install_once() {
     rm -f "$busy"
 }
 
-# make_venv PYTHON VERSION : an empty .venv that has pip.
+# make_venv PYTHON VERSION : an empty .venv. Where PYTHON's pip can install into it, it has no pip of its own yet: to get one takes 3 seconds.
 make_venv() {
     if ! has_uv && ! "$1" -c 'import ensurepip, venv' 2>/dev/null; then
         stop "$1 has no venv module: install it (Debian, Ubuntu: apt install python$2-venv)"
@@ -96,7 +96,8 @@ make_venv() {
     rm -rf "$root/.venv"
     if ! with_uv venv --quiet --seed --python "$(command -v "$1")" "$root/.venv"; then
         rm -rf "$root/.venv"
-        "$1" -m venv "$root/.venv" || stop "$1 -m venv failed"
+        "$1" -m venv --without-pip "$root/.venv" || stop "$1 -m venv failed"
+        "$1" -m pip --python "$python" --version >/dev/null 2>&1 || "$python" -m ensurepip --default-pip >/dev/null || stop "$1 -m ensurepip failed"
     fi
     echo "$2" >"$root/.venv/.python"
 }
@@ -107,17 +108,20 @@ install_packages() {
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile "$@" || stop "pip $AGAIN"
 }
 
-# All pinned packages. A pip works on one package at a time, on one core, so there are several at once; nothing is looked up that they need,
-# for that is pinned, too.
+# install_pinned PYTHON : all pinned packages, and pip where there is none. A pip works on one package at a time, on one core, so there are
+# several at once; nothing is looked up that packages need, for that is pinned, too.
 install_pinned() {
-    local packages part pips=() i j count failed=""
+    local packages part pip=("$python" -m pip) pips=() i j count failed=""
     if with_uv pip install --quiet --python "$python" -r "${PINNED[0]}" -r "${PINNED[1]}"; then return; fi
     mapfile -t packages < <(sed 's/ *#.*//; /^$/d' "${PINNED[@]}")
+    if ! "$python" -c 'import pip' 2>/dev/null; then
+        pip=("$1" -m pip --python "$python") packages+=(pip)
+    fi
     count=$(($(cores) < 4 ? $(cores) : 4))
     for ((i = 0; i < count; i++)); do
         part=()
         for ((j = i; j < ${#packages[@]}; j += count)); do part+=("${packages[j]}"); done
-        "$python" -m pip install --quiet --disable-pip-version-check --no-compile --no-deps "${part[@]}" &
+        "${pip[@]}" install --quiet --disable-pip-version-check --no-compile --no-deps "${part[@]}" &
         pips+=($!)
     done
     for i in "${pips[@]}"; do wait "$i" || failed=yes; done

@@ -21,9 +21,10 @@ from support import COMPILE_QUICKLY, suite  # noqa: E402 (the path comes first)
 
 from jaxtrain.devices.startup import set_xla_flags  # noqa: E402
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell's background job ignores Ctrl-C, and what tests start would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell's background job ignores Ctrl-C, one of nohup a terminal that hangs up, and what tests start would inherit that.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):

@@ -17,11 +17,16 @@ REQUIREMENTS = [path.name for path in ROOT.glob("requirements*.txt")]
 STAND_IN = f"""#!/usr/bin/env bash
 case "$*" in
     *version_info*) echo "${{FAKE_VERSION:-3.12}}" ;;
-    *ensurepip*) exit "${{FAKE_NO_VENV:-0}}" ;;
-    "-m venv "*)
+    "-c import ensurepip, venv") exit "${{FAKE_NO_VENV:-0}}" ;;
+    "-m venv --without-pip "*)
         echo "venv" >>"$FAKE_LOG"
-        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-c import pip") ;;
+        mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+    "-m ensurepip --default-pip") touch "$(dirname "$0")/pip" && echo "ensurepip" >>"$FAKE_LOG" ;;
+    "-c import pip") [[ -e $(dirname "$0")/pip ]] ;;
+    "-m pip --python "*" --version") exit "${{FAKE_OLD_PIP:-0}}" ;;
+    "-m pip --python "*)
+        if [[ ${{*: -1}} == pip ]]; then touch "$(dirname "$4")/pip"; fi
+        exec "$0" "${{@:1:2}}" "${{@:5}}" ;;
     *object_store.py* | *try_docs.py*) echo "$(basename "$1") ${{*:2}}" >>"$FAKE_LOG" ;;
     "-m pip install --quiet --disable-pip-version-check "*)
         if [[ $* == *--target* ]]; then mkdir -p "${{@:9:1}}"; fi
@@ -38,7 +43,9 @@ case "$*" in
     *)
         echo "uv $*" | sed "s|$FAKE_ROOT/||g" >>"$FAKE_LOG"
         [[ $FAKE_UV == works ]] || exit 1
-        if [[ $1 == venv ]]; then mkdir -p "${@: -1}/bin" && cp "$(command -v python3)" "${@: -1}/bin/python"; fi ;;
+        if [[ $1 == venv ]]; then
+            mkdir -p "${@: -1}/bin"
+            cp "$(command -v python3)" "${@: -1}/bin/python" && touch "${@: -1}/bin/pip"; fi ;;
 esac
 """
 
@@ -91,8 +98,8 @@ def pinned(root: pathlib.Path) -> list[str]:
 def steps(root: pathlib.Path, log: list[str]) -> list[str]:
     """A log in which the several pips that install all pinned packages side by side are one line, PINNED."""
     pips = [line for line in log if line.startswith("pip --no-compile --no-deps ") and "--target" not in line]
-    packages = sorted(package for package in pinned(root) for line in pips if f" {package} " in f"{line} ")
-    if not pips or packages != sorted(pinned(root)):
+    packages = [package for package in pinned(root) for line in pips if f" {package} " in f"{line} "]
+    if not pips or sorted(packages) != sorted(pinned(root)):
         return log
     return [PINNED if line == pips[0] else line for line in log if line not in pips[1:]]
 
@@ -128,6 +135,10 @@ def test_install_again_after_a_change(repository, change):
     change(repository)
     assert PINNED in run(repository, "scripts/train.sh")[2]
     assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
+
+
+def test_an_environment_gets_its_own_pip_first_where_python_has_none_that_can_install_into_it(repository):
+    assert run(repository, "scripts/train.sh", FAKE_OLD_PIP="1")[2] == ["venv", "ensurepip", PINNED, trained(repository)]
 
 
 def test_uv_is_used_where_it_works(repository):

@@ -43,7 +43,7 @@ _questions = itertools.count()
 
 
 class DevicesError(RunError):
-    """A process that sees fewer devices than the others; the text is one line that names its host.
+    """A process that sees fewer devices than the others, or that has gone before all had told theirs; the text is one line.
 
     Its devices have gone, as a peer goes: on another host, or when this one is mended, the same command goes on. An engine that bounds its
     restarts ends a run whose host stays as it is.
@@ -95,11 +95,18 @@ def notice_of_waiting(processes: int | None, address: str, after: float = NOTICE
 
 
 def check_devices() -> None:
-    """Raises DevicesError, in every process, where some see fewer devices than most.
+    """Raises DevicesError, in every process, where some see fewer devices than most, or jax cannot tell since a process has gone.
 
     Every process must call this, and before any exchange: jax's own need as many devices of each process.
     """
-    count = collections.Counter(device.process_index for device in jax.devices())
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        if not jax.distributed.is_initialized():
+            raise
+        rule = "jax does not find the devices of all processes of this run: one of them has gone, or has none"
+        raise DevicesError(f"{rule} ({' '.join(str(error).split())[:200]})") from error
+    count = collections.Counter(device.process_index for device in devices)
     usual = max(count.values(), key=lambda devices: (list(count.values()).count(devices), devices))
     few = [process for process in range(jax.process_count()) if count[process] != usual]
     if not few:

@@ -9,12 +9,14 @@ The coupled clock is that of the runtime, which executes ticks. No jax.
 
 import dataclasses
 import difflib
+import errno
 import json
 import math
 import os
 import pathlib
 import shutil
 import sys
+import time
 import types
 from collections.abc import Sequence
 
@@ -90,7 +92,9 @@ FLAGS = (
     Flag("png", "", "as --svg, drawn by matplotlib"),
 )
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
-MOST_CELLS = 1_000_000  # stages · repeats · microbatches
+MOST_CELLS = 200_000  # stages · repeats · (stages + microbatches): some ten seconds
+MOST_TIME = 1e15  # of an op, in any unit: sums of larger ones can be neither compared nor drawn
+READER_S = 10.0  # seconds until somebody reads a pipe that a flag names
 MOST_REFUSED_CELLS = 1_000  # of tables that are made for the sake of a better error: some seconds with --compare
 
 
@@ -121,7 +125,7 @@ class Shown:
 def _write(path: pathlib.Path, content: bytes) -> None:
     """Writes a file whole or not at all; a device or a pipe, and a file in a folder that may not be written, are written as they are."""
     if path.exists() and not (path.is_file() and os.access(path.resolve().parent, os.W_OK)):
-        with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as file:  # a pipe that nothing reads is an error, not a wait
+        with open(_opened(path), "wb") as file:
             os.set_blocking(file.fileno(), True)
             file.write(content)
         return
@@ -132,6 +136,18 @@ def _write(path: pathlib.Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _opened(path: pathlib.Path) -> int:
+    """A device's or a pipe's descriptor. OSError for a pipe that nothing reads for READER_S seconds."""
+    end = time.monotonic() + READER_S
+    while True:
+        try:
+            return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO or time.monotonic() > end:
+                raise
+        time.sleep(0.05)
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------------------
@@ -175,11 +191,28 @@ def check_flags(flags: types.SimpleNamespace) -> Request:
 
 def _check_size(flags: types.SimpleNamespace, spec: TableSpec) -> None:
     """UsageError for a table of more tasks than can be made in a while."""
-    size = spec.stages * max(2, spec.repeats) * spec.microbatches * flags.ops_per_chunk
-    if size > MOST_CELLS:
-        most = max(1, MOST_CELLS * spec.microbatches // size)
-        rule = f"--microbatches={spec.microbatches} with these stages and chunks is more than {MOST_CELLS} tasks"
-        raise UsageError(rule, {"microbatches": most})
+    sizes = {
+        "microbatches": spec.microbatches,
+        "ops_per_chunk": flags.ops_per_chunk,
+        "repeats": max(2, spec.repeats),
+        "stages": spec.stages,
+    }
+    others = math.prod(sizes.values()) // spec.microbatches
+    if others * (spec.stages + spec.microbatches) <= MOST_CELLS:
+        return
+    # Fewer microbatches where these are enough, else less of what is most.
+    if (most := MOST_CELLS // others - spec.stages) > 0:
+        name = "microbatches"
+    else:
+        name = max(sizes, key=lambda name: sizes[name])
+        rest = others // sizes[name] if name != "microbatches" else others
+        most = (
+            math.isqrt(MOST_CELLS // rest) - spec.microbatches
+            if name == "stages"
+            else MOST_CELLS // (rest * (spec.stages + spec.microbatches))
+        )
+    rule = f"--{name}={sizes[name]} with these stages, chunks and microbatches is more than {MOST_CELLS} tasks"
+    raise UsageError(rule, {name: max(1, most)})
 
 
 def _check_schedule(flags: types.SimpleNamespace, spec: TableSpec) -> None:
@@ -225,11 +258,15 @@ def read_times(flags: types.SimpleNamespace) -> Times:
     """Times from --times, --recompute, --head, --embed and --row. Raises UsageError for what are no times."""
     numbers = [cfg.number(text) for text in flags.times.split(",")]
     known = [number for number in numbers if number is not None and number >= 0]
-    if len(known) != 4 or len(numbers) != 4 or not 0 < sum(known[:3]) < math.inf:
-        rule = f"--times={cfg.shown(flags.times)} is not four times F,B,W,message, of which F, B or W is more than 0"
+    if len(known) != 4 or len(numbers) != 4 or not sum(known[:3]) > 0 or max(known) > MOST_TIME:
+        most = f", and none more than {MOST_TIME:g}" if known and max(known) > MOST_TIME else ""
+        rule = f"--times={cfg.shown(flags.times)} is not four times F,B,W,message, of which F, B or W is more than 0{most}"
         raise UsageError(rule, {"times": "1,1,1,0"})
     recompute = cfg.number(flags.recompute or "0")
-    if recompute is None or recompute < 0:
+    for name in ("head", "embed", "row"):
+        if not getattr(flags, name) <= MOST_TIME:
+            raise UsageError(f"--{name}={getattr(flags, name):g} must be at most {MOST_TIME:g}", {name: 0.0})
+    if recompute is None or not 0 <= recompute <= MOST_TIME:
         raise UsageError(f"--recompute={cfg.shown(flags.recompute)} is not a time, such as that of F", {"recompute": "1"})
     forward, backward, weights, message = known
     return Times(forward, backward, weights, message, R=recompute, head=flags.head, tick=flags.row, embed=flags.embed)

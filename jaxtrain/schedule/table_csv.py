@@ -93,7 +93,8 @@ def _read(path: str) -> str:
     if not path:
         raise ValueError("csv: names no file: use csv:FILE, a file that python -m jaxtrain.schedule --csv=FILE writes")
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, a device has no end
+        piped = path.startswith(("/dev/stdin", "/dev/fd/", "/proc/self/fd/")) and pathlib.Path(path).is_fifo()  # `|` or `<(…)`
+        if os.path.exists(path) and not (os.path.isfile(path) or piped):  # a pipe would be waited for, a device has no end
             raise OSError(0, "it is not a regular file")
         data = pathlib.Path(path).read_bytes()
         text = data.decode("utf-8-sig")

@@ -13,6 +13,7 @@ from support import ROOT
 
 from jaxtrain.devices import cluster, cluster_environment
 from jaxtrain.launch import free_port
+from jaxtrain.run.exit_status import ExitStatus
 
 WAITING = "waiting for the 4 processes of this run to meet at host:1; jax gives up after 300 s\n"
 ALONE = types.SimpleNamespace(coordinator="", processes=1, process_id=0)
@@ -284,3 +285,17 @@ def test_who_waits_long_for_the_others_says_so(capsys, seconds, said):
     with cluster.notice_of_waiting(4, "host:1", seconds):
         met.wait(0.2)
     assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("several, kind", [(True, cluster.DevicesError), (False, RuntimeError)])
+def test_a_process_that_goes_while_devices_are_told_is_no_fault(monkeypatch, several, kind):
+    """jax's error of several processes becomes a line and status 80; of one process it stays what it is."""
+
+    def gone():
+        raise RuntimeError("Unable to initialize backend 'cpu':\nDEADLINE_EXCEEDED: a task died")
+
+    monkeypatch.setattr(cluster.jax, "devices", gone)
+    monkeypatch.setattr(cluster.jax.distributed, "is_initialized", lambda: several)
+    with pytest.raises(kind, match="DEADLINE_EXCEEDED") as raised:
+        cluster.check_devices()
+    assert not several or (raised.value.status == ExitStatus.LOST_PEER and "\n" not in str(raised.value))

@@ -210,6 +210,25 @@ def test_the_pictures_in_docs_are_of_the_present_tables(name, tmp_path):
     assert stored == (tmp_path / "now.svg").read_text(), f"draw docs/schedules/{name}.svg again, and look at it"
 
 
+@pytest.mark.parametrize(
+    ("flags", "use"),
+    [
+        (["--microbatches=1000000"], "--microbatches=46"),
+        (["--repeats=2147483648"], "--repeats=1"),
+        (["--stages=1000003", "--microbatches=1000003"], "--microbatches=1 --stages=13"),
+        (["--ops_per_chunk=1000003", "--schedule=interleaved", "--repeats=1000003"], "--ops_per_chunk=1 --repeats=8"),
+    ],
+)
+def test_what_is_too_large_is_refused_with_what_is_not(monkeypatch, capsys, flags, use):
+    """By a bound that tables are made for in no time; the real one allows some ten seconds."""
+    monkeypatch.setattr(schedule, "MOST_CELLS", 400)
+    with pytest.raises(SystemExit):
+        schedule.main(flags)
+    line = capsys.readouterr().err.strip()
+    assert "is more than 400 tasks: use " in line and line.rpartition(": use ")[2] == use
+    schedule.main([*flags, *use.split()])
+
+
 def test_help_and_a_start_without_jax():
     done = run("--help")
     assert done.returncode == 0 and all(f"--{flag}" in done.stdout for flag in ("times", "compare", "fused_backward", "memory", "head"))
@@ -246,7 +265,8 @@ def _passes_with_what_is_suggested(arguments: list[str], line: str, folder: path
         (["--times=nan,1,1,0"], "--times='nan,1,1,0' is not four times"),
         (["--recompute=much"], "--recompute='much' is not a time, such as that of F: use --recompute=1"),
         (["--head=inf"], "--head=inf is not a finite number: use --head=0.0"),
-        (["--microbatches=1000000"], "more than 1000000 tasks: use --microbatches=125000"),
+        (["--times=1e308,1,1,0", "--png=t.png"], "and none more than 1e+15: use --times=1,1,1,0"),
+        (["--embed=1e308", "--png=t.png"], "--embed=1e+308 must be at most 1e+15: use --embed=0.0"),
         (["--permute=soon"], "--permute='soon' is unknown: use --permute=auto (or late, aligned, early, spaced)"),
         (["--vocabulary=shared"], "--vocabulary='shared' is unknown: use --vocabulary=parallel (or end_stages)"),
         (

@@ -1,5 +1,6 @@
 """The loss over held-out text, with a program that gives known losses."""
 
+import concurrent.futures
 import types
 
 from jaxtrain.runtime.runtime import Losses
@@ -17,6 +18,9 @@ def test_batches_are_weighted_by_their_tokens():
     evaluate = types.SimpleNamespace(lower=lambda *arguments: lowered)
     evaluation = Evaluation(evaluate, {}, held_out(Losses(1.0, 10.0), Losses(2.0, 30.0)))
     assert not compiled  # only when it is asked for
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        evaluation.start_compiling(beside).result()
+    assert len(compiled) == 1
     assert evaluation.loss({}) == evaluation.loss({}) == 1.75 and len(compiled) == 1
     assert Evaluation(evaluate, {}, held_out(Losses(0.0, 0.0))).loss({}) is None
     assert Evaluation(evaluate, {}, held_out()).loss({}) is None and len(compiled) == 2
