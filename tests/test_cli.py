@@ -413,3 +413,14 @@ def test_start_jax_on_a_machine_without_accelerator(tmp_path, argv, xla_flags, d
     assert found == (f"{devices} cpu False None" if devices > 1 else f"1 cpu True {tmp_path}/xla")
     expected = ["no accelerator found: simulating 8 CPU devices (--cpu_devices=N for another number)"]
     assert said == (expected if not argv and not xla_flags else [])
+
+
+def test_compiled_programs_that_cannot_be_kept_cost_a_line(monkeypatch, capsys):
+    """Not a warning of jax's for each program."""
+    import jax
+
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setenv("JAXTRAIN_CACHE", "/proc/nothing")
+    startup.use_compilation_cache()
+    line = "warning: compiled programs are not kept: /proc/nothing/xla cannot be written (No such file or directory)\n"
+    assert "".join(capsys.readouterr()) == line and jax.config.jax_compilation_cache_dir is None

@@ -15,11 +15,13 @@ import socket
 import time
 
 import pytest
+from etils import epath
 from support import hardware_file
 from support import train_runs as runs
 from support.damage import damage_numbers
 from support.train_runs import settings
 
+from jaxtrain.checkpoint.keeping import read_losses
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.goodput_log import REDONE, USEFUL, Goodput, read_goodput
 
@@ -108,6 +110,9 @@ def test_metrics_config_and_files_of_a_run(whole):
     assert all(0 <= later["wall_s"] - earlier["wall_s"] < done.seconds for earlier, later in zip(records, records[1:]))
     assert 0 < records[0]["wall_s"] < records[-1]["wall_s"] < done.seconds
     assert sum(record["step_time_s"] for record in training) < records[-1]["wall_s"]
+    # Evaluated after steps 20, 40 and the last, of which this one alone is saved.
+    losses = {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
+    assert list(losses) == [20, 40, STEPS] and read_losses(epath.Path(workdir / "checkpoints")) == {STEPS: losses[STEPS]}
     held_out = {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
     assert list(held_out) == [20, 40, STEPS] and held_out[20] > held_out[40] > held_out[STEPS]
     assert f"{held_out[STEPS]:.4f}" in done.out

@@ -18,12 +18,12 @@ from typing import NoReturn
 from etils import epath
 
 from jaxtrain import cli
-from jaxtrain.checkpoint import keeping, manifest, reading, steps, subject
+from jaxtrain.checkpoint import keeping, reading, steps, subject
 from jaxtrain.checkpoint.database import DatabaseError
 from jaxtrain.checkpoint.keeping import Keep
-from jaxtrain.checkpoint.reading import StoredStep
+from jaxtrain.checkpoint.reading import StoredStep, Verified, in_units
 from jaxtrain.checkpoint.steps import BROKEN, CheckpointError, Meta, Stranger, choose, what_is_wrong
-from jaxtrain.checkpoint.stores import scheme_of
+from jaxtrain.checkpoint.stores import scheme_of, size_of
 from jaxtrain.checkpoint.subject import NoCheckpointsError, Subject
 from jaxtrain.config import Config, ConfigError, fields, flag_text, get, one_line
 from jaxtrain.config.errors import UsageError
@@ -63,6 +63,7 @@ FLAGS = {
 }
 ASK = ("--help", "-h", "--version")
 LISTED = 20  # arrays that `diff` lists
+LOOKS = 5  # how often `verify` looks again where all steps were deleted meanwhile
 
 
 def main(argv: Sequence[str]) -> int:
@@ -167,29 +168,29 @@ def verify(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
     (of,) = subjects
     if flags.step >= 0:
         of = Subject(of.directory, _step_of(of, flags.step))
-    verified, total, damaged, unchecked = 0, 0, [], 0
-    for folder in of.folders():
-        size = size_of(folder)
-        had_manifest = (folder / manifest.FILE).exists()
-        meta = steps.look_at(folder)
-        checked = isinstance(meta, Stranger) or meta.version >= steps.MANIFEST_SINCE
-        found = [meta.why] if isinstance(meta, Stranger) else reading.damages(folder, _progress(folder.name), checked)
-        lines = [f"{folder}: {why}" for why in found]
-        _clear_progress()
-        if lines and keeping.was_deleted(folder, had_manifest):
-            print(f"{folder.name}: was deleted while it was read", flush=True)
-            continue
-        without = "" if checked else "; it has no checksums, so damage inside of numbers is not known"
-        said = f"{len(lines)} damaged" if lines else f"whole, {in_units(size)} read{without}"
-        print(*lines, f"{folder.name}: {said}", sep="\n", flush=True)
-        verified, total, unchecked = verified + 1, total + size, unchecked + (not checked)
-        damaged += [folder.name] * bool(lines)
-    if not verified:
+    done: list[Verified] = []
+    seen: set[str] = set()
+    for newest_first in (False, *[True] * LOOKS):  # again where a run has deleted all, and saved others
+        folders = [folder for folder in of.folders() if folder.name not in seen]
+        seen |= {folder.name for folder in folders}
+        for folder in folders[:: -1 if newest_first else 1]:
+            step = reading.verify(folder, _progress(folder.name))
+            _clear_progress()
+            print("\n".join(step.lines()) if step else f"{folder.name}: was deleted while it was read", flush=True)
+            if step:
+                done.append(step)
+            if done and newest_first:
+                break
+        if done:
+            break
+    if not done:
         others = ", ".join(path.name for path in of.others())
         raise NoCheckpointsError(f"{of.directory} has no checkpoint to verify{', only ' * bool(others)}{others}")
-    result = f"{', '.join(damaged)} damaged" if damaged else "all whole"
+    damaged, unchecked = ", ".join(step.folder.name for step in done if step.damage), sum(not step.checked for step in done)
+    result = f"{damaged} damaged" if damaged else "all whole"
     without = f", {unchecked} without checksums" if unchecked else ""
-    print(f"verified {verified} step{'s'[: verified > 1]}, {in_units(total)}: {result}{without}", flush=True)
+    size = in_units(sum(step.size for step in done))
+    print(f"verified {len(done)} step{'s'[: len(done) > 1]}, {size}: {result}{without}", flush=True)
     return ExitStatus.STORAGE if damaged else ExitStatus.FINISHED
 
 
@@ -361,21 +362,6 @@ def prune(subjects: list[Subject], flags: types.SimpleNamespace) -> int:
 
 
 # --- output ------------------------------------------------------------------------------------------------------------------------
-
-
-def size_of(folder: epath.Path) -> int:
-    """The bytes of all files below a folder."""
-    if not folder.is_dir():
-        return folder.stat().length if folder.exists() else 0  # a link to nothing, or deleted meanwhile
-    return sum(size_of(path) for path in folder.iterdir() if not os.path.islink(path))
-
-
-def in_units(size: int) -> str:
-    """A number of bytes for people."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:,.1f} {unit}"
-    return f"{size} B"
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

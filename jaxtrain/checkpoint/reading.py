@@ -10,11 +10,11 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from jaxtrain.checkpoint import database, manifest
+from jaxtrain.checkpoint import database, keeping, manifest, steps
 from jaxtrain.checkpoint.database import STATE, DatabaseError, Value
 from jaxtrain.checkpoint.manifest import ManifestError
 from jaxtrain.checkpoint.steps import CheckpointError
-from jaxtrain.checkpoint.stores import kvstore, no_damage
+from jaxtrain.checkpoint.stores import kvstore, no_damage, size_of
 
 READ_BYTES = 2**27  # of pieces that are being read at a time
 
@@ -106,6 +106,40 @@ def read(array: ts.TensorStore) -> Iterator[tuple[Index, np.ndarray | None]]:
 def nbytes(array: ts.TensorStore) -> int:
     """The size of an array's numbers."""
     return math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """A step of which every byte was read. damage: all that is wrong with it; checked: whether it was saved with checksums."""
+
+    folder: epath.Path
+    size: int
+    damage: tuple[str, ...]
+    checked: bool
+
+    def lines(self) -> list[str]:
+        """For people."""
+        without = "" if self.checked else "; it has no checksums, so damage inside of numbers is not known"
+        result = f"{len(self.damage)} damaged" if self.damage else f"whole, {in_units(self.size)} read{without}"
+        return [*(f"{self.folder}: {why}" for why in self.damage), f"{self.folder.name}: {result}"]
+
+
+def verify(folder: epath.Path, progress: Callable[[int, int], object]) -> Verified | None:
+    """Reads every byte of a step; None where a run has deleted it meanwhile. progress: as of `damages`."""
+    size, had_manifest, meta = size_of(folder), (folder / manifest.FILE).exists(), steps.look_at(folder)
+    checked = isinstance(meta, steps.Stranger) or meta.version >= steps.MANIFEST_SINCE
+    found = (meta.why,) if isinstance(meta, steps.Stranger) else tuple(damages(folder, progress, checked))
+    if found and keeping.was_deleted(folder, had_manifest):
+        return None
+    return Verified(folder, size, found, checked)
+
+
+def in_units(size: int) -> str:
+    """A number of bytes for people."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:,.1f} {unit}"
+    return f"{size} B"
 
 
 def damages(folder: epath.Path, progress: Callable[[int, int], object], checked: bool = True) -> Iterator[str]:

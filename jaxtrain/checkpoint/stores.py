@@ -129,6 +129,16 @@ def is_folder(path: epath.Path) -> bool:
         return False
 
 
+def size_of(path: epath.Path) -> int:
+    """The bytes of a file, or of all files below a folder; of what is deleted meanwhile, or a link to nothing, none."""
+    try:
+        if path.is_dir():
+            return sum(size_of(each) for each in path.iterdir() if not os.path.islink(each))
+        return path.stat().length
+    except FileNotFoundError:
+        return 0
+
+
 def exists(path: epath.Path) -> bool:
     """Whether something has this name, be it a link to nothing."""
     return path.exists() or os.path.lexists(path)

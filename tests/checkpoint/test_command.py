@@ -170,6 +170,23 @@ def test_a_step_that_a_run_deletes_meanwhile_is_not_damaged(places, here, monkey
     assert status == 74 and lines[-1].endswith(": 6 damaged")
 
 
+def test_a_run_that_saves_and_deletes_faster_than_it_is_read(places, here, monkeypatch):
+    """It has others by then, of which the newest is read first; a deletion in the middle of a listing is no error."""
+    damages, folder = command.reading.damages, places / "checkpoints"
+
+    def save_and_delete(step, *rest):
+        if step.name in ("3", "6"):
+            for new in range(3):
+                shutil.copytree(step, folder / f"{10 * (new + int(step.name))}")
+            command.keeping.delete(step)
+        yield from damages(step, *rest)
+
+    monkeypatch.setattr(command.reading, "damages", save_and_delete)
+    status, lines, _ = here("verify", "run")
+    assert status == 0 and [line.partition(":")[0] for line in lines[:-1]] == ["3", "6", "80"], lines
+    assert lines[-1].startswith("verified 1 step, ") and lines[-1].endswith(": all whole")
+
+
 WITHOUT = {  # place → the line about it
     "rum": "'rum' does not exist: use run",
     "empty": "'empty' has no checkpoints: use ",

@@ -12,6 +12,7 @@ from jaxtrain.run import watchdog
 from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.run.goodput import Current, Part, WallClock
 from jaxtrain.run.peers import Ending, Peers
+from jaxtrain.run.run_lock import LostLockError
 from jaxtrain.run.watchdog import Patience, Watchdog
 
 STEP, SAVE = Part.STEPPING, Part.SAVING
@@ -142,6 +143,16 @@ def test_a_process_alone_hangs(world, tmp_path, capfd):
     assert stacks.startswith("process 0, after step 7, at stepping for") and "test_watchdog.py" in stacks and "in wait" in stacks
 
 
+def test_stacks_that_cannot_be_written_cost_a_line(world, tmp_path, capfd):
+    (tmp_path / "hang").write_text("a file")
+    alone = world(1, 0.3)
+    start(alone, 0)
+    alone.wait(0)
+    warning, error = capfd.readouterr().err.splitlines()
+    assert alone.ended == {0: ExitStatus.HUNG} and error.startswith("error: hung after step 7: ")
+    assert warning == f"warning: the stacks are not in {tmp_path}/hang (File exists)"
+
+
 def test_the_process_that_waits_for_data_is_behind(world, tmp_path, capfd):
     three = world(3, 1.5)
     three.clocks[1].enter(Part.WAITING)
@@ -214,3 +225,14 @@ def test_an_ending_is_carried_out_once_told(world, capfd):
     two.peers[0].end_all(Ending(80, "process 5 (x) has gone"))
     two.wait(1)
     assert two.ended == {1: 80} and capfd.readouterr().err == "error: process 5 (x) has gone\n"
+
+
+def test_an_error_beside_the_loop_ends_all_processes(world, capfd, monkeypatch):
+    """As of the thread that holds the run's lock: each with its line and status, at once."""
+    two, ended = world(2, 100.0), []
+    start(two, 1)
+    monkeypatch.setattr(watchdog, "_active", [two.watchdogs[0]])
+    monkeypatch.setattr(watchdog.os, "_exit", ended.append)
+    watchdog.end_process(LostLockError("run.lock is gone"))
+    two.wait(1)
+    assert ended == [74] and two.ended == {1: 74} and capfd.readouterr().err == "error: run.lock is gone\n" * 2
