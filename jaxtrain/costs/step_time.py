@@ -139,7 +139,7 @@ class Work:
         return self.model.layers / (self.layout.stage * self.layout.repeats if self.layout.stage > 1 else 1)
 
     def layer_parameters(self, dense: bool = False) -> float:
-        """Of one layer, on a device."""
+        """Parameters of one layer on a device."""
         return self.model.device_layer_parameters(self.layout.model, self.layout.expert, dense)
 
     def _over_weights(self, dense: bool, moved: float) -> Parts:

@@ -127,7 +127,7 @@ class Transformer:
         return norms + biases * self.biases + (0 if dense else self.experts)
 
     def expert_parameters(self) -> int:
-        """Of one layer's experts, all of them."""
+        """Parameters of all experts of one layer."""
         return self.experts * self.width * self.expert_width * (3 if self.gated else 2)
 
     def embedding_parameters(self) -> int:
@@ -138,12 +138,12 @@ class Transformer:
     # -------------------------------------------------------------------------------------------------------- on a device
 
     def device_layer_parameters(self, model: int, expert: int, dense: bool = False) -> float:
-        """Of one layer, on a device: `expert` splits the experts, `model` all but `whole_parameters`."""
+        """Parameters of one layer on a device: `expert` splits the experts, `model` all but `whole_parameters`."""
         whole, experts = self.whole_parameters(dense), 0 if dense else self.expert_parameters()
         return whole + (self.layer_parameters(dense) - whole - experts * (1 - 1 / expert)) / model
 
     def device_table_parameters(self, model: int, stages: int = 1) -> float:
-        """Of the tables at both ends and the last norm, on a device. stages: over which the tables are split."""
+        """Parameters of the tables at both ends and the last norm on a device. stages: over which the tables are split."""
         rows = padded_vocabulary(self.vocab_size, model * stages) * (1 if self.tied else 2) / (model * stages)
         return (rows + self.positions + self.norm_vectors) * self.width
 
