@@ -9,6 +9,7 @@ import math
 import pathlib
 import random
 import shlex
+import threading
 from typing import Any
 
 from jaxtrain import cli, train
@@ -122,10 +123,14 @@ def config_of(flags: list[str]) -> cfg.Config:
     return apply(load_recipe(RECIPE), read_flags(flags, "", (*SHARED_FLAGS, *train.FLAGS), with_config=True).overrides)
 
 
+_parsing = threading.Lock()  # ast.parse, by which flags are read, fails now and then in several threads of CPython 3.11
+
+
 def refusal_of(flags: list[str], devices: int) -> str:
-    """The error line that the flags end with, "" if they work."""
+    """The error line that the flags end with, "" if they work. Threads may call it."""
     try:
-        config, namespace = cli.parse([f"--config={RECIPE}", f"--cpu_devices={devices}", *flags], "", train.FLAGS)
+        with _parsing:
+            config, namespace = cli.parse([f"--config={RECIPE}", f"--cpu_devices={devices}", *flags], "", train.FLAGS)
         config = check_run(config, devices, "cpu", namespace.recipe)
         make_setup(config.resolve())
     except (ConfigError, RunError) as error:

@@ -53,8 +53,7 @@ def test_every_process_suggests_the_same():
     assert len(set(said)) == 1 and said[0].startswith("error: ")
 
 
-def test_refusals_of_threads_are_not_mixed_up():
-    """A command says them on standard error, of which a process has one."""
+def test_threads_get_their_own_refusals():
     flags = [[f"--config.optimizer.b1={1 + i}"] for i in range(12)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # threads take turns so often that they meet

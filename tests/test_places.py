@@ -1,10 +1,12 @@
 """What a run will write is tried before anything is compiled: which places are refused, what is said of them, and that nothing is left."""
 
+import concurrent.futures
 import itertools
 import json
 import os
 import pathlib
 import shlex
+import sys
 import threading
 
 import jax
@@ -16,6 +18,7 @@ from jaxtrain import places, train
 from jaxtrain.config import Config, flags
 from jaxtrain.devices import cluster
 from jaxtrain.places import NoStorageError, PlaceError, check, check_together
+from jaxtrain.run import write_trial
 from jaxtrain.run.exit_status import ExitStatus
 
 ALL = {"metrics.tensorboard": True, "metrics.rows": True, "train.profile_steps": 2}
@@ -209,6 +212,17 @@ class Board:
         for thread in threads:
             thread.join()
         return said
+
+
+def test_several_try_a_folder_that_is_new(tmp_path):
+    """Each removes what it has made, be it while another one is about to write in it."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(write_trial.of_folder, [tmp_path / "a" / "b"] * 400)) == {None}
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_several_processes_agree(here, monkeypatch):

@@ -13,6 +13,7 @@ import stat
 
 TRIAL_BYTES = 4096  # a disk without room takes an empty file
 TRIAL_NAME = ".can_be_written"
+TRIALS = 100  # processes that try one new folder together remove it from under each other
 # What may be otherwise when the same command is started again, be it elsewhere: a disk that is full, or does not answer.
 PASSES = {getattr(errno, name) for name in "ENOSPC EDQUOT EIO ESTALE ETIMEDOUT EHOSTDOWN EHOSTUNREACH ENOTCONN EREMOTEIO".split()}
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -32,9 +33,7 @@ def of_folder(folder: str | os.PathLike) -> Refusal | None:
     missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
     trial = path / f"{TRIAL_NAME}.{secrets.token_hex(8)}"
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with open(trial, "xb") as file:
-            file.write(bytes(TRIAL_BYTES))
+        _write(trial)
     except OSError as error:
         return _refusal(path, error)
     finally:
@@ -44,6 +43,19 @@ def of_folder(folder: str | os.PathLike) -> Refusal | None:
             for each in missing:
                 each.rmdir()
     return None
+
+
+def _write(trial: pathlib.Path) -> None:
+    """Writes the trial file, in a folder that is made if it is missing."""
+    for left in reversed(range(TRIALS)):
+        try:
+            trial.parent.mkdir(parents=True, exist_ok=True)
+            with open(trial, "xb") as file:
+                file.write(bytes(TRIAL_BYTES))
+            return
+        except (FileNotFoundError, FileExistsError):
+            if not left:
+                raise
 
 
 def of_file(file: str | os.PathLike) -> Refusal | None:
