@@ -5,10 +5,12 @@ start_jax(namespace)    devices, compilation cache, other processes  the first t
 """
 
 import dataclasses
+import errno
 import os
 import pathlib
 import sys
 import tempfile
+import time
 import types
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
@@ -25,6 +27,7 @@ from jaxtrain.devices.startup import start_jax
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 T = TypeVar("T")
+READER_S = 10.0  # seconds until somebody reads a pipe that a flag names
 
 
 class FlagsError(RunError):
@@ -145,7 +148,7 @@ def _refusal(namespace: types.SimpleNamespace, config: Config, recipe: Config) -
 def check_cluster(namespace: types.SimpleNamespace) -> None:
     """UsageError where the flags of a run of several processes do not fit together."""
     host, _, port = namespace.coordinator.rpartition(":")
-    address = f"{host or 'localhost'}:29500"
+    address = f"{'localhost' if '/' in namespace.coordinator else host or 'localhost'}:29500"
     if namespace.coordinator and not (host and port.isdigit() and 0 < int(port) < 65536):
         raise UsageError(f"--coordinator={namespace.coordinator!r} is not host:port", {"coordinator": address})
     if namespace.processes > 1 and not namespace.coordinator:
@@ -173,6 +176,43 @@ def check_output(flag: str, name: str, otherwise: str) -> None:
             path.unlink()
     except (OSError, ValueError) as error:
         raise UsageError(f"--{flag}={cfg.shown(name)} cannot be written ({_why(error)})", {flag: _writable(path, otherwise)}) from None
+
+
+def write_output(name: str, content: bytes) -> None:
+    """Writes a file that a flag names, whole or not at all; a device or a pipe, and a file in a folder that may not be written, are written
+    as they are. Raises FlagsError where it cannot be written after all: no room is left, or nobody reads the pipe."""
+    try:
+        _write(pathlib.Path(name), content)
+    except OSError as error:
+        why = "nobody reads it" if error.errno == errno.ENXIO else error.strerror
+        raise FlagsError(f"{name!r} cannot be written ({why}): name a file in a folder with room, of your own") from None
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    if path.exists() and not (path.is_file() and os.access(path.resolve().parent, os.W_OK)):
+        with open(_opened(path), "wb") as file:
+            os.set_blocking(file.fileno(), True)
+            file.write(content)
+        return
+    path = path.resolve()  # a link stays one
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _opened(path: pathlib.Path) -> int:
+    """A device's or a pipe's descriptor. OSError for a pipe that nothing reads for READER_S seconds."""
+    end = time.monotonic() + READER_S
+    while True:
+        try:
+            return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO or time.monotonic() > end:
+                raise
+        time.sleep(0.05)
 
 
 def _why(error: OSError | ValueError) -> str:

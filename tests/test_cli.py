@@ -160,6 +160,7 @@ def test_other_flags():
         (["--cpu_devices=-1"], "--cpu_devices=-1 must be at least 0: use --cpu_devices=0"),
         (["--cpu_devices=1.5"], "--cpu_devices='1.5' is not an integer: use --cpu_devices=2 --config.mesh.stage=1"),
         (["--coordinator=host", "--cpu_devices=4"], "--coordinator='host' is not host:port: use --coordinator=localhost:29500"),
+        (["--coordinator=s3://b/x", "--cpu_devices=4"], "--coordinator='s3://b/x' is not host:port: use --coordinator=localhost:29500"),
         (
             ["--processes=2", "--cpu_devices=4"],
             "--processes=2 needs --coordinator=HOST:PORT (one machine: python -m jaxtrain.launch): use --coordinator=localhost:29500",

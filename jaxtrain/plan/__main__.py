@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import os
-import pathlib
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -97,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         shown = cli.parse_unchecked(argv, DESCRIPTION, FLAGS, planned)
         for path, content in shown.files.items():
-            _write(path, content)
+            cli.write_output(path, content)
     except RunError as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return ExitStatus.BAD_CONFIG
@@ -282,14 +281,6 @@ def _recipe(plan: Plan, flags: types.SimpleNamespace) -> str:
 def _model(flags: types.SimpleNamespace) -> str:
     """The recipe's name."""
     return os.path.basename(flags.config).removesuffix(".py")
-
-
-def _write(path: str, content: bytes) -> None:
-    """Writes a file that a flag names. Raises FlagsError where it cannot be written after all: no room is left, say."""
-    try:
-        pathlib.Path(path).write_bytes(content)
-    except OSError as error:
-        raise cli.FlagsError(f"{path!r} cannot be written ({error.strerror}): name a file in a folder with room") from None
 
 
 if __name__ == "__main__":

@@ -9,14 +9,11 @@ The coupled clock is that of the runtime, which executes ticks. No jax.
 
 import dataclasses
 import difflib
-import errno
 import json
 import math
 import os
-import pathlib
 import shutil
 import sys
-import time
 import types
 from collections.abc import Sequence
 
@@ -94,7 +91,6 @@ FLAGS = (
 DEFAULT_STAGES, DEFAULT_MICROBATCHES = 4, 8
 MOST_CELLS = 200_000  # stages · repeats · (stages + microbatches): some ten seconds
 MOST_TIME = 1e15  # of an op, in any unit: sums of larger ones can be neither compared nor drawn
-READER_S = 10.0  # seconds until somebody reads a pipe that a flag names
 MOST_REFUSED_CELLS = 1_000  # of tables that are made for the sake of a better error: some seconds with --compare
 
 
@@ -104,11 +100,10 @@ def main(argv: Sequence[str]) -> None:
     try:
         shown = cli.checked_flags(argv, DESCRIPTION, FLAGS, lambda flags: shown_by(check_flags(flags)))
         for path, content in shown.files.items():
-            try:
-                _write(pathlib.Path(path), content)
-            except OSError as error:
-                cli.fail(f"{path!r} cannot be written ({error.strerror}): name a file in a folder with room, of your own")
+            cli.write_output(path, content)
         sys.stdout.write(shown.text)
+    except cli.FlagsError as error:
+        cli.fail(str(error))
     except KeyboardInterrupt:
         print("stopped: no file is half written", file=sys.stderr, flush=True)
         sys.exit(ExitStatus.INTERRUPTED)
@@ -120,34 +115,6 @@ class Shown:
 
     text: str
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
-
-
-def _write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file whole or not at all; a device or a pipe, and a file in a folder that may not be written, are written as they are."""
-    if path.exists() and not (path.is_file() and os.access(path.resolve().parent, os.W_OK)):
-        with open(_opened(path), "wb") as file:
-            os.set_blocking(file.fileno(), True)
-            file.write(content)
-        return
-    path = path.resolve()  # a link stays one
-    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _opened(path: pathlib.Path) -> int:
-    """A device's or a pipe's descriptor. OSError for a pipe that nothing reads for READER_S seconds."""
-    end = time.monotonic() + READER_S
-    while True:
-        try:
-            return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno != errno.ENXIO or time.monotonic() > end:
-                raise
-        time.sleep(0.05)
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from support import ROOT
 
+from jaxtrain import cli
 from jaxtrain.config.flags import read_flags, settled
 from jaxtrain.schedule import __main__ as schedule
 from jaxtrain.schedule.__main__ import FLAGS, check_flags, shown_by
@@ -162,14 +163,17 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", stopped)
         with pytest.raises(KeyboardInterrupt):
-            schedule._write(link, b"after")
+            cli.write_output(str(link), b"after")
     assert old.read_text() == "before" and {p.name for p in tmp_path.iterdir()} == {"old.csv", "link.csv"}
-    schedule._write(link, b"after")
+    cli.write_output(str(link), b"after")
     assert old.read_text() == "after" and link.is_symlink()
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE)
-    schedule._write(pipe, b"through")
+    cli.write_output(str(pipe), b"through")
     assert reader.communicate(timeout=60)[0] == b"through" and pipe.is_fifo()
+    monkeypatch.setattr(cli, "READER_S", 0.1)
+    with pytest.raises(cli.FlagsError, match="cannot be written \\(nobody reads it\\)"):
+        cli.write_output(str(pipe), b"to nobody")
 
 
 def test_a_large_table_is_cut_where_it_is_shown_and_whole_in_its_files(tmp_path):
