@@ -64,7 +64,7 @@ def _error(config: Config, around: Surroundings, broken: Broken) -> ConfigError:
     changes, other = _suggestion(config, around, broken)
     text = cfg.suggestion(changes, other)
     if around.checkpoint and broken.rule.startswith(CANNOT):
-        text += " (or another --workdir)"
+        text = f"{text} (or another --workdir)" if changes else f"another --workdir, or other than {around.devices} devices"
     return ConfigError(broken.field, value, broken.rule, text, [changes])
 
 

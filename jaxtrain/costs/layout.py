@@ -5,6 +5,8 @@ import math
 
 from jaxtrain.schedule.orders import ONE_CHUNK
 
+AXES = ("replica", "data", "stage", "context", "expert", "model")  # a mesh's, the innermost last
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -43,6 +45,5 @@ class Layout:
 
     def neighbours(self, axis: str) -> tuple[int, int]:
         """(devices along an axis, how far apart in the order of devices): `model` is innermost, `replica` outermost."""
-        order = ("model", "expert", "context", "stage", "data", "replica")
-        apart = math.prod(getattr(self, name) for name in order[: order.index(axis)])
+        apart = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
         return getattr(self, axis), apart

@@ -8,22 +8,58 @@ A step's parts add up to its time: what is hidden behind other work is listed ap
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Iterable, Mapping
 
+from jaxtrain.costs.collectives import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE, Collective, Links, Parameters, StepCollectives
 from jaxtrain.costs.hardware import Hardware
-from jaxtrain.costs.layer_sends import LayerSends
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.links import Links
-from jaxtrain.costs.parameter_sends import ParameterSends
-from jaxtrain.costs.parts import ATTENTION, BUBBLE, FIXED, HOST, MATMULS, MEMORY, OPTIMIZER, STAGE, Parts
 from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer, padded_vocabulary
 from jaxtrain.schedule.orders import StageTimes, closed_forms
 
-ITEM = 2  # bytes of an activation's number in 16 bits
+ITEM = 2  # bytes of a number in 16 bits
 UPDATE_BYTES = 28.0  # read and written of a parameter by AdamW in 32 bits: three read, three written, and the gradient
 BACKWARD_PASSES = 2.0  # over memory, of those of the forward
 ATTENTION_BACKWARD = 2.5  # products of attention's backward over the two of its forward: scores again, and four
+
+
+def bytes_of(dtype: str) -> int:
+    """Bytes of a number of a type as a config names it."""
+    return 2 * ITEM if dtype == "float32" else ITEM
+
+
+MATMULS, ATTENTION, MEMORY, BUBBLE, OPTIMIZER, HOST, FIXED = "matmuls", "attention", "memory", "bubble", "optimizer", "host", "fixed"
+COMMUNICATION_AXES = (MODEL, CONTEXT, EXPERT, STAGE, DATA, REPLICA)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Seconds by part: those that count, and those that stand beside others. Communication is named by its axis."""
+
+    exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    hidden: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.exposed.values())
+
+    def __add__(self, other: "Parts") -> "Parts":
+        return Parts(_sum(self.exposed, other.exposed), _sum(self.hidden, other.hidden))
+
+    def __mul__(self, times: float) -> "Parts":
+        return Parts({k: v * times for k, v in self.exposed.items()}, {k: v * times for k, v in self.hidden.items()})
+
+
+def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in (*a, *(key for key in b if key not in a))}
+
+
+def overlapped(axis: str, seconds: float, part: float, others: float = math.inf) -> Parts:
+    """Communication of which a part can stand beside other work, as long as that lasts."""
+    hidden = min(part * seconds, part * others)
+    return Parts({axis: seconds - hidden}, {axis: hidden} if hidden else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +93,11 @@ class Work:
     @property
     def item(self) -> int:
         """Bytes of an activation's number."""
-        return 2 * ITEM if self.dtype == "float32" else ITEM
+        return bytes_of(self.dtype)
 
-    @property
+    @functools.cached_property
     def links(self) -> Links:
-        """Between its devices."""
+        """The links between the devices."""
         return Links(self.layout, self.hardware)
 
     @property
@@ -111,9 +147,9 @@ class Work:
         if program.weight_copies and self._layers_of_unit() > 1:
             copies = self._over_weights(dense, self.item * program.weight_copies)
             f, b = f + copies, b + copies
-        sends, recomputed = self._sends(), layout.remat == "full"
+        recomputed = layout.remat == "full"
         if recomputed:
-            again = f + Parts({MATMULS: -sends.unread * self._output(dense)})
+            again = f + Parts({MATMULS: -self._unread * self._output(dense)})
         elif layout.remat == "selective":
             again = Parts({ATTENTION: attention, MEMORY: scores}) if program.core_again else Parts({MEMORY: memory})
             if program.fused_attention and program.core_again:
@@ -122,17 +158,52 @@ class Work:
             again = Parts()
         ops = {"F": f, "R": again, "B": b, "W": w}
         return {
-            name: op + sends.of(name, dense, op.exposed.get(ATTENTION, 0.0)) if name != "R" or recomputed else op
+            name: op + self._layer_collectives(name, dense, op.exposed.get(ATTENTION, 0.0)) if name != "R" or recomputed else op
             for name, op in ops.items()
         }
 
-    def _sends(self) -> LayerSends:
-        """R of our own program leaves out a layer's output that nobody reads: each one with one stage, which keeps the inputs of all
-        layers, and with several that of a last layer that stands outside of a unit's loop."""
+    def _layer_collectives(self, op: str, dense: bool, attention: float) -> Parts:
+        """Collectives of one layer's op, whose attention takes so many seconds: rings of keys and values overlap with it."""
+        again = self.program.slots and self.layout.stage == 1 and self.layout.remat == "full"
+        seconds = self.links.seconds(self.collectives.layer(op, again=again, dense=dense))
+        if op == "R" and self._unread:
+            last = self.links.seconds(self.collectives.layer(op, True, again, dense))
+            seconds = {axis: s + self._unread * (last.get(axis, 0.0) - s) for axis, s in seconds.items()}
+        ring = self.program.context_by == "ring" and self.hardware.alone <= 1
+        overlaps = {MODEL: (self.program.model_overlap, math.inf), CONTEXT: (float(ring), attention)}
+        return sum((overlapped(axis, s, *overlaps.get(axis, (0.0,))) for axis, s in seconds.items()), Parts())
+
+    @functools.cached_property
+    def collectives(self) -> StepCollectives:
+        """The collectives of the step."""
+        layout, program = self.layout, self.program
+        return StepCollectives(
+            self.model,
+            layout,
+            item=self.item,
+            read=self.item if program.slots else program.sent_weight,
+            reduced=program.sent_gradient,
+            updated=program.sent_weight,
+            context=program.context_by,
+            explicit=program.slots,
+            shares_vocabulary=program.vocabulary_parallel and layout.stage > 1,
+            gathers_in_ops=layout.zero == 3 and not program.gathers_once,
+            reduces_in_ops=layout.zero > 1,
+            imbalance=program.imbalance,
+            outer_int8=program.sent_outer < program.sent_weight,
+        )
+
+    @property
+    def _unread(self) -> float:
+        """Fraction of layers whose recomputation can skip the down projection, because nothing reads its output: all of them with one
+        stage (every layer's input was saved); with several stages only a unit's last layer, when it runs outside the unit's loop."""
         layout, layers = self.layout, self._layers_of_unit()
-        outside = layout.stage == 1 or layers <= 1 or (layout.zero == 3 and self.shards > 1 and not self.program.gathers_once)
-        unread = (1.0 if layout.stage == 1 else 1 / max(1.0, layers)) if outside and self.program.slots else 0.0
-        return LayerSends(self.model, layout, self.program, self.links, self.tokens, self.item, unread)
+        if not self.program.slots:
+            return 0.0
+        if layout.stage == 1:
+            return 1.0
+        outside = layers <= 1 or (layout.zero == 3 and self.shards > 1 and not self.program.gathers_once)
+        return 1 / max(1.0, layers) if outside else 0.0
 
     def _layers_of_unit(self) -> float:
         """Layers that an op of our own program goes through."""
@@ -197,8 +268,7 @@ class Work:
         layout = self.layout
         if layout.stage == 1:
             return 0.0
-        tier = self.links.tier(STAGE)
-        return self.message_bytes() / tier.bytes_per_s + 1e-6 * tier.latency_us
+        return self.links.message(STAGE, self.message_bytes())
 
     def message_bytes(self) -> float:
         """Of such a message, on a device."""
@@ -227,13 +297,24 @@ class Work:
             parts += of_layer if op != "R" else Parts()
         return parts
 
-    def vocabulary_sums(self) -> Parts:
-        """Of one microbatch, where all stages share embedding and head: activations and gradients that come from the stage that has them to
-        all, and back, as four sums over `stage`."""
-        layout = self.layout
-        if not self.program.vocabulary_parallel or layout.stage == 1:
-            return Parts()
-        return Parts({STAGE: 4 * self.links.collective(STAGE, self.item * self.tokens * self.model.width / layout.model, rounds=2)})
+    def end_collectives(self, shared: bool) -> Parts:
+        """Collectives of embedding, head and loss of one microbatch over `model` and `stage`. shared: all stages share both ends; otherwise
+        those of the head are meant where stages differ."""
+        collectives = dataclasses.replace(self.collectives, shares_vocabulary=shared and self.layout.stage > 1)
+        seconds = self.links.seconds(self._of_ends(collectives, shared or self.layout.stage == 1))
+        return Parts({axis: s for axis, s in seconds.items() if axis != DATA})
+
+    def _of_ends(self, collectives: StepCollectives, both: bool = True) -> Iterable[Collective]:
+        """Collectives of a microbatch's embedding, head and loss. both: not the head's alone."""
+        if both:
+            yield dataclasses.replace(collectives.stage_sum(), count=4)
+        if self.program.slots:
+            table = self._parameters[-1]
+            if both:
+                yield from collectives.lookup(table)
+                yield from collectives.lookup_gradient(table, same_op=self.layout.stage == 1)
+            for _ in range(1 + self.model.predictions):
+                yield from collectives.loss()
 
     def step(self) -> Parts:
         """All of a step, on the device that works most."""
@@ -251,7 +332,7 @@ class Work:
         head = self.head()
         shared = program.vocabulary_parallel and p > 1
         times = [ops[name].seconds * layers for name in "FRBW"]
-        step = stage * m + head * (m / p if shared else m) + self.vocabulary_sums() * m
+        step = stage * m + head * (m / p if shared else m) + self.end_collectives(shared) * m
         idle = closed_forms(layout.schedule).idle(p, layout.repeats, StageTimes(*times))
         waits = self.hardware.waited(step.seconds, idle) if p > 1 else 0.0
         return step + Parts({BUBBLE: waits}) + self._messages(sum(times)) + self.around(step, times[0], times[2] + times[3])
@@ -259,8 +340,7 @@ class Work:
     def around(self, busy: Parts, forward: float, backward: float) -> Parts:
         """What a step has beside its microbatches: ZeRO-3's collectives, sums of gradients, the optimizer. busy: of a stage, with its
         microbatches; forward, backward: seconds of one."""
-        sends = self._parameter_sends()
-        return sends.zero_3(busy) + sends.sums(forward, backward) + self.update() + Parts({FIXED: self.program.fixed_s})
+        return self._parameter_collectives(busy.seconds, forward, backward) + self.update() + Parts({FIXED: self.program.fixed_s})
 
     def _messages(self, microbatch: float) -> Parts:
         """Two messages a chunk and microbatch, one each way, and the wait of the first ones to arrive."""
@@ -293,15 +373,64 @@ class Work:
         ends = tables + dense + modules + model.predictions * self.layer_parameters()
         return DeviceParameters(layers * self.layer_parameters(), ends, experts)
 
-    def _parameter_sends(self) -> ParameterSends:
-        model, layout = self.model, self.layout
-        stages = layout.stage if self.program.vocabulary_parallel else 1
-        output = (model.vocab_size / (stages * layout.model) + model.positions) * model.width
-        rows = self.item * self.tokens * model.width / layout.model
+    @functools.cached_property
+    def _parameters(self) -> tuple[Parameters, ...]:
+        """A device's parameters as collectives see them: experts, other layers, the matrix that makes logits with modules that predict
+        further tokens, and the table of the input last. Other programs have the last three in one."""
+        model, layout, program = self.model, self.layout, self.program
         held = self.device_parameters()
         dense = model.dense_layers * self.layer_parameters(dense=True)
-        numbers = held.all, held.layers + dense, held.experts, output
-        return ParameterSends(layout, self.program, self.links, self.item, self.shards, *numbers, rows)
+        data = (DATA,) if self.shards > 1 else ()
+        scatter = data if layout.zero else ()
+        sums = tuple(a for a in (REPLICA, DATA, CONTEXT) if a not in scatter and not (a == REPLICA and program.inner_steps))
+        experts = Parameters(held.experts, scatter, sums, (STAGE, EXPERT, MODEL), data)
+        layers = Parameters(held.layers + dense - held.experts, scatter, (*sums, EXPERT), (STAGE, MODEL), data)
+        ends = held.ends - dense
+        if not program.slots:
+            return experts, dataclasses.replace(layers, size=layers.size + ends)
+        shared = program.vocabulary_parallel and layout.stage > 1
+        table = (
+            0.0
+            if model.tied
+            else padded_vocabulary(model.vocab_size, layout.model) * model.width / layout.model / (layout.stage if shared else 1)
+        )
+        if shared or layout.stage == 1:
+            at_ends = layers
+        elif self.parts_of_ends(layout.zero) > 1:
+            at_ends = dataclasses.replace(layers, scatter=(*scatter, STAGE), split=(MODEL,), outer=(*data, STAGE))
+        else:
+            at_ends = dataclasses.replace(layers, sums=(*sums, STAGE, EXPERT), split=(MODEL,))
+        return experts, layers, dataclasses.replace(at_ends, size=ends - table), dataclasses.replace(at_ends, size=table)
+
+    def _parameter_collectives(self, busy: float, forward: float, backward: float) -> Parts:
+        """Collectives of parameters and their gradients: ZeRO's in each microbatch, sums behind them, what the update gathers, DiLoCo's.
+
+        busy: seconds of a stage with its microbatches; forward, backward: seconds of one of them, the next and the last.
+        """
+        layout, program, all_of_step, m = self.layout, self.program, self.collectives, self.layout.microbatches
+        parameters = self._parameters
+        seconds = functools.partial(self.links.seconds, one_link=program.one_link if layout.zero == 3 else 0.0)
+        in_op = parameters[:2]
+        reads = 3 if program.slots and layout.stage > 1 and layout.remat == "full" else 2
+        microbatch = [dataclasses.replace(c, count=reads) for c in all_of_step.gathers(in_op)]
+        if program.slots:  # rows of the input's table travel
+            in_op = parameters[:3]
+            microbatch += [*all_of_step.gathers(parameters[2:3]), *self._of_ends(all_of_step)]
+        microbatch += all_of_step.reductions_in_op(in_op)
+        zero = m * seconds(microbatch).get(DATA, 0.0)
+        if layout.zero == 3 and program.gathers_once:
+            zero += seconds(all_of_step.gathered(p) for p in parameters if p.over_data).get(DATA, 0.0)
+        gathers = layout.zero == 3 and self.shards > 1
+        parts = (
+            overlapped(DATA, zero, program.gather_overlap, busy) if gathers else overlapped(DATA, zero, program.data_overlap, backward * m)
+        )
+        after = ((all_of_step.reductions, backward), (all_of_step.after_the_update, forward if layout.zero else backward))
+        for collectives, others in after:
+            for axis, s in self.links.seconds(c for p in parameters for c in collectives(p)).items():
+                parts += overlapped(axis, s, program.data_overlap if axis == DATA else 0.0, others)
+        if program.inner_steps:
+            parts += Parts(self.links.seconds(all_of_step.outer_exchange(parameters))) * (1 / program.inner_steps)
+        return parts
 
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
         """Into how many parts stages cut the state of what all of them have at both ends, of which each updates its own.

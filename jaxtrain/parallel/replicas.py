@@ -15,10 +15,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxtrain.costs.collectives import OUTER_BLOCK
 from jaxtrain.devices.mesh import AXES, REPLICA, SUM_AXES, psum, psum_scatter
 from jaxtrain.devices.sharding import mesh_axes
-
-BLOCK = 1024  # numbers that share a scale in int8
 
 
 def count(mesh: Mesh) -> int:
@@ -107,7 +106,7 @@ def _mean_int8(shares: list[jax.Array]) -> list[jax.Array]:
     """Arrays [n] → the replicas' means. Each replica sums a part of every array: an all-to-all and an all-gather of int8, which together
     are a quarter of a float32 all-reduce's bytes."""
     n = lax.axis_size(REPLICA)
-    parts = [_padded(x, n * block).reshape(n, -1, block) for x in shares for block in [min(BLOCK, -(-x.size // n))]]
+    parts = [_padded(x, n * block).reshape(n, -1, block) for x in shares for block in [min(OUTER_BLOCK, -(-x.size // n))]]
     sums = _moved(lambda a: lax.all_to_all(a, REPLICA, 0, 0, tiled=True), parts)
     means = _moved(lambda a: lax.all_gather(a, REPLICA, tiled=True), [a.mean(0, keepdims=True) for a in sums])
     return [a.reshape(-1)[: x.size] for a, x in zip(means, shares, strict=True)]

@@ -18,8 +18,8 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup, times_of
 from jaxtrain.config.work import OURS
-from jaxtrain.costs.parts import BUBBLE, STAGE, Parts
-from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.collectives import STAGE
+from jaxtrain.costs.step_time import BUBBLE, Parts, Work
 from jaxtrain.plan.prediction import Prediction
 from jaxtrain.plan.tables import extrapolated, part_of, with_op_times
 from jaxtrain.schedule.clock import Times
@@ -90,7 +90,7 @@ def clocked(prediction: Prediction) -> Clocked | None:
     counts = extrapolated(config, lambda part: _counts(part, times), shorter)
     shared = work.hardware.alone > 1
     busy, waits = _of_shared_cores(work, counts) if shared else _of_the_busiest(work, counts)
-    sums = work.vocabulary_sums() * (layout.microbatches if table.vocabulary == "parallel" else 0)
+    sums = work.end_collectives(table.vocabulary == "parallel") * layout.microbatches
     beside = Parts({}, {} if shared else {part: s for part, s in prediction.time.hidden.items() if part == STAGE})
     time = busy + sums + beside + Parts({BUBBLE: waits}) + work.around(busy, times.F, times.B + times.W)
     return Clocked(time, max(peak_residuals(table)) / max(1, layout.repeats))

@@ -7,8 +7,7 @@ from decimal import Decimal
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.costs.hardware import GIB, Hardware
-from jaxtrain.costs.parts import AXES, BUBBLE
-from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.exact_clock import Clocked
 from jaxtrain.plan.nearby import nearby
@@ -93,7 +92,7 @@ def _time(prediction: Prediction, clock: Clocked | None) -> list[str]:
         exposed, hidden = time.exposed.get(name, 0.0), time.hidden.get(name, 0.0)
         if not exposed and not hidden:
             continue
-        where = f"  {_link(work, name)}" if name in AXES else ""
+        where = f"  {_link(work, name)}" if name in COMMUNICATION_AXES else ""
         beside = f", {_seconds(hidden)} hidden behind other work" if hidden else ""
         lines.append(f"  {name:14} {_seconds(exposed):>10}  {exposed / time.seconds:6.1%}{where}{beside}")
     peak = work.hardware.peak(work.dtype)
@@ -105,7 +104,7 @@ def _time(prediction: Prediction, clock: Clocked | None) -> list[str]:
 
 def _link(work: Work, axis: str) -> str:
     """The links that an axis crosses."""
-    return f"{getattr(work.layout, axis)} devices over {work.links.tier(axis).name}"
+    return f"{getattr(work.layout, axis)} devices over {work.links.tier((axis,)).name}"
 
 
 def _seconds(seconds: float) -> str:
@@ -152,7 +151,9 @@ def _next(prediction: Prediction) -> list[str]:
     near = [change for change in nearby(prediction) if change.seconds < less]
     lines = ["what would change the answer:"]
     if waits := max(
-        (name for name in prediction.time.exposed if name in (*AXES, BUBBLE)), key=prediction.time.exposed.__getitem__, default=""
+        (name for name in prediction.time.exposed if name in (*COMMUNICATION_AXES, BUBBLE)),
+        key=prediction.time.exposed.__getitem__,
+        default="",
     ):
         part = prediction.time.exposed[waits] / at
         lines += [f"  {waits} is the longest wait, {part:.1%} of the step"] * (part > LEAST_GAIN)

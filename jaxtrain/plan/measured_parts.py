@@ -23,7 +23,7 @@ import enum
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jaxtrain.costs.parts import ATTENTION, HOST, MATMULS, MEMORY, OPTIMIZER, Parts
+from jaxtrain.costs.step_time import ATTENTION, HOST, MATMULS, MEMORY, OPTIMIZER, Parts
 from jaxtrain.parallel.attention import SCOPE
 from jaxtrain.plan import hlo
 from jaxtrain.plan.hlo import FREE, Instruction, Program

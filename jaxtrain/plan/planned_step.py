@@ -12,7 +12,7 @@ from typing import Any
 from jaxtrain.config import Config
 from jaxtrain.config.work import kind_at_hand
 from jaxtrain.costs.hardware import GIB
-from jaxtrain.costs.parts import AXES, BUBBLE, FIXED
+from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, FIXED
 from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.prediction import Prediction, predict
 
@@ -165,6 +165,6 @@ def _grouped(parts: Mapping[str, float], whole: bool) -> dict[str, float]:
     """Seconds of the parts that can be compared. whole: all communication together."""
     grouped: dict[str, float] = {}
     for part, seconds in parts.items():
-        name = WAITING if part in WAITED else COMMUNICATION if whole and part in AXES else part
+        name = WAITING if part in WAITED else COMMUNICATION if whole and part in COMMUNICATION_AXES else part
         grouped[name] = grouped.get(name, 0.0) + seconds
     return grouped

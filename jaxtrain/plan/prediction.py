@@ -8,8 +8,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.work import OURS, work_of
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import Memory, memory
-from jaxtrain.costs.parts import BUBBLE, Parts
-from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.step_time import BUBBLE, Parts, Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.tables import slots_of, with_op_times
 

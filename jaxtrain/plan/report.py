@@ -13,15 +13,17 @@ from jax.stages import Compiled
 
 from jaxtrain.config import Config, kernels
 from jaxtrain.config.pipeline_setup import Setup
-from jaxtrain.costs.expert_rows import room_of
+from jaxtrain.config.work import layout_of, transformer_of
+from jaxtrain.costs.collectives import FLOAT32
+from jaxtrain.costs.expert_rows import rows_of
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
-from jaxtrain.plan.account import Entry, account, busiest, exchange_account
-from jaxtrain.plan.ops import NUMBER, Sizes
 from jaxtrain.plan.planned_step import plan_at_hand
+from jaxtrain.plan.step_counts import Entry, StepCounts
 from jaxtrain.run import start_up
 from jaxtrain.run.goodput import Part, WallClock
+from jaxtrain.training.parameters import parameters_of
 from jaxtrain.training.state import OUTER, bytes_per_device
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
@@ -64,11 +66,11 @@ def introduction(config: Config, step: Step) -> list[str]:
 
 def _room_for_rows(config: Config) -> list[str]:
     """How many rows can arrive at a device's experts; nothing where all experts are on each device."""
-    m, devices, sizes = config.model, config.mesh.expert, Sizes(config, cpu=False)
+    m, devices = config.model, config.mesh.expert
     if devices == 1:
         return []
-    tokens = sizes.sequences * sizes.tokens
-    rows, mean = room_of(tokens, m.experts_per_token, m.experts, devices, m.expert_room), tokens * m.experts_per_token
+    model, layout = transformer_of(config), layout_of(config)
+    rows, mean = rows_of(model, layout), layout.microbatch * (model.sequence // layout.context) * m.experts_per_token
     beyond = f"model.expert_room={m.expert_room:g}; what is beyond is dropped" if m.expert_room else "all that there can be"
     return [f"experts: room for {rows:,} rows on a device, {rows / mean:.2f} times the mean ({beyond})"]
 
@@ -105,13 +107,11 @@ def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
 def state_memory(config: Config, step: Step) -> dict[str, int]:
     """Bytes on a device by kind: parameters, the optimizer's moments, gradient sums; what replicas that train apart keep; slots. Those in
     the host's memory come after, as "moments on the host"."""
-    state, sizes = step.abstract_state(), Sizes(config, cpu=False)
+    state, reduced = step.abstract_state(), config.parallel.reduce == "microbatch"
     kinds = {"parameters": bytes_per_device(state.params), "moments": bytes_per_device(state.optimizer)}
     kinds |= {name: bytes_per_device(getattr(state, name)) for name in OUTER if step.layout.independent_replicas}
-    leaves = sizes.all_leaves()
-    reduced_in_ops = [sizes.zero.reduces_in_ops and leaf.reduction.over_data for leaf in leaves]
-    elements = (leaf.size // (sizes.axis_sizes[DATA] if reduced else 1) for leaf, reduced in zip(leaves, reduced_in_ops, strict=True))
-    kinds["accumulators"] = sum(elements) * NUMBER
+    parameters = (p for group in parameters_of(step.layout).values() for p in group.values())
+    kinds["accumulators"] = sum(int(p.size) // (config.mesh.data if reduced and p.over_data else 1) for p in parameters) * FLOAT32
     host = {"moments": bytes_per_device(state.optimizer, host=True)}
     if step.setup.train:
         pools = {kind: number * each for kind, (number, each) in slot_pools(step).items()}
@@ -176,10 +176,11 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
         with clock.part(Part.COMPILING):
             compiled = lowered.compile()
         lines = [*introduction(config, step), *as_compiled(step, compiled, clock.spent(Part.TRACING), clock.spent(Part.COMPILING))]
-    stage = busiest(config, cpu)
+    counts = StepCounts(config, cpu)
+    stage = counts.busiest_stage()
     device = mesh.devices.flat[0].device_kind
     shape = {name: int(size) for name, size in mesh.shape.items()}
-    accounts = account(config, stage, cpu), exchange_account(config, cpu)
+    accounts = counts.volume(stage), counts.exchange_volume()
     memory = compiled_memory(compiled), state_memory(config, step)
     planned = plan_at_hand(config, device).as_dict()
     return DryRun(lines, shape, device, stage, *accounts, planned, *memory, start_up.record(clock))

@@ -18,9 +18,10 @@ from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs import hardware
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
-from jaxtrain.plan import flops, hlo
+from jaxtrain.plan import hlo
 from jaxtrain.plan.ahead import Compiled
 from jaxtrain.plan.hlo_cost import GPU_MEMORY, TPU_MEMORY, Costs, target
+from jaxtrain.plan.step_counts import StepCounts
 from jaxtrain.plan.step_loops import Run, StepLoops
 from jaxtrain.plan.topology import PLATFORMS
 from jaxtrain.plan.traffic import crossings
@@ -251,7 +252,7 @@ class StepFigures:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures as JSON can hold them: bytes, operations, seconds."""
-        planned, kernels, products = flops.total(self.config, self.stage), self.kernels(), self.products()
+        planned, kernels, products = StepCounts(self.config).total_flops(self.stage), self.kernels(), self.products()
         in_kernels = sum(kernel.flops for kernel in kernels.values())
         collectives = [
             dict(zip(("op", "kind", "type", "axes"), key, strict=True)) | dataclasses.asdict(traffic)

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.costs.collectives import GATHER, PERMUTE, RAGGED, sent
 from jaxtrain.plan import hlo
-from jaxtrain.plan.account import sent
 from jaxtrain.plan.hlo import Instruction, Program
-from jaxtrain.plan.ops import GATHER, PERMUTE, RAGGED
 
 FEW = 128  # bytes: losses, norms and counts
 

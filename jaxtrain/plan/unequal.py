@@ -20,8 +20,7 @@ from jaxtrain.config.work import OURS, work_of
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.costs.memory import memory
-from jaxtrain.costs.parts import MATMULS, Parts
-from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.step_time import MATMULS, Parts, Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
 from jaxtrain.plan.prediction import step_figures
@@ -153,7 +152,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal
     stage_s = tuple(m * (n * s + h + b) for n, s, h, b in zip(layers, seconds, heads, beside, strict=True))
     clock = max(extrapolated(cut, _walked), *stage_s)
     after = max(_after(_with_layers(work, n), busy) for work, n, busy in zip(works, layers, stage_s, strict=True))
-    after += m * max(work.vocabulary_sums().seconds for work in works) * shared
+    after += m * max(work.end_collectives(shared).seconds for work in works)
     ideal = m * (config.model.layers / sum(1 / s for s in seconds) + (head + fixed[0]) / len(works))
     held = tuple(memory(_with_layers(work, n), chunk).bytes for work, n in zip(works, layers, strict=True))
     fits = all(size <= work.hardware.memory for size, work in zip(held, works, strict=True))

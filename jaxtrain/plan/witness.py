@@ -27,9 +27,9 @@ from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import Memory
 from jaxtrain.devices.mesh import sizes_of
 from jaxtrain.plan import hlo, layout_flag, topology
-from jaxtrain.plan.account import account
 from jaxtrain.plan.ahead import Compiled, Refused, compile_config
 from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.step_counts import StepCounts
 from jaxtrain.plan.step_figures import StepFigures
 from jaxtrain.plan.tables import with_op_times
 from jaxtrain.plan.topology import INSTALL_COMMAND, Topology, TopologyError, compilers
@@ -270,7 +270,7 @@ def _crossings(config: Config, figures: StepFigures) -> list[Crossing]:
         asynchronous[kind, axes] += round(traffic.asynchronous)
         beside[kind, axes] += round(traffic.hidden)
     planned: collections.Counter[tuple[str, str]] = collections.Counter()
-    for entry in account(config, figures.stage):
+    for entry in StepCounts(config).volume(figures.stage):
         planned[entry.kind, "·".join(entry.axes)] += entry.bytes
     keys = sorted({*sent, *planned}, key=lambda key: (-max(sent[key], planned[key]), key))
     part = lambda of, key: of[key] / bytes_[key] if bytes_[key] else 0.0

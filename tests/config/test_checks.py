@@ -402,6 +402,14 @@ def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
     checks.refuse_to_continue(base.resolve(), cfg.replace(base, asked | changes), around)
 
 
+def test_where_no_setting_continues_a_checkpoint_another_folder_does():
+    """Three devices cannot share eight sequences."""
+    old = cfg.replace(BASE, {"data.batch_size": 8, "pipeline.microbatches": 1, "pipeline.schedule": "1f1b", "pipeline.repeats": 1})
+    with pytest.raises(ConfigError) as raised:
+        checks.refuse_to_continue(old, cfg.replace(old, {"data.batch_size": 6, "model.layers": 2}), Surroundings(7, "cpu", old))
+    assert str(raised.value).endswith(": use another --workdir, or other than 7 devices")
+
+
 def test_replicas_that_train_apart_stay_as_many():
     apart = cfg.replace(BASE, {"mesh.replica": 2, "train.diloco_inner_steps": 20})
     outer = {"train.diloco_inner_steps": 30, "precision.outer": "int8", "optimizer.outer_learning_rate": 1.0, "mesh.data": 4}

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import Hardware, Matmul, Tier, load
-from jaxtrain.costs.parts import BUBBLE, STAGE
+from jaxtrain.costs.step_time import BUBBLE
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.exact_clock import clocked, exactly
 from jaxtrain.plan.prediction import Prediction, predict

@@ -6,8 +6,8 @@ from support.step_text import CONFIG, STEP, TICK, TICKS
 
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs import hardware
-from jaxtrain.plan import flops
 from jaxtrain.plan.ahead import Compiled
+from jaxtrain.plan.step_counts import StepCounts
 from jaxtrain.plan.step_figures import Peaks, StepFigures
 from jaxtrain.plan.step_loops import StepLoops, scope_of
 from jaxtrain.plan.topology import PLATFORMS
@@ -67,7 +67,7 @@ def test_what_it_says_of_a_step():
     found, runs = figures().as_dict(), int(RUNS["K0"][:, 0].sum())
     backward = int(RUNS["B0"][:, 0].sum())
     assert found["memory"] == {"arguments": 5, "temporary": 7}
-    planned = flops.total(CONFIG, found["stage"])
+    planned = StepCounts(CONFIG).total_flops(found["stage"])
     assert found["flops"]["products"] == runs * DOT and found["flops"]["planned"] == planned.total > planned.once > 0
     assert found["kernels"]["pallas splash_mha_fwd"]["times"] == runs and "AllocateBuffer" not in found["kernels"]
     assert found["attention"] == "pallas splash_mha"

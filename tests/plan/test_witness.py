@@ -11,7 +11,7 @@ from jaxtrain.config.work import work_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import memory
 from jaxtrain.plan import ahead, hlo, topology, witness
-from jaxtrain.plan.account import account
+from jaxtrain.plan.step_counts import StepCounts
 from jaxtrain.plan.topology import INSTALL_COMMAND, parse
 
 MEMORY = {"argument": 3 * 10**9, "temp": 4 * 10**9, "output": 3 * 10**9, "alias": 3 * 10**9, "host_argument": 0, "host_temp": 0}
@@ -79,7 +79,7 @@ def test_collectives_beside_the_account():
     (permute,) = [c for c in record.crossings if c.kind == "collective-permute"]
     assert (permute.axes, permute.compiled) == ("stage", 2 * TICKS * SIZE)
     assert permute.asynchronous == 1 and permute.beside == pytest.approx(0.5)  # the other is done before the ops begin
-    assert sum(c.planned for c in record.crossings) == sum(entry.bytes for entry in account(CONFIG, record.stage))
+    assert sum(c.planned for c in record.crossings) == sum(entry.bytes for entry in StepCounts(CONFIG).volume(record.stage))
     (missing,) = [c for c in record.crossings if c.kind == "reduce-scatter"]
     assert missing.compiled == 0 < missing.planned
 

@@ -2,9 +2,9 @@
 
 from jax.sharding import Mesh
 
+from jaxtrain.costs.collectives import sent
 from jaxtrain.devices.mesh import REPLICA
 from jaxtrain.plan import hlo
-from jaxtrain.plan.account import sent
 
 
 def across(program: hlo.Program, mesh: Mesh) -> list[hlo.Instruction]:

@@ -11,10 +11,11 @@ from support.small import Case
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
+from jaxtrain.costs.collectives import sent
+from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.plan import hlo
-from jaxtrain.plan.account import Entry, account, busiest, exchange_account, sent
-from jaxtrain.plan.flops import BACKWARD_PRODUCTS, BACKWARD_PRODUCTS_ONCE, flops
+from jaxtrain.plan.step_counts import ATTENTION_BACKWARD_ONCE, Entry, StepCounts
 from jaxtrain.plan.traffic import FEW
 from jaxtrain.training.step import make_step
 
@@ -88,7 +89,7 @@ def test_as_compiled(case):
     for stage in {0, cfg.mesh.stage - 1}:
         compiled = compiled_account.read(step.mesh.shape, step.setup, program, stage)
         predicted: collections.Counter = collections.Counter()
-        for row in account(cfg, stage, cpu=True):
+        for row in StepCounts(cfg, cpu=True).volume(stage):
             if row.size > FEW:
                 predicted[row.op, row.kind, row.axes, row.devices] += row.bytes
         got, expected = by_axes(compiled), by_axes(predicted)
@@ -97,10 +98,10 @@ def test_as_compiled(case):
         # What is left to the partitioner is the batch, four bytes a token.
         assert sum(n for (op, *_), n in compiled.items() if op == "other") < 0.02 * sum(compiled.values())
         if not cfg.model.experts and cfg.mesh.context == 1:
-            planned = flops(cfg, stage)
+            planned = StepCounts(cfg).flops(stage)
             # Short sequences attend to all keys and keep the scores: twice the causal half, and no product again in B.
             attention = sum(
-                2 * cost.attention / (BACKWARD_PRODUCTS / BACKWARD_PRODUCTS_ONCE if op == "B" else 1) for op, cost in planned.items()
+                2 * cost.attention / (ATTENTION_BACKWARD / ATTENTION_BACKWARD_ONCE if op == "B" else 1) for op, cost in planned.items()
             )
             expected = sum(cost.weights for cost in planned.values()) + attention
             assert compiled_account.products(step.setup, program, stage) == pytest.approx(expected, rel=0.01)
@@ -120,7 +121,7 @@ def test_as_compiled_ahead_of_time(platform, case):
     cfg = configs.replace(Config(), ahead.MODEL | changes).resolve()
     program, mesh = ahead.compile_step(platform, changes).program, {axis: getattr(cfg.mesh, axis) for axis in AXES}
     for stage in (0, cfg.mesh.stage - 1):
-        rows = [row for row in account(cfg, stage) if row.op != "optimizer"]  # the program is that of the gradients
+        rows = [row for row in StepCounts(cfg).volume(stage) if row.op != "optimizer"]  # the program is that of the gradients
         total = sum(row.bytes for row in rows)
         expected = by_axes({(row.op, row.kind, row.axes, n): row.bytes for n, row in enumerate(rows)})
         got = by_axes(compiled_account.read(mesh, make_setup(cfg), program, stage), others=True)
@@ -131,8 +132,9 @@ def test_as_compiled_ahead_of_time(platform, case):
 
 def test_the_busiest_stage():
     cfg = small.config((1, 4, 1), "1f1b", 1, 4, SHAPES)
-    totals = [sum(row.bytes for row in account(cfg, stage)) for stage in range(4)]
-    assert totals[busiest(cfg)] == max(totals) > min(totals)
+    counts = StepCounts(cfg)
+    totals = [sum(row.bytes for row in counts.volume(stage)) for stage in range(4)]
+    assert totals[counts.busiest_stage()] == max(totals) > min(totals)
 
 
 def test_bytes_of_the_ring_algorithms():
@@ -151,19 +153,19 @@ def test_an_exchange_as_compiled(outer):
         program = hlo.Program(step.exchange.lower(step.abstract_state()).compile().as_text())
     compiled = by_axes({("exchange", *key): n for (_, *key), n in compiled_account.read(step.mesh.shape, step.setup, program, 0).items()})
     predicted = by_axes(
-        {(row.op, row.kind, row.axes, i): row.bytes for i, row in enumerate(exchange_account(cfg, cpu=True)) if row.size > FEW}
+        {(row.op, row.kind, row.axes, i): row.bytes for i, row in enumerate(StepCounts(cfg, cpu=True).exchange_volume()) if row.size > FEW}
     )
     assert compiled.keys() == predicted.keys()
     assert ("all-reduce" if outer == "float32" else "all-to-all", ("replica",)) in predicted
     assert {key: compiled[key] / predicted[key] for key in compiled} == pytest.approx(dict.fromkeys(compiled, 1), abs=0.05)
-    assert not [row for row in account(cfg) if "replica" in row.axes] and not exchange_account(small.config())
+    assert not [row for row in StepCounts(cfg).volume() if "replica" in row.axes] and not StepCounts(small.config()).exchange_volume()
 
 
 def test_sums_of_16_bit_numbers_on_cpu():
     cfg = small.config((1, 1, 2), changes={**SHAPES, "precision.compute": "bfloat16"})
-    total = lambda cpu, kind: sum(row.bytes for row in account(cfg, cpu=cpu) if row.kind == kind)
+    total = lambda cpu, kind: sum(row.bytes for row in StepCounts(cfg, cpu).volume() if row.kind == kind)
     assert total(True, "all-gather") == total(False, "all-gather") and total(True, "reduce-scatter") == 2 * total(False, "reduce-scatter")
 
 
 def test_nothing_is_sent_on_one_device():
-    assert account(small.config()) == []
+    assert StepCounts(small.config()).volume() == []
