@@ -1,4 +1,4 @@
-"""What the collectives of a compiled program send, read from its text in the account's terms (account.py)."""
+"""What the collectives of a compiled program send, read from its text in the terms of costs/collectives.py."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -404,9 +404,10 @@ def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
 
 def test_where_no_setting_continues_a_checkpoint_another_folder_does():
     """Three devices cannot share eight sequences."""
-    old = cfg.replace(BASE, {"data.batch_size": 8, "pipeline.microbatches": 1, "pipeline.schedule": "1f1b", "pipeline.repeats": 1})
+    plain = {"pipeline.microbatches": 1, "pipeline.schedule": "1f1b", "pipeline.repeats": 1, "mesh.stage": 1, "mesh.model": 1}
+    old = cfg.replace(BASE, plain | {"data.batch_size": 8, "model.layers": 2})
     with pytest.raises(ConfigError) as raised:
-        checks.refuse_to_continue(old, cfg.replace(old, {"data.batch_size": 6, "model.layers": 2}), Surroundings(7, "cpu", old))
+        checks.refuse_to_continue(old, cfg.replace(old, {"data.batch_size": 7}), Surroundings(7, "cpu", old))
     assert str(raised.value).endswith(": use another --workdir, or other than 7 devices")
 
 
