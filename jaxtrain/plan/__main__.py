@@ -28,7 +28,7 @@ from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.costs.program import PROGRAMS
-from jaxtrain.plan import layout_flag, picture, search, unequal
+from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.advise import advise
 from jaxtrain.plan.explanation import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError
@@ -132,7 +132,7 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Sho
         raise UsageError(f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(PROGRAMS)})", {"assume": near})
     for flag, otherwise in FILES.items():
         cli.check_output(flag, getattr(flags, flag), otherwise)
-    if unequal.is_groups(flags.hardware):
+    if heterogeneous.is_groups(flags.hardware):
         return _planned_groups(flags, config, recipe)
     space, tokens = _space(config, recipe, flags), flags.tokens or None
     if flags.layout:
@@ -167,7 +167,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
         raise _layout_of_groups(rule, space, groups, values, flags.hardware)
     laid_out = _laid_out(space, flags.layout)
     try:
-        found = unequal.plan(laid_out.resolve(), groups, flags.assume)
+        found = heterogeneous.plan(laid_out.resolve(), groups, flags.assume)
     except (ConfigError, UsageError):
         raise
     except ValueError as error:
@@ -181,24 +181,24 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
     figures = found.figures(flags.tokens or None)
     if flags.json:
         return Shown([json.dumps(figures)], files)
-    lines = unequal.describe(found)
+    lines = heterogeneous.describe(found)
     if flags.tokens:
         lines.append(run_time(flags.tokens, figures["tokens_per_s"]))
     return Shown([*lines, *_training(flags, trained, recipe)], files)
 
 
 def _layout_of_groups(
-    rule: str, space: Space, groups: Sequence[unequal.Group], values: layout_flag.Values, text_of_groups: str
+    rule: str, space: Space, groups: Sequence[heterogeneous.Group], values: layout_flag.Values, text_of_groups: str
 ) -> LayoutError:
     """The error with the nearest layout over these groups that works, of those that fit if there are any; without any, with the first
     kind of devices alone."""
     working = []
-    for tried in itertools.islice(unequal.layouts(space.config, groups, values), MOST_TRIED):
+    for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
         with contextlib.suppress(LayoutError, ConfigError):
             working.append((text := layout_flag.text_of(tried), _laid_out(space, text).resolve()))
-    for text, config in sorted(working, key=lambda layout: not unequal.has_room(layout[1], groups, space.assume)):
+    for text, config in sorted(working, key=lambda layout: not heterogeneous.has_room(layout[1], groups, space.assume)):
         with contextlib.suppress(ConfigError, ValueError):
-            unequal.plan(config, groups, space.assume)
+            heterogeneous.plan(config, groups, space.assume)
             return LayoutError(rule, {"layout": text})
     return LayoutError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
 
@@ -211,10 +211,10 @@ def _hardware(name: str) -> Hardware:
         raise UsageError(f"--hardware={cfg.shown(name)} {error.rule}", {"hardware": error.use}) from None
 
 
-def _groups(text: str) -> list[unequal.Group]:
+def _groups(text: str) -> list[heterogeneous.Group]:
     """The groups of devices that --hardware names. Raises UsageError."""
     try:
-        return unequal.parse(text)
+        return heterogeneous.parse(text)
     except HardwareError as error:
         raise UsageError(f"--hardware={cfg.shown(text)} {error.rule}", {"hardware": error.use}) from None
 

@@ -9,7 +9,7 @@ from jaxtrain.costs.hardware import GIB
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.plans import Plan
 from jaxtrain.plan.prediction import Prediction
-from jaxtrain.plan.unequal import Unequal
+from jaxtrain.plan.heterogeneous import HeterogeneousPlan
 
 # What a bar is named by, where it is not this.
 USUAL = {"data": 1, "stage": 1, "model": 1, "context": 1, "expert": 1, "replica": 1, "repeats": 1, "offload": "none"}
@@ -56,7 +56,7 @@ def of_layouts(plans: Sequence[Plan], model: str) -> Any:
     return figure
 
 
-def of_groups(plan: Unequal, model: str) -> Any:
+def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
     """Memory and time of each stage of a layout over groups, in its group's colour, with lines for what devices have."""
     stages, each = len(plan.layers), sum(group.devices for group in plan.groups) // len(plan.layers)
     groups = " and ".join(_times(group.devices, group.hardware.name) for group in plan.groups)

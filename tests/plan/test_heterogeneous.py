@@ -8,10 +8,10 @@ from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.work import work_of
 from jaxtrain.costs.hardware import HardwareError, load
-from jaxtrain.plan import unequal
+from jaxtrain.plan import heterogeneous
 from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.prediction import predict
-from jaxtrain.plan.unequal import parse, plan, split_layers
+from jaxtrain.plan.heterogeneous import parse, plan, split_layers
 
 MIXED = "a100-80gb:512,h100:512"
 
@@ -51,7 +51,7 @@ def test_without_room():
 
 def test_a_plan_that_does_not_fit():
     made = plan(config(2, devices=16), parse("a100-40gb:8,h100:8"))
-    assert not made.fits and sum(made.layers) == 64 and any("does not fit" in line for line in unequal.describe(made))
+    assert not made.fits and sum(made.layers) == 64 and any("does not fit" in line for line in heterogeneous.describe(made))
 
 
 @pytest.mark.parametrize("schedule, remat", [("1f1b", "full"), ("zb_h1", "selective")])
@@ -71,7 +71,7 @@ def test_two_kinds(schedule, repeats):
     assert sum(made.layers) == 64 and len(made.config.pipeline.chunk_layers) == 8 * repeats and sum(made.config.pipeline.chunk_layers) == 64
     assert max(made.layers[:4]) < min(made.layers[4:]) and made.fits
     assert max(made.stage_s) <= made.seconds <= 1.1 * made.ideal_s
-    assert unequal.describe(made)[0].startswith("a100-80gb: stages 0 to 3 with ")
+    assert heterogeneous.describe(made)[0].startswith("a100-80gb: stages 0 to 3 with ")
 
 
 def test_better_than_layers_cut_evenly():
@@ -100,6 +100,6 @@ def test_groups_that_are_none(text, message):
 def test_groups_without_whole_stages():
     with pytest.raises(ValueError, match="a100-80gb has 320 devices, no whole number of stages of 128"):
         plan(config(8), groups := parse("a100-80gb:320,h100:704"))
-    assert next(unequal.layouts(config(8), groups, {"stage": 8, "model": 8}))["stage"] == 16
+    assert next(heterogeneous.layouts(config(8), groups, {"stage": 8, "model": 8}))["stage"] == 16
     with pytest.raises(ValueError, match="stage=1 does not share out 1024 devices"):
         plan(config(1), parse(MIXED))

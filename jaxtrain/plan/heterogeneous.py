@@ -47,7 +47,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unequal:
+class HeterogeneousPlan:
     """A plan over groups.
 
     layers:  of each stage; groups: by stage
@@ -118,7 +118,7 @@ def split_layers(layers: int, seconds: Sequence[float], fixed: Sequence[float], 
     return given
 
 
-def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal:
+def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> HeterogeneousPlan:
     """Of a resolved config whose mesh has as many devices as the groups together, and more than one stage; it may not fit.
 
     Raises ValueError, with one line, where groups do not have whole stages or stages no whole chunks.
@@ -156,7 +156,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Unequal
     ideal = m * (config.model.layers / sum(1 / s for s in seconds) + (head + fixed[0]) / len(works))
     held = tuple(memory(_with_layers(work, n), chunk).bytes for work, n in zip(works, layers, strict=True))
     fits = all(size <= work.hardware.memory for size, work in zip(held, works, strict=True))
-    return Unequal(cut, tuple(groups), tuple(layers), clock + after, ideal + after, stage_s, clock - max(stage_s), held, fits)
+    return HeterogeneousPlan(cut, tuple(groups), tuple(layers), clock + after, ideal + after, stage_s, clock - max(stage_s), held, fits)
 
 
 def _walked(config: Config) -> float:
@@ -240,17 +240,17 @@ def _layer_costs(config: Config, chunks: Sequence[int], seconds: Sequence[float]
     return tuple(seconds[stage] / fastest for size, stage in zip(chunks, of_stage, strict=True) for _ in range(size))
 
 
-def describe(unequal: Unequal) -> list[str]:
+def describe(plan: HeterogeneousPlan) -> list[str]:
     """For people: which stages have which layers, the step, and what stands in the way."""
     stage, lines = 0, []
-    each = sum(group.devices for group in unequal.groups) // len(unequal.layers)
-    for group in unequal.groups:
+    each = sum(group.devices for group in plan.groups) // len(plan.layers)
+    for group in plan.groups:
         count = group.devices // each
-        listed = ", ".join(map(str, unequal.layers[stage : stage + count]))
+        listed = ", ".join(map(str, plan.layers[stage : stage + count]))
         lines.append(f"{group.hardware.name}: stages {stage} to {stage + count - 1} with {listed} layers")
         stage += count
-    over = unequal.seconds / unequal.ideal_s
-    lines.append(f"step: {unequal.seconds:.3g} s, {over:.2f} times that of all devices at work without a wait ({unequal.ideal_s:.3g} s)")
-    if not unequal.fits:
-        lines.append("does not fit: " + ", ".join(f"stage {s} {size / 1e9:.1f} GB" for s, size in enumerate(unequal.memory)))
+    over = plan.seconds / plan.ideal_s
+    lines.append(f"step: {plan.seconds:.3g} s, {over:.2f} times that of all devices at work without a wait ({plan.ideal_s:.3g} s)")
+    if not plan.fits:
+        lines.append("does not fit: " + ", ".join(f"stage {s} {size / 1e9:.1f} GB" for s, size in enumerate(plan.memory)))
     return [*lines, "one program cannot do yet:", *(f"  {limit}" for limit in LIMITS)]
