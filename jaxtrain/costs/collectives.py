@@ -16,9 +16,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jaxtrain.costs.expert_rows import rows_of
 from jaxtrain.costs.hardware import Hardware, Tier
-from jaxtrain.costs.layout import AXES, Layout
+from jaxtrain.costs.layout import AXES, Layout, expert_rows
 from jaxtrain.costs.transformer import Transformer
 
 GATHER, SCATTER, SUM = "all-gather", "reduce-scatter", "all-reduce"
@@ -219,7 +218,7 @@ class StepCollectives:
 
     def _experts(self, op: str, last: bool) -> Iterator[Collective]:
         """Rows on their way to experts and back, with their weights (parallel/experts.py)."""
-        m, choices, received = self.model, float(self.tokens * self.model.experts_per_token), rows_of(self.model, self.layout)
+        m, choices, received = self.model, float(self.tokens * self.model.experts_per_token), expert_rows(self.model, self.layout)
         selective = self.layout.remat == "selective"
         size = m.width * self.item
         if not self.explicit:  # each device of `model` sends its share

@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.costs.collectives import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE, Links, Parameters, StepCollectives
+from jaxtrain.costs.frameworks import Program
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer, padded_vocabulary
 from jaxtrain.schedule.orders import StageTimes, closed_forms
 
