@@ -330,7 +330,7 @@ class StepCollectives:
         """`replicas.mean_across`: each device exchanges its shard over `replica`, then all-gathers
         inside the replica; and the parameters made of the result (training/diloco.py)."""
         replicas, int8, scales = self.layout.replica, 0, 0
-        for p in parameters:
+        for p in (p for p in parameters if p.size):
             stays = {DATA} & set(p.outer) if self.layout.zero == 3 else set()
             part = math.ceil(p.size / self.devices(p.outer))
             yield Collective(GATHER, tuple(a for a in p.outer if a not in stays), p.size / self.devices(stays) * FLOAT32)
