@@ -16,9 +16,9 @@ from collections.abc import Iterator
 FOLDER = pathlib.Path(__file__).parent / "published"
 sys.path.insert(0, str(FOLDER.parents[1]))
 
+from jaxtrain.costs.frameworks import PROGRAMS  # noqa: E402
 from jaxtrain.costs.hardware import load  # noqa: E402 (the path comes first)
 from jaxtrain.costs.layout import Layout  # noqa: E402
-from jaxtrain.costs.program import PROGRAMS  # noqa: E402
 from jaxtrain.costs.step_time import Work  # noqa: E402
 from jaxtrain.costs.transformer import Transformer, gpt  # noqa: E402
 

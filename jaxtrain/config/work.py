@@ -6,9 +6,9 @@ from typing import Any
 
 from jaxtrain.config import Config, ModelConfig, ends_with_layers, kernels
 from jaxtrain.costs import hardware as kinds
+from jaxtrain.costs.frameworks import PROGRAMS, Program
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.program import PROGRAMS, Program
 from jaxtrain.costs.step_time import Work
 from jaxtrain.costs.transformer import Transformer
 

@@ -1,6 +1,6 @@
 """The collectives of a training step, each stated once: its kind, mesh axes, bytes and count.
 
-The step's time (step_time.py), the dry run's communication volume (plan/communication.py) and the
+The step's time (step_time.py), the dry run's communication volume (plan/step_counts.py) and the
 compile check sum what stands here. A function mirrors the code that makes its collectives, which it
 names; a collective that is added there needs its line here. A test compares both with the compiled
 program.
@@ -14,10 +14,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from jaxtrain.costs.expert_rows import rows_of
 from jaxtrain.costs.hardware import Hardware, Tier
-from jaxtrain.costs.layout import AXES, Layout
+from jaxtrain.costs.layout import AXES, Layout, expert_rows
 from jaxtrain.costs.transformer import Transformer
 
 GATHER, SCATTER, SUM = "all-gather", "reduce-scatter", "all-reduce"
@@ -27,14 +27,13 @@ FLOAT32 = 4  # bytes of a float32 or an int32
 OUTER_BLOCK = 1024  # numbers that share a scale where replicas exchange int8
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """`count` collectives over mesh `axes`, of `size` bytes each; among `devices` neighbours, or all along the axes if 0."""
+class Collective(NamedTuple):
+    """`times` collectives over mesh `axes`, of `size` bytes each; among `devices` neighbours, or all along the axes if 0."""
 
     kind: str
     axes: tuple[str, ...]
     size: float
-    count: float = 1
+    times: float = 1
     devices: int = 0
 
 
@@ -46,8 +45,7 @@ def sent(kind: str, size: float, devices: int) -> float:
     return size * (devices - 1) / devices * (2 if kind == SUM else 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameters:
+class Parameters(NamedTuple):
     """A parameter, or several alike.
 
     size:     elements on a device, unsharded over `data`
@@ -220,7 +218,7 @@ class StepCollectives:
 
     def _experts(self, op: str, last: bool) -> Iterator[Collective]:
         """Rows on their way to experts and back, with their weights (parallel/experts.py)."""
-        m, choices, received = self.model, float(self.tokens * self.model.experts_per_token), rows_of(self.model, self.layout)
+        m, choices, received = self.model, float(self.tokens * self.model.experts_per_token), expert_rows(self.model, self.layout)
         selective = self.layout.remat == "selective"
         size = m.width * self.item
         if not self.explicit:  # each device of `model` sends its share
@@ -332,7 +330,7 @@ class StepCollectives:
         """`replicas.mean_across`: each device exchanges its shard over `replica`, then all-gathers
         inside the replica; and the parameters made of the result (training/diloco.py)."""
         replicas, int8, scales = self.layout.replica, 0, 0
-        for p in parameters:
+        for p in (p for p in parameters if p.size):
             stays = {DATA} & set(p.outer) if self.layout.zero == 3 else set()
             part = math.ceil(p.size / self.devices(p.outer))
             yield Collective(GATHER, tuple(a for a in p.outer if a not in stays), p.size / self.devices(stays) * FLOAT32)
@@ -363,75 +361,103 @@ class Links:
     def seconds(self, collectives: Iterable[Collective], one_link: float = 0.0) -> dict[str, float]:
         """Seconds by mesh axis. Several axes together count for the outermost. one_link: see `ring`."""
         by_axis: dict[str, float] = {}
-        for c in collectives:
-            axes = tuple(axis for axis in c.axes if getattr(self.layout, axis) > 1)
-            if not axes or not c.size or not c.count:
+        for kind, axes, size, times, devices in collectives:
+            route = self._route(axes)
+            if route.devices == 1 or not size or not times:
                 continue
-            if c.kind == PERMUTE:
-                each = self.message(axes[0], c.size)
-            elif c.kind in (EXCHANGE, RAGGED):
-                each = self.all_to_all(axes, c.size)
+            if kind == PERMUTE:
+                each = self._message(route, size)
+            elif kind in (EXCHANGE, RAGGED):
+                each = self._all_to_all(route, size)
             else:
-                each = self.ring(axes, c.size, one_link, c.devices) * (2 if c.kind == SUM else 1)
-            by_axis[axes[0]] = by_axis.get(axes[0], 0.0) + c.count * each
+                each = self._ring(route, size, one_link, devices) * (2 if kind == SUM else 1)
+            by_axis[route.axis] = by_axis.get(route.axis, 0.0) + times * each
         return by_axis
 
-    def ring(self, axes: tuple[str, ...], size: float, one_link: float = 0.0, devices: int = 0) -> float:
+    def ring(self, axes: tuple[str, ...], size: float, one_link: float = 0.0) -> float:
         """Seconds of an all-gather or a reduce-scatter of an array of `size` bytes.
 
         Between islands a ring is bound by the slower links. Devices of the ring that share an
         island use their adapters together, or a single one, of which they reach the part `one_link`.
         Simulated devices share one memory, in which a sum takes as long as a message.
         """
-        count = devices or math.prod(getattr(self.layout, axis) for axis in axes)
-        if count == 1:
-            return 0.0
-        tier, inside = self.tier(axes), self.hardware.tiers[0]
-        if self.hardware.alone > 1:
-            return (size / tier.bytes_per_s + 1e-6 * tier.latency_us) / 2
-        bytes_per_s = tier.bytes_per_s
-        if tier is not inside:
-            bytes_per_s = bytes_per_s * one_link if one_link else min(bytes_per_s * self._near(axes), inside.bytes_per_s)
-        return size * (count - 1) / count / bytes_per_s + self._hops(tier, count)
+        return self._ring(self._route(axes), size, one_link)
 
     def all_to_all(self, axes: tuple[str, ...], size: float) -> float:
         """Seconds of an all-to-all, in which a device sends each of n an n-th of its `size` bytes: to
         neighbours in its island over the links inside, to the others at the same time over its adapter."""
-        count, tier, inside = math.prod(getattr(self.layout, axis) for axis in axes), self.tier(axes), self.hardware.tiers[0]
-        if count == 1:
-            return 0.0
-        if self.hardware.alone > 1:
-            return 0.5 * (size / tier.bytes_per_s + 1e-6 * tier.latency_us)
-        near = count if tier is inside else self._near(axes)
-        seconds = max(size * (near - 1) / inside.bytes_per_s, size * (count - near) / tier.bytes_per_s) / count
-        return seconds + self._hops(tier, count)
+        return self._all_to_all(self._route(axes), size)
 
     def message(self, axis: str, size: float) -> float:
         """Seconds in which each device passes `size` bytes to its neighbour. Between islands a message
         goes through one adapter."""
-        tier = self.tier((axis,))
-        return size / tier.bytes_per_s + 1e-6 * tier.latency_us
-
-    @staticmethod
-    def _hops(tier: Tier, count: int) -> float:
-        """Seconds of latency of a collective among `count` devices."""
-        return 1e-6 * tier.latency_us * math.log2(count) * 2
-
-    def _near(self, axes: tuple[str, ...]) -> int:
-        """Devices of a ring that share an island of the first tier."""
-        island = self.hardware.tiers[0]
-        spans = (self.layout.neighbours(axis) for axis in axes)
-        return math.prod(max(1, _sharing(island, count * apart) // apart) for count, apart in spans)
+        return self._message(self._route((axis,)), size)
 
     def tier(self, axes: tuple[str, ...]) -> Tier:
         """The slowest tier that a ring of these axes crosses. One that does not fit an island, or does
         not divide it, crosses to the next tier on some device, and the whole ring waits for that one."""
-        return self.hardware.tiers[max(map(self._tier_of, axes))]
+        return self._route(axes).tier
 
-    def _tier_of(self, axis: str) -> int:
-        tiers, (count, apart) = self.hardware.tiers, self.layout.neighbours(axis)
-        fits = lambda tier: not tier.devices or self.layout.devices <= tier.devices or _sharing(tier, count * apart) == count * apart
-        return next((n for n, tier in enumerate(tiers) if fits(tier)), len(tiers) - 1)
+    def _ring(self, route: "_Route", size: float, one_link: float = 0.0, devices: int = 0) -> float:
+        count, tier, inside = devices or route.devices, route.tier, self.hardware.tiers[0]
+        if count == 1:
+            return 0.0
+        if self.hardware.alone > 1:
+            return (size / tier.bytes_per_s + 1e-6 * tier.latency_us) / 2
+        bytes_per_s = tier.bytes_per_s
+        if tier is not inside:
+            bytes_per_s = bytes_per_s * one_link if one_link else min(bytes_per_s * route.near, inside.bytes_per_s)
+        return size * (count - 1) / count / bytes_per_s + 1e-6 * tier.latency_us * math.log2(count) * 2
+
+    def _all_to_all(self, route: "_Route", size: float) -> float:
+        count, tier, inside = route.devices, route.tier, self.hardware.tiers[0]
+        if count == 1:
+            return 0.0
+        if self.hardware.alone > 1:
+            return 0.5 * (size / tier.bytes_per_s + 1e-6 * tier.latency_us)
+        seconds = max(size * (route.near - 1) / inside.bytes_per_s, size * (count - route.near) / tier.bytes_per_s) / count
+        return seconds + 1e-6 * tier.latency_us * math.log2(count) * 2
+
+    @staticmethod
+    def _message(route: "_Route", size: float) -> float:
+        return size / route.tier.bytes_per_s + 1e-6 * route.tier.latency_us
+
+    def _route(self, axes: tuple[str, ...]) -> "_Route":
+        if axes not in self._routes:
+            self._routes[axes] = self._made_route(axes)
+        return self._routes[axes]
+
+    @functools.cached_property
+    def _routes(self) -> dict[tuple[str, ...], "_Route"]:
+        return {}
+
+    def _made_route(self, axes: tuple[str, ...]) -> "_Route":
+        layout, tiers = self.layout, self.hardware.tiers
+        axes = tuple(axis for axis in axes if getattr(layout, axis) > 1)
+        if not axes:
+            return _Route("", 1, tiers[0], 1)
+        tier, near, devices = 0, 1, 1
+        for count, apart in map(layout.neighbours, axes):
+            span = count * apart
+            fits = (not t.devices or layout.devices <= t.devices or _sharing(t, span) == span for t in tiers)
+            tier = max(tier, next((n for n, fit in enumerate(fits) if fit), len(tiers) - 1))
+            near, devices = near * max(1, _sharing(tiers[0], span) // apart), devices * count
+        return _Route(axes[0], devices, tiers[tier], near if tier else devices)
+
+
+class _Route(NamedTuple):
+    """What collectives over some axes go over.
+
+    axis:    the outermost of them
+    devices: along them together
+    tier:    the links by which they are bound
+    near:    devices of a ring that share an island of the first tier
+    """
+
+    axis: str
+    devices: int
+    tier: Tier
+    near: int
 
 
 def _sharing(tier: Tier, span: int) -> int:

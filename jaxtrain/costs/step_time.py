@@ -10,12 +10,12 @@ A step's parts add up to its time: what is hidden behind other work is listed ap
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from jaxtrain.costs.collectives import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE, Collective, Links, Parameters, StepCollectives
+from jaxtrain.costs.collectives import CONTEXT, DATA, EXPERT, MODEL, REPLICA, STAGE, Links, Parameters, StepCollectives
+from jaxtrain.costs.frameworks import Program
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.program import Program
 from jaxtrain.costs.transformer import COLUMNS, WHOLE, Transformer, padded_vocabulary
 from jaxtrain.schedule.orders import StageTimes, closed_forms
 
@@ -56,10 +56,10 @@ def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
     return {key: a.get(key, 0.0) + b.get(key, 0.0) for key in (*a, *(key for key in b if key not in a))}
 
 
-def overlapped(axis: str, seconds: float, part: float, others: float = math.inf) -> Parts:
-    """Communication of which a part can stand beside other work, as long as that lasts."""
-    hidden = min(part * seconds, part * others)
-    return Parts({axis: seconds - hidden}, {axis: hidden} if hidden else {})
+def overlapped(seconds: Mapping[str, float], overlaps: Mapping[str, tuple[float, float]]) -> Parts:
+    """Communication by axis. overlaps: by axis, the part of it that can overlap with other work, and the seconds of that work."""
+    hidden = {axis: part * min(seconds[axis], others) for axis, (part, others) in overlaps.items() if part and axis in seconds}
+    return Parts({axis: s - hidden.get(axis, 0.0) for axis, s in seconds.items()}, hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Work:
             seconds = {axis: s + self._unread * (last.get(axis, 0.0) - s) for axis, s in seconds.items()}
         ring = self.program.context_by == "ring" and self.hardware.alone <= 1
         overlaps = {MODEL: (self.program.model_overlap, math.inf), CONTEXT: (float(ring), attention)}
-        return sum((overlapped(axis, s, *overlaps.get(axis, (0.0,))) for axis, s in seconds.items()), Parts())
+        return overlapped(seconds, overlaps)
 
     @functools.cached_property
     def collectives(self) -> StepCollectives:
@@ -300,21 +300,28 @@ class Work:
     def end_collectives(self, shared: bool) -> Parts:
         """Collectives of embedding, head and loss of one microbatch over `model` and `stage`. shared: all stages share both ends; otherwise
         those of the head are meant where stages differ."""
-        collectives = dataclasses.replace(self.collectives, shares_vocabulary=shared and self.layout.stage > 1)
-        seconds = self.links.seconds(self._of_ends(collectives, shared or self.layout.stage == 1))
+        seconds = self._end_seconds(shared and self.layout.stage > 1)
         return Parts({axis: s for axis, s in seconds.items() if axis != DATA})
 
-    def _of_ends(self, collectives: StepCollectives, both: bool = True) -> Iterable[Collective]:
-        """Collectives of a microbatch's embedding, head and loss. both: not the head's alone."""
-        if both:
-            yield dataclasses.replace(collectives.stage_sum(), count=4)
-        if self.program.slots:
-            table = self._parameters[-1]
-            if both:
-                yield from collectives.lookup(table)
-                yield from collectives.lookup_gradient(table, same_op=self.layout.stage == 1)
-            for _ in range(1 + self.model.predictions):
-                yield from collectives.loss()
+    @functools.cached_property
+    def _ends(self) -> dict[bool, dict[str, float]]:
+        return {}
+
+    def _end_seconds(self, shared: bool) -> dict[str, float]:
+        """Seconds by axis of the collectives of a microbatch's embedding, head and loss. shared: by all stages."""
+        if shared not in self._ends:
+            c = self.collectives
+            if c.shares_vocabulary != shared:
+                c = dataclasses.replace(c, shares_vocabulary=shared)
+            collectives = [c.stage_sum()._replace(times=4)]
+            if self.program.slots:
+                for _ in range(1 + self.model.predictions):
+                    collectives += c.loss()
+                if shared or self.layout.stage == 1:
+                    table = self._parameters[-1]
+                    collectives += [*c.lookup(table), *c.lookup_gradient(table, same_op=self.layout.stage == 1)]
+            self._ends[shared] = self.links.seconds(collectives)
+        return self._ends[shared]
 
     def step(self) -> Parts:
         """All of a step, on the device that works most."""
@@ -387,7 +394,7 @@ class Work:
         layers = Parameters(held.layers + dense - held.experts, scatter, (*sums, EXPERT), (STAGE, MODEL), data)
         ends = held.ends - dense
         if not program.slots:
-            return experts, dataclasses.replace(layers, size=layers.size + ends)
+            return experts, layers._replace(size=layers.size + ends)
         shared = program.vocabulary_parallel and layout.stage > 1
         table = (
             0.0
@@ -397,10 +404,10 @@ class Work:
         if shared or layout.stage == 1:
             at_ends = layers
         elif self.parts_of_ends(layout.zero) > 1:
-            at_ends = dataclasses.replace(layers, scatter=(*scatter, STAGE), split=(MODEL,), outer=(*data, STAGE))
+            at_ends = layers._replace(scatter=(*scatter, STAGE), split=(MODEL,), outer=(*data, STAGE))
         else:
-            at_ends = dataclasses.replace(layers, sums=(*sums, STAGE, EXPERT), split=(MODEL,))
-        return experts, layers, dataclasses.replace(at_ends, size=ends - table), dataclasses.replace(at_ends, size=table)
+            at_ends = layers._replace(sums=(*sums, STAGE, EXPERT), split=(MODEL,))
+        return experts, layers, at_ends._replace(size=ends - table), at_ends._replace(size=table)
 
     def _parameter_collectives(self, busy: float, forward: float, backward: float) -> Parts:
         """Collectives of parameters and their gradients: ZeRO's in each microbatch, sums behind them, what the update gathers, DiLoCo's.
@@ -412,22 +419,20 @@ class Work:
         seconds = functools.partial(self.links.seconds, one_link=program.one_link if layout.zero == 3 else 0.0)
         in_op = parameters[:2]
         reads = 3 if program.slots and layout.stage > 1 and layout.remat == "full" else 2
-        microbatch = [dataclasses.replace(c, count=reads) for c in all_of_step.gathers(in_op)]
+        microbatch = [c._replace(times=reads) for c in all_of_step.gathers(in_op)]
         if program.slots:  # rows of the input's table travel
             in_op = parameters[:3]
-            microbatch += [*all_of_step.gathers(parameters[2:3]), *self._of_ends(all_of_step)]
+            microbatch += all_of_step.gathers(parameters[2:3])
         microbatch += all_of_step.reductions_in_op(in_op)
-        zero = m * seconds(microbatch).get(DATA, 0.0)
+        zero = m * (seconds(microbatch).get(DATA, 0.0) + self._end_seconds(all_of_step.shares_vocabulary).get(DATA, 0.0))
         if layout.zero == 3 and program.gathers_once:
             zero += seconds(all_of_step.gathered(p) for p in parameters if p.over_data).get(DATA, 0.0)
         gathers = layout.zero == 3 and self.shards > 1
-        parts = (
-            overlapped(DATA, zero, program.gather_overlap, busy) if gathers else overlapped(DATA, zero, program.data_overlap, backward * m)
-        )
+        parts = overlapped({DATA: zero}, {DATA: (program.gather_overlap, busy) if gathers else (program.data_overlap, backward * m)})
         after = ((all_of_step.reductions, backward), (all_of_step.after_the_update, forward if layout.zero else backward))
         for collectives, others in after:
-            for axis, s in self.links.seconds(c for p in parameters for c in collectives(p)).items():
-                parts += overlapped(axis, s, program.data_overlap if axis == DATA else 0.0, others)
+            after_all = self.links.seconds(c for p in parameters for c in collectives(p))
+            parts += overlapped(after_all, {DATA: (program.data_overlap, others)})
         if program.inner_steps:
             parts += Parts(self.links.seconds(all_of_step.outer_exchange(parameters))) * (1 / program.inner_steps)
         return parts

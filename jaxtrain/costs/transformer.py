@@ -23,7 +23,7 @@ class Transformer:
     gated: three matrices in an MLP, and not two; positions: rows of the table of learned positions, 0 without one; norm_vectors: of a
     norm, 2 with a bias; value_dim, query_rank, kv_rank, rope_dim: of latent attention (mla), else 0
     experts, experts_per_token, shared_experts, expert_width: of each of `layers`; dense_layers: before those, with an MLP
-    capacity_factor, expert_room: for how many rows experts have room (expert_rows.py)
+    capacity_factor, expert_room: for how many rows experts have room (layout.py)
     predictions: modules that predict further tokens, each with a layer of its own
     """
 

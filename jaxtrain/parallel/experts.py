@@ -30,7 +30,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX, product_kernel
-from jaxtrain.costs.expert_rows import capacity_of, room_of
+from jaxtrain.costs.layout import capacity_of, room_of
 from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, hardware, manual_size, over_model, psum, psum_scatter
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox

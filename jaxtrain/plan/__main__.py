@@ -26,8 +26,8 @@ from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
+from jaxtrain.costs.frameworks import PROGRAMS
 from jaxtrain.costs.hardware import Hardware, HardwareError
-from jaxtrain.costs.program import PROGRAMS
 from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.advise import advise
 from jaxtrain.plan.explanation import Prices, explained, flags_of, run_time, table

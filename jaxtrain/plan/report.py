@@ -15,7 +15,7 @@ from jaxtrain.config import Config, kernels
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.config.work import layout_of, transformer_of
 from jaxtrain.costs.collectives import FLOAT32
-from jaxtrain.costs.expert_rows import rows_of
+from jaxtrain.costs.layout import expert_rows
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
@@ -70,7 +70,7 @@ def _room_for_rows(config: Config) -> list[str]:
     if devices == 1:
         return []
     model, layout = transformer_of(config), layout_of(config)
-    rows, mean = rows_of(model, layout), layout.microbatch * (model.sequence // layout.context) * m.experts_per_token
+    rows, mean = expert_rows(model, layout), layout.microbatch * (model.sequence // layout.context) * m.experts_per_token
     beyond = f"model.expert_room={m.expert_room:g}; what is beyond is dropped" if m.expert_room else "all that there can be"
     return [f"experts: room for {rows:,} rows on a device, {rows / mean:.2f} times the mean ({beyond})"]
 

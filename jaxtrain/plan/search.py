@@ -19,10 +19,10 @@ from jaxtrain.config.rules import divisors
 from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.work import OURS, platform_of, program_of, transformer_of, work_of
+from jaxtrain.costs.frameworks import Program
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.memory import memory
-from jaxtrain.costs.program import Program
 from jaxtrain.costs.step_time import Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.schedule.orders import GROWING, SCHEDULES

@@ -176,7 +176,7 @@ class StepCounts:
             for c in collectives:
                 axes = tuple(a for a in AXES if a in c.axes and getattr(self.layout, a) > 1)
                 if axes and c.size and times:
-                    counts[op, c.kind, axes, c.devices or self.collectives.devices(axes), round(c.size)] += round(times * c.count)
+                    counts[op, c.kind, axes, c.devices or self.collectives.devices(axes), round(c.size)] += round(times * c.times)
         return [Entry(op, kind, axes, devices, count, size) for (op, kind, axes, devices, size), count in counts.items()]
 
     def _step(self, stage: int) -> Iterator[tuple[str, float, Iterable[Collective]]]:
@@ -201,7 +201,7 @@ class StepCounts:
     def _weights(self, run: _Run) -> Iterator[Collective]:
         """What an op does with one layer's parameters: gathers what it reads, reduces their gradients."""
         rows = self.setup.placement.stack_size(int(run.unit))
-        layer = [dataclasses.replace(p, size=p.size // rows) for p in self.parameters[f"layers/{run.unit}"].values()]
+        layer = [p._replace(size=p.size // rows) for p in self.parameters[f"layers/{run.unit}"].values()]
         if run.reads:
             yield from self.collectives.gathers(p for p in layer if run.op != "W" or not p.matrix)
         if run.op == "W":
@@ -250,7 +250,7 @@ class StepCounts:
         c, head = self.collectives, dict(self.parameters["head"])
         if self.model.tied:
             head["table"] = self.parameters["embed"]["table"]
-        yield dataclasses.replace(c.stage_sum(), count=2)
+        yield c.stage_sum()._replace(times=2)
         yield from c.gathers(head.values())
         yield from c.reductions_in_op(head.values())
         yield from c.loss()

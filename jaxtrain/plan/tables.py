@@ -12,7 +12,7 @@ from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.work import milliseconds
-from jaxtrain.costs.slots import Slots
+from jaxtrain.costs.memory import Slots
 from jaxtrain.costs.step_time import Work
 from jaxtrain.schedule.orders import AUTO, GROWING, SCHEDULES, ZERO_BUBBLE
 from jaxtrain.schedule.table import Table
@@ -95,6 +95,6 @@ def slots_of(config: Config) -> Slots | None:
     return Slots(
         **setup.train.pool_sizes,
         layers=max(placement.sizes),
-        rows=sum(map(placement.stack_size, range(placement.units_per_stage))),
+        stored_layers=sum(map(placement.stack_size, range(placement.units_per_stage))),
         shares_vocabulary=setup.shares_vocabulary,
     )

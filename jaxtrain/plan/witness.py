@@ -3,7 +3,7 @@
     python -m jaxtrain.plan --compile --config=llama3_8b --topology=v5p:4x4x4 [--layout=data=16,model=4 …] [--config.… …] [--json]
 
     memory        what XLA's account says of a device, and what costs/memory.py makes of the table's slots, by parts
-    collectives   bytes that a device of the busiest stage sends in a step, and the account's (account.py); which are asynchronous, which
+    collectives   bytes that a device of the busiest stage sends in a step, and the account's ; which are asynchronous, which
                   have products beside them
 
 Nothing is run. A compiler refuses a step that does not fit a TPU; the GPU's never does, so its figure is held against the memory.

@@ -15,7 +15,7 @@ from jaxtrain.run.goodput_log import Goodput, read_goodput
 from jaxtrain.run.metrics import read_metrics
 
 LIBRARY = next(iter(glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1")), "")
-STEPS, HOUR = 200, 3600
+STEPS, HOUR = 1000, 3600
 FLAGS = settings(train__steps=STEPS, train__hang_after=20, checkpoint__every=0, checkpoint__minutes=0.02, mesh__stage=1)
 
 

@@ -122,4 +122,4 @@ def test_numbers_that_are_none(folder, policy, status):
     if policy == "stop":
         assert re.search(r"^error: .* at step 22, batch 21", done.err, re.M) and runs.checkpoints(workdir)[-1] == 20
     else:
-        assert runs.last_step(workdir) == 40 and "warning: " in done.out
+        assert runs.last_step(workdir) == 40 and "warning: " in done.err

@@ -44,6 +44,6 @@ def test_parameters_of_a_device(recipe, changes, layouts):
         allocated = sum(math.prod(array.sharding.shard_shape(array.shape)) for array in jax.tree.leaves(params))
         work = work_of(config, load("h100"))
         slots = slots_of(with_op_times(config, work))
-        held = work.device_parameters(slots.rows, slots.shares_vocabulary) if slots else work.device_parameters(shared=False)
+        held = work.device_parameters(slots.stored_layers, slots.shares_vocabulary) if slots else work.device_parameters(shared=False)
         assert held.all == allocated, name
         assert slots or work.device_parameters() == held, name

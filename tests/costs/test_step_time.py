@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from jaxtrain.costs.frameworks import PROGRAMS
 from jaxtrain.costs.hardware import load
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.memory import memory
-from jaxtrain.costs.program import PROGRAMS
 from jaxtrain.costs.step_time import Work
 from jaxtrain.costs.transformer import Transformer
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from support import small
 
 from jaxtrain.config import Config, ModelConfig
-from jaxtrain.costs.expert_rows import capacity_of, room_of
+from jaxtrain.costs.layout import capacity_of, room_of
 from jaxtrain.devices.mesh import AXES, EXPERT, MANUAL_AXES, make_mesh
 from jaxtrain.models.moe import MoE, with_counts, with_loss
 from jaxtrain.models.spec import functional, specs

@@ -13,8 +13,8 @@ from jaxtrain.config import to_dict
 from jaxtrain.config.checks import check_devices
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import find_recipe, load_recipe
+from jaxtrain.costs.frameworks import PROGRAMS
 from jaxtrain.costs.hardware import known, load
-from jaxtrain.costs.program import PROGRAMS
 from jaxtrain.plan import exact_clock, layout_flag, plans, tables
 from jaxtrain.plan.__main__ import main
 from jaxtrain.plan.prediction import predict

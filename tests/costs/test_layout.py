@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from jaxtrain.costs.expert_rows import capacity_of, room_of, rows_of
-from jaxtrain.costs.layout import Layout
+from jaxtrain.costs.layout import Layout, capacity_of, expert_rows, room_of
 from jaxtrain.costs.transformer import gpt
 
 
@@ -26,9 +25,9 @@ def test_rows_of_a_layout():
     dense = gpt(64, 4, 2, sequence=100)
     model = dataclasses.replace(dense, experts=8, experts_per_token=2, expert_width=32)
     layout = Layout(expert=4, microbatch=3)
-    assert rows_of(dense, layout) == 0
-    assert rows_of(model, layout) == 4 * 300 * 2
-    assert rows_of(dataclasses.replace(model, expert_room=1.0), layout) == room_of(300, 2, 8, 4, 1.0) < 4 * 300
-    assert rows_of(dataclasses.replace(model, capacity_factor=1.0), layout) == 8 * 3 * 25
+    assert expert_rows(dense, layout) == 0
+    assert expert_rows(model, layout) == 4 * 300 * 2
+    assert expert_rows(dataclasses.replace(model, expert_room=1.0), layout) == room_of(300, 2, 8, 4, 1.0) < 4 * 300
+    assert expert_rows(dataclasses.replace(model, capacity_factor=1.0), layout) == 8 * 3 * 25
     # A sequence that is split is still one, whose tokens may all lie on one device.
-    assert rows_of(dataclasses.replace(model, capacity_factor=4.0), Layout(expert=4, microbatch=3, context=2)) == 8 * 3 * 50
+    assert expert_rows(dataclasses.replace(model, capacity_factor=4.0), Layout(expert=4, microbatch=3, context=2)) == 8 * 3 * 50

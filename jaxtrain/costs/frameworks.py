@@ -29,7 +29,7 @@ class Program:
     split_sends:      messages between stages are split over `model`
     vocabulary_parallel: embedding and head are split over the stages
     by_dimension:     ZeRO shares out a dimension of each array, so `data` has to divide the width; otherwise it cuts flat buffers anywhere
-    slots:            activations lie in slots of a table (slots.py); with several chunks of layers one is computed again at a time
+    slots:            activations lie in slots of a table (memory.py); with several chunks of layers one is computed again at a time
     weight_copies:    passes of F, R and B over a layer's weights, where a loop over layers copies them out of their stack
     sum_passes:       passes of W over the sums of a layer's gradients, in 32 bits
     fixed_s:          seconds of a step beside all this: its host, the loss, the norm of gradients
