@@ -98,7 +98,7 @@ class Matmul:
     half: tuple[float, float, float]  # m, n, k
 
     def reached(self, m: float, n: float, k: float) -> float:
-        """Between 0 and `peak`."""
+        """Operations a second of a product of these sizes, less than `peak`."""
         return self.peak / (1 + sum(half / max(size, 1) for half, size in zip(self.half, (m, n, k), strict=True)))
 
 
@@ -134,8 +134,7 @@ class Hardware:
     device_kind: str = ""
 
     def waited(self, busy: float, idle: float) -> float:
-        """Of `idle` seconds without work beside `busy` ones, those by which a step is longer: what a waiting device leaves of shared cores,
-        the others use."""
+        """Seconds by which idle time lengthens the step. Simulated devices share cores, so the others use what an idle one leaves."""
         return max(0.0, (busy + idle) / self.alone - busy)
 
     def peak(self, dtype: str = "bfloat16") -> float:
@@ -153,7 +152,7 @@ class Hardware:
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Of large copies to or from the host's memory, one way."""
+        """Bytes a second of large copies to or from the host's memory, one way."""
         return 1e9 * self.host_gb_per_s * HOST_REACHED
 
     @property

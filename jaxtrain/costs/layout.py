@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def batch_shards(self) -> int:
-        """Into how many parts the batch is cut."""
+        """The number of shards of the batch."""
         return self.replica * self.data * self.expert
 
     @property

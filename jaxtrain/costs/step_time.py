@@ -102,12 +102,12 @@ class Work:
 
     @property
     def tokens(self) -> float:
-        """Of a microbatch on the devices of `model` together."""
+        """Tokens of a microbatch on one group of `model` devices."""
         return self.layout.microbatch * self.model.sequence / self.layout.context
 
     @property
     def shards(self) -> int:
-        """Into how many parts ZeRO cuts what it shares out over `data`."""
+        """ZeRO's shard count over `data`; 1 if it does not divide the model's dimensions."""
         data = self.layout.data
         return 1 if self.program.by_dimension and self.model.width % data else data
 
@@ -271,7 +271,7 @@ class Work:
         return self.links.message(STAGE, self.message_bytes())
 
     def message_bytes(self) -> float:
-        """Of such a message, on a device."""
+        """Bytes of a message between stages, a device."""
         return self.item * self.tokens * self.model.width / (self.layout.model if self.program.split_sends else 1)
 
     # ------------------------------------------------------------------------------------------------------------ the step
@@ -438,7 +438,7 @@ class Work:
         return parts
 
     def parts_of_ends(self, zero: int, shared: bool | None = None) -> int:
-        """Into how many parts stages cut the state of what all of them have at both ends, of which each updates its own.
+        """The number of shards into which stages cut the state of embedding and head; each stage updates its own shard.
 
         zero: ZeRO's stage; shared: as in `device_parameters`.
         """

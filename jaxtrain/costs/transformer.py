@@ -56,12 +56,12 @@ class Transformer:
 
     @property
     def score_dim(self) -> int:
-        """Of a head's queries and keys."""
+        """Dimension of a head's queries and keys."""
         return self.head_dim + self.rope_dim
 
     @property
     def output_dim(self) -> int:
-        """Of a head's values."""
+        """Dimension of a head's values."""
         return self.value_dim or self.score_dim
 
     def hidden(self, dense: bool = False) -> int:
@@ -117,7 +117,7 @@ class Transformer:
         return self._counts[dense].all
 
     def whole_parameters(self, dense: bool = False) -> int:
-        """Of one layer's, those that `model` does not split: latents, the router, norms, biases of what is split by its inputs."""
+        """Parameters of one layer that `model` does not split: latents, the router, norms, biases of what is split by its inputs."""
         return self._counts[dense].whole
 
     def _vectors(self, dense: bool, products: Sequence[tuple[str, int, int]]) -> int:
@@ -148,12 +148,12 @@ class Transformer:
         return (rows + self.positions + self.norm_vectors) * self.width
 
     def joining_parameters(self) -> int:
-        """Of a module that predicts a further token, beside its layer: the matrix that joins two streams, and three norms (DeepSeek-V3,
-        arXiv:2412.19437, section 2.2)."""
+        """Parameters of a multi-token prediction module without its layer: the matrix that joins two streams and three norms
+        (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
         return 2 * self.width**2 + 3 * self.norm_vectors * self.width
 
     def parameters(self) -> int:
-        """Of the whole model, without modules that predict further tokens."""
+        """Parameters of the model without its multi-token prediction modules."""
         return self.layers * self.layer_parameters() + self.dense_layers * self.layer_parameters(dense=True) + self.embedding_parameters()
 
     def attention_flops(self) -> float:

@@ -66,7 +66,7 @@ class Stopwatch:
 
 
 def stopwatch(devices: Sequence[jax.Device], least: float) -> Stopwatch:
-    """That of these devices: CPU devices that are more than the cores share them."""
+    """The stopwatch for these devices: CPU time if several simulated devices share a core, wall time otherwise."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cpu = devices[0].platform == "cpu"
     return Stopwatch(cores if cpu and len(devices) > cores else 0, not cpu, least)
@@ -120,7 +120,7 @@ class Bench:
         return max(0.0, self.each(chain(CHAIN), *x) - self.each(chain(1), *x)) / (CHAIN - 1)
 
     def product(self, m: int, n: int, k: int, dtype: str, call: float) -> fit.Product:
-        """Of [m, k] · [k, n]; several of them in a program where one is short."""
+        """Measures the product [m, k] · [k, n]; a program has several of them where one is short."""
         count = 4 if m * n * k < 1 << 26 else 1
         pairs = [*self.arrays((m, k), jnp.dtype(dtype), count), *self.arrays((k, n), jnp.dtype(dtype), count)]
         seconds = self.each(lambda *arrays: tuple(a @ b for a, b in zip(arrays[:count], arrays[count:], strict=True)), *pairs)

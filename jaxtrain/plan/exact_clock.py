@@ -74,9 +74,9 @@ class _Counts:
 
 
 def clocked(prediction: Prediction) -> Clocked | None:
-    """By the table that training would use; None on one stage, where there is none.
+    """Step time simulated on the schedule's table; None with one stage, which has no table.
 
-    Of a step with very many microbatches two shorter ones are timed, and the rest goes on as between these. Raises ConfigError for a
+    A step with very many microbatches is extrapolated linearly from two shorter ones. Raises ConfigError for a
     schedule that is not made for these numbers.
     """
     work = prediction.work
@@ -113,7 +113,7 @@ def _of_a_part(work: Work, counts: _Counts, part: float) -> _Counts:
 
 
 def _counts(config: Config, times: Times) -> _Counts:
-    """Of a step whose ops take these times."""
+    """Counts of a step whose ops take these times."""
     setup = make_setup(config)
     table, shares = setup.table, np.array([*setup.shares, 0.0])
     ops = np.array([np.where(table.op == op, shares[table.unit], 0.0).sum(0) for op in OPS])

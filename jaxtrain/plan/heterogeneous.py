@@ -119,7 +119,7 @@ def split_layers(layers: int, seconds: Sequence[float], fixed: Sequence[float], 
 
 
 def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> HeterogeneousPlan:
-    """Of a resolved config whose mesh has as many devices as the groups together, and more than one stage; it may not fit.
+    """The plan of a resolved config whose mesh has as many devices as the groups together, and more than one stage; it may not fit.
 
     Raises ValueError, with one line, where groups do not have whole stages or stages no whole chunks.
     """
@@ -172,7 +172,7 @@ def _after(work: Work, busy: float) -> float:
 
 
 def _with_layers(work: Work, layers: int) -> Work:
-    """As if each stage had as many layers as this one."""
+    """The work of a model in which every stage has this many layers."""
     return dataclasses.replace(work, model=dataclasses.replace(work.model, layers=layers * work.layout.stage))
 
 
@@ -235,7 +235,7 @@ def _chunks(config: Config, layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def _layer_costs(config: Config, chunks: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Of each layer in model order, the seconds that it takes where it lies, relative to the fastest."""
+    """Relative time of each layer in model order, on the stage that has it; 1 on the fastest."""
     of_stage, fastest = make_setup(part_of(config)).table.stage_of, min(seconds)
     return tuple(seconds[stage] / fastest for size, stage in zip(chunks, of_stage, strict=True) for _ in range(size))
 

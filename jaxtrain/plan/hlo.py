@@ -58,7 +58,7 @@ class Instruction:
 
     @property
     def bytes_of_each(self) -> list[int]:
-        """Of each array; of eight-bit floats, whose types have many names, one an element."""
+        """Bytes of each array. A type without an entry is an eight-bit float, whose types have many names: one byte an element."""
         return [int(size * BYTES.get(kind, 1)) for size, kind in zip(self.sizes, self.types, strict=True)]
 
     @property
@@ -90,7 +90,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Of a while loop, where XLA's text says it (Program.trip_count reads the condition where it does not)."""
+        """Trip count of a while loop where XLA's text says it (Program.trip_count reads the condition where it does not)."""
         found = re.search(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)', self.text)
         return int(found[1]) if found else None
 
@@ -212,7 +212,7 @@ class Program:
                 yield from self.executed(instruction.calls["body"], times * number)
 
     def operand_bytes(self, instruction: Instruction) -> list[int]:
-        """Of each array that an instruction reads."""
+        """Bytes of each operand of an instruction."""
         return [operand.bytes for operand in self.operands(instruction)]
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
@@ -231,7 +231,7 @@ class Program:
         return found.opcode in ("get-tuple-element", "parameter")
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Of a while loop, by XLA's text, or by a condition `counter < limit` of a counter that goes up by 1 from a known start."""
+        """Trip count of a while loop, by XLA's text or by a condition `counter < limit`; the counter goes up by 1 from a known start."""
         if loop.trip_count is not None:
             return loop.trip_count
         compare = self.root(loop.calls["condition"])

@@ -66,7 +66,7 @@ class Costs:
         return math.prod(left[d] for d in dimensions)
 
     def _convolution(self, i: Instruction) -> int:
-        """Of each output, the places of the window that meet a number and neither padding nor a hole."""
+        """FLOPs of a convolution. An output counts the window's places that meet a number, neither padding nor a hole."""
         left, right = (operand.shapes[0] for operand in self.program.operands(i)[:2])
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.text)
         assert labels is not None, i.text
@@ -109,7 +109,7 @@ class Costs:
         return sum(size for size, space in zip(i.bytes_of_each, i.spaces, strict=True) if space in self.memory)
 
     def _read(self, fusion: Instruction, n: int, parameter: Instruction) -> int:
-        """Of a fusion's n-th operand."""
+        """Bytes that a fusion reads of its n-th operand."""
         operand = self.program.operands(fusion)[n]
         if not any(space in self.memory for space in operand.spaces):
             return 0
@@ -174,7 +174,7 @@ class Costs:
 
 
 def target(i: Instruction) -> str:
-    """Of a custom call; "" for others."""
+    """Target of a custom call; "" for other instructions."""
     found = re.search(r'custom_call_target="([^"]*)"', i.text)
     return found[1] if found else ""
 

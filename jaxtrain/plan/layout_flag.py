@@ -107,12 +107,12 @@ def of(config: Config) -> Values:
 
 
 def text_of(values: Mapping[str, Any]) -> str:
-    """As the flag's value."""
+    """The layout as the flag's value."""
     return ",".join(f"{key}={value}" for key, value in values.items())
 
 
 def shards(values: Mapping[str, Any]) -> int:
-    """Into how many parts a layout cuts the batch."""
+    """The number of shards into which a layout cuts the batch."""
     return math.prod(values.get(axis, 1) for axis in BATCH_AXES)
 
 

@@ -50,7 +50,7 @@ NAMED_ATTENTION = re.compile(rf"[/(]{SCOPE}[/)]")
 
 
 class Rank(enum.IntEnum):
-    """Of several things that go on at once, those of the least rank count."""
+    """Precedence of overlapping events: those of the least rank are counted."""
 
     COMPUTES = 0
     SENDS = 1
@@ -83,7 +83,7 @@ class Kinds:
         return self._kinds[key]
 
     def _of_kernel(self, name: str) -> Kind:
-        """Of a kernel that the program's text does not name."""
+        """The kind of a kernel that the program's text does not name."""
         for pattern, part in KERNELS:
             if pattern.search(name):
                 only_axis = part == COMMUNICATION and len(self._axes) == 1
@@ -150,7 +150,7 @@ class MeasuredParts:
 
 
 def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float) -> MeasuredParts:
-    """Of a trace of so many steps, which took `step_time_s` each. Raises TraceError where no event is of a known kind."""
+    """Seconds by part in a trace of `steps` steps, which took `step_time_s` each. Raises TraceError where no event is of a known kind."""
     spans = {device: list(_spans(found, kinds)) for device, found in without_waiting(events, kinds).items()}
     busy = {device: sum(end - begin for begin, end, kind in of_device if kind.rank is Rank.COMPUTES) for device, of_device in spans.items()}
     if not any(busy.values()):
@@ -185,7 +185,7 @@ def without_waiting(events: Events, kinds: Kinds) -> Events:
 
 
 def _collectives(events: Iterable[Event], kinds: Kinds) -> dict[str, list[Event]]:
-    """By instruction, those between devices."""
+    """Collectives between devices, by instruction."""
     found: dict[str, list[Event]] = collections.defaultdict(list)
     for event in events:
         kind = kinds.of(event) if event.instruction else None

@@ -63,6 +63,6 @@ def _tried(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _pieces(config: Config) -> int:
-    """Into how many parts a step's batch is cut."""
+    """The number of pieces into which replicas, shards and microbatches cut a step's batch."""
     mesh = config.mesh
     return mesh.replica * mesh.data * mesh.expert * config.pipeline.microbatches

@@ -30,7 +30,7 @@ class PlanAtHand:
     why_not: str = ""
 
     def as_dict(self) -> dict[str, Any] | None:
-        """As JSON can hold it: what `plan --json` prints, and seconds by part."""
+        """The plan as JSON: what `plan --json` prints, and seconds by part."""
         plan = self.prediction
         if plan is None:
             return None
@@ -50,8 +50,8 @@ class PlanAtHand:
 
 
 def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
-    """Of a resolved config whose mesh is known, for the kind of device of `train.hardware`, or else for what jax calls so. Raises
-    HardwareError."""
+    """The plan of a resolved config whose mesh is known, or None with a reason ("" for CPU, where no plan is expected). The hardware is
+    `train.hardware`, or else what jax calls `device_kind`. Raises HardwareError."""
     kind = kind_at_hand(config, device_kind)
     if kind is None:
         use = "python -m jaxtrain.plan --calibrate --out=FILE measures it, for train.hardware=FILE"

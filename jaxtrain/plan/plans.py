@@ -31,7 +31,10 @@ class Plan:
 
 
 def plan_of(config: Config, kind: Hardware, assume: str, tokens: float | None) -> Plan:
-    """Of a config that keeps its rules, by its table where our own program trains. Raises ConfigError for a table that cannot be made."""
+    """The plan of a config that keeps its rules, timed on its table where our own program trains.
+
+    Raises ConfigError for a table that cannot be made.
+    """
     return Plan(config, *exactly(predict(config.resolve(), kind, assume, tokens)))
 
 
@@ -54,7 +57,7 @@ def check_fits(space: Space) -> None:
 
 
 def _plans(space: Space, candidates: Sequence[Candidate], tokens: float | None) -> Iterator[Plan]:
-    """Of those whose table can be made."""
+    """Plans of the candidates whose table can be made."""
     for candidate in candidates:
         with contextlib.suppress(ConfigError):  # the schedule is not made for so many stages and microbatches
             yield plan_of(search.laid_out(space, candidate.layout), space.hardware, space.assume, tokens)

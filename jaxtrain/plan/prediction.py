@@ -46,17 +46,17 @@ class Prediction:
 
     @property
     def bubble_fraction(self) -> float:
-        """Of the whole step."""
+        """Fraction of the step in which a device waits for others."""
         return self.time.exposed.get(BUBBLE, 0.0) / self.seconds
 
     @property
     def model_flops_per_s(self) -> float:
-        """Of a device; attention is counted as the program's published rates do, by ours as a causal mask leaves it."""
+        """Model FLOP/s of a device. Attention is counted as the framework's published rates do; ours counts it causally."""
         return self.work.model_flops() / self.seconds / self.devices
 
     @property
     def hardware_flops_per_s(self) -> float:
-        """The same with what is computed again."""
+        """FLOP/s of a device with recomputation counted."""
         return self.work.hardware_flops() / self.seconds / self.devices
 
     def figures(self) -> dict[str, Any]:
@@ -88,7 +88,10 @@ def step_figures(
 
 
 def predict(config: Config, hardware: Hardware, assume: str = OURS, tokens: float | None = None) -> Prediction:
-    """Of a resolved config whose mesh is known and whose rules are kept. Raises ConfigError where our own program has no table for it."""
+    """The prediction for a resolved config whose mesh is known and whose rules are kept.
+
+    Raises ConfigError where our own program has no table for it.
+    """
     work = work_of(config, hardware, assume)
     slots = slots_of(with_op_times(config, work)) if work.program.slots else None
     return Prediction(config, work, work.step(), memory(work, config.model.loss_chunk, slots), tokens)

@@ -33,7 +33,7 @@ def mebibytes(n: float) -> str:
 
 
 def introduction(config: Config, step: Step) -> list[str]:
-    """Of a step that need not be compiled yet: mesh, model, table, slots."""
+    """Lines about a step that need not be compiled yet: mesh, model, table, slots."""
     d, m = config.data, config.pipeline.microbatches
     lines = meshes.describe(step.mesh)
     lines.append(f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}")
@@ -76,7 +76,7 @@ def _room_for_rows(config: Config) -> list[str]:
 
 
 def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float) -> list[str]:
-    """Of a step's compiled program: its memory in words, where the platform says it, and the seconds that it took to trace and compile."""
+    """Lines about a compiled step: memory where the platform reports it, and the seconds to trace and to compile."""
     lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s"]
     if not (compiled_bytes := compiled_memory(compiled)):
         return lines

@@ -46,7 +46,7 @@ class Space:
     assume: str = OURS
 
     def on(self, devices: int) -> "Space":
-        """The same on another number of devices."""
+        """This space on another number of devices."""
         return dataclasses.replace(self, devices=devices)
 
 
@@ -123,7 +123,7 @@ def _evaluated(space: Space, work: Work, layout: Layout, below: float) -> Candid
 
 
 def _with_replicas(space: Space, best: Candidate) -> Candidate:
-    """The same, or what is faster with some of its data shards as replicas."""
+    """The fastest of this candidate and its variants that turn data shards into replicas."""
     alone = best.layout
     work = work_of(laid_out(space, alone).resolve(), space.hardware, space.assume)
     for replica in divisors(alone.data)[1:]:

@@ -124,7 +124,8 @@ class StepFigures:
         return products * 2.0 * query * tokens * (1.0 if "NO_MASK" in i.text else 0.5)
 
     def _grouped(self, operands: list[hlo.Instruction], i: hlo.Instruction) -> float:
-        """Of rows by the matrices of their groups. There is room for more rows than come; a kernel's cost follows those that do, evenly."""
+        """FLOPs of a grouped matrix product. Its capacity exceeds the tokens that arrive; a kernel's cost
+        follows those that do, spread evenly."""
         shapes = [shape for made in (*operands, i) for shape in made.shapes]
         stack = next((shape for shape in shapes if len(shape) == 3), None)
         rows = next((shape for shape in shapes if len(shape) == 2), None)
@@ -134,7 +135,7 @@ class StepFigures:
         return 2.0 * min(room, self._rows) * stack[1] * stack[2]
 
     def seconds(self, run: Run) -> float:
-        """Of all runs of an instruction in a step."""
+        """Seconds of all runs of an instruction in a step."""
         i = run.instruction
         if i.collective or not run.times:
             return 0.0
@@ -233,7 +234,7 @@ class StepFigures:
         return found
 
     def _flops_below(self, i: hlo.Instruction) -> float:
-        """Of an instruction, or of a loop as often as the table has it run each time that it is reached (its mean)."""
+        """FLOPs of an instruction; a loop counts its mean number of trips by the table each time it is reached."""
         if i.opcode in ("while", "call", "conditional"):
             reached = self._times.get((i.computation, i.name), 0.0)
             if not reached:

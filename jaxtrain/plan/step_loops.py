@@ -61,7 +61,7 @@ class StepLoops:
                 yield from self.below(i.calls["body"], times * self.trips(i, times), self._of_loop(i, scope), loops + 1)
 
     def trips(self, loop: Instruction, times):
-        """Of a loop that is entered so often a step. ValueError where neither XLA nor the table knows."""
+        """Trip count of a loop that is entered `times` a step. ValueError where neither XLA nor the table knows."""
         known = self.program.trip_count(loop)
         if known is not None or not times or self.program.waits_for_a_flag(loop):
             return known or 0

@@ -77,15 +77,16 @@ def extrapolated(
 
 
 def with_microbatches(config: Config, microbatches: int, table: Table) -> Config:
-    """The same with so many microbatches, and the vocabulary where this table has it."""
+    """The config with this number of microbatches, and with the vocabulary where this table has it."""
     return cfg.replace(config, {"pipeline.microbatches": microbatches, "pipeline.vocabulary": table.vocabulary})
 
 
 def slots_of(config: Config) -> Slots | None:
-    """Of a resolved config whose mesh is known; None with one stage, which has no table.
+    """Slots of a resolved config whose mesh is known; None with one stage, which has no table.
 
-    Of a step with very many microbatches those of a shorter one: no stage ever has more than in the first rounds, but with `gpipe`. Raises
-    ConfigError for a schedule that is not made for so many stages and microbatches.
+    A step with very many microbatches has the slots of a shorter one: no stage needs more than in its first rounds, but with `gpipe`.
+
+    Raises ConfigError for a schedule that is not made for so many stages and microbatches.
     """
     if config.mesh.stage == 1:
         return None

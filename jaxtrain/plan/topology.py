@@ -73,7 +73,7 @@ class Platform:
 
     @property
     def version(self) -> str:
-        """Of the compiler that is there; "none" if there is none."""
+        """Version of the installed compiler; "none" if there is none."""
         folders = importlib.metadata.distributions(name=self.package, path=[str(compilers())])
         try:
             return next((found.version for found in folders), None) or importlib.metadata.version(self.package)

@@ -79,7 +79,7 @@ def _of_host(plane: Any, module: str) -> Iterator[tuple[int, Event]]:
 
 
 def _of_device(plane: Any, module: str) -> Iterator[Event]:
-    """Of an accelerator's plane. A kernel that names no program is counted: it stands in a graph of this program, or is a copy."""
+    """Events of an accelerator's plane. A kernel that names no program is counted: it stands in a graph of this program, or is a copy."""
     lines = {line.name: line for line in plane.lines}
     if OPS in lines:
         runs = [(e.start_ns, e.start_ns + e.duration_ns) for e in _events(lines.get(MODULES)) if e.name.split("(")[0] == module]
@@ -95,7 +95,7 @@ def _of_device(plane: Any, module: str) -> Iterator[Event]:
 
 
 def _events(line: Any) -> Iterator[Any]:
-    """Of a line that may not be there."""
+    """Events of a line of the trace; none if the trace lacks it."""
     yield from line.events if line is not None else ()
 
 

@@ -103,7 +103,7 @@ class Witness:
         return self.total.compiled <= self.usable
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON can hold it: bytes and seconds."""
+        """The comparison as JSON, in bytes and seconds."""
         planned = {part.name: None if math.isnan(part.planned) else part.planned for part in self.parts}
         kinds = {"kinds": dict(self.compiled.kinds), "pools": {kind: list(pool) for kind, pool in self.compiled.pools.items()}}
         return {
@@ -129,7 +129,7 @@ class Witness:
         }
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """The comparison as lines of text."""
         device, jax = self.topology.platform.device_kind, importlib.metadata.version("jax")
         seconds = f"traced in {self.compiled.tracing:.0f} s, compiled in {self.compiled.compiling:.0f} s"
         return [
@@ -230,7 +230,7 @@ def compare(config: Config, devices: Topology, compiled: Compiled) -> Witness:
 
 
 def _parts(compiled: Compiled, planned: Memory) -> list[Part]:
-    """By the planner's parts, as far as a program's memory is known to be theirs: with one stage, what activations it keeps is not."""
+    """Memory by the planner's parts, as far as the program's can be told apart: with one stage its saved activations cannot."""
     known = {part: float(compiled.kinds[kind]) for part, kind in PARTS.items() if kind in compiled.kinds and part in planned.parts}
     if "weights" in known:
         known["weights"] += cast_bytes(compiled.program)
@@ -262,7 +262,7 @@ def _behind_views(program: hlo.Program, i: hlo.Instruction) -> hlo.Instruction:
 
 
 def _crossings(config: Config, figures: StepFigures) -> list[Crossing]:
-    """Of the busiest stage, those with most bytes first."""
+    """Collectives of the busiest stage, those with most bytes first."""
     sent, bytes_, asynchronous, beside = (collections.Counter[tuple[str, str]]() for _ in range(4))
     for (_, kind, _, axes), traffic in figures.collectives().items():
         sent[kind, axes] += round(traffic.sent)
