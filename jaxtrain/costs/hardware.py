@@ -8,6 +8,7 @@ A file says what a data sheet says (peaks, memory, links) and which part of it p
     memory_reached  part of the memory's bandwidth that passes over large arrays reach
     host_gb_per_s   what a device copies to or from its host's memory, one way; 16, as PCIe 3, if left out
     launch_us       time between the operations of a program
+    clock_ghz       cycles of a TPU's cores, of which its compiler estimates each operation's number; 0, unknown, if left out
     alone           simulated devices share their cores: how many times as fast one is while the others wait; 1 if left out
     tiers           links from the fastest to the slowest. devices: how many one of them joins, 0 for any number; gb_per_s: what a device
                     sends at most, one way; reached: the part of it that large collectives reach; latency_us: of one step of a ring
@@ -38,7 +39,7 @@ TIER_KEYS = ("name", "devices", "gb_per_s", "reached", "latency_us")
 MATMUL_KEYS = ("peak", "half")
 KEYS = (  # of a file, beside `like`
     *("name", "peak_tflops", "memory_gib", "memory_usable", "memory_gb_per_s", "memory_reached", "matmul", "attention", "launch_us"),
-    *("tiers", "watts", "sources", "alone", "host_gb_per_s", "device_kind"),
+    *("tiers", "watts", "sources", "alone", "host_gb_per_s", "clock_ghz", "device_kind"),
 )
 MOST_DEVICES = 10**9  # that links join
 PART = (1e-6, 1.0, 0.8)
@@ -55,6 +56,7 @@ FIGURES: Mapping[str, tuple[float, float, float]] = {
     "matmul.half": (0.0, 1e9, 128.0),
     "attention": PART,
     "launch_us": (0.0, 1e9, 3.0),
+    "clock_ghz": (0.0, 1e3, 1.75),
     "watts": (0.0, 1e6, 700.0),
     "alone": (1.0, 1e6, 1.0),
     "gb_per_s": SPEED,
@@ -111,6 +113,7 @@ class Hardware:
     memory_gb_per_s, memory_reached: bandwidth, and the part that is reached
     attention_forward, attention_backward: parts of the peak
     watts:          of the device under load, for energy; 0: not known
+    clock_ghz:      cycles, 10⁹ a second, that a TPU's compiler counts in; 0: not known
     host_gb_per_s:  of copies to or from the host's memory, one way
     alone:          how many times as fast a device is while those that share its cores wait
     device_kind:    a pattern of jax's name of it; "" for none
@@ -131,6 +134,7 @@ class Hardware:
     sources: tuple[str, ...]
     alone: float = 1.0
     host_gb_per_s: float = HOST
+    clock_ghz: float = 0.0
     device_kind: str = ""
 
     def waited(self, busy: float, idle: float) -> float:
@@ -250,6 +254,7 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
         sources=tuple(_text(source, "sources") for source in _list(values.get("sources", []), "sources")),
         alone=_figure(values.get("alone", 1.0), "alone"),
         host_gb_per_s=_figure(values.get("host_gb_per_s", HOST), "host_gb_per_s"),
+        clock_ghz=_figure(values.get("clock_ghz", 0.0), "clock_ghz"),
         device_kind=_pattern(values.get("device_kind", "")),
     )
 

@@ -79,8 +79,9 @@ class StepFigures:
     def __init__(self, config: Config, platform: str, compiled: Compiled, peaks: Peaks = Peaks()):
         self.config, self.platform, self.compiled, self.peaks = config, platform, compiled, peaks
         self.setup, self.program = make_setup(config), compiled.program
-        self.clock, kind = PLATFORMS[platform].clock, hardware.load(PLATFORMS[platform].hardware)
-        self.peak, self.peak_in_float32, self.memory_bytes_per_s = kind.peak(), kind.peak("float32"), 1e9 * kind.memory_gb_per_s
+        kind = hardware.load(PLATFORMS[platform].hardware)
+        self.peak, self.peak_in_float32 = kind.peak(), kind.peak("float32")
+        self.memory_bytes_per_s, self.clock = 1e9 * kind.memory_gb_per_s, 1e9 * kind.clock_ghz
         self.tpu = PLATFORMS[platform].backend == "tpu"
         self.costs = Costs(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
         shards = batch_shards(dict(zip(AXES, sizes_of(config.mesh), strict=True))) * config.mesh.context

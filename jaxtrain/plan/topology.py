@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.errors import UsageError
+from jaxtrain.costs import hardware
 
 HERE = pathlib.Path(__file__).parent
 REQUIREMENTS = "requirements-compilers.txt"
@@ -47,8 +48,6 @@ class Platform:
     device_kind: as jax calls a device
     hardware:    its name in costs/hardware
     sizes:       how many numbers a topology has
-    most:        devices in one slice, 0 for any number
-    clock:       cycles a second of those that libtpu counts: peak / operations a cycle; 0 for GPUs
     """
 
     name: str
@@ -58,8 +57,6 @@ class Platform:
     device_kind: str
     hardware: str
     sizes: int
-    most: int = 0
-    clock: float = 0.0
 
     @property
     def missing(self) -> bool:
@@ -90,10 +87,10 @@ TPU, GPU = ("libtpu", "libtpu", "tpu"), ("jax-cuda13-pjrt", "jax_plugins.xla_cud
 PLATFORMS = {
     platform.name: platform
     for platform in (
-        Platform("v4", *TPU, "TPU v4", "tpu-v4", 3, 4096, 1.05e9),
-        Platform("v5p", *TPU, "TPU v5p", "tpu-v5p", 3, 8960, 1.75e9),
-        Platform("v5e", *TPU, "TPU v5 lite", "tpu-v5e", 2, 256, 1.5e9),
-        Platform("v6e", *TPU, "TPU v6 lite", "tpu-v6e", 2, 256, 1.75e9),
+        Platform("v4", *TPU, "TPU v4", "tpu-v4", 3),
+        Platform("v5p", *TPU, "TPU v5p", "tpu-v5p", 3),
+        Platform("v5e", *TPU, "TPU v5 lite", "tpu-v5e", 2),
+        Platform("v6e", *TPU, "TPU v6 lite", "tpu-v6e", 2),
         Platform("h100", *GPU, "NVIDIA H100 80GB HBM3", "h100", 2),
     )
 }
@@ -172,11 +169,16 @@ def _factors(devices: int, count: int) -> list[tuple[int, ...]]:
     return [(n, *rest) for n in divisors for rest in _factors(devices // n, count - 1)]
 
 
+def _most(platform: Platform) -> int:
+    """The number of chips in the largest slice of a TPU."""
+    return hardware.load(platform.hardware).tiers[0].devices
+
+
 def _rule(platform: Platform) -> str:
     """What its topologies have in common."""
     if platform.backend == "gpu":
         return "1, 2, 4 or 8 GPUs in a node, 8 in each of several"
-    most = f"of at most {POD_SIDE} chips" if platform.sizes == 2 else f"with at most {platform.most} chips in all"
+    most = f"of at most {POD_SIDE} chips" if platform.sizes == 2 else f"with at most {_most(platform)} chips in all"
     return f"the first two dimensions are even, for a host has 2 × 2 chips; {most}"
 
 
@@ -190,7 +192,7 @@ def _nearest(topology: Topology) -> Topology:
     sizes = [max(2, 2 * round(size / 2)) if i < 2 else max(1, size) for i, size in enumerate(topology.sizes)]
     if platform.sizes == 2:
         sizes = [min(POD_SIDE, size) for size in sizes]
-    while math.prod(sizes) > platform.most:
+    while math.prod(sizes) > _most(platform):
         longest = sizes.index(max(sizes))
         sizes[longest] = max(2, sizes[longest] // 4 * 2)
     return Topology(platform, tuple(sizes))

@@ -10,11 +10,10 @@ from jaxtrain.plan.ahead import Compiled
 from jaxtrain.plan.step_counts import StepCounts
 from jaxtrain.plan.step_figures import Peaks, StepFigures
 from jaxtrain.plan.step_loops import StepLoops, scope_of
-from jaxtrain.plan.topology import PLATFORMS
 from jaxtrain.schedule.columns import columns
 
 H100_BYTES_PER_S = 1e9 * hardware.load("h100").memory_gb_per_s
-CLOCK = PLATFORMS["v5p"].clock
+CLOCK = 1e9 * hardware.load("tpu-v5p").clock_ghz
 SIZE = 4 * 64 * 16 * 512  # bytes
 DOT = 2 * 64 * 16 * 512 * 512  # operations
 RUNS = columns(make_setup(CONFIG).train).runs
