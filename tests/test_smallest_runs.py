@@ -50,7 +50,7 @@ STAGES = [
     *("--config.pipeline.schedule=1f1b", "--config.pipeline.repeats=1", "--config.pipeline.remat=none"),
 ]
 RUNS = {
-    # Its process imports all that it needs, and then finds no compiler: a compilation takes a minute (tests/runtime/test_ahead_figures.py).
+    # Its process imports all that it needs, and then finds no compiler: a compilation takes a minute (benchmarks/test_ahead_figures.py).
     "benchmarks/ahead.py": Smallest(["--layout=pipeline", "--platform=v5p"], ("refused: RuntimeError: JAX TPU support not installed",), 1),
     "benchmarks/checkpoint.py": Smallest(
         ["--every=1", "--saves=1", "--pairs=1", f"--folder={HERE}", "--", *MODEL, *FLAT], ("a save every 1 steps", "blocked")
