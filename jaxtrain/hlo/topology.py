@@ -240,6 +240,10 @@ class Compiled:
         return Program(self.text)
 
     @property
+    def seconds(self) -> float:
+        return self.tracing + self.compiling
+
+    @property
     def total(self) -> int:
         """Bytes on a device: arguments, temporary, and results that take no argument's place."""
         results = self.memory.get("output", 0) - self.memory.get("alias", 0)
