@@ -28,10 +28,9 @@ from jaxtrain.costs.memory import Memory
 from jaxtrain.devices.mesh import sizes_of
 from jaxtrain.plan import hlo, layout_flag, topology
 from jaxtrain.plan.ahead import Compiled, Refused, compile_config
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.predict import predict, with_op_times
 from jaxtrain.plan.step_counts import StepCounts
 from jaxtrain.plan.step_figures import StepFigures
-from jaxtrain.plan.tables import with_op_times
 from jaxtrain.plan.topology import INSTALL_COMMAND, Topology, TopologyError, compilers
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
