@@ -120,7 +120,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     if hardware is None:
         return [*lines, "with --hardware=NAME the planner says what else the step could be"]
     _check(workdir, measured.config, hardware)
-    now, _ = exactly(predict(measured.config.resolve(), hardware))
+    now = exactly(predict(measured.config.resolve(), hardware))
     ratio = measured.seconds / now.seconds
     lines.append(f"planned for {hardware.name}: {now.seconds:.4g} s; measured {ratio:.3g} times that")
     if not 1 / FAR <= ratio <= FAR:

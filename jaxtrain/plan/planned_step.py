@@ -57,7 +57,7 @@ def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
         return PlanAtHand(None, "" if device_kind == "cpu" else f"{device_kind!r} is not known: {use}")
     if config.precision.compute not in kind.peak_tflops:
         return PlanAtHand(None, f"{kind.name} has no peak for precision.compute={config.precision.compute}")
-    return PlanAtHand(exactly(predict(config, kind))[0])
+    return PlanAtHand(exactly(predict(config, kind)))
 
 
 def listed(parts: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,22 +36,26 @@ from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
 
 DAY = 86400.0
 OPS = (Op.F, Op.R, Op.B, Op.W)
-EARLY_PASSES = 10.0  # over a message that goes beside its tick's ops: five copies by XLA's CPU backend, as read in its programs
+# Passes over a message that overlaps with its tick's ops: five copies, as read in XLA's CPU programs.
+EARLY_PASSES = 10.0
+# Stages · chunks on a stage · microbatches of a table that is made in a second: of a longer step a
+# part of the microbatches is. `auto` tries some fifty tables.
+CELLS, AUTO_CELLS = 2**12, 2**8
+LEAST_ROUNDS, AUTO_ROUNDS = 4, 2  # microbatches of such a part, in those that fill the pipeline
+# Schedules whose steps are shortened: all but a file's and those whose slots grow with the microbatches.
+SHORTENED = frozenset({*SCHEDULES, AUTO}.difference(GROWING))
 
-CELLS = 2**12  # stages · chunks on a stage · microbatches of a table that is made in a second; of longer steps a part is
-AUTO_CELLS = 2**8  # the same of `auto`, which tries some fifty tables
-LEAST_ROUNDS, AUTO_ROUNDS = 4, 2  # microbatches of such a part, in those of a pipeline that is filled
-SHORTENED = frozenset({*SCHEDULES, AUTO}.difference(GROWING))  # all but a file's and those whose slots grow with the microbatches
 
-
-# --- the prediction ---
+# --- by closed forms --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A step of `config`, which is resolved, and what it takes on the device that works most and on the fullest one.
+    """A step: its time on the busiest device, and its memory on the fullest one.
 
-    tokens: of the run, None if not known
+    config:    resolved
+    tokens:    of the run, None if not known
+    in_flight: the most microbatches whose activations a stage holds; None if the time is not by a table
     """
 
     config: Config
@@ -59,6 +63,7 @@ class Prediction:
     time: Parts
     memory: Memory
     tokens: float | None = None
+    in_flight: float | None = None
 
     @property
     def devices(self) -> int:
@@ -83,7 +88,8 @@ class Prediction:
 
     @property
     def model_flops_per_s(self) -> float:
-        """Model FLOP/s of a device. Attention is counted as the framework's published rates do; ours counts it causally."""
+        """Model FLOP/s of a device. Attention is counted as in the framework's published rates; ours
+        counts it causally."""
         return self.work.model_flops() / self.seconds / self.devices
 
     @property
@@ -100,7 +106,8 @@ class Prediction:
 def step_figures(
     config: Config, work: Work, seconds: float, peak: float, held: float, fits: bool, bubble_s: float, tokens: float | None
 ) -> dict[str, Any]:
-    """What --json prints of a step of so many seconds, by devices whose peak is the mean of all. held: bytes of the fullest one."""
+    """What --json prints of a step of so many seconds. peak: the mean of all devices' peaks; held:
+    bytes of the fullest one."""
     model, hardware = (flops / seconds / work.layout.devices for flops in (work.model_flops(), work.hardware_flops()))
     tokens_per_s = work.layout.batch * work.model.sequence / seconds
     return {
@@ -129,61 +136,33 @@ def predict(config: Config, hardware: Hardware, assume: str = OURS, tokens: floa
     return Prediction(config, work, work.step(), memory(work, config.model.loss_chunk, slots), tokens)
 
 
-# --- the table ---
-
-
-class Linear(Protocol):
-    """Figures that can be added, and multiplied by a number."""
-
-    def __add__(self, other: Self, /) -> Self: ...
-    def __sub__(self, other: Self, /) -> Self: ...
-    def __mul__(self, times: float, /) -> Self: ...
-
-
-Figures = TypeVar("Figures", bound=Linear)
+# --- the table ----------------------------------------------------------------------------------
 
 
 def with_op_times(config: Config, work: Work) -> Config:
-    """The resolved config with the op times, in milliseconds, by which training makes its table on the work's kind of device: of simulated
-    ones, which it does not know, those of the config."""
+    """The resolved config with the op times, in milliseconds, by which training makes its table on this
+    hardware: its own where it has any or the devices are simulated, otherwise planned ones."""
     if config.mesh.stage == 1 or config.pipeline.times or work.hardware.alone > 1:
         return config
     return cfg.replace(config, {"pipeline.times": milliseconds(work.op_times())})
 
 
 def part_of(config: Config) -> Config:
-    """A resolved config's step as far as its table is made: of one with very many microbatches a shorter one.
+    """A resolved config's step as far as its table is made: a shorter one if it has very many microbatches.
 
-    Of `auto`, which then tries the vocabulary in both places, it is tried in that of the table of ZB-H1 alone.
+    `auto` then tries only the place of the vocabulary that the table of ZB-H1 has.
     """
     pipeline, stages = config.pipeline, config.mesh.stage
-    auto = pipeline.schedule == "auto"
+    auto = pipeline.schedule == AUTO
     cells, least = (AUTO_CELLS, AUTO_ROUNDS) if auto else (CELLS, LEAST_ROUNDS)
     most = max(least, cells // (stages**2 * max(1, pipeline.repeats))) * stages
     if pipeline.microbatches <= most or pipeline.schedule not in SHORTENED:
         return config
     config = cfg.replace(config, {"pipeline.microbatches": most})
     if auto and pipeline.vocabulary == "auto":
-        plain = make_setup(cfg.replace(config, {"pipeline.schedule": ZERO_BUBBLE[0], "pipeline.repeats": 1, "pipeline.chunk_layers": ()}))
-        config = cfg.replace(config, {"pipeline.vocabulary": plain.table.vocabulary})
+        settings = {"pipeline.schedule": ZERO_BUBBLE[0], "pipeline.repeats": 1, "pipeline.chunk_layers": ()}
+        config = with_microbatches(config, most, make_setup(cfg.replace(config, settings)).table)
     return config
-
-
-def extrapolated(
-    config: Config, measure: Callable[[Config], Figures], shorter: Callable[[Figures, float], Figures] | None = None
-) -> Figures:
-    """The figures of a step, linear in its microbatches: measured for a part of them, and extrapolated from that part and about half of it.
-
-    measure: of a config as `part_of` gives it; shorter: what replaces the measurement of the half, from the figures of the part and the
-    half's microbatches in those of the part.
-    """
-    part = part_of(config)
-    timed, figures = part.pipeline.microbatches, measure(part)
-    if timed == config.pipeline.microbatches:
-        return figures
-    fewer = timed // config.mesh.stage // 2 * config.mesh.stage
-    half = shorter(figures, fewer / timed) if shorter else measure(with_microbatches(part, fewer, make_setup(part).table))
-    return figures + (figures - half) * ((config.pipeline.microbatches - timed) / (timed - fewer))
 
 
 def with_microbatches(config: Config, microbatches: int, table: Table) -> Config:
@@ -194,8 +173,7 @@ def with_microbatches(config: Config, microbatches: int, table: Table) -> Config
 def slots_of(config: Config) -> Slots | None:
     """Slots of a resolved config whose mesh is known; None with one stage, which has no table.
 
-    A step with very many microbatches has the slots of a shorter one: no stage needs more than in its first rounds, but with `gpipe`.
-
+    A shortened step has as many as the whole one: no stage needs more than in its first rounds.
     Raises ConfigError for a schedule that is not made for so many stages and microbatches.
     """
     if config.mesh.stage == 1:
@@ -211,123 +189,113 @@ def slots_of(config: Config) -> Slots | None:
     )
 
 
-# --- its clock ---
+# --- by the table -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Clocked:
-    """A step by its table.
+class _TableCounts:
+    """Counts of a table.
 
-    time:      its parts; the bubble is what the busiest stage waits
-    in_flight: the most microbatches whose activations a stage holds
-    """
-
-    time: Parts
-    in_flight: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _Counts:
-    """What a table has.
-
-    seconds: by its coupled clock
-    ops:     [ops, stages] of each of OPS and each stage, in those of a whole stage
-    heads:   [stages] in whole ones
-    sends:   messages of a device
-    early:   those of them that go beside their tick's ops
+    seconds:  by its coupled clock
+    ops:      [ops, stages] of each of OPS on each stage, in those of a whole stage
+    heads:    [stages] in whole ones
+    messages: of a device
+    early:    those of them that overlap with their tick's ops
     """
 
     seconds: float
     ops: np.ndarray
     heads: np.ndarray
-    sends: float
+    messages: float
     early: float
 
-    def __add__(self, other: "_Counts") -> "_Counts":
-        return _Counts(
-            self.seconds + other.seconds, self.ops + other.ops, self.heads + other.heads, self.sends + other.sends, self.early + other.early
-        )
+    def __add__(self, other: "_TableCounts") -> "_TableCounts":
+        return _TableCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    def __sub__(self, other: "_Counts") -> "_Counts":
-        return self + other * -1.0
-
-    def __mul__(self, times: float) -> "_Counts":
-        return _Counts(times * self.seconds, times * self.ops, times * self.heads, times * self.sends, times * self.early)
+    def __mul__(self, times: float) -> "_TableCounts":
+        return _TableCounts(*(times * value for value in vars(self).values()))
 
 
-def clocked(prediction: Prediction) -> Clocked | None:
-    """Step time simulated on the schedule's table; None with one stage, which has no table.
+Figures = TypeVar("Figures", float, _TableCounts)
+
+
+def extrapolated(
+    config: Config, measure: Callable[[Config], Figures], shorter: Callable[[Figures, float], Figures] | None = None
+) -> Figures:
+    """The figures of a step, linear in its microbatches: measured for the part of them that `part_of`
+    gives, and extrapolated from that part and about half of it.
+
+    shorter: makes the figures of the half from those of the part and the fraction of its microbatches;
+             without it the half is measured, too.
+    """
+    part = part_of(config)
+    timed, figures = part.pipeline.microbatches, measure(part)
+    if timed == config.pipeline.microbatches:
+        return figures
+    fewer = timed // config.mesh.stage // 2 * config.mesh.stage
+    half = shorter(figures, fewer / timed) if shorter else measure(with_microbatches(part, fewer, make_setup(part).table))
+    return figures + (figures + half * -1.0) * ((config.pipeline.microbatches - timed) / (timed - fewer))
+
+
+def exactly(prediction: Prediction) -> Prediction:
+    """The prediction with its step timed on the table; the same with one stage or another framework,
+    which have none of ours.
 
     A step with very many microbatches is extrapolated linearly from two shorter ones. Raises ConfigError for a
     schedule that is not made for these numbers.
     """
-    work = prediction.work
-    layout = work.layout
-    if layout.stage == 1:
-        return None
+    work, layout = prediction.work, prediction.work.layout
+    if layout.stage == 1 or work.program.name != OURS:
+        return prediction
     config = with_op_times(prediction.config, work)
     times = times_of(cfg.replace(config, {"pipeline.times": work.op_times()}), layout.stage)
     table = make_setup(part_of(config)).table
-    shorter = functools.partial(_of_a_part, work) if config.pipeline.schedule == AUTO else None
+    shorter = functools.partial(_without_waits, work) if config.pipeline.schedule == AUTO else None
     counts = extrapolated(config, lambda part: _counts(part, times), shorter)
-    shared = work.hardware.alone > 1
-    busy, waits = _of_shared_cores(work, counts) if shared else _of_the_busiest(work, counts)
-    sums = work.end_collectives(table.vocabulary == "parallel") * layout.microbatches
-    beside = Parts({}, {} if shared else {part: s for part, s in prediction.time.hidden.items() if part == STAGE})
-    time = busy + sums + beside + Parts({BUBBLE: waits}) + work.around(busy, times.F, times.B + times.W)
-    return Clocked(time, max(peak_residuals(table)) / max(1, layout.repeats))
+    if work.hardware.alone > 1:
+        (busy, waits), hidden = _on_shared_cores(work, counts), {}
+    else:
+        busy = max(_stages(work, counts), key=lambda parts: parts.seconds)
+        waits = max(0.0, counts.seconds - busy.seconds)
+        hidden = {part: s for part, s in prediction.time.hidden.items() if part == STAGE}
+    time = busy + work.end_collectives(table.vocabulary == "parallel") * layout.microbatches
+    time += Parts({BUBBLE: waits}, hidden) + work.around(busy, times.F, times.B + times.W)
+    return dataclasses.replace(prediction, time=time, in_flight=max(peak_residuals(table)) / max(1, layout.repeats))
 
 
-def exactly(prediction: Prediction) -> tuple[Prediction, Clocked | None]:
-    """(the prediction with its step by the table, where our own program runs one; what the table says)."""
-    clock = clocked(prediction) if prediction.work.program.name == OURS else None
-    return dataclasses.replace(prediction, time=clock.time) if clock else prediction, clock
-
-
-# --- what the table counts -----------------------------------------------------------------------------------------------------------
-
-
-def _of_a_part(work: Work, counts: _Counts, part: float) -> _Counts:
-    """What a step of `auto` with this part of the microbatches would have, if the busiest stage never waits in between: the table that is
-    best for it may be one of another order."""
+def _without_waits(work: Work, counts: _TableCounts, part: float) -> _TableCounts:
+    """Counts of a step of `auto` with this part of the microbatches, if the busiest stage never waits in
+    between: the best table for it may be one of another order."""
     busy = max(parts.seconds for parts in _stages(work, counts, dense=False))
     return dataclasses.replace(counts * part, seconds=counts.seconds - (1 - part) * busy)
 
 
-def _counts(config: Config, times: Times) -> _Counts:
+def _counts(config: Config, times: Times) -> _TableCounts:
     """Counts of a step whose ops take these times."""
     setup = make_setup(config)
     table, shares = setup.table, np.array([*setup.shares, 0.0])
     ops = np.array([np.where(table.op == op, shares[table.unit], 0.0).sum(0) for op in OPS])
     heads = np.full(table.stages, 1 / table.stages) if table.vocabulary == "parallel" else np.arange(table.stages) == table.stage_of[-1]
     early, late = (len(permutes(table)) * int((table.permute == when).sum()) for when in (Permute.EARLY, Permute.LATE))
-    return _Counts(walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early)
+    return _TableCounts(walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early)
 
 
-def _stages(work: Work, counts: _Counts, dense: bool = True) -> list[Parts]:
+def _stages(work: Work, counts: _TableCounts, dense: bool = True) -> list[Parts]:
     """What each stage is busy with. dense: with the layers before the first unit."""
     ops, head = work.ops(), work.head()
-    stages = []
-    for stage, heads in enumerate(counts.heads.tolist()):
-        busy = head * heads
-        for op, times in zip(OPS, counts.ops.tolist(), strict=True):
-            busy += ops[op.name] * times[stage]
-        stages.append(busy)
+    stages = [head * heads for heads in counts.heads.tolist()]
+    for op, times in zip(OPS, counts.ops.tolist(), strict=True):
+        stages = [busy + ops[op.name] * n for busy, n in zip(stages, times, strict=True)]
     if dense:
         stages[0] += work.dense_layers() * work.layout.microbatches
     return stages
 
 
-def _of_the_busiest(work: Work, counts: _Counts) -> tuple[Parts, float]:
-    """(what the busiest stage is busy with, seconds that it waits), of devices that have cores of their own."""
-    busy = max(_stages(work, counts), key=lambda parts: parts.seconds)
-    return busy, max(0.0, counts.seconds - busy.seconds)
-
-
-def _of_shared_cores(work: Work, counts: _Counts) -> tuple[Parts, float]:
-    """(what the cores are busy with, seconds that they wait): a mean over the stages, with all messages, beside which nothing else runs."""
+def _on_shared_cores(work: Work, counts: _TableCounts) -> tuple[Parts, float]:
+    """(what the cores are busy with, seconds that they wait): a mean over the stages, with all messages,
+    which overlap with nothing."""
     copied = EARLY_PASSES * work.message_bytes() / work.hardware.streaming
-    busy = Parts({STAGE: work.message() * counts.sends + copied * counts.early})
-    for parts in (stages := _stages(work, counts)):
+    busy, stages = Parts({STAGE: work.message() * counts.messages + copied * counts.early}), _stages(work, counts)
+    for parts in stages:
         busy += parts * (1 / len(stages))
     return busy, work.hardware.waited(busy.seconds, max(0.0, counts.seconds - busy.seconds))

@@ -222,9 +222,9 @@ def test_long_steps_are_timed_in_part(monkeypatch):
     microbatches = prediction.work.layout.microbatches
     assert microbatches > predict.LEAST_ROUNDS * 4
     monkeypatch.setattr(predict, "CELLS", 16 * microbatches)
-    whole, _ = predict.exactly(prediction)
+    whole = predict.exactly(prediction)
     monkeypatch.setattr(predict, "CELLS", 0)
-    part, _ = predict.exactly(prediction)
+    part = predict.exactly(prediction)
     assert part.seconds == pytest.approx(whole.seconds, rel=1e-2) and part.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-2)
     assert part.time.exposed["matmuls"] == pytest.approx(whole.time.exposed["matmuls"], rel=1e-2)
 
@@ -232,9 +232,9 @@ def test_long_steps_are_timed_in_part(monkeypatch):
 def test_long_steps_of_auto_are_timed_in_part(monkeypatch):
     """One shorter step, after which the busiest stage does not wait, says nearly what the whole table says."""
     config = layout_flag.apply(load_recipe(find_recipe("gpt2_124m")), layout_flag.read("data=64,stage=2,microbatch=1,schedule=auto"))
-    whole, _ = predict.exactly(predict.predict(config.resolve(), load("h100")))
+    whole = predict.exactly(predict.predict(config.resolve(), load("h100")))
     monkeypatch.setattr(predict, "AUTO_CELLS", 0)
-    part, _ = predict.exactly(predict.predict(config.resolve(), load("h100")))
+    part = predict.exactly(predict.predict(config.resolve(), load("h100")))
     assert part.seconds != whole.seconds and part.seconds == pytest.approx(whole.seconds, rel=2e-2)
 
 
