@@ -75,8 +75,7 @@ def main() -> int:
     from jaxtrain import cli
     from jaxtrain.costs import hardware as kinds
     from jaxtrain.devices.startup import start_jax
-    from jaxtrain.plan.exact_clock import exactly
-    from jaxtrain.plan.prediction import predict
+    from jaxtrain.plan.predict import exactly, predict
 
     configs = {}
     for layout in options.layouts.split(","):

@@ -32,9 +32,7 @@ from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.advise import advise
 from jaxtrain.plan.explanation import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError
-from jaxtrain.plan.plans import Plan, best_plans, check_fits, plan_of
-from jaxtrain.plan.recipe import recipe_text
-from jaxtrain.plan.search import Space
+from jaxtrain.plan.search import Plan, Space, best_plans, check_fits, plan_of
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
@@ -67,6 +65,7 @@ What --json prints, of the layout or of the best:
   layout                        as --layout has it"""
 DEFAULT_HARDWARE = "h100"
 FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags that name files to write, and names for them
+WIDTH = 120  # of a line of a recipe
 MOST_TRIED = 128  # layouts over groups, where one that works is looked for
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
@@ -281,6 +280,35 @@ def _recipe(plan: Plan, flags: types.SimpleNamespace) -> str:
 def _model(flags: types.SimpleNamespace) -> str:
     """The recipe's name."""
     return os.path.basename(flags.config).removesuffix(".py")
+
+
+# --- a config as a recipe: a Python file that --config reads ---
+
+
+def recipe_text(config: Config, doc: str) -> str:
+    """The file's text: every setting that is not the default. doc: one line about it."""
+    groups = {field.name: _group(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    used = {name: text for name, text in groups.items() if not text.endswith("()")}
+    kinds = sorted(type(getattr(config, name)).__name__ for name in used)
+    lines = ["from jaxtrain.config import (", *(f"    {kind}," for kind in sorted(["Config", *kinds])), ")"]
+    body = [f"        {name}={text}," for name, text in used.items()]
+    return "\n".join([f'"""{doc}"""', "", *lines, "", "", "def get_config() -> Config:", "    return Config(", *body, "    )", ""])
+
+
+def _group(group: object) -> str:
+    """A group of settings as the call that makes it, over several lines where one is not enough."""
+    kind = type(group)
+    fields = ((field.name, getattr(group, field.name), field.default) for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    arguments = [f"{name}={_literal(value)}" for name, value, default in fields if value != default]
+    line = f"{kind.__name__}({', '.join(arguments)})"
+    if len(line) <= WIDTH - 20:
+        return line
+    return "\n".join([f"{kind.__name__}(", *(f"            {argument}," for argument in arguments), "        )"])
+
+
+def _literal(value: object) -> str:
+    """A value in Python, its texts in double quotes."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,8 @@ from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.work import platform_of
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.plan import planned_step
-from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.nearby import nearby
-from jaxtrain.plan.prediction import Prediction, predict
+from jaxtrain.plan.predict import Prediction, exactly, predict
 from jaxtrain.run.goodput import Part
 from jaxtrain.run.goodput_log import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics

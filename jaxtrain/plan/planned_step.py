@@ -13,8 +13,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.work import kind_at_hand
 from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, FIXED
-from jaxtrain.plan.exact_clock import exactly
-from jaxtrain.plan.prediction import Prediction, predict
+from jaxtrain.plan.predict import Prediction, exactly, predict
 
 PLANNED = "planned.json"
 WORTH = 0.02  # of the step: smaller parts are not listed

@@ -31,9 +31,8 @@ from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import INSTALL_COMMAND, Compiled, Refused, Topology, TopologyError, compile_config, compilers
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.predict import predict, with_op_times
 from jaxtrain.plan.step_counts import StepCounts
-from jaxtrain.plan.tables import with_op_times
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 

@@ -9,9 +9,8 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.work import work_of
 from jaxtrain.costs.hardware import HardwareError, load
 from jaxtrain.plan import heterogeneous
-from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.heterogeneous import parse, plan, split_layers
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.predict import exactly, predict
 
 MIXED = "a100-80gb:512,h100:512"
 

@@ -6,9 +6,8 @@ from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.nearby import nearby
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.predict import exactly, predict
 
 H100 = load("h100")
 LAYOUTS = (

@@ -11,7 +11,7 @@ from jaxtrain.config.checks import check_devices
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import load_recipe
 from jaxtrain.costs.hardware import load
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.predict import predict
 from jaxtrain.plan.report import introduction
 from jaxtrain.plan.step_counts import StepCounts
 from jaxtrain.training.step import make_step

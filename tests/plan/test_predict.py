@@ -9,8 +9,7 @@ from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import Hardware, Matmul, Tier, load
 from jaxtrain.costs.step_time import BUBBLE
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.exact_clock import clocked, exactly
-from jaxtrain.plan.prediction import Prediction, predict
+from jaxtrain.plan.predict import Prediction, clocked, exactly, predict
 
 # Eight devices on two cores, as --calibrate writes it.
 SIMULATED = Hardware(
