@@ -5,7 +5,7 @@
 
 Needs the compilers of requirements-compilers.txt, and neither a device nor a driver; JAXTRAIN_COMPILERS names their folder where that is
 not .venv-compilers. A case takes one to four minutes; the status is 1 if a compiler refused one, 2 if the flags are wrong.
-jaxtrain/plan/step_figures.py says what each figure means; tables are in ahead.md.
+jaxtrain/hlo/step_figures.py says what each figure means; tables are in ahead.md.
 Layers are a loop: few of them compile as many do (two at least in each chunk of a stage), and figures of fewer are of fewer.
 """
 
@@ -26,10 +26,10 @@ from jaxtrain import config as configs  # noqa: E402
 from jaxtrain.config import Config, ConfigError, checks  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
-from jaxtrain.plan import ahead  # noqa: E402
-from jaxtrain.plan.step_figures import Peaks, StepFigures  # noqa: E402
-from jaxtrain.plan.topology import INSTALL_COMMAND, PLATFORMS, Topology, TopologyError, compilers, fitting  # noqa: E402
-from jaxtrain.plan.traffic import describe  # noqa: E402
+from jaxtrain.hlo.step_figures import Peaks, StepFigures  # noqa: E402
+from jaxtrain.hlo.topology import INSTALL_COMMAND, PLATFORMS, Refused, Topology, TopologyError, compile_config, compilers, fitting  # noqa: E402
+from jaxtrain.hlo.traffic import describe  # noqa: E402
+from jaxtrain.plan.step_counts import StepCounts  # noqa: E402
 
 KINDS = ("v5p", "h100")
 TABLE = REPOSITORY / "benchmarks" / "ahead.md"
@@ -143,15 +143,23 @@ def measure(case: Case, values: dict) -> dict:
     about = {"recipe": case.recipe, "layout": case.layout, "platform": platform, "devices": case.topology.devices, "text": case.text}
     about |= {"layers": case.config.model.layers, "sequence": case.config.data.sequence_length}
     try:
-        compiled = ahead.compile_config(case.topology, case.config)
-    except ahead.Refused as error:
+        compiled = compile_config(case.topology, case.config)
+    except Refused as error:
         return versions() | about | {"refused": error.line}
     if values["text"]:
         folder = pathlib.Path(values["text"])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{case.recipe}_{case.layout}_{platform}.txt").write_text(compiled.text)
     figures = StepFigures(case.config, platform, compiled, Peaks(values["products"], values["kernels"]))
-    return versions() | about | figures.as_dict()
+    return versions() | about | with_plan(case.config, figures.as_dict())
+
+
+def with_plan(config: Config, row: dict) -> dict:
+    """The figures of a compiled step, its operations followed by those that the plan counts on the same stage."""
+    planned, compiled = StepCounts(config).total_flops(row["stage"]), row["flops"]
+    ratio = (compiled["products"] + compiled["kernels"]) / planned.total
+    plan = {"model": planned.once, "planned": planned.total, "planned_attention": planned.attention, "ratio": ratio}
+    return row | {"flops": compiled | plan}
 
 
 def versions() -> dict[str, str]:

@@ -10,8 +10,8 @@ from support.step_text import CONFIG, STEP
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.work import planned_op_times
 from jaxtrain.costs.hardware import load
-from jaxtrain.plan import ahead
-from jaxtrain.plan.topology import INSTALL_COMMAND, Platform, parse
+from jaxtrain.hlo import topology
+from jaxtrain.hlo.topology import INSTALL_COMMAND, Platform, parse
 
 SPEC = importlib.util.spec_from_file_location("benchmark_ahead", ROOT / "benchmarks" / "ahead.py")
 benchmark = importlib.util.module_from_spec(SPEC)
@@ -82,8 +82,8 @@ def test_what_is_printed_and_written(monkeypatch, tmp_path, capsys):
     case = benchmark.Case("llama3_8b", "pipeline", parse("v5p:2x2x1"), "stage 2", CONFIG)
     monkeypatch.setattr(benchmark, "TABLE", table)
     monkeypatch.setattr(benchmark, "cases", lambda *_: [case, case])
-    compiled = ahead.Compiled(STEP, tracing=2.0, compiling=10.0, memory={"argument": 3e9, "temp": 4e9})
-    answers = [compiled, ahead.Refused("in a\njax.Error: no room")]
+    compiled = topology.Compiled(STEP, tracing=2.0, compiling=10.0, memory={"argument": 3e9, "temp": 4e9})
+    answers = [compiled, topology.Refused("in a\njax.Error: no room")]
 
     def compile_config(*_, **__):
         answer = answers.pop(0)
@@ -91,13 +91,14 @@ def test_what_is_printed_and_written(monkeypatch, tmp_path, capsys):
             raise answer
         return answer
 
-    monkeypatch.setattr(ahead, "compile_config", compile_config)
+    monkeypatch.setattr(benchmark, "compile_config", compile_config)
     with pytest.raises(SystemExit) as ended:
         benchmark.main(["--append", f"--json={file}", f"--text={tmp_path}"])
     assert ended.value.code == 1  # one was refused
     said, rows, lines = capsys.readouterr().out, json.loads(file.read_text()), table.read_text().splitlines()
     assert "3.00 GB arguments, 4.00 GB temporary; compiled in 12 s" in said and "refused: jax.Error: no room" in said
-    assert rows[0]["attention"] == "pallas splash_mha" and rows[1]["refused"] == "jax.Error: no room"
+    assert rows[0]["attention"] == "pallas splash_mha" and rows[0]["flops"]["planned"] > rows[0]["flops"]["model"] > 0
+    assert rows[1]["refused"] == "jax.Error: no room"
     columns = [line.count("|") for line in lines]
     header = next(line for line in (ROOT / "benchmarks" / "ahead.md").read_text().splitlines() if line.startswith("| date"))
     assert columns == [header.count("|")] * 2 and "pallas splash_mha; bf16[1, 4, 64, 64] in K" in lines[0]

@@ -14,7 +14,7 @@ import sys
 import pytest
 from support import ROOT, hardware_file
 
-from jaxtrain.plan.topology import Platform
+from jaxtrain.hlo.topology import Platform
 
 PATTERNS = ("benchmarks/*.py", "docs/*.py", "scripts/*.*", "scripts/launch/*.*")
 SCRIPTS = sorted({str(path.relative_to(ROOT)) for pattern in PATTERNS for path in ROOT.glob(pattern)})

@@ -143,9 +143,13 @@ class Transformer:
         return whole + (self.layer_parameters(dense) - whole - experts * (1 - 1 / expert)) / model
 
     def device_table_parameters(self, model: int, stages: int = 1) -> float:
-        """Parameters of the tables at both ends and the last norm on a device. stages: over which the tables are split."""
-        rows = padded_vocabulary(self.vocab_size, model * stages) * (1 if self.tied else 2) / (model * stages)
-        return (rows + self.positions + self.norm_vectors) * self.width
+        """Parameters of a table of the vocabulary on a device, split over `model` and so many stages."""
+        return padded_vocabulary(self.vocab_size, model * stages) * self.width / (model * stages)
+
+    def device_end_parameters(self, model: int, stages: int = 1) -> float:
+        """Parameters of the tables at both ends and the last norm on a device."""
+        tables = (1 if self.tied else 2) * self.device_table_parameters(model, stages)
+        return tables + (self.positions + self.norm_vectors) * self.width
 
     def joining_parameters(self) -> int:
         """Parameters of a multi-token prediction module without its layer: the matrix that joins two streams and three norms

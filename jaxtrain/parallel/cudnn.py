@@ -107,7 +107,7 @@ def _in_calls(segments_BT: jax.Array, call: Callable[[_Documents], tuple], resul
         return n + 1, *(jnp.where(now(a), a, b) for a, b in zip(call(documents), before, strict=True))
 
     begin = (jnp.zeros((), jnp.int32), *(jnp.zeros(a.shape, a.dtype) for a in results))
-    with jax.named_scope("document_calls"):  # mostly one: who reads the compiled program counts them so (plan/step_loops.py)
+    with jax.named_scope("document_calls"):  # mostly one: who reads the compiled program counts them so (hlo/loops.py)
         return tuple(lax.while_loop(lambda state: state[0] < calls, step, begin)[1:])
 
 

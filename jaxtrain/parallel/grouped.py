@@ -56,7 +56,7 @@ def _by_block(begin, end, rows: int, groups: int, size: int, state, body: Callab
         row = start + jnp.arange(size, dtype=jnp.int32)
         return body(start, (row >= first) & (row < end), state)
 
-    # Who reads the compiled program learns from the name how often the loop runs (plan/step_loops.py).
+    # Who reads the compiled program learns from the name how often the loop runs (hlo/loops.py).
     with jax.named_scope(f"row_blocks_{rows}_{groups}_{size}"):
         return lax.fori_loop(0, (end - begin + size - 1) // size, step, state)
 

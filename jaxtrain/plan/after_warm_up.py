@@ -15,9 +15,9 @@ from jax.stages import Compiled
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, sizes_of
+from jaxtrain.hlo.trace import read
 from jaxtrain.plan.measured_parts import Kinds, measured_parts
 from jaxtrain.plan.planned_step import PLANNED, PlannedStep, Trace, plan_at_hand
-from jaxtrain.plan.trace import read
 from jaxtrain.run.goodput import STEPS, Part, WallClock
 from jaxtrain.run.line_file import warned
 from jaxtrain.training.profile import WARM_UP, Profile

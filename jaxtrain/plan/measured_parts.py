@@ -1,4 +1,4 @@
-"""What a device did in a traced step, by the planner's parts: events (trace.py) beside the text of the compiled program (hlo.py).
+"""What a device did in a traced step, by the planner's parts: events (trace.py) beside the text of the compiled program (program.py).
 
 At each moment the device is at what computes, if anything does; else at communication, which is then exposed; else it waits. What computes
 at the same moment shares it. So a step's parts add up to its time.
@@ -24,14 +24,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxtrain.costs.step_time import ATTENTION, HOST, MATMULS, MEMORY, OPTIMIZER, Parts
+from jaxtrain.hlo.cost import Costs, target
+from jaxtrain.hlo.loops import op_in
+from jaxtrain.hlo.program import FREE, Instruction, Program, along
+from jaxtrain.hlo.step_figures import GROUPED, NO_KERNELS
+from jaxtrain.hlo.trace import Event, Events, TraceError
 from jaxtrain.parallel.attention import SCOPE
-from jaxtrain.plan import hlo
-from jaxtrain.plan.hlo import FREE, Instruction, Program
-from jaxtrain.plan.hlo_cost import Costs, target
 from jaxtrain.plan.planned_step import COMMUNICATION, WAITING
-from jaxtrain.plan.step_figures import GROUPED, NO_KERNELS
-from jaxtrain.plan.step_loops import op_in
-from jaxtrain.plan.trace import Event, Events, TraceError
 
 OTHER = "other"
 HOST_MEMORY = 5  # the space of arrays in it
@@ -134,7 +133,7 @@ class Kinds:
         return self.program.root(i.calls["calls"]).op_name
 
     def _sending(self, collective: Instruction) -> Kind | None:
-        axes, _ = hlo.along(collective, self.mesh)
+        axes, _ = along(collective, self.mesh)
         return Kind(axes[0], Rank.SENDS) if axes else None
 
 

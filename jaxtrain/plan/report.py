@@ -14,7 +14,6 @@ from jax.stages import Compiled
 from jaxtrain.config import Config, kernels
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.config.work import layout_of, transformer_of
-from jaxtrain.costs.collectives import FLOAT32
 from jaxtrain.costs.layout import expert_rows
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
@@ -23,9 +22,8 @@ from jaxtrain.plan.planned_step import plan_at_hand
 from jaxtrain.plan.step_counts import Entry, StepCounts
 from jaxtrain.run import start_up
 from jaxtrain.run.goodput import Part, WallClock
-from jaxtrain.training.parameters import parameters_of
-from jaxtrain.training.state import OUTER, bytes_per_device
-from jaxtrain.training.step import Step, abstract_batch, make_step
+from jaxtrain.training.state import bytes_per_device
+from jaxtrain.training.step import Step, abstract_batch, make_step, slot_pools, state_memory
 
 
 def mebibytes(n: float) -> str:
@@ -102,30 +100,6 @@ def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     parts = {"arguments": memory.argument_size_in_bytes, "temporary": memory.temp_size_in_bytes, "results": results}
     return parts | {"total": sum(parts.values())}
-
-
-def state_memory(config: Config, step: Step) -> dict[str, int]:
-    """Bytes on a device by kind: parameters, the optimizer's moments, gradient sums; what replicas that train apart keep; slots. Those in
-    the host's memory come after, as "moments on the host"."""
-    state, reduced = step.abstract_state(), config.parallel.reduce == "microbatch"
-    kinds = {"parameters": bytes_per_device(state.params), "moments": bytes_per_device(state.optimizer)}
-    kinds |= {name: bytes_per_device(getattr(state, name)) for name in OUTER if step.layout.independent_replicas}
-    parameters = (p for group in parameters_of(step.layout).values() for p in group.values())
-    kinds["accumulators"] = sum(int(p.size) // (config.mesh.data if reduced and p.over_data else 1) for p in parameters) * FLOAT32
-    host = {"moments": bytes_per_device(state.optimizer, host=True)}
-    if step.setup.train:
-        pools = {kind: number * each for kind, (number, each) in slot_pools(step).items()}
-        host["slots"] = sum(size for kind, size in pools.items() if kind in step.host_pools)
-        kinds["slots"] = sum(pools.values()) - host["slots"]
-    return kinds | {f"{kind} on the host": n for kind, n in host.items() if n}
-
-
-def slot_pools(step: Step) -> dict[str, tuple[int, int]]:
-    """Kind of slot → how many a device has, bytes of each; nothing with one stage."""
-    if not step.setup.train:
-        return {}
-    size = step.slot_bytes()
-    return {kind: (number, size[kind]) for kind, number in step.setup.train.pool_sizes.items() if number}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,17 +26,18 @@ from jaxtrain.config.work import work_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import Memory
 from jaxtrain.devices.mesh import sizes_of
-from jaxtrain.plan import hlo, layout_flag, topology
-from jaxtrain.plan.ahead import Compiled, Refused, compile_config
+from jaxtrain.hlo import topology
+from jaxtrain.hlo.program import Instruction, Program
+from jaxtrain.hlo.step_figures import StepFigures
+from jaxtrain.hlo.topology import INSTALL_COMMAND, Compiled, Refused, Topology, TopologyError, compile_config, compilers
+from jaxtrain.plan import layout_flag
 from jaxtrain.plan.predict import predict, with_op_times
 from jaxtrain.plan.step_counts import StepCounts
-from jaxtrain.plan.step_figures import StepFigures
-from jaxtrain.plan.topology import INSTALL_COMMAND, Topology, TopologyError, compilers
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 
 GIB = 2**30
-# The planner's part → what a program is known to hold of it, by `plan.report.state_memory`; all else is the rest of both.
+# The planner's part → what a program is known to hold of it, by `training.step.state_memory`; all else is the rest of both.
 PARTS = {"weights": "parameters", "gradients": "accumulators", "optimizer": "moments", "activations": "slots"}
 REST = "rest"
 AGREES = 0.1  # of the compiler's memory
@@ -241,7 +242,7 @@ def _parts(compiled: Compiled, planned: Memory) -> list[Part]:
     return [*parts, Part(f"{REST} ({rest})", compiled.total - sum(part.compiled for part in parts), planned_rest)]
 
 
-def cast_bytes(program: hlo.Program) -> int:
+def cast_bytes(program: Program) -> int:
     """Bytes of what a step casts of its arguments before all loops, once: the weights in the type of the products."""
     found = 0
     for i in program.inline(program.entry):
@@ -254,7 +255,7 @@ def cast_bytes(program: hlo.Program) -> int:
     return found
 
 
-def _behind_views(program: hlo.Program, i: hlo.Instruction) -> hlo.Instruction:
+def _behind_views(program: Program, i: Instruction) -> Instruction:
     while i.opcode in ("bitcast", "reshape", "copy") and i.operands:
         i = program.operands(i)[0]
     return i

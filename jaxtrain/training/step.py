@@ -13,6 +13,7 @@ from jax.stages import Wrapped
 
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.pipeline_setup import Setup, make_setup
+from jaxtrain.costs.collectives import FLOAT32
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.mesh import CONTEXT, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
@@ -23,7 +24,8 @@ from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.optimizer import learning_rate, make_optimizer, updates_made
-from jaxtrain.training.state import Layout, TrainState, abstract_state
+from jaxtrain.training.parameters import parameters_of
+from jaxtrain.training.state import OUTER, Layout, TrainState, abstract_state, bytes_per_device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,3 +216,27 @@ def abstract_batch(config: Config, step: Step) -> dict[str, jax.ShapeDtypeStruct
     if not config.data.attend_across_documents:
         dtypes |= {"segments": jnp.int32, "positions": jnp.int32}
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=step.batch_sharding) for name, dtype in dtypes.items()}
+
+
+def state_memory(config: Config, step: Step) -> dict[str, int]:
+    """Bytes on a device by kind: parameters, the optimizer's moments, gradient sums; what replicas that train apart keep; slots. Those in
+    the host's memory come after, as "moments on the host"."""
+    state, reduced = step.abstract_state(), config.parallel.reduce == "microbatch"
+    kinds = {"parameters": bytes_per_device(state.params), "moments": bytes_per_device(state.optimizer)}
+    kinds |= {name: bytes_per_device(getattr(state, name)) for name in OUTER if step.layout.independent_replicas}
+    parameters = (p for group in parameters_of(step.layout).values() for p in group.values())
+    kinds["accumulators"] = sum(int(p.size) // (config.mesh.data if reduced and p.over_data else 1) for p in parameters) * FLOAT32
+    host = {"moments": bytes_per_device(state.optimizer, host=True)}
+    if step.setup.train:
+        pools = {kind: number * each for kind, (number, each) in slot_pools(step).items()}
+        host["slots"] = sum(size for kind, size in pools.items() if kind in step.host_pools)
+        kinds["slots"] = sum(pools.values()) - host["slots"]
+    return kinds | {f"{kind} on the host": n for kind, n in host.items() if n}
+
+
+def slot_pools(step: Step) -> dict[str, tuple[int, int]]:
+    """Kind of slot → how many a device has, bytes of each; nothing with one stage."""
+    if not step.setup.train:
+        return {}
+    size = step.slot_bytes()
+    return {kind: (number, size[kind]) for kind, number in step.setup.train.pool_sizes.items() if number}

@@ -6,9 +6,8 @@ import pytest
 from gpu_cases import CASES
 from support.compilers import compiled_for
 
-from jaxtrain.plan.ahead import compile_config
-from jaxtrain.plan.step_figures import StepFigures
-from jaxtrain.plan.topology import fitting
+from jaxtrain.hlo.step_figures import StepFigures
+from jaxtrain.hlo.topology import compile_config, fitting
 
 H100 = 81_559 * 2**20  # bytes of an "80 GB" H100, as its driver counts them
 

@@ -10,8 +10,8 @@ from support.plain_loop import CLIP, STEPS, assert_same, gradients, reference, t
 from support.small import Case
 
 from jaxtrain.config import replace
+from jaxtrain.hlo.program import Program
 from jaxtrain.parallel import blockwise, context
-from jaxtrain.plan import hlo
 from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.training.step import abstract_batch, make_step
 
@@ -99,7 +99,7 @@ def compiled(size: int, **changes):
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         made = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
-    return step, hlo.Program(made.as_text())
+    return step, Program(made.as_text())
 
 
 @pytest.mark.parametrize("how", ["all_gather", "ulysses", "all_gather, blocks", "ring, blocks"])

@@ -10,8 +10,8 @@ import pytest
 from support import small
 
 from jaxtrain.config.kernels import BLOCKS, MEGABLOX
+from jaxtrain.hlo.program import Program
 from jaxtrain.parallel import experts, grouped, megablox
-from jaxtrain.plan import hlo
 
 INPUTS, OUTPUTS = 24, 40
 # Rows of each group; what is left of the rows belongs to none. Blocks are of 8 rows.
@@ -103,7 +103,7 @@ def test_the_cost_follows_the_rows(form):
     rows, groups = 4096, 2
     given = (*arrays(jnp.float32, rows, groups), jax.ShapeDtypeStruct((groups,), jnp.int32))
     compiled = jax.jit(FORMS[form]).lower(*given).compile()
-    program, block = hlo.Program(compiled.as_text()), 2 * grouped.block_rows(rows, groups) * INPUTS * OUTPUTS
+    program, block = Program(compiled.as_text()), 2 * grouped.block_rows(rows, groups) * INPUTS * OUTPUTS
     assert block <= compiled.cost_analysis()["flops"] < 1.1 * block  # which counts the body of a loop once
     loops = [i for i in program.inline(program.entry) if i.opcode == "while"]
     inner = [i for loop in loops for i in program.inline(loop.calls["body"]) if i.opcode == "while"]

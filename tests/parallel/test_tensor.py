@@ -11,7 +11,7 @@ import pytest
 from support import small
 
 from jaxtrain.devices.mesh import AXES, MODEL
-from jaxtrain.plan import hlo
+from jaxtrain.hlo.program import Program, groups_over
 from jaxtrain.training.step import abstract_batch, make_step
 
 ROWS, TOKENS, WIDTH, MODEL_SIZE = 4, 16, 64, 4
@@ -26,12 +26,12 @@ MORE = {"none": {"pipeline.remat": "none"}, "selective, gpt2 form": {"pipeline.r
 
 
 @functools.cache
-def compiled(case: str) -> hlo.Program:
+def compiled(case: str) -> Program:
     cfg = small.config((1, 2, MODEL_SIZE), "1f1b", 1, 4, BASE | (CASES | MORE)[case])
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         made = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
-    return hlo.Program(made.as_text())
+    return Program(made.as_text())
 
 
 def of_ops(case: str) -> dict[str, collections.Counter]:
@@ -42,7 +42,7 @@ def of_ops(case: str) -> dict[str, collections.Counter]:
         op = re.search(r"/([A-Z])\d/", i.op_name)
         if i.collective and op:
             groups = i.groups(math.prod(shape))
-            inside = hlo.groups_over(shape, (AXES.index(MODEL),))
+            inside = groups_over(shape, (AXES.index(MODEL),))
             assert all(any(group <= one for one in inside) for group in groups), i.text
             found[op[1]].update((i.collective, size, len(next(iter(groups)))) for size in i.sizes)
     return found

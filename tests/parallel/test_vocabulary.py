@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.devices.mesh import BATCH_AXES, MANUAL_AXES, make_mesh, psum
 from jaxtrain.devices.sharding import constrain, named
+from jaxtrain.hlo.program import Program
 from jaxtrain.parallel.vocabulary import add_lookup_gradient, lookup
-from jaxtrain.plan import hlo
 
 ROWS, WIDTH, BATCH, LENGTH = 64, 6, 4, 8
 random = np.random.default_rng(0)
@@ -40,7 +40,7 @@ def run(fn, sizes, *arrays, manual: bool):
             )
         table = jax.device_put(arrays[0], named(mesh, ("vocab", "width")))
         compiled = jax.jit(fn).lower(table, *arrays[1:]).compile()
-        return compiled(table, *arrays[1:]), hlo.Program(compiled.as_text())
+        return compiled(table, *arrays[1:]), Program(compiled.as_text())
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["jit", "runtime"])

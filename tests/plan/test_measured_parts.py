@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.hlo.trace import Event, TraceError, read
 from jaxtrain.parallel.attention import attend_whole
 from jaxtrain.plan.measured_parts import Kind, Kinds, Rank, measured_parts, shared_out, without_waiting
-from jaxtrain.plan.trace import Event, TraceError, read
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 

@@ -12,9 +12,8 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.plan.predict import predict
-from jaxtrain.plan.report import slot_pools
 from jaxtrain.training.state import bytes_per_device
-from jaxtrain.training.step import Step, make_step
+from jaxtrain.training.step import Step, make_step, slot_pools
 
 SMALL = {  # widths that differ, a sequence so long that attention goes by blocks, as a fused kernel keeps no scores
     "model.layers": 2,

@@ -14,9 +14,9 @@ from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs.collectives import sent
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.mesh import AXES
-from jaxtrain.plan import hlo
+from jaxtrain.hlo.program import Program
+from jaxtrain.hlo.traffic import FEW
 from jaxtrain.plan.step_counts import ATTENTION_BACKWARD_ONCE, Entry, StepCounts
-from jaxtrain.plan.traffic import FEW
 from jaxtrain.training.step import make_step
 
 SHAPES = {"model.width": 64, "model.mlp_width": 192, "model.vocab_size": 256, "data.sequence_length": 32, "model.layers": 8}
@@ -150,7 +150,7 @@ def test_an_exchange_as_compiled(outer):
     cfg = small.config((2, 1, 2), "1f1b", 1, 2, SHAPES | changes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        program = hlo.Program(step.exchange.lower(step.abstract_state()).compile().as_text())
+        program = Program(step.exchange.lower(step.abstract_state()).compile().as_text())
     compiled = by_axes({("exchange", *key): n for (_, *key), n in compiled_account.read(step.mesh.shape, step.setup, program, 0).items()})
     predicted = by_axes(
         {(row.op, row.kind, row.axes, i): row.bytes for i, row in enumerate(StepCounts(cfg, cpu=True).exchange_volume()) if row.size > FEW}

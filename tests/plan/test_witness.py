@@ -10,9 +10,11 @@ from support.step_text import CONFIG, STEP, TICKS
 from jaxtrain.config.work import work_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import memory
-from jaxtrain.plan import ahead, hlo, topology, witness
+from jaxtrain.hlo import topology
+from jaxtrain.hlo.program import Program
+from jaxtrain.hlo.topology import INSTALL_COMMAND, parse
+from jaxtrain.plan import witness
 from jaxtrain.plan.step_counts import StepCounts
-from jaxtrain.plan.topology import INSTALL_COMMAND, parse
 
 MEMORY = {"argument": 3 * 10**9, "temp": 4 * 10**9, "output": 3 * 10**9, "alias": 3 * 10**9, "host_argument": 0, "host_temp": 0}
 KNOWN = {"parameters": 10**9, "moments": 2 * 10**9, "accumulators": 10**9, "slots": 5 * 10**8, "outer": 10**8, "slots on the host": 7}
@@ -21,7 +23,7 @@ H100S = parse("h100:1x2")
 
 
 def found() -> witness.Witness:
-    return witness.compare(CONFIG, H100S, ahead.Compiled(STEP, 2.0, 10.0, MEMORY, KNOWN))
+    return witness.compare(CONFIG, H100S, topology.Compiled(STEP, 2.0, 10.0, MEMORY, KNOWN))
 
 
 def test_memory_by_part():
@@ -65,11 +67,11 @@ ENTRY %main (a: f32[8,4], b: f32[2,8]) -> f32[8,4] {
   ROOT %loop = f32[8,4]{1,0} while(%sum), condition=%turn, body=%body, backend_config={"known_trip_count":{"n":"2"}}
 }
 """
-    assert witness.cast_bytes(hlo.Program(text)) == 2 * (32 + 16)
+    assert witness.cast_bytes(Program(text)) == 2 * (32 + 16)
 
 
 def test_a_device_that_is_too_small():
-    huge = ahead.Compiled(STEP, memory=MEMORY | {"temp": 10**12}, kinds=KNOWN)
+    huge = topology.Compiled(STEP, memory=MEMORY | {"temp": 10**12}, kinds=KNOWN)
     assert not witness.compare(CONFIG, H100S, huge).fits
 
 
@@ -128,7 +130,7 @@ def test_a_missing_compiler_names_the_command(monkeypatch, tmp_path):
 
 def test_a_refusal_is_the_compilers_words(monkeypatch, capsys):
     def compile_config(*_):
-        raise ahead.Refused("Traceback\n  in a file\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: used 120 GB of 95\nsome advice")
+        raise topology.Refused("Traceback\n  in a file\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: used 120 GB of 95\nsome advice")
 
     monkeypatch.setattr(witness, "compile_config", compile_config)
     monkeypatch.setattr(topology.Platform, "missing", False)

@@ -12,9 +12,9 @@ from support.compilers import needs
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config, checks
-from jaxtrain.plan.ahead import compile_config
-from jaxtrain.plan.step_figures import PLAIN, StepFigures
-from jaxtrain.plan.topology import PLATFORMS, fitting
+from jaxtrain.hlo.step_figures import PLAIN, StepFigures
+from jaxtrain.hlo.topology import PLATFORMS, compile_config, fitting
+from jaxtrain.plan.step_counts import StepCounts
 
 DEVICES = 16
 MODEL = {
@@ -43,7 +43,9 @@ CASES = {
 def figures(platform: str, case: str) -> dict[str, Any]:
     backend = PLATFORMS[platform].backend
     config = checks.check_devices(configs.replace(Config(), MODEL | CASES[case]), DEVICES, backend).resolve()
-    return StepFigures(config, platform, compile_config(fitting(platform, DEVICES), config)).as_dict()
+    found = StepFigures(config, platform, compile_config(fitting(platform, DEVICES), config)).as_dict()
+    planned = StepCounts(config).total_flops(found["stage"]).total
+    return found | {"products_over_plan": sum(found["flops"].values()) / planned}
 
 
 # (platform, case) → figure → the most that it may be:
@@ -88,7 +90,7 @@ BOUNDS: dict[tuple[str, str], dict[str, float]] = {
 def summary(found: dict[str, Any]) -> dict[str, float]:
     """The figures that have bounds."""
     return {
-        "products": found["flops"]["ratio"],
+        "products": found["products_over_plan"],
         "gigabytes": found["memory"]["temporary"] / 1e9,
         "milliseconds": 1000 * found["seconds"]["busy"],
         "copies": found["copies"]["share"],

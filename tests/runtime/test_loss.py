@@ -10,7 +10,7 @@ from support import small
 
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.plan import hlo
+from jaxtrain.hlo.program import Program
 from jaxtrain.runtime.loss import VocabularyPart, cut_count, loss_and_gradients, loss_sum, token_losses
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 12, 6, 40
@@ -71,7 +71,7 @@ def test_on_a_split_sequence():
 def test_logits_of_a_part_at_a_time(limit, parts):
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
     program = jax.jit(lambda x: loss_and_gradients(head, PARAMS, zeros, x, TARGETS, WEIGHTS, limit)).lower(X).compile()
-    parsed = hlo.Program(program.as_text())
+    parsed = Program(program.as_text())
     largest = max(size for i in parsed.below(parsed.entry) for shape, size in zip(i.shapes, i.sizes, strict=True) if VOCABULARY in shape)
     assert largest == max(BATCH * LENGTH // parts, WIDTH) * VOCABULARY  # the table itself, where the part is smaller
 

@@ -18,8 +18,8 @@ from support.small import Case
 
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, STAGE
+from jaxtrain.hlo.program import Instruction, Program, goes_round, groups_over
 from jaxtrain.parallel.zero import Reduction
-from jaxtrain.plan import hlo
 from jaxtrain.runtime import runtime, tick
 from jaxtrain.runtime.tick_state import TickState, merged, only
 from jaxtrain.schedule.columns import permutes
@@ -57,7 +57,7 @@ class Compiled:
     cfg: Config
     step: Step
     table: SlottedTable | None
-    program: hlo.Program
+    program: Program
     text: str
 
     @property
@@ -76,7 +76,7 @@ class Compiled:
         rows = self.table.table.ticks if self.table else self.cfg.pipeline.microbatches
         return self.program.loop(rows).calls["body"]
 
-    def outside(self) -> list[hlo.Instruction]:
+    def outside(self) -> list[Instruction]:
         """Instructions before and after the scan."""
         inside = {id(i) for i in self.program.below(self.tick)}
         return [i for i in self.program.below(self.program.entry) if id(i) not in inside]
@@ -90,7 +90,7 @@ def compile_program(case: Case) -> Compiled:
         arguments = (state if which == "train" else state.params, abstract_batch(cfg, step))
         text = getattr(step, which).lower(*arguments).compile().as_text()
     table = step.setup.evaluate if which == "evaluate" else step.setup.train
-    return Compiled(cfg, step, table, hlo.Program(text), text)
+    return Compiled(cfg, step, table, Program(text), text)
 
 
 @functools.cache
@@ -123,7 +123,7 @@ def misplaced_permutes(c: Compiled) -> list:
     wanted = len(permutes(table)) * len(set(table.permute.tolist()) - {Permute.NONE}) if table else 0
     shape = tuple(c.step.mesh.shape.values())
     closed = not table or table.stages == 2 or wraps(table.stage_of, table.stages)
-    around = [text for text in everywhere.values() if not closed and hlo.goes_round(text, shape, AXES.index(STAGE))]
+    around = [text for text in everywhere.values() if not closed and goes_round(text, shape, AXES.index(STAGE))]
     lifted = len(inside) != len(some) * len(permutes(table)) if table else False
     return elsewhere + around + [f"{len(here)} permutes"] * (len(here) != wanted) + ["in every row"] * lifted
 
@@ -132,10 +132,10 @@ def wide_collectives(c: Compiled) -> list:
     """Collectives in the scan that are not over `model` alone (stages run different ops), or as large as a matrix. Only what all stages
     do together may be over `stage`: embedding and head, where these are shared."""
     shape = tuple(c.step.mesh.shape.values())
-    groups = lambda axis: hlo.groups_over(shape, (AXES.index(axis),))
+    groups = lambda axis: groups_over(shape, (AXES.index(axis),))
     together = ("/embed/", "/head/", "/embed_gradient/") if c.table and c.table.table.vocabulary == "parallel" else ()
 
-    def allowed(i: hlo.Instruction) -> bool:
+    def allowed(i: Instruction) -> bool:
         met = i.groups(math.prod(shape))
         return met <= groups(MODEL) or (met <= groups(STAGE) and any(name in i.text for name in together))
 
@@ -197,7 +197,7 @@ def test_parameters_are_gathered_once_after_the_update():
     local = lambda which: [math.prod(s.shard_shape(a.shape)) for s, a in zip(jax.tree.leaves(which), jax.tree.leaves(c.step.layout.shapes))]
     wanted = [whole for whole, part in zip(local(c.step.layout.shardings), local(c.step.layout.scattered), strict=True) if whole > part]
     assert sorted(size for i in gathers for size in i.sizes) == sorted(wanted)
-    assert not [i for i in gathers if i.groups(8) & hlo.groups_over(shape, (AXES.index(MODEL),))]
+    assert not [i for i in gathers if i.groups(8) & groups_over(shape, (AXES.index(MODEL),))]
 
 
 def test_ops_have_names_in_a_profile():

@@ -13,4 +13,4 @@ if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 12):
     COMPILE_QUICKLY += " --xla_cpu_use_fusion_emitters=false"
 
 # The package's rooms from the lowest up; a room imports from those before it alone (test_imports.py).
-ROOMS = "schedule costs config run devices data parallel models runtime training generation checkpoint plan".split()
+ROOMS = "schedule costs config run devices data parallel models runtime training generation checkpoint hlo plan".split()

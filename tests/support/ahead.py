@@ -1,4 +1,4 @@
-"""What XLA made of a tick, compiled for hardware that is not there (jaxtrain/plan/ahead.py)."""
+"""What XLA made of a tick, compiled for hardware that is not there (jaxtrain/hlo/topology.py)."""
 
 import dataclasses
 import functools
@@ -8,8 +8,9 @@ from typing import Any
 from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
-from jaxtrain.plan import ahead, hlo
-from jaxtrain.plan.topology import fitting
+from jaxtrain.hlo import topology
+from jaxtrain.hlo.program import Instruction
+from jaxtrain.hlo.topology import fitting
 
 DEVICES = 16
 # A payload is smaller than an op's other activations, those than a device's part of any matrix; what a tick carries, and a device's part
@@ -30,7 +31,7 @@ MODEL = {
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CompiledTick(ahead.Compiled):
+class CompiledTick(topology.Compiled):
     """A compiled step of a pipeline. `payload` and `smallest_matrix` are elements on a device: what goes to another stage, and a layer's
     matrix."""
 
@@ -52,7 +53,7 @@ class CompiledTick(ahead.Compiled):
         return self.program.holders(self.tick)
 
     @property
-    def ops(self) -> list[hlo.Instruction]:
+    def ops(self) -> list[Instruction]:
         return [i for i in self.program.inline(self.tick, self.holders) if i.opcode == "while" and self.program.is_op(i)]
 
     @property
@@ -64,9 +65,9 @@ class CompiledTick(ahead.Compiled):
 def compile_step(
     platform: str, changes: Mapping[str, Any], options: Mapping[str, Any] | None = None, program: str = "gradients"
 ) -> CompiledTick:
-    """A program of the step of MODEL with changes, as `ahead.compile_config`."""
+    """A program of the step of MODEL with changes, as `topology.compile_config`."""
     config = configs.replace(Config(), MODEL | dict(changes)).resolve()
-    compiled = ahead.compile_config(fitting(platform, DEVICES), config, options, program)
+    compiled = topology.compile_config(fitting(platform, DEVICES), config, options, program)
     mesh, model = dict(zip(AXES, sizes_of(config.mesh), strict=True)), config.model
     rows = config.sequences_per_microbatch // batch_shards(mesh)
     narrowest = min(filter(None, (model.heads * model.head_dim, model.kv_heads * model.head_dim, model.mlp_width)))
@@ -77,7 +78,7 @@ def compile_step(
 # --- the checks: each returns what it finds wrong ---------------------------------------------------------------------------------
 
 
-def _permutes(c: CompiledTick) -> list[hlo.Instruction]:
+def _permutes(c: CompiledTick) -> list[Instruction]:
     """The tick's own."""
     return [i for i in c.program.inline(c.tick) if i.collective == "collective-permute"]
 

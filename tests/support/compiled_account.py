@@ -7,28 +7,28 @@ import jax
 
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import Setup
-from jaxtrain.plan import hlo
-from jaxtrain.plan.hlo_cost import Costs
-from jaxtrain.plan.step_loops import StepLoops, op_in
-from jaxtrain.plan.traffic import crossings
+from jaxtrain.hlo.cost import Costs
+from jaxtrain.hlo.loops import StepLoops, op_in
+from jaxtrain.hlo.program import Instruction, Program
+from jaxtrain.hlo.traffic import crossings
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
 
-def compile_train(cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Step, hlo.Program]:
+def compile_train(cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Step, Program]:
     step = make_step(cfg, mesh)
     with jax.set_mesh(step.mesh):
         made = step.train.lower(step.abstract_state(), abstract_batch(cfg, step)).compile()
-    return step, hlo.Program(made.as_text())
+    return step, Program(made.as_text())
 
 
-def op_of(*instructions: hlo.Instruction) -> str:
+def op_of(*instructions: Instruction) -> str:
     """The op in whose scope they stand."""
     text = "".join(i.op_name for i in instructions)
     name = op_in(text) or ("gather" if "/gather/" in text else "other")
     return "F" if name == "K" else name
 
 
-def read(mesh: Mapping[str, int], setup: Setup, program: hlo.Program, stage: int) -> collections.Counter:
+def read(mesh: Mapping[str, int], setup: Setup, program: Program, stage: int) -> collections.Counter:
     """(op, kind, axes, devices) → bytes that a device of the stage sends in a step, by the ring algorithms."""
     found: collections.Counter = collections.Counter()
     for run in StepLoops(program, setup, stage).executed():
@@ -39,7 +39,7 @@ def read(mesh: Mapping[str, int], setup: Setup, program: hlo.Program, stage: int
     return found
 
 
-def products(setup: Setup, program: hlo.Program, stage: int) -> float:
+def products(setup: Setup, program: Program, stage: int) -> float:
     """Operations of a step's dots and convolutions on a device of the stage."""
     costs = Costs(program)
     return sum(run.times * costs.flops(run.instruction) for run in StepLoops(program, setup, stage).executed())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.plan.topology import INSTALL_COMMAND, PLATFORMS
+from jaxtrain.hlo.topology import INSTALL_COMMAND, PLATFORMS
 
 KINDS = ("v5p", "h100")  # a TPU and a GPU
 

@@ -4,18 +4,18 @@ from jax.sharding import Mesh
 
 from jaxtrain.costs.collectives import sent
 from jaxtrain.devices.mesh import REPLICA
-from jaxtrain.plan import hlo
+from jaxtrain.hlo.program import Instruction, Program, along
 
 
-def across(program: hlo.Program, mesh: Mesh) -> list[hlo.Instruction]:
+def across(program: Program, mesh: Mesh) -> list[Instruction]:
     """Collectives with devices of several replicas, wherever they stand in the program."""
-    return [i for i in program.below(program.entry) if i.collective and REPLICA in hlo.along(i, mesh.shape)[0]]
+    return [i for i in program.below(program.entry) if i.collective and REPLICA in along(i, mesh.shape)[0]]
 
 
-def bytes_sent(program: hlo.Program, mesh: Mesh) -> int:
+def bytes_sent(program: Program, mesh: Mesh) -> int:
     """Bytes that a device sends in a run of the program, in collectives across replicas, as rings of their groups do them. ValueError for
     one that stands in a loop."""
     found = across(program, mesh)
     if {i.name for i in found} - {i.name for i in program.inline(program.entry)}:
         raise ValueError("a collective across replicas stands in a loop")
-    return round(sum(sent(i.collective or "", i.bytes, hlo.along(i, mesh.shape)[1]) for i in found))
+    return round(sum(sent(i.collective or "", i.bytes, along(i, mesh.shape)[1]) for i in found))

@@ -21,9 +21,9 @@ from support.small import Case
 
 from jaxtrain.config import Config, MeshConfig, ParallelConfig, PipelineConfig
 from jaxtrain.devices.mesh import REPLICA, make_mesh
+from jaxtrain.hlo.program import Program
 from jaxtrain.models import transformer
 from jaxtrain.parallel import replicas
-from jaxtrain.plan import hlo
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
 from jaxtrain.training.optimizer import make_optimizer
 from jaxtrain.training.state import TrainState
@@ -113,7 +113,7 @@ def plain_step(cfg: Config):
 # --- the step under test ---------------------------------------------------------------------------------------------------------
 
 
-def train(cfg: Config) -> tuple[Run, Step, dict[str, hlo.Program]]:
+def train(cfg: Config) -> tuple[Run, Step, dict[str, Program]]:
     """The run, and its two programs."""
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
@@ -132,7 +132,7 @@ def train(cfg: Config) -> tuple[Run, Step, dict[str, hlo.Program]]:
     state = jax.device_get(state)
     own = [jax.tree.map(lambda a, r=r: a[r], state.params) for r in range(cfg.mesh.replica)]
     run = Run(losses, small.to_plain(step.layout, state.anchor), [small.to_plain(step.layout, p) for p in own])
-    return run, step, {name: hlo.Program(made.as_text()) for name, made in (("train", inner), ("exchange", exchange))}
+    return run, step, {name: Program(made.as_text()) for name, made in (("train", inner), ("exchange", exchange))}
 
 
 def first_state(step: Step, cfg: Config) -> TrainState:
@@ -261,7 +261,7 @@ def test_gradients_are_summed_inside_first(zero, context):
     cfg = small.config((2, 1, 1), "1f1b", 1, 2, changes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        program = hlo.Program(step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile().as_text())
+        program = Program(step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile().as_text())
     met = across(program, step.mesh)
     sizes = [size for i in met for size in i.sizes]
     assert {i.collective for i in met} == {"all-reduce"} and sizes.count(1) == 2  # the loss and the number of tokens

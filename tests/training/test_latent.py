@@ -8,7 +8,7 @@ from support import small
 from support.plain_loop import CLIP, assert_same, gradients, reference, train
 from support.small import Case
 
-from jaxtrain.plan import hlo
+from jaxtrain.hlo.program import Program
 from jaxtrain.training.step import abstract_batch, make_step
 
 LATENT = {  # no size is another's
@@ -56,7 +56,7 @@ def test_what_crosses_model():
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         made = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
-    program, found = hlo.Program(made.as_text()), collections.Counter()
+    program, found = Program(made.as_text()), collections.Counter()
     for i, times in program.executed(program.entry):
         if i.collective == "all-gather":
             scope = next(s for s in i.op_name.split("/") if s in ("F0", "B0", "head", "embed_gradient"))

@@ -10,7 +10,7 @@ import optax
 import pytest
 from support import small
 
-from jaxtrain.plan import hlo
+from jaxtrain.hlo.program import Program
 from jaxtrain.training.state import Layout, abstract_state, bytes_per_device, initial_state, stored_shapes
 from jaxtrain.training.step import make_step
 
@@ -126,7 +126,7 @@ def test_each_device_makes_its_own_shards():
     assert max(shards) == whole // 4, "tables lie over stage and model, layers' matrices over model"
     with jax.set_mesh(layout.mesh):
         make = jax.jit(layout.initial, out_shardings=layout.shardings)
-        program = hlo.Program(make.lower(layout.keys(0)).compile().as_text())
+        program = Program(make.lower(layout.keys(0)).compile().as_text())
     largest = max(size for i in program.below(program.entry) for size in i.sizes)
     assert largest <= 2 * max(shards), "embedding and head have one shape, and are drawn together"
     assert [i for i in program.below(program.entry) if i.collective] == []

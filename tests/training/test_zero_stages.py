@@ -9,7 +9,7 @@ from support.plain_loop import CLIP, assert_same, reference, train
 from support.small import Case
 
 from jaxtrain import config as configs
-from jaxtrain.plan import hlo
+from jaxtrain.hlo.program import Program
 from jaxtrain.training.step import abstract_batch, make_step
 
 ENDS, SHARED = {"pipeline.vocabulary": "end_stages"}, {"pipeline.vocabulary": "parallel"}
@@ -59,7 +59,7 @@ def compiled(which: str, **changes):
         state = step.abstract_state()
         argument = state if which == "train" else state.params
         made = getattr(step, which).lower(argument, abstract_batch(cfg, step)).compile()
-    return step, hlo.Program(made.as_text()), made.memory_analysis()
+    return step, Program(made.as_text()), made.memory_analysis()
 
 
 SHARES = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}
@@ -80,7 +80,7 @@ def test_memory(zero):
     assert abs(has - wanted) < 0.03 * wanted, (has, wanted)
 
 
-def elements(program: hlo.Program) -> collections.Counter:
+def elements(program: Program) -> collections.Counter:
     """Elements that a device gets from each kind of collective in a step."""
     found: collections.Counter = collections.Counter()
     for i, times in program.executed(program.entry):

@@ -3,7 +3,7 @@
 import pytest
 from jax.profiler import ProfileData
 
-from jaxtrain.plan.trace import Event, TraceError, events_of, instruction_of, read
+from jaxtrain.hlo.trace import Event, TraceError, events_of, instruction_of, read
 
 
 def plane(name: str, *lines: str, events: dict[int, str], stats: dict[int, str] | None = None) -> str:

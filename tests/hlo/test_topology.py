@@ -3,8 +3,8 @@
 import pytest
 
 from jaxtrain.costs import hardware
-from jaxtrain.plan import topology
-from jaxtrain.plan.topology import PLATFORMS, TopologyError, fitting, parse
+from jaxtrain.hlo import topology
+from jaxtrain.hlo.topology import PLATFORMS, TopologyError, fitting, parse
 
 
 @pytest.mark.parametrize(

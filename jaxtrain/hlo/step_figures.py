@@ -18,13 +18,11 @@ from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs import hardware
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
-from jaxtrain.plan import hlo
-from jaxtrain.plan.ahead import Compiled
-from jaxtrain.plan.hlo_cost import GPU_MEMORY, TPU_MEMORY, Costs, target
-from jaxtrain.plan.step_counts import StepCounts
-from jaxtrain.plan.step_loops import Run, StepLoops
-from jaxtrain.plan.topology import PLATFORMS
-from jaxtrain.plan.traffic import crossings
+from jaxtrain.hlo.cost import GPU_MEMORY, TPU_MEMORY, Costs, target
+from jaxtrain.hlo.loops import Run, StepLoops
+from jaxtrain.hlo.program import Instruction
+from jaxtrain.hlo.topology import PLATFORMS, Compiled
+from jaxtrain.hlo.traffic import crossings
 
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays
@@ -96,7 +94,7 @@ class StepFigures:
 
     # ------------------------------------------------------------------ one instruction
 
-    def kernel(self, i: hlo.Instruction) -> str:
+    def kernel(self, i: Instruction) -> str:
         """The name of a custom call that is a kernel of its own; "" for other instructions."""
         name = target(i)
         if i.opcode != "custom-call" or NO_KERNELS.search(name) or self.costs.cycles(i):
@@ -107,7 +105,7 @@ class StepFigures:
         mask = re.search(r'"mask_type": ?"(\w+)"', i.text)
         return f"{name} {mask[1]}" if mask else name
 
-    def kernel_flops(self, i: hlo.Instruction) -> float:
+    def kernel_flops(self, i: Instruction) -> float:
         """Operations of a kernel once. Of attention: in each product, each query with each earlier key, or with all keys where a cuDNN
         kernel is told of no mask; products by groups multiply each row with one matrix. A backward has five products, or where it is two
         kernels three and four of them (the scores, and the gradients of the weights made from them, in both)."""
@@ -124,7 +122,7 @@ class StepFigures:
         query = max((math.prod(o.shapes[0]) for o in numbers), default=0)
         return products * 2.0 * query * tokens * (1.0 if "NO_MASK" in i.text else 0.5)
 
-    def _grouped(self, operands: list[hlo.Instruction], i: hlo.Instruction) -> float:
+    def _grouped(self, operands: list[Instruction], i: Instruction) -> float:
         """FLOPs of a grouped matrix product. Its capacity exceeds the tokens that arrive; a kernel's cost
         follows those that do, spread evenly."""
         shapes = [shape for made in (*operands, i) for shape in made.shapes]
@@ -234,7 +232,7 @@ class StepFigures:
                     found[computation, i.name] = sum(self._flops_below(j) for j in instructions[n + 1 : done])
         return found
 
-    def _flops_below(self, i: hlo.Instruction) -> float:
+    def _flops_below(self, i: Instruction) -> float:
         """FLOPs of an instruction; a loop counts its mean number of trips by the table each time it is reached."""
         if i.opcode in ("while", "call", "conditional"):
             reached = self._times.get((i.computation, i.name), 0.0)
@@ -247,14 +245,14 @@ class StepFigures:
             return sum(run.times * (self.costs.flops(run.instruction) + self._kernel_flops(run.instruction)) for run in runs) / reached
         return self.costs.flops(i) + self._kernel_flops(i)
 
-    def _kernel_flops(self, i: hlo.Instruction) -> float:
+    def _kernel_flops(self, i: Instruction) -> float:
         return self.kernel_flops(i) if self.kernel(i) else 0.0
 
     # ------------------------------------------------------------------ all of it
 
     def as_dict(self) -> dict[str, Any]:
         """All figures as JSON can hold them: bytes, operations, seconds."""
-        planned, kernels, products = StepCounts(self.config).total_flops(self.stage), self.kernels(), self.products()
+        kernels = self.kernels()
         in_kernels = sum(kernel.flops for kernel in kernels.values())
         collectives = [
             dict(zip(("op", "kind", "type", "axes"), key, strict=True)) | dataclasses.asdict(traffic)
@@ -263,14 +261,7 @@ class StepFigures:
         return {
             "memory": {"arguments": self.compiled.memory["argument"], "temporary": self.compiled.memory["temp"]},
             "stage": self.stage,
-            "flops": {
-                "products": products,
-                "kernels": in_kernels,
-                "model": planned.once,
-                "planned": planned.total,
-                "planned_attention": planned.attention,
-                "ratio": (products + in_kernels) / planned.total,
-            },
+            "flops": {"products": self.products(), "kernels": in_kernels},
             "seconds": {
                 "busy": self.busy_seconds,
                 "bubble": self.bubble,

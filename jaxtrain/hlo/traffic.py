@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.costs.collectives import GATHER, PERMUTE, RAGGED, sent
-from jaxtrain.plan import hlo
-from jaxtrain.plan.hlo import Instruction, Program
+from jaxtrain.hlo.program import Instruction, Program, along, pairs
 
 FEW = 128  # bytes: losses, norms and counts
 
@@ -36,7 +35,7 @@ class Crossing:
 def crossings(program: Program, i: Instruction, mesh: Mapping[str, int], stage: int = 0) -> Iterator[Crossing]:
     """The collectives of an instruction for a device of a stage, without arrays of a few bytes: one or none, and those in a fusion."""
     for inner, kind, arrays in collectives(program, i):
-        axes, devices = hlo.along(inner, mesh)
+        axes, devices = along(inner, mesh)
         whole = devices if kind == GATHER else 1
         if kind == RAGGED:  # there and back, either what is sent or the room for what arrives is larger than what travels
             arrays = [min(arrays[:2])]
@@ -47,7 +46,7 @@ def crossings(program: Program, i: Instruction, mesh: Mapping[str, int], stage: 
         if kind == PERMUTE:
             devices = mesh[axes[0]]
             device = int(np.ravel_multi_index([stage if name == "stage" else 0 for name in mesh], tuple(mesh.values())))
-            sends = size if device in dict(hlo.pairs(inner.text)) else 0.0
+            sends = size if device in dict(pairs(inner.text)) else 0.0
         yield Crossing(inner, kind, program.operands(inner)[0].types[0], axes, devices, size, sent(kind, sends, devices))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtrain.plan import hlo
+from jaxtrain.hlo.program import Program, groups_over
 
 PROGRAM = """HloModule jit_f, is_scheduled=true
 
@@ -50,14 +50,14 @@ ENTRY %main (a: f32[8,4]) -> (s32[], f32[8,4]) {
 
 
 def test_what_a_trip_moves():
-    program = hlo.Program(PROGRAM)
+    program = Program(PROGRAM)
     body = program.loop(5).calls["body"]
     # The update in place counts the row alone; the copy, and the fusion that returns its parameter, count whole.
     assert program.moved(body) == {("all-reduce", 4): 1, ("fusion", 4): 1, ("copy", 32): 1, ("fusion", 32): 1, ("fusion", 8): 1}
 
 
 def test_what_is_below():
-    program = hlo.Program(PROGRAM)
+    program = Program(PROGRAM)
     assert [i.name for i in program.below(program.entry) if i.collective == "collective-permute"] == ["moved"]
     assert [i.name for i in program.inline("body") if i.collective] == ["row"]
     assert program.is_fill("start") and not program.is_fill("updated")
@@ -65,9 +65,9 @@ def test_what_is_below():
 
 def test_no_loop_of_that_many_trips():
     with pytest.raises(ValueError, match=r"0 loops of 4 trips .*\('while.2', 5\)"):
-        hlo.Program(PROGRAM).loop(4)
+        Program(PROGRAM).loop(4)
     with pytest.raises(ValueError, match="no entry"):
-        hlo.Program("HloModule nothing")
+        Program("HloModule nothing")
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_no_loop_of_that_many_trips():
 )
 def test_groups(text):
     line = f"ENTRY %e (a: f32[4]) -> f32[4] {{\n  ROOT %r = f32[4]{{0}} all-reduce(%a), channel_id=1, {text}\n}}\n"
-    (instruction,) = hlo.Program(line).computations["e"]
-    assert instruction.groups(8) == {frozenset(pair) for pair in ((0, 4), (1, 5), (2, 6), (3, 7))} == hlo.groups_over((2, 2, 2), (0,))
+    (instruction,) = Program(line).computations["e"]
+    assert instruction.groups(8) == {frozenset(pair) for pair in ((0, 4), (1, 5), (2, 6), (3, 7))} == groups_over((2, 2, 2), (0,))
 
 
 def test_all_devices_and_unknown_groups():
     line = "ENTRY %e (a: f32[4]) -> f32[4] {{\n  ROOT %r = f32[4]{{0}} all-reduce(%a), {}, to_apply=%add\n}}\n"
-    assert hlo.Program(line.format("replica_groups={}")).computations["e"][0].groups(4) == {frozenset(range(4))}
+    assert Program(line.format("replica_groups={}")).computations["e"][0].groups(4) == {frozenset(range(4))}
     with pytest.raises(ValueError, match="unknown replica groups"):
-        hlo.Program(line.format("replica_groups=something")).computations["e"][0].groups(4)
+        Program(line.format("replica_groups=something")).computations["e"][0].groups(4)

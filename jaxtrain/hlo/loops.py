@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from jaxtrain.config.pipeline_setup import Setup
-from jaxtrain.plan.hlo import Instruction, Program
+from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.schedule.columns import columns
 
 SCOPE = re.compile(

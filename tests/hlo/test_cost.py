@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxtrain.plan import hlo
-from jaxtrain.plan.hlo_cost import Costs
+from jaxtrain.hlo.cost import Costs
+from jaxtrain.hlo.program import Instruction, Program
 
 # A loop whose trips stand in its condition, as libtpu writes it; [8,16] × [16,4] eight times as a convolution with a dilated base.
 PROGRAM = """HloModule jit_f, is_scheduled=true
@@ -76,10 +76,10 @@ POOL, ROW = 4 * 8 * 64 * 64, 4 * 64 * 64  # bytes
 
 @pytest.fixture(scope="module")
 def costs() -> Costs:
-    return Costs(hlo.Program(PROGRAM))
+    return Costs(Program(PROGRAM))
 
 
-def named(costs: Costs, name: str) -> hlo.Instruction:
+def named(costs: Costs, name: str) -> Instruction:
     return next(i for instructions in costs.program.computations.values() for i in instructions if i.name == name)
 
 
@@ -116,7 +116,7 @@ def test_a_loop_that_waits_for_a_flag():
     waits = {}
     for condition in ("go", "more", "less"):
         text = PROGRAM.replace("\nENTRY", FLAG + "\nENTRY").replace("condition=%less", f"condition=%{condition}", 1)
-        costs = Costs(hlo.Program(text))
+        costs = Costs(Program(text))
         waits[condition] = costs.program.waits_for_a_flag(named(costs, "loop"))
     assert waits == {"go": True, "more": False, "less": False}
 
@@ -150,7 +150,7 @@ ENTRY %main (a: f32[2,8,3], b: f32[{kernel},3,5]) -> f32[2,{size},5] {{
   ROOT %c = f32[2,{size},5]{{2,1,0}} convolution(%a, %b), window={{{window}}}, dim_labels=b0f_0io->b0f
 }}
 """
-    costs = Costs(hlo.Program(text))
+    costs = Costs(Program(text))
     assert costs.flops(named(costs, "c")) == 2 * 2 * 3 * 5 * times
 
 
@@ -178,5 +178,5 @@ def test_cycles(costs):
     """Its own, or its parts' where it has none."""
     assert costs.cycles(named(costs, "part")) == 50 and costs.cycles(named(costs, "new")) == 0
     inner = PROGRAM.replace("%zero.1, %zero.1)", '%zero.1, %zero.1), backend_config={"estimated_cycles":"9"}')
-    with_parts = Costs(hlo.Program(inner))
+    with_parts = Costs(Program(inner))
     assert with_parts.cycles(named(with_parts, "new")) == 9

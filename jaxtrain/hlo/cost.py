@@ -4,7 +4,7 @@
     bytes    what it reads and writes of the device's memory; of an array that it cuts, or updates in place, the part alone
     cycles   `estimated_cycles`, with which libtpu schedules
 
-A loop costs nothing itself: what is in it runs as often as its trips say (step_loops.py).
+A loop costs nothing itself: what is in it runs as often as its trips say (loops.py).
 """
 
 import functools
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Set
 
 import numpy as np
 
-from jaxtrain.plan.hlo import FREE, Instruction, Program
+from jaxtrain.hlo.program import FREE, Instruction, Program
 
 CALLS = frozenset({"while", "call", "conditional"})
 READS_A_PART = frozenset({"dynamic-slice", "slice", "gather"})

@@ -202,7 +202,7 @@ class Program:
 
     def executed(self, name: str, times: int = 1) -> Iterator[tuple[Instruction, int]]:
         """The instructions that run with a computation, each with how often; ValueError for a loop whose trips XLA does not know
-        (step_loops.py knows those of a table)."""
+        (loops.py knows those of a table)."""
         for instruction in self.inline(name):
             yield instruction, times
             if instruction.opcode == "while":
