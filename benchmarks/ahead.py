@@ -30,7 +30,6 @@ from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
 from jaxtrain.hlo.step_figures import Peaks, StepFigures  # noqa: E402
 from jaxtrain.hlo.topology import INSTALL_COMMAND, PLATFORMS, Refused, Topology, TopologyError, compile_config, compilers, fitting  # noqa: E402
-from jaxtrain.hlo.traffic import describe  # noqa: E402
 from jaxtrain.training.step import step_counts  # noqa: E402
 
 KINDS = ("v5p", "h100")
@@ -199,10 +198,18 @@ def report(row: dict) -> list[str]:
     lines.append("  kernels: " + (", ".join(kernels) or "none"))
     lines.append(f"  attention: {row['attention']}; arrays of T × T: " + (", ".join(row["square_arrays"]) or "none"))
     lines.append(f"  copies over 1 MB in loops: {c['bytes'] / 1e9:,.0f} GB, {c['seconds']:.3f} s, {c['share']:.1%}: {c['longest']}")
-    for t in row["collectives"]:
-        if t["bytes"] > 1e8:
-            lines.append(f"  {describe(t)}")
+    lines += [f"  {describe(t)}" for t in row["collectives"] if t["bytes"] > 1e8]
     return lines
+
+
+def describe(t: dict) -> str:
+    """A line about collectives alike."""
+    overlap = "not asynchronous"
+    if t["asynchronous"]:
+        asynchronous, hidden = t["asynchronous"] / t["bytes"], t["hidden"] / t["bytes"]
+        overlap = f"{asynchronous:.0%} asynchronous, {hidden:.0%} beside products ({t['flops'] / 1e12:.1f} TF)"
+    kind = f"{t['op']:9} {t['kind']:18} {t['type']:5} {t['axes']:12}"
+    return f"{kind} {t['times']:6.0f} × {t['bytes'] / t['times'] / 1e6:8.1f} MB, {t['bytes'] / 1e9:7.2f} GB; {overlap}"
 
 
 def table_row(row: dict) -> str:

@@ -64,7 +64,7 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
     """Operations of one layer and microbatch. output: whether its last product is needed; experts' outputs
     always are, for the gradients of the weights with which they are added."""
     m, layout, tokens = counts.model, counts.layout, _tokens(counts)
-    parameters = m.token_parameters(dense)
+    parameters = m.layer(dense).per_token
     if not output:
         parameters -= m.width * (m.mlp_width if dense or not m.experts else m.shared_experts * m.expert_width)
     shared = 0 if m.mla else 2 * m.head_dim * max(0, layout.model - m.kv_heads)

@@ -155,7 +155,7 @@ class Work:
     def _products(self, dense: bool) -> Iterator[tuple[float, float, float, float]]:
         """(times, m, n, k) of a layer's products [m, k] · [k, n] on a device."""
         model, layout = self.model, self.layout
-        for name, inputs, outputs in model.products(dense):
+        for name, inputs, outputs in model.layer(dense).products:
             k = inputs if name in COLUMNS or name in WHOLE else inputs / layout.model
             n = outputs / layout.model if name in COLUMNS else outputs
             if model.experts and not dense and name.startswith("mlp"):

@@ -1,13 +1,14 @@
-"""A trace of jax.profiler (`*.xplane.pb`), read: which instructions of a program each device was at, and when.
+"""A trace of jax.profiler (`*.xplane.pb`): which instructions of a program each device was at, and when.
 
     CPU   the host's plane; threads of XLA run instructions of several devices, each event names its device
-    GPU   a plane for each device; lines are streams of kernels, each event names the instruction that it belongs to, if any
-    TPU   a plane for each device; "XLA Ops" has what the core does, "Async XLA Ops" what goes on beside it
+    GPU   a plane for each device; lines are streams of kernels, each event names its instruction, if it has one
+    TPU   a plane for each device; "XLA Ops" has what the core does, "Async XLA Ops" what overlaps with it
 
-Loops and calls have events of their own, which are around those of what is in them.
+Loops and calls have events of their own, which enclose those of what is in them.
 """
 
 import dataclasses
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -28,8 +29,11 @@ class TraceError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """What a device did from `begin` to `end`, in seconds of the trace. instruction: its name in the compiled program; "" where a
-    kernel names none; kernel: the event's own name."""
+    """What a device did from `begin` to `end`, in seconds of the trace.
+
+    instruction: its name in the compiled program; "" where a kernel names none
+    kernel:      the event's own name
+    """
 
     instruction: str
     kernel: str
@@ -46,61 +50,49 @@ def read(folder: pathlib.Path, module: str) -> Events:
     if not files:
         raise TraceError(f"{folder} has no trace")
     try:
-        found = events_of(ProfileData.from_file(str(files[-1])), module)
+        events = events_of(ProfileData.from_file(str(files[-1])), module)
     except RuntimeError as error:  # of the parser, which is C++
         raise TraceError(f"{files[-1]} cannot be read ({' '.join(str(error).split())[:120]})") from None
-    if not found:
+    if not events:
         raise TraceError(f"{files[-1]} has no event of {module}")
-    return found
+    return events
 
 
 def events_of(data: ProfileData, module: str) -> Events:
     """The events of the program with this name; {} if there are none."""
-    found: Events = {}
+    events: Events = {}
     for plane in data.planes:
-        if plane.name == HOST:
-            events = _of_host(plane, module)
-        elif device := DEVICE.fullmatch(plane.name):
-            events = ((int(device[1]), event) for event in _of_device(plane, module))
-        else:
-            continue
-        for number, event in events:
-            found.setdefault(number, []).append(event)
-    return found
+        device = DEVICE.fullmatch(plane.name)
+        if device or plane.name == HOST:
+            for number, event in _of_plane(plane, module, int(device[1]) if device else None):
+                events.setdefault(number, []).append(event)
+    return events
 
 
-def _of_host(plane: Any, module: str) -> Iterator[tuple[int, Event]]:
-    """(device, event) of simulated devices."""
+def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int, Event]]:
+    """(device, event) of a plane. device: whose plane it is; None for the host's, whose events name theirs.
+
+    A GPU's kernel that names no program is counted: it stands in a graph of this program, or is a copy.
+    """
+    lines = {line.name: line for line in plane.lines}
+    if device is not None and OPS in lines:
+        modules, ops, async_ops = (lines[name].events if name in lines else () for name in (MODULES, OPS, ASYNC_OPS))
+        runs = [(e.start_ns, e.start_ns + e.duration_ns) for e in modules if e.name.split("(")[0] == module]
+        for event in itertools.chain(ops, async_ops):
+            if any(begin <= event.start_ns < end for begin, end in runs):
+                yield device, _event(event, instruction_of(event.name))
+        return
     for line in plane.lines:
-        for event in line.events:
+        for event in line.events if device is None or line.name.startswith(STREAM) else ():
             values = dict(event.stats)
-            if values.get("hlo_module") == module and "hlo_op" in values:
+            if device is not None and values.get("hlo_module", module) == module:
+                yield device, _event(event, str(values.get("hlo_op", "")))
+            elif device is None and values.get("hlo_module") == module and "hlo_op" in values:
                 yield int(values.get("device_ordinal", 0)), _event(event, str(values["hlo_op"]))
 
 
-def _of_device(plane: Any, module: str) -> Iterator[Event]:
-    """Events of an accelerator's plane. A kernel that names no program is counted: it stands in a graph of this program, or is a copy."""
-    lines = {line.name: line for line in plane.lines}
-    if OPS in lines:
-        runs = [(e.start_ns, e.start_ns + e.duration_ns) for e in _events(lines.get(MODULES)) if e.name.split("(")[0] == module]
-        for event in (*_events(lines[OPS]), *_events(lines.get(ASYNC_OPS))):
-            if any(begin <= event.start_ns < end for begin, end in runs):
-                yield _event(event, instruction_of(event.name))
-        return
-    for line in plane.lines:
-        for event in line.events if line.name.startswith(STREAM) else ():
-            values = dict(event.stats)
-            if values.get("hlo_module", module) == module:
-                yield _event(event, str(values.get("hlo_op", "")))
-
-
-def _events(line: Any) -> Iterator[Any]:
-    """Events of a line of the trace; none if the trace lacks it."""
-    yield from line.events if line is not None else ()
-
-
 def instruction_of(name: str) -> str:
-    """The instruction's name of an event's, which is that or the instruction's whole text: "%fusion.1 = f32[8] fusion(…)"."""
+    """The instruction's name of an event's: that, or the instruction's whole text, "%fusion.1 = f32[8] fusion(…)"."""
     return name.split(" = ")[0].strip().removeprefix("%")
 
 

@@ -1,8 +1,9 @@
 """The reader of compiled programs, on text whose meaning is known."""
 
 import pytest
+from support.ticks_text import groups_over, is_fill, loop, moves
 
-from jaxtrain.hlo.program import Program, groups_over
+from jaxtrain.hlo.program import Program
 
 PROGRAM = """HloModule jit_f, is_scheduled=true
 
@@ -51,21 +52,21 @@ ENTRY %main (a: f32[8,4]) -> (s32[], f32[8,4]) {
 
 def test_what_a_trip_moves():
     program = Program(PROGRAM)
-    body = program.loop(5).calls["body"]
+    body = loop(program, 5).calls["body"]
     # The update in place counts the row alone; the copy, and the fusion that returns its parameter, count whole.
-    assert program.moved(body) == {("all-reduce", 4): 1, ("fusion", 4): 1, ("copy", 32): 1, ("fusion", 32): 1, ("fusion", 8): 1}
+    assert moves(program, body) == {("all-reduce", 4): 1, ("fusion", 4): 1, ("copy", 32): 1, ("fusion", 32): 1, ("fusion", 8): 1}
 
 
 def test_what_is_below():
     program = Program(PROGRAM)
     assert [i.name for i in program.below(program.entry) if i.collective == "collective-permute"] == ["moved"]
     assert [i.name for i in program.inline("body") if i.collective] == ["row"]
-    assert program.is_fill("start") and not program.is_fill("updated")
+    assert is_fill(program, "start") and not is_fill(program, "updated")
 
 
 def test_no_loop_of_that_many_trips():
     with pytest.raises(ValueError, match=r"0 loops of 4 trips .*\('while.2', 5\)"):
-        Program(PROGRAM).loop(4)
+        loop(Program(PROGRAM), 4)
     with pytest.raises(ValueError, match="no entry"):
         Program("HloModule nothing")
 

@@ -140,5 +140,5 @@ ENTRY %main (a: (s32[], f32[64,8])) -> (s32[], f32[64,8]) {
   ROOT %c = pred[] compare(%i.2, %i.2), direction=NE
 }
 """  # noqa: E501
-    runs = StepLoops(Compiled(text).program, make_setup(config), rows=rows).executed()
+    runs = StepLoops(Compiled(text).program, make_setup(config), expert_tokens=rows).executed()
     assert {run.instruction.name: run.times for run in runs}["x"] == expected

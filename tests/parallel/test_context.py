@@ -8,6 +8,7 @@ import pytest
 from support import plain_loop, small
 from support.plain_loop import CLIP, STEPS, assert_same, gradients, reference, train
 from support.small import Case
+from support.ticks_text import executed
 
 from jaxtrain.config import replace
 from jaxtrain.hlo.program import Program
@@ -125,7 +126,7 @@ def test_what_crosses_the_context():
     once, into the order of the devices."""
     step, program = compiled(4, model__kv_heads=2)
     found: collections.Counter = collections.Counter()
-    for i, times in program.executed(program.entry):
+    for i, times in executed(program, program.entry):
         if i.collective and "f32" in i.types:
             found[i.collective] += times * sum(i.sizes)
     m, layers, keys = 2, 3, 64 * 2 * 2 * 4  # microbatches; layers; elements of keys and values [1, 64, 2, 4]
@@ -139,7 +140,7 @@ def test_what_goes_round():
     step further, until they are home."""
     _, program = compiled(4, parallel__context="ring", model__kv_heads=2)
     found: collections.Counter = collections.Counter()
-    for i, times in program.executed(program.entry):
+    for i, times in executed(program, program.entry):
         if i.collective:
             found[i.collective] += times * sum(i.sizes) * ("f32" in i.types)
     m, layers, own = 2, 3, 2 * 16 * 2 * 4  # microbatches; layers; elements of a device's keys and values [1, 16, 2, 4]
@@ -150,5 +151,5 @@ def test_what_goes_round():
 def test_exchange_of_heads():
     """Queries, keys, values and the output: of a layer in F, again where it is computed again, and their gradients."""
     _, program = compiled(4, parallel__context="ulysses")
-    exchanges = sum(times for i, times in program.executed(program.entry) if i.collective == "all-to-all")
+    exchanges = sum(times for i, times in executed(program, program.entry) if i.collective == "all-to-all")
     assert exchanges == 2 * 3 * 3 * 4

@@ -9,9 +9,10 @@ import re
 import jax
 import pytest
 from support import small
+from support.ticks_text import groups_over
 
 from jaxtrain.devices.mesh import AXES, MODEL
-from jaxtrain.hlo.program import Program, groups_over
+from jaxtrain.hlo.program import Program
 from jaxtrain.training.step import abstract_batch, make_step
 
 ROWS, TOKENS, WIDTH, MODEL_SIZE = 4, 16, 64, 4

@@ -15,10 +15,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 from support import small
 from support.small import Case
+from support.ticks_text import goes_round, groups_over, holders, is_fill, loop, moves
 
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, STAGE
-from jaxtrain.hlo.program import Instruction, Program, goes_round, groups_over
+from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.runtime import runtime, tick
 from jaxtrain.runtime.tick_state import TickState, merged, only
@@ -74,7 +75,7 @@ class Compiled:
     def tick(self) -> str:
         """The body of the scan over the table's rows."""
         rows = self.table.table.ticks if self.table else self.cfg.pipeline.microbatches
-        return self.program.loop(rows).calls["body"]
+        return loop(self.program, rows).calls["body"]
 
     def outside(self) -> list[Instruction]:
         """Instructions before and after the scan."""
@@ -104,7 +105,7 @@ def compiled(name: str) -> Compiled:
 def large_moves(c: Compiled) -> list:
     """What is larger than a payload in the tick outside the ops' loops; or too many payloads: what arrives and what leaves each way, and
     one more copy. Early permutes stand beside the ops, so XLA copies both ends of each."""
-    moved, payload = c.program.moved(c.tick, c.program.holders(c.tick)), math.prod(c.payload)
+    moved, payload = moves(c.program, c.tick, holders(c.program, c.tick)), math.prod(c.payload)
     total = sum(size * times for (_, size), times in moved.items())
     limit = 13 if c.table and (c.table.table.permute == Permute.EARLY).any() else 6
     return [key for key in moved if key[1] > payload] + [f"{total} elements in all"] * (total > limit * payload)
@@ -149,7 +150,7 @@ def large_copies(c: Compiled) -> list:
     pools = {(n, *c.payload) for n in c.table.pool_sizes.values() if n > 1}
     copies = [i for i in c.program.below(c.tick) if i.opcode in ("copy", "copy-start")]
     large = [i for i in copies if max(i.sizes) >= c.smallest_matrix or i.shapes[0] in pools]
-    return [i.text for i in large if not c.program.is_fill(i.operands[0])]
+    return [i.text for i in large if not is_fill(c.program, i.operands[0])]
 
 
 def odd_reductions(c: Compiled) -> list:

@@ -11,6 +11,7 @@ from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
 from jaxtrain.hlo import topology
 from jaxtrain.hlo.program import Instruction
 from jaxtrain.hlo.topology import fitting
+from support.ticks_text import holders, moves, opened
 
 DEVICES = 16
 # A payload is smaller than an op's other activations, those than a device's part of any matrix; what a tick carries, and a device's part
@@ -50,11 +51,11 @@ class CompiledTick(topology.Compiled):
     @functools.cached_property
     def holders(self) -> set[str]:
         """The names of the tick's loops that are around ops."""
-        return self.program.holders(self.tick)
+        return holders(self.program, self.tick)
 
     @property
     def ops(self) -> list[Instruction]:
-        return [i for i in self.program.inline(self.tick, self.holders) if i.opcode == "while" and self.program.is_op(i)]
+        return [i for i in opened(self.program, self.tick, self.holders) if i.opcode == "while" and self.program.is_op(i)]
 
     @property
     def on_host(self) -> int:
@@ -115,7 +116,7 @@ def wide_collectives(c: CompiledTick) -> list[str]:
 def large_moves(c: CompiledTick) -> list:
     """What is larger than a payload in the tick outside the ops; or too many payloads: two that leave and two that arrive, with a copy
     or two of each."""
-    moved = c.program.moved(c.tick, c.holders)
+    moved = moves(c.program, c.tick, c.holders)
     total = sum(size * times for (_, size), times in moved.items())
     return [key for key in moved if key[1] > c.payload] + [f"{total} elements in all"] * (total > 10 * c.payload)
 

@@ -10,7 +10,7 @@ from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.hlo.cost import Costs
 from jaxtrain.hlo.loops import StepLoops, op_in
 from jaxtrain.hlo.program import Instruction, Program
-from jaxtrain.hlo.traffic import crossings
+from jaxtrain.hlo.traffic import collectives
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
 
@@ -32,10 +32,10 @@ def read(mesh: Mapping[str, int], setup: Setup, program: Program, stage: int) ->
     """(op, kind, axes, devices) → bytes that a device of the stage sends in a step, by the ring algorithms."""
     found: collections.Counter = collections.Counter()
     for run in StepLoops(program, setup, stage).executed():
-        for crossing in crossings(program, run.instruction, mesh, stage):
-            if crossing.sent:
-                op = op_of(run.instruction, crossing.instruction)
-                found[op, crossing.kind, crossing.axes, crossing.devices] += float(run.times * crossing.sent)
+        for c in collectives(program, run.instruction, mesh, stage):
+            if c.sent:
+                op = op_of(run.instruction, c.instruction)
+                found[op, c.kind, c.axes, c.devices] += float(run.times * c.sent)
     return found
 
 

@@ -7,6 +7,7 @@ import pytest
 from support import small
 from support.plain_loop import CLIP, assert_same, gradients, reference, train
 from support.small import Case
+from support.ticks_text import executed
 
 from jaxtrain.hlo.program import Program
 from jaxtrain.training.step import abstract_batch, make_step
@@ -57,7 +58,7 @@ def test_what_crosses_model():
     with jax.set_mesh(step.mesh):
         made = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
     program, found = Program(made.as_text()), collections.Counter()
-    for i, times in program.executed(program.entry):
+    for i, times in executed(program, program.entry):
         if i.collective == "all-gather":
             scope = next(s for s in i.op_name.split("/") if s in ("F0", "B0", "head", "embed_gradient"))
             found.update({(scope, size): times for size in i.sizes})

@@ -7,6 +7,7 @@ import pytest
 from support import small
 from support.plain_loop import CLIP, assert_same, reference, train
 from support.small import Case
+from support.ticks_text import executed, loop
 
 from jaxtrain import config as configs
 from jaxtrain.hlo.program import Program
@@ -72,7 +73,7 @@ def test_memory(zero):
     step, program, memory = compiled("train", parallel__zero=zero)
     parameters, targets = step.parts.parameter_count, MICROBATCHES * ROWS * LENGTH
     # The scan carries the parameters, the weights of the loss, and the sums.
-    scan = program.loop(MICROBATCHES)
+    scan = loop(program, MICROBATCHES)
     floats = sum(size for kind, size in zip(scan.types, scan.sizes, strict=True) if kind == "f32")
     sums = floats - targets - (parameters // DATA if zero == 3 else parameters)
     wanted = (whole + shared / DATA) * parameters
@@ -83,7 +84,7 @@ def test_memory(zero):
 def elements(program: Program) -> collections.Counter:
     """Elements that a device gets from each kind of collective in a step."""
     found: collections.Counter = collections.Counter()
-    for i, times in program.executed(program.entry):
+    for i, times in executed(program, program.entry):
         if i.collective:
             found[i.collective] += times * sum(i.sizes)
     return found
