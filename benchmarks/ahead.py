@@ -21,14 +21,16 @@ from collections.abc import Iterator
 REPOSITORY = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [path for path in (str(REPOSITORY),) if path not in sys.path]
 
-from jaxtrain import cli  # noqa: E402 (the path comes first)
+import step_flops  # noqa: E402 (the path comes first)
+
+from jaxtrain import cli  # noqa: E402
 from jaxtrain import config as configs  # noqa: E402
 from jaxtrain.config import Config, ConfigError, checks  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
 from jaxtrain.hlo.step_figures import Peaks, StepFigures  # noqa: E402
 from jaxtrain.hlo.topology import INSTALL_COMMAND, PLATFORMS, Refused, Topology, TopologyError, compile_config, compilers, fitting  # noqa: E402
-from jaxtrain.plan.step_counts import StepCounts  # noqa: E402
+from jaxtrain.training.step import step_counts  # noqa: E402
 
 KINDS = ("v5p", "h100")
 TABLE = REPOSITORY / "benchmarks" / "ahead.md"
@@ -155,7 +157,7 @@ def measure(case: Case, values: dict) -> dict:
 
 def with_plan(config: Config, row: dict) -> dict:
     """The figures of a compiled step, its operations followed by those that the plan counts on the same stage."""
-    planned, compiled = StepCounts(config).total_flops(row["stage"]), row["flops"]
+    planned, compiled = step_flops.total(step_counts(config), row["stage"]), row["flops"]
     ratio = (compiled["products"] + compiled["kernels"]) / planned.total
     plan = {"model": planned.once, "planned": planned.total, "planned_attention": planned.attention, "ratio": ratio}
     return row | {"flops": compiled | plan}

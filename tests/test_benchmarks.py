@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 from support import ROOT
@@ -13,6 +14,7 @@ from jaxtrain.costs.hardware import load
 from jaxtrain.hlo import topology
 from jaxtrain.hlo.topology import INSTALL_COMMAND, Platform, parse
 
+sys.path.append(str(ROOT / "benchmarks"))
 SPEC = importlib.util.spec_from_file_location("benchmark_ahead", ROOT / "benchmarks" / "ahead.py")
 benchmark = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(benchmark)

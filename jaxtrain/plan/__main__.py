@@ -114,16 +114,6 @@ class Output:
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
-def check_flags(argv: Sequence[str]) -> None:
-    """Raises FlagsError for flags that cannot work, as far as they can be judged without a search."""
-
-    def checked(flags: types.SimpleNamespace, config: Config, recipe: Config) -> None:
-        flags.refused = True
-        planned(flags, config, recipe)
-
-    cli.parse_unchecked(argv, DESCRIPTION, FLAGS, checked)
-
-
 def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
     """The output that the flags ask for; none where they are refused anyhow and it would take long.
     Raises UsageError or ConfigError."""
@@ -152,7 +142,8 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         return [*others, *explained(best, Prices(flags.price, flags.kwh_price))]
 
     devices = f"{best.prediction.devices:,} × {space.hardware.name}"
-    return _output(flags, best.config, recipe, devices, best.prediction.figures(), lines, lambda: picture.of_layouts(plans, _model(flags)))
+    image = lambda model: picture.of_layouts(plans, model)
+    return _output(flags, best.config, recipe, devices, best.prediction.figures(), lines, image)
 
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
@@ -179,7 +170,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
     figures = plan.figures(flags.tokens or None)
     run = [run_time(flags.tokens, figures["tokens_per_s"])] if flags.tokens else []
     trained, lines = cfg.replace(laid_out, dict(plan.settings())), lambda: [*heterogeneous.describe(plan), *run]
-    return _output(flags, trained, recipe, flags.hardware, figures, lines, lambda: picture.of_groups(plan, _model(flags)))
+    return _output(flags, trained, recipe, flags.hardware, figures, lines, lambda model: picture.of_groups(plan, model))
 
 
 def _output(
@@ -189,14 +180,15 @@ def _output(
     devices: str,
     figures: Mapping[str, Any],
     lines: Callable[[], list[str]],
-    image: Callable[[], Any],
+    image: Callable[[str], Any],
 ) -> Output:
-    """The output of a plan whose config is to be trained: its figures or its lines, and the files that are asked for."""
-    files = {}
+    """The output of a plan whose config is to be trained: its figures or its lines, and the requested
+    files. image: the picture of the plan, by the name of the model."""
+    files, model = {}, os.path.basename(flags.config).removesuffix(".py")
     if flags.recipe:
-        files[flags.recipe] = recipe_text(config, f"{_model(flags)} as planned for {devices}.").encode()
+        files[flags.recipe] = recipe_text(config, f"{model} as planned for {devices}.").encode()
     if flags.png:
-        files[flags.png] = picture.png(image())
+        files[flags.png] = picture.png(image(model))
     if flags.json:
         return Output([json.dumps(figures)], files)
     command = f"python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(config, recipe)}"
@@ -268,11 +260,6 @@ def _with_devices(space: Space) -> Space:
     if len(known) < len(sizes):
         raise UsageError("--devices is not given, and the recipe's mesh leaves the number open", {"devices": math.prod(known)})
     return dataclasses.replace(space, devices=math.prod(sizes))
-
-
-def _model(flags: types.SimpleNamespace) -> str:
-    """The recipe's name."""
-    return os.path.basename(flags.config).removesuffix(".py")
 
 
 # --- a config as a recipe, a Python file that --config reads ------------------------------------

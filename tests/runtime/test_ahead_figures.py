@@ -5,16 +5,21 @@ benchmarks/ahead.py prints the same figures of the real recipes.
 """
 
 import functools
+import sys
 from typing import Any
 
 import pytest
+from support import ROOT
 from support.compilers import needs
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config, checks
 from jaxtrain.hlo.step_figures import PLAIN, StepFigures
 from jaxtrain.hlo.topology import PLATFORMS, compile_config, fitting
-from jaxtrain.plan.step_counts import StepCounts
+from jaxtrain.training.step import step_counts
+
+sys.path.append(str(ROOT / "benchmarks"))
+import step_flops
 
 DEVICES = 16
 MODEL = {
@@ -44,7 +49,7 @@ def figures(platform: str, case: str) -> dict[str, Any]:
     backend = PLATFORMS[platform].backend
     config = checks.check_devices(configs.replace(Config(), MODEL | CASES[case]), DEVICES, backend).resolve()
     found = StepFigures(config, platform, compile_config(fitting(platform, DEVICES), config)).as_dict()
-    planned = StepCounts(config).total_flops(found["stage"]).total
+    planned = step_flops.total(step_counts(config), found["stage"]).total
     return found | {"products_over_plan": sum(found["flops"].values()) / planned}
 
 
