@@ -5,10 +5,12 @@ import dataclasses
 import re
 from typing import Any
 
+import step_flops
+
 from jaxtrain.hlo.cost import Costs
 from jaxtrain.hlo.program import Instruction
 from jaxtrain.hlo.step_figures import GROUPED, StepFigures
-from jaxtrain.plan.step_counts import StepCounts
+from jaxtrain.training.step import step_counts
 
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays
@@ -28,7 +30,7 @@ def as_dict(figures: StepFigures) -> dict[str, Any]:
     compiled, setup = figures.compiled, figures.setup
     total = lambda cost: sum(run.times * cost(run.instruction) for run in figures.runs)
     products, in_kernels, by_kernel = total(figures.costs.flops), total(figures.kernel_flops), kernels(figures)
-    planned = StepCounts(figures.config).total_flops(figures.stage)
+    planned = step_flops.total(step_counts(figures.config), figures.stage)
     attention = {PASS.sub("", name) for name, kernel in by_kernel.items() if kernel["flops"] and not GROUPED.search(name)}
     bubble = setup.simulation().bubble_fraction_coupled if setup.train else 0.0
     collectives = sorted(figures.collectives().items(), key=lambda item: -item[1].bytes)

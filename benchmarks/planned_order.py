@@ -75,8 +75,7 @@ def main() -> int:
     from jaxtrain import cli
     from jaxtrain.costs import hardware as kinds
     from jaxtrain.devices.startup import start_jax
-    from jaxtrain.plan.exact_clock import exactly
-    from jaxtrain.plan.prediction import predict
+    from jaxtrain.plan.predict import exactly, predict
 
     configs = {}
     for layout in options.layouts.split(","):
@@ -104,7 +103,7 @@ def main() -> int:
             if turn:  # the first step is slower
                 times[layout].append(seconds)
     measured = {layout: statistics.median(values) for layout, values in times.items()}
-    plan = {layout: exactly(predict(config, hardware))[0].seconds for layout, config in configs.items()}
+    plan = {layout: exactly(predict(config, hardware)).seconds for layout, config in configs.items()}
     print(f"{'layout':24} {'planned s':>10} {'measured s':>11}  ratio")
     for layout, seconds in sorted(measured.items(), key=lambda item: item[1]):
         print(f"{layout:24} {plan[layout]:10.2f} {seconds:11.2f} {plan[layout] / seconds:6.2f}")

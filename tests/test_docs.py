@@ -22,7 +22,7 @@ import try_docs
 from jaxtrain import cli, generate, launch, train
 from jaxtrain.__main__ import COMMANDS
 from jaxtrain.checkpoint import __main__ as checkpoint_command
-from jaxtrain.config import checks, fields
+from jaxtrain.config import Config, checks, fields
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices import cluster_environment
 from jaxtrain.plan import __main__ as plan_command
@@ -143,6 +143,11 @@ def check(command: str) -> None:
             assert flag.partition("=")[0] in said, f"{rest[0]} has no {flag}"
 
 
+def planned_without_a_search(flags: types.SimpleNamespace, config: Config, recipe: Config) -> None:
+    flags.refused = True
+    plan_command.planned(flags, config, recipe)
+
+
 def check_module(module: str, arguments: list[str]) -> None:
     """As `check`, for `python -m MODULE`."""
     if module == "jaxtrain.train":
@@ -156,7 +161,7 @@ def check_module(module: str, arguments: list[str]) -> None:
         cli.checked_flags(flagged, "", checkpoint_command.FLAGS[command], lambda flags: flags, words=True)
     elif module == "jaxtrain.plan":
         if not set(arguments) & set(plan_command.COMMANDS):
-            plan_command.check_flags(arguments)
+            cli.parse_unchecked(arguments, "", plan_command.FLAGS, planned_without_a_search)
     else:
         assert module == "jaxtrain.launch"
         at = arguments.index("--")

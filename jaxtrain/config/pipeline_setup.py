@@ -115,11 +115,11 @@ def times_of(config: Config, stages: int) -> Times:
     pipeline, model, sizes = config.pipeline, config.model, transformer_of(config)
     recompute = {"full": 1.0, "selective": 0.0, "none": 0.0}[pipeline.remat] if stages > 1 else 0.0
     # A module that predicts a further token is another head, a layer and its projection, forward and backward.
-    module = model.vocab_size * model.width + sizes.token_parameters() + 2 * model.width**2
-    stage = sizes.token_parameters() * model.layers / stages
+    module = model.vocab_size * model.width + sizes.layer().per_token + 2 * model.width**2
+    stage = sizes.layer().per_token * model.layers / stages
     head = 3 * (model.vocab_size * model.width + model.mtp_depth * module) / stage
     # The dense layers before the others run forward with the embedding, and forward and backward with its gradient: four times, in two.
-    embed = 2 * model.dense_layers * sizes.token_parameters(dense=True) / stage if model.experts else 0.0
+    embed = 2 * model.dense_layers * sizes.layer(dense=True).per_token / stage if model.experts else 0.0
     known = pipeline.times
     if not known and stages > 1 and config.train.hardware:
         known = planned_op_times(config, hardware.load(config.train.hardware))

@@ -359,90 +359,66 @@ class Links:
     hardware: Hardware
 
     def seconds(self, collectives: Iterable[Collective], one_link: float = 0.0) -> dict[str, float]:
-        """Seconds by mesh axis. Several axes together count for the outermost. one_link: see `ring`."""
+        """Seconds by mesh axis. Several axes together count for the outermost.
+
+        one_link: the part of one adapter's bandwidth that a ring between islands reaches; 0: its
+                  devices in an island use all their adapters together
+        """
         by_axis: dict[str, float] = {}
         for kind, axes, size, times, devices in collectives:
             route = self._route(axes)
-            if route.devices == 1 or not size or not times:
-                continue
-            if kind == PERMUTE:
-                each = self._message(route, size)
-            elif kind in (EXCHANGE, RAGGED):
-                each = self._all_to_all(route, size)
-            else:
-                each = self._ring(route, size, one_link, devices) * (2 if kind == SUM else 1)
-            by_axis[route.axis] = by_axis.get(route.axis, 0.0) + times * each
+            if route.devices > 1 and size and times:
+                each = self._each(route, kind, size, devices or route.devices, one_link)
+                by_axis[route.axis] = by_axis.get(route.axis, 0.0) + times * each
         return by_axis
-
-    def ring(self, axes: tuple[str, ...], size: float, one_link: float = 0.0) -> float:
-        """Seconds of an all-gather or a reduce-scatter of an array of `size` bytes.
-
-        Between islands a ring is bound by the slower links. Devices of the ring that share an
-        island use their adapters together, or a single one, of which they reach the part `one_link`.
-        Simulated devices share one memory, in which a sum takes as long as a message.
-        """
-        return self._ring(self._route(axes), size, one_link)
-
-    def all_to_all(self, axes: tuple[str, ...], size: float) -> float:
-        """Seconds of an all-to-all, in which a device sends each of n an n-th of its `size` bytes: to
-        neighbours in its island over the links inside, to the others at the same time over its adapter."""
-        return self._all_to_all(self._route(axes), size)
-
-    def message(self, axis: str, size: float) -> float:
-        """Seconds in which each device passes `size` bytes to its neighbour. Between islands a message
-        goes through one adapter."""
-        return self._message(self._route((axis,)), size)
 
     def tier(self, axes: tuple[str, ...]) -> Tier:
         """The slowest tier that a ring of these axes crosses. One that does not fit an island, or does
         not divide it, crosses to the next tier on some device, and the whole ring waits for that one."""
         return self._route(axes).tier
 
-    def _ring(self, route: "_Route", size: float, one_link: float = 0.0, devices: int = 0) -> float:
-        count, tier, inside = devices or route.devices, route.tier, self.hardware.tiers[0]
-        if count == 1:
-            return 0.0
+    def _each(self, route: "_Route", kind: str, size: float, count: int, one_link: float) -> float:
+        """Seconds of one collective among `count` devices.
+
+        A permute between islands goes through one adapter. In an all-to-all a device sends to
+        neighbours in its island over the links inside, and at the same time to the others over its
+        adapter. A ring between islands is bound by the slower links. Simulated devices share one
+        memory, in which a sum takes as long as a message.
+        """
+        tier, inside, latency = route.tier, self.hardware.tiers[0], 1e-6 * route.tier.latency_us
+        if kind == PERMUTE:
+            return size / tier.bytes_per_s + latency
+        passes = 2 if kind == SUM else 1
         if self.hardware.alone > 1:
-            return (size / tier.bytes_per_s + 1e-6 * tier.latency_us) / 2
+            return passes * (size / tier.bytes_per_s + latency) / 2
+        latency *= 2 * math.log2(count)
+        if kind in (EXCHANGE, RAGGED):
+            return max(size * (route.near - 1) / inside.bytes_per_s, size * (count - route.near) / tier.bytes_per_s) / count + latency
         bytes_per_s = tier.bytes_per_s
         if tier is not inside:
             bytes_per_s = bytes_per_s * one_link if one_link else min(bytes_per_s * route.near, inside.bytes_per_s)
-        return size * (count - 1) / count / bytes_per_s + 1e-6 * tier.latency_us * math.log2(count) * 2
-
-    def _all_to_all(self, route: "_Route", size: float) -> float:
-        count, tier, inside = route.devices, route.tier, self.hardware.tiers[0]
-        if count == 1:
-            return 0.0
-        if self.hardware.alone > 1:
-            return 0.5 * (size / tier.bytes_per_s + 1e-6 * tier.latency_us)
-        seconds = max(size * (route.near - 1) / inside.bytes_per_s, size * (count - route.near) / tier.bytes_per_s) / count
-        return seconds + 1e-6 * tier.latency_us * math.log2(count) * 2
-
-    @staticmethod
-    def _message(route: "_Route", size: float) -> float:
-        return size / route.tier.bytes_per_s + 1e-6 * route.tier.latency_us
+        return passes * (size * (count - 1) / count / bytes_per_s + latency)
 
     def _route(self, axes: tuple[str, ...]) -> "_Route":
-        if axes not in self._routes:
-            self._routes[axes] = self._made_route(axes)
+        if axes in self._routes:
+            return self._routes[axes]
+        layout, tiers = self.layout, self.hardware.tiers
+        tier, near, devices, outermost = 0, 1, 1, ""
+        for axis in axes:
+            count, apart = layout.neighbours(axis)
+            if count == 1:
+                continue
+            span = count * apart
+            fits = (not t.devices or layout.devices <= t.devices or _sharing(t, span) == span for t in tiers)
+            tier = max(tier, next((n for n, fit in enumerate(fits) if fit), len(tiers) - 1))
+            near, devices = near * max(1, _sharing(tiers[0], span) // apart), devices * count
+            outermost = outermost or axis
+        self._routes[axes] = _Route(outermost, devices, tiers[tier], near if tier else devices)
         return self._routes[axes]
 
     @functools.cached_property
     def _routes(self) -> dict[tuple[str, ...], "_Route"]:
         return {}
-
-    def _made_route(self, axes: tuple[str, ...]) -> "_Route":
-        layout, tiers = self.layout, self.hardware.tiers
-        axes = tuple(axis for axis in axes if getattr(layout, axis) > 1)
-        if not axes:
-            return _Route("", 1, tiers[0], 1)
-        tier, near, devices = 0, 1, 1
-        for count, apart in map(layout.neighbours, axes):
-            span = count * apart
-            fits = (not t.devices or layout.devices <= t.devices or _sharing(t, span) == span for t in tiers)
-            tier = max(tier, next((n for n, fit in enumerate(fits) if fit), len(tiers) - 1))
-            near, devices = near * max(1, _sharing(tiers[0], span) // apart), devices * count
-        return _Route(axes[0], devices, tiers[tier], near if tier else devices)
 
 
 class _Route(NamedTuple):

@@ -407,7 +407,7 @@ def _framework_working(step: Work) -> float:
     model, layout, number = step.model, step.layout, step.program.gradient_bytes
     attention = (model.heads + 2 * model.kv_heads) * model.head_dim
     widest = max(model.mlp_width * (2 if model.gated else 1), attention) / layout.model
-    layer = model.layer_parameters() / layout.model / max(1, layout.expert)
+    layer = model.layer().all / layout.model / max(1, layout.expert)
     matrices = ITEM * layer
     if layout.zero >= 3 and layout.data > 1:
         matrices = (3 * ITEM + number) * layer + number * model.vocab_size * model.width / layout.model / layout.stage

@@ -1,30 +1,43 @@
-"""A transformer by its sizes: what its layers have of parameters, and what a token costs in each of them."""
+"""A transformer in sizes: the parameters of its layers, and what a token costs in each of them."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from typing import NamedTuple
+
+TILE = 128  # matrix units want the vocabulary in multiples of this
+COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})  # matrices whose outputs `model` splits
+WHOLE = frozenset({"latent", "router"})  # matrices that it does not split; of all others it splits the inputs
 
 
-@dataclasses.dataclass(frozen=True)
-class _LayerCounts:
-    """products: as Transformer has them; token, all, whole: parameters that a token is multiplied with, all, those that `model` does not
-    split."""
+class LayerSizes(NamedTuple):
+    """Sizes of one layer.
+
+    products:  (name, inputs, outputs) of each matrix that a token is multiplied with; its experts
+               count as one matrix, as wide as all of them
+    per_token: parameters that a token is multiplied with
+    all:       parameters with all experts, norms and biases
+    unsplit:   parameters that `model` does not split: latents, the router, norms, biases of what is
+               split by its inputs
+    """
 
     products: tuple[tuple[str, int, int], ...]
-    token: int
+    per_token: int
     all: int
-    whole: int
+    unsplit: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
     """Sizes of a model and its sequences; names as in the `model` group of a config, resolved.
 
-    gated: three matrices in an MLP, and not two; positions: rows of the table of learned positions, 0 without one; norm_vectors: of a
-    norm, 2 with a bias; value_dim, query_rank, kv_rank, rope_dim: of latent attention (mla), else 0
-    experts, experts_per_token, shared_experts, expert_width: of each of `layers`; dense_layers: before those, with an MLP
+    gated:        an MLP has three matrices, and not two
+    positions:    rows of the table of learned positions, 0 without one
+    norm_vectors: vectors of a norm, 2 with a bias
+    value_dim, query_rank, kv_rank, rope_dim: sizes of latent attention (mla), else 0
+    experts, experts_per_token, shared_experts, expert_width: of each of `layers`
+    dense_layers: layers before those, with an MLP
     capacity_factor, expert_room: for how many rows experts have room (layout.py)
-    predictions: modules that predict further tokens, each with a layer of its own
+    predictions:  modules that predict further tokens, each with a layer of its own
     """
 
     layers: int
@@ -65,66 +78,40 @@ class Transformer:
         return self.value_dim or self.score_dim
 
     def hidden(self, dense: bool = False) -> int:
-        """Columns of the hidden layer that a token goes through: of an MLP, or of all its experts together. dense: as in `products`."""
+        """Columns of a layer's hidden layer that a token goes through: an MLP's, or all its experts' together. dense: as in `layer`."""
         if dense or not self.experts:
             return self.mlp_width
         return (self.experts_per_token + self.shared_experts) * self.expert_width
 
-    def products(self, dense: bool = False) -> tuple[tuple[str, int, int], ...]:
-        """(name, inputs, outputs) of each matrix that a token is multiplied with in a layer; experts count as one, as wide as a token's.
-
-        dense: a layer of those before the others. `model` splits what is named in COLUMNS by its outputs, and the others by their inputs.
-        """
-        return self._counts[dense].products
+    def layer(self, dense: bool = False) -> LayerSizes:
+        """Sizes of one layer. dense: of those before the others, which have experts."""
+        return self._layers[dense]
 
     @functools.cached_property
-    def _counts(self) -> "dict[bool, _LayerCounts]":
+    def _layers(self) -> tuple[LayerSizes, LayerSizes]:
         """What a search asks for thousands of times, by `dense`."""
-        counts = {}
-        for dense in (False, True):
-            products = self._products(dense)
-            token = sum(inputs * outputs for _, inputs, outputs in products)
-            chosen = 0 if dense else self.experts_per_token * self.width * self.expert_width * (3 if self.gated else 2)
-            vectors = self._vectors(dense, products)
-            whole = vectors + sum(inputs * outputs for name, inputs, outputs in products if name in WHOLE)
-            split_biases = sum(outputs for name, _, outputs in products if name in COLUMNS) if self.biases else 0
-            experts = 0 if dense else self.expert_parameters() - chosen
-            counts[dense] = _LayerCounts(products, token, token + experts + split_biases + vectors, whole)
-        return counts
+        return self._layer_sizes(False), self._layer_sizes(True)
 
-    def _products(self, dense: bool) -> tuple[tuple[str, int, int], ...]:
-        width, heads = self.width, self.heads
+    def _layer_sizes(self, dense: bool) -> LayerSizes:
+        width, heads, hidden, experts = self.width, self.heads, self.hidden(dense), 0 if dense else self.experts
         if self.mla:
-            attention = [
+            products = [
                 ("latent", width, self.query_rank + self.kv_rank + self.rope_dim),
                 ("query", self.query_rank or width, heads * self.score_dim),
                 ("key_value", self.kv_rank, heads * (self.head_dim + self.value_dim)),
             ]
         else:
-            attention = [("query_key_value", width, (heads + 2 * self.kv_heads) * self.head_dim)]
-        attention.append(("attention_output", heads * self.output_dim, width))
-        hidden = self.hidden(dense)
-        if self.experts and not dense:
-            attention.append(("router", width, self.experts))
-        return (*attention, ("mlp_in", width, hidden * (2 if self.gated else 1)), ("mlp_out", hidden, width))
-
-    def token_parameters(self, dense: bool = False) -> int:
-        """Numbers of one layer's matrices that a token is multiplied with."""
-        return self._counts[dense].token
-
-    def layer_parameters(self, dense: bool = False) -> int:
-        """All parameters of one layer: all experts, norms, and biases where there are any."""
-        return self._counts[dense].all
-
-    def whole_parameters(self, dense: bool = False) -> int:
-        """Parameters of one layer that `model` does not split: latents, the router, norms, biases of what is split by its inputs."""
-        return self._counts[dense].whole
-
-    def _vectors(self, dense: bool, products: Sequence[tuple[str, int, int]]) -> int:
-        """Numbers of one layer's vectors that `model` does not split: norms, biases, and the router's count of rows by expert."""
-        norms = self.norm_vectors * (2 * self.width + self.query_rank + self.kv_rank)
-        biases = sum(outputs for name, _, outputs in products if name not in COLUMNS and name != "router")
-        return norms + biases * self.biases + (0 if dense else self.experts)
+            products = [("query_key_value", width, (heads + 2 * self.kv_heads) * self.head_dim)]
+        products += [("attention_output", heads * self.output_dim, width)] + [("router", width, experts)] * bool(experts)
+        products += [("mlp_in", width, hidden * (2 if self.gated else 1)), ("mlp_out", hidden, width)]
+        per_token = sum(inputs * outputs for _, inputs, outputs in products)
+        norms = self.norm_vectors * (2 * width + self.query_rank + self.kv_rank)
+        biases = {name: outputs * self.biases for name, _, outputs in products if name != "router"}
+        split_biases = sum(biases[name] for name in biases if name in COLUMNS)
+        vectors = norms + sum(biases.values()) - split_biases + experts  # the router counts rows by expert
+        unsplit = vectors + sum(inputs * outputs for name, inputs, outputs in products if name in WHOLE)
+        other_experts = self.expert_parameters() // experts * (experts - self.experts_per_token) if experts else 0
+        return LayerSizes(tuple(products), per_token, per_token + other_experts + split_biases + vectors, unsplit)
 
     def expert_parameters(self) -> int:
         """Parameters of all experts of one layer."""
@@ -135,17 +122,21 @@ class Transformer:
         tables = self.vocab_size * (1 if self.tied else 2) + self.positions
         return tables * self.width + self.norm_vectors * self.width
 
-    # -------------------------------------------------------------------------------------------------------- on a device
+    # ----------------------------------------------------------------------------------- on a device
 
     def device_layer_parameters(self, model: int, expert: int, dense: bool = False) -> float:
-        """Parameters of one layer on a device: `expert` splits the experts, `model` all but `whole_parameters`."""
-        whole, experts = self.whole_parameters(dense), 0 if dense else self.expert_parameters()
-        return whole + (self.layer_parameters(dense) - whole - experts * (1 - 1 / expert)) / model
+        """Parameters of one layer on a device: `expert` splits the experts, `model` all but what it leaves whole."""
+        sizes, experts = self.layer(dense), 0 if dense else self.expert_parameters()
+        return sizes.unsplit + (sizes.all - sizes.unsplit - experts * (1 - 1 / expert)) / model
 
     def device_table_parameters(self, model: int, stages: int = 1) -> float:
-        """Parameters of the tables at both ends and the last norm on a device. stages: over which the tables are split."""
-        rows = padded_vocabulary(self.vocab_size, model * stages) * (1 if self.tied else 2) / (model * stages)
-        return (rows + self.positions + self.norm_vectors) * self.width
+        """Parameters of a table of the vocabulary on a device, split over `model` and so many stages."""
+        return padded_vocabulary(self.vocab_size, model * stages) * self.width / (model * stages)
+
+    def device_end_parameters(self, model: int, stages: int = 1) -> float:
+        """Parameters of the tables at both ends and the last norm on a device."""
+        tables = (1 if self.tied else 2) * self.device_table_parameters(model, stages)
+        return tables + (self.positions + self.norm_vectors) * self.width
 
     def joining_parameters(self) -> int:
         """Parameters of a multi-token prediction module without its layer: the matrix that joins two streams and three norms
@@ -154,7 +145,7 @@ class Transformer:
 
     def parameters(self) -> int:
         """Parameters of the model without its multi-token prediction modules."""
-        return self.layers * self.layer_parameters() + self.dense_layers * self.layer_parameters(dense=True) + self.embedding_parameters()
+        return self.layers * self.layer().all + self.dense_layers * self.layer(dense=True).all + self.embedding_parameters()
 
     def attention_flops(self) -> float:
         """Forward operations of attention in one layer and sequence, each token with all tokens; causal attention needs half of them."""
@@ -162,11 +153,11 @@ class Transformer:
 
     def sequence_flops(self, causal: bool = True) -> float:
         """Forward operations of a sequence: products with matrices, attention and the head. causal: attention's half counts."""
-        tokens = 2.0 * (self.layers * self.token_parameters() + self.dense_layers * self.token_parameters(dense=True))
-        head = 2.0 * self.vocab_size * self.width * (1 + self.predictions)
-        extra = self.predictions * 2.0 * (self.token_parameters() + 2 * self.width**2)
+        layers = (self.layers + self.predictions) * self.layer().per_token + self.dense_layers * self.layer(dense=True).per_token
+        head = self.vocab_size * self.width * (1 + self.predictions)
+        joining = self.predictions * 2 * self.width**2
         attention = (self.layers + self.dense_layers + self.predictions) * self.attention_flops() * (0.5 if causal else 1.0)
-        return self.sequence * (tokens + head + extra) + attention
+        return 2.0 * self.sequence * (layers + head + joining) + attention
 
     def training_flops_per_token(self, causal: bool = True) -> float:
         """Operations of forward and backward for one token, recomputation not counted: the backward takes twice the forward (PaLM,
@@ -174,17 +165,10 @@ class Transformer:
         return 3.0 * self.sequence_flops(causal) / self.sequence
 
 
-TILE = 128  # matrix units want the vocabulary in multiples of this
-
-
 def padded_vocabulary(vocab_size: int, shards: int) -> int:
     """Rows of a table held in memory: divisible by the shards, and large vocabularies by whole tiles on each."""
     unit = shards if vocab_size < 32 * TILE else shards * TILE
     return -(-vocab_size // unit) * unit
-
-
-COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})  # matrices whose outputs `model` splits
-WHOLE = frozenset({"latent", "router"})  # those that it does not split
 
 
 def gpt(width: int, heads: int, layers: int, sequence: int = 2048, vocabulary: int = 51200, tied: bool = True) -> Transformer:

@@ -1,9 +1,10 @@
-"""`python -m jaxtrain.plan`: whether a run fits, how fast it is, how long it takes and how to lay it out, before anyone pays.
+"""`python -m jaxtrain.plan`: whether a run fits, how long it takes and how to lay it out, before anyone pays.
 
-    recipe, kind of device  ─ --layout ──→  one layout, evaluated
-                            ─ --devices ─→  the best of all layouts
+    recipe, hardware  ─ --layout ──→  one layout, evaluated
+                      ─ --devices ─→  the best of all layouts
 
-Closed forms (costs/), then the schedule's table: its slots and its exact clock; nothing is compiled and jax is not imported.
+Closed forms (costs/), then the schedule's table: its slots and its exact clock. Nothing is compiled and
+jax is not imported.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ import math
 import os
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jaxtrain import cli
 from jaxtrain import config as cfg
@@ -32,9 +34,7 @@ from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.advise import advise
 from jaxtrain.plan.explanation import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError
-from jaxtrain.plan.plans import Plan, best_plans, check_fits, plan_of
-from jaxtrain.plan.recipe import recipe_text
-from jaxtrain.plan.search import Space
+from jaxtrain.plan.search import Space, best_plans, check_fits, plan_of
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
@@ -67,6 +67,7 @@ What --json prints, of the layout or of the best:
   layout                        as --layout has it"""
 DEFAULT_HARDWARE = "h100"
 FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags that name files to write, and names for them
+WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
 MOST_TRIED = 128  # layouts over groups, where one that works is looked for
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
@@ -86,6 +87,7 @@ FLAGS = (
 
 # Flags that stand for commands with flags of their own, which import jax.
 COMMANDS = {"--calibrate": "calibrate", "--compile": "witness"}
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,39 +96,30 @@ def main(argv: Sequence[str]) -> int:
         module = importlib.import_module(f"jaxtrain.plan.{COMMANDS[command]}")
         return int(module.main([flag for flag in argv if flag != command]))
     try:
-        shown = cli.parse_unchecked(argv, DESCRIPTION, FLAGS, planned)
-        for path, content in shown.files.items():
+        output = cli.parse_unchecked(argv, DESCRIPTION, FLAGS, planned)
+        for path, content in output.files.items():
             cli.write_output(path, content)
     except RunError as error:
         print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
         return ExitStatus.BAD_CONFIG
-    print("\n".join(shown.lines))
+    print("\n".join(output.lines))
     return ExitStatus.FINISHED
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
-    """What the command has to show: lines for standard output, and the contents of files by their paths."""
+class Output:
+    """Lines for standard output, and the contents of files by their paths."""
 
     lines: Sequence[str]
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
-def check_flags(argv: Sequence[str]) -> None:
-    """Raises FlagsError for flags that cannot work, as far as they can be judged without a search."""
-
-    def checked(flags: types.SimpleNamespace, config: Config, recipe: Config) -> None:
-        flags.refused = True
-        planned(flags, config, recipe)
-
-    cli.parse_unchecked(argv, DESCRIPTION, FLAGS, checked)
-
-
-def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Shown:
-    """What the flags ask for; nothing where they are refused anyhow and it would take long. Raises UsageError or ConfigError."""
+def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
+    """The output that the flags ask for; none where they are refused anyhow and it would take long.
+    Raises UsageError or ConfigError."""
     if flags.advise:
         _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
-        return Shown(advise(flags.advise, _hardware(flags.hardware) if flags.hardware else None))
+        return Output(advise(flags.advise, _read(hardware.load, flags.hardware) if flags.hardware else None))
     if flags.assume not in PROGRAMS:
         near = difflib.get_close_matches(flags.assume, PROGRAMS, 1, 0.0)[0]
         raise UsageError(f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(PROGRAMS)})", {"assume": near})
@@ -134,64 +127,79 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Sho
         cli.check_output(flag, getattr(flags, flag), otherwise)
     if heterogeneous.is_groups(flags.hardware):
         return _planned_groups(flags, config, recipe)
-    space, tokens = _space(config, recipe, flags), flags.tokens or None
+    space, tokens = _space(config, recipe, flags, _read(hardware.load, flags.hardware or DEFAULT_HARDWARE)), flags.tokens or None
     if flags.layout:
         plans = [plan_of(_laid_out(space, flags.layout), space.hardware, flags.assume, tokens)]
     elif flags.refused:
         check_fits(_with_devices(space))
-        return Shown([])
+        return Output([])
     else:
         plans = best_plans(_with_devices(space), tokens)
-    files = {}
-    if flags.recipe:
-        files[flags.recipe] = _recipe(plans[0], flags).encode()
-    if flags.png:
-        files[flags.png] = picture.png(picture.of_layouts(plans, _model(flags)))
-    return Shown([json.dumps(plans[0].prediction.figures())] if flags.json else _lines(plans, recipe, flags), files)
+    best = plans[0]
+
+    def lines() -> list[str]:
+        others = [*table(plans), ""] if len(plans) > 1 else []
+        return [*others, *explained(best, Prices(flags.price, flags.kwh_price))]
+
+    devices = f"{best.prediction.devices:,} × {space.hardware.name}"
+    image = lambda model: picture.of_layouts(plans, model)
+    return _output(flags, best.config, recipe, devices, best.prediction.figures(), lines, image)
 
 
-def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Shown:
-    """What a layout over unequal devices is. Raises UsageError or ConfigError."""
+def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
+    """The output for a layout over groups of devices. Raises UsageError or ConfigError."""
     _refuse_others(flags, ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "png", "json"), "groups of devices")
-    groups = _groups(flags.hardware)
+    groups = _read(heterogeneous.parse, flags.hardware)
     space, count = [_space(config, recipe, flags, group.hardware) for group in groups][0], sum(group.devices for group in groups)
     if flags.devices not in (0, count):
         raise UsageError(f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}", {"devices": count})
     search.check(space)
     values = layout_flag.read(flags.layout)
+    refused = lambda rule: _layout_of_groups(rule, space, groups, values, flags.hardware)
     if not flags.layout:
-        rule = f"--hardware={flags.hardware!r} names groups, over which a --layout is planned, and none is searched"
-        raise _layout_of_groups(rule, space, groups, values, flags.hardware)
+        raise refused(f"--hardware={flags.hardware!r} names groups, over which a --layout is planned, and none is searched")
     if layout_flag.devices(values) != count:
-        rule = f"--layout is for {layout_flag.devices(values)} devices, and --hardware={flags.hardware!r} names {count}"
-        raise _layout_of_groups(rule, space, groups, values, flags.hardware)
+        raise refused(f"--layout is for {layout_flag.devices(values)} devices, and --hardware={flags.hardware!r} names {count}")
     laid_out = _laid_out(space, flags.layout)
     try:
-        found = heterogeneous.plan(laid_out.resolve(), groups, flags.assume)
+        plan = heterogeneous.plan(laid_out.resolve(), groups, flags.assume)
     except (ConfigError, UsageError):
         raise
     except ValueError as error:
-        rule = f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
-        raise _layout_of_groups(rule, space, groups, values, flags.hardware) from None
-    trained, files = cfg.replace(laid_out, dict(found.settings())), {}
+        raise refused(f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}") from None
+    figures = plan.figures(flags.tokens or None)
+    run = [run_time(flags.tokens, figures["tokens_per_s"])] if flags.tokens else []
+    trained, lines = cfg.replace(laid_out, dict(plan.settings())), lambda: [*heterogeneous.describe(plan), *run]
+    return _output(flags, trained, recipe, flags.hardware, figures, lines, lambda model: picture.of_groups(plan, model))
+
+
+def _output(
+    flags: types.SimpleNamespace,
+    config: Config,
+    recipe: Config,
+    devices: str,
+    figures: Mapping[str, Any],
+    lines: Callable[[], list[str]],
+    image: Callable[[str], Any],
+) -> Output:
+    """The output of a plan whose config is to be trained: its figures or its lines, and the requested
+    files. image: the picture of the plan, by the name of the model."""
+    files, model = {}, os.path.basename(flags.config).removesuffix(".py")
     if flags.recipe:
-        files[flags.recipe] = recipe_text(trained, f"{_model(flags)} as planned for {flags.hardware}.").encode()
+        files[flags.recipe] = recipe_text(config, f"{model} as planned for {devices}.").encode()
     if flags.png:
-        files[flags.png] = picture.png(picture.of_groups(found, _model(flags)))
-    figures = found.figures(flags.tokens or None)
+        files[flags.png] = picture.png(image(model))
     if flags.json:
-        return Shown([json.dumps(figures)], files)
-    lines = heterogeneous.describe(found)
-    if flags.tokens:
-        lines.append(run_time(flags.tokens, figures["tokens_per_s"]))
-    return Shown([*lines, *_training(flags, trained, recipe)], files)
+        return Output([json.dumps(figures)], files)
+    command = f"python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(config, recipe)}"
+    return Output([*lines(), "to train it:", f"  {command}"], files)
 
 
 def _layout_of_groups(
     rule: str, space: Space, groups: Sequence[heterogeneous.Group], values: layout_flag.Values, text_of_groups: str
 ) -> LayoutError:
-    """The error with the nearest layout over these groups that works, of those that fit if there are any; without any, with the first
-    kind of devices alone."""
+    """The error with the nearest layout over these groups that works, one that fits before others; if
+    none works, with the devices of the first group only."""
     working = []
     for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
         with contextlib.suppress(LayoutError, ConfigError):
@@ -203,44 +211,25 @@ def _layout_of_groups(
     return LayoutError(rule, {"hardware": text_of_groups.split(",")[0].rpartition(":")[0]})
 
 
-def _hardware(name: str) -> Hardware:
-    """The kind of device of this name. Raises UsageError."""
+def _read(read: Callable[[str], T], text: str) -> T:
+    """What --hardware names. Raises UsageError."""
     try:
-        return hardware.load(name)
-    except HardwareError as error:
-        raise UsageError(f"--hardware={cfg.shown(name)} {error.rule}", {"hardware": error.use}) from None
-
-
-def _groups(text: str) -> list[heterogeneous.Group]:
-    """The groups of devices that --hardware names. Raises UsageError."""
-    try:
-        return heterogeneous.parse(text)
+        return read(text)
     except HardwareError as error:
         raise UsageError(f"--hardware={cfg.shown(text)} {error.rule}", {"hardware": error.use}) from None
 
 
 def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
     """Raises UsageError for the first flag that is given and not one of these."""
-    others = [flag for flag in FLAGS if flag.name not in known and getattr(flags, flag.name) != flag.default]
-    if others:
-        given = cfg.flag_text(others[0].name, getattr(flags, others[0].name))
-        raise UsageError(f"{given} has no meaning for {what}", {others[0].name: others[0].default})
+    for flag in FLAGS:
+        value = getattr(flags, flag.name)
+        if flag.name not in known and value != flag.default:
+            raise UsageError(f"{cfg.flag_text(flag.name, value)} has no meaning for {what}", {flag.name: flag.default})
 
 
-def _lines(plans: Sequence[Plan], recipe: Config, flags: types.SimpleNamespace) -> list[str]:
-    lines = [*table(plans), ""] if len(plans) > 1 else []
-    lines += explained(plans[0], Prices(flags.price, flags.kwh_price))
-    return [*lines, *_training(flags, plans[0].config, recipe)]
-
-
-def _training(flags: types.SimpleNamespace, config: Config, recipe: Config) -> list[str]:
-    """The command that trains a config."""
-    return ["to train it:", f"  python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(config, recipe)}"]
-
-
-def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware | None = None) -> Space:
-    """The flags, checked. kind: of device, that of the flags if not given. Raises UsageError."""
-    kind, compute = kind or _hardware(flags.hardware or DEFAULT_HARDWARE), config.precision.compute
+def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
+    """What the flags ask for on this hardware. Raises UsageError where it has no peak for the config."""
+    compute = config.precision.compute
     if compute not in kind.peak_tflops and compute in cfg.fields()["precision.compute"].metadata["choices"]:
         dtype = next((dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16")
         raise UsageError(f"precision.compute={compute!r} has no peak on {kind.name}", {"config.precision.compute": dtype})
@@ -252,8 +241,8 @@ def _laid_out(space: Space, text: str) -> Config:
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
-        rest = count // values.get("data", 1)
-        fits = f" (or data={space.devices // rest} in --layout)" if space.devices % rest == 0 else ""
+        data, rest = divmod(space.devices, count // values.get("data", 1))
+        fits = "" if rest else f" (or data={data} in --layout)"
         error = LayoutError(f"--devices={space.devices} and --layout, which is for {count}, are not the same number", {"devices": count})
         raise LayoutError(error.rule, error.fixes, text=f"{error}{fits}")
     config = layout_flag.apply(space.config, values)
@@ -262,25 +251,41 @@ def _laid_out(space: Space, text: str) -> Config:
 
 
 def _with_devices(space: Space) -> Space:
-    """With the devices of the recipe's mesh, where no number is given. Raises UsageError where the mesh leaves it open."""
+    """The space with the devices of the recipe's mesh, where no number is given. Raises UsageError where
+    the mesh leaves it open."""
     if space.devices:
         return space
     sizes = [getattr(space.config.mesh, axis) for axis in AXES]
-    if any(not isinstance(size, int) or size < 1 for size in sizes):
-        least = math.prod(size for size in sizes if isinstance(size, int) and size > 0)
-        raise UsageError("--devices is not given, and the recipe's mesh leaves the number open", {"devices": least})
-    return space.on(math.prod(sizes))
+    known = [size for size in sizes if isinstance(size, int) and size > 0]
+    if len(known) < len(sizes):
+        raise UsageError("--devices is not given, and the recipe's mesh leaves the number open", {"devices": math.prod(known)})
+    return dataclasses.replace(space, devices=math.prod(sizes))
 
 
-def _recipe(plan: Plan, flags: types.SimpleNamespace) -> str:
-    """A plan's config as a recipe."""
-    devices, name = plan.prediction.devices, plan.prediction.work.hardware.name
-    return recipe_text(plan.config, f"{_model(flags)} as planned for {devices:,} × {name}.")
+# --- a config as a recipe, a Python file that --config reads ------------------------------------
 
 
-def _model(flags: types.SimpleNamespace) -> str:
-    """The recipe's name."""
-    return os.path.basename(flags.config).removesuffix(".py")
+def recipe_text(config: Config, doc: str) -> str:
+    """The file's text: every setting that is not the default. doc: one line about it."""
+    changed = [field.name for field in dataclasses.fields(config) if getattr(config, field.name) != type(getattr(config, field.name))()]
+    kinds = sorted(["Config", *(type(getattr(config, name)).__name__ for name in changed)])
+    lines = ["from jaxtrain.config import (", *(f"    {kind}," for kind in kinds), ")"]
+    body = [f"        {name}={_group(getattr(config, name))}," for name in changed]
+    return "\n".join([f'"""{doc}"""', "", *lines, "", "", "def get_config() -> Config:", "    return Config(", *body, "    )", ""])
+
+
+def _group(group: Any) -> str:
+    """A group of settings as the call that makes it, over several lines where one is not enough."""
+    values = ((field.name, getattr(group, field.name), field.default) for field in dataclasses.fields(group))
+    arguments = [
+        f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
+        for name, value, default in values
+        if value != default
+    ]
+    name, line = type(group).__name__, ", ".join(arguments)
+    if len(name) + len(line) <= WIDTH:
+        return f"{name}({line})"
+    return "\n".join([f"{name}(", *(f"            {argument}," for argument in arguments), "        )"])
 
 
 if __name__ == "__main__":

@@ -23,9 +23,8 @@ from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.work import platform_of
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.plan import planned_step
-from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.nearby import nearby
-from jaxtrain.plan.prediction import Prediction, predict
+from jaxtrain.plan.predict import Prediction, exactly, predict
 from jaxtrain.run.goodput import Part
 from jaxtrain.run.goodput_log import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
@@ -121,7 +120,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     if hardware is None:
         return [*lines, "with --hardware=NAME the planner says what else the step could be"]
     _check(workdir, measured.config, hardware)
-    now, _ = exactly(predict(measured.config.resolve(), hardware))
+    now = exactly(predict(measured.config.resolve(), hardware))
     ratio = measured.seconds / now.seconds
     lines.append(f"planned for {hardware.name}: {now.seconds:.4g} s; measured {ratio:.3g} times that")
     if not 1 / FAR <= ratio <= FAR:

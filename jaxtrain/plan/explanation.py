@@ -9,10 +9,9 @@ from jaxtrain.config import Config
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, Work
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.exact_clock import Clocked
 from jaxtrain.plan.nearby import nearby
-from jaxtrain.plan.plans import Plan
-from jaxtrain.plan.prediction import Prediction
+from jaxtrain.plan.predict import Prediction
+from jaxtrain.plan.search import Plan
 
 HOUR = 3600
 LARGE = 10**15  # from where on nobody counts digits
@@ -50,7 +49,7 @@ def flags_of(config: Config, recipe: Config) -> str:
 
 def explained(plan: Plan, prices: Prices) -> list[str]:
     """Lines for people."""
-    prediction, clock = plan.prediction, plan.clock
+    prediction = plan.prediction
     work = prediction.work
     layout = work.layout
     chunks = f" in {layout.repeats} chunks" if layout.repeats > 1 and layout.stage > 1 else ""
@@ -61,14 +60,14 @@ def explained(plan: Plan, prices: Prices) -> list[str]:
         f"  {layout.devices:,} × {work.hardware.name}, {layers}; {what}{layout.batch_shards} batch shards",
         f"  as the program {work.program.name}: {work.program.text}",
         *[f"  assumed: the busiest device of expert has {work.program.imbalance:g} times as many rows as the mean"] * (layout.expert > 1),
-        *_memory(prediction, clock),
-        *_time(prediction, clock),
+        *_memory(prediction),
+        *_time(prediction),
         *_run(prediction, prices),
         *_next(prediction),
     ]
 
 
-def _memory(prediction: Prediction, clock: Clocked | None) -> list[str]:
+def _memory(prediction: Prediction) -> list[str]:
     room, total = prediction.work.hardware.memory, prediction.memory.bytes
     verdict = "fits" if prediction.fits else "DOES NOT FIT"
     lines = [f"memory of the fullest device: {total / GIB:.1f} GiB of {room / GIB:.1f}, {verdict}"]
@@ -78,15 +77,15 @@ def _memory(prediction: Prediction, clock: Clocked | None) -> list[str]:
     lines[at + 1 : at + 1] = [f"    in slots, GiB: {', '.join(pools)}"] * bool(pools)
     gaps = total - sum(prediction.memory.parts.values())
     lines += [f"  {'between arrays':14} {gaps / GIB:8.2f} GiB  {gaps / total:6.1%}"] * (gaps > 0)
-    if clock:
-        lines.append(f"  at most {clock.in_flight:.4g} microbatches of a whole stage between forward and backward, by the table")
+    if prediction.in_flight is not None:
+        lines.append(f"  at most {prediction.in_flight:.4g} microbatches of a whole stage between forward and backward, by the table")
     return lines
 
 
-def _time(prediction: Prediction, clock: Clocked | None) -> list[str]:
+def _time(prediction: Prediction) -> list[str]:
     time, work = prediction.time, prediction.work
     lines = [f"time: {_seconds(time.seconds)} a step"]
-    if clock:
+    if prediction.in_flight is not None:
         lines[0] += f", by the exact clock of its table; {_seconds(work.step().seconds)} by closed forms"
     for name in dict.fromkeys((*time.exposed, *time.hidden)):
         exposed, hidden = time.exposed.get(name, 0.0), time.hidden.get(name, 0.0)

@@ -23,8 +23,7 @@ from jaxtrain.costs.memory import memory
 from jaxtrain.costs.step_time import MATMULS, Parts, Work
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
-from jaxtrain.plan.prediction import step_figures
-from jaxtrain.plan.tables import extrapolated, part_of
+from jaxtrain.plan.predict import extrapolated, part_of, step_figures
 from jaxtrain.schedule.coupled_clock import walk
 from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
 

@@ -1,7 +1,8 @@
-"""`--layout=data=8,stage=16,…`: how a step is laid over devices, in one flag, in the place of what a recipe says of it. No jax.
+"""`--layout=data=8,stage=16,…`: how a step is laid over devices, in one flag that replaces the recipe's layout. No jax.
 
-Axes that it does not name are 1. What else it does not name is the recipe's. `microbatch` is sequences of a microbatch on a data shard, so
-that the number of microbatches follows from the batch.
+Axes that the flag does not name are 1; everything else that it does not name is the recipe's.
+`microbatch` is the sequences of a microbatch on a data shard: the number of microbatches follows from
+the batch.
 """
 
 import difflib
@@ -26,7 +27,7 @@ SETTINGS = {
     "context": "mesh.context",
     "expert": "mesh.expert",
     "replica": "mesh.replica",
-    "microbatches": "pipeline.microbatches",
+    MICROBATCH: "pipeline.microbatches",  # their number, of which the flag names the size
     "repeats": "pipeline.repeats",
     "remat": "pipeline.remat",
     "zero": "parallel.zero",
@@ -34,7 +35,7 @@ SETTINGS = {
     "offload": "parallel.offload",
     "vocabulary": "pipeline.vocabulary",
 }
-KEYS = tuple(MICROBATCH if key == "microbatches" else key for key in SETTINGS)
+KEYS = tuple(SETTINGS)
 BATCH_AXES = ("replica", "data", "expert")
 OTHER_NAMES = {"dp": "data", "fsdp": "data", "pp": "stage", "pipeline": "stage", "tp": "model", "tensor": "model", "ep": "expert"}
 MOST_TRIED = 16  # layouts near one whose batch does not divide
@@ -51,7 +52,7 @@ def whole_number(text: str) -> int | None:
 
 
 def read(text: str) -> Values:
-    """What `--layout` names. Raises LayoutError for what is no such text."""
+    """The values that `--layout` names, by key. Raises LayoutError for what is no such text."""
     values: Values = {}
     words = list(filter(None, (word.strip() for word in text.split(","))))
     for at, word in enumerate(words):
@@ -59,8 +60,9 @@ def read(text: str) -> Values:
         instead = lambda *meant, at=at: {"layout": ",".join([*words[:at], *meant, *words[at + 1 :]])}
         if key not in KEYS:
             meant = OTHER_NAMES.get(key) or difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
+            taken, wrong = _converted(meant, value)
             rule = f"--layout names {cfg.shown(key)}, and its keys are {', '.join(KEYS)}"
-            raise LayoutError(rule, instead(f"{meant}={_meant(meant, value)}"))
+            raise LayoutError(rule, instead(f"{meant}={_example(meant) if wrong else taken}"))
         if key in values:
             raise LayoutError(f"--layout names {key} twice", instead())
         if not equals or not value:
@@ -75,25 +77,18 @@ def _example(key: str) -> Any:
     return 1 if key == MICROBATCH or key in AXES else cfg.fields()[SETTINGS[key]].default
 
 
-def _meant(key: str, text: str) -> Any:
-    """The value if the key takes it, or one that it takes."""
-    value, rule = _converted(key, text)
-    return _example(key) if rule else value
-
-
 def _converted(key: str, text: str) -> tuple[Any, str]:
-    """(a value as its setting's type, ""), or, out of the setting's own bounds and choices, (one to use, the rule that is broken)."""
-    if key not in AXES and key != MICROBATCH:
-        field = cfg.fields()[SETTINGS[key]]
-        choices = field.metadata["choices"]
-        if choices:
-            value: Any = whole_number(text) if isinstance(choices[0], int) else text
-            prefix = field.metadata["prefix"]
-            if value in choices or (prefix and text.startswith(prefix)):
-                return value, ""
-            close = difflib.get_close_matches(text, [str(choice) for choice in choices], 1, 0.0)
-            return close[0], f"and the choices are {', '.join(map(str, choices))}"
-    least, number = int(key != "repeats"), whole_number(text)  # repeats=0: as many as the schedule chooses
+    """(a value as its setting's type, ""), or, outside of the setting's bounds and choices, (one to use,
+    the rule that is broken)."""
+    field, number = cfg.fields()[SETTINGS[key]], whole_number(text)
+    choices, prefix = field.metadata["choices"], field.metadata["prefix"]
+    if choices:
+        value = number if isinstance(choices[0], int) else text
+        if value in choices or (prefix and text.startswith(prefix)):
+            return value, ""
+        names = [str(choice) for choice in choices]
+        return difflib.get_close_matches(text, names, 1, 0.0)[0], f"and the choices are {', '.join(names)}"
+    least = int(key != "repeats")  # repeats=0: as many as the schedule chooses
     if number is not None and number >= least:
         return number, ""
     return max(1, _example(key)), f"which must be a whole number from {least} on"
@@ -102,8 +97,7 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
 def of(config: Config) -> Values:
     """The layout of a resolved config whose mesh is known and whose batch divides: every key."""
     values = {key: cfg.get(config, path) for key, path in SETTINGS.items()}
-    values[MICROBATCH] = config.data.batch_size // (shards(values) * values.pop("microbatches"))
-    return {key: values[key] for key in KEYS}
+    return values | {MICROBATCH: config.data.batch_size // (shards(values) * config.pipeline.microbatches)}
 
 
 def text_of(values: Mapping[str, Any]) -> str:
@@ -117,39 +111,30 @@ def shards(values: Mapping[str, Any]) -> int:
 
 
 def devices(values: Mapping[str, Any]) -> int:
-    """How many devices a layout takes."""
+    """The number of devices of a layout."""
     return math.prod(values.get(axis, 1) for axis in AXES)
 
 
 def apply(config: Config, values: Values) -> Config:
     """The config with the layout in the place of its own. Raises LayoutError where the batch does not divide."""
-    batch = config.data.batch_size
-    if not isinstance(batch, int) or batch < 1:  # a rule of the config's own, which `check` tells
-        return _applied(config, values, config.pipeline.microbatches)
-    microbatches = _microbatches(config, values)
-    if not microbatches:
-        raise _undivided(config, values)
-    return _applied(config, values, microbatches)
-
-
-def _applied(config: Config, values: Values, microbatches: int) -> Config:
-    changes: Values = {SETTINGS[axis]: values.get(axis, 1) for axis in AXES} | {
-        "mesh.elastic": False,
-        "pipeline.microbatches": microbatches,
-    }
-    changes |= {SETTINGS[key]: value for key, value in values.items() if key not in AXES and key != MICROBATCH}
-    schedule = changes.get("pipeline.schedule", config.pipeline.schedule)
+    batch, microbatches = config.data.batch_size, config.pipeline.microbatches
+    if isinstance(batch, int) and batch > 0:  # otherwise `check` tells the rule of the config's own
+        microbatches = _microbatches(config, values)
+        if not microbatches:
+            raise _undivided(config, values)
+    settings = {SETTINGS[axis]: 1 for axis in AXES} | {SETTINGS[key]: value for key, value in values.items()}
+    settings |= {"mesh.elastic": False, SETTINGS[MICROBATCH]: microbatches}
+    schedule = settings.get("pipeline.schedule", config.pipeline.schedule)
     if "repeats" not in values and not fits_repeats(schedule, config.pipeline.repeats):
-        changes["pipeline.repeats"] = default_repeats(schedule)
-    return cfg.replace(config, changes)
+        settings["pipeline.repeats"] = default_repeats(schedule)
+    return cfg.replace(config, settings)
 
 
 def _microbatches(config: Config, values: Values) -> int:
-    """How many microbatches the batch makes; 0 where it does not divide."""
+    """The number of microbatches that the batch makes; 0 where it does not divide."""
     each, rest = divmod(config.data.batch_size, shards(values))
-    asked = config.pipeline.microbatches
-    count, left = divmod(each, values[MICROBATCH]) if MICROBATCH in values else (asked, each % asked if asked > 0 else 1)
-    return 0 if rest or left else count
+    count = each // values[MICROBATCH] if MICROBATCH in values else config.pipeline.microbatches
+    return count if count > 0 and not rest and each % values.get(MICROBATCH, count) == 0 else 0
 
 
 def _undivided(config: Config, values: Values) -> LayoutError:
@@ -186,27 +171,25 @@ def _dividing(config: Config, values: Values) -> Iterator[Values]:
 
 def _keeps_rules(config: Config, values: Values, around: Surroundings = NOTHING) -> bool:
     """Whether the batch divides, and no rule of training is broken."""
-    microbatches = _microbatches(config, values)
-    return bool(microbatches) and checks.first_broken(_applied(config, values, microbatches), around) is None
+    return bool(_microbatches(config, values)) and checks.first_broken(apply(config, values), around) is None
 
 
 def check(config: Config, values: Values, platform: str, recipe: Config) -> None:
-    """Raises LayoutError or ConfigError for the first rule of training that a config with this layout breaks, with what keeps all of
-    them."""
+    """Raises LayoutError or ConfigError for the first rule of training that a config with this layout
+    breaks, with the nearest settings that keep all rules: in --layout where it can name them."""
     around = Surroundings(None, platform, recipe)
     if error := checks.refusal(config, around):
         raise _in_layout(error, config, values, around)
 
 
 def _in_layout(error: ConfigError, config: Config, values: Values, around: Surroundings) -> LayoutError | ConfigError:
-    """The error with settings that --layout has in --layout, with the size of a microbatch that it has, if that works."""
+    """The error with settings that --layout has in --layout; with its microbatch, if that works."""
     changes = error.fixes[0] if error.fixes else {}
     others = {path: value for path, value in changes.items() if path not in SETTINGS.values()}
     if len(others) == len(changes):
         return error
     fixed = of(filled(cfg.replace(config, changes), devices(values)).resolve())
-    changed = {key for key, path in SETTINGS.items() if path in changes} | set(values)
-    named = {key: value for key, value in fixed.items() if key in changed and key != MICROBATCH}
+    named = {key: fixed[key] for key in KEYS if (SETTINGS[key] in changes or key in values) and key != MICROBATCH}
     own = {MICROBATCH: values[MICROBATCH]} if MICROBATCH in values else {}
     tried = (named | own, named | {MICROBATCH: fixed[MICROBATCH]})
     changed_config = cfg.replace(config, others)

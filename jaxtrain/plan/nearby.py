@@ -10,7 +10,7 @@ from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.work import platform_of, work_of
 from jaxtrain.costs.memory import memory
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.prediction import Prediction
+from jaxtrain.plan.predict import Prediction
 from jaxtrain.schedule.orders import INTERLEAVED, ZERO_BUBBLE
 
 REMATS, ZEROS = ("none", "selective", "full"), (0, 1, 2, 3)

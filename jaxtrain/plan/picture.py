@@ -8,8 +8,8 @@ from typing import Any
 from jaxtrain.costs.hardware import GIB
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.heterogeneous import HeterogeneousPlan
-from jaxtrain.plan.plans import Plan
-from jaxtrain.plan.prediction import Prediction
+from jaxtrain.plan.predict import Prediction
+from jaxtrain.plan.search import Plan
 
 # What a bar is named by, where it is not this.
 USUAL = {"data": 1, "stage": 1, "model": 1, "context": 1, "expert": 1, "replica": 1, "repeats": 1, "offload": "none"}

@@ -13,8 +13,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.work import kind_at_hand
 from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, FIXED
-from jaxtrain.plan.exact_clock import exactly
-from jaxtrain.plan.prediction import Prediction, predict
+from jaxtrain.plan.predict import Prediction, exactly, predict
 
 PLANNED = "planned.json"
 WORTH = 0.02  # of the step: smaller parts are not listed
@@ -58,7 +57,7 @@ def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
         return PlanAtHand(None, "" if device_kind == "cpu" else f"{device_kind!r} is not known: {use}")
     if config.precision.compute not in kind.peak_tflops:
         return PlanAtHand(None, f"{kind.name} has no peak for precision.compute={config.precision.compute}")
-    return PlanAtHand(exactly(predict(config, kind))[0])
+    return PlanAtHand(exactly(predict(config, kind)))
 
 
 def listed(parts: Mapping[str, float]) -> list[tuple[str, float]]:

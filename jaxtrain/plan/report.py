@@ -15,15 +15,15 @@ from jaxtrain.config import Config, kernels
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.config.work import layout_of, transformer_of
 from jaxtrain.costs.layout import expert_rows
+from jaxtrain.costs.step_counts import Entry
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
 from jaxtrain.plan.planned_step import plan_at_hand
-from jaxtrain.plan.step_counts import Entry, StepCounts
 from jaxtrain.run import start_up
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.training.state import bytes_per_device
-from jaxtrain.training.step import Step, abstract_batch, make_step, slot_pools, state_memory
+from jaxtrain.training.step import Step, abstract_batch, make_step, slot_pools, state_memory, step_counts
 
 
 def mebibytes(n: float) -> str:
@@ -150,7 +150,7 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
         with clock.part(Part.COMPILING):
             compiled = lowered.compile()
         lines = [*introduction(config, step), *as_compiled(step, compiled, clock.spent(Part.TRACING), clock.spent(Part.COMPILING))]
-    counts = StepCounts(config, cpu)
+    counts = step_counts(config, cpu)
     stage = counts.busiest_stage()
     device = mesh.devices.flat[0].device_kind
     shape = {name: int(size) for name, size in mesh.shape.items()}

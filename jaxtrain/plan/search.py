@@ -1,35 +1,45 @@
-"""The best layouts of a number of devices, by closed forms. No jax.
+"""The best layouts of a number of devices, or the nearest request that has any. No jax.
 
-    meshes          all sizes of the six axes whose product is the number of devices and whose rules are kept
+    meshes          sizes of the six axes whose product is the number of devices and which keep the rules
     × microbatch    divisors of a shard's sequences
-    × remat         × zero × schedule × repeats; offload alone where nothing fits without
+    × remat         × zero × schedule × repeats; offload only where nothing fits without
 
-The ops of all microbatches, one after the other, are a lower bound of a step that no schedule changes: what is above the best is passed
-over. `gpipe` is left out, since 1f1b takes as long and holds less, and so is zero=0 beside zero=1; `replica` is tried for the best alone.
-Every layout that comes back keeps the rules of training.
+Closed forms find the BEST layouts; the exact clock of their tables ranks these again. The ops of all
+microbatches, one after the other, are a lower bound of a step for every schedule: layouts whose bound
+is above the best are passed over. `gpipe` is left out, since 1f1b takes as long and holds less, and
+so is zero=0 beside zero=1; `replica` is tried for the best only.
 """
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxtrain import config as cfg
-from jaxtrain.config import Config, checks
-from jaxtrain.config.rules import divisors
+from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.config.work import OURS, platform_of, program_of, transformer_of, work_of
-from jaxtrain.costs.frameworks import Program
-from jaxtrain.costs.hardware import Hardware
+from jaxtrain.costs import hardware
+from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.memory import memory
 from jaxtrain.costs.step_time import Work
 from jaxtrain.plan import layout_flag
+from jaxtrain.plan.layout_flag import LayoutError
+from jaxtrain.plan.predict import Prediction, exactly, predict
 from jaxtrain.schedule.orders import GROWING, SCHEDULES
 
-BEST = 14  # by closed forms, which the exact clock ranks again
+SHOWN = 10
+BEST = 14  # by closed forms
 LEAST_TOKENS = 1024  # of a sequence on a device of `context`: shorter parts are not tried
 MOST_MODEL, MOST_REPLICAS, MOST_SEQUENCES, MOST_REPEATS = 64, 16, 64, 8
+MOST_TIMES = 4096  # times as many devices, among which a number that works is looked for
+MOST_NUMBERS, MOST_STAGES = 64, 512  # numbers of devices that are tried one after the other; their stages
 REMATS = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "activations", "both")
 TABLE_SETTINGS = {"pipeline.chunk_layers": (), "pipeline.times": (), "pipeline.memory": 0.0, "pipeline.layer_costs": ()}
@@ -45,10 +55,6 @@ class Space:
     devices: int
     assume: str = OURS
 
-    def on(self, devices: int) -> "Space":
-        """This space on another number of devices."""
-        return dataclasses.replace(self, devices=devices)
-
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -58,15 +64,53 @@ class Candidate:
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A config with a layout, not resolved, and what is predicted of it."""
+
+    config: Config
+    prediction: Prediction
+
+
+def plan_of(config: Config, kind: Hardware, assume: str, tokens: float | None) -> Plan:
+    """The plan of a config that keeps its rules, timed on its table where our own program trains.
+
+    Raises ConfigError for a table that cannot be made.
+    """
+    return Plan(config, exactly(predict(config.resolve(), kind, assume, tokens)))
+
+
+def best_plans(space: Space, tokens: float | None) -> list[Plan]:
+    """At most SHOWN plans, the fastest by the exact clock first.
+
+    Raises LayoutError, with the nearest request that has a plan, where no layout fits, and ConfigError
+    for a config that breaks a rule whatever its layout is.
+    """
+    check(space)
+    for candidates in by_offload(space):
+        plans = [plan for plan in _plans(space, candidates, tokens) if plan.prediction.fits]  # by its own table, too
+        if plans:
+            return sorted(plans, key=lambda plan: plan.prediction.seconds)[:SHOWN]
+    raise _none_fits(space)
+
+
+def check_fits(space: Space) -> None:
+    """Raises what `best_plans` raises, as far as that is known without a search."""
+    check(space)
+    if not _fits(space):
+        raise _none_fits(space)
+
+
 def check(space: Space) -> None:
-    """Raises ConfigError where the config breaks a rule of training whatever its layout is, and LayoutError for settings of one layout."""
+    """Raises ConfigError where the config breaks a rule of training whatever its layout is, and
+    LayoutError for settings of one layout."""
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
             use = {f"config.{path}": cfg.get(space.recipe, path)}
             rule = f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is to find"
-            raise layout_flag.LayoutError(rule, use, text=f"{layout_flag.LayoutError(rule, use)}, or a --layout of one kind of devices")
+            raise LayoutError(rule, use, text=f"{LayoutError(rule, use)}, or a --layout of one kind of devices")
     layout = _smallest(space, Layout(replica=_replicas(space)))
-    checks.check(laid_out(space, layout), Surroundings(layout.devices, platform_of(space.hardware), space.recipe))
+    checks.check(laid_out(space, layout), _environment(space, layout))
 
 
 def _smallest(space: Space, mesh: Layout) -> Layout:
@@ -77,37 +121,41 @@ def _smallest(space: Space, mesh: Layout) -> Layout:
     return dataclasses.replace(mesh, microbatch=size, microbatches=each // size)
 
 
-def search(space: Space) -> list[Candidate]:
-    """The best that fit, with as little offload as possible; empty where none fits."""
-    return next(filter(None, by_offload(space)), [])
+def _plans(space: Space, candidates: Sequence[Candidate], tokens: float | None) -> Iterator[Plan]:
+    """Plans of the candidates whose table can be made."""
+    for candidate in candidates:
+        with contextlib.suppress(ConfigError):  # the schedule is not made for so many stages and microbatches
+            yield plan_of(laid_out(space, candidate.layout), space.hardware, space.assume, tokens)
+
+
+# --- by closed forms ----------------------------------------------------------------------------
 
 
 def by_offload(space: Space) -> Iterator[list[Candidate]]:
-    """For every offload, the least first, the best that fit, fastest first: at most BEST, of each way to cut the model and schedule one."""
+    """For every offload, the least first, the best layouts that fit, fastest first: at most BEST, one
+    for each way to cut the model and schedule it."""
     return (_search(space, offload) for offload in OFFLOADS)
 
 
 def laid_out(space: Space, layout: Layout) -> Config:
     """The space's config with a layout, not resolved."""
-    return layout_flag.apply(cfg.replace(space.config, TABLE_SETTINGS), _values(layout))
-
-
-def _values(layout: Layout) -> layout_flag.Values:
-    return {key: getattr(layout, key) for key in layout_flag.KEYS if key != "vocabulary"}
+    values = {key: getattr(layout, key) for key in layout_flag.KEYS if key != "vocabulary"}
+    return layout_flag.apply(cfg.replace(space.config, TABLE_SETTINGS), values)
 
 
 def _search(space: Space, offload: str) -> list[Candidate]:
-    """With this offload. Works are tried in the order of their lower bounds, until none can be among the best."""
+    """Candidates with this offload. Cuts are tried in the order of their lower bounds, until none can
+    be among the best."""
     best: dict[tuple, Candidate] = {}
     bound = math.inf
-    for least, work in sorted(((_lower_bound(work), work) for work in _works(space, offload)), key=lambda pair: pair[0]):
+    for least, work in sorted(((_lower_bound(work), work) for work in _cuts(space, offload)), key=lambda pair: pair[0]):
         if least >= bound:
             break
         for layout in _tables(work):
-            row = _row(layout)
-            candidate = _evaluated(space, work, layout, min(bound, best[row].seconds if row in best else math.inf))
-            if candidate:
-                best[row] = candidate
+            group = (layout.stage, layout.context, layout.expert, layout.model, layout.schedule)
+            below = min(bound, best[group].seconds if group in best else math.inf)
+            if candidate := _evaluated(space, work, layout, below):
+                best[group] = candidate
                 bound = sorted(candidate.seconds for candidate in best.values())[BEST - 1] if len(best) >= BEST else math.inf
     ranked = sorted(best.values(), key=lambda candidate: candidate.seconds)[:BEST]
     return sorted((_with_replicas(space, candidate) for candidate in ranked), key=lambda candidate: candidate.seconds)
@@ -122,92 +170,95 @@ def _evaluated(space: Space, work: Work, layout: Layout, below: float) -> Candid
     return Candidate(layout, seconds) if seconds < below and _keeps_rules(space, layout) else None
 
 
+def _keeps_rules(space: Space, layout: Layout) -> bool:
+    return checks.first_broken(laid_out(space, layout), _environment(space, layout)) is None
+
+
+def _environment(space: Space, layout: Layout) -> Surroundings:
+    return Surroundings(layout.devices, platform_of(space.hardware), space.recipe)
+
+
 def _with_replicas(space: Space, best: Candidate) -> Candidate:
     """The fastest of this candidate and its variants that turn data shards into replicas."""
-    alone = best.layout
-    work = work_of(laid_out(space, alone).resolve(), space.hardware, space.assume)
-    for replica in divisors(alone.data)[1:]:
+    layout = best.layout
+    work = work_of(laid_out(space, layout).resolve(), space.hardware, space.assume)
+    for replica in divisors(layout.data)[1:]:
         if replica > MOST_REPLICAS or space.config.train.diloco_inner_steps:
             break
-        layout = dataclasses.replace(alone, replica=replica, data=alone.data // replica)
-        best = _evaluated(space, work, layout, best.seconds) or best
+        changed = dataclasses.replace(layout, replica=replica, data=layout.data // replica)
+        best = _evaluated(space, work, changed, best.seconds) or best
     return best
 
 
-def _row(layout: Layout) -> tuple:
-    """Layouts that differ in none of these are one row of the table."""
-    return (layout.stage, layout.context, layout.expert, layout.model, layout.schedule)
-
-
 def _lower_bound(work: Work) -> float:
-    """Seconds that the ops of a stage take at least, one after the other: in the smallest chunks, gathered in ops, R leaves out most."""
+    """The least seconds that the ops of a stage take, one after the other: R leaves out most in the
+    smallest chunks, whose weights are gathered in ops."""
     layout, layers = work.layout, work.model.layers
     chunks = max(1, min(MOST_REPEATS, layers // layout.stage))
     least = dataclasses.replace(work, layout=dataclasses.replace(layout, repeats=chunks, zero=3))
     return math.ceil(layers / layout.stage) * layout.microbatches * sum(op.seconds for op in least.layer().values())
 
 
-# --- what is tried -------------------------------------------------------------------------------------------------------------------
+def least_memory(space: Space) -> tuple[float, Layout] | None:
+    """The least bytes that any layout needs on the fullest device, with it; None where no mesh has so
+    many devices."""
+    least: tuple[float, Layout] | None = None
+    for work in _works(space):
+        smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")
+        for layout in _tables(dataclasses.replace(work, layout=smallest)):
+            size = memory(dataclasses.replace(work, layout=layout), space.config.model.loss_chunk).bytes
+            if not least or size < least[0]:
+                least = size, layout
+    return least
 
 
-def _works(space: Space, offload: str) -> Iterator[Work]:
-    """A work for each mesh, microbatch and recomputation."""
+# --- what is tried ------------------------------------------------------------------------------
+
+
+def _works(space: Space) -> Iterator[Work]:
+    """The work of each mesh, with one sequence in a microbatch."""
     resolved = space.config.resolve()
-    model, programs = transformer_of(resolved), _Programs(space, resolved)
-    for mesh in meshes(space):
-        each = space.config.data.batch_size // mesh.batch_shards
-        for microbatch in divisors(each):
-            if microbatch > MOST_SEQUENCES:
-                break
-            for remat in REMATS:
-                layout = dataclasses.replace(mesh, microbatch=microbatch, microbatches=each // microbatch, remat=remat, offload=offload)
-                yield Work(model, layout, programs.of(mesh.context), space.hardware, space.config.precision.compute)
+    with_context = lambda context: cfg.replace(resolved, {"mesh.context": context})  # may change attention's kernel
+    program = functools.cache(lambda context: program_of(with_context(context), space.hardware, space.assume))
+    model, dtype = transformer_of(resolved), resolved.precision.compute
+    yield from (Work(model, mesh, program(mesh.context), space.hardware, dtype) for mesh in meshes(space))
 
 
-class _Programs:
-    """The program by the size of `context`, which may decide about its kernel of attention."""
-
-    def __init__(self, space: Space, resolved: Config):
-        self._space, self._config, self._programs = space, resolved, dict[int, Program]()
-
-    def of(self, context: int) -> Program:
-        if context not in self._programs:
-            config = cfg.replace(self._config, {"mesh.context": context})
-            self._programs[context] = program_of(config, self._space.hardware, self._space.assume)
-        return self._programs[context]
+def _cuts(space: Space, offload: str) -> Iterator[Work]:
+    """The work of each mesh, microbatch and recomputation."""
+    for work in _works(space):
+        each = space.config.data.batch_size // work.layout.batch_shards
+        sizes = [size for size in divisors(each) if size <= MOST_SEQUENCES]
+        for size, remat in itertools.product(sizes, REMATS):
+            cut: dict[str, Any] = {"microbatch": size, "microbatches": each // size, "remat": remat, "offload": offload}
+            yield dataclasses.replace(work, layout=dataclasses.replace(work.layout, **cut))
 
 
 def meshes(space: Space) -> Iterator[Layout]:
-    """Every mesh of so many devices that keeps the rules, as a layout of one sequence in a microbatch."""
-    config, n = space.config, space.devices
-    m, tokens = config.model, config.data.sequence_length
-    replicas = _replicas(space)
-    stages = [size for size in divisors(n) if size <= m.layers]
+    """Every mesh of so many devices that keeps the rules, as a layout."""
+    m, data, n, replicas = space.config.model, space.config.data, space.devices, _replicas(space)
     models = [size for size in divisors(n) if size <= MOST_MODEL and m.heads % size == 0]
-    contexts = [size for size in divisors(n) if size == 1 or tokens // size >= LEAST_TOKENS]
+    contexts = [size for size in divisors(n) if size == 1 or data.sequence_length // size >= LEAST_TOKENS]
     experts = [size for size in divisors(n) if m.experts and m.experts % size == 0] or [1]
-    for model in models:
-        for context in (size for size in contexts if n % (model * size) == 0):
-            for expert in (size for size in experts if n % (model * context * size) == 0):
-                if not _axes_fit(space, Layout(model=model, context=context, expert=expert, replica=replicas)):
-                    continue
-                for stage in (size for size in stages if n % (model * context * expert * size) == 0):
-                    shards = n // (model * context * expert * stage)
-                    if config.data.batch_size % (shards * expert):
-                        continue
-                    if shards % replicas == 0:
-                        yield Layout(shards // replicas, stage, model, context, expert, replicas)
+    for model, context, expert in itertools.product(models, contexts, experts):
+        inside = Layout(model=model, context=context, expert=expert, replica=replicas)
+        if n % (model * context * expert) or not _cuts_evenly(space, inside):
+            continue
+        for stage in (size for size in divisors(n // (model * context * expert)) if size <= m.layers):
+            shards = n // (model * context * expert * stage)
+            if shards % replicas == 0 and data.batch_size % (shards * expert) == 0:
+                yield dataclasses.replace(inside, data=shards // replicas, stage=stage)
 
 
 def _replicas(space: Space) -> int:
-    """1, or as many as train apart: their number is no matter of speed."""
+    """1, or the number of independent replicas, which does not matter for speed."""
     return max(1, space.config.mesh.replica) if space.config.train.diloco_inner_steps else 1
 
 
-def _axes_fit(space: Space, layout: Layout) -> bool:
-    """Whether these axes cut what they cut evenly, with one data shard and stage and a batch that divides."""
-    config = cfg.replace(space.config, TABLE_SETTINGS | {"data.batch_size": layout.batch_shards})
-    return _keeps(space, layout_flag.apply(config, _values(layout)), layout.devices)
+def _cuts_evenly(space: Space, layout: Layout) -> bool:
+    """Whether these axes keep the rules with one data shard and stage and a batch that divides."""
+    config = cfg.replace(space.config, {"data.batch_size": layout.batch_shards})
+    return _keeps_rules(dataclasses.replace(space, config=config), layout)
 
 
 def _tables(work: Work) -> Iterator[Layout]:
@@ -224,27 +275,60 @@ def _tables(work: Work) -> Iterator[Layout]:
                     yield dataclasses.replace(layout, zero=zero, schedule=name, repeats=repeats)
 
 
-def _keeps_rules(space: Space, layout: Layout) -> bool:
-    return _keeps(space, laid_out(space, layout), layout.devices)
+# --- where none fits ----------------------------------------------------------------------------
 
 
-def _keeps(space: Space, config: Config, devices: int) -> bool:
-    return checks.first_broken(config, Surroundings(devices, platform_of(space.hardware), space.recipe)) is None
+def _none_fits(space: Space) -> LayoutError:
+    """Why a search found nothing, and the nearest request that works: with other devices, a larger
+    batch, fewer layers, shorter sequences."""
+    least, batch, layers = least_memory(space), space.config.data.batch_size, space.config.model.layers
+    requests: list[dict[str, Any]] = []
+    if least is None:
+        rule = f"--devices={space.devices}: no layout uses so many devices with data.batch_size={batch} and model.layers={layers}"
+        requests += [{"devices": number} for number in itertools.islice(_usable_numbers(space), MOST_NUMBERS)]
+        requests += [{"config.data.batch_size": space.devices * max(1, batch // space.devices)}]  # a sequence each, or some
+    else:
+        size, layout = least
+        parts = ", ".join(f"{axis}={getattr(layout, axis)}" for axis in ("stage", "model", "data", "expert") if getattr(layout, axis) > 1)
+        rule = f"--devices={space.devices}: no layout fits into {space.hardware.memory / GIB:.1f} GiB of {space.hardware.name}"
+        if size > space.hardware.memory:
+            rule += f": the smallest{f', {parts},' * bool(parts)} needs {size / GIB:.1f} GiB"
+        multiples = sorted(base << power for base in (2, 3) for power in range(MOST_TIMES.bit_length()))
+        requests += [{"devices": space.devices * times} for times in multiples if times <= MOST_TIMES]
+    kinds = sorted(map(hardware.load, hardware.known()), key=lambda kind: kind.memory)
+    requests += [{"hardware": kind.name} for kind in kinds]
+    requests += [{"config.model.layers": fewer} for fewer in _halves(layers)]
+    requests += [{"config.model.layers": 1, "config.data.sequence_length": n} for n in _halves(space.config.data.sequence_length)]
+    return LayoutError(rule, next((flags for flags in requests if _fits(_with_flags(space, flags))), {"config": "tiny"}))
 
 
-# --- where none fits -----------------------------------------------------------------------------------------------------------------
+def _halves(number: int) -> list[int]:
+    """Half of a number, a quarter, and so on."""
+    return [number >> power for power in range(1, number.bit_length())]
 
 
-def least_memory(space: Space) -> tuple[float, Layout] | None:
-    """The least bytes that any layout needs on the fullest device, with it; None where no mesh has so many devices."""
-    least: tuple[float, Layout] | None = None
-    resolved = space.config.resolve()
-    model, programs = transformer_of(resolved), _Programs(space, resolved)
-    for mesh in meshes(space):
-        smallest = dataclasses.replace(_smallest(space, mesh), remat="full", offload="both")
-        work = Work(model, smallest, programs.of(mesh.context), space.hardware, space.config.precision.compute)
-        for layout in _tables(work):
-            size = memory(dataclasses.replace(work, layout=layout), space.config.model.loss_chunk).bytes
-            if not least or size < least[0]:
-                least = size, layout
-    return least
+def _usable_numbers(space: Space) -> list[int]:
+    """Numbers of devices of which data shards divide the batch, the nearest to the requested one first."""
+    m, data = space.config.model, space.config.data
+    models = [size for size in divisors(m.heads) if size <= MOST_MODEL]
+    contexts = [size for size in divisors(data.sequence_length) if size == 1 or data.sequence_length // size >= LEAST_TOKENS]
+    inside = {model * context for model in models for context in contexts}
+    stages = {size * stage for size in inside for stage in range(1, min(m.layers, MOST_STAGES) + 1)}
+    return near(space.devices, {size * shards for size in stages for shards in divisors(data.batch_size)})
+
+
+def _with_flags(space: Space, flags: dict[str, Any]) -> Space:
+    """The space of a request with these flags."""
+    settings = {name.removeprefix("config."): value for name, value in flags.items() if name.startswith("config.")}
+    kind = hardware.load(flags["hardware"]) if "hardware" in flags else space.hardware
+    config = cfg.replace(space.config, settings)
+    return dataclasses.replace(space, config=config, hardware=kind, devices=flags.get("devices", space.devices))
+
+
+def _fits(space: Space) -> bool:
+    """Whether a layout fits, by closed forms, and keeps all rules."""
+    with contextlib.suppress(ConfigError, LayoutError):
+        check(space)
+        least = least_memory(space)
+        return least is not None and least[0] <= space.hardware.memory
+    return False

@@ -31,11 +31,10 @@ from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import INSTALL_COMMAND, Compiled, Refused, Topology, TopologyError, compile_config, compilers
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.prediction import predict
-from jaxtrain.plan.step_counts import StepCounts
-from jaxtrain.plan.tables import with_op_times
+from jaxtrain.plan.predict import predict, with_op_times
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.training.step import step_counts
 
 GIB = 2**30
 # The planner's part → what a program is known to hold of it, by `training.step.state_memory`; all else is the rest of both.
@@ -271,7 +270,7 @@ def _crossings(config: Config, figures: StepFigures) -> list[Crossing]:
         asynchronous[kind, axes] += round(traffic.asynchronous)
         beside[kind, axes] += round(traffic.hidden)
     planned: collections.Counter[tuple[str, str]] = collections.Counter()
-    for entry in StepCounts(config).volume(figures.stage):
+    for entry in step_counts(config).volume(figures.stage):
         planned[entry.kind, "·".join(entry.axes)] += entry.bytes
     keys = sorted({*sent, *planned}, key=lambda key: (-max(sent[key], planned[key]), key))
     part = lambda of, key: of[key] / bytes_[key] if bytes_[key] else 0.0

@@ -8,18 +8,22 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
 from jaxtrain.config import Config, ConfigError
 from jaxtrain.config.pipeline_setup import Setup, make_setup
-from jaxtrain.costs.collectives import FLOAT32
+from jaxtrain.config.work import layout_of, transformer_of
+from jaxtrain.costs.collectives import FLOAT32, StepCollectives
+from jaxtrain.costs.step_counts import StepCounts
+from jaxtrain.costs.step_time import bytes_of
 from jaxtrain.devices.compiler_options import compiler_options
-from jaxtrain.devices.mesh import CONTEXT, batch_shards
+from jaxtrain.devices.mesh import AXES, CONTEXT, batch_shards, sizes_of
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import Parts, build
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Zero
+from jaxtrain.runtime.loss import cut_count
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.metrics import StepMetrics, mean_over_replicas
@@ -232,6 +236,31 @@ def state_memory(config: Config, step: Step) -> dict[str, int]:
         host["slots"] = sum(size for kind, size in pools.items() if kind in step.host_pools)
         kinds["slots"] = sum(pools.values()) - host["slots"]
     return kinds | {f"{kind} on the host": n for kind, n in host.items() if n}
+
+
+def step_counts(config: Config, cpu: bool = False) -> StepCounts:
+    """The counts of the step of a resolved config whose mesh is known. cpu: as XLA's CPU backend lowers collectives."""
+    setup, layout = make_setup(config), layout_of(config)
+    # No device is needed: layouts ask a mesh for its sizes alone.
+    state = make_layout(config, setup, AbstractMesh(sizes_of(config.mesh), AXES))  # type: ignore[arg-type]
+    tokens = config.data.sequence_length // config.mesh.context
+    collectives = StepCollectives(
+        transformer_of(config),
+        layout,
+        item=bytes_of(config.precision.compute),
+        read=bytes_of(config.precision.compute),
+        reduced=FLOAT32 if cpu else bytes_of(config.precision.reduce),
+        updated=FLOAT32,
+        context=config.parallel.context,
+        shares_vocabulary=setup.shares_vocabulary,
+        gathers_in_ops=config.parallel.zero == 3 and config.parallel.gather == "layer",
+        reduces_in_ops=config.parallel.reduce == "microbatch",
+        documents=not config.data.attend_across_documents,
+        loss_cuts=cut_count(layout.microbatch, tokens, config.mesh.model, config.model.loss_chunk),
+        cpu=cpu,
+        outer_int8=config.precision.outer == "int8",
+    )
+    return StepCounts(collectives, parameters_of(state), setup.placement, setup.train, state.independent_replicas)
 
 
 def slot_pools(step: Step) -> dict[str, tuple[int, int]]:

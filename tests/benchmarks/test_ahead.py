@@ -4,6 +4,7 @@ import json
 
 import ahead as benchmark
 import pytest
+import step_flops
 from ahead_figures import as_dict, is_copy
 from support import ROOT
 from support.step_text import CONFIG, STEP, TICKS
@@ -16,8 +17,8 @@ from jaxtrain.hlo.cost import Costs
 from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import INSTALL_COMMAND, Platform, parse
-from jaxtrain.plan.step_counts import StepCounts
 from jaxtrain.schedule.columns import columns
+from jaxtrain.training.step import step_counts
 
 CLOCK = 1e9 * load("tpu-v5p").clock_ghz
 SIZE = 4 * 64 * 16 * 512  # bytes
@@ -117,7 +118,7 @@ def test_what_it_says_of_a_step():
     found, runs = as_dict(StepFigures(CONFIG, "v5p", compiled)), int(RUNS["K0"][:, 0].sum())
     backward = int(RUNS["B0"][:, 0].sum())
     assert found["memory"] == {"arguments": 5, "temporary": 7}
-    planned = StepCounts(CONFIG).total_flops(found["stage"])
+    planned = step_flops.total(step_counts(CONFIG), found["stage"])
     assert found["flops"]["products"] == runs * DOT and found["flops"]["planned"] == planned.total > planned.once > 0
     assert found["kernels"]["pallas splash_mha_fwd"]["times"] == runs and "AllocateBuffer" not in found["kernels"]
     assert found["attention"] == "pallas splash_mha"

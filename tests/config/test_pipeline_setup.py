@@ -57,10 +57,10 @@ def test_times():
     cfg = small.config((1, 4, 1), changes={"model.layers": 12})
     m = cfg.model
     layer = 4 * 32 * 32 + 3 * 32 * 64
-    assert transformer_of(cfg).token_parameters() == layer
+    assert transformer_of(cfg).layer().per_token == layer
     experts = {"model.experts": 8, "model.experts_per_token": 2, "model.shared_experts": 1, "model.expert_width": 16}
     with_experts = transformer_of(small.config(changes=experts))
-    assert with_experts.token_parameters() == 4 * 32 * 32 + 3 * 32 * 3 * 16 + 32 * 8  # what a token takes; the router
+    assert with_experts.layer().per_token == 4 * 32 * 32 + 3 * 32 * 3 * 16 + 32 * 8  # what a token takes; the router
     head = 3 * m.vocab_size * m.width / (3 * layer)
     times = times_of(cfg, 4)
     assert (times.F, times.B, times.W, times.R) == (1, 1, 1, 1) and times.head == pytest.approx(head)

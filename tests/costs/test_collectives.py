@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxtrain.costs.collectives import Links
+from jaxtrain.costs.collectives import EXCHANGE, GATHER, Collective, Links
 from jaxtrain.costs.hardware import Tier, load
 from jaxtrain.costs.layout import Layout
 
@@ -15,22 +15,27 @@ def links(**layout: int) -> Links:
     return Links(Layout(**layout), ISLANDS)
 
 
+def seconds(over: Links, kind: str, axis: str) -> float:
+    """Seconds of a collective of 1 GB over an axis."""
+    return over.seconds([Collective(kind, (axis,), 1e9)]).get(axis, 0.0)
+
+
 @pytest.mark.parametrize("expert, model, outside", [(32, 1, 24), (32, 2, 28), (8, 8, 7)])
 def test_a_device_sends_its_rows_over_its_own_adapter(expert, model, outside):
     """1 GB in equal parts to all experts: those of other islands over 50 GB/s, whatever the neighbours send."""
-    assert links(expert=expert, model=model, data=2).all_to_all(("expert",), 1e9) == pytest.approx(outside / expert / 50)
+    assert seconds(links(expert=expert, model=model, data=2), EXCHANGE, "expert") == pytest.approx(outside / expert / 50)
 
 
 def test_an_exchange_inside_an_island():
-    assert links(expert=4, data=8).all_to_all(("expert",), 1e9) == pytest.approx(0.75 / 400) == links(expert=4).ring(("expert",), 1e9)
-    assert links(data=4).all_to_all(("expert",), 1e9) == 0
+    assert seconds(links(expert=4, data=8), EXCHANGE, "expert") == pytest.approx(0.75 / 400) == seconds(links(expert=4), GATHER, "expert")
+    assert seconds(links(data=4), EXCHANGE, "expert") == 0
 
 
 def test_an_axis_that_does_not_divide_an_island_leaves_it():
     """Rows of six on islands of eight begin anywhere: two at least lie together and send over two adapters. Six alone fit."""
     straddling = links(model=6, data=8)
     assert straddling.tier(("model",)).name == "outside"
-    assert straddling.ring(("model",), 1e9) == pytest.approx(5 / 6 / 100)
+    assert seconds(straddling, GATHER, "model") == pytest.approx(5 / 6 / 100)
     assert links(model=6).tier(("model",)).name == links(model=4, data=64).tier(("model",)).name == "inside"
 
 

@@ -10,7 +10,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.work import work_of
 from jaxtrain.costs.hardware import load
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.plan.tables import slots_of, with_op_times
+from jaxtrain.plan.predict import slots_of, with_op_times
 from jaxtrain.training.step import make_step
 
 LAYOUTS = {

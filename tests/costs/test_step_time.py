@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jaxtrain.costs.collectives import EXCHANGE, GATHER, SUM, Collective
 from jaxtrain.costs.frameworks import PROGRAMS
 from jaxtrain.costs.hardware import load
 from jaxtrain.costs.layout import Layout
@@ -67,7 +68,8 @@ def test_tensor_parallelism_beyond_a_node_costs_more():
 def test_an_axis_over_nodes_has_their_links_together():
     """Eight neighbours of a node send over eight adapters, one of each node over one."""
     wide, narrow = work(Layout(data=64)), work(Layout(data=64, model=8))
-    assert narrow.links.ring(("data",), 1e9) > 4 * wide.links.ring(("data",), 1e9)
+    gather = [Collective(GATHER, ("data",), 1e9)]
+    assert narrow.links.seconds(gather)["data"] > 4 * wide.links.seconds(gather)["data"]
 
 
 def test_zero_3_loses_where_devices_are_many():
@@ -97,10 +99,9 @@ def test_experts_axis_sums_what_its_devices_share():
     assert four.device_parameters().all - four.device_parameters().experts == pytest.approx(shared, rel=1e-6)
     rows = 1.1 * one.tokens * 2 * 4096 * 2  # the busiest device's, to two experts each, in 16 bits
     ways, weights = 5, rows / 4096 * 2  # there and back in F and B; R does not bring them back. With F, R and B go float32 weights
-    sums = 2 * four.links.ring(("expert",), 4 * shared / 2)  # a device's half of what `data` has summed
-    assert four.step().exposed["expert"] == pytest.approx(
-        sums + 32 * (ways * four.links.all_to_all(("expert",), rows) + 3 * four.links.all_to_all(("expert",), weights)), rel=1e-3
-    )
+    sums = Collective(SUM, ("expert",), 4 * shared / 2)  # a device's half of what `data` has summed
+    exchanges = [Collective(EXCHANGE, ("expert",), rows, 32 * ways), Collective(EXCHANGE, ("expert",), weights, 32 * 3)]
+    assert four.step().exposed["expert"] == pytest.approx(four.links.seconds([sums, *exchanges])["expert"], rel=1e-3)
 
 
 def test_memory_by_zero_and_recomputation():

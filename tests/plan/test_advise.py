@@ -12,7 +12,7 @@ from jaxtrain.costs.hardware import load
 from jaxtrain.plan import advise
 from jaxtrain.plan.advise import AdviceError, read
 from jaxtrain.plan.planned_step import PLANNED, PlannedStep, Trace
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.predict import predict
 
 SETTINGS = {"mesh.data": 8, "mesh.model": 8, "pipeline.microbatches": 8, "data.batch_size": 64, "pipeline.remat": "full"}
 H100 = load("h100")

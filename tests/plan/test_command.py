@@ -15,9 +15,8 @@ from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.frameworks import PROGRAMS
 from jaxtrain.costs.hardware import known, load
-from jaxtrain.plan import exact_clock, layout_flag, plans, tables
+from jaxtrain.plan import layout_flag, predict, search
 from jaxtrain.plan.__main__ import main
-from jaxtrain.plan.prediction import predict
 
 sys.path.append(str(ROOT / "scripts"))
 
@@ -203,7 +202,7 @@ def test_a_large_batch(plan):
 
 def test_a_model_that_fits_nowhere(plan, monkeypatch):
     """The numbers that are named work."""
-    monkeypatch.setattr(plans, "MOST_TIMES", 1)
+    monkeypatch.setattr(search, "MOST_TIMES", 1)
     large = ["--config=tiny", "--config.model.width=4096", "--config.model.layers=512", "--devices=1", "--hardware=tpu-v5e"]
     flags = plan(*large)[1].partition(": use ")[2].split()
     assert flags and all(flag.startswith("--config.") for flag in flags)
@@ -219,13 +218,13 @@ def test_settings_of_one_layout_are_no_searchs(plan):
 def test_long_steps_are_timed_in_part(monkeypatch):
     """Two shorter steps say what the whole table says."""
     config = layout_flag.apply(load_recipe(find_recipe("gpt2_124m")), layout_flag.read("data=4,stage=4,microbatch=1,schedule=zb_h1"))
-    prediction = predict(config.resolve(), load("h100"))
+    prediction = predict.predict(config.resolve(), load("h100"))
     microbatches = prediction.work.layout.microbatches
-    assert microbatches > tables.LEAST_ROUNDS * 4
-    monkeypatch.setattr(tables, "CELLS", 16 * microbatches)
-    whole, _ = exact_clock.exactly(prediction)
-    monkeypatch.setattr(tables, "CELLS", 0)
-    part, _ = exact_clock.exactly(prediction)
+    assert microbatches > predict.LEAST_ROUNDS * 4
+    monkeypatch.setattr(predict, "CELLS", 16 * microbatches)
+    whole = predict.exactly(prediction)
+    monkeypatch.setattr(predict, "CELLS", 0)
+    part = predict.exactly(prediction)
     assert part.seconds == pytest.approx(whole.seconds, rel=1e-2) and part.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-2)
     assert part.time.exposed["matmuls"] == pytest.approx(whole.time.exposed["matmuls"], rel=1e-2)
 
@@ -233,9 +232,9 @@ def test_long_steps_are_timed_in_part(monkeypatch):
 def test_long_steps_of_auto_are_timed_in_part(monkeypatch):
     """One shorter step, after which the busiest stage does not wait, says nearly what the whole table says."""
     config = layout_flag.apply(load_recipe(find_recipe("gpt2_124m")), layout_flag.read("data=64,stage=2,microbatch=1,schedule=auto"))
-    whole, _ = exact_clock.exactly(predict(config.resolve(), load("h100")))
-    monkeypatch.setattr(tables, "AUTO_CELLS", 0)
-    part, _ = exact_clock.exactly(predict(config.resolve(), load("h100")))
+    whole = predict.exactly(predict.predict(config.resolve(), load("h100")))
+    monkeypatch.setattr(predict, "AUTO_CELLS", 0)
+    part = predict.exactly(predict.predict(config.resolve(), load("h100")))
     assert part.seconds != whole.seconds and part.seconds == pytest.approx(whole.seconds, rel=2e-2)
 
 

@@ -9,9 +9,8 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.work import work_of
 from jaxtrain.costs.hardware import HardwareError, load
 from jaxtrain.plan import heterogeneous
-from jaxtrain.plan.exact_clock import exactly
 from jaxtrain.plan.heterogeneous import parse, plan, split_layers
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.predict import exactly, predict
 
 MIXED = "a100-80gb:512,h100:512"
 
@@ -60,7 +59,7 @@ def test_one_group_is_the_plan_of_its_kind(schedule, remat):
     settings = {"mesh.data": 8, "mesh.replica": 2, "mesh.stage": 4, "pipeline.microbatches": 32, "pipeline.remat": remat}
     recipe = load_recipe(find_recipe("llama3_8b"))
     laid_out = configs.replace(recipe, settings | {"pipeline.schedule": schedule, "pipeline.repeats": 1}).resolve()
-    one, _ = exactly(predict(laid_out, load("h100")))
+    one = exactly(predict(laid_out, load("h100")))
     assert plan(laid_out, parse("h100:64")).seconds == pytest.approx(one.seconds, rel=5e-3)
 
 

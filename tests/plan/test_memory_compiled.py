@@ -17,7 +17,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.costs.memory import memory
 from jaxtrain.plan import layout_flag, witness
-from jaxtrain.plan.prediction import Prediction, predict
+from jaxtrain.plan.predict import Prediction, predict
 
 COMPILED = json.loads(pathlib.Path(__file__).with_name("compiled_memory.json").read_text())
 WORST = 0.06  # of the compiler's bytes: what XLA leaves between arrays differs so much from layout to layout

@@ -11,7 +11,7 @@ from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.devices.mesh import make_mesh, sizes_of
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.predict import predict
 from jaxtrain.training.state import bytes_per_device
 from jaxtrain.training.step import Step, make_step, slot_pools
 

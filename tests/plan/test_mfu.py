@@ -13,7 +13,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.work import transformer_of
 from jaxtrain.costs.hardware import known, load
 from jaxtrain.models import transformer
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.predict import predict
 from jaxtrain.training.reporting import Speedometer
 
 sys.path.append(str(ROOT / "benchmarks"))

@@ -11,10 +11,9 @@ from jaxtrain.config.checks import check_devices
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import load_recipe
 from jaxtrain.costs.hardware import load
-from jaxtrain.plan.prediction import predict
+from jaxtrain.plan.predict import predict
 from jaxtrain.plan.report import introduction
-from jaxtrain.plan.step_counts import StepCounts
-from jaxtrain.training.step import make_step
+from jaxtrain.training.step import make_step, step_counts
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def test_json_alone_on_standard_output(folder):
     config = apply(load_recipe(folder / "recipe.py"), [(path, str(value)) for path, value in changes.items()])
     config = check_devices(config, 2).resolve()
     assert found["mesh"] == {"replica": 1, "data": 2, "stage": 1, "context": 1, "expert": 1, "model": 1, "devices": 2, "device": "cpu"}
-    counts = StepCounts(config, cpu=True)
+    counts = step_counts(config, cpu=True)
     assert found["stage"] == counts.busiest_stage()
     rows = counts.volume(found["stage"])
     assert [(row["op"], row["kind"], tuple(row["axes"]), row["bytes"]) for row in found["account"]] == [

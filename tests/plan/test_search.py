@@ -8,9 +8,9 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.config.work import work_of
 from jaxtrain.costs.hardware import load
 from jaxtrain.costs.memory import memory
-from jaxtrain.plan import search as searching
+from jaxtrain.plan import search
 from jaxtrain.plan.layout_flag import of
-from jaxtrain.plan.search import Space, laid_out, search
+from jaxtrain.plan.search import Space, by_offload, laid_out
 
 
 @pytest.mark.parametrize("recipe, devices", [("gpt_1t", 3072), ("gpt2_124m", 12), ("llama3_8b", 7), ("llama3_8b", 67)])
@@ -18,7 +18,7 @@ def test_layouts(recipe, devices):
     """As many devices as asked for, each layout once, fastest first, and all fit; data shards as replicas where those are faster."""
     config = load_recipe(find_recipe(recipe))
     space = Space(config, config, load("a100-80gb"), devices)
-    found = search(space)
+    found = next(filter(None, by_offload(space)), [])
     assert (found == []) == (devices == 67), "67 share out neither layers nor batch; 7 are stages"
     assert [c.layout.devices for c in found] == [devices] * len(found) and len({c.layout for c in found}) == len(found)
     assert [c.seconds for c in found] == sorted(c.seconds for c in found)
@@ -34,8 +34,8 @@ def test_layouts(recipe, devices):
 def test_no_step_is_shorter_than_its_bound(recipe, devices):
     """Whatever the schedule, the number of chunks and ZeRO's stage: what is passed over for its bound is not among the best."""
     config = load_recipe(find_recipe(recipe))
-    works = list(searching._works(Space(config, config, load("h100"), devices), "none"))[::7]
+    works = list(search._cuts(Space(config, config, load("h100"), devices), "none"))[::7]
     with_layout = lambda work, layout: dataclasses.replace(work, layout=layout)
-    tables = [(searching._lower_bound(work), with_layout(work, layout)) for work in works for layout in searching._tables(work)]
+    tables = [(search._lower_bound(work), with_layout(work, layout)) for work in works for layout in search._tables(work)]
     assert any(work.layout.repeats > 1 for _, work in tables) and any(work.layout.zero == 3 for _, work in tables)
     assert all(bound <= work.step().seconds * (1 + 1e-12) for bound, work in tables)

@@ -14,7 +14,7 @@ from jaxtrain.hlo import topology
 from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.topology import INSTALL_COMMAND, parse
 from jaxtrain.plan import witness
-from jaxtrain.plan.step_counts import StepCounts
+from jaxtrain.training.step import step_counts
 
 MEMORY = {"argument": 3 * 10**9, "temp": 4 * 10**9, "output": 3 * 10**9, "alias": 3 * 10**9, "host_argument": 0, "host_temp": 0}
 KNOWN = {"parameters": 10**9, "moments": 2 * 10**9, "accumulators": 10**9, "slots": 5 * 10**8, "outer": 10**8, "slots on the host": 7}
@@ -81,7 +81,7 @@ def test_collectives_beside_the_account():
     (permute,) = [c for c in record.crossings if c.kind == "collective-permute"]
     assert (permute.axes, permute.compiled) == ("stage", 2 * TICKS * SIZE)
     assert permute.asynchronous == 1 and permute.beside == pytest.approx(0.5)  # the other is done before the ops begin
-    assert sum(c.planned for c in record.crossings) == sum(entry.bytes for entry in StepCounts(CONFIG).volume(record.stage))
+    assert sum(c.planned for c in record.crossings) == sum(entry.bytes for entry in step_counts(CONFIG).volume(record.stage))
     (missing,) = [c for c in record.crossings if c.kind == "reduce-scatter"]
     assert missing.compiled == 0 < missing.planned
 

@@ -9,8 +9,7 @@ from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import Hardware, Matmul, Tier, load
 from jaxtrain.costs.step_time import BUBBLE
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.exact_clock import clocked, exactly
-from jaxtrain.plan.prediction import Prediction, predict
+from jaxtrain.plan.predict import Prediction, exactly, predict
 
 # Eight devices on two cores, as --calibrate writes it.
 SIMULATED = Hardware(
@@ -28,13 +27,13 @@ def predicted(layout: str, hardware: Hardware = SIMULATED, recipe: str = "tiny",
 def test_who_has_no_table(layout):
     """One stage, and a program of others."""
     prediction = predicted(layout, load("h100"), assume="megatron_core" if "stage" in layout else "jaxtrain")
-    exact, clock = exactly(prediction)
-    assert clock is None and exact is prediction
+    exact = exactly(prediction)
+    assert exact is prediction and exact.in_flight is None
 
 
 def test_gpipe_computes_all_of_it_again_on_shared_cores():
     """1F1B's last stage has no R, for its B follows its F; GPipe's has. What one of the stages is busy with the others wait for, or use."""
-    gpipe, one_f_one_b = (exactly(predicted(f"stage=8,repeats=1,microbatch=2,schedule={name}"))[0] for name in ("gpipe", "1f1b"))
+    gpipe, one_f_one_b = (exactly(predicted(f"stage=8,repeats=1,microbatch=2,schedule={name}")) for name in ("gpipe", "1f1b"))
     again = gpipe.work.layout.microbatches * gpipe.work.ops()["R"].seconds / 8
     busy = lambda prediction: prediction.seconds - prediction.time.exposed[BUBBLE] - prediction.time.exposed[STAGE]
     assert again > 0.01 * busy(gpipe)
@@ -43,10 +42,10 @@ def test_gpipe_computes_all_of_it_again_on_shared_cores():
 
 def test_waits_of_shared_cores():
     """With few microbatches a stage works alone most of the time, and faster; how much faster, the hardware says."""
-    idle, full = (exactly(predicted(f"stage=8,repeats=1,microbatch={n},schedule=1f1b"))[0] for n in (16, 1))
+    idle, full = (exactly(predicted(f"stage=8,repeats=1,microbatch={n},schedule=1f1b")) for n in (16, 1))
     assert full.bubble_fraction < 0.05 < idle.bubble_fraction
     slower = dataclasses.replace(SIMULATED, alone=2.0)
-    assert exactly(predicted("stage=8,repeats=1,microbatch=16,schedule=1f1b", slower))[0].seconds > 1.5 * idle.seconds
+    assert exactly(predicted("stage=8,repeats=1,microbatch=16,schedule=1f1b", slower)).seconds > 1.5 * idle.seconds
 
 
 @pytest.mark.parametrize("remat", ["full", "selective", "none"])
@@ -54,8 +53,8 @@ def test_waits_of_shared_cores():
 def test_devices_of_their_own(schedule, remat):
     """Near the closed forms where these are made for: the same layers everywhere, and messages that take next to nothing."""
     prediction = predicted(f"data=4,stage=4,microbatch=2,remat={remat},schedule={schedule}", load("h100"), "llama3_8b")
-    exact, clock = exactly(prediction)
-    assert clock is not None and exact.seconds == pytest.approx(prediction.seconds, rel=0.06)
+    exact = exactly(prediction)
+    assert exact.seconds == pytest.approx(prediction.seconds, rel=0.06)
     assert sum(exact.time.exposed.values()) == pytest.approx(exact.seconds) and min(exact.time.exposed.values()) >= 0
     assert exact.bubble_fraction == pytest.approx(prediction.bubble_fraction, abs=0.06)
-    assert clocked(prediction).in_flight > 0
+    assert exact.in_flight > 0

@@ -1,10 +1,11 @@
 """The account of a step against what XLA compiled, loops multiplied out: the same bytes by kind of collective and mesh axes."""
 
 import collections
+import sys
 
 import jax
 import pytest
-from support import ahead, compiled_account, small
+from support import ROOT, ahead, compiled_account, small
 from support.compilers import KINDS, compiled_for
 from support.small import Case
 
@@ -12,12 +13,15 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs.collectives import sent
+from jaxtrain.costs.step_counts import Entry
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.traffic import FEW
-from jaxtrain.plan.step_counts import ATTENTION_BACKWARD_ONCE, Entry, StepCounts
-from jaxtrain.training.step import make_step
+from jaxtrain.training.step import make_step, step_counts
+
+sys.path.append(str(ROOT / "benchmarks"))
+import step_flops
 
 SHAPES = {"model.width": 64, "model.mlp_width": 192, "model.vocab_size": 256, "data.sequence_length": 32, "model.layers": 8}
 SHAPES |= {"data.batch_size": 32}
@@ -89,7 +93,7 @@ def test_as_compiled(case):
     for stage in {0, cfg.mesh.stage - 1}:
         compiled = compiled_account.read(step.mesh.shape, step.setup, program, stage)
         predicted: collections.Counter = collections.Counter()
-        for row in StepCounts(cfg, cpu=True).volume(stage):
+        for row in step_counts(cfg, cpu=True).volume(stage):
             if row.size > FEW:
                 predicted[row.op, row.kind, row.axes, row.devices] += row.bytes
         got, expected = by_axes(compiled), by_axes(predicted)
@@ -98,11 +102,10 @@ def test_as_compiled(case):
         # What is left to the partitioner is the batch, four bytes a token.
         assert sum(n for (op, *_), n in compiled.items() if op == "other") < 0.02 * sum(compiled.values())
         if not cfg.model.experts and cfg.mesh.context == 1:
-            planned = StepCounts(cfg).flops(stage)
+            planned = step_flops.by_op(step_counts(cfg), stage)
             # Short sequences attend to all keys and keep the scores: twice the causal half, and no product again in B.
-            attention = sum(
-                2 * cost.attention / (ATTENTION_BACKWARD / ATTENTION_BACKWARD_ONCE if op == "B" else 1) for op, cost in planned.items()
-            )
+            again = ATTENTION_BACKWARD / step_flops.ATTENTION_BACKWARD_ONCE
+            attention = sum(2 * cost.attention / (again if op == "B" else 1) for op, cost in planned.items())
             expected = sum(cost.weights for cost in planned.values()) + attention
             assert compiled_account.products(step.setup, program, stage) == pytest.approx(expected, rel=0.01)
 
@@ -121,7 +124,7 @@ def test_as_compiled_ahead_of_time(platform, case):
     cfg = configs.replace(Config(), ahead.MODEL | changes).resolve()
     program, mesh = ahead.compile_step(platform, changes).program, {axis: getattr(cfg.mesh, axis) for axis in AXES}
     for stage in (0, cfg.mesh.stage - 1):
-        rows = [row for row in StepCounts(cfg).volume(stage) if row.op != "optimizer"]  # the program is that of the gradients
+        rows = [row for row in step_counts(cfg).volume(stage) if row.op != "optimizer"]  # the program is that of the gradients
         total = sum(row.bytes for row in rows)
         expected = by_axes({(row.op, row.kind, row.axes, n): row.bytes for n, row in enumerate(rows)})
         got = by_axes(compiled_account.read(mesh, make_setup(cfg), program, stage), others=True)
@@ -132,7 +135,7 @@ def test_as_compiled_ahead_of_time(platform, case):
 
 def test_the_busiest_stage():
     cfg = small.config((1, 4, 1), "1f1b", 1, 4, SHAPES)
-    counts = StepCounts(cfg)
+    counts = step_counts(cfg)
     totals = [sum(row.bytes for row in counts.volume(stage)) for stage in range(4)]
     assert totals[counts.busiest_stage()] == max(totals) > min(totals)
 
@@ -153,19 +156,19 @@ def test_an_exchange_as_compiled(outer):
         program = Program(step.exchange.lower(step.abstract_state()).compile().as_text())
     compiled = by_axes({("exchange", *key): n for (_, *key), n in compiled_account.read(step.mesh.shape, step.setup, program, 0).items()})
     predicted = by_axes(
-        {(row.op, row.kind, row.axes, i): row.bytes for i, row in enumerate(StepCounts(cfg, cpu=True).exchange_volume()) if row.size > FEW}
+        {(row.op, row.kind, row.axes, i): row.bytes for i, row in enumerate(step_counts(cfg, cpu=True).exchange_volume()) if row.size > FEW}
     )
     assert compiled.keys() == predicted.keys()
     assert ("all-reduce" if outer == "float32" else "all-to-all", ("replica",)) in predicted
     assert {key: compiled[key] / predicted[key] for key in compiled} == pytest.approx(dict.fromkeys(compiled, 1), abs=0.05)
-    assert not [row for row in StepCounts(cfg).volume() if "replica" in row.axes] and not StepCounts(small.config()).exchange_volume()
+    assert not [row for row in step_counts(cfg).volume() if "replica" in row.axes] and not step_counts(small.config()).exchange_volume()
 
 
 def test_sums_of_16_bit_numbers_on_cpu():
     cfg = small.config((1, 1, 2), changes={**SHAPES, "precision.compute": "bfloat16"})
-    total = lambda cpu, kind: sum(row.bytes for row in StepCounts(cfg, cpu).volume() if row.kind == kind)
+    total = lambda cpu, kind: sum(row.bytes for row in step_counts(cfg, cpu).volume() if row.kind == kind)
     assert total(True, "all-gather") == total(False, "all-gather") and total(True, "reduce-scatter") == 2 * total(False, "reduce-scatter")
 
 
 def test_nothing_is_sent_on_one_device():
-    assert StepCounts(small.config()).volume() == []
+    assert step_counts(small.config()).volume() == []
