@@ -42,7 +42,7 @@ def by_op(counts: StepCounts, stage: int = 0) -> dict[str, Flops]:
     for run in counts.runs(stage):
         flops[run.op] += _layer(counts, run.op) * (run.times * (run.layers - run.unread))
         flops[run.op] += _layer(counts, run.op, output=False) * (run.times * run.unread)
-    times, dense = counts.times(stage), counts.model.dense_layers
+    times, dense = counts.times(stage), counts.collectives.model.dense_layers
     flops[HEAD] += _head(counts) * times[HEAD]
     flops[EMBED] += _layer(counts, "F", dense=True) * (times[EMBED] * dense)
     for op in "RBW":
@@ -57,13 +57,13 @@ def total(counts: StepCounts, stage: int = 0) -> Flops:
 
 def _tokens(counts: StepCounts) -> float:
     """Tokens of a microbatch on a device, as if `model` cut them."""
-    return counts.collectives.tokens / counts.layout.model
+    return counts.collectives.tokens / counts.collectives.layout.model
 
 
 def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False) -> Flops:
     """Operations of one layer and microbatch. output: whether its last product is needed; experts' outputs
     always are, for the gradients of the weights with which they are added."""
-    m, layout, tokens = counts.model, counts.layout, _tokens(counts)
+    m, layout, tokens = counts.collectives.model, counts.collectives.layout, _tokens(counts)
     parameters = m.layer(dense).per_token
     if not output:
         parameters -= m.width * (m.mlp_width if dense or not m.experts else m.shared_experts * m.expert_width)
@@ -78,7 +78,7 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
 def _head(counts: StepCounts) -> Flops:
     """Operations of a microbatch's head, forward and both gradients, with the modules that predict further
     tokens."""
-    m, shards = counts.model, counts.layout.stage if counts.collectives.shares_vocabulary else 1
+    m, shards = counts.collectives.model, counts.collectives.layout.stage if counts.collectives.shares_vocabulary else 1
     logits = 3 * 2.0 * m.vocab_size * m.width * _tokens(counts) * (1 + m.predictions) / shards
     join = 3 * 2.0 * 2 * m.width**2 * _tokens(counts)
     module = sum((_layer(counts, op) for op in "FBW"), Flops(join, 0.0, join))
