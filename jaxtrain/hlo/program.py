@@ -25,7 +25,9 @@ BYTES = {
     **{"token": 0, "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2},
     **{"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8},
 }
-_LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
+# ROOT, name, what it makes, opcode, operands, attributes. A bracket that is followed by neither an attribute nor
+# the line's end is one of a layout.
+_LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(, [\w\-]+=.*|)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _CALL = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
@@ -126,12 +128,9 @@ def _instruction(line: str, computation: str) -> Instruction | None:
     match = _LINE.match(line)
     if not match:
         return None
-    root, name, rest = match.groups()
-    end = _closing(rest) + 1 if rest.startswith("(") else rest.index(" ")
-    opcode, _, tail = rest[end:].strip().partition("(")
-    arrays = _ARRAY.findall(rest[:end])
-    calls = dict(_CALL.findall(tail))
-    if branches := re.search(r"branch_computations=\{([^}]*)\}", tail):
+    root, name, made, opcode, operands, attributes = match.groups()
+    arrays, calls = _ARRAY.findall(made), dict(_CALL.findall(attributes))
+    if branches := re.search(r"branch_computations=\{([^}]*)\}", attributes):
         calls |= {f"branch{i}": part.strip().lstrip("%") for i, part in enumerate(branches[1].split(","))}
     return Instruction(
         name,
@@ -140,21 +139,11 @@ def _instruction(line: str, computation: str) -> Instruction | None:
         shapes=tuple(_integers(dimensions) if dimensions else () for _, dimensions, _ in arrays),
         types=tuple(kind for kind, _, _ in arrays),
         layouts=tuple(layout for _, _, layout in arrays),
-        operands=tuple(re.findall(r"%([\w.\-]+)", tail[: _closing("(" + tail) - 1])),
+        operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
         calls=calls,
         root=bool(root),
         text=line.strip(),
     )
-
-
-def _closing(text: str) -> int:
-    """The index of the bracket that closes the one with which a text begins."""
-    depth = 0
-    for i, letter in enumerate(text):
-        depth += (letter == "(") - (letter == ")")
-        if depth == 0:
-            return i
-    raise ValueError(f"no closing bracket in {text[:80]}")
 
 
 class Program:

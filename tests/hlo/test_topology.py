@@ -91,9 +91,8 @@ def test_a_platform_is_known_elsewhere(platform):
 
 def test_compilers_are_looked_for_in_a_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXTRAIN_COMPILERS", str(tmp_path))
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(topology.sys, "path", [])
     assert topology.compilers() == tmp_path and PLATFORMS["v5p"].missing and PLATFORMS["h100"].missing
-    (tmp_path / "libtpu").mkdir()
     (tmp_path / "libtpu-9.9.dist-info").mkdir()
     (tmp_path / "libtpu-9.9.dist-info" / "METADATA").write_text("Name: libtpu\nVersion: 9.9\n")
     assert not PLATFORMS["v5p"].missing and PLATFORMS["v5p"].version == "9.9" and PLATFORMS["h100"].missing
