@@ -76,7 +76,7 @@ class StepCounts:
         return {op: int(column[:, stage].sum()) for op, column in columns(self.table).runs.items()}
 
     def runs(self, stage: int) -> Iterator[Run]:
-        """What layers go through, on a stage; one stage does B with W, and R in the same op (tick.Accumulate)."""
+        """What layers go through on a stage; one stage has R, B and W in one op (tick.Accumulate)."""
         times = self.times(stage)
         if self.table is None:
             layers, ops = self.collectives.model.layers, "FRBW" if self.collectives.layout.remat == "full" else "FBW"
@@ -123,7 +123,8 @@ class StepCounts:
         if c.layout.zero == 3 and not c.gathers_in_ops:
             yield "gather", 1, (c.gathered(p) for p in parameters if p.over_data)
         yield EMBED, times[EMBED], self._embed()
-        # One stage's B and W follow R in one op, which has read parameters and documents, and still has what R has gathered.
+        # On one stage R, B and W are one op, which reads parameters and documents once; B and W still have
+        # what R has gathered.
         again = one_stage and c.layout.remat == "full"
         for label, op, runs, unit, layers, unread in self.runs(stage):
             reads = not one_stage or op in "FB"

@@ -135,13 +135,9 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         return Output([])
     else:
         plans = best_plans(_with_devices(space), tokens)
-    best = plans[0]
-
-    def lines() -> list[str]:
-        others = [*table(plans), ""] if len(plans) > 1 else []
-        return [*others, *explained(best, Prices(flags.price, flags.kwh_price))]
-
+    best, compared = plans[0], [*table(plans), ""] if len(plans) > 1 else []
     devices = f"{best.prediction.devices:,} × {space.hardware.name}"
+    lines = lambda: [*compared, *explained(best, Prices(flags.price, flags.kwh_price))]
     image = lambda model: picture.of_layouts(plans, model)
     return _output(flags, best.config, recipe, devices, best.prediction.figures(), lines, image)
 
@@ -182,8 +178,12 @@ def _output(
     lines: Callable[[], list[str]],
     image: Callable[[str], Any],
 ) -> Output:
-    """The output of a plan whose config is to be trained: its figures or its lines, and the requested
-    files. image: the picture of the plan, by the name of the model."""
+    """The output of a plan: its figures or its lines, and the requested files.
+
+    config:  the plan's, which is to be trained
+    devices: their number and hardware, for the recipe
+    image:   the picture of the plan, by the name of the model
+    """
     files, model = {}, os.path.basename(flags.config).removesuffix(".py")
     if flags.recipe:
         files[flags.recipe] = recipe_text(config, f"{model} as planned for {devices}.").encode()
@@ -242,9 +242,8 @@ def _laid_out(space: Space, text: str) -> Config:
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
         data, rest = divmod(space.devices, count // values.get("data", 1))
-        fits = "" if rest else f" (or data={data} in --layout)"
-        error = LayoutError(f"--devices={space.devices} and --layout, which is for {count}, are not the same number", {"devices": count})
-        raise LayoutError(error.rule, error.fixes, text=f"{error}{fits}")
+        rule = f"--devices={space.devices} and --layout, which is for {count}, are not the same number"
+        raise LayoutError(rule, {"devices": count}, [] if rest else [f"data={data} in --layout"])
     config = layout_flag.apply(space.config, values)
     layout_flag.check(config, values, platform_of(space.hardware), space.recipe)
     return config

@@ -1,4 +1,4 @@
-"""`--layout=data=8,stage=16,…`: how a step is laid over devices, in one flag that replaces the recipe's layout. No jax.
+"""`--layout=data=8,stage=16,…`: a layout in one flag, in the place of the recipe's. No jax.
 
 Axes that the flag does not name are 1; everything else that it does not name is the recipe's.
 `microbatch` is the sequences of a microbatch on a data shard: the number of microbatches follows from
@@ -47,7 +47,7 @@ class LayoutError(UsageError):
 
 
 def whole_number(text: str) -> int | None:
-    """The number that a text of the digits 0 to 9 is, up to the largest of a setting; None for any other text."""
+    """The number of a text of digits, up to the largest of a setting; None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= cfg.LARGEST_INT else None
 
 
@@ -78,7 +78,7 @@ def _example(key: str) -> Any:
 
 
 def _converted(key: str, text: str) -> tuple[Any, str]:
-    """(a value as its setting's type, ""), or, outside of the setting's bounds and choices, (one to use,
+    """(the value as its setting's type, ""), or, outside of the setting's bounds and choices, (one to use,
     the rule that is broken)."""
     field, number = cfg.fields()[SETTINGS[key]], whole_number(text)
     choices, prefix = field.metadata["choices"], field.metadata["prefix"]
@@ -116,7 +116,8 @@ def devices(values: Mapping[str, Any]) -> int:
 
 
 def apply(config: Config, values: Values) -> Config:
-    """The config with the layout in the place of its own. Raises LayoutError where the batch does not divide."""
+    """The config with the layout in the place of its own. Raises LayoutError where the batch does not
+    divide."""
     batch, microbatches = config.data.batch_size, config.pipeline.microbatches
     if isinstance(batch, int) and batch > 0:  # otherwise `check` tells the rule of the config's own
         microbatches = _microbatches(config, values)

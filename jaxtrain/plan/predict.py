@@ -7,15 +7,15 @@
                the optimizer stand outside the table, as the closed forms have them.
 
 Devices of their own take as long as the busiest stage, and what it waits by the clock. Devices that
-share cores run the ops of all stages, for what one leaves the others use; they wait where the clock,
-by which a device on its own is faster, takes longer than all work on all cores.
+share cores run the ops of all stages, since the others use what an idle one leaves; they wait where
+the clock, by which a device on its own is faster, takes longer than all work on all cores.
 """
 
 import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -193,7 +193,7 @@ def slots_of(config: Config) -> Slots | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _TableCounts:
+class TableCounts:
     """Counts of a table.
 
     seconds:  by its coupled clock
@@ -209,40 +209,35 @@ class _TableCounts:
     messages: float
     early: float
 
-    def __add__(self, other: "_TableCounts") -> "_TableCounts":
-        return _TableCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def __add__(self, other: "TableCounts") -> "TableCounts":
+        return TableCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    def __mul__(self, times: float) -> "_TableCounts":
-        return _TableCounts(*(times * value for value in vars(self).values()))
-
-
-Figures = TypeVar("Figures", float, _TableCounts)
+    def __mul__(self, times: float) -> "TableCounts":
+        return TableCounts(*(times * value for value in vars(self).values()))
 
 
-def extrapolated(
-    config: Config, measure: Callable[[Config], Figures], shorter: Callable[[Figures, float], Figures] | None = None
-) -> Figures:
-    """The figures of a step, linear in its microbatches: measured for the part of them that `part_of`
-    gives, and extrapolated from that part and about half of it.
+def table_counts(config: Config, times: Times, shorter: Callable[[TableCounts, float], TableCounts] | None = None) -> TableCounts:
+    """Counts of a step whose ops take these times, linear in its microbatches: of the part of them that
+    `part_of` gives, and extrapolated from that part and about half of it.
 
-    shorter: makes the figures of the half from those of the part and the fraction of its microbatches;
-             without it the half is measured, too.
+    shorter: makes the counts of the half from those of the part and the fraction of its microbatches;
+             without it they are those of the half's own table.
     """
     part = part_of(config)
-    timed, figures = part.pipeline.microbatches, measure(part)
+    timed, counts = part.pipeline.microbatches, _counts(part, times)
     if timed == config.pipeline.microbatches:
-        return figures
+        return counts
     fewer = timed // config.mesh.stage // 2 * config.mesh.stage
-    half = shorter(figures, fewer / timed) if shorter else measure(with_microbatches(part, fewer, make_setup(part).table))
-    return figures + (figures + half * -1.0) * ((config.pipeline.microbatches - timed) / (timed - fewer))
+    half = shorter(counts, fewer / timed) if shorter else _counts(with_microbatches(part, fewer, make_setup(part).table), times)
+    return counts + (counts + half * -1.0) * ((config.pipeline.microbatches - timed) / (timed - fewer))
 
 
 def exactly(prediction: Prediction) -> Prediction:
     """The prediction with its step timed on the table; the same with one stage or another framework,
     which have none of ours.
 
-    A step with very many microbatches is extrapolated linearly from two shorter ones. Raises ConfigError for a
-    schedule that is not made for these numbers.
+    A step with very many microbatches is extrapolated linearly from two shorter ones. Raises ConfigError
+    for a schedule that is not made for these numbers.
     """
     work, layout = prediction.work, prediction.work.layout
     if layout.stage == 1 or work.program.name != OURS:
@@ -251,7 +246,7 @@ def exactly(prediction: Prediction) -> Prediction:
     times = times_of(cfg.replace(config, {"pipeline.times": work.op_times()}), layout.stage)
     table = make_setup(part_of(config)).table
     shorter = functools.partial(_without_waits, work) if config.pipeline.schedule == AUTO else None
-    counts = extrapolated(config, lambda part: _counts(part, times), shorter)
+    counts = table_counts(config, times, shorter)
     if work.hardware.alone > 1:
         (busy, waits), hidden = _on_shared_cores(work, counts), {}
     else:
@@ -263,24 +258,24 @@ def exactly(prediction: Prediction) -> Prediction:
     return dataclasses.replace(prediction, time=time, in_flight=max(peak_residuals(table)) / max(1, layout.repeats))
 
 
-def _without_waits(work: Work, counts: _TableCounts, part: float) -> _TableCounts:
+def _without_waits(work: Work, counts: TableCounts, part: float) -> TableCounts:
     """Counts of a step of `auto` with this part of the microbatches, if the busiest stage never waits in
     between: the best table for it may be one of another order."""
     busy = max(parts.seconds for parts in _stages(work, counts, dense=False))
     return dataclasses.replace(counts * part, seconds=counts.seconds - (1 - part) * busy)
 
 
-def _counts(config: Config, times: Times) -> _TableCounts:
+def _counts(config: Config, times: Times) -> TableCounts:
     """Counts of a step whose ops take these times."""
     setup = make_setup(config)
     table, shares = setup.table, np.array([*setup.shares, 0.0])
     ops = np.array([np.where(table.op == op, shares[table.unit], 0.0).sum(0) for op in OPS])
     heads = np.full(table.stages, 1 / table.stages) if table.vocabulary == "parallel" else np.arange(table.stages) == table.stage_of[-1]
     early, late = (len(permutes(table)) * int((table.permute == when).sum()) for when in (Permute.EARLY, Permute.LATE))
-    return _TableCounts(walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early)
+    return TableCounts(walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early)
 
 
-def _stages(work: Work, counts: _TableCounts, dense: bool = True) -> list[Parts]:
+def _stages(work: Work, counts: TableCounts, dense: bool = True) -> list[Parts]:
     """What each stage is busy with. dense: with the layers before the first unit."""
     ops, head = work.ops(), work.head()
     stages = [head * heads for heads in counts.heads.tolist()]
@@ -291,7 +286,7 @@ def _stages(work: Work, counts: _TableCounts, dense: bool = True) -> list[Parts]
     return stages
 
 
-def _on_shared_cores(work: Work, counts: _TableCounts) -> tuple[Parts, float]:
+def _on_shared_cores(work: Work, counts: TableCounts) -> tuple[Parts, float]:
     """(what the cores are busy with, seconds that they wait): a mean over the stages, with all messages,
     which overlap with nothing."""
     copied = EARLY_PASSES * work.message_bytes() / work.hardware.streaming
