@@ -1,10 +1,10 @@
-"""Operations of a step on a device by op, from the config alone, to hold a compiled program against.
+"""Operations of a step on a device by op, from the config alone; compiled programs have as many.
 
 Operations of products with weights are 2 · parameters · tokens: forward (F, K), again (R), of the
 input's gradient (B) and the weights' (W). Causal attention takes half of its products: two forward
-(F, K, R), in B four and the scores' once more. Key/value heads that several devices of `model` share
-count on each. Experts count for the tokens that choose them, as if evenly. Documents kept separate
-count as one sequence.
+(F, K, R), in B four and the scores' once more. Key/value heads that several devices of `model`
+share count on each. Experts count for the tokens that choose them, as if evenly. Documents kept
+separate count as one sequence.
 """
 
 import collections
@@ -19,7 +19,7 @@ ATTENTION_BACKWARD_ONCE = 2.0  # products of attention's backward over the forwa
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Operations: products with weights, attention's products; `once`: both without what is recomputed."""
+    """Operations: products with weights, attention's; `once`: both without recomputation."""
 
     weights: float = 0.0
     attention: float = 0.0
@@ -61,8 +61,8 @@ def _tokens(counts: StepCounts) -> float:
 
 
 def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False) -> Flops:
-    """Operations of one layer and microbatch. output: whether its last product is needed; experts' outputs
-    always are, for the gradients of the weights with which they are added."""
+    """Operations of one layer and microbatch. output: whether its last product is needed; experts'
+    outputs always are, for the gradients of the weights with which they are added."""
     m, layout, tokens = counts.collectives.model, counts.collectives.layout, _tokens(counts)
     parameters = m.layer(dense).per_token
     if not output:
@@ -76,8 +76,8 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
 
 
 def _head(counts: StepCounts) -> Flops:
-    """Operations of a microbatch's head, forward and both gradients, with the modules that predict further
-    tokens."""
+    """Operations of a microbatch's head, forward and both gradients, with the modules that predict
+    further tokens."""
     m, shards = counts.collectives.model, counts.collectives.layout.stage if counts.collectives.shares_vocabulary else 1
     logits = 3 * 2.0 * m.vocab_size * m.width * _tokens(counts) * (1 + m.predictions) / shards
     join = 3 * 2.0 * 2 * m.width**2 * _tokens(counts)

@@ -1,8 +1,8 @@
 """The communication volume of a step: its collectives by op, as the schedule's table runs them.
 
-The table says how often a stage runs an op, collectives.py which collectives stand in one. Nothing is
-traced or compiled. Numbers of a few bytes (the loss, the norm of the gradients, counts) are left out.
-With stages the counts are one stage's.
+The table says how often a stage runs an op, collectives.py which collectives stand in one. Nothing
+is traced or compiled. Numbers of a few bytes (the loss, the norm of the gradients, counts) are left
+out. With stages the counts are one stage's.
 """
 
 import collections
@@ -20,8 +20,8 @@ from jaxtrain.schedule.table import Permute, wraps
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Collectives of an op, alike: over mesh axes, among `devices` of them, `count` times a step, of
-    `size` bytes (collectives.py)."""
+    """Collectives of an op, alike: over mesh axes, among `devices` of them, `count` times a step,
+    of `size` bytes (collectives.py)."""
 
     op: str
     kind: str
@@ -76,7 +76,8 @@ class StepCounts:
         return {op: int(column[:, stage].sum()) for op, column in columns(self.table).runs.items()}
 
     def runs(self, stage: int) -> Iterator[Run]:
-        """What layers go through on a stage; one stage has R, B and W in one op (tick.Accumulate)."""
+        """What layers go through on a stage; a single stage has R, B and W in one op
+        (tick.Accumulate)."""
         times = self.times(stage)
         if self.table is None:
             layers, ops = self.collectives.model.layers, "FRBW" if self.collectives.layout.remat == "full" else "FBW"
@@ -141,7 +142,7 @@ class StepCounts:
         yield "optimizer", 1, (each for p in parameters for each in c.after_the_update(p))
 
     def _weights(self, op: str, unit: int, reads: bool) -> Iterator[Collective]:
-        """What an op does with one layer's parameters: gathers what it reads, reduces their gradients."""
+        """Collectives of an op on one layer's parameters: those that it reads, and gradients."""
         layers = self.placement.stack_size(unit)
         layer = [p._replace(size=p.size // layers) for p in self.parameters[f"layers/{unit}"].values()]
         if reads:

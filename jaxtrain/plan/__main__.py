@@ -1,10 +1,11 @@
-"""`python -m jaxtrain.plan`: whether a run fits, how long it takes and how to lay it out, before anyone pays.
+"""`python -m jaxtrain.plan`: whether a run fits, how long it takes and how to lay it out, before
+anyone pays.
 
     recipe, hardware  ─ --layout ──→  one layout, evaluated
                       ─ --devices ─→  the best of all layouts
 
-Closed forms (costs/), then the schedule's table: its slots and its exact clock. Nothing is compiled and
-jax is not imported.
+Closed forms (costs/), then the schedule's table: its slots and its exact clock. Nothing is compiled
+and jax is not imported.
 """
 
 import contextlib
@@ -66,7 +67,7 @@ What --json prints, of the layout or of the best:
   tokens_per_s, train_days      days without a stop, null without --tokens
   layout                        as --layout has it"""
 DEFAULT_HARDWARE = "h100"
-FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags that name files to write, and names for them
+FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and their names
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
 MOST_TRIED = 128  # layouts over groups, where one that works is looked for
 FLAGS = (
@@ -198,8 +199,8 @@ def _output(
 def _layout_of_groups(
     rule: str, space: Space, groups: Sequence[heterogeneous.Group], values: layout_flag.Values, text_of_groups: str
 ) -> LayoutError:
-    """The error with the nearest layout over these groups that works, one that fits before others; if
-    none works, with the devices of the first group only."""
+    """The error with the nearest layout over these groups that works, one that fits before others;
+    if none works, with the devices of the first group only."""
     working = []
     for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
         with contextlib.suppress(LayoutError, ConfigError):
@@ -228,7 +229,7 @@ def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str
 
 
 def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
-    """What the flags ask for on this hardware. Raises UsageError where it has no peak for the config."""
+    """The space of the flags on this hardware. Raises UsageError for a type without a peak."""
     compute = config.precision.compute
     if compute not in kind.peak_tflops and compute in cfg.fields()["precision.compute"].metadata["choices"]:
         dtype = next((dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16")
@@ -237,7 +238,7 @@ def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: H
 
 
 def _laid_out(space: Space, text: str) -> Config:
-    """The config with the layout that --layout names, not resolved. Raises LayoutError or ConfigError."""
+    """The config with the layout of --layout, not resolved. Raises LayoutError or ConfigError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
@@ -250,8 +251,8 @@ def _laid_out(space: Space, text: str) -> Config:
 
 
 def _with_devices(space: Space) -> Space:
-    """The space with the devices of the recipe's mesh, where no number is given. Raises UsageError where
-    the mesh leaves it open."""
+    """The space with the devices of the recipe's mesh, where no number is given. Raises UsageError
+    where the mesh leaves it open."""
     if space.devices:
         return space
     sizes = [getattr(space.config.mesh, axis) for axis in AXES]

@@ -2,9 +2,9 @@
 
     predict    time by the closed forms of costs/, memory with the slots of the table
     exactly    time by the table: how often each op runs, and its coupled clock
-               (schedule/coupled_clock.py), which know what closed forms do not: R that a table leaves
-               out, permutes, shares of uneven stages, messages that come late. Sums over data and
-               the optimizer stand outside the table, as the closed forms have them.
+               (schedule/coupled_clock.py), which know what closed forms do not: R that a table
+               leaves out, permutes, shares of uneven stages, messages that come late. Sums over
+               data and the optimizer stand outside the table, as the closed forms have them.
 
 Devices of their own take as long as the busiest stage, and what it waits by the clock. Devices that
 share cores run the ops of all stages, since the others use what an idle one leaves; they wait where
@@ -36,13 +36,13 @@ from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
 
 DAY = 86400.0
 OPS = (Op.F, Op.R, Op.B, Op.W)
-# Passes over a message that overlaps with its tick's ops: five copies, as read in XLA's CPU programs.
+# Passes over a message that overlaps with its tick's ops: five copies, as XLA's CPU programs have.
 EARLY_PASSES = 10.0
 # Stages · chunks on a stage · microbatches of a table that is made in a second: of a longer step a
 # part of the microbatches is. `auto` tries some fifty tables.
 CELLS, AUTO_CELLS = 2**12, 2**8
 LEAST_ROUNDS, AUTO_ROUNDS = 4, 2  # microbatches of such a part, in those that fill the pipeline
-# Schedules whose steps are shortened: all but a file's and those whose slots grow with the microbatches.
+# Schedules of shortened steps: all but a file's and those whose slots grow with the microbatches.
 SHORTENED = frozenset({*SCHEDULES, AUTO}.difference(GROWING))
 
 
@@ -55,7 +55,8 @@ class Prediction:
 
     config:    resolved
     tokens:    of the run, None if not known
-    in_flight: the most microbatches whose activations a stage holds; None if the time is not by a table
+    in_flight: the most microbatches whose activations a stage holds, by the table that timed the
+               step; None without one
     """
 
     config: Config
@@ -88,8 +89,8 @@ class Prediction:
 
     @property
     def model_flops_per_s(self) -> float:
-        """Model FLOP/s of a device. Attention is counted as in the framework's published rates; ours
-        counts it causally."""
+        """Model FLOP/s of a device. Attention is counted as in the framework's published rates;
+        ours counts it causally."""
         return self.work.model_flops() / self.seconds / self.devices
 
     @property
@@ -140,15 +141,15 @@ def predict(config: Config, hardware: Hardware, assume: str = OURS, tokens: floa
 
 
 def with_op_times(config: Config, work: Work) -> Config:
-    """The resolved config with the op times, in milliseconds, by which training makes its table on this
-    hardware: its own where it has any or the devices are simulated, otherwise planned ones."""
+    """The resolved config with the op times, in milliseconds, by which training makes its table on
+    this hardware: its own where it has any or the devices are simulated, otherwise planned ones."""
     if config.mesh.stage == 1 or config.pipeline.times or work.hardware.alone > 1:
         return config
     return cfg.replace(config, {"pipeline.times": milliseconds(work.op_times())})
 
 
 def part_of(config: Config) -> Config:
-    """A resolved config's step as far as its table is made: a shorter one if it has very many microbatches.
+    """The part of a resolved config's step whose table is made: fewer microbatches of very many.
 
     `auto` then tries only the place of the vocabulary that the table of ZB-H1 has.
     """
@@ -166,7 +167,7 @@ def part_of(config: Config) -> Config:
 
 
 def with_microbatches(config: Config, microbatches: int, table: Table) -> Config:
-    """The config with this number of microbatches, and with the vocabulary where this table has it."""
+    """The config with this number of microbatches, and the vocabulary where this table has it."""
     return cfg.replace(config, {"pipeline.microbatches": microbatches, "pipeline.vocabulary": table.vocabulary})
 
 
@@ -217,11 +218,11 @@ class TableCounts:
 
 
 def table_counts(config: Config, times: Times, shorter: Callable[[TableCounts, float], TableCounts] | None = None) -> TableCounts:
-    """Counts of a step whose ops take these times, linear in its microbatches: of the part of them that
-    `part_of` gives, and extrapolated from that part and about half of it.
+    """Counts of a step whose ops take these times, linear in its microbatches: of the part of them
+    that `part_of` gives, and extrapolated from that part and about half of it.
 
-    shorter: makes the counts of the half from those of the part and the fraction of its microbatches;
-             without it they are those of the half's own table.
+    shorter: makes the counts of the half from those of the part and the fraction of its
+             microbatches; without it they are those of the half's own table.
     """
     part = part_of(config)
     timed, counts = part.pipeline.microbatches, _counts(part, times)
@@ -233,11 +234,11 @@ def table_counts(config: Config, times: Times, shorter: Callable[[TableCounts, f
 
 
 def exactly(prediction: Prediction) -> Prediction:
-    """The prediction with its step timed on the table; the same with one stage or another framework,
-    which have none of ours.
+    """The prediction with its step timed on the table; the same with one stage or another
+    framework, which have none of ours.
 
-    A step with very many microbatches is extrapolated linearly from two shorter ones. Raises ConfigError
-    for a schedule that is not made for these numbers.
+    A step with very many microbatches is extrapolated linearly from two shorter ones. Raises
+    ConfigError for a schedule that is not made for these numbers.
     """
     work, layout = prediction.work, prediction.work.layout
     if layout.stage == 1 or work.program.name != OURS:
@@ -259,8 +260,8 @@ def exactly(prediction: Prediction) -> Prediction:
 
 
 def _without_waits(work: Work, counts: TableCounts, part: float) -> TableCounts:
-    """Counts of a step of `auto` with this part of the microbatches, if the busiest stage never waits in
-    between: the best table for it may be one of another order."""
+    """Counts of a step of `auto` with this part of the microbatches, if the busiest stage never
+    waits in between: the best table for it may be one of another order."""
     busy = max(parts.seconds for parts in _stages(work, counts, dense=False))
     return dataclasses.replace(counts * part, seconds=counts.seconds - (1 - part) * busy)
 
@@ -276,7 +277,7 @@ def _counts(config: Config, times: Times) -> TableCounts:
 
 
 def _stages(work: Work, counts: TableCounts, dense: bool = True) -> list[Parts]:
-    """What each stage is busy with. dense: with the layers before the first unit."""
+    """The work of each stage. dense: with the layers before the first unit."""
     ops, head = work.ops(), work.head()
     stages = [head * heads for heads in counts.heads.tolist()]
     for op, times in zip(OPS, counts.ops.tolist(), strict=True):
@@ -287,8 +288,8 @@ def _stages(work: Work, counts: TableCounts, dense: bool = True) -> list[Parts]:
 
 
 def _on_shared_cores(work: Work, counts: TableCounts) -> tuple[Parts, float]:
-    """(what the cores are busy with, seconds that they wait): a mean over the stages, with all messages,
-    which overlap with nothing."""
+    """(work of the cores, seconds that they wait): a mean over the stages, with all messages, which
+    overlap with nothing."""
     copied = EARLY_PASSES * work.message_bytes() / work.hardware.streaming
     busy, stages = Parts({STAGE: work.message() * counts.messages + copied * counts.early}), _stages(work, counts)
     for parts in stages:
