@@ -7,6 +7,7 @@ Nothing is written into the run's folder, and no lock is taken: a run may be at 
 
 import concurrent.futures
 import dataclasses
+import json
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,11 @@ from typing import Any
 import jax
 from etils import epath
 
+from jaxtrain import config as cfg
 from jaxtrain.checkpoint.restoring import restore_newest
-from jaxtrain.checkpoint.steps import TO_TRAIN, Choice, choose
+from jaxtrain.checkpoint.steps import CONFIG, TO_TRAIN, Choice, choose
 from jaxtrain.config import Config
-from jaxtrain.config.errors import UsageError
+from jaxtrain.config.errors import ConfigError, UsageError
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
@@ -28,6 +30,7 @@ from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.metrics import read_metrics
 from jaxtrain.training.calendar import Calendar
+from jaxtrain.training.optimizer import learning_rate
 from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import Step, make_step
 
@@ -51,12 +54,13 @@ class Recorded:
     """What metrics.jsonl has about a step: its figures by name, None where one was not finite; and what it has of all steps' batches.
 
     batches: step → number of the batch, of the steps that are logged; jumps: steps to which the run went back, after which other batches
-    came.
+    came. learning_rate: the step's.
     """
 
     figures: dict[str, float | None]
     batches: dict[int, int]
     jumps: list[int]
+    learning_rate: float | None = None
 
 
 def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: WallClock, unresolved: Config, recipe: Config) -> ExitStatus:
@@ -67,6 +71,7 @@ def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: W
     clock.enter(Part.DATA)
     checkpoints = folder_of_checkpoints(config, folder)
     recorded = _recorded(folder, checkpoints, at)
+    refuse_another_rate(config, at, recorded.learning_rate, folder)
     resumption = Resumption(checkpoints, config, unresolved, recipe, before=at)
 
     def checked(choice: Choice) -> Choice:
@@ -120,7 +125,7 @@ def _recorded(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> Recorde
     """What the log has of step `at`, as process 0 reads it, on every process. ReplayError where it cannot be replayed."""
 
     values = cluster.from_main(lambda: _read(folder, checkpoints, at), ReplayError)
-    return Recorded(values["figures"], dict(values["batches"]), values["jumps"])
+    return Recorded(values["figures"], dict(values["batches"]), values["jumps"], values["learning_rate"])
 
 
 def _read(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> dict[str, Any]:
@@ -133,6 +138,7 @@ def _read(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> dict[str, A
         "figures": {name: logged[at][name] for name in FIGURES},
         "batches": [[step, record.get("batch", step - 1)] for step, record in logged.items()],
         "jumps": [record["step"] for record in records if "rolled_back_from" in record],
+        "learning_rate": logged[at].get("learning_rate"),
     }
 
 
@@ -158,6 +164,24 @@ def refuse_unknown_step(at: int, logged: Sequence[int], first: float, folder: pa
         raise ReplayError(f"--replay={at}: {rule}, and none of its steps can be replayed: none is logged after a checkpoint")
     others = f" (or {', '.join(map(str, sorted(near[1:])))})" if near[1:] else ""
     raise ReplayError(f"--replay={at}: {rule}: use --replay={near[0]}{others}", near[0])
+
+
+def refuse_another_rate(config: Config, at: int, recorded: float | None, folder: pathlib.Path) -> None:
+    """Raises ReplayError where step `at` was logged with another learning rate than the config's; it suggests the settings of the run's
+    last start where these give that rate. With updates left out (train.on_nonfinite) no step's rate is known beforehand."""
+    same = lambda config: math.isclose(float(learning_rate(config.optimizer, config.train.steps)(at - 1)), recorded or 0.0, rel_tol=1e-5)
+    if recorded is None or config.train.on_nonfinite != "stop" or same(config):
+        return
+    try:
+        ran = cfg.from_dict(json.loads((folder / CONFIG).read_text()))
+    except (OSError, ValueError, ConfigError):
+        ran = config
+    paths = [path for path in cfg.fields() if path == "train.steps" or path.startswith("optimizer.")]
+    settings = {path: cfg.get(ran, path) for path in paths if cfg.get(ran, path) != cfg.get(config, path)}
+    use = " ".join(f"--config.{path}={cfg.value_text(value)}" for path, value in settings.items())
+    if not settings or not same(cfg.replace(config, settings)):
+        use = "the settings with which the run did this step (train.steps and optimizer.*)"
+    raise ReplayError(f"--replay={at}: the learning rate of step {at} was {recorded:.6g}, which these settings do not give: use {use}")
 
 
 def _figures(step: Step, metrics: object) -> dict[str, float]:

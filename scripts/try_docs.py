@@ -119,7 +119,8 @@ def words_to_run(command: Command, folder: pathlib.Path) -> list[str]:
     words = [str(ROOT / word) if word.startswith(("scripts/", "benchmarks/")) else word for word in command.words]
     words = [sys.executable if word == "python" else word for word in words]
     step = last_step(folder, command) if command.workdir else 0
-    words = [f"--replay={step}" if word.startswith("--replay=") else word for word in words]
+    if command.value("replay"):  # of the step with which the run's learning rate came down
+        words = [f"--replay={step}" if word.startswith("--replay=") else word for word in words] + [f"--config.train.steps={step}"]
     return words + ([f"--config.train.steps={step + STEPS}"] if command.trains else [])
 
 

@@ -1,13 +1,16 @@
 """A step done again beside its record: which steps can be, with which batches, and what is said. Whole replays: test_bad_numbers.py."""
 
+import json
 import math
 import pathlib
 
 import pytest
 
+from jaxtrain import config as configs
 from jaxtrain import replay
 from jaxtrain.replay import Recorded, ReplayError, batches_of, refuse_unknown_step
 from jaxtrain.run.exit_status import ExitStatus
+from jaxtrain.training.optimizer import learning_rate
 
 NONE = "none of its steps can be replayed: none is logged after a checkpoint"
 FOLDER = pathlib.Path("runs/tiny")
@@ -68,6 +71,21 @@ def test_what_is_said_of_the_figures(then, now, status, said, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert found == status and lines[-1] == said
     assert lines[0].startswith("loss of step 7: ") and lines[1].startswith("gradient norm of step 7: ")
+
+
+def test_another_learning_rate(tmp_path):
+    """The run went on to 60 steps, by which its rate had come down: with 150 the same step is another one."""
+    ran = configs.replace(configs.Config(), {"train.steps": 60, "optimizer.warmup_steps": 10}).resolve()
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(ran)))
+    rate = float(learning_rate(ran.optimizer, 60)(59))
+    replay.refuse_another_rate(ran, 60, rate, tmp_path)
+    replay.refuse_another_rate(ran, 60, None, tmp_path)
+    longer = configs.replace(ran, {"train.steps": 150})
+    with pytest.raises(ReplayError, match=rf"was {rate:.6g}, .* not give: use --config.train.steps=60$"):
+        replay.refuse_another_rate(longer, 60, rate, tmp_path)
+    with pytest.raises(ReplayError, match=r"use the settings with which the run did this step"):
+        replay.refuse_another_rate(longer, 60, 0.5, tmp_path)
+    replay.refuse_another_rate(configs.replace(longer, {"train.on_nonfinite": "skip"}), 60, rate, tmp_path)
 
 
 def test_numbers_in_words():

@@ -59,7 +59,7 @@ def test_training_takes_few_steps_and_a_replay_the_last_one(tmp_path):
         f"--config.train.steps={STEPS}",
     ]
     assert words("scripts/train.sh --config.train.steps=300")[-1] == f"--config.train.steps={40 + STEPS}"
-    assert words("scripts/train.sh --replay=100")[1:] == ["--replay=40"]
+    assert words("scripts/train.sh --replay=100")[1:] == ["--replay=40", "--config.train.steps=40"]
     assert words("python -m jaxtrain.train --config=llama3_8b --dry_run")[1:] == ["-m", "jaxtrain.train", "--config=llama3_8b", "--dry_run"]
     launched = words("python -m jaxtrain.launch --processes=2 -- --workdir=runs/two")
     assert launched[0] == sys.executable and launched[-1] == f"--config.train.steps={STEPS}"

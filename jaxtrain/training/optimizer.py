@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.models.spec import Spec
 from jaxtrain.parallel.host_memory import read, write
 
 
-def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:
+def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax.Array]:
     """step → learning rate: linear warm-up over `warmup_steps`, then down to `final_fraction` of the peak by step `steps`.
 
     cosine, linear: all the way; constant: only over the last `decay_steps` (none if 0).
