@@ -23,8 +23,7 @@ from jaxtrain.costs.memory import memory
 from jaxtrain.costs.step_time import MATMULS, StepModel, TimeBreakdown
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
-from jaxtrain.plan.predict import extrapolated, part_of, step_figures
-from jaxtrain.schedule.coupled_clock import walk
+from jaxtrain.plan.predict import part_of, step_figures, table_counts
 from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
 
 LIKELY = 8  # devices of a group whose number cannot be read
@@ -149,19 +148,13 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
     heads = [head / len(works) if shared else head * (stage == setup.table.stage_of[-1]) for stage in range(len(works))]
     beside = [fixed[0], *[0.0] * (len(works) - 1)]
     stage_s = tuple(m * (n * s + h + b) for n, s, h, b in zip(layers, seconds, heads, beside, strict=True))
-    clock = max(extrapolated(cut, _walked), *stage_s)
+    clock = max(table_counts(cut, setup.times).seconds, *stage_s)
     after = max(_after(_with_layers(work, n), busy) for work, n, busy in zip(works, layers, stage_s, strict=True))
     after += m * max(work.end_collectives(shared).seconds for work in works)
     ideal = m * (config.model.layers / sum(1 / s for s in seconds) + (head + fixed[0]) / len(works))
     held = tuple(memory(_with_layers(work, n), chunk).bytes for work, n in zip(works, layers, strict=True))
     fits = all(size <= work.hardware.memory for size, work in zip(held, works, strict=True))
     return HeterogeneousPlan(cut, tuple(groups), tuple(layers), clock + after, ideal + after, stage_s, clock - max(stage_s), held, fits)
-
-
-def _walked(config: Config) -> float:
-    """Seconds of a step by its table's coupled clock."""
-    setup = make_setup(config)
-    return walk(setup.table, setup.times, setup.shares)
 
 
 def _after(work: StepModel, busy: float) -> float:

@@ -2,20 +2,20 @@
 
     predict    time by the closed forms of costs/, memory with the slots of the table
     exactly    time by the table: how often each op runs, and its coupled clock
-               (schedule/coupled_clock.py), which know what closed forms do not: R that a table leaves
-               out, permutes, shares of uneven stages, messages that come late. Sums over data and
-               the optimizer stand outside the table, as the closed forms have them.
+               (schedule/coupled_clock.py), which know what closed forms do not: R that a table
+               leaves out, permutes, shares of uneven stages, messages that come late. Sums over
+               data and the optimizer stand outside the table, as the closed forms have them.
 
 Devices of their own take as long as the busiest stage, and what it waits by the clock. Devices that
-share cores run the ops of all stages, for what one leaves the others use; they wait where the clock,
-by which a device on its own is faster, takes longer than all work on all cores.
+share cores run the ops of all stages, since the others use what an idle one leaves; they wait where
+the clock, by which a device on its own is faster, takes longer than all work on all cores.
 """
 
 import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -36,13 +36,13 @@ from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
 
 DAY = 86400.0
 OPS = (Op.F, Op.R, Op.B, Op.W)
-# Passes over a message that overlaps with its tick's ops: five copies, as read in XLA's CPU programs.
+# Passes over a message that overlaps with its tick's ops: five copies, as XLA's CPU programs have.
 EARLY_PASSES = 10.0
 # Stages · chunks on a stage · microbatches of a table that is made in a second: of a longer step a
 # part of the microbatches is. `auto` tries some fifty tables.
 CELLS, AUTO_CELLS = 2**12, 2**8
 LEAST_ROUNDS, AUTO_ROUNDS = 4, 2  # microbatches of such a part, in those that fill the pipeline
-# Schedules whose steps are shortened: all but a file's and those whose slots grow with the microbatches.
+# Schedules of shortened steps: all but a file's and those whose slots grow with the microbatches.
 SHORTENED = frozenset({*SCHEDULES, AUTO}.difference(GROWING))
 
 
@@ -55,7 +55,8 @@ class Prediction:
 
     config:    resolved
     tokens:    of the run, None if not known
-    in_flight: the most microbatches whose activations a stage holds; None if the time is not by a table
+    in_flight: the most microbatches whose activations a stage holds, by the table that timed the
+               step; None without one
     """
 
     config: Config
@@ -88,8 +89,8 @@ class Prediction:
 
     @property
     def model_flops_per_s(self) -> float:
-        """Model FLOP/s of a device. Attention is counted as in the framework's published rates; ours
-        counts it causally."""
+        """Model FLOP/s of a device. Attention is counted as in the framework's published rates;
+        ours counts it causally."""
         return self.work.model_flops() / self.seconds / self.devices
 
     @property
@@ -140,15 +141,15 @@ def predict(config: Config, hardware: Hardware, assume: str = OURS, tokens: floa
 
 
 def with_op_times(config: Config, work: StepModel) -> Config:
-    """The resolved config with the op times, in milliseconds, by which training makes its table on this
-    hardware: its own where it has any or the devices are simulated, otherwise planned ones."""
+    """The resolved config with the op times, in milliseconds, by which training makes its table on
+    this hardware: its own where it has any or the devices are simulated, otherwise planned ones."""
     if config.mesh.stage == 1 or config.pipeline.times or work.hardware.alone > 1:
         return config
     return cfg.replace(config, {"pipeline.times": milliseconds(work.op_times())})
 
 
 def part_of(config: Config) -> Config:
-    """A resolved config's step as far as its table is made: a shorter one if it has very many microbatches.
+    """The part of a resolved config's step whose table is made: fewer microbatches of very many.
 
     `auto` then tries only the place of the vocabulary that the table of ZB-H1 has.
     """
@@ -166,7 +167,7 @@ def part_of(config: Config) -> Config:
 
 
 def with_microbatches(config: Config, microbatches: int, table: Table) -> Config:
-    """The config with this number of microbatches, and with the vocabulary where this table has it."""
+    """The config with this number of microbatches, and the vocabulary where this table has it."""
     return cfg.replace(config, {"pipeline.microbatches": microbatches, "pipeline.vocabulary": table.vocabulary})
 
 
@@ -193,7 +194,7 @@ def slots_of(config: Config) -> Slots | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _TableCounts:
+class TableCounts:
     """Counts of a table.
 
     seconds:  by its coupled clock
@@ -209,40 +210,35 @@ class _TableCounts:
     messages: float
     early: float
 
-    def __add__(self, other: "_TableCounts") -> "_TableCounts":
-        return _TableCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def __add__(self, other: "TableCounts") -> "TableCounts":
+        return TableCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
-    def __mul__(self, times: float) -> "_TableCounts":
-        return _TableCounts(*(times * value for value in vars(self).values()))
-
-
-Figures = TypeVar("Figures", float, _TableCounts)
+    def __mul__(self, times: float) -> "TableCounts":
+        return TableCounts(*(times * value for value in vars(self).values()))
 
 
-def extrapolated(
-    config: Config, measure: Callable[[Config], Figures], shorter: Callable[[Figures, float], Figures] | None = None
-) -> Figures:
-    """The figures of a step, linear in its microbatches: measured for the part of them that `part_of`
-    gives, and extrapolated from that part and about half of it.
+def table_counts(config: Config, times: Times, shorter: Callable[[TableCounts, float], TableCounts] | None = None) -> TableCounts:
+    """Counts of a step whose ops take these times, linear in its microbatches: of the part of them
+    that `part_of` gives, and extrapolated from that part and about half of it.
 
-    shorter: makes the figures of the half from those of the part and the fraction of its microbatches;
-             without it the half is measured, too.
+    shorter: makes the counts of the half from those of the part and the fraction of its
+             microbatches; without it they are those of the half's own table.
     """
     part = part_of(config)
-    timed, figures = part.pipeline.microbatches, measure(part)
+    timed, counts = part.pipeline.microbatches, _counts(part, times)
     if timed == config.pipeline.microbatches:
-        return figures
+        return counts
     fewer = timed // config.mesh.stage // 2 * config.mesh.stage
-    half = shorter(figures, fewer / timed) if shorter else measure(with_microbatches(part, fewer, make_setup(part).table))
-    return figures + (figures + half * -1.0) * ((config.pipeline.microbatches - timed) / (timed - fewer))
+    half = shorter(counts, fewer / timed) if shorter else _counts(with_microbatches(part, fewer, make_setup(part).table), times)
+    return counts + (counts + half * -1.0) * ((config.pipeline.microbatches - timed) / (timed - fewer))
 
 
 def exactly(prediction: Prediction) -> Prediction:
-    """The prediction with its step timed on the table; the same with one stage or another framework,
-    which have none of ours.
+    """The prediction with its step timed on the table; the same with one stage or another
+    framework, which have none of ours.
 
-    A step with very many microbatches is extrapolated linearly from two shorter ones. Raises ConfigError for a
-    schedule that is not made for these numbers.
+    A step with very many microbatches is extrapolated linearly from two shorter ones. Raises
+    ConfigError for a schedule that is not made for these numbers.
     """
     work, layout = prediction.work, prediction.work.layout
     if layout.stage == 1 or work.framework.name != OURS:
@@ -251,7 +247,7 @@ def exactly(prediction: Prediction) -> Prediction:
     times = times_of(cfg.replace(config, {"pipeline.times": work.op_times()}), layout.stage)
     table = make_setup(part_of(config)).table
     shorter = functools.partial(_without_waits, work) if config.pipeline.schedule == AUTO else None
-    counts = extrapolated(config, lambda part: _counts(part, times), shorter)
+    counts = table_counts(config, times, shorter)
     if work.hardware.alone > 1:
         (busy, waits), hidden = _on_shared_cores(work, counts), {}
     else:
@@ -263,25 +259,25 @@ def exactly(prediction: Prediction) -> Prediction:
     return dataclasses.replace(prediction, time=time, in_flight=max(peak_residuals(table)) / max(1, layout.repeats))
 
 
-def _without_waits(work: StepModel, counts: _TableCounts, part: float) -> _TableCounts:
-    """Counts of a step of `auto` with this part of the microbatches, if the busiest stage never waits in
-    between: the best table for it may be one of another order."""
+def _without_waits(work: StepModel, counts: TableCounts, part: float) -> TableCounts:
+    """Counts of a step of `auto` with this part of the microbatches, if the busiest stage never
+    waits in between: the best table for it may be one of another order."""
     busy = max(parts.seconds for parts in _stages(work, counts, dense=False))
     return dataclasses.replace(counts * part, seconds=counts.seconds - (1 - part) * busy)
 
 
-def _counts(config: Config, times: Times) -> _TableCounts:
+def _counts(config: Config, times: Times) -> TableCounts:
     """Counts of a step whose ops take these times."""
     setup = make_setup(config)
     table, shares = setup.table, np.array([*setup.shares, 0.0])
     ops = np.array([np.where(table.op == op, shares[table.unit], 0.0).sum(0) for op in OPS])
     heads = np.full(table.stages, 1 / table.stages) if table.vocabulary == "parallel" else np.arange(table.stages) == table.stage_of[-1]
     early, late = (len(permutes(table)) * int((table.permute == when).sum()) for when in (Permute.EARLY, Permute.LATE))
-    return _TableCounts(walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early)
+    return TableCounts(walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early)
 
 
-def _stages(work: StepModel, counts: _TableCounts, dense: bool = True) -> list[TimeBreakdown]:
-    """What each stage is busy with. dense: with the layers before the first unit."""
+def _stages(work: StepModel, counts: TableCounts, dense: bool = True) -> list[TimeBreakdown]:
+    """The work of each stage. dense: with the layers before the first unit."""
     ops, head = work.ops(), work.head()
     stages = [head * heads for heads in counts.heads.tolist()]
     for op, times in zip(OPS, counts.ops.tolist(), strict=True):
@@ -291,9 +287,9 @@ def _stages(work: StepModel, counts: _TableCounts, dense: bool = True) -> list[T
     return stages
 
 
-def _on_shared_cores(work: StepModel, counts: _TableCounts) -> tuple[TimeBreakdown, float]:
-    """(what the cores are busy with, seconds that they wait): a mean over the stages, with all messages,
-    which overlap with nothing."""
+def _on_shared_cores(work: StepModel, counts: TableCounts) -> tuple[TimeBreakdown, float]:
+    """(work of the cores, seconds that they wait): a mean over the stages, with all messages, which
+    overlap with nothing."""
     copied = EARLY_PASSES * work.message_bytes() / work.hardware.streaming
     busy, stages = TimeBreakdown({STAGE: work.message() * counts.messages + copied * counts.early}), _stages(work, counts)
     for parts in stages:
