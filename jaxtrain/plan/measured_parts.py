@@ -23,7 +23,7 @@ import enum
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jaxtrain.costs.step_time import ATTENTION, HOST, MATMULS, MEMORY, OPTIMIZER, Parts
+from jaxtrain.costs.step_time import ATTENTION, HOST, MATMULS, MEMORY, OPTIMIZER, TimeBreakdown
 from jaxtrain.hlo.cost import Costs, target
 from jaxtrain.hlo.loops import op_in
 from jaxtrain.hlo.program import FREE, Instruction, Program, along
@@ -145,7 +145,7 @@ class MeasuredParts:
     """
 
     device: int
-    time: Parts
+    time: TimeBreakdown
 
 
 def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float) -> MeasuredParts:
@@ -157,7 +157,7 @@ def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float)
     device = max(busy, key=lambda number: busy[number])
     parts = shared_out(spans[device]) * (1 / steps)
     waiting = max(0.0, step_time_s - parts.seconds)
-    return MeasuredParts(device, parts + Parts({WAITING: waiting}))
+    return MeasuredParts(device, parts + TimeBreakdown({WAITING: waiting}))
 
 
 def without_waiting(events: Events, kinds: Kinds) -> Events:
@@ -199,7 +199,7 @@ def _spans(events: Iterable[Event], kinds: Kinds) -> Iterator[tuple[float, float
             yield event.begin, event.end, kind
 
 
-def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> Parts:
+def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> TimeBreakdown:
     """Seconds by part of what one device did at these times: begin, end and kind of each."""
     moments = sorted(_changes(spans), key=lambda change: change[0])
     active: collections.Counter[Kind] = collections.Counter()
@@ -219,7 +219,7 @@ def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> Parts:
         active[kind] += more
         if not active[kind]:
             del active[kind]
-    return Parts(dict(exposed), dict(hidden))
+    return TimeBreakdown(dict(exposed), dict(hidden))
 
 
 def _changes(spans: Iterable[tuple[float, float, Kind]]) -> Iterable[tuple[float, Kind, int]]:

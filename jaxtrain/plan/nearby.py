@@ -7,7 +7,7 @@ from typing import Any
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, checks
 from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.config.work import platform_of, work_of
+from jaxtrain.config.work import platform_of, step_model_of
 from jaxtrain.costs.memory import memory
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.predict import Prediction
@@ -40,7 +40,7 @@ def nearby(prediction: Prediction) -> list[Change]:
         if checks.first_broken(changed, around) or changed.data.batch_size % _pieces(changed):
             continue
         resolved = changed.resolve()
-        other = work_of(resolved, work.hardware, work.program.name)
+        other = step_model_of(resolved, work.hardware, work.framework.name)
         differs = {key: value for key, value in layout_flag.of(resolved).items() if value != here[key]}
         needs = memory(other, config.model.loss_chunk).bytes
         changes.append(Change(settings, layout_flag.text_of(differs), exact * other.step().seconds, needs))

@@ -22,7 +22,7 @@ from jaxtrain.config import Config, ConfigError, checks, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
-from jaxtrain.config.work import work_of
+from jaxtrain.config.work import step_model_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import Memory
 from jaxtrain.devices.mesh import sizes_of
@@ -288,7 +288,7 @@ def _laid_out(config: Config, text: str, devices: Topology, recipe: Config) -> C
         config = config.resolve()
     else:
         config = checks.check_devices(config, devices.devices, platform.backend).resolve()
-    return with_op_times(config, work_of(config, hardware.load(platform.hardware)))
+    return with_op_times(config, step_model_of(config, hardware.load(platform.hardware)))
 
 
 def _asked(reading: Reading) -> tuple[Topology, Config]:
