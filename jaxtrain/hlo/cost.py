@@ -24,12 +24,8 @@ VIEWS = frozenset({"bitcast", "reshape"})
 GEMM = re.compile(r"__cublas\$|__triton_gemm|__cudnn\$gemm")
 # Contracted dimensions of a dot, or of a call of a library.
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)')
-WINDOW = (
-    ("stride", "1"),
-    ("pad", "0_0"),
-    ("lhs_dilate", "1"),
-    ("rhs_dilate", "1"),
-)  # of a convolution, and defaults
+# Of a convolution's window, with defaults.
+WINDOW = (("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
 # Memory spaces of arrays that are in the device's memory; a TPU's 1 is its vector memory.
 TPU_MEMORY, GPU_MEMORY = frozenset({0}), frozenset({0, 1, 7})
 

@@ -43,18 +43,12 @@ class StepLoops:
     """
 
     def __init__(self, program: Program, setup: Setup, stage: int = 0, expert_tokens: int | None = None):
-        self.program, self.setup, self.stage, self.expert_tokens = (
-            program,
-            setup,
-            stage,
-            expert_tokens,
-        )
-        self.runs: dict[str, int] = {}
-        self.busy = 0
-        if setup.train:
-            table = columns(setup.train)
-            self.runs = {op: int(column[:, stage].sum()) for op, column in table.runs.items()}
-            self.busy = int(table.busy[:, stage].sum())
+        self.program, self.setup = program, setup
+        self.stage, self.expert_tokens = stage, expert_tokens
+        table = columns(setup.train) if setup.train else None
+        of_stage = lambda column: int(column[:, stage].sum())
+        self.runs = {op: of_stage(column) for op, column in table.runs.items()} if table else {}
+        self.busy = of_stage(table.busy) if table else 0
 
     def executed(self) -> Iterator[Run]:
         """Every instruction of the step that runs."""

@@ -23,18 +23,8 @@ FREE = frozenset(
 # Scopes of ops: a letter with a unit, and those that only some stages have.
 OP = re.compile(r"[A-Z]\d*|embed|head|embed_gradient")
 BYTES = {
-    **{
-        "token": 0,
-        "pred": 1,
-        "s4": 0.5,
-        "u4": 0.5,
-        "s8": 1,
-        "u8": 1,
-        "s16": 2,
-        "u16": 2,
-        "bf16": 2,
-        "f16": 2,
-    },
+    **{"token": 0, "s4": 0.5, "u4": 0.5, "pred": 1, "s8": 1, "u8": 1},
+    **{"s16": 2, "u16": 2, "bf16": 2, "f16": 2},
     **{"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8},
 }
 # ROOT, name, what it makes, opcode, operands, attributes. The bracket after the operands is the

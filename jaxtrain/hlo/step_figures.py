@@ -69,25 +69,20 @@ class StepFigures:
         self.config, self.compiled = config, compiled
         self.product_efficiency, self.kernel_efficiency = product_efficiency, kernel_efficiency
         self.setup, self.program = make_setup(config), compiled.program
-        self.hardware, self.tpu = (
-            hardware.load(PLATFORMS[platform].hardware),
-            PLATFORMS[platform].backend == "tpu",
-        )
+        device = PLATFORMS[platform]
+        self.hardware, self.tpu = hardware.load(device.hardware), device.backend == "tpu"
         self.costs = Costs(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
         self.mesh = dict(zip(AXES, sizes_of(config.mesh), strict=True))
         shards = batch_shards(self.mesh) * config.mesh.context
         tokens = config.sequences_per_microbatch * config.data.sequence_length // shards
         # Those of a microbatch that reach a device's experts.
         self._expert_tokens = tokens * config.model.experts_per_token
-        stages = [StepLoops(self.program, self.setup, stage, self._expert_tokens or None) for stage in range(config.mesh.stage)]
-        runs = [list(loops.executed()) for loops in stages]
-        seconds = [sum(map(self.seconds, of_stage)) for of_stage in runs]
-        self.stage = seconds.index(max(seconds))
-        self.loops, self.runs, self.busy_seconds = (
-            stages[self.stage],
-            runs[self.stage],
-            seconds[self.stage],
-        )
+        self.busy_seconds = -1.0
+        for stage in range(config.mesh.stage):
+            loops = StepLoops(self.program, self.setup, stage, self._expert_tokens or None)
+            runs = list(loops.executed())
+            if (seconds := sum(map(self.seconds, runs))) > self.busy_seconds:
+                self.stage, self.loops, self.runs, self.busy_seconds = stage, loops, runs, seconds
 
     # ------------------------------------------------------------------ one instruction
 
@@ -159,10 +154,8 @@ class StepFigures:
         for run in self.runs:
             flops = overlapped.get((run.instruction.computation, run.instruction.name))
             for c in collectives(self.program, run.instruction, self.mesh, self.stage) if run.times else ():
-                traffic, size = (
-                    by_kind[run.op, c.kind, c.dtype, "·".join(c.axes)],
-                    run.times * c.size,
-                )
+                traffic = by_kind[run.op, c.kind, c.dtype, "·".join(c.axes)]
+                size = run.times * c.size
                 traffic.times += run.times
                 traffic.bytes += size
                 traffic.sent += run.times * c.sent
@@ -193,9 +186,7 @@ class StepFigures:
                 if i.opcode == "fusion" and (fused := self.costs.flops(i)):
                     overlapped[computation, i.name] = float(fused)
                 if i.collective and i.starts and '"is_sync":true' not in i.text:
-                    done = next(
-                        (m for m in range(n, len(instructions)) if i.name in instructions[m].operands),
-                        n,
-                    )
+                    users = (m for m, j in enumerate(instructions) if i.name in j.operands)
+                    done = next(users, n)
                     overlapped[computation, i.name] = sum(map(flops, instructions[n + 1 : done]))
         return overlapped

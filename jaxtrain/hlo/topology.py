@@ -43,14 +43,8 @@ NODE = 8  # GPUs
 EXAMPLE = 64  # devices of a topology that an error suggests
 HOPPER = 9.0  # an H100's compute capability
 CUDNN = 91400  # 9.14, as jax counts
-MEMORY = (
-    "argument",
-    "temp",
-    "output",
-    "alias",
-    "host_argument",
-    "host_temp",
-)  # of XLA's memory analysis
+# Of XLA's memory analysis.
+MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")
 NONE = "none"  # version of a compiler that is not installed
 LONGEST = 3600  # seconds that a compiler may take
 
@@ -105,11 +99,11 @@ class Platform:
     @property
     def version(self) -> str:
         """Version of the installed compiler; NONE if there is none."""
-        path = [str(compilers()), *sys.path]
-        return next(
-            (package.version for package in importlib.metadata.distributions(name=self.package, path=path)),
-            NONE,
+        packages = importlib.metadata.distributions(
+            name=self.package,
+            path=[str(compilers()), *sys.path],
         )
+        return next((package.version for package in packages), NONE)
 
     @property
     def form(self) -> str:
@@ -286,12 +280,14 @@ def compile_config(
     program: "train", or "gradients" for these and the loss alone
     """
     paths = [str(REPOSITORY), str(compilers()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
+    environment = {
+        **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(paths),
         "TPU_LOG_DIR": "disabled",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
-    environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     request = {
         "topology": devices.text,
         "config": configs.to_dict(config),
