@@ -1,4 +1,4 @@
-"""The planner's memory beside XLA's for H100s, of layouts that plan/witness.py has compiled.
+"""The planner's memory beside XLA's for H100s, of layouts that plan/compile_check.py has compiled.
 
 compiled_memory.json: rows of recipe, topology, layout (with the vocabulary where the compiled table had it), settings beside it, and the
 bytes on a device (jax 0.10.2, XLA of jax-cuda13-pjrt 0.10.2); `worst` where the plan is known to be further off than elsewhere: all experts
