@@ -1,4 +1,4 @@
-"""What somebody wants to know of a step before it runs: mesh, table, memory as compiled, and the account; as lines or as one object.
+"""What somebody wants to know of a step before it runs: mesh, table, memory as compiled, and communication volume; as lines or as one object.
 
 `--dry_run` compiles the step for the devices that are there and stops: no array is made, no corpus read and nothing written.
 """
@@ -19,7 +19,7 @@ from jaxtrain.costs.step_counts import Entry
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
-from jaxtrain.plan.planned_step import plan_at_hand
+from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.run import start_up
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.training.state import bytes_per_device
@@ -104,7 +104,7 @@ def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """A step that was compiled and not run. `stage`: of which the account is, the busiest; `exchange`: of replicas that train apart;
+    """A step that was compiled and not run. `stage`: of which the communication volume is, the busiest; `exchange`: of replicas that train apart;
     planned: the step, None where the kind of device is not known; memory in bytes on a device; seconds of the command by part, as
     `start_up.record` has them."""
 
@@ -133,7 +133,7 @@ class DryRun:
     def json(self) -> str:
         memory: dict[str, Any] = {"compiled": self.compiled, "state": self.state}
         mesh = self.mesh | {"devices": math.prod(self.mesh.values()), "device": self.device}
-        accounts = {"account": _as_dicts(self.entries), "exchange": _as_dicts(self.exchange)}
+        accounts = {"communication_volume": _as_dicts(self.entries), "exchange": _as_dicts(self.exchange)}
         rest = {"planned": self.planned, "memory": memory, "seconds": self.seconds}
         return json.dumps({"mesh": mesh, "stage": self.stage} | accounts | rest)
 

@@ -17,7 +17,7 @@ from jaxtrain.plan.predict import Prediction, exactly, predict
 
 PLANNED = "planned.json"
 WORTH = 0.02  # of the step: smaller parts are not listed
-COMMUNICATION, WAITING = "communication", "waiting"  # parts that are measured and not planned (measured_parts.py)
+COMMUNICATION, WAITING = "communication", "waiting"  # parts that are measured and not planned (measured_step.py)
 WAITED = (BUBBLE, FIXED, "stage")  # a stage that waits for another does so in a message
 
 

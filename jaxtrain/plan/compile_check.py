@@ -1,9 +1,9 @@
-"""The compiler as witness: the train step compiled for devices that are not there, beside what the planner says of it.
+"""The compile check: the train step compiled for devices that need not be there, compared with its plan.
 
     python -m jaxtrain.plan --compile --config=llama3_8b --topology=v5p:4x4x4 [--layout=data=16,model=4 …] [--config.… …] [--json]
 
-    memory        what XLA's account says of a device, and what costs/memory.py makes of the table's slots, by parts
-    collectives   bytes that a device of the busiest stage sends in a step, and the account's ; which are asynchronous, which
+    memory        what XLA says of a device, and what costs/memory.py makes of the table's slots, by parts
+    collectives   bytes that a device of the busiest stage sends in a step, compiled and planned; which are asynchronous, which
                   have products beside them
 
 Nothing is run. A compiler refuses a step that does not fit a TPU; the GPU's never does, so its figure is held against the memory.
@@ -60,7 +60,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """Collectives of a kind over mesh axes: bytes that a device sends in a step, by the program and by the account.
+    """Collectives of a kind over mesh axes: bytes that a device sends in a step, compiled and planned.
 
     asynchronous, beside: parts, from 0 to 1, of the program's that have a start and a done, and that have products in between
     """
@@ -74,7 +74,7 @@ class Crossing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Witness:
+class CompileCheck:
     """What the compiler says of a resolved config's step, and what the planner says. stage: of which the collectives are."""
 
     topology: Topology
@@ -163,7 +163,7 @@ class Witness:
         whose = f" of stage {self.stage}" if self.stages > 1 else ""
         unit, name = (1e9, "GB") if sum(c.compiled for c in self.crossings) >= 1e9 else (1e6, "MB")
         cells: list[tuple[str, ...]] = [
-            (f"collectives: {name} that a device{whose} sends in a step", "compiler", "account", "asynchronous", "beside products")
+            (f"collectives: {name} that a device{whose} sends in a step", "compiler", "planner", "asynchronous", "beside products")
         ]
         for c in self.crossings:
             parts = (f"{c.asynchronous:.0%}", f"{c.beside:.0%}") if c.compiled else ("–", "–")
@@ -178,8 +178,8 @@ def _columns(cells: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip() for row in cells]
 
 
-def witness(config: Config, text: str, write: Callable[[str], object] = print) -> Witness:
-    """The witness of a resolved config, whose mesh is known, on the topology of a text like v5p:8x8x8.
+def compile_check(config: Config, text: str, write: Callable[[str], object] = print) -> CompileCheck:
+    """The compile check of a resolved config, whose mesh is known, on the topology of a text like v5p:8x8x8.
 
     write: is told that it takes minutes. Raises TopologyError for devices that are not known, that the mesh does not use, or for which no
     compiler is installed; Refused with the compiler's words where it does not take the step.
@@ -191,7 +191,7 @@ def witness(config: Config, text: str, write: Callable[[str], object] = print) -
 
 
 def check_topology(config: Config, text: str) -> Topology:
-    """The topology of a text. Raises TopologyError as `witness`."""
+    """The topology of a text. Raises TopologyError as `compile_check`."""
     devices, wanted = topology.parse(text), math.prod(sizes_of(config.mesh))
     if devices.devices != wanted:
         rule = f"--topology={devices.text} has {devices.devices} devices, and the mesh has {wanted}"
@@ -212,12 +212,12 @@ def require_compiler(devices: Topology) -> None:
         raise TopologyError(f"--topology={devices.text} needs {platform.package}, which is {where}: {INSTALL_COMMAND}")
 
 
-def compare(config: Config, devices: Topology, compiled: Compiled) -> Witness:
-    """The witness of a step that has been compiled."""
+def compare(config: Config, devices: Topology, compiled: Compiled) -> CompileCheck:
+    """The compile check of a step that has been compiled."""
     platform = devices.platform
     device = hardware.load(platform.hardware)
     figures = StepFigures(config, platform.name, compiled)
-    return Witness(
+    return CompileCheck(
         devices,
         f"{platform.package} {platform.version}",
         compiled,
@@ -302,7 +302,7 @@ def main(argv: Sequence[str]) -> int:
     reading = read_flags(argv, __doc__ or "", FLAGS, with_config=True)
     try:
         devices, config = settled(reading, _asked)
-        found = witness(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
+        found = compile_check(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
     except (ConfigError, UsageError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr)
         return ExitStatus.BAD_CONFIG

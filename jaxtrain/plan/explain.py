@@ -9,9 +9,9 @@ from jaxtrain.config import Config
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, Work
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.nearby import nearby
 from jaxtrain.plan.predict import Prediction
 from jaxtrain.plan.search import Plan
+from jaxtrain.plan.what_if import nearby
 
 HOUR = 3600
 LARGE = 10**15  # from where on nobody counts digits

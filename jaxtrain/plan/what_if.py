@@ -11,23 +11,80 @@ import math
 import os
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from jaxtrain import config as cfg
 from jaxtrain import config as configs
 from jaxtrain.checkpoint.steps import CONFIG
 from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.config.work import platform_of
+from jaxtrain.config.work import platform_of, work_of
 from jaxtrain.costs.hardware import GIB, Hardware
-from jaxtrain.plan import planned_step
-from jaxtrain.plan.nearby import nearby
+from jaxtrain.costs.memory import memory
+from jaxtrain.plan import compare, layout_flag
 from jaxtrain.plan.predict import Prediction, exactly, predict
 from jaxtrain.run.goodput import Part
 from jaxtrain.run.goodput_log import GOODPUT_FILE, REDONE, Goodput, read_goodput
 from jaxtrain.run.metrics import METRICS_FILE, read_metrics
+from jaxtrain.schedule.orders import INTERLEAVED, ZERO_BUBBLE
+
+REMATS, ZEROS = ("none", "selective", "full"), (0, 1, 2, 3)
+HALVED_FOR = (("model", "data"), ("stage", "data"), ("data", "model"), ("stage", "model"))  # (axis of half as many, of twice as many)
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Other settings, the same as `--layout` names them, the seconds of the step then, and the bytes of its fullest device."""
+
+    settings: Mapping[str, Any]
+    text: str
+    seconds: float
+    bytes: float
+
+
+def nearby(prediction: Prediction) -> list[Change]:
+    """Single changes of the layout, the fastest first.
+
+    They are reckoned by closed forms; where the prediction goes by its table, their steps are longer than those by as much as its own is.
+    """
+    work, config = prediction.work, prediction.config
+    exact, here, changes = prediction.seconds / work.step().seconds, layout_flag.of(config), []
+    around = Surroundings(prediction.devices, platform_of(work.hardware), config)
+    for settings in _tried(config):
+        changed = cfg.replace(config, settings)
+        if checks.first_broken(changed, around) or changed.data.batch_size % _pieces(changed):
+            continue
+        resolved = changed.resolve()
+        other = work_of(resolved, work.hardware, work.program.name)
+        differs = {key: value for key, value in layout_flag.of(resolved).items() if value != here[key]}
+        needs = memory(other, config.model.loss_chunk).bytes
+        changes.append(Change(settings, layout_flag.text_of(differs), exact * other.step().seconds, needs))
+    return sorted(changes, key=lambda change: change.seconds)
+
+
+def _tried(config: Config) -> Iterator[dict[str, Any]]:
+    pipeline, mesh = config.pipeline, config.mesh
+    yield from ({"pipeline.remat": remat} for remat in REMATS if remat != pipeline.remat)
+    if mesh.data > 1:
+        yield from ({"parallel.zero": zero} for zero in ZEROS if zero != config.parallel.zero)
+    yield from ({"pipeline.microbatches": n} for n in (2 * pipeline.microbatches, pipeline.microbatches // 2) if n)
+    if mesh.stage > 1:
+        yield {"pipeline.schedule": INTERLEAVED, "pipeline.repeats": 2 * max(1, pipeline.repeats)}
+        yield from ({"pipeline.schedule": name, "pipeline.repeats": 0} for name in ZERO_BUBBLE if name != pipeline.schedule)
+    for fewer, more in HALVED_FOR:
+        sizes = {axis: getattr(mesh, axis) for axis in (fewer, more)}
+        if sizes[fewer] % 2 == 0:
+            yield {f"mesh.{fewer}": sizes[fewer] // 2, f"mesh.{more}": 2 * sizes[more], "pipeline.repeats": 0}
+
+
+def _pieces(config: Config) -> int:
+    """The number of pieces into which replicas, shards and microbatches cut a step's batch."""
+    mesh = config.mesh
+    return mesh.replica * mesh.data * mesh.expert * config.pipeline.microbatches
+
 
 T = TypeVar("T")
 FAR = 1.5  # times the planned step, or so many times less: so far off, the plan is not of this machine, or something is wrong with it
@@ -63,7 +120,7 @@ class Measured:
 def read(workdir: str | os.PathLike) -> Measured:
     """The records of a run's folder. Raises AdviceError where they are missing or are none."""
     folder = pathlib.Path(workdir)
-    for name in (CONFIG, METRICS_FILE, GOODPUT_FILE, planned_step.PLANNED):  # a pipe would be waited for, a device has no end
+    for name in (CONFIG, METRICS_FILE, GOODPUT_FILE, compare.PLANNED):  # a pipe would be waited for, a device has no end
         if os.path.exists(folder / name) and not os.path.isfile(folder / name):
             raise AdviceError(f"--advise={str(workdir)!r}: its {name} is not a regular file: name the folder of a run")
     try:
@@ -115,8 +172,8 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     slowest, behind_s = (measured.last.get(name) for name in ("slowest_process", "slowest_behind_s"))
     if isinstance(slowest, int) and _is_seconds(behind_s):
         lines.append(f"process {slowest} is behind the others by {behind_s:.3g} s a step")
-    if record := planned_step.read(pathlib.Path(workdir)):
-        lines += [f"after warm-up: {line}" for line in _records(workdir, planned_step.PLANNED, lambda folder: record.lines())]
+    if record := compare.read(pathlib.Path(workdir)):
+        lines += [f"after warm-up: {line}" for line in _records(workdir, compare.PLANNED, lambda folder: record.lines())]
     if hardware is None:
         return [*lines, "with --hardware=NAME the planner says what else the step could be"]
     _check(workdir, measured.config, hardware)
