@@ -37,8 +37,14 @@ def table(plans: Sequence[Plan]) -> list[str]:
         mfu = prediction.model_flops_per_s / prediction.work.hardware.peak(prediction.work.dtype)
         figures = [f"{prediction.memory.bytes / GIB:.1f}", f"{prediction.bubble_fraction:.1%}", f"{mfu:.1%}", _seconds(prediction.seconds)]
         rows.append([*(str(layout[key]) for key in keys), *figures])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    return aligned(rows)
+
+
+def aligned(cells: Sequence[Sequence[str]], words: int = 0) -> list[str]:
+    """Lines of cells in columns: the first `words` columns to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = ["<"] * words + [">"] * (len(widths) - words)
+    return ["  ".join(f"{text:{side}{width}}" for text, side, width in zip(line, sides, widths, strict=True)) for line in cells]
 
 
 def flags_of(config: Config, recipe: Config) -> str:

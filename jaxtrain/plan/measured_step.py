@@ -20,10 +20,11 @@ not seen: the wait for them counts as communication.
 import collections
 import dataclasses
 import enum
+import math
 import pathlib
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 from jax.stages import Compiled
@@ -55,8 +56,6 @@ KERNELS = (
     (re.compile(r"fmha|flash|cudnn.*(?:sdpa|attention)", re.IGNORECASE), ATTENTION),
     (re.compile(r"gemm|nvjet|cutlass|cublas|xmma", re.IGNORECASE), MATMULS),
 )
-
-
 NAMED_ATTENTION = re.compile(rf"[/(]{SCOPE}[/)]")
 
 
@@ -87,40 +86,48 @@ class Kinds:
         self._kinds: dict[tuple[str, str], Kind | None] = {}
 
     def of(self, event: Event) -> Kind | None:
-        """None of a loop, whose time is that of what is in it."""
+        """The kind of an event's instruction; None of a loop, whose time is that of its body."""
         key = event.instruction, "" if event.instruction in self._named else event.kernel
         if key not in self._kinds:
-            self._kinds[key] = self._of(self._named[key[0]]) if key[0] in self._named else self._of_kernel(event.kernel)
+            instruction = self._named.get(key[0])
+            self._kinds[key] = self._of(instruction) if instruction else self._of_kernel(event.kernel)
         return self._kinds[key]
 
     def _of_kernel(self, name: str) -> Kind:
         """The kind of a kernel that the program's text does not name."""
-        for pattern, part in KERNELS:
-            if pattern.search(name):
-                only_axis = part == COMMUNICATION and len(self._axes) == 1
-                return Kind(self._axes[0] if only_axis else part, Rank.SENDS if part in (COMMUNICATION, HOST) else Rank.COMPUTES)
-        return Kind(MEMORY)
+        part = next((part for pattern, part in KERNELS if pattern.search(name)), MEMORY)
+        rank = Rank.SENDS if part in (COMMUNICATION, HOST) else Rank.COMPUTES
+        only_axis = part == COMMUNICATION and len(self._axes) == 1
+        return Kind(self._axes[0] if only_axis else part, rank)
 
     def _of(self, i: Instruction) -> Kind | None:
         if i.opcode in AROUND or i.opcode in FREE:
             return None
         if i.opcode == "call":
             return Kind(OTHER, Rank.AROUND)
-        inside = self._with_those_inside(i)
+        start = self._named.get(i.operands[0]) if i.opcode.endswith("-done") and i.operands else None
+        start = start or i
+        called = [name for role, name in start.calls.items() if role == "calls"]
+        inside = [start, *(j for name in called for j in self.program.below(name))]
         products = any(self.costs.flops(j) for j in inside)
-        collective = next((j for j in inside if j.collective), None)
-        if collective is not None and not products:
-            return self._sending(collective)
-        if HOST_MEMORY in {space for j in (inside[0], *self._operands(inside[0])) for space in j.spaces} and not products:
-            return Kind(HOST, Rank.SENDS)
+        if not products:
+            if collective := next((j for j in inside if j.collective), None):
+                axes, _ = along(collective, self.mesh)
+                return Kind(axes[0], Rank.SENDS) if axes else None
+            operands = [self._named[name] for name in start.operands if name in self._named]
+            if any(HOST_MEMORY in j.spaces for j in (start, *operands)):
+                return Kind(HOST, Rank.SENDS)
         # What is in flight while the device computes counts where it computes nothing.
         rank = Rank.AROUND if i.opcode.endswith(ASYNCHRONOUS) else Rank.COMPUTES
         return Kind(self._computed(i, inside, products), rank)
 
     def _computed(self, i: Instruction, inside: Sequence[Instruction], products: bool) -> str:
         """The part of an instruction that does not communicate."""
-        op_name = self._op_name(i)
-        kernel = next((j for j in inside if j.opcode == "custom-call" and not NO_KERNELS.search(target(j))), None)
+        op_name = i.op_name
+        if not op_name and i.opcode == "fusion":
+            op_name = self.program.root(i.calls["calls"]).op_name
+        kernels = (j for j in inside if j.opcode == "custom-call" and not NO_KERNELS.search(target(j)))
+        kernel = next(kernels, None)
         if op_in(op_name) == OPTIMIZER:
             return OPTIMIZER
         if kernel is not None and GROUPED.search(f"{target(kernel)} {kernel.text}"):
@@ -129,98 +136,66 @@ class Kinds:
             return ATTENTION
         return MATMULS if products else MEMORY
 
-    def _with_those_inside(self, i: Instruction) -> list[Instruction]:
-        """The instruction, or what began it, and those that it calls."""
-        if i.opcode.endswith("-done") and i.operands and i.operands[0] in self._named:
-            i = self._named[i.operands[0]]
-        called = [j for role, name in i.calls.items() if role == "calls" for j in self.program.below(name)]
-        return [i, *called]
 
-    def _operands(self, i: Instruction) -> list[Instruction]:
-        return [self._named[name] for name in i.operands if name in self._named]
+def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float) -> Trace:
+    """Seconds by part in a trace of `steps` steps, which took `step_time_s` each, on the device that
+    computes most. The exposed parts, `waiting` among them, add up to the step.
 
-    def _op_name(self, i: Instruction) -> str:
-        if i.op_name or i.opcode != "fusion":
-            return i.op_name
-        return self.program.root(i.calls["calls"]).op_name
-
-    def _sending(self, collective: Instruction) -> Kind | None:
-        axes, _ = along(collective, self.mesh)
-        return Kind(axes[0], Rank.SENDS) if axes else None
-
-
-@dataclasses.dataclass(frozen=True)
-class MeasuredParts:
-    """Seconds of a step by part on the device that computes most; `time` is with `waiting`, and its exposed parts add up to the step.
-
-    device: the number of the device in this process
+    Raises TraceError where no event is of a known kind.
     """
-
-    device: int
-    time: Parts
-
-
-def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float) -> MeasuredParts:
-    """Seconds by part in a trace of `steps` steps, which took `step_time_s` each. Raises TraceError where no event is of a known kind."""
-    spans = {device: list(_spans(found, kinds)) for device, found in without_waiting(events, kinds).items()}
+    spans = {
+        device: [(e.begin, e.end, kind) for e in of_device if (kind := kinds.of(e)) is not None]
+        for device, of_device in without_waiting(events, kinds).items()
+    }
     busy = {device: sum(end - begin for begin, end, kind in of_device if kind.rank is Rank.COMPUTES) for device, of_device in spans.items()}
     if not any(busy.values()):
         raise TraceError("the trace has no work of a device")
     device = max(busy, key=lambda number: busy[number])
     parts = shared_out(spans[device]) * (1 / steps)
-    waiting = max(0.0, step_time_s - parts.seconds)
-    return MeasuredParts(device, parts + Parts({WAITING: waiting}))
+    parts += Parts({WAITING: max(0.0, step_time_s - parts.seconds)})
+    return Trace(step_time_s, device, parts.exposed, parts.hidden)
 
 
 def without_waiting(events: Events, kinds: Kinds) -> Events:
-    """The events in order, collectives from when the last of these devices had come: the n-th of an instruction is the same collective on
-    all devices that run it as often (stages run their ops' own ones as often as their tables say)."""
-    ordered = {device: sorted(found, key=lambda event: event.begin) for device, found in events.items()}
-    alike: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)
-    collectives = {device: _collectives(found, kinds) for device, found in ordered.items()}
-    for by_name in collectives.values():
-        for name, found in by_name.items():
-            alike[name, len(found)].append([event.end - event.begin for event in found])
-    shortest = {key: [min(each) for each in zip(*durations, strict=True)] for key, durations in alike.items()}
-    arrived: Events = {}
-    for device, found in ordered.items():
-        nth: collections.Counter[str] = collections.Counter()
-        arrived[device] = []
-        for event in found:
-            if same := collectives[device].get(event.instruction):
-                seconds = shortest[event.instruction, len(same)][nth[event.instruction]]
-                nth[event.instruction] += 1
-                event = dataclasses.replace(event, begin=event.end - seconds)
-            arrived[device].append(event)
-    return arrived
+    """The events in order, each collective from when the last of these devices has come to it.
 
-
-def _collectives(events: Iterable[Event], kinds: Kinds) -> dict[str, list[Event]]:
-    """Collectives between devices, by instruction."""
-    found: dict[str, list[Event]] = collections.defaultdict(list)
-    for event in events:
-        kind = kinds.of(event) if event.instruction else None
-        if kind is not None and kind.rank is Rank.SENDS and kind.part != HOST:
-            found[event.instruction].append(event)
-    return dict(found)
-
-
-def _spans(events: Iterable[Event], kinds: Kinds) -> Iterator[tuple[float, float, Kind]]:
-    for event in events:
-        if (kind := kinds.of(event)) is not None:
-            yield event.begin, event.end, kind
+    The n-th event of an instruction is the same collective on all devices that run it equally often:
+    stages run the collectives of their ops as often as their tables say.
+    """
+    ordered = {device: sorted(of_device, key=lambda event: event.begin) for device, of_device in events.items()}
+    collectives: dict[tuple[int, str], list[Event]] = collections.defaultdict(list)
+    for device, of_device in ordered.items():
+        for event in of_device:
+            kind = kinds.of(event) if event.instruction else None
+            if kind is not None and kind.rank is Rank.SENDS and kind.part != HOST:
+                collectives[device, event.instruction].append(event)
+    same: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)
+    for (_, name), of_name in collectives.items():
+        same[name, len(of_name)].append([event.end - event.begin for event in of_name])
+    shortest = {key: [min(each) for each in zip(*durations, strict=True)] for key, durations in same.items()}
+    seconds = {key: iter(shortest[key[1], len(of_name)]) for key, of_name in collectives.items()}
+    return {
+        device: [
+            dataclasses.replace(event, begin=event.end - next(seconds[device, event.instruction]))
+            if (device, event.instruction) in seconds
+            else event
+            for event in of_device
+        ]
+        for device, of_device in ordered.items()
+    }
 
 
 def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> Parts:
     """Seconds by part of what one device did at these times: begin, end and kind of each."""
-    moments = sorted(_changes(spans), key=lambda change: change[0])
+    changes = [(begin, kind, 1) for begin, end, kind in spans if end > begin]
+    changes += [(end, kind, -1) for begin, end, kind in spans if end > begin]
     active: collections.Counter[Kind] = collections.Counter()
     exposed: dict[str, float] = collections.defaultdict(float)
     hidden: dict[str, float] = collections.defaultdict(float)
-    since = moments[0][0] if moments else 0.0
-    for moment, kind, more in moments:
+    since = -math.inf
+    for moment, kind, change in sorted(changes, key=lambda change: change[0]):
         if active and moment > since:
-            least = min(active, key=lambda at: at.rank).rank
+            least = min(at.rank for at in active)
             share = (moment - since) / sum(count for at, count in active.items() if at.rank is least)
             for at, count in active.items():
                 if at.rank is least:
@@ -228,17 +203,10 @@ def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> Parts:
                 elif at.rank is Rank.SENDS:
                     hidden[at.part] += moment - since
         since = moment
-        active[kind] += more
+        active[kind] += change
         if not active[kind]:
             del active[kind]
     return Parts(dict(exposed), dict(hidden))
-
-
-def _changes(spans: Iterable[tuple[float, float, Kind]]) -> Iterable[tuple[float, Kind, int]]:
-    for begin, end, kind in spans:
-        if end > begin:
-            yield begin, kind, 1
-            yield end, kind, -1
 
 
 STEPS_MEASURED = 10
@@ -321,8 +289,7 @@ class AfterWarmUp:
             module = re.match(r"HloModule ([\w.\-]+)", text)
             events = read(self._profile.folder, module[1] if module else "")
             mesh = dict(zip(AXES, sizes_of(self._config.mesh), strict=True))
-            found = measured_parts(events, Kinds(text, mesh), self._profile.count, seconds)
+            return measured_parts(events, Kinds(text, mesh), self._profile.count, seconds)
         except Exception as error:  # texts of XLA change from version to version: no reason to end a run
             self._say(f"warning: the profile cannot be read by part ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
             return None
-        return Trace(seconds, found.device, found.time.exposed, found.time.hidden)

@@ -78,11 +78,11 @@ def test_a_device_that_is_too_small():
 def test_collectives_compiled_and_planned():
     """Of the busiest stage, the first of two: it sends both ways of its permutes, which lie round the ops."""
     record = found()
-    (permute,) = [c for c in record.crossings if c.kind == "collective-permute"]
+    (permute,) = [c for c in record.collectives if c.kind == "collective-permute"]
     assert (permute.axes, permute.compiled) == ("stage", 2 * TICKS * SIZE)
     assert permute.asynchronous == 1 and permute.beside == pytest.approx(0.5)  # the other is done before the ops begin
-    assert sum(c.planned for c in record.crossings) == sum(entry.bytes for entry in step_counts(CONFIG).volume(record.stage))
-    (missing,) = [c for c in record.crossings if c.kind == "reduce-scatter"]
+    assert sum(c.planned for c in record.collectives) == sum(entry.bytes for entry in step_counts(CONFIG).volume(record.stage))
+    (missing,) = [c for c in record.collectives if c.kind == "reduce-scatter"]
     assert missing.compiled == 0 < missing.planned
 
 
