@@ -261,39 +261,36 @@ def _collectives(config: Config, figures: StepFigures) -> list[Collectives]:
     return [Collectives(*key, sent[key], planned[key], fraction(asynchronous, key), fraction(beside, key)) for key in keys]
 
 
-def _laid_out(config: Config, text: str, devices: Topology, recipe: Config) -> Config:
-    """The config, resolved, with the layout of a text if there is one, for so many devices, and the op times by which they would train it.
-    Raises ConfigError or LayoutError."""
-    platform = devices.platform
-    if text:
+def _requested(reading: Reading) -> tuple[Topology, Config]:
+    """The devices and the resolved config of a command line, with the op times by which they would train it.
+
+    Raises UsageError or ConfigError.
+    """
+    devices, recipe = topology.parse(reading.values["topology"]), load_recipe(find_recipe(reading.values["config"]))
+    platform, config = devices.platform, apply(recipe, reading.overrides)
+    if text := reading.values["layout"]:
         values = layout_flag.read(text)
         config = layout_flag.apply(config, values)
         layout_flag.check(config, values, platform.backend, recipe)
-        config = config.resolve()
     else:
-        config = checks.check_devices(config, devices.devices, platform.backend).resolve()
-    return with_op_times(config, work_of(config, hardware.load(platform.hardware)))
-
-
-def _asked(reading: Reading) -> tuple[Topology, Config]:
-    """The devices and the resolved config that a command line asks for. Raises UsageError or ConfigError."""
-    devices, recipe = topology.parse(reading.values["topology"]), load_recipe(find_recipe(reading.values["config"]))
-    config = _laid_out(apply(recipe, reading.overrides), reading.values["layout"], devices, recipe)
+        config = checks.check_devices(config, devices.devices, platform.backend)
+    config = config.resolve()
+    config = with_op_times(config, work_of(config, hardware.load(platform.hardware)))
     return check_topology(config, devices.text), config
 
 
 def main(argv: Sequence[str]) -> int:
     reading = read_flags(argv, __doc__ or "", FLAGS, with_config=True)
     try:
-        devices, config = settled(reading, _asked)
-        found = compile_check(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
+        devices, config = settled(reading, _requested)
+        check = compile_check(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
     except (ConfigError, UsageError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr)
         return ExitStatus.BAD_CONFIG
     except Refused as error:
         print(one_line(f"the compiler refuses the step: {error.line}"), file=sys.stderr)
         return ExitStatus.FAULT
-    print(json.dumps(found.as_dict()) if reading.values["json"] else "\n".join(found.lines()))
+    print(json.dumps(check.as_dict()) if reading.values["json"] else "\n".join(check.lines()))
     return ExitStatus.FINISHED
 
 

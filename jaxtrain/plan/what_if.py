@@ -1,8 +1,9 @@
-"""`plan --advise WORKDIR`: what a run's own records say, and what to change. No jax.
+"""What single changes of a plan would gain, and `plan --advise WORKDIR`: what a run's records say and what to change. No jax.
 
-Three sources: goodput.jsonl has the share of wall time that went elsewhere than into steps; planned.json, which part of the step takes
-longer than planned; the planner, given the kind of device, has the step as it could be, with its parts, and other settings beside it. Where
-the measured step is far from the planned one, that is said first: advice from a plan that is wrong for a machine is worth little.
+Advice has three sources: goodput.jsonl, the fraction of wall time that went elsewhere than into steps;
+planned.json, the part of the step that takes longer than planned; and, if the hardware is given, the
+planner: the step with its parts, and the layouts that differ in one choice. A measured step that is far
+from the planned one is reported first: a plan that is wrong for a machine gives poor advice.
 """
 
 import dataclasses
