@@ -28,7 +28,7 @@ from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
-from jaxtrain.costs.frameworks import PROGRAMS
+from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.explain import Prices, explained, flags_of, run_time, table
@@ -54,7 +54,7 @@ Says what a run needs and how fast it is on devices that need not be there, and 
   microbatch                                              sequences of a microbatch on a data shard
   repeats, remat, zero, schedule, offload, vocabulary     as in a recipe, whose they are where not named
 A layout that does not fit is evaluated all the same. Without --layout all layouts are searched, by closed forms. A layout, or the ten
-best that fit, are timed by the exact clock of their tables, where the program is our own.
+best that fit, are timed by the exact clock of their tables, where the framework is our own.
 
 What --json prints, of the layout or of the best:
   step_time_s                   of a step
@@ -74,7 +74,7 @@ FLAGS = (
     Flag("hardware", "", f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own; NAME:N,NAME:N: groups; empty: h100"),
     Flag("devices", 0, "number of devices; 0: those of --layout, or of the recipe's mesh", 1, cfg.LARGEST_INT),
     Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
-    Flag("assume", OURS, f"the program that trains: {', '.join(PROGRAMS)}"),
+    Flag("assume", OURS, f"the framework that trains: {', '.join(FRAMEWORKS)}"),
     Flag("tokens", 0.0, "tokens of the whole run, for days; 0: not known", at_least=0),
     Flag("price", 0.0, "US dollars for a device and hour; 0: not known", at_least=0),
     Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
@@ -120,9 +120,9 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     if flags.advise:
         _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
         return Output(advise(flags.advise, _read(hardware.load, flags.hardware) if flags.hardware else None))
-    if flags.assume not in PROGRAMS:
-        near = difflib.get_close_matches(flags.assume, PROGRAMS, 1, 0.0)[0]
-        raise UsageError(f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(PROGRAMS)})", {"assume": near})
+    if flags.assume not in FRAMEWORKS:
+        near = difflib.get_close_matches(flags.assume, FRAMEWORKS, 1, 0.0)[0]
+        raise UsageError(f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(FRAMEWORKS)})", {"assume": near})
     for flag, otherwise in FILES.items():
         cli.check_output(flag, getattr(flags, flag), otherwise)
     if heterogeneous.is_groups(flags.hardware):

@@ -23,7 +23,7 @@ from jaxtrain.config import Config, ConfigError, checks, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
-from jaxtrain.config.work import work_of
+from jaxtrain.config.work import step_model_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import Memory
 from jaxtrain.devices.mesh import sizes_of
@@ -275,7 +275,7 @@ def _requested(reading: Reading) -> tuple[Topology, Config]:
     else:
         config = checks.check_devices(config, devices.devices, platform.backend)
     config = config.resolve()
-    config = with_op_times(config, work_of(config, hardware.load(platform.hardware)))
+    config = with_op_times(config, step_model_of(config, hardware.load(platform.hardware)))
     return check_topology(config, devices.text), config
 
 

@@ -7,7 +7,7 @@ from decimal import Decimal
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.costs.hardware import GIB, Hardware
-from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, Work
+from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, StepModel
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.predict import Prediction
 from jaxtrain.plan.search import Plan
@@ -64,8 +64,8 @@ def explained(plan: Plan, prices: Prices) -> list[str]:
     return [
         f"layout: {layout_flag.text_of(layout_flag.of(prediction.config))}",
         f"  {layout.devices:,} × {work.hardware.name}, {layers}; {what}{layout.batch_shards} batch shards",
-        f"  as the program {work.program.name}: {work.program.text}",
-        *[f"  assumed: the busiest device of expert has {work.program.imbalance:g} times as many rows as the mean"] * (layout.expert > 1),
+        f"  as the framework {work.framework.name}: {work.framework.text}",
+        *[f"  assumed: the busiest device of expert has {work.framework.imbalance:g} times as many rows as the mean"] * (layout.expert > 1),
         *_memory(prediction),
         *_time(prediction),
         *_run(prediction, prices),
@@ -103,11 +103,11 @@ def _time(prediction: Prediction) -> list[str]:
     peak = work.hardware.peak(work.dtype)
     mfu, hfu = prediction.model_flops_per_s, prediction.hardware_flops_per_s
     rates = f"{mfu / 1e12:.1f} TFLOP/s a device, MFU {mfu / peak:.1%}; {hfu / 1e12:.1f} with recomputation, HFU {hfu / peak:.1%}"
-    counted = "attention counted as masked" if work.program.causal_rates else f"attention counted in full, as {work.program.name} does"
+    counted = "attention counted as masked" if work.framework.causal_rates else f"attention counted in full, as {work.framework.name} does"
     return [*lines, f"rate: {rates} ({counted}); {amount(Decimal(prediction.tokens_per_s))} tokens/s"]
 
 
-def _link(work: Work, axis: str) -> str:
+def _link(work: StepModel, axis: str) -> str:
     """The links that an axis crosses."""
     return f"{getattr(work.layout, axis)} devices over {work.links.tier((axis,)).name}"
 

@@ -16,11 +16,11 @@ from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.rules import divisors, near
-from jaxtrain.config.work import OURS, work_of
+from jaxtrain.config.work import OURS, step_model_of
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.costs.memory import memory
-from jaxtrain.costs.step_time import MATMULS, Parts, Work
+from jaxtrain.costs.step_time import MATMULS, StepModel, TimeBreakdown
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
 from jaxtrain.plan.predict import extrapolated, part_of, step_figures
@@ -73,7 +73,7 @@ class HeterogeneousPlan:
 
     def figures(self, tokens: float | None) -> dict[str, Any]:
         """What --json prints of one kind of devices, rates over the mean peak, and the layers of each stage."""
-        work = work_of(self.config, self.groups[0].hardware)
+        work = step_model_of(self.config, self.groups[0].hardware)
         devices = sum(group.devices for group in self.groups)
         peak = sum(group.devices * group.hardware.peak(work.dtype) for group in self.groups) / devices
         return step_figures(self.config, work, self.seconds, peak, max(self.memory), self.fits, self.bubble_s, tokens) | {
@@ -125,13 +125,13 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
     if config.pipeline.schedule not in SCHEDULES:
         raise ValueError(f"schedule={config.pipeline.schedule!r} cuts chunks by itself")
     stage_of, m, chunk = _groups_of_stages(config, groups), config.pipeline.microbatches, config.model.loss_chunk
-    works = [work_of(config, groups[g].hardware, assume) for g in stage_of]
+    works = [step_model_of(config, groups[g].hardware, assume) for g in stage_of]
     ops = [{name: op.seconds for name, op in work.layer().items()} for work in works]
     seconds = [sum(op.values()) for op in ops]
     head, message = max(work.head().seconds for work in works), max(work.message() for work in works)
     fixed = [0.0] * len(works)
     fixed[0] += works[0].dense_layers().seconds
-    fixed[-1] += 0.0 if works[-1].program.vocabulary_parallel else head
+    fixed[-1] += 0.0 if works[-1].framework.vocabulary_parallel else head
     layers = split_layers(config.model.layers, seconds, fixed, [_most_layers(work, chunk) for work in works])
     mean = {name: sum(op[name] * n for op, n in zip(ops, layers, strict=True)) / len(works) for name in ops[0]}
     if config.pipeline.remat != "full":  # what no R computes again is part of B
@@ -164,13 +164,13 @@ def _walked(config: Config) -> float:
     return walk(setup.table, setup.times, setup.shares)
 
 
-def _after(work: Work, busy: float) -> float:
+def _after(work: StepModel, busy: float) -> float:
     """Seconds of what a step has beside its microbatches. busy: of the stage with them."""
     ops = {name: op.seconds for name, op in work.ops().items()}
-    return work.around(Parts({MATMULS: busy}), ops["F"], ops["B"] + ops["W"]).seconds
+    return work.outside_microbatches(TimeBreakdown({MATMULS: busy}), ops["F"], ops["B"] + ops["W"]).seconds
 
 
-def _with_layers(work: Work, layers: int) -> Work:
+def _with_layers(work: StepModel, layers: int) -> StepModel:
     """The work of a model in which every stage has this many layers."""
     return dataclasses.replace(work, model=dataclasses.replace(work.model, layers=layers * work.layout.stage))
 
@@ -208,11 +208,11 @@ def layouts(config: Config, groups: Sequence[Group], values: layout_flag.Values)
 def has_room(config: Config, groups: Sequence[Group], assume: str = OURS) -> bool:
     """Whether stages of these groups have memory for all layers of a resolved config."""
     each = sum(group.devices for group in groups) // config.mesh.stage
-    room = [_most_layers(work_of(config, group.hardware, assume), config.model.loss_chunk) for group in groups]
+    room = [_most_layers(step_model_of(config, group.hardware, assume), config.model.loss_chunk) for group in groups]
     return min(room) > 0 and sum(n * group.devices // each for n, group in zip(room, groups, strict=True)) >= config.model.layers
 
 
-def _most_layers(work: Work, loss_chunk: int) -> int:
+def _most_layers(work: StepModel, loss_chunk: int) -> int:
     """Layers for which a stage of this work has memory; at least none."""
     fits = lambda layers: memory(_with_layers(work, layers), loss_chunk).bytes <= work.hardware.memory
     return bisect.bisect_left(range(1, work.model.layers + 1), True, key=lambda layers: not fits(layers))

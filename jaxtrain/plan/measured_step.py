@@ -30,7 +30,7 @@ import jax
 from jax.stages import Compiled
 
 from jaxtrain.config import Config
-from jaxtrain.costs.step_time import ATTENTION, HOST, MATMULS, MEMORY, OPTIMIZER, Parts
+from jaxtrain.costs.step_time import ATTENTION, HOST, MATMULS, MEMORY, OPTIMIZER, TimeBreakdown
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import AXES, sizes_of
 from jaxtrain.hlo.cost import Costs, target
@@ -152,7 +152,7 @@ def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float)
         raise TraceError("the trace has no work of a device")
     device = max(busy, key=lambda number: busy[number])
     parts = shared_out(spans[device]) * (1 / steps)
-    parts += Parts({WAITING: max(0.0, step_time_s - parts.seconds)})
+    parts += TimeBreakdown({WAITING: max(0.0, step_time_s - parts.seconds)})
     return Trace(step_time_s, device, parts.exposed, parts.hidden)
 
 
@@ -185,7 +185,7 @@ def without_waiting(events: Events, kinds: Kinds) -> Events:
     }
 
 
-def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> Parts:
+def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> TimeBreakdown:
     """Seconds by part of what one device did at these times: begin, end and kind of each."""
     changes = [(begin, kind, 1) for begin, end, kind in spans if end > begin]
     changes += [(end, kind, -1) for begin, end, kind in spans if end > begin]
@@ -206,7 +206,7 @@ def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> Parts:
         active[kind] += change
         if not active[kind]:
             del active[kind]
-    return Parts(dict(exposed), dict(hidden))
+    return TimeBreakdown(dict(exposed), dict(hidden))
 
 
 STEPS_MEASURED = 10

@@ -22,11 +22,11 @@ import numpy as np
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup, times_of
-from jaxtrain.config.work import OURS, milliseconds, work_of
+from jaxtrain.config.work import OURS, milliseconds, step_model_of
 from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import Memory, Slots, memory
-from jaxtrain.costs.step_time import BUBBLE, Parts, Work
+from jaxtrain.costs.step_time import BUBBLE, StepModel, TimeBreakdown
 from jaxtrain.plan import layout_flag
 from jaxtrain.schedule.clock import Times
 from jaxtrain.schedule.columns import permutes
@@ -59,8 +59,8 @@ class Prediction:
     """
 
     config: Config
-    work: Work
-    time: Parts
+    work: StepModel
+    time: TimeBreakdown
     memory: Memory
     tokens: float | None = None
     in_flight: float | None = None
@@ -104,7 +104,7 @@ class Prediction:
 
 
 def step_figures(
-    config: Config, work: Work, seconds: float, peak: float, held: float, fits: bool, bubble_s: float, tokens: float | None
+    config: Config, work: StepModel, seconds: float, peak: float, held: float, fits: bool, bubble_s: float, tokens: float | None
 ) -> dict[str, Any]:
     """What --json prints of a step of so many seconds. peak: the mean of all devices' peaks; held:
     bytes of the fullest one."""
@@ -116,7 +116,7 @@ def step_figures(
         "hardware_tflops_per_device": hardware / 1e12,
         "mfu": model / peak,
         "hfu": hardware / peak,
-        "attention_flops": "causal" if work.program.causal_rates else "full",
+        "attention_flops": "causal" if work.framework.causal_rates else "full",
         "memory_gib_per_device": held / GIB,
         "fits": fits,
         "bubble_fraction": bubble_s / seconds,
@@ -129,17 +129,17 @@ def step_figures(
 def predict(config: Config, hardware: Hardware, assume: str = OURS, tokens: float | None = None) -> Prediction:
     """The prediction for a resolved config whose mesh is known and whose rules are kept.
 
-    Raises ConfigError where our own program has no table for it.
+    Raises ConfigError where our own runtime has no table for it.
     """
-    work = work_of(config, hardware, assume)
-    slots = slots_of(with_op_times(config, work)) if work.program.slots else None
+    work = step_model_of(config, hardware, assume)
+    slots = slots_of(with_op_times(config, work)) if work.framework.slots else None
     return Prediction(config, work, work.step(), memory(work, config.model.loss_chunk, slots), tokens)
 
 
 # --- the table ----------------------------------------------------------------------------------
 
 
-def with_op_times(config: Config, work: Work) -> Config:
+def with_op_times(config: Config, work: StepModel) -> Config:
     """The resolved config with the op times, in milliseconds, by which training makes its table on this
     hardware: its own where it has any or the devices are simulated, otherwise planned ones."""
     if config.mesh.stage == 1 or config.pipeline.times or work.hardware.alone > 1:
@@ -245,7 +245,7 @@ def exactly(prediction: Prediction) -> Prediction:
     schedule that is not made for these numbers.
     """
     work, layout = prediction.work, prediction.work.layout
-    if layout.stage == 1 or work.program.name != OURS:
+    if layout.stage == 1 or work.framework.name != OURS:
         return prediction
     config = with_op_times(prediction.config, work)
     times = times_of(cfg.replace(config, {"pipeline.times": work.op_times()}), layout.stage)
@@ -259,11 +259,11 @@ def exactly(prediction: Prediction) -> Prediction:
         waits = max(0.0, counts.seconds - busy.seconds)
         hidden = {part: s for part, s in prediction.time.hidden.items() if part == STAGE}
     time = busy + work.end_collectives(table.vocabulary == "parallel") * layout.microbatches
-    time += Parts({BUBBLE: waits}, hidden) + work.around(busy, times.F, times.B + times.W)
+    time += TimeBreakdown({BUBBLE: waits}, hidden) + work.outside_microbatches(busy, times.F, times.B + times.W)
     return dataclasses.replace(prediction, time=time, in_flight=max(peak_residuals(table)) / max(1, layout.repeats))
 
 
-def _without_waits(work: Work, counts: _TableCounts, part: float) -> _TableCounts:
+def _without_waits(work: StepModel, counts: _TableCounts, part: float) -> _TableCounts:
     """Counts of a step of `auto` with this part of the microbatches, if the busiest stage never waits in
     between: the best table for it may be one of another order."""
     busy = max(parts.seconds for parts in _stages(work, counts, dense=False))
@@ -280,7 +280,7 @@ def _counts(config: Config, times: Times) -> _TableCounts:
     return _TableCounts(walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early)
 
 
-def _stages(work: Work, counts: _TableCounts, dense: bool = True) -> list[Parts]:
+def _stages(work: StepModel, counts: _TableCounts, dense: bool = True) -> list[TimeBreakdown]:
     """What each stage is busy with. dense: with the layers before the first unit."""
     ops, head = work.ops(), work.head()
     stages = [head * heads for heads in counts.heads.tolist()]
@@ -291,11 +291,11 @@ def _stages(work: Work, counts: _TableCounts, dense: bool = True) -> list[Parts]
     return stages
 
 
-def _on_shared_cores(work: Work, counts: _TableCounts) -> tuple[Parts, float]:
+def _on_shared_cores(work: StepModel, counts: _TableCounts) -> tuple[TimeBreakdown, float]:
     """(what the cores are busy with, seconds that they wait): a mean over the stages, with all messages,
     which overlap with nothing."""
     copied = EARLY_PASSES * work.message_bytes() / work.hardware.streaming
-    busy, stages = Parts({STAGE: work.message() * counts.messages + copied * counts.early}), _stages(work, counts)
+    busy, stages = TimeBreakdown({STAGE: work.message() * counts.messages + copied * counts.early}), _stages(work, counts)
     for parts in stages:
         busy += parts * (1 / len(stages))
     return busy, work.hardware.waited(busy.seconds, max(0.0, counts.seconds - busy.seconds))

@@ -23,12 +23,12 @@ from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.config.work import OURS, platform_of, program_of, transformer_of, work_of
+from jaxtrain.config.work import OURS, framework_of, platform_of, step_model_of, transformer_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.memory import memory
-from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.step_time import StepModel
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.predict import Prediction, exactly, predict
@@ -73,7 +73,7 @@ class Plan:
 
 
 def plan_of(config: Config, kind: Hardware, assume: str, tokens: float | None) -> Plan:
-    """The plan of a config that keeps its rules, timed on its table where our own program trains.
+    """The plan of a config that keeps its rules, timed on its table where our own runtime trains.
 
     Raises ConfigError for a table that cannot be made.
     """
@@ -161,7 +161,7 @@ def _search(space: Space, offload: str) -> list[Candidate]:
     return sorted((_with_replicas(space, candidate) for candidate in ranked), key=lambda candidate: candidate.seconds)
 
 
-def _evaluated(space: Space, work: Work, layout: Layout, below: float) -> Candidate | None:
+def _evaluated(space: Space, work: StepModel, layout: Layout, below: float) -> Candidate | None:
     """The layout with the seconds of its step, if it fits, takes less than `below` and keeps the rules."""
     work = dataclasses.replace(work, layout=layout)
     if memory(work, space.config.model.loss_chunk).bytes > space.hardware.memory:
@@ -181,7 +181,7 @@ def _environment(space: Space, layout: Layout) -> Surroundings:
 def _with_replicas(space: Space, best: Candidate) -> Candidate:
     """The fastest of this candidate and its variants that turn data shards into replicas."""
     layout = best.layout
-    work = work_of(laid_out(space, layout).resolve(), space.hardware, space.assume)
+    work = step_model_of(laid_out(space, layout).resolve(), space.hardware, space.assume)
     for replica in divisors(layout.data)[1:]:
         if replica > MOST_REPLICAS or space.config.train.diloco_inner_steps:
             break
@@ -190,7 +190,7 @@ def _with_replicas(space: Space, best: Candidate) -> Candidate:
     return best
 
 
-def _lower_bound(work: Work) -> float:
+def _lower_bound(work: StepModel) -> float:
     """The least seconds that the ops of a stage take, one after the other: R leaves out most in the
     smallest chunks, whose weights are gathered in ops."""
     layout, layers = work.layout, work.model.layers
@@ -215,16 +215,16 @@ def least_memory(space: Space) -> tuple[float, Layout] | None:
 # --- what is tried ------------------------------------------------------------------------------
 
 
-def _works(space: Space) -> Iterator[Work]:
+def _works(space: Space) -> Iterator[StepModel]:
     """The work of each mesh, with one sequence in a microbatch."""
     resolved = space.config.resolve()
     with_context = lambda context: cfg.replace(resolved, {"mesh.context": context})  # may change attention's kernel
-    program = functools.cache(lambda context: program_of(with_context(context), space.hardware, space.assume))
+    framework = functools.cache(lambda context: framework_of(with_context(context), space.hardware, space.assume))
     model, dtype = transformer_of(resolved), resolved.precision.compute
-    yield from (Work(model, mesh, program(mesh.context), space.hardware, dtype) for mesh in meshes(space))
+    yield from (StepModel(model, mesh, framework(mesh.context), space.hardware, dtype) for mesh in meshes(space))
 
 
-def _cuts(space: Space, offload: str) -> Iterator[Work]:
+def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
     """The work of each mesh, microbatch and recomputation."""
     for work in _works(space):
         each = space.config.data.batch_size // work.layout.batch_shards
@@ -261,7 +261,7 @@ def _cuts_evenly(space: Space, layout: Layout) -> bool:
     return _keeps_rules(dataclasses.replace(space, config=config), layout)
 
 
-def _tables(work: Work) -> Iterator[Layout]:
+def _tables(work: StepModel) -> Iterator[Layout]:
     """The layout with every schedule, its numbers of chunks, and every stage of ZeRO that has a use."""
     layout, layers = work.layout, work.model.layers
     for zero in (1, 2, 3) if layout.data > 1 else (1,):
