@@ -32,7 +32,7 @@ from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
-from jaxtrain.plan.after_warm_up import AfterWarmUp
+from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
 from jaxtrain.resumption import Resumption, folder_of_checkpoints
 from jaxtrain.run.exit_status import ExitStatus

@@ -27,7 +27,7 @@ from jaxtrain.checkpoint.steps import CONFIG
 from jaxtrain.config import Config, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
-from jaxtrain.plan.planned_step import PLANNED
+from jaxtrain.plan.compare import PLANNED
 from jaxtrain.run import goodput_log, metrics, run_lock, write_trial
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.write_trial import Refusal

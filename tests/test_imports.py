@@ -10,7 +10,7 @@ from support import ROOMS, ROOT
 TOP = len(ROOMS)  # modules beside the rooms, and a room's `__main__`
 WITHOUT_JAX = (
     *("costs", "schedule", "config", "run", "data", "checkpoint.steps", "devices.cluster_environment"),
-    *(f"plan.{name}" for name in "layout_flag predict search explanation".split()),
+    *(f"plan.{name}" for name in "layout_flag predict search compare explain what_if".split()),
 )
 WITH_JAX = ("data.loader",)  # of those
 NEEDS_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}

@@ -20,7 +20,7 @@ from jaxtrain.parallel.heads import on_each_device, over_heads
 
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
-SCOPE = "attention"  # of names in the program: who reads a profile tells its products from others (plan/measured_parts.py)
+SCOPE = "attention"  # of names in the program: who reads a profile tells its products from others (plan/measured_step.py)
 
 
 def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array:

@@ -1,6 +1,7 @@
-"""What somebody wants to know of a step before it runs: mesh, table, memory as compiled, and the account; as lines or as one object.
+"""The dry run: mesh, table, memory as compiled and communication volume of a step that does not run.
 
-`--dry_run` compiles the step for the devices that are there and stops: no array is made, no corpus read and nothing written.
+`--dry_run` compiles the step for the devices at hand and stops: no array is made, no corpus read and
+nothing written. The lines come as text or as one object.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ from jaxtrain.costs.step_counts import Entry
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
 from jaxtrain.parallel.zero import Reduction
-from jaxtrain.plan.planned_step import plan_at_hand
+from jaxtrain.plan.compare import plan_at_hand
+from jaxtrain.plan.explain import aligned
 from jaxtrain.run import start_up
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.training.state import bytes_per_device
@@ -32,22 +34,22 @@ def mebibytes(n: float) -> str:
 
 def introduction(config: Config, step: Step) -> list[str]:
     """Lines about a step that need not be compiled yet: mesh, model, table, slots."""
-    d, m = config.data, config.pipeline.microbatches
+    d, m, device = config.data, config.model, step.mesh.devices.flat[0]
     lines = meshes.describe(step.mesh)
     lines.append(f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}")
-    parts = f"{m} microbatches of {config.sequences_per_microbatch} sequences of {d.sequence_length}"
+    parts = f"{config.pipeline.microbatches} microbatches of {config.sequences_per_microbatch} sequences of {d.sequence_length}"
     lines.append(f"step: {d.batch_size * d.sequence_length:,} tokens in {parts}")
     if every := config.train.diloco_inner_steps:
         lines.append(
             f"replicas: {config.mesh.replica} train apart and exchange {config.precision.outer} every {every} steps and after the last"
         )
-    lines += kernels.describe(config, meshes.hardware_of(step.mesh.devices.flat[0]))
+    lines += kernels.describe(config, meshes.hardware_of(device))
     if (whole := whole_over_data(step)) >= 0.01:
         data = config.mesh.data
-        why = f"mesh.data={data} divides no free dimension of theirs (model.width={config.model.width})"
+        why = f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
         lines.append(f"ZeRO: {whole:.0%} of the parameters stay whole on all {data} data shards: {why}")
-    if config.model.experts and not config.model.capacity_factor:
-        lines += _room_for_rows(config)
+    if m.experts and not m.capacity_factor and config.mesh.expert > 1:
+        lines.append(_expert_capacity(config))
     lines.append(f"table: {step.setup.describe()}")
     if step.setup.train:
         pools = slot_pools(step)
@@ -59,31 +61,30 @@ def introduction(config: Config, step: Step) -> list[str]:
         lies.append(f"slots {', '.join(step.host_pools)}" if step.setup.train else "what layers keep for the backward")
     if lies:
         lines.append(f"in the host's memory, for each device: {'; '.join(lies)}")
-    return lines + plan_at_hand(config, step.mesh.devices.flat[0].device_kind).lines()
+    return lines + plan_at_hand(config, device.device_kind).lines()
 
 
-def _room_for_rows(config: Config) -> list[str]:
-    """How many rows can arrive at a device's experts; nothing where all experts are on each device."""
-    m, devices = config.model, config.mesh.expert
-    if devices == 1:
-        return []
-    model, layout = transformer_of(config), layout_of(config)
-    rows, mean = expert_rows(model, layout), layout.microbatch * (model.sequence // layout.context) * m.experts_per_token
+def _expert_capacity(config: Config) -> str:
+    """The number of rows that can arrive at a device's experts, where `expert` divides them."""
+    m, model, layout = config.model, transformer_of(config), layout_of(config)
+    rows = expert_rows(model, layout)
+    mean = layout.microbatch * (model.sequence // layout.context) * m.experts_per_token
     beyond = f"model.expert_room={m.expert_room:g}; what is beyond is dropped" if m.expert_room else "all that there can be"
-    return [f"experts: room for {rows:,} rows on a device, {rows / mean:.2f} times the mean ({beyond})"]
+    return f"experts: room for {rows:,} rows on a device, {rows / mean:.2f} times the mean ({beyond})"
 
 
 def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float) -> list[str]:
-    """Lines about a compiled step: memory where the platform reports it, and the seconds to trace and to compile."""
+    """Lines about a compiled step: memory if the platform reports it, seconds to trace and to compile."""
     lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s"]
-    if not (compiled_bytes := compiled_memory(compiled)):
-        return lines
-    split = f"{mebibytes(bytes_per_device(step.abstract_state()))} of state, {mebibytes(compiled_bytes['temporary'])} temporary"
-    return [f"memory per device as compiled: {mebibytes(compiled_bytes['total'])} MiB ({split})", *lines]
+    if memory := compiled_memory(compiled):
+        state, temporary = mebibytes(bytes_per_device(step.abstract_state())), mebibytes(memory["temporary"])
+        split = f"{state} of state, {temporary} temporary"
+        lines.insert(0, f"memory per device as compiled: {mebibytes(memory['total'])} MiB ({split})")
+    return lines
 
 
 def whole_over_data(step: Step) -> float:
-    """The part of the parameters, from 0 to 1, that ZeRO would share out over `data` and cannot."""
+    """Fraction of the parameters that ZeRO leaves unsharded because `data` divides no dimension of theirs."""
     layout = step.layout
     if not layout.zero or step.mesh.shape[DATA] == 1:
         return 0.0
@@ -93,7 +94,8 @@ def whole_over_data(step: Step) -> float:
 
 
 def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
-    """Bytes on a device, None where the platform does not say: arguments, temporary, results that take no argument's place, all of it."""
+    """Bytes on a device: arguments, temporary, results that reuse no argument's memory, and the total;
+    None if the platform does not report them."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None
@@ -104,24 +106,21 @@ def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """A step that was compiled and not run. `stage`: of which the account is, the busiest; `exchange`: of replicas that train apart;
-    planned: the step, None where the kind of device is not known; memory in bytes on a device; seconds of the command by part, as
-    `start_up.record` has them."""
+    """A step that was compiled and not run.
+
+    record: what --json prints: mesh; the busiest stage and its communication volume; exchange of
+            independent replicas; the planned step, None for unknown hardware; memory, bytes on a
+            device; seconds of the command by part, as `start_up.record` has them
+    """
 
     introduction: list[str]
-    mesh: dict[str, int]
-    device: str
-    stage: int
     entries: list[Entry]
-    exchange: list[Entry]
-    planned: dict[str, Any] | None
-    compiled: dict[str, int] | None
-    state: dict[str, int]
-    seconds: dict[str, float]
+    record: dict[str, Any]
 
     def lines(self) -> list[str]:
-        kinds = ", ".join(f"{kind} {mebibytes(n)}" for kind, n in self.state.items())
-        whose = f" of stage {self.stage}, which sends most" if self.mesh["stage"] > 1 else ""
+        """The dry run as lines of text."""
+        kinds = ", ".join(f"{kind} {mebibytes(n)}" for kind, n in self.record["memory"]["state"].items())
+        whose = f" of stage {self.record['stage']}, which sends most" if self.record["mesh"]["stage"] > 1 else ""
         return [
             *self.introduction,
             f"memory per device by kind, MiB: {kinds}",
@@ -131,33 +130,38 @@ class DryRun:
         ]
 
     def json(self) -> str:
-        memory: dict[str, Any] = {"compiled": self.compiled, "state": self.state}
-        mesh = self.mesh | {"devices": math.prod(self.mesh.values()), "device": self.device}
-        accounts = {"account": _as_dicts(self.entries), "exchange": _as_dicts(self.exchange)}
-        rest = {"planned": self.planned, "memory": memory, "seconds": self.seconds}
-        return json.dumps({"mesh": mesh, "stage": self.stage} | accounts | rest)
+        """The dry run as one JSON object."""
+        return json.dumps(self.record)
 
 
 def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
-    """Compiles the step of a resolved config, whose tables are in `setup`, for this process's devices. Raises ConfigError for what cannot
-    be made. clock: of the command."""
+    """The dry run of a resolved config, whose tables are in `setup`, on this process's devices.
+
+    clock: of the command. Raises ConfigError for a step that cannot be made.
+    """
     clock.enter(Part.TRACING)
     mesh = meshes.make_mesh(meshes.sizes_of(config.mesh))
-    cpu = jax.default_backend() == "cpu"
     with jax.set_mesh(mesh):
         step = make_step(config, mesh, setup)
         lowered = step.train.lower(step.abstract_state(), abstract_batch(config, step))
         with clock.part(Part.COMPILING):
             compiled = lowered.compile()
-        lines = [*introduction(config, step), *as_compiled(step, compiled, clock.spent(Part.TRACING), clock.spent(Part.COMPILING))]
-    counts = step_counts(config, cpu)
+        seconds = clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
+        lines = [*introduction(config, step), *as_compiled(step, compiled, *seconds)]
+    counts, device = step_counts(config, jax.default_backend() == "cpu"), mesh.devices.flat[0].device_kind
     stage = counts.busiest_stage()
-    device = mesh.devices.flat[0].device_kind
-    shape = {name: int(size) for name, size in mesh.shape.items()}
-    accounts = counts.volume(stage), counts.exchange_volume()
-    memory = compiled_memory(compiled), state_memory(config, step)
-    planned = plan_at_hand(config, device).as_dict()
-    return DryRun(lines, shape, device, stage, *accounts, planned, *memory, start_up.record(clock))
+    entries = counts.volume(stage)
+    sizes = {name: int(size) for name, size in mesh.shape.items()}
+    record = {
+        "mesh": sizes | {"devices": math.prod(sizes.values()), "device": device},
+        "stage": stage,
+        "communication_volume": _as_dicts(entries),
+        "exchange": _as_dicts(counts.exchange_volume()),
+        "planned": plan_at_hand(config, device).as_dict(),
+        "memory": {"compiled": compiled_memory(compiled), "state": state_memory(config, step)},
+        "seconds": start_up.record(clock),
+    }
+    return DryRun(lines, entries, record)
 
 
 def _as_dicts(entries: list[Entry]) -> list[dict[str, Any]]:
@@ -170,7 +174,4 @@ def _table(entries: list[Entry]) -> list[str]:
         size, sent = f"{entry.size / 1024:,.1f}", mebibytes(entry.bytes)
         cells.append((entry.op, entry.kind, "·".join(entry.axes), str(entry.devices), f"{entry.count:,}", size, sent))
     cells.append(("in all", "", "", "", "", "", mebibytes(sum(entry.bytes for entry in entries))))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = ([text.ljust(width) for text, width in zip(line[:3], widths[:3], strict=True)] for line in cells)
-    numbers = ([text.rjust(width) for text, width in zip(line[3:], widths[3:], strict=True)] for line in cells)
-    return ["  " + "  ".join(words + figures) for words, figures in zip(padded, numbers, strict=True)]
+    return [f"  {line}" for line in aligned(cells, words=3)]

@@ -16,7 +16,7 @@ from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
 from jaxtrain.costs.memory import memory
-from jaxtrain.plan import layout_flag, witness
+from jaxtrain.plan import compile_check, layout_flag
 from jaxtrain.plan.predict import Prediction, predict
 
 COMPILED = json.loads(pathlib.Path(__file__).with_name("compiled_memory.json").read_text())
@@ -75,7 +75,7 @@ CASES = ["data=64,zero=3,microbatch=1,remat=selective", "data=8,stage=4,model=2,
 @pytest.mark.parametrize("layout", [pytest.param(layout, marks=needs("h100")) for layout in CASES])
 def test_compiled_now(layout, capsys):
     """By the command that says both; what the planner calls slots is what the program has, to the byte but for statistics."""
-    assert witness.main(["--config=llama3_8b", "--topology=h100:8x8", f"--layout={layout}", "--json"]) == 0
+    assert compile_check.main(["--config=llama3_8b", "--topology=h100:8x8", f"--layout={layout}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["memory"]
     assert abs(found["error"]) < WORST
     if pools := found["pools"]:

@@ -54,7 +54,7 @@ def test_json_alone_on_standard_output(folder):
     counts = step_counts(config, cpu=True)
     assert found["stage"] == counts.busiest_stage()
     rows = counts.volume(found["stage"])
-    assert [(row["op"], row["kind"], tuple(row["axes"]), row["bytes"]) for row in found["account"]] == [
+    assert [(row["op"], row["kind"], tuple(row["axes"]), row["bytes"]) for row in found["communication_volume"]] == [
         (r.op, r.kind, r.axes, r.bytes) for r in rows
     ]
     planned = predict(config, load("h100"))

@@ -9,7 +9,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load, to_json
 from jaxtrain.plan import __main__ as command
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.planned_step import PLANNED, PlannedStep, Trace, plan_at_hand, read
+from jaxtrain.plan.compare import PLANNED, PlannedStep, Trace, plan_at_hand, read
 
 SETTINGS = {
     "mesh.data": 8,

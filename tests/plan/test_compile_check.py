@@ -1,4 +1,4 @@
-"""The compiler as witness: its report from the text of a small program whose numbers are known, errors before anything is compiled, and a
+"""The compile check: its report from the text of a small program whose numbers are known, errors before anything is compiled, and a
 real compile (--full)."""
 
 import json
@@ -13,7 +13,7 @@ from jaxtrain.costs.memory import memory
 from jaxtrain.hlo import topology
 from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.topology import INSTALL_COMMAND, parse
-from jaxtrain.plan import witness
+from jaxtrain.plan import compile_check
 from jaxtrain.training.step import step_counts
 
 MEMORY = {"argument": 3 * 10**9, "temp": 4 * 10**9, "output": 3 * 10**9, "alias": 3 * 10**9, "host_argument": 0, "host_temp": 0}
@@ -22,8 +22,8 @@ SIZE = 4 * 64 * 16 * 512  # bytes of the array that the program permutes
 H100S = parse("h100:1x2")
 
 
-def found() -> witness.Witness:
-    return witness.compare(CONFIG, H100S, topology.Compiled(STEP, 2.0, 10.0, MEMORY, KNOWN))
+def found() -> compile_check.CompileCheck:
+    return compile_check.compare(CONFIG, H100S, topology.Compiled(STEP, 2.0, 10.0, MEMORY, KNOWN))
 
 
 def test_memory_by_part():
@@ -31,7 +31,7 @@ def test_memory_by_part():
     record = found()
     planned = memory(step_model_of(CONFIG, hardware.load("h100")), CONFIG.model.loss_chunk)
     by_name = {part.name: part for part in record.parts}
-    assert by_name["weights"] == witness.Part("weights", 1e9, planned.parts["weights"])
+    assert by_name["weights"] == compile_check.Part("weights", 1e9, planned.parts["weights"])
     assert by_name["optimizer"].compiled == 2e9 and by_name["activations"].compiled == 5e8 and by_name["outer"].compiled == 1e8
     rest = next(part for name, part in by_name.items() if name.startswith("rest"))
     assert rest.compiled == 7e9 - 4.6e9 == pytest.approx(sum(part.compiled for part in record.parts) - 4.6e9)
@@ -67,22 +67,22 @@ ENTRY %main (a: f32[8,4], b: f32[2,8]) -> f32[8,4] {
   ROOT %loop = f32[8,4]{1,0} while(%sum), condition=%turn, body=%body, backend_config={"known_trip_count":{"n":"2"}}
 }
 """
-    assert witness.cast_bytes(Program(text)) == 2 * (32 + 16)
+    assert compile_check.cast_bytes(Program(text)) == 2 * (32 + 16)
 
 
 def test_a_device_that_is_too_small():
     huge = topology.Compiled(STEP, memory=MEMORY | {"temp": 10**12}, kinds=KNOWN)
-    assert not witness.compare(CONFIG, H100S, huge).fits
+    assert not compile_check.compare(CONFIG, H100S, huge).fits
 
 
-def test_collectives_beside_the_account():
+def test_collectives_compiled_and_planned():
     """Of the busiest stage, the first of two: it sends both ways of its permutes, which lie round the ops."""
     record = found()
-    (permute,) = [c for c in record.crossings if c.kind == "collective-permute"]
+    (permute,) = [c for c in record.collectives if c.kind == "collective-permute"]
     assert (permute.axes, permute.compiled) == ("stage", 2 * TICKS * SIZE)
     assert permute.asynchronous == 1 and permute.beside == pytest.approx(0.5)  # the other is done before the ops begin
-    assert sum(c.planned for c in record.crossings) == sum(entry.bytes for entry in step_counts(CONFIG).volume(record.stage))
-    (missing,) = [c for c in record.crossings if c.kind == "reduce-scatter"]
+    assert sum(c.planned for c in record.collectives) == sum(entry.bytes for entry in step_counts(CONFIG).volume(record.stage))
+    (missing,) = [c for c in record.collectives if c.kind == "reduce-scatter"]
     assert missing.compiled == 0 < missing.planned
 
 
@@ -108,23 +108,23 @@ def test_what_is_printed_and_what_json_has():
     ],
 )
 def test_what_is_wrong_is_one_line(flags, says, capsys):
-    assert witness.main(flags) == 2
+    assert compile_check.main(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
 
 
 def test_a_mesh_that_does_not_use_the_devices():
     with pytest.raises(topology.TopologyError, match=r"has 8 devices, and the mesh has 2: use --topology=h100:1x2"):
-        witness.check_topology(CONFIG, "h100:1x8")
+        compile_check.check_topology(CONFIG, "h100:1x8")
     with pytest.raises(topology.TopologyError, match=r"no v5p topology has 2 devices .*: use another mesh"):
-        witness.check_topology(CONFIG, "v5p:2x2x2")
+        compile_check.check_topology(CONFIG, "v5p:2x2x2")
 
 
 def test_a_missing_compiler_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(topology.Platform, "missing", True)
     monkeypatch.setenv("JAXTRAIN_COMPILERS", str(tmp_path))
     with pytest.raises(topology.TopologyError) as error:
-        witness.witness(CONFIG, "h100:1x2")
+        compile_check.compile_check(CONFIG, "h100:1x2")
     assert INSTALL_COMMAND in str(error.value) and str(tmp_path) in str(error.value)
 
 
@@ -132,17 +132,17 @@ def test_a_refusal_is_the_compilers_words(monkeypatch, capsys):
     def compile_config(*_):
         raise topology.Refused("Traceback\n  in a file\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: used 120 GB of 95\nsome advice")
 
-    monkeypatch.setattr(witness, "compile_config", compile_config)
+    monkeypatch.setattr(compile_check, "compile_config", compile_config)
     monkeypatch.setattr(topology.Platform, "missing", False)
-    assert witness.main(["--config=tiny", "--topology=h100:1x8"]) == 1
+    assert compile_check.main(["--config=tiny", "--topology=h100:1x8"]) == 1
     assert "the compiler refuses the step: jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED" in capsys.readouterr().err
 
 
 @compiled_for(*KINDS)
 def test_a_real_compile(platform, capsys):
-    """The tiny recipe on 8 devices: what is known of its memory is its own, the collectives are the account's."""
+    """The tiny recipe on 8 devices: what is known of its memory is its own, the collectives are those of the communication volume."""
     devices = topology.fitting(platform, 8)
-    assert witness.main(["--config=tiny", f"--topology={devices.text}", "--json"]) == 0
+    assert compile_check.main(["--config=tiny", f"--topology={devices.text}", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     parts = values["memory"]["parts"]
     assert sum(parts.values()) == values["memory"]["compiled"]["total"] and min(parts.values()) > 0

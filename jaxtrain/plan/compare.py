@@ -1,8 +1,9 @@
-"""The planned step of a run on the devices at hand, and the measured one beside it: `planned.json` of the run's folder. No jax.
+"""The planned step of a run on the devices at hand, compared with the measured one: `planned.json` of the run's folder. No jax.
 
-The plan is what `plan --layout --json` has for the same config and kind of device: closed forms and, with stages, the table.
+The plan is that of `plan --layout --json` for the same config and hardware: closed forms and, with stages, the table.
 """
 
+import collections
 import dataclasses
 import json
 import pathlib
@@ -17,13 +18,13 @@ from jaxtrain.plan.predict import Prediction, exactly, predict
 
 PLANNED = "planned.json"
 WORTH = 0.02  # of the step: smaller parts are not listed
-COMMUNICATION, WAITING = "communication", "waiting"  # parts that are measured and not planned (measured_parts.py)
+COMMUNICATION, WAITING = "communication", "waiting"  # parts that are measured and not planned (measured_step.py)
 WAITED = (BUBBLE, FIXED, "stage")  # a stage that waits for another does so in a message
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanAtHand:
-    """The prediction for the kind of device that is there; None where there is none, and then why, "" if nobody would expect one."""
+    """The plan for the devices at hand, or None with a reason (empty for CPU, where no plan is expected)."""
 
     prediction: Prediction | None
     why_not: str = ""
@@ -37,15 +38,14 @@ class PlanAtHand:
         return {"hardware": plan.work.hardware.name} | plan.figures() | parts
 
     def lines(self) -> list[str]:
-        """For the start-up text."""
+        """The plan as a line of the start-up text, or the reason for none."""
         plan = self.prediction
         if plan is None:
             return [f"planned step: {self.why_not}"] if self.why_not else []
         parts = ", ".join(f"{name} {seconds / plan.seconds:.0%}" for name, seconds in listed(plan.time.exposed))
-        rate = f"{plan.tokens_per_s:,.0f} tokens/s"
-        name, needs, has = plan.work.hardware.name, plan.memory.bytes / GIB, plan.work.hardware.memory / GIB
-        memory = "" if plan.fits else f"; it needs {needs:.1f} GiB a device, and {has:.1f} are there"
-        return [f"planned step: {plan.seconds:.4g} s for {name}, {rate}: {parts}{memory}"]
+        hardware, rate = plan.work.hardware, f"{plan.tokens_per_s:,.0f} tokens/s"
+        needs = f"; it needs {plan.memory.bytes / GIB:.1f} GiB a device, and {hardware.memory / GIB:.1f} are there"
+        return [f"planned step: {plan.seconds:.4g} s for {hardware.name}, {rate}: {parts}{needs * (not plan.fits)}"]
 
 
 def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
@@ -61,14 +61,17 @@ def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
 
 
 def listed(parts: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Those worth a word, the largest first."""
+    """The parts of at least WORTH of the step, the largest first."""
     least = WORTH * sum(parts.values())
     return sorted((item for item in parts.items() if item[1] >= least), key=lambda item: -item[1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Traced steps: how long one took, and its seconds by part, exposed and hidden, on device `device` of process 0."""
+    """Traced steps on one device: seconds of a step, and those by part, exposed and hidden.
+
+    device: the number, in process 0, of the device that computes most
+    """
 
     step_time_s: float
     device: int
@@ -91,7 +94,7 @@ class Miss:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedStep:
-    """A planned step beside the measured one.
+    """A planned step compared with the measured one.
 
     step:     after which it was measured
     steps:    how many were; step_time_s is their median
@@ -127,7 +130,7 @@ class PlannedStep:
         return sorted(parts, key=lambda miss: -abs(miss.seconds))
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The comparison as lines of text."""
         text = f"planned step {self.planned_step_time_s:.4g} s ({self.hardware}), measured {self.step_time_s:.4g} s ({self.ratio:.2f} x)"
         if self.trace is None:
             return [f"{text}; --config.train.profile_steps=2 measures its parts"]
@@ -135,35 +138,33 @@ class PlannedStep:
         least = WORTH * max(self.planned_step_time_s, self.trace.step_time_s)
         shown = [miss for miss in misses if max(miss.planned_s, miss.measured_s) >= least]
         parts = ", ".join(f"{miss.part} {miss.planned_s:.3g} → {miss.measured_s:.3g}" for miss in shown)
-        first = misses[0]
+        largest = misses[0]
         return [
             text,
             f"parts in s, planned → measured in traced steps of {self.trace.step_time_s:.4g} s: {parts}",
-            f"largest miss: {first.part}, {abs(first.seconds):.3g} s {'more' if first.seconds > 0 else 'less'} than planned",
+            f"largest miss: {largest.part}, {abs(largest.seconds):.3g} s {'more' if largest.seconds > 0 else 'less'} than planned",
         ]
 
     def as_json(self) -> str:
         """The text of planned.json, which also has what follows from its figures."""
-        misses = self.misses()
-        values = dataclasses.asdict(self) | {"ratio": self.ratio, "largest_miss": dataclasses.asdict(misses[0]) if misses else None}
-        return json.dumps(values, indent=1) + "\n"
+        largest = next(map(dataclasses.asdict, self.misses()), None)
+        return json.dumps(dataclasses.asdict(self) | {"ratio": self.ratio, "largest_miss": largest}, indent=1) + "\n"
 
 
 def read(folder: pathlib.Path) -> PlannedStep | None:
     """What the run's newest start has measured; None where there is no such file, or none that can be read."""
     try:
         values: dict[str, Any] = json.loads((folder / PLANNED).read_bytes())
-        names = [field.name for field in dataclasses.fields(PlannedStep)]
-        record = PlannedStep(**{name: values[name] for name in names})
-        return dataclasses.replace(record, trace=Trace(**values["trace"]) if values["trace"] else None)
+        values["trace"] = Trace(**values["trace"]) if values["trace"] else None
+        return PlannedStep(**{field.name: values[field.name] for field in dataclasses.fields(PlannedStep)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _grouped(parts: Mapping[str, float], whole: bool) -> dict[str, float]:
     """Seconds of the parts that can be compared. whole: all communication together."""
-    grouped: dict[str, float] = {}
+    grouped: dict[str, float] = collections.defaultdict(float)
     for part, seconds in parts.items():
         name = WAITING if part in WAITED else COMMUNICATION if whole and part in COMMUNICATION_AXES else part
-        grouped[name] = grouped.get(name, 0.0) + seconds
-    return grouped
+        grouped[name] += seconds
+    return dict(grouped)

@@ -9,10 +9,10 @@ import pytest
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.costs.hardware import load
-from jaxtrain.plan import advise
-from jaxtrain.plan.advise import AdviceError, read
-from jaxtrain.plan.planned_step import PLANNED, PlannedStep, Trace
-from jaxtrain.plan.predict import predict
+from jaxtrain.plan import layout_flag, what_if
+from jaxtrain.plan.compare import PLANNED, PlannedStep, Trace
+from jaxtrain.plan.predict import exactly, predict
+from jaxtrain.plan.what_if import AdviceError, nearby, read
 
 SETTINGS = {"mesh.data": 8, "mesh.model": 8, "pipeline.microbatches": 8, "data.batch_size": 64, "pipeline.remat": "full"}
 H100 = load("h100")
@@ -37,14 +37,14 @@ def workdir(tmp_path, config):
 
 
 def test_what_records_say(workdir):
-    lines = advise.advise(workdir)
+    lines = what_if.advise(workdir)
     assert "the median of 5 rows" in lines[0] and lines[1].startswith("goodput 87.0 %")
-    assert [line for line in lines if "of the wall time" in line] == [f"10.0% of the wall time: {advise.REMEDIES['data_wait']}"]
+    assert [line for line in lines if "of the wall time" in line] == [f"10.0% of the wall time: {what_if.REMEDIES['data_wait']}"]
     assert lines[-1] == "with --hardware=NAME the planner says what else the step could be"
 
 
 def test_what_the_planner_says(workdir, config):
-    lines = advise.advise(workdir, H100)
+    lines = what_if.advise(workdir, H100)
     assert any("measured 1.2 times that" in line for line in lines) and not any("that is far" in line for line in lines)
     listed = [line for line in lines if line.startswith("  --config.")]
     assert 0 < len(listed) <= 5 and all("less time" in line for line in listed)
@@ -55,14 +55,14 @@ def test_what_training_has_measured(workdir):
     trace = Trace(1.5, 0, {"matmuls": 1.0, "data": 0.5}, {})
     step = PlannedStep(15, "h100", 1.2, {"matmuls": 0.9, "data": 0.3}, {}, 10, 1.5, trace)
     (workdir / PLANNED).write_text(step.as_json())
-    lines = [line for line in advise.advise(workdir) if line.startswith("after warm-up: ")]
+    lines = [line for line in what_if.advise(workdir) if line.startswith("after warm-up: ")]
     assert len(lines) == 3 and "(1.25 x)" in lines[0] and lines[-1].endswith("largest miss: data, 0.2 s more than planned")
     (workdir / PLANNED).write_text("{")
-    assert not any(line.startswith("after warm-up") for line in advise.advise(workdir))
+    assert not any(line.startswith("after warm-up") for line in what_if.advise(workdir))
 
 
 def test_a_machine_that_is_not_the_planned_one(workdir):
-    assert any(line.startswith("that is far") for line in advise.advise(workdir, load("b200")))
+    assert any(line.startswith("that is far") for line in what_if.advise(workdir, load("b200")))
 
 
 LINE = {"start": 1, "began": 0.0, "time": 100.0, "step": 10, "seconds": {}}
@@ -75,13 +75,13 @@ def rows(*seconds: object, **values: object) -> str:
 @pytest.mark.parametrize("behind", [{"slowest_behind_s": None}, {"slowest_behind_s": "1"}, {}])
 def test_a_row_without_the_slowest_process(workdir, behind):
     (workdir / "metrics.jsonl").write_text(rows(1.0, 1.0, 1.0, slowest_process=1, **behind))
-    assert not any(line.startswith("process 1") for line in advise.advise(workdir))
+    assert not any(line.startswith("process 1") for line in what_if.advise(workdir))
 
 
 @pytest.mark.parametrize("times, far", [(0.5, True), (0.9, False), (2.0, True)])
 def test_far_is_either_way(workdir, config, times, far):
     (workdir / "metrics.jsonl").write_text(rows(*[times * predict(config.resolve(), H100).seconds] * 3))
-    assert any(line.startswith("that is far") for line in advise.advise(workdir, H100)) == far
+    assert any(line.startswith("that is far") for line in what_if.advise(workdir, H100)) == far
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_what_the_planner_cannot_take(workdir, config, settings, message):
     (workdir / "config.json").write_text(json.dumps(configs.to_dict(configs.replace(config, settings))))
     kind = dataclasses.replace(H100, peak_tflops={"bfloat16": 989.0})
     with pytest.raises(AdviceError, match=message) as error:
-        advise.advise(workdir, kind)
-    assert str(error.value).endswith(": use --hardware= for what the records alone say") and advise.advise(workdir)
+        what_if.advise(workdir, kind)
+    assert str(error.value).endswith(": use --hardware= for what the records alone say") and what_if.advise(workdir)
 
 
 RECORDS = ("config.json", "metrics.jsonl", "goodput.jsonl", "planned.json")
@@ -132,3 +132,28 @@ def test_a_folder_without_records(workdir, spoil, message):
     with pytest.raises(AdviceError, match=message) as error:
         read(workdir)
     assert "\n" not in str(error.value)
+
+
+LAYOUTS = (
+    {"mesh.data": 8, "mesh.model": 8, "pipeline.microbatches": 8},
+    {"mesh.data": 4, "mesh.stage": 8, "mesh.model": 2, "pipeline.microbatches": 16},
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=("one stage", "eight stages"))
+def test_changes_are_what_train_takes(layout):
+    """Each is on as many devices, passes every check, and is planned as it is alone; some are faster, and they are in order."""
+    config = configs.replace(load_recipe(find_recipe("llama3_8b")), {"data.batch_size": 64, "pipeline.remat": "full", **layout})
+    now = exactly(predict(config.resolve(), H100))
+    changes = nearby(now)
+    assert [change.seconds for change in changes] == sorted(change.seconds for change in changes) and changes[0].seconds < now.seconds
+    assert {"pipeline.remat=none", "parallel.zero=3"} <= {f"{k}={v}" for change in changes for k, v in change.settings.items()}
+    for change in changes:
+        changed = configs.checks.check_devices(configs.replace(config, change.settings), 64, "gpu").resolve()
+        other = predict(changed, H100)
+        scale = now.seconds / now.work.step().seconds
+        assert (scale == 1.0) == (now.in_flight is None) and change.seconds == pytest.approx(scale * other.work.step().seconds)
+        differs = layout_flag.read(change.text)
+        assert differs and differs == {key: layout_flag.of(changed)[key] for key in differs} != {
+            key: layout_flag.of(now.config)[key] for key in differs
+        }

@@ -9,9 +9,9 @@ from jaxtrain.config import Config
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, StepModel
 from jaxtrain.plan import layout_flag
-from jaxtrain.plan.nearby import nearby
 from jaxtrain.plan.predict import Prediction
 from jaxtrain.plan.search import Plan
+from jaxtrain.plan.what_if import nearby
 
 HOUR = 3600
 LARGE = 10**15  # from where on nobody counts digits
@@ -37,8 +37,14 @@ def table(plans: Sequence[Plan]) -> list[str]:
         mfu = prediction.model_flops_per_s / prediction.work.hardware.peak(prediction.work.dtype)
         figures = [f"{prediction.memory.bytes / GIB:.1f}", f"{prediction.bubble_fraction:.1%}", f"{mfu:.1%}", _seconds(prediction.seconds)]
         rows.append([*(str(layout[key]) for key in keys), *figures])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    return aligned(rows)
+
+
+def aligned(cells: Sequence[Sequence[str]], words: int = 0) -> list[str]:
+    """Lines of cells in columns: the first `words` columns to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = ["<"] * words + [">"] * (len(widths) - words)
+    return ["  ".join(f"{text:{side}{width}}" for text, side, width in zip(line, sides, widths, strict=True)) for line in cells]
 
 
 def flags_of(config: Config, recipe: Config) -> str:

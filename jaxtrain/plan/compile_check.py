@@ -1,12 +1,13 @@
-"""The compiler as witness: the train step compiled for devices that are not there, beside what the planner says of it.
+"""The compile check: the train step compiled for devices that need not be there, compared with its plan.
 
     python -m jaxtrain.plan --compile --config=llama3_8b --topology=v5p:4x4x4 [--layout=data=16,model=4 …] [--config.… …] [--json]
 
-    memory        what XLA's account says of a device, and what costs/memory.py makes of the table's slots, by parts
-    collectives   bytes that a device of the busiest stage sends in a step, and the account's ; which are asynchronous, which
+    memory        what XLA says of a device, and what costs/memory.py makes of the table's slots, by parts
+    collectives   bytes that a device of the busiest stage sends in a step, compiled and planned; which are asynchronous, which
                   have products beside them
 
-Nothing is run. A compiler refuses a step that does not fit a TPU; the GPU's never does, so its figure is held against the memory.
+Nothing is run. The TPU compiler refuses a step that does not fit; the GPU compiler never does, so its
+figure is compared with the memory.
 """
 
 import collections
@@ -27,10 +28,11 @@ from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import Memory
 from jaxtrain.devices.mesh import sizes_of
 from jaxtrain.hlo import topology
-from jaxtrain.hlo.program import Instruction, Program
+from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import INSTALL_COMMAND, Compiled, Refused, Topology, TopologyError, compile_config, compilers
 from jaxtrain.plan import layout_flag
+from jaxtrain.plan.explain import aligned
 from jaxtrain.plan.predict import predict, with_op_times
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
@@ -59,10 +61,11 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Crossing:
-    """Collectives of a kind over mesh axes: bytes that a device sends in a step, by the program and by the account.
+class Collectives:
+    """Collectives of a kind over mesh axes: bytes that a device sends in a step, compiled and planned.
 
-    asynchronous, beside: parts, from 0 to 1, of the program's that have a start and a done, and that have products in between
+    asynchronous: fraction of the compiled ones that have a start and a done
+    beside:       fraction of them that have products in between
     """
 
     kind: str
@@ -74,8 +77,8 @@ class Crossing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Witness:
-    """What the compiler says of a resolved config's step, and what the planner says. stage: of which the collectives are."""
+class CompileCheck:
+    """A resolved config's step as compiled and as planned. stage: the busiest, whose collectives these are."""
 
     topology: Topology
     compiler: str
@@ -84,13 +87,13 @@ class Witness:
     usable: float
     stage: int
     stages: int
-    crossings: tuple[Crossing, ...]
+    collectives: tuple[Collectives, ...]
 
     @property
     def total(self) -> Part:
         """All parts. `compiled` is XLA's sum of arguments, temporary memory and results."""
-        planned = sum(part.planned for part in self.parts if not math.isnan(part.planned))
-        return Part("total", float(self.compiled.total), planned)
+        planned = (part.planned for part in self.parts if not math.isnan(part.planned))
+        return Part("total", float(self.compiled.total), sum(planned))
 
     @property
     def error(self) -> float:
@@ -125,61 +128,51 @@ class Witness:
                 "fits": self.fits,
             },
             "stage": self.stage,
-            "collectives": [dataclasses.asdict(crossing) for crossing in self.crossings],
+            "collectives": [dataclasses.asdict(each) for each in self.collectives],
         }
 
     def lines(self) -> list[str]:
         """The comparison as lines of text."""
-        device, jax = self.topology.platform.device_kind, importlib.metadata.version("jax")
+        where, jax = self.topology, importlib.metadata.version("jax")
         seconds = f"traced in {self.compiled.tracing:.0f} s, compiled in {self.compiled.compiling:.0f} s"
+        rings = sum(map(bool, where.wrap[: len(where.sizes)]))
+        links = f", links that go round along {rings} of {len(where.sizes)} dimensions"
+        devices = f"{where.devices} × {where.platform.device_kind}{links * (where.platform.backend != 'gpu')}"
         return [
-            f"{self.topology.text}: {self.topology.devices} × {device}{self._links()}; {self.compiler}, jax {jax}: {seconds}",
+            f"{where.text}: {devices}; {self.compiler}, jax {jax}: {seconds}",
             *self._memory_lines(),
-            *self._crossing_lines(),
+            *self._collective_lines(),
         ]
-
-    def _links(self) -> str:
-        if self.topology.platform.backend == "gpu":
-            return ""
-        round_ = [size for size, wraps in zip(self.topology.sizes, self.topology.wrap, strict=False) if wraps]
-        return f", links that go round along {len(round_)} of {len(self.topology.sizes)} dimensions"
 
     def _memory_lines(self) -> list[str]:
         unit, name = (GIB, "GiB") if self.total.compiled >= GIB else (2**20, "MiB")
-        cells: list[tuple[str, ...]] = [(f"memory per device, {name}", "compiler", "planner")]
-        for part in (*self.parts, self.total):
-            cells.append((f"  {part.name}", *("–" if math.isnan(n) else f"{n / unit:,.2f}" for n in (part.compiled, part.planned))))
+        text = lambda n: "–" if math.isnan(n) else f"{n / unit:,.2f}"
+        cells = [(f"  {part.name}", text(part.compiled), text(part.planned)) for part in (*self.parts, self.total)]
         split = ", ".join(f"{kind} {self.compiled.memory[kind] / unit:,.2f}" for kind in ("argument", "temp"))
         agrees = "within" if abs(self.error) <= AGREES else "not within"
         fits = "fits" if self.fits else "does not fit"
         below = "below" if self.error < 0 else "above"
         return [
-            *_columns(cells),
+            *aligned([(f"memory per device, {name}", "compiler", "planner"), *cells], words=1),
             f"  the planner is {abs(self.error):.1%} {below} the compiler, {agrees} {AGREES:.0%}; as compiled it {fits} "
             f"the {self.usable / GIB:,.1f} GiB that a device has for arrays ({split} {name})",
         ]
 
-    def _crossing_lines(self) -> list[str]:
+    def _collective_lines(self) -> list[str]:
         whose = f" of stage {self.stage}" if self.stages > 1 else ""
-        unit, name = (1e9, "GB") if sum(c.compiled for c in self.crossings) >= 1e9 else (1e6, "MB")
-        cells: list[tuple[str, ...]] = [
-            (f"collectives: {name} that a device{whose} sends in a step", "compiler", "account", "asynchronous", "beside products")
-        ]
-        for c in self.crossings:
+        compiled, planned = sum(c.compiled for c in self.collectives), sum(c.planned for c in self.collectives)
+        unit, name = (1e9, "GB") if compiled >= 1e9 else (1e6, "MB")
+        title = f"collectives: {name} that a device{whose} sends in a step"
+        cells = [(title, "compiler", "planner", "asynchronous", "beside products")]
+        for c in self.collectives:
             parts = (f"{c.asynchronous:.0%}", f"{c.beside:.0%}") if c.compiled else ("–", "–")
             cells.append((f"  {c.kind} over {c.axes}", f"{c.compiled / unit:,.3f}", f"{c.planned / unit:,.3f}", *parts))
-        totals = (sum(c.compiled for c in self.crossings), sum(c.planned for c in self.crossings))
-        cells.append(("  in all", *(f"{n / unit:,.3f}" for n in totals), "", ""))
-        return _columns(cells)
+        cells.append(("  in all", f"{compiled / unit:,.3f}", f"{planned / unit:,.3f}", "", ""))
+        return [line.rstrip() for line in aligned(cells, words=1)]
 
 
-def _columns(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip() for row in cells]
-
-
-def witness(config: Config, text: str, write: Callable[[str], object] = print) -> Witness:
-    """The witness of a resolved config, whose mesh is known, on the topology of a text like v5p:8x8x8.
+def compile_check(config: Config, text: str, write: Callable[[str], object] = print) -> CompileCheck:
+    """The compile check of a resolved config, whose mesh is known, on the topology of a text like v5p:8x8x8.
 
     write: is told that it takes minutes. Raises TopologyError for devices that are not known, that the mesh does not use, or for which no
     compiler is installed; Refused with the compiler's words where it does not take the step.
@@ -191,7 +184,7 @@ def witness(config: Config, text: str, write: Callable[[str], object] = print) -
 
 
 def check_topology(config: Config, text: str) -> Topology:
-    """The topology of a text. Raises TopologyError as `witness`."""
+    """The topology of a text. Raises TopologyError as `compile_check`."""
     devices, wanted = topology.parse(text), math.prod(sizes_of(config.mesh))
     if devices.devices != wanted:
         rule = f"--topology={devices.text} has {devices.devices} devices, and the mesh has {wanted}"
@@ -200,24 +193,18 @@ def check_topology(config: Config, text: str) -> Topology:
         except TopologyError as error:
             raise TopologyError(f"{rule}: {error}", advice="another mesh") from None
         raise TopologyError(rule, {"topology": fitting.text})
-    require_compiler(devices)
+    if devices.platform.missing:
+        where = f"neither installed nor in {compilers()} ($JAXTRAIN_COMPILERS)"
+        raise TopologyError(f"--topology={devices.text} needs {devices.platform.package}, which is {where}: {INSTALL_COMMAND}")
     return devices
 
 
-def require_compiler(devices: Topology) -> None:
-    """Raises TopologyError, with the command that installs it, where a topology's compiler is missing."""
-    platform = devices.platform
-    if platform.missing:
-        where = f"neither installed nor in {compilers()} ($JAXTRAIN_COMPILERS)"
-        raise TopologyError(f"--topology={devices.text} needs {platform.package}, which is {where}: {INSTALL_COMMAND}")
-
-
-def compare(config: Config, devices: Topology, compiled: Compiled) -> Witness:
-    """The witness of a step that has been compiled."""
+def compare(config: Config, devices: Topology, compiled: Compiled) -> CompileCheck:
+    """The compile check of a step that has been compiled."""
     platform = devices.platform
     device = hardware.load(platform.hardware)
     figures = StepFigures(config, platform.name, compiled)
-    return Witness(
+    return CompileCheck(
         devices,
         f"{platform.package} {platform.version}",
         compiled,
@@ -225,91 +212,85 @@ def compare(config: Config, devices: Topology, compiled: Compiled) -> Witness:
         device.memory,
         figures.stage,
         config.mesh.stage,
-        tuple(_crossings(config, figures)),
+        tuple(_collectives(config, figures)),
     )
 
 
 def _parts(compiled: Compiled, planned: Memory) -> list[Part]:
-    """Memory by the planner's parts, as far as the program's can be told apart: with one stage its saved activations cannot."""
+    """Memory by the planner's parts that the program tells apart, which with one stage leaves out saved activations."""
     known = {part: float(compiled.kinds[kind]) for part, kind in PARTS.items() if kind in compiled.kinds and part in planned.parts}
     if "weights" in known:
         known["weights"] += cast_bytes(compiled.program)
-    others = {kind: float(n) for kind, n in compiled.kinds.items() if kind not in PARTS.values() and not kind.endswith("on the host")}
     parts = [Part(part, n, planned.parts[part]) for part, n in known.items()]
-    parts += [Part(kind, n, math.nan) for kind, n in others.items()]
+    others = [kind for kind in compiled.kinds if kind not in PARTS.values() and not kind.endswith("on the host")]
+    parts += [Part(kind, float(compiled.kinds[kind]), math.nan) for kind in others]
     rest = ", ".join([*(name for name in planned.parts if name not in known), "gaps"])
     planned_rest = planned.bytes - sum(planned.parts[part] for part in known)
     return [*parts, Part(f"{REST} ({rest})", compiled.total - sum(part.compiled for part in parts), planned_rest)]
 
 
 def cast_bytes(program: Program) -> int:
-    """Bytes of what a step casts of its arguments before all loops, once: the weights in the type of the products."""
-    found = 0
+    """Bytes of the arguments that a step casts to bfloat16 once, before all loops: the weights for the products."""
+    cast = 0
     for i in program.inline(program.entry):
         if i.opcode not in ("fusion", "convert"):
             continue
-        sources = [_behind_views(program, operand) for operand in program.operands(i)]
-        sizes = {source.sizes[0] for source in sources if source.opcode == "parameter"}
+        sizes = set()
+        for source in program.operands(i):
+            while source.opcode in ("bitcast", "reshape", "copy") and source.operands:
+                source = program.operands(source)[0]
+            if source.opcode == "parameter":
+                sizes.add(source.sizes[0])
         results = zip(i.sizes, i.types, i.bytes_of_each, strict=True)
-        found += sum(size for elements, kind, size in results if kind == "bf16" and elements in sizes)
-    return found
+        cast += sum(size for elements, kind, size in results if kind == "bf16" and elements in sizes)
+    return cast
 
 
-def _behind_views(program: Program, i: Instruction) -> Instruction:
-    while i.opcode in ("bitcast", "reshape", "copy") and i.operands:
-        i = program.operands(i)[0]
-    return i
-
-
-def _crossings(config: Config, figures: StepFigures) -> list[Crossing]:
+def _collectives(config: Config, figures: StepFigures) -> list[Collectives]:
     """Collectives of the busiest stage, those with most bytes first."""
-    sent, bytes_, asynchronous, beside = (collections.Counter[tuple[str, str]]() for _ in range(4))
+    sent, bytes_, asynchronous, beside, planned = (collections.Counter[tuple[str, str]]() for _ in range(5))
     for (_, kind, _, axes), traffic in figures.collectives().items():
         sent[kind, axes] += round(traffic.sent)
         bytes_[kind, axes] += round(traffic.bytes)
         asynchronous[kind, axes] += round(traffic.asynchronous)
         beside[kind, axes] += round(traffic.hidden)
-    planned: collections.Counter[tuple[str, str]] = collections.Counter()
     for entry in step_counts(config).volume(figures.stage):
         planned[entry.kind, "·".join(entry.axes)] += entry.bytes
     keys = sorted({*sent, *planned}, key=lambda key: (-max(sent[key], planned[key]), key))
-    part = lambda of, key: of[key] / bytes_[key] if bytes_[key] else 0.0
-    return [Crossing(*key, sent[key], planned[key], part(asynchronous, key), part(beside, key)) for key in keys]
+    fraction = lambda count, key: count[key] / bytes_[key] if bytes_[key] else 0.0
+    return [Collectives(*key, sent[key], planned[key], fraction(asynchronous, key), fraction(beside, key)) for key in keys]
 
 
-def _laid_out(config: Config, text: str, devices: Topology, recipe: Config) -> Config:
-    """The config, resolved, with the layout of a text if there is one, for so many devices, and the op times by which they would train it.
-    Raises ConfigError or LayoutError."""
-    platform = devices.platform
-    if text:
+def _requested(reading: Reading) -> tuple[Topology, Config]:
+    """The devices and the resolved config of a command line, with the op times by which they would train it.
+
+    Raises UsageError or ConfigError.
+    """
+    devices, recipe = topology.parse(reading.values["topology"]), load_recipe(find_recipe(reading.values["config"]))
+    platform, config = devices.platform, apply(recipe, reading.overrides)
+    if text := reading.values["layout"]:
         values = layout_flag.read(text)
         config = layout_flag.apply(config, values)
         layout_flag.check(config, values, platform.backend, recipe)
-        config = config.resolve()
     else:
-        config = checks.check_devices(config, devices.devices, platform.backend).resolve()
-    return with_op_times(config, step_model_of(config, hardware.load(platform.hardware)))
-
-
-def _asked(reading: Reading) -> tuple[Topology, Config]:
-    """The devices and the resolved config that a command line asks for. Raises UsageError or ConfigError."""
-    devices, recipe = topology.parse(reading.values["topology"]), load_recipe(find_recipe(reading.values["config"]))
-    config = _laid_out(apply(recipe, reading.overrides), reading.values["layout"], devices, recipe)
+        config = checks.check_devices(config, devices.devices, platform.backend)
+    config = config.resolve()
+    config = with_op_times(config, step_model_of(config, hardware.load(platform.hardware)))
     return check_topology(config, devices.text), config
 
 
 def main(argv: Sequence[str]) -> int:
     reading = read_flags(argv, __doc__ or "", FLAGS, with_config=True)
     try:
-        devices, config = settled(reading, _asked)
-        found = witness(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
+        devices, config = settled(reading, _requested)
+        check = compile_check(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
     except (ConfigError, UsageError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr)
         return ExitStatus.BAD_CONFIG
     except Refused as error:
         print(one_line(f"the compiler refuses the step: {error.line}"), file=sys.stderr)
         return ExitStatus.FAULT
-    print(json.dumps(found.as_dict()) if reading.values["json"] else "\n".join(found.lines()))
+    print(json.dumps(check.as_dict()) if reading.values["json"] else "\n".join(check.lines()))
     return ExitStatus.FINISHED
 
 
