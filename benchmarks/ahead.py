@@ -5,7 +5,7 @@
 
 Needs the compilers of requirements-compilers.txt, and neither a device nor a driver; JAXTRAIN_COMPILERS names their folder where that is
 not .venv-compilers. A case takes one to four minutes; the status is 1 if a compiler refused one, 2 if the flags are wrong.
-jaxtrain/hlo/step_figures.py says what each figure means; tables are in ahead.md.
+ahead_figures.py and jaxtrain/hlo/step_figures.py say what each figure means; tables are in ahead.md.
 Layers are a loop: few of them compile as many do (two at least in each chunk of a stage), and figures of fewer are of fewer.
 """
 
@@ -21,16 +21,15 @@ from collections.abc import Iterator
 REPOSITORY = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [path for path in (str(REPOSITORY),) if path not in sys.path]
 
-import step_flops  # noqa: E402 (the path comes first)
+from ahead_figures import as_dict  # noqa: E402 (the path comes first)
 
 from jaxtrain import cli  # noqa: E402
 from jaxtrain import config as configs  # noqa: E402
 from jaxtrain.config import Config, ConfigError, checks  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
-from jaxtrain.hlo.step_figures import Peaks, StepFigures  # noqa: E402
+from jaxtrain.hlo.step_figures import StepFigures  # noqa: E402
 from jaxtrain.hlo.topology import INSTALL_COMMAND, PLATFORMS, Refused, Topology, TopologyError, compile_config, compilers, fitting  # noqa: E402
-from jaxtrain.training.step import step_counts  # noqa: E402
 
 KINDS = ("v5p", "h100")
 TABLE = REPOSITORY / "benchmarks" / "ahead.md"
@@ -151,16 +150,8 @@ def measure(case: Case, values: dict) -> dict:
         folder = pathlib.Path(values["text"])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{case.recipe}_{case.layout}_{platform}.txt").write_text(compiled.text)
-    figures = StepFigures(case.config, platform, compiled, Peaks(values["products"], values["kernels"]))
-    return versions() | about | with_plan(case.config, figures.as_dict())
-
-
-def with_plan(config: Config, row: dict) -> dict:
-    """The figures of a compiled step, its operations followed by those that the plan counts on the same stage."""
-    planned, compiled = step_flops.total(step_counts(config), row["stage"]), row["flops"]
-    ratio = (compiled["products"] + compiled["kernels"]) / planned.total
-    plan = {"model": planned.once, "planned": planned.total, "planned_attention": planned.attention, "ratio": ratio}
-    return row | {"flops": compiled | plan}
+    figures = StepFigures(case.config, platform, compiled, values["products"], values["kernels"])
+    return versions() | about | as_dict(figures)
 
 
 def versions() -> dict[str, str]:

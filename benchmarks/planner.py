@@ -1,4 +1,4 @@
-"""The planner beside published runs: predicted, published, error; by the program that made each run.
+"""The planner beside published runs: predicted, published, error; by the framework that made each run.
 
     python benchmarks/planner.py [--markdown]
 
@@ -16,10 +16,10 @@ from collections.abc import Iterator
 FOLDER = pathlib.Path(__file__).parent / "published"
 sys.path.insert(0, str(FOLDER.parents[1]))
 
-from jaxtrain.costs.frameworks import PROGRAMS  # noqa: E402
+from jaxtrain.costs.frameworks import FRAMEWORKS  # noqa: E402
 from jaxtrain.costs.hardware import load  # noqa: E402 (the path comes first)
 from jaxtrain.costs.layout import Layout  # noqa: E402
-from jaxtrain.costs.step_time import Work  # noqa: E402
+from jaxtrain.costs.step_time import StepModel  # noqa: E402
 from jaxtrain.costs.transformer import Transformer, gpt  # noqa: E402
 
 
@@ -31,7 +31,7 @@ class Row:
     """
 
     name: str
-    work: Work
+    work: StepModel
     figure: str
     published: float
     counts: str = "hardware"
@@ -83,15 +83,15 @@ def model_of(row: dict[str, str]) -> Transformer:
 def megatron2021() -> Iterator[Row]:
     """All computed again, as the paper's end-to-end runs."""
     for row in read("megatron2021_a100"):
-        work = Work(model_of(row), pipeline(row, "full"), PROGRAMS["megatron2021"], load("a100-80gb"))
+        work = StepModel(model_of(row), pipeline(row, "full"), FRAMEWORKS["megatron2021"], load("a100-80gb"))
         yield Row(f"Megatron 2021, {row['params_billion']} B on {row['gpus']} A100", work, "tflops", float(row["tflops_per_gpu"]))
 
 
 def korthikanti2022() -> Iterator[Row]:
     columns = {"full": ("megatron2021", "step_seconds_full_recompute"), "selective": ("megatron2022", "step_seconds_selective_and_sp")}
     for row in read("korthikanti2022_a100"):
-        for remat, (program, column) in columns.items():
-            work = Work(model_of(row), pipeline(row, remat), PROGRAMS[program], load("a100-80gb"))
+        for remat, (framework, column) in columns.items():
+            work = StepModel(model_of(row), pipeline(row, remat), FRAMEWORKS[framework], load("a100-80gb"))
             name = f"Korthikanti 2022, {row['model']} on {row['gpus']} A100, {remat}"
             yield Row(name, work, "seconds", float(row[column]), faster=False)
 
@@ -100,7 +100,7 @@ def megatron_core() -> Iterator[Row]:
     """Assumed: one sequence a microbatch, one chunk a stage, attention's core computed again but in the smallest model."""
     for row in read("megatron_core_h100"):
         remat = "none" if float(row["params_billion"]) < 10 else "selective"
-        work = Work(model_of(row), pipeline(row, remat, zero=1, microbatch=1), PROGRAMS["megatron_core"], load("h100"))
+        work = StepModel(model_of(row), pipeline(row, remat, zero=1, microbatch=1), FRAMEWORKS["megatron_core"], load("h100"))
         name = f"Megatron-Core, {row['params_billion']} B on {row['gpus']} H100"
         yield Row(name, work, "tflops", float(row["tflops_per_gpu"]), counts="model")
 
@@ -112,11 +112,11 @@ def zero3() -> Iterator[Row]:
         model = gpt(12288, 96, 96, 2048, 51200)
         if row["scheme"] == "zero3":
             layout = Layout(data=devices, microbatch=each, microbatches=batch // (devices * each), zero=3)
-            work = Work(model, layout, PROGRAMS["zero3"], load("a100-80gb"))
+            work = StepModel(model, layout, FRAMEWORKS["zero3"], load("a100-80gb"))
         else:
             data = devices // 96
             layout = Layout(data=data, stage=12, model=8, microbatch=each, microbatches=batch // (data * each), zero=0)
-            work = Work(model, layout, PROGRAMS["megatron2021"], load("a100-80gb"))
+            work = StepModel(model, layout, FRAMEWORKS["megatron2021"], load("a100-80gb"))
         yield Row(f"{row['scheme']}, {row['params_billion']} B on {devices} A100", work, "tflops", float(row["tflops_per_gpu"]))
 
 
@@ -138,7 +138,7 @@ def maxtext_tpu() -> Iterator[Row]:
         devices = int(row["slice_chips"])
         model = Transformer(layers, width, heads, heads, 256, mlp, 32768, int(row["seq"]))
         layout = Layout(data=devices, microbatch=each, zero=3, remat="selective")
-        work = Work(model, layout, PROGRAMS["maxtext"], load(f"tpu-{row['chip']}"))
+        work = StepModel(model, layout, FRAMEWORKS["maxtext"], load(f"tpu-{row['chip']}"))
         yield Row(f"MaxText, {row['params_billion']} B on {devices} {row['chip']}", work, "tflops", float(row["tflops_per_chip"]), "model")
 
 
@@ -151,12 +151,12 @@ def gpus_jax() -> Iterator[Row]:
         model = Transformer(*sizes, vocab_size=128256, sequence=int(row["seq"]))
         layout = Layout(data=devices, microbatch=int(row["per_device_batch"]), zero=3, remat="full" if big else "selective")
         if row["framework"] == "maxtext":
-            work = Work(model, layout, PROGRAMS["maxtext"], load("h100"))
+            work = StepModel(model, layout, FRAMEWORKS["maxtext"], load("h100"))
             yield Row(f"MaxText, {row['model']} on {row['gpus']}", work, "seconds", float(row["step_seconds"]), faster=False)
         else:
-            program = PROGRAMS["torchtitan" if "compile" in row["model"] else "torchtitan_eager"]
+            framework = FRAMEWORKS["torchtitan" if "compile" in row["model"] else "torchtitan_eager"]
             published = float(row["mfu_or_tokens"].split()[0])
-            yield Row(f"torchtitan, {row['model']}", Work(model, layout, program, load("h100-96gb-500w")), "tokens", published)
+            yield Row(f"torchtitan, {row['model']}", StepModel(model, layout, framework, load("h100-96gb-500w")), "tokens", published)
 
 
 def llama3() -> Iterator[Row]:
@@ -175,7 +175,7 @@ def llama3() -> Iterator[Row]:
             zero=1,
             schedule="interleaved",
         )
-        work = Work(model, layout, PROGRAMS["llama3"], load("h100"))
+        work = StepModel(model, layout, FRAMEWORKS["llama3"], load("h100"))
         name = f"Llama 3, 405 B on {row['gpus']} H100, {row['seq']} tokens"
         yield Row(name, work, "tflops", float(row["tflops_per_gpu"]), counts="model")
 
@@ -192,16 +192,16 @@ UNITS = {"tflops": "TFLOP/s", "seconds": "s", "tokens": "tokens/s"}
 def main(argv: list[str]) -> None:
     listed, markdown = rows(), "--markdown" in argv
     if markdown:
-        print("| run | program | predicted | published | error | where the time goes |\n|---|---|---|---|---|---|")
+        print("| run | framework | predicted | published | error | where the time goes |\n|---|---|---|---|---|---|")
     for row in listed:
         parts = row.work.step()
         large = {name: seconds / parts.seconds for name, seconds in parts.exposed.items() if seconds > 0.02 * parts.seconds}
         shares = ", ".join(f"{name} {share:.0%}" for name, share in large.items())
         figures = (f"{row.predicted():.1f}", f"{row.published:g} {UNITS[row.figure]}", f"{row.error:+.1%}")
         if markdown:
-            print("| " + " | ".join((row.name, row.work.program.name, *figures, shares)) + " |")
+            print("| " + " | ".join((row.name, row.work.framework.name, *figures, shares)) + " |")
         else:
-            print(f"{row.name:46} {row.work.program.name:16} {figures[0]:>9} {figures[1]:>18} {figures[2]:>8}  {shares}")
+            print(f"{row.name:46} {row.work.framework.name:16} {figures[0]:>9} {figures[1]:>18} {figures[2]:>8}  {shares}")
     errors = [abs(row.error) for row in listed]
     print(f"\n{len(errors)} figures: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
 

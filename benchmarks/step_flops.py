@@ -1,10 +1,10 @@
-"""Operations of a step on a device by op, from the config alone, to hold a compiled program against.
+"""Operations of a step on a device by op, from the config alone; compiled programs have as many.
 
 Operations of products with weights are 2 · parameters · tokens: forward (F, K), again (R), of the
 input's gradient (B) and the weights' (W). Causal attention takes half of its products: two forward
-(F, K, R), in B four and the scores' once more. Key/value heads that several devices of `model` share
-count on each. Experts count for the tokens that choose them, as if evenly. Documents kept separate
-count as one sequence.
+(F, K, R), in B four and the scores' once more. Key/value heads that several devices of `model`
+share count on each. Experts count for the tokens that choose them, as if evenly. Documents kept
+separate count as one sequence.
 """
 
 import collections
@@ -19,7 +19,7 @@ ATTENTION_BACKWARD_ONCE = 2.0  # products of attention's backward over the forwa
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Operations: products with weights, attention's products; `once`: both without what is recomputed."""
+    """Operations: products with weights, attention's; `once`: both without recomputation."""
 
     weights: float = 0.0
     attention: float = 0.0
@@ -42,7 +42,7 @@ def by_op(counts: StepCounts, stage: int = 0) -> dict[str, Flops]:
     for run in counts.runs(stage):
         flops[run.op] += _layer(counts, run.op) * (run.times * (run.layers - run.unread))
         flops[run.op] += _layer(counts, run.op, output=False) * (run.times * run.unread)
-    times, dense = counts.times(stage), counts.model.dense_layers
+    times, dense = counts.times(stage), counts.collectives.model.dense_layers
     flops[HEAD] += _head(counts) * times[HEAD]
     flops[EMBED] += _layer(counts, "F", dense=True) * (times[EMBED] * dense)
     for op in "RBW":
@@ -57,13 +57,13 @@ def total(counts: StepCounts, stage: int = 0) -> Flops:
 
 def _tokens(counts: StepCounts) -> float:
     """Tokens of a microbatch on a device, as if `model` cut them."""
-    return counts.collectives.tokens / counts.layout.model
+    return counts.collectives.tokens / counts.collectives.layout.model
 
 
 def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False) -> Flops:
-    """Operations of one layer and microbatch. output: whether its last product is needed; experts' outputs
-    always are, for the gradients of the weights with which they are added."""
-    m, layout, tokens = counts.model, counts.layout, _tokens(counts)
+    """Operations of one layer and microbatch. output: whether its last product is needed; experts'
+    outputs always are, for the gradients of the weights with which they are added."""
+    m, layout, tokens = counts.collectives.model, counts.collectives.layout, _tokens(counts)
     parameters = m.layer(dense).per_token
     if not output:
         parameters -= m.width * (m.mlp_width if dense or not m.experts else m.shared_experts * m.expert_width)
@@ -76,9 +76,9 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
 
 
 def _head(counts: StepCounts) -> Flops:
-    """Operations of a microbatch's head, forward and both gradients, with the modules that predict further
-    tokens."""
-    m, shards = counts.model, counts.layout.stage if counts.collectives.shares_vocabulary else 1
+    """Operations of a microbatch's head, forward and both gradients, with the modules that predict
+    further tokens."""
+    m, shards = counts.collectives.model, counts.collectives.layout.stage if counts.collectives.shares_vocabulary else 1
     logits = 3 * 2.0 * m.vocab_size * m.width * _tokens(counts) * (1 + m.predictions) / shards
     join = 3 * 2.0 * 2 * m.width**2 * _tokens(counts)
     module = sum((_layer(counts, op) for op in "FBW"), Flops(join, 0.0, join))

@@ -9,7 +9,7 @@ from support import train_runs as runs
 from jaxtrain import stored_times
 from jaxtrain.config import Config, MeshConfig, ModelConfig, PipelineConfig, get, pipeline_setup, replace
 from jaxtrain.config.unused import unused_settings
-from jaxtrain.config.work import work_of
+from jaxtrain.config.work import step_model_of
 from jaxtrain.costs.hardware import load, to_json
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, cell_op, permute_op
@@ -66,7 +66,7 @@ def test_planned_times_are_the_planners(tmp_path):
     file = own_kind(tmp_path / "own.json", 100.0, "bfloat16")
     config = replace(CONFIG, {"train.hardware": file, "precision.compute": "bfloat16"})
     times = stored_times.planned(config)
-    assert times == pytest.approx([1e3 * seconds for seconds in work_of(config, load(file)).op_times()], rel=1e-3)
+    assert times == pytest.approx([1e3 * seconds for seconds in step_model_of(config, load(file)).op_times()], rel=1e-3)
     assert dataclasses.astuple(pipeline_setup.times_of(config, 2))[:6] == times
     assert stored_times.planned(replace(config, {"precision.compute": "float32"})) == ()
 

@@ -1,4 +1,4 @@
-"""From a run's config to what costs/ reckons with: the model's sizes, its layout, the program, as one `Work`. No jax."""
+"""From a run's config to what costs/ reckons with: the model's sizes, its layout, the framework, as one `StepModel`. No jax."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxtrain.config import Config, ModelConfig, ends_with_layers, kernels
 from jaxtrain.costs import hardware as kinds
-from jaxtrain.costs.frameworks import PROGRAMS, Program
+from jaxtrain.costs.frameworks import FRAMEWORKS, Framework
 from jaxtrain.costs.hardware import Hardware
 from jaxtrain.costs.layout import Layout
-from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.step_time import StepModel
 from jaxtrain.costs.transformer import Transformer
 
 OURS = "jaxtrain"
@@ -21,14 +21,14 @@ OUTER_BYTES = 8.0  # of a parameter: the last exchange's and its momentum, in 32
 DIGITS = 4  # of a time for a table
 
 
-def work_of(config: Config, hardware: Hardware, assume: str = OURS) -> Work:
-    """The step of a resolved config whose mesh is known, on this kind of device, by the program of that name."""
-    return Work(transformer_of(config), layout_of(config), program_of(config, hardware, assume), hardware, config.precision.compute)
+def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepModel:
+    """The step of a resolved config whose mesh is known, on this kind of device, by the framework of that name."""
+    return StepModel(transformer_of(config), layout_of(config), framework_of(config, hardware, assume), hardware, config.precision.compute)
 
 
 def planned_op_times(config: Config, kind: Hardware) -> tuple[float, ...]:
     """Milliseconds of F, B, W, message, R and head, as `pipeline.times`, of a resolved config whose mesh is known."""
-    return milliseconds(work_of(config, kind).op_times())
+    return milliseconds(step_model_of(config, kind).op_times())
 
 
 def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
@@ -97,37 +97,37 @@ def layout_of(config: Config) -> Layout:
     )
 
 
-def program_of(config: Config, hardware: Hardware, assume: str = OURS) -> Program:
-    """The program of this name, as a resolved config changes it: its kernel of attention, where its vocabulary lies, what it sends,
+def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Framework:
+    """The framework of this name, as a resolved config changes it: its kernel of attention, where its vocabulary lies, what it sends,
     what its replicas have in common."""
-    program = PROGRAMS[assume]
+    framework = FRAMEWORKS[assume]
     vocabulary = config.pipeline.vocabulary
     if vocabulary != "auto":
-        program = dataclasses.replace(program, vocabulary_parallel=vocabulary == "parallel")
+        framework = dataclasses.replace(framework, vocabulary_parallel=vocabulary == "parallel")
     elif ends_with_layers(config.model):
-        program = dataclasses.replace(program, vocabulary_parallel=False)
+        framework = dataclasses.replace(framework, vocabulary_parallel=False)
     if assume == OURS:
         sent = 4.0 if config.precision.reduce == "float32" else 2.0
-        program = dataclasses.replace(
-            program,
+        framework = dataclasses.replace(
+            framework,
             sent_gradient=sent,
-            imbalance=config.model.capacity_factor or program.imbalance,  # experts of a capacity have as many rows, be they filled or not
+            imbalance=config.model.capacity_factor or framework.imbalance,  # experts of a capacity have as many rows, be they filled or not
             context_by=config.parallel.context,
             gathers_once=config.parallel.gather == "step",
             inner_steps=config.train.diloco_inner_steps,
             sent_outer=4.0 if config.precision.outer == "float32" else 1.0,
         )
         if config.train.diloco_inner_steps:
-            program = dataclasses.replace(program, outer_bytes=OUTER_BYTES)
+            framework = dataclasses.replace(framework, outer_bytes=OUTER_BYTES)
         if platform_of(hardware) == kernels.CPU:
-            program = dataclasses.replace(program, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES)
-    if program.fused_attention and _scores_pass_through_memory(config, hardware, assume):
-        program = dataclasses.replace(program, fused_attention=False, attention_passes=program.attention_passes or SCORE_PASSES)
-    return program
+            framework = dataclasses.replace(framework, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES)
+    if framework.fused_attention and _scores_pass_through_memory(config, hardware, assume):
+        framework = dataclasses.replace(framework, fused_attention=False, attention_passes=framework.attention_passes or SCORE_PASSES)
+    return framework
 
 
 def _scores_pass_through_memory(config: Config, hardware: Hardware, assume: str) -> bool:
-    """Whether no fused kernel attends: plain XLA is asked for, or, in our own program, all that takes the case."""
+    """Whether no fused kernel attends: plain XLA is asked for, or, in our own framework, all that takes the case."""
     wanted = config.model.attention_kernel
     if wanted != "auto" or assume != OURS:
         return wanted == kernels.XLA

@@ -1,6 +1,6 @@
 """The collectives of a training step, each stated once: its kind, mesh axes, bytes and count.
 
-The step's time (step_time.py), the dry run's communication volume (plan/step_counts.py) and the
+The step's time (step_time.py), the dry run's communication volume (step_counts.py) and the
 compile check sum what stands here. A function mirrors the code that makes its collectives, which it
 names; a collective that is added there needs its line here. A test compares both with the compiled
 program.

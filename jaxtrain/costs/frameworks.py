@@ -1,4 +1,4 @@
-"""Programs that train transformers, by what differs between them in time and memory. Published runs were made by others than ours.
+"""Frameworks that train transformers, by what differs between them in time and memory. Published runs were made by others than ours.
 
 Each difference is physical: what is kept, what passes through memory, what waits for what.
 """
@@ -7,8 +7,8 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """What a program does.
+class Framework:
+    """What a framework does.
 
     text:             the differences in words
     fused_attention:  scores stay on the chip; otherwise they pass through memory
@@ -71,7 +71,7 @@ class Program:
     causal_rates: bool = False
 
 
-_MEGATRON_2021 = Program(
+_MEGATRON_2021 = Framework(
     "megatron2021",
     "no sequence parallelism; scores pass through memory; tensor's sums, gradients' sums and messages are waited for; dropout",
     fused_attention=False,
@@ -83,7 +83,7 @@ _MEGATRON_2021 = Program(
     logit_passes=8.0,
     sent_gradient=2.0,
 )
-_TORCHTITAN = Program(
+_TORCHTITAN = Framework(
     "torchtitan",
     "FSDP with gathers beside products, torch.compile: fused attention, norms and activations in passes of their own",
     passes=14.0,
@@ -93,12 +93,12 @@ _TORCHTITAN = Program(
     weight_bytes=4.0,
     state_bytes=8.0,
 )
-PROGRAMS: dict[str, Program] = {
-    program.name: program
-    for program in (
-        Program(
+FRAMEWORKS: dict[str, Framework] = {
+    framework.name: framework
+    for framework in (
+        Framework(
             "jaxtrain",
-            "the program that this package compiles",
+            "the step that this package compiles",
             stage_overlap=True,
             data_overlap=0.0,
             weight_bytes=4.0,  # beside the cast of all of it
@@ -116,7 +116,7 @@ PROGRAMS: dict[str, Program] = {
             text="as megatron2021, with sequence parallelism; selective recomputes attention's core alone",
             sequence_parallel=True,
         ),
-        Program(
+        Framework(
             "megatron_core",
             "sequence parallelism, fused attention, distributed optimizer; tensor's and data's collectives beside products in part",
             core_again=True,
@@ -128,7 +128,7 @@ PROGRAMS: dict[str, Program] = {
             stage_overlap=True,
             sent_gradient=2.0,
         ),
-        Program(
+        Framework(
             "maxtext",
             "ZeRO-3 (fsdp) with gathers beside products, fused attention, full recomputation but for named matrices",
             data_overlap=0.9,

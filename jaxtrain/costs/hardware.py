@@ -101,7 +101,8 @@ class Matmul:
 
     def reached(self, m: float, n: float, k: float) -> float:
         """Operations a second of a product of these sizes, less than `peak`."""
-        return self.peak / (1 + sum(half / max(size, 1) for half, size in zip(self.half, (m, n, k), strict=True)))
+        half_m, half_n, half_k = self.half
+        return self.peak / (1 + half_m / max(m, 1) + half_n / max(n, 1) + half_k / max(k, 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from jaxtrain.costs.collectives import FLOAT32
 from jaxtrain.costs.layout import expert_rows
-from jaxtrain.costs.step_time import ITEM, Work
+from jaxtrain.costs.step_time import ITEM, StepModel
 from jaxtrain.schedule.orders import closed_forms
 
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
@@ -71,15 +71,15 @@ class Slots:
     shares_vocabulary: bool
 
 
-def memory(step: Work, loss_chunk: int = 2048, slots: Slots | None = None) -> Memory:
+def memory(step: StepModel, loss_chunk: int = 2048, slots: Slots | None = None) -> Memory:
     """Bytes of a step by part.
 
     loss_chunk: tokens whose logits exist at a time
     slots: of our own runtime's table; by default those of the schedule's closed form
     """
-    if step.program.slots:
+    if step.framework.slots:
         return _own_memory(step, loss_chunk, slots or estimated_slots(step))
-    parameters, layout, program = step.device_parameters().all, step.layout, step.program
+    parameters, layout, framework = step.device_parameters().all, step.layout, step.framework
     shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
     layers = math.ceil(step.model.layers / layout.stage) + step.model.dense_layers * (layout.stage == 1)
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
@@ -87,9 +87,9 @@ def memory(step: Work, loss_chunk: int = 2048, slots: Slots | None = None) -> Me
     in_flight = 1.0 if "activations" in offloaded else microbatches_in_flight(step)
     return Memory(
         {
-            "weights": program.weight_bytes * parameters / shards[3],
-            "gradients": program.gradient_bytes * parameters / shards[2],
-            "optimizer": 0.0 if "optimizer" in offloaded else program.state_bytes * parameters / shards[1],
+            "weights": framework.weight_bytes * parameters / shards[3],
+            "gradients": framework.gradient_bytes * parameters / shards[2],
+            "optimizer": 0.0 if "optimizer" in offloaded else framework.state_bytes * parameters / shards[1],
             "activations": layer_activations(step) * layers * in_flight,
             "working": working,
             "logits": max(0.0, logits - working),
@@ -97,7 +97,7 @@ def memory(step: Work, loss_chunk: int = 2048, slots: Slots | None = None) -> Me
     )
 
 
-def _offloaded(step: Work) -> tuple[str, ...]:
+def _offloaded(step: StepModel) -> tuple[str, ...]:
     """What lies in the host's memory."""
     return ("activations", "optimizer") if step.layout.offload == "both" else (step.layout.offload,)
 
@@ -105,9 +105,9 @@ def _offloaded(step: Work) -> tuple[str, ...]:
 # --- our own runtime ----------------------------------------------------------------------------
 
 
-def _own_memory(step: Work, loss_chunk: int, slots: Slots | None) -> Memory:
+def _own_memory(step: StepModel, loss_chunk: int, slots: Slots | None) -> Memory:
     """Bytes of our own runtime's step. slots: None with one stage."""
-    layout, program = step.layout, step.program
+    layout, framework = step.layout, step.framework
     shared = slots.shares_vocabulary if slots else False
     held = step.device_parameters(slots.stored_layers if slots else 0, shared)
     shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
@@ -118,13 +118,13 @@ def _own_memory(step: Work, loss_chunk: int, slots: Slots | None) -> Memory:
     pools = _pools(step, slots)
     working = _layer_working(step) + (transposed_pools(step, slots) if slots else 0.0)
     head = _head_working(step, loss_chunk, shared)
-    optimizer = 0.0 if "optimizer" in _offloaded(step) else program.state_bytes * state
+    optimizer = 0.0 if "optimizer" in _offloaded(step) else framework.state_bytes * state
     return Memory(
         {
-            "weights": (program.weight_bytes + cast) * held.all / shards[3],
-            "gradients": program.gradient_bytes * held.all / shards[2],
+            "weights": (framework.weight_bytes + cast) * held.all / shards[3],
+            "gradients": framework.gradient_bytes * held.all / shards[2],
             "optimizer": optimizer,
-            **({"outer": program.outer_bytes * outer} if program.outer_bytes else {}),
+            **({"outer": framework.outer_bytes * outer} if framework.outer_bytes else {}),
             "activations": sum(pools.values()) if slots else _saved_by_layers(step),
             "working": working,
             "logits": max(0.0, head - working),
@@ -133,7 +133,7 @@ def _own_memory(step: Work, loss_chunk: int, slots: Slots | None) -> Memory:
     )
 
 
-def estimated_slots(step: Work) -> Slots | None:
+def estimated_slots(step: StepModel) -> Slots | None:
     """Slots of a layout with stages, by the peaks of the named schedules' tables (schedule/orders.py);
     None with one stage."""
     layout, p, v = step.layout, step.layout.stage, max(1, step.layout.repeats)
@@ -151,7 +151,7 @@ def estimated_slots(step: Work) -> Slots | None:
         weight_stash=stashes,
         layers=layers,
         stored_layers=layers * v,
-        shares_vocabulary=step.program.vocabulary_parallel,
+        shares_vocabulary=step.framework.vocabulary_parallel,
     )
 
 
@@ -165,7 +165,7 @@ class LayerBytes(NamedTuple):
     input: float = 0.0
 
 
-def layer_bytes(step: Work, dense: bool = False) -> LayerBytes:
+def layer_bytes(step: StepModel, dense: bool = False) -> LayerBytes:
     """Bytes by the widths of the arrays: of a token's attention, of the MLP that it goes through, or of
     all rows of experts for which a device has room. dense: a layer before those with experts."""
     model, layout, item = step.model, step.layout, step.item
@@ -206,7 +206,7 @@ def layer_bytes(step: Work, dense: bool = False) -> LayerBytes:
     )
 
 
-def _attention_widths(step: Work) -> LayerBytes:
+def _attention_widths(step: StepModel) -> LayerBytes:
     """Numbers of a token: queries, keys and values, attention's result, and the gradients of the first
     three. Latent attention has keys and values before they are rotated and spread, what they and queries
     are made of, and gradients of all of these."""
@@ -221,7 +221,7 @@ def _attention_widths(step: Work) -> LayerBytes:
     return LayerBytes(query + spread, result + latents + model.rope_dim, stash)
 
 
-def _mlp_widths(step: Work, hidden: int) -> LayerBytes:
+def _mlp_widths(step: StepModel, hidden: int) -> LayerBytes:
     """Numbers of a token in an MLP with a hidden layer of this width."""
     gated = step.model.gated
     arrays = 3 if gated else 2
@@ -230,7 +230,7 @@ def _mlp_widths(step: Work, hidden: int) -> LayerBytes:
     return LayerBytes(arrays * hidden, 0.0, arrays * hidden)
 
 
-def _expert_row_bytes(step: Work) -> LayerBytes:
+def _expert_row_bytes(step: StepModel) -> LayerBytes:
     """Bytes of all rows of experts on a device: as wide as an expert, which `model` splits, and as the
     layer, which it does not."""
     model, layout = step.model, step.layout
@@ -242,7 +242,7 @@ def _expert_row_bytes(step: Work) -> LayerBytes:
     return LayerBytes((arrays + 1) * hidden, hidden + width, arrays * hidden + width)
 
 
-def masks(step: Work) -> float:
+def masks(step: StepModel) -> float:
     """Bytes of what hides keys from queries where `context` splits a sequence: a device has two pieces of
     it, one of which looks at half of the sequence and one at all of it. Devices of `model` have it each."""
     layout, length = step.layout, step.model.sequence
@@ -252,7 +252,7 @@ def masks(step: Work) -> float:
     return step.item * layout.microbatch * piece * 1.5 * length
 
 
-def _pools(step: Work, slots: Slots | None) -> dict[str, float]:
+def _pools(step: StepModel, slots: Slots | None) -> dict[str, float]:
     """Bytes of each pool in the device's memory; none with one stage."""
     if slots is None:
         return {}
@@ -269,7 +269,7 @@ def _pools(step: Work, slots: Slots | None) -> dict[str, float]:
     return {pool: size for pool, size in pools.items() if pool not in offloaded}
 
 
-def transposed_pools(step: Work, slots: Slots) -> float:
+def transposed_pools(step: StepModel, slots: Slots) -> float:
     """Bytes of copies where `model` splits layers: XLA transposes arrays of a whole pool before an op's
     loop over layers.
 
@@ -288,7 +288,7 @@ def transposed_pools(step: Work, slots: Slots) -> float:
     return max(stash * model.width, norms)
 
 
-def _saved_by_layers(step: Work) -> float:
+def _saved_by_layers(step: StepModel) -> float:
     """Bytes that all layers save of the microbatch at hand, with one stage."""
     if "activations" in _offloaded(step):
         return 0.0
@@ -299,7 +299,7 @@ def _saved_by_layers(step: Work) -> float:
     return saved
 
 
-def _layer_working(step: Work) -> float:
+def _layer_working(step: StepModel) -> float:
     """Bytes of what an op of one layer has besides what is saved.
 
     A matrix and its gradient take turns. With ZeRO-2 all of a layer's gradients are unsharded until they
@@ -307,7 +307,7 @@ def _layer_working(step: Work) -> float:
     by several stages in B, before W makes the gradients; by one while gradients take the place of
     matrices and those of the layer before are on their way, as are those of the head, in two layouts.
     """
-    model, layout, number = step.model, step.layout, step.program.gradient_bytes
+    model, layout, number = step.model, step.layout, step.framework.gradient_bytes
     arrays = WIDE * step.item * _widest(step) + masks(step)
     layer = step.layer_parameters()
     if layout.zero < 2 or step.shards == 1:
@@ -319,7 +319,7 @@ def _layer_working(step: Work) -> float:
     return arrays + number * layer + max(step.item * layer, gathered) + head
 
 
-def _widest(step: Work) -> float:
+def _widest(step: StepModel) -> float:
     """Numbers of a microbatch at the layer's width and at its widest: in attention or an MLP, or in all
     rows of experts."""
     model, layout = step.model, step.layout
@@ -331,21 +331,21 @@ def _widest(step: Work) -> float:
     return max(step.tokens * (model.width + shared) + routed, step.tokens * (model.width + attention))
 
 
-def _columns(step: Work) -> float:
+def _columns(step: StepModel) -> float:
     """Columns of a layer's largest matrix on a device; of all experts there together."""
     model, layout = step.model, step.layout
     experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
     return max(experts if model.experts else model.hidden(), model.heads * model.score_dim) / layout.model
 
 
-def _head_working(step: Work, loss_chunk: int, shared: bool) -> float:
+def _head_working(step: StepModel, loss_chunk: int, shared: bool) -> float:
     """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO-2 the gradient of
     the table. Layers of modules that predict further tokens keep all that they have until after the loss
     their backward works as any layer's. shared: all stages share the head."""
     model, layout = step.model, step.layout
     columns = model.vocab_size / layout.model / (layout.stage if shared else 1)
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns
-    gradient = step.program.gradient_bytes * model.width * columns * (layout.zero >= 2 and step.shards > 1)
+    gradient = step.framework.gradient_bytes * model.width * columns * (layout.zero >= 2 and step.shards > 1)
     head = WIDE * step.item * step.tokens * model.width + logits + gradient
     if not model.predictions:
         return head
@@ -356,19 +356,19 @@ def _head_working(step: Work, loss_chunk: int, shared: bool) -> float:
 # --- other frameworks ---------------------------------------------------------------------------
 
 
-def layer_activations(step: Work) -> float:
+def layer_activations(step: StepModel) -> float:
     """Bytes that one layer keeps of one microbatch on a device."""
-    model, layout, program = step.model, step.layout, step.program
-    if not program.fused_attention:
+    model, layout, framework = step.model, step.layout, step.framework
+    if not framework.fused_attention:
         kind = layout.remat
-        if kind != "full" and program.sequence_parallel:
+        if kind != "full" and framework.sequence_parallel:
             kind = {"selective": "selective_sequence", "none": "sequence"}[kind]
         elif kind == "none" and layout.model > 1:
             kind = "tensor"
         return activation_bytes(kind, model.sequence, layout.microbatch, model.width, model.heads, layout.model)
     hidden = model.hidden()
     heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim  # queries, keys, values, and the result
-    split = layout.model if program.sequence_parallel else 1
+    split = layout.model if framework.sequence_parallel else 1
     width = {"full": 1.0, "selective": 2.0, "none": 4.0}[layout.remat] * model.width / split
     arrays = {"full": 0, "selective": 1, "none": 2}[layout.remat] * (2 if model.gated else 1)
     inner = heads + hidden * arrays if arrays else 0.0
@@ -394,17 +394,17 @@ def activation_bytes(kind: str, s: int, b: int, h: int, a: int, t: int = 1) -> f
     return s * b * h * factor
 
 
-def microbatches_in_flight(step: Work) -> float:
+def microbatches_in_flight(step: StepModel) -> float:
     """Microbatches whose activations the fullest stage holds at once, in those of a whole stage."""
     layout = step.layout
     p, v, m = layout.stage, layout.repeats, layout.microbatches
     return min(float(m), closed_forms(layout.schedule).residuals(p, v, m) / v) if p > 1 else 1.0
 
 
-def _framework_working(step: Work) -> float:
+def _framework_working(step: StepModel) -> float:
     """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and their
     gradients before they are scattered, with the head's."""
-    model, layout, number = step.model, step.layout, step.program.gradient_bytes
+    model, layout, number = step.model, step.layout, step.framework.gradient_bytes
     attention = (model.heads + 2 * model.kv_heads) * model.head_dim
     widest = max(model.mlp_width * (2 if model.gated else 1), attention) / layout.model
     layer = model.layer().all / layout.model / max(1, layout.expert)

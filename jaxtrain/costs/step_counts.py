@@ -1,8 +1,8 @@
 """The communication volume of a step: its collectives by op, as the schedule's table runs them.
 
-The table says how often a stage runs an op, collectives.py which collectives stand in one. Nothing is
-traced or compiled. Numbers of a few bytes (the loss, the norm of the gradients, counts) are left out.
-With stages the counts are one stage's.
+The table says how often a stage runs an op, collectives.py which collectives stand in one. Nothing
+is traced or compiled. Numbers of a few bytes (the loss, the norm of the gradients, counts) are left
+out. With stages the counts are one stage's.
 """
 
 import collections
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from jaxtrain.costs.collectives import GATHER, MODEL, PERMUTE, STAGE, Collective, Parameters, StepCollectives, sent
-from jaxtrain.costs.layout import AXES, Layout
-from jaxtrain.costs.transformer import Transformer
+from jaxtrain.costs.layout import AXES
 from jaxtrain.schedule.columns import CELL_OPS, EMBED, EMBED_GRADIENT, HEAD, WAY, cell_op, columns, permute_op, permutes
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import SlottedTable
@@ -21,8 +20,8 @@ from jaxtrain.schedule.table import Permute, wraps
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Collectives of an op, alike: over mesh axes, among `devices` of them, `count` times a step, of
-    `size` bytes (collectives.py)."""
+    """Collectives of an op, alike: over mesh axes, among `devices` of them, `count` times a step,
+    of `size` bytes (collectives.py)."""
 
     op: str
     kind: str
@@ -50,7 +49,7 @@ class Run(NamedTuple):
     times: int
     unit: int
     layers: int
-    unread: int = 0
+    unread: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,29 +67,21 @@ class StepCounts:
     table: SlottedTable | None
     exchanges: bool
 
-    @property
-    def model(self) -> Transformer:
-        return self.collectives.model
-
-    @property
-    def layout(self) -> Layout:
-        return self.collectives.layout
-
     # --- how often -----------------------------------------------------------------------------
 
     def times(self, stage: int) -> Mapping[str, int]:
         """How often a stage runs each op; one stage runs each once a microbatch."""
         if self.table is None:
-            return collections.defaultdict(lambda: self.layout.microbatches)
+            return collections.defaultdict(lambda: self.collectives.layout.microbatches)
         return {op: int(column[:, stage].sum()) for op, column in columns(self.table).runs.items()}
 
     def runs(self, stage: int) -> Iterator[Run]:
-        """What layers go through, on a stage; one stage does B with W, and R in the same op (tick.Accumulate)."""
+        """What layers go through on a stage; a single stage has R, B and W in one op
+        (tick.Accumulate)."""
         times = self.times(stage)
         if self.table is None:
-            layers, recomputes = self.model.layers, self.layout.remat == "full"
-            for op in ("F", *["R"] * recomputes, "B", "W"):
-                yield Run("F" if op == "F" else "B", op, times[op], 0, layers, layers * (op == "R"))
+            layers, ops = self.collectives.model.layers, "FRBW" if self.collectives.layout.remat == "full" else "FBW"
+            yield from (Run("F" if op == "F" else "B", op, times[op], 0, layers, layers * (op == "R")) for op in ops)
             return
         for unit in range(self.placement.units_per_stage):
             # A layer that stands outside of the loop over layers makes no output that nobody reads.
@@ -112,13 +103,13 @@ class StepCounts:
 
     def busiest_stage(self) -> int:
         """The stage whose devices send most."""
-        return max(range(self.layout.stage), key=lambda stage: sum(entry.bytes for entry in self.volume(stage)))
+        return max(range(self.collectives.layout.stage), key=lambda stage: sum(entry.bytes for entry in self.volume(stage)))
 
     def _entries(self, ops: Iterable[tuple[str, float, Iterable[Collective]]]) -> list[Entry]:
         counts: collections.Counter = collections.Counter()
         for op, times, collectives in ops:
             for c in collectives:
-                axes = tuple(a for a in AXES if a in c.axes and getattr(self.layout, a) > 1)
+                axes = tuple(a for a in AXES if a in c.axes and getattr(self.collectives.layout, a) > 1)
                 if axes and c.size and times:
                     counts[op, c.kind, axes, c.devices or self.collectives.devices(axes), round(c.size)] += round(times * c.times)
         return [Entry(op, kind, axes, devices, count, size) for (op, kind, axes, devices, size), count in counts.items()]
@@ -130,11 +121,12 @@ class StepCounts:
     def _step(self, stage: int) -> Iterator[tuple[str, float, Iterable[Collective]]]:
         """(op, how often a step, its collectives)."""
         c, times, parameters, one_stage = self.collectives, self.times(stage), self._all_parameters(), self.table is None
-        if self.layout.zero == 3 and not c.gathers_in_ops:
+        if c.layout.zero == 3 and not c.gathers_in_ops:
             yield "gather", 1, (c.gathered(p) for p in parameters if p.over_data)
         yield EMBED, times[EMBED], self._embed()
-        # One stage's B and W follow R in one op, which has read parameters and documents, and still has what R has gathered.
-        again = one_stage and self.layout.remat == "full"
+        # On one stage R, B and W are one op, which reads parameters and documents once; B and W still have
+        # what R has gathered.
+        again = one_stage and c.layout.remat == "full"
         for label, op, runs, unit, layers, unread in self.runs(stage):
             reads = not one_stage or op in "FB"
             if reads:
@@ -150,7 +142,7 @@ class StepCounts:
         yield "optimizer", 1, (each for p in parameters for each in c.after_the_update(p))
 
     def _weights(self, op: str, unit: int, reads: bool) -> Iterator[Collective]:
-        """What an op does with one layer's parameters: gathers what it reads, reduces their gradients."""
+        """Collectives of an op on one layer's parameters: those that it reads, and gradients."""
         layers = self.placement.stack_size(unit)
         layer = [p._replace(size=p.size // layers) for p in self.parameters[f"layers/{unit}"].values()]
         if reads:
@@ -162,7 +154,7 @@ class StepCounts:
         table, c = slotted.table, self.collectives
         for way in permutes(table):
             if wraps(table.stage_of, table.stages) or 0 <= stage + WAY[way] < table.stages:
-                yield Collective(PERMUTE, (STAGE,), c.activation / self.layout.model * c.item)
+                yield Collective(PERMUTE, (STAGE,), c.activation / c.layout.model * c.item)
 
     def _embed(self) -> Iterator[Collective]:
         c, embed = self.collectives, self.parameters["embed"]
@@ -173,7 +165,7 @@ class StepCounts:
 
     def _dense_layers(self, ops: str) -> Iterator[Collective]:
         """Dense layers before the first unit."""
-        c, count = self.collectives, self.model.dense_layers
+        c, count = self.collectives, self.collectives.model.dense_layers
         for i in range(count):
             layer = self.parameters[f"first/{i}"].values()
             last = "W" in ops and i == count - 1  # the last one's output is there already
@@ -186,7 +178,7 @@ class StepCounts:
 
     def _embed_gradient(self) -> Iterator[Collective]:
         c, embed, one_stage = self.collectives, self.parameters["embed"], self.table is None
-        if self.model.dense_layers:  # they are run once more
+        if c.model.dense_layers:  # they are run once more
             yield from () if one_stage else c.lookup(embed["table"])  # on one stage the embedding is still there
             yield from self._dense_layers("FBW")
         yield c.stage_sum()
@@ -198,13 +190,13 @@ class StepCounts:
     def _head(self) -> Iterator[Collective]:
         """Head and loss, and the predictions of further tokens."""
         c, head = self.collectives, dict(self.parameters["head"])
-        if self.model.tied:
+        if c.model.tied:
             head["table"] = self.parameters["embed"]["table"]
         yield c.stage_sum()._replace(times=2)
         yield from c.gathers(head.values())
         yield from c.reductions_in_op(head.values())
         yield from c.loss()
-        for i in range(self.model.predictions):
+        for i in range(c.model.predictions):
             yield from self._prediction(self.parameters[f"predictors/{i}"])
 
     def _prediction(self, module: Mapping[str, Parameters]) -> Iterator[Collective]:

@@ -20,12 +20,6 @@ from jaxtrain.hlo.program import FREE, Instruction, Program
 COSTLESS = FREE | {"call", "conditional"}
 READS_A_PART = frozenset({"dynamic-slice", "slice", "gather"})
 VIEWS = frozenset({"bitcast", "reshape"})
-REORDERS = frozenset({"copy", "transpose"})
-# Opcodes that move numbers and change none of them.
-MOVES = frozenset(
-    """parameter constant tuple get-tuple-element bitcast reshape copy transpose slice dynamic-slice
-    dynamic-update-slice concatenate broadcast fusion""".split()
-)
 GEMM = re.compile(r"__cublas\$|__triton_gemm|__cudnn\$gemm")
 CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)')  # of a dot, of a call of a library
 WINDOW = (("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))  # of a convolution, and defaults
@@ -137,25 +131,13 @@ class Costs:
         updates = source.opcode == "dynamic-update-slice"
         return self.program.operands(source)[1].bytes if updates else result.bytes
 
-    # ------------------------------------------------------------------ cycles, copies
+    # ------------------------------------------------------------------ cycles
 
     def cycles(self, i: Instruction) -> int:
         """Cycles by libtpu's estimate; of a fusion without one, whose parts run on different cores, their sum; else 0."""
         if estimate := re.search(r'"estimated_cycles":"(\d+)"', i.text):
             return int(estimate[1])
         return sum(map(self.cycles, self.program.computations[i.calls["calls"]])) if i.opcode == "fusion" else 0
-
-    def is_copy(self, i: Instruction) -> bool:
-        """Whether an instruction only brings an array into another order or place in the device's memory."""
-        if i.opcode in ("copy-start", "copy"):
-            source = self.program.operands(i)[0]
-            if not source.orders:
-                return False
-            return source.orders[0] != i.orders[0] or {source.spaces[0], i.spaces[0]} <= self.memory
-        if i.opcode != "fusion":
-            return i.opcode == "transpose"
-        opcodes = {j.opcode for j in self.program.below(i.calls["calls"])}
-        return opcodes <= MOVES and bool(opcodes & REORDERS)
 
 
 def target(i: Instruction) -> str:

@@ -12,8 +12,6 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
-from typing import Any
 
 from jaxtrain.config import Config
 from jaxtrain.config.pipeline_setup import make_setup
@@ -25,26 +23,13 @@ from jaxtrain.hlo.program import Instruction
 from jaxtrain.hlo.topology import PLATFORMS, Compiled
 from jaxtrain.hlo.traffic import collectives
 
-LARGE = 1e6  # bytes of a copy that counts
-LISTED = 5  # of the largest copies and square arrays
-PLAIN = "plain XLA"  # how a step attends that has no kernel for it
 # Custom calls that compute nothing by themselves, or are counted as products
 NO_KERNELS = re.compile(
     r"AllocateBuffer|AssumeGatherIndicesInBound|Sharding|SPMD|__cublas|annotate_device_placement|MoveTo|^$|Resource"
     r"|topk|TopK"
 )
 GROUPED = re.compile(r"gmm|ragged|grouped")
-PASS = re.compile(r"_(fwd|dq|dkv|bwd)\w*|Backward")  # what a kernel's name says of forward and backward
 FLOATS = ("bf16", "f16", "f32")
-NAMES_OF_VALUES = ("parameter", "get-tuple-element", "tuple", "while", "bitcast")  # opcodes that make no array
-
-
-@dataclasses.dataclass(frozen=True)
-class Peaks:
-    """Fractions of the peak at which products in XLA's own code (H100) and in kernels run."""
-
-    products: float = 0.7
-    kernels: float = 0.5
 
 
 @dataclasses.dataclass
@@ -66,19 +51,22 @@ class Traffic:
     flops: float = 0.0
 
 
-@dataclasses.dataclass
-class Kernel:
-    """A custom call: how often a step runs it, its operations in all."""
-
-    times: float = 0.0
-    flops: float = 0.0
-
-
 class StepFigures:
-    """The figures of a compiled `train` of a resolved config, for a device of the busiest stage."""
+    """The figures of a compiled `train` of a resolved config, for a device of the busiest stage.
 
-    def __init__(self, config: Config, platform: str, compiled: Compiled, peaks: Peaks = Peaks()):
-        self.config, self.compiled, self.peaks = config, compiled, peaks
+    product_efficiency, kernel_efficiency: fractions of the peak that products in XLA's own code (H100) and kernels reach
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        platform: str,
+        compiled: Compiled,
+        product_efficiency: float = 0.7,
+        kernel_efficiency: float = 0.5,
+    ):
+        self.config, self.compiled = config, compiled
+        self.product_efficiency, self.kernel_efficiency = product_efficiency, kernel_efficiency
         self.setup, self.program = make_setup(config), compiled.program
         self.hardware, self.tpu = hardware.load(PLATFORMS[platform].hardware), PLATFORMS[platform].backend == "tpu"
         self.costs = Costs(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
@@ -142,52 +130,20 @@ class StepFigures:
         if i.collective or not run.times:
             return 0.0
         if self.kernel(i):
-            return run.times * self.kernel_flops(i) / (self.hardware.peak() * self.peaks.kernels)
+            return run.times * self.kernel_flops(i) / (self.hardware.peak() * self.kernel_efficiency)
         if self.tpu:
             return run.times * self.costs.cycles(i) / (1e9 * self.hardware.clock_ghz)
         products = self.costs.flops(i)
         peak = self.hardware.peak("float32" if products and self.costs.in_float32(i) else "bfloat16")
         memory_s = self.costs.bytes(i) / (1e9 * self.hardware.memory_gb_per_s)
-        return run.times * max(products / (peak * self.peaks.products), memory_s)
-
-    # ------------------------------------------------------------------ sums
+        return run.times * max(products / (peak * self.product_efficiency), memory_s)
 
     def by_op(self) -> dict[str, float]:
         """Seconds of each scope, the longest first."""
-        seconds = _sums((run.op, self.seconds(run)) for run in self.runs)
-        return {op: spent for op, spent in seconds.items() if spent > 0}
-
-    def kernels(self) -> dict[str, Kernel]:
-        """The kernels of a step, by name."""
-        kernels: dict[str, Kernel] = collections.defaultdict(Kernel)
+        seconds: dict[str, float] = collections.defaultdict(float)
         for run in self.runs:
-            if name := self.kernel(run.instruction):
-                kernels[name].times += run.times
-                kernels[name].flops += run.times * self.kernel_flops(run.instruction)
-        return dict(kernels)
-
-    def square_arrays(self) -> list[str]:
-        """Arrays with a sequence's length in two dimensions (and no matrix of that size), the largest first."""
-        sizes: dict[str, int] = {}
-        for run in self.runs:
-            i = run.instruction
-            for shape, kind, size in zip(i.shapes, i.types, i.bytes_of_each, strict=True):
-                if shape.count(self.config.data.sequence_length) >= 2 and i.opcode not in NAMES_OF_VALUES:
-                    sizes[f"{kind}{list(shape)} in {run.op}"] = size
-        return sorted(sizes, key=lambda text: -sizes[text])
-
-    def copies(self) -> dict[str, Any]:
-        """Copies and transposes of more than LARGE bytes in loops: bytes, seconds, share of the estimate, the longest."""
-        large = [run for run in self.runs if run.loops and run.instruction.bytes > LARGE]
-        copies = [run for run in large if self.costs.is_copy(run.instruction)]
-        name = lambda run: f"{run.instruction.types[0]}{list(run.instruction.shapes[0])} in {run.op}"
-        each = _sums((name(run), self.seconds(run)) for run in copies)
-        return {
-            "bytes": sum(run.times * run.instruction.bytes for run in copies),
-            "seconds": sum(each.values()),
-            "share": sum(each.values()) / max(self.busy_seconds, 1e-12),
-            "longest": {name: round(spent, 4) for name, spent in list(each.items())[:LISTED]},
-        }
+            seconds[run.op] += self.seconds(run)
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     # ------------------------------------------------------------------ collectives
 
@@ -232,42 +188,3 @@ class StepFigures:
                     done = next((m for m in range(n, len(instructions)) if i.name in instructions[m].operands), n)
                     overlapped[computation, i.name] = sum(map(flops, instructions[n + 1 : done]))
         return overlapped
-
-    # ------------------------------------------------------------------ all of it
-
-    def as_dict(self) -> dict[str, Any]:
-        """All figures as JSON can hold them: bytes, operations, seconds."""
-        kernels, total = self.kernels(), lambda cost: sum(run.times * cost(run.instruction) for run in self.runs)
-        in_kernels = sum(kernel.flops for kernel in kernels.values())
-        attention = {PASS.sub("", name) for name, kernel in kernels.items() if kernel.flops and not GROUPED.search(name)}
-        bubble = self.setup.simulation().bubble_fraction_coupled if self.setup.train else 0.0
-        traffic = sorted(self.collectives().items(), key=lambda item: -item[1].bytes)
-        names = ("op", "kind", "type", "axes")
-        return {
-            "memory": {"arguments": self.compiled.memory["argument"], "temporary": self.compiled.memory["temp"]},
-            "stage": self.stage,
-            "flops": {"products": total(self.costs.flops), "kernels": in_kernels},
-            "seconds": {
-                "busy": self.busy_seconds,
-                "bubble": bubble,
-                "step": self.busy_seconds / (1 - bubble),
-                "kernels": in_kernels / (self.hardware.peak() * self.peaks.kernels),
-                "by_op": self.by_op(),
-            },
-            "peaks": dataclasses.asdict(self.peaks),
-            "memory_bytes": total(self.costs.bytes),
-            "kernels": {name: dataclasses.asdict(kernel) for name, kernel in kernels.items()},
-            "attention": ", ".join(sorted(attention)) or PLAIN,
-            "square_arrays": self.square_arrays()[:LISTED],
-            "copies": self.copies(),
-            "collectives": [dict(zip(names, key, strict=True)) | dataclasses.asdict(t) for key, t in traffic],
-            "compile_seconds": self.compiled.seconds,
-        }
-
-
-def _sums(amounts: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Sums by name, the largest first."""
-    sums: dict[str, float] = collections.defaultdict(float)
-    for name, amount in amounts:
-        sums[name] += amount
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))

@@ -1,10 +1,11 @@
-"""`python -m jaxtrain.plan`: whether a run fits, how long it takes and how to lay it out, before anyone pays.
+"""`python -m jaxtrain.plan`: whether a run fits, how long it takes and how to lay it out, before
+anyone pays.
 
     recipe, hardware  ─ --layout ──→  one layout, evaluated
                       ─ --devices ─→  the best of all layouts
 
-Closed forms (costs/), then the schedule's table: its slots and its exact clock. Nothing is compiled and
-jax is not imported.
+Closed forms (costs/), then the schedule's table: its slots and its exact clock. Nothing is compiled
+and jax is not imported.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from jaxtrain.config.flags import SHARED_FLAGS, Flag
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.work import OURS, platform_of
 from jaxtrain.costs import hardware
-from jaxtrain.costs.frameworks import PROGRAMS
+from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.plan import heterogeneous, layout_flag, picture, search
 from jaxtrain.plan.explain import Prices, explained, flags_of, run_time, table
@@ -54,7 +55,7 @@ Says what a run needs and how fast it is on devices that need not be there, and 
   microbatch                                              sequences of a microbatch on a data shard
   repeats, remat, zero, schedule, offload, vocabulary     as in a recipe, whose they are where not named
 A layout that does not fit is evaluated all the same. Without --layout all layouts are searched, by closed forms. A layout, or the ten
-best that fit, are timed by the exact clock of their tables, where the program is our own.
+best that fit, are timed by the exact clock of their tables, where the framework is our own.
 
 What --json prints, of the layout or of the best:
   step_time_s                   of a step
@@ -66,7 +67,7 @@ What --json prints, of the layout or of the best:
   tokens_per_s, train_days      days without a stop, null without --tokens
   layout                        as --layout has it"""
 DEFAULT_HARDWARE = "h100"
-FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags that name files to write, and names for them
+FILES = {"recipe": "planned.py", "png": "plan.png"}  # flags of files to write, and their names
 WIDTH = 98  # of the call that makes a group of a recipe's settings, without its parentheses
 MOST_TRIED = 128  # layouts over groups, where one that works is looked for
 FLAGS = (
@@ -74,7 +75,7 @@ FLAGS = (
     Flag("hardware", "", f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own; NAME:N,NAME:N: groups; empty: h100"),
     Flag("devices", 0, "number of devices; 0: those of --layout, or of the recipe's mesh", 1, cfg.LARGEST_INT),
     Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
-    Flag("assume", OURS, f"the program that trains: {', '.join(PROGRAMS)}"),
+    Flag("assume", OURS, f"the framework that trains: {', '.join(FRAMEWORKS)}"),
     Flag("tokens", 0.0, "tokens of the whole run, for days; 0: not known", at_least=0),
     Flag("price", 0.0, "US dollars for a device and hour; 0: not known", at_least=0),
     Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
@@ -120,9 +121,9 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     if flags.advise:
         _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
         return Output(advise(flags.advise, _read(hardware.load, flags.hardware) if flags.hardware else None))
-    if flags.assume not in PROGRAMS:
-        near = difflib.get_close_matches(flags.assume, PROGRAMS, 1, 0.0)[0]
-        raise UsageError(f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(PROGRAMS)})", {"assume": near})
+    if flags.assume not in FRAMEWORKS:
+        near = difflib.get_close_matches(flags.assume, FRAMEWORKS, 1, 0.0)[0]
+        raise UsageError(f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(FRAMEWORKS)})", {"assume": near})
     for flag, otherwise in FILES.items():
         cli.check_output(flag, getattr(flags, flag), otherwise)
     if heterogeneous.is_groups(flags.hardware):
@@ -135,13 +136,9 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
         return Output([])
     else:
         plans = best_plans(_with_devices(space), tokens)
-    best = plans[0]
-
-    def lines() -> list[str]:
-        others = [*table(plans), ""] if len(plans) > 1 else []
-        return [*others, *explained(best, Prices(flags.price, flags.kwh_price))]
-
+    best, compared = plans[0], [*table(plans), ""] if len(plans) > 1 else []
     devices = f"{best.prediction.devices:,} × {space.hardware.name}"
+    lines = lambda: [*compared, *explained(best, Prices(flags.price, flags.kwh_price))]
     image = lambda model: picture.of_layouts(plans, model)
     return _output(flags, best.config, recipe, devices, best.prediction.figures(), lines, image)
 
@@ -182,8 +179,12 @@ def _output(
     lines: Callable[[], list[str]],
     image: Callable[[str], Any],
 ) -> Output:
-    """The output of a plan whose config is to be trained: its figures or its lines, and the requested
-    files. image: the picture of the plan, by the name of the model."""
+    """The output of a plan: its figures or its lines, and the requested files.
+
+    config:  the plan's, which is to be trained
+    devices: their number and hardware, for the recipe
+    image:   the picture of the plan, by the name of the model
+    """
     files, model = {}, os.path.basename(flags.config).removesuffix(".py")
     if flags.recipe:
         files[flags.recipe] = recipe_text(config, f"{model} as planned for {devices}.").encode()
@@ -198,8 +199,8 @@ def _output(
 def _layout_of_groups(
     rule: str, space: Space, groups: Sequence[heterogeneous.Group], values: layout_flag.Values, text_of_groups: str
 ) -> LayoutError:
-    """The error with the nearest layout over these groups that works, one that fits before others; if
-    none works, with the devices of the first group only."""
+    """The error with the nearest layout over these groups that works, one that fits before others;
+    if none works, with the devices of the first group only."""
     working = []
     for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
         with contextlib.suppress(LayoutError, ConfigError):
@@ -228,7 +229,7 @@ def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str
 
 
 def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
-    """What the flags ask for on this hardware. Raises UsageError where it has no peak for the config."""
+    """The space of the flags on this hardware. Raises UsageError for a type without a peak."""
     compute = config.precision.compute
     if compute not in kind.peak_tflops and compute in cfg.fields()["precision.compute"].metadata["choices"]:
         dtype = next((dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16")
@@ -237,22 +238,21 @@ def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: H
 
 
 def _laid_out(space: Space, text: str) -> Config:
-    """The config with the layout that --layout names, not resolved. Raises LayoutError or ConfigError."""
+    """The config with the layout of --layout, not resolved. Raises LayoutError or ConfigError."""
     values = layout_flag.read(text)
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
         data, rest = divmod(space.devices, count // values.get("data", 1))
-        fits = "" if rest else f" (or data={data} in --layout)"
-        error = LayoutError(f"--devices={space.devices} and --layout, which is for {count}, are not the same number", {"devices": count})
-        raise LayoutError(error.rule, error.fixes, text=f"{error}{fits}")
+        rule = f"--devices={space.devices} and --layout, which is for {count}, are not the same number"
+        raise LayoutError(rule, {"devices": count}, [] if rest else [f"data={data} in --layout"])
     config = layout_flag.apply(space.config, values)
     layout_flag.check(config, values, platform_of(space.hardware), space.recipe)
     return config
 
 
 def _with_devices(space: Space) -> Space:
-    """The space with the devices of the recipe's mesh, where no number is given. Raises UsageError where
-    the mesh leaves it open."""
+    """The space with the devices of the recipe's mesh, where no number is given. Raises UsageError
+    where the mesh leaves it open."""
     if space.devices:
         return space
     sizes = [getattr(space.config.mesh, axis) for axis in AXES]

@@ -1,4 +1,4 @@
-"""A plan in words and columns: memory and time by part, rates, what a run takes, and what would change them. No jax."""
+"""A plan in words and columns: memory and time by part, rates, a run's time and cost, what-ifs. No jax."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -63,8 +63,8 @@ def explained(plan: Plan, prices: Prices) -> list[str]:
     return [
         f"layout: {layout_flag.text_of(layout_flag.of(prediction.config))}",
         f"  {layout.devices:,} × {work.hardware.name}, {layers}; {what}{layout.batch_shards} batch shards",
-        f"  as the framework {work.program.name}: {work.program.text}",
-        *[f"  assumed: the busiest device of expert has {work.program.imbalance:g} times as many rows as the mean"] * (layout.expert > 1),
+        f"  as the framework {work.framework.name}: {work.framework.text}",
+        *[f"  assumed: the busiest device of expert has {work.framework.imbalance:g} times as many rows as the mean"] * (layout.expert > 1),
         *_memory(prediction),
         *_time(prediction),
         *_run(prediction, prices),
@@ -104,7 +104,7 @@ def _time(prediction: Prediction) -> list[str]:
     peak = work.hardware.peak(work.dtype)
     mfu, hfu = prediction.model_flops_per_s, prediction.hardware_flops_per_s
     rates = f"{mfu / 1e12:.1f} TFLOP/s a device, MFU {mfu / peak:.1%}; {hfu / 1e12:.1f} with recomputation, HFU {hfu / peak:.1%}"
-    counted = "attention counted as masked" if work.program.causal_rates else f"attention counted in full, as {work.program.name} does"
+    counted = "attention counted as masked" if work.framework.causal_rates else f"attention counted in full, as {work.framework.name} does"
     return [*lines, f"rate: {rates} ({counted}); {amount(Decimal(prediction.tokens_per_s))} tokens/s"]
 
 
@@ -135,16 +135,16 @@ def run_time(tokens: float, tokens_per_s: float) -> str:
 
 
 def amount(number: Decimal, digits: int = 0) -> str:
-    """A number ≥ 0 with `digits` decimals, or as a power of ten if it is too large or would be rounded to 0."""
+    """A number ≥ 0 with `digits` decimals; a power of ten if it is too large or would round to 0."""
     power = number >= LARGE or 0 < number < Decimal(5).scaleb(-digits - 1)
     return f"{number:.3g}" if power else f"{number:,.{digits}f}"
 
 
-# --- what would change the answer ----------------------------------------------------------------------------------------------------
+# --- what would change the answer -------------------------------------------------------------------
 
 
 def _next(prediction: Prediction) -> list[str]:
-    """The next bottlenecks: the hardware whose doubling gains most, and the layouts nearby that are faster."""
+    """The next bottlenecks: the hardware figures whose doubling gains most, and faster layouts."""
     now, capacity, exposed = prediction.seconds, prediction.work.hardware.memory, prediction.time.exposed
     gain = lambda text, seconds: f"  {text}: {_seconds(seconds)} ({seconds / now - 1:+.1%})"
     most = now * (1 - LEAST_GAIN)

@@ -16,15 +16,14 @@ from jaxtrain.config import Config
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.rules import divisors, near
-from jaxtrain.config.work import OURS, work_of
+from jaxtrain.config.work import OURS, step_model_of
 from jaxtrain.costs import hardware as kinds
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.costs.memory import memory
-from jaxtrain.costs.step_time import MATMULS, Parts, Work
+from jaxtrain.costs.step_time import MATMULS, StepModel, TimeBreakdown
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import whole_number
-from jaxtrain.plan.predict import extrapolated, part_of, step_figures
-from jaxtrain.schedule.coupled_clock import walk
+from jaxtrain.plan.predict import part_of, step_figures, table_counts
 from jaxtrain.schedule.orders import ONE_CHUNK, SCHEDULES
 
 LIKELY = 8  # devices of a group whose number cannot be read
@@ -73,7 +72,7 @@ class HeterogeneousPlan:
 
     def figures(self, tokens: float | None) -> dict[str, Any]:
         """What --json prints of one kind of devices, rates over the mean peak, and the layers of each stage."""
-        work = work_of(self.config, self.groups[0].hardware)
+        work = step_model_of(self.config, self.groups[0].hardware)
         devices = sum(group.devices for group in self.groups)
         peak = sum(group.devices * group.hardware.peak(work.dtype) for group in self.groups) / devices
         return step_figures(self.config, work, self.seconds, peak, max(self.memory), self.fits, self.bubble_s, tokens) | {
@@ -125,13 +124,13 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
     if config.pipeline.schedule not in SCHEDULES:
         raise ValueError(f"schedule={config.pipeline.schedule!r} cuts chunks by itself")
     stage_of, m, chunk = _groups_of_stages(config, groups), config.pipeline.microbatches, config.model.loss_chunk
-    works = [work_of(config, groups[g].hardware, assume) for g in stage_of]
+    works = [step_model_of(config, groups[g].hardware, assume) for g in stage_of]
     ops = [{name: op.seconds for name, op in work.layer().items()} for work in works]
     seconds = [sum(op.values()) for op in ops]
     head, message = max(work.head().seconds for work in works), max(work.message() for work in works)
     fixed = [0.0] * len(works)
     fixed[0] += works[0].dense_layers().seconds
-    fixed[-1] += 0.0 if works[-1].program.vocabulary_parallel else head
+    fixed[-1] += 0.0 if works[-1].framework.vocabulary_parallel else head
     layers = split_layers(config.model.layers, seconds, fixed, [_most_layers(work, chunk) for work in works])
     mean = {name: sum(op[name] * n for op, n in zip(ops, layers, strict=True)) / len(works) for name in ops[0]}
     if config.pipeline.remat != "full":  # what no R computes again is part of B
@@ -149,7 +148,7 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
     heads = [head / len(works) if shared else head * (stage == setup.table.stage_of[-1]) for stage in range(len(works))]
     beside = [fixed[0], *[0.0] * (len(works) - 1)]
     stage_s = tuple(m * (n * s + h + b) for n, s, h, b in zip(layers, seconds, heads, beside, strict=True))
-    clock = max(extrapolated(cut, _walked), *stage_s)
+    clock = max(table_counts(cut, setup.times).seconds, *stage_s)
     after = max(_after(_with_layers(work, n), busy) for work, n, busy in zip(works, layers, stage_s, strict=True))
     after += m * max(work.end_collectives(shared).seconds for work in works)
     ideal = m * (config.model.layers / sum(1 / s for s in seconds) + (head + fixed[0]) / len(works))
@@ -158,19 +157,13 @@ def plan(config: Config, groups: Sequence[Group], assume: str = OURS) -> Heterog
     return HeterogeneousPlan(cut, tuple(groups), tuple(layers), clock + after, ideal + after, stage_s, clock - max(stage_s), held, fits)
 
 
-def _walked(config: Config) -> float:
-    """Seconds of a step by its table's coupled clock."""
-    setup = make_setup(config)
-    return walk(setup.table, setup.times, setup.shares)
-
-
-def _after(work: Work, busy: float) -> float:
+def _after(work: StepModel, busy: float) -> float:
     """Seconds of what a step has beside its microbatches. busy: of the stage with them."""
     ops = {name: op.seconds for name, op in work.ops().items()}
-    return work.around(Parts({MATMULS: busy}), ops["F"], ops["B"] + ops["W"]).seconds
+    return work.outside_microbatches(TimeBreakdown({MATMULS: busy}), ops["F"], ops["B"] + ops["W"]).seconds
 
 
-def _with_layers(work: Work, layers: int) -> Work:
+def _with_layers(work: StepModel, layers: int) -> StepModel:
     """The work of a model in which every stage has this many layers."""
     return dataclasses.replace(work, model=dataclasses.replace(work.model, layers=layers * work.layout.stage))
 
@@ -208,11 +201,11 @@ def layouts(config: Config, groups: Sequence[Group], values: layout_flag.Values)
 def has_room(config: Config, groups: Sequence[Group], assume: str = OURS) -> bool:
     """Whether stages of these groups have memory for all layers of a resolved config."""
     each = sum(group.devices for group in groups) // config.mesh.stage
-    room = [_most_layers(work_of(config, group.hardware, assume), config.model.loss_chunk) for group in groups]
+    room = [_most_layers(step_model_of(config, group.hardware, assume), config.model.loss_chunk) for group in groups]
     return min(room) > 0 and sum(n * group.devices // each for n, group in zip(room, groups, strict=True)) >= config.model.layers
 
 
-def _most_layers(work: Work, loss_chunk: int) -> int:
+def _most_layers(work: StepModel, loss_chunk: int) -> int:
     """Layers for which a stage of this work has memory; at least none."""
     fits = lambda layers: memory(_with_layers(work, layers), loss_chunk).bytes <= work.hardware.memory
     return bisect.bisect_left(range(1, work.model.layers + 1), True, key=lambda layers: not fits(layers))

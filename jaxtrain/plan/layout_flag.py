@@ -1,8 +1,8 @@
-"""`--layout=data=8,stage=16,…`: how a step is laid over devices, in one flag that replaces the recipe's layout. No jax.
+"""`--layout=data=8,stage=16,…`: a layout in one flag, in the place of the recipe's. No jax.
 
 Axes that the flag does not name are 1; everything else that it does not name is the recipe's.
-`microbatch` is the sequences of a microbatch on a data shard: the number of microbatches follows from
-the batch.
+`microbatch` is the sequences of a microbatch on a data shard: the number of microbatches follows
+from the batch.
 """
 
 import difflib
@@ -47,7 +47,7 @@ class LayoutError(UsageError):
 
 
 def whole_number(text: str) -> int | None:
-    """The number that a text of the digits 0 to 9 is, up to the largest of a setting; None for any other text."""
+    """The number of a text of digits, up to the largest of a setting; None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= cfg.LARGEST_INT else None
 
 
@@ -78,8 +78,8 @@ def _example(key: str) -> Any:
 
 
 def _converted(key: str, text: str) -> tuple[Any, str]:
-    """(a value as its setting's type, ""), or, outside of the setting's bounds and choices, (one to use,
-    the rule that is broken)."""
+    """(the value as its setting's type, ""), or, outside of the setting's bounds and choices, (one
+    to use, the rule that is broken)."""
     field, number = cfg.fields()[SETTINGS[key]], whole_number(text)
     choices, prefix = field.metadata["choices"], field.metadata["prefix"]
     if choices:
@@ -116,7 +116,7 @@ def devices(values: Mapping[str, Any]) -> int:
 
 
 def apply(config: Config, values: Values) -> Config:
-    """The config with the layout in the place of its own. Raises LayoutError where the batch does not divide."""
+    """The config with this layout. Raises LayoutError where the batch does not divide."""
     batch, microbatches = config.data.batch_size, config.pipeline.microbatches
     if isinstance(batch, int) and batch > 0:  # otherwise `check` tells the rule of the config's own
         microbatches = _microbatches(config, values)
@@ -156,7 +156,7 @@ def _undivided(config: Config, values: Values) -> LayoutError:
 
 
 def _dividing(config: Config, values: Values) -> Iterator[Values]:
-    """Layouts with other data shards, the nearest first, and the microbatch that is then nearest."""
+    """Layouts with other data shards, the nearest first, each with the nearest microbatch."""
     batch, data, asked = config.data.batch_size, values.get("data", 1), config.pipeline.microbatches
     rest = shards(values) // data
     for size in near(data, [size for size in divisors(batch) if batch % (size * rest) == 0]):
@@ -175,8 +175,9 @@ def _keeps_rules(config: Config, values: Values, around: Surroundings = NOTHING)
 
 
 def check(config: Config, values: Values, platform: str, recipe: Config) -> None:
-    """Raises LayoutError or ConfigError for the first rule of training that a config with this layout
-    breaks, with the nearest settings that keep all rules: in --layout where it can name them."""
+    """Raises LayoutError or ConfigError for the first rule of training that a config with this
+    layout breaks, with the nearest settings that keep all rules: in --layout where it can name
+    them."""
     around = Surroundings(None, platform, recipe)
     if error := checks.refusal(config, around):
         raise _in_layout(error, config, values, around)

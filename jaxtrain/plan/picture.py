@@ -1,4 +1,4 @@
-"""Memory and time of plans as stacked bars, by matplotlib: a bar for each layout, or for each stage of groups of devices. No jax."""
+"""Memory and time of plans as stacked bars: one a layout, or one a stage of groups of devices. No jax."""
 
 import io
 import textwrap
@@ -29,7 +29,7 @@ def png(figure: Any) -> bytes:
 
 
 def of_layouts(plans: Sequence[Plan], model: str) -> Any:
-    """The memory of a device and the time of a step as bars, one a layout: a line marks the capacity, a word the fastest.
+    """Memory of a device and time of a step, a bar for each layout, with the capacity and the fastest marked.
 
     model: its name in the title.
     """
@@ -57,7 +57,7 @@ def of_layouts(plans: Sequence[Plan], model: str) -> Any:
 
 
 def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
-    """Memory and time of each stage of a layout over groups of devices, in its group's colour, with lines for the capacity."""
+    """Memory and time of each stage of a layout over groups of devices, in its group's colour."""
     stages, each = len(plan.layers), sum(group.devices for group in plan.groups) // len(plan.layers)
     groups = " and ".join(f"{group.devices:,} × {group.hardware.name}" for group in plan.groups)
     figure, (above, below) = _figure(stages / 2, f"{model} on {groups}: a step of {plan.seconds:.3g} s")

@@ -4,10 +4,10 @@
     × microbatch    divisors of a shard's sequences
     × remat         × zero × schedule × repeats; offload only where nothing fits without
 
-Closed forms find the BEST layouts; the exact clock of their tables ranks these again. The ops of all
-microbatches, one after the other, are a lower bound of a step for every schedule: layouts whose bound
-is above the best are passed over. `gpipe` is left out, since 1f1b takes as long and holds less, and
-so is zero=0 beside zero=1; `replica` is tried for the best only.
+Closed forms find the BEST layouts; the exact clock of their tables ranks these again. The ops of
+all microbatches, one after the other, are a lower bound of a step for every schedule: layouts whose
+bound is above the best are passed over. `gpipe` is left out, since 1f1b takes as long and holds
+less, and so is zero=0 beside zero=1; `replica` is tried for the best only.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.rules import divisors, near
 from jaxtrain.config.settings import MOST_MICROBATCHES
 from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.config.work import OURS, platform_of, program_of, transformer_of, work_of
+from jaxtrain.config.work import OURS, framework_of, platform_of, step_model_of, transformer_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.memory import memory
-from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.step_time import StepModel
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.predict import Prediction, exactly, predict
@@ -39,7 +39,7 @@ BEST = 14  # by closed forms
 LEAST_TOKENS = 1024  # of a sequence on a device of `context`: shorter parts are not tried
 MOST_MODEL, MOST_REPLICAS, MOST_SEQUENCES, MOST_REPEATS = 64, 16, 64, 8
 MOST_TIMES = 4096  # times as many devices, among which a number that works is looked for
-MOST_NUMBERS, MOST_STAGES = 64, 512  # numbers of devices that are tried one after the other; their stages
+MOST_NUMBERS, MOST_STAGES = 64, 512  # numbers of devices that are tried in turn; their stages
 REMATS = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "activations", "both")
 TABLE_SETTINGS = {"pipeline.chunk_layers": (), "pipeline.times": (), "pipeline.memory": 0.0, "pipeline.layer_costs": ()}
@@ -73,7 +73,7 @@ class Plan:
 
 
 def plan_of(config: Config, kind: Hardware, assume: str, tokens: float | None) -> Plan:
-    """The plan of a config that keeps its rules, timed on its table where our own program trains.
+    """The plan of a config that keeps its rules, timed on its table where our own runtime trains.
 
     Raises ConfigError for a table that cannot be made.
     """
@@ -83,12 +83,13 @@ def plan_of(config: Config, kind: Hardware, assume: str, tokens: float | None) -
 def best_plans(space: Space, tokens: float | None) -> list[Plan]:
     """At most SHOWN plans, the fastest by the exact clock first.
 
-    Raises LayoutError, with the nearest request that has a plan, where no layout fits, and ConfigError
-    for a config that breaks a rule whatever its layout is.
+    Raises LayoutError, with the nearest request that has a plan, where no layout fits, and
+    ConfigError for a config that breaks a rule whatever its layout is.
     """
     check(space)
     for candidates in by_offload(space):
-        plans = [plan for plan in _plans(space, candidates, tokens) if plan.prediction.fits]  # by its own table, too
+        # A candidate fits by closed forms; its plan has to by its own table, too.
+        plans = [plan for plan in _plans(space, candidates, tokens) if plan.prediction.fits]
         if plans:
             return sorted(plans, key=lambda plan: plan.prediction.seconds)[:SHOWN]
     raise _none_fits(space)
@@ -124,7 +125,7 @@ def _smallest(space: Space, mesh: Layout) -> Layout:
 def _plans(space: Space, candidates: Sequence[Candidate], tokens: float | None) -> Iterator[Plan]:
     """Plans of the candidates whose table can be made."""
     for candidate in candidates:
-        with contextlib.suppress(ConfigError):  # the schedule is not made for so many stages and microbatches
+        with contextlib.suppress(ConfigError):  # no such table for so many stages and microbatches
             yield plan_of(laid_out(space, candidate.layout), space.hardware, space.assume, tokens)
 
 
@@ -132,8 +133,8 @@ def _plans(space: Space, candidates: Sequence[Candidate], tokens: float | None) 
 
 
 def by_offload(space: Space) -> Iterator[list[Candidate]]:
-    """For every offload, the least first, the best layouts that fit, fastest first: at most BEST, one
-    for each way to cut the model and schedule it."""
+    """For every offload, the least first, the best layouts that fit, fastest first: at most BEST,
+    one for each way to cut the model and schedule it."""
     return (_search(space, offload) for offload in OFFLOADS)
 
 
@@ -144,8 +145,8 @@ def laid_out(space: Space, layout: Layout) -> Config:
 
 
 def _search(space: Space, offload: str) -> list[Candidate]:
-    """Candidates with this offload. Cuts are tried in the order of their lower bounds, until none can
-    be among the best."""
+    """Candidates with this offload. Cuts are tried in the order of their lower bounds, until none
+    can be among the best."""
     best: dict[tuple, Candidate] = {}
     bound = math.inf
     for least, work in sorted(((_lower_bound(work), work) for work in _cuts(space, offload)), key=lambda pair: pair[0]):
@@ -161,8 +162,8 @@ def _search(space: Space, offload: str) -> list[Candidate]:
     return sorted((_with_replicas(space, candidate) for candidate in ranked), key=lambda candidate: candidate.seconds)
 
 
-def _evaluated(space: Space, work: Work, layout: Layout, below: float) -> Candidate | None:
-    """The layout with the seconds of its step, if it fits, takes less than `below` and keeps the rules."""
+def _evaluated(space: Space, work: StepModel, layout: Layout, below: float) -> Candidate | None:
+    """The layout with its step's seconds, if it fits, keeps the rules and takes less than `below`."""
     work = dataclasses.replace(work, layout=layout)
     if memory(work, space.config.model.loss_chunk).bytes > space.hardware.memory:
         return None
@@ -181,7 +182,7 @@ def _environment(space: Space, layout: Layout) -> Surroundings:
 def _with_replicas(space: Space, best: Candidate) -> Candidate:
     """The fastest of this candidate and its variants that turn data shards into replicas."""
     layout = best.layout
-    work = work_of(laid_out(space, layout).resolve(), space.hardware, space.assume)
+    work = step_model_of(laid_out(space, layout).resolve(), space.hardware, space.assume)
     for replica in divisors(layout.data)[1:]:
         if replica > MOST_REPLICAS or space.config.train.diloco_inner_steps:
             break
@@ -190,7 +191,7 @@ def _with_replicas(space: Space, best: Candidate) -> Candidate:
     return best
 
 
-def _lower_bound(work: Work) -> float:
+def _lower_bound(work: StepModel) -> float:
     """The least seconds that the ops of a stage take, one after the other: R leaves out most in the
     smallest chunks, whose weights are gathered in ops."""
     layout, layers = work.layout, work.model.layers
@@ -200,8 +201,8 @@ def _lower_bound(work: Work) -> float:
 
 
 def least_memory(space: Space) -> tuple[float, Layout] | None:
-    """The least bytes that any layout needs on the fullest device, with it; None where no mesh has so
-    many devices."""
+    """The least bytes that any layout needs on the fullest device, with it; None where no mesh has
+    so many devices."""
     least: tuple[float, Layout] | None = None
     for work in _works(space):
         smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")
@@ -215,16 +216,17 @@ def least_memory(space: Space) -> tuple[float, Layout] | None:
 # --- what is tried ------------------------------------------------------------------------------
 
 
-def _works(space: Space) -> Iterator[Work]:
+def _works(space: Space) -> Iterator[StepModel]:
     """The work of each mesh, with one sequence in a microbatch."""
     resolved = space.config.resolve()
-    with_context = lambda context: cfg.replace(resolved, {"mesh.context": context})  # may change attention's kernel
-    program = functools.cache(lambda context: program_of(with_context(context), space.hardware, space.assume))
+    # `context` may decide about the kernel of attention.
+    with_context = lambda context: cfg.replace(resolved, {"mesh.context": context})
+    framework = functools.cache(lambda context: framework_of(with_context(context), space.hardware, space.assume))
     model, dtype = transformer_of(resolved), resolved.precision.compute
-    yield from (Work(model, mesh, program(mesh.context), space.hardware, dtype) for mesh in meshes(space))
+    yield from (StepModel(model, mesh, framework(mesh.context), space.hardware, dtype) for mesh in meshes(space))
 
 
-def _cuts(space: Space, offload: str) -> Iterator[Work]:
+def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
     """The work of each mesh, microbatch and recomputation."""
     for work in _works(space):
         each = space.config.data.batch_size // work.layout.batch_shards
@@ -261,8 +263,8 @@ def _cuts_evenly(space: Space, layout: Layout) -> bool:
     return _keeps_rules(dataclasses.replace(space, config=config), layout)
 
 
-def _tables(work: Work) -> Iterator[Layout]:
-    """The layout with every schedule, its numbers of chunks, and every stage of ZeRO that has a use."""
+def _tables(work: StepModel) -> Iterator[Layout]:
+    """The layout with every schedule, its numbers of chunks, and every useful stage of ZeRO."""
     layout, layers = work.layout, work.model.layers
     for zero in (1, 2, 3) if layout.data > 1 else (1,):
         if layout.stage == 1:
@@ -286,7 +288,8 @@ def _none_fits(space: Space) -> LayoutError:
     if least is None:
         rule = f"--devices={space.devices}: no layout uses so many devices with data.batch_size={batch} and model.layers={layers}"
         requests += [{"devices": number} for number in itertools.islice(_usable_numbers(space), MOST_NUMBERS)]
-        requests += [{"config.data.batch_size": space.devices * max(1, batch // space.devices)}]  # a sequence each, or some
+        sequences = max(1, batch // space.devices)  # of a device
+        requests += [{"config.data.batch_size": space.devices * sequences}]
     else:
         size, layout = least
         parts = ", ".join(f"{axis}={getattr(layout, axis)}" for axis in ("stage", "model", "data", "expert") if getattr(layout, axis) > 1)
@@ -308,7 +311,7 @@ def _halves(number: int) -> list[int]:
 
 
 def _usable_numbers(space: Space) -> list[int]:
-    """Numbers of devices of which data shards divide the batch, the nearest to the requested one first."""
+    """Numbers of devices whose data shards divide the batch, the nearest to the requested first."""
     m, data = space.config.model, space.config.data
     models = [size for size in divisors(m.heads) if size <= MOST_MODEL]
     contexts = [size for size in divisors(data.sequence_length) if size == 1 or data.sequence_length // size >= LEAST_TOKENS]

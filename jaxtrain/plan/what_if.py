@@ -1,4 +1,4 @@
-"""What single changes of a plan would gain, and `plan --advise WORKDIR`: what a run's records say and what to change. No jax.
+"""Single changes of a plan and their gain, and `plan --advise WORKDIR`: advice from a run's records. No jax.
 
 Advice has three sources: goodput.jsonl, the fraction of wall time that went elsewhere than into steps;
 planned.json, the part of the step that takes longer than planned; and, if the hardware is given, the
@@ -22,7 +22,7 @@ from jaxtrain.config import Config, ConfigError, checks
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES
 from jaxtrain.config.surroundings import Surroundings
-from jaxtrain.config.work import platform_of, work_of
+from jaxtrain.config.work import platform_of, step_model_of
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import memory
 from jaxtrain.plan import compare, layout_flag
@@ -65,7 +65,7 @@ def nearby(prediction: Prediction) -> list[Change]:
         if checks.first_broken(changed, environment) or changed.data.batch_size % _pieces(changed):
             continue
         resolved = changed.resolve()
-        other = work_of(resolved, work.hardware, work.program.name)
+        other = step_model_of(resolved, work.hardware, work.framework.name)
         differs = {key: value for key, value in layout_flag.of(resolved).items() if value != layout[key]}
         needs = memory(other, config.model.loss_chunk).bytes
         changes.append(Change(settings, layout_flag.text_of(differs), exact * other.step().seconds, needs))

@@ -3,6 +3,7 @@
 import gpu
 import gpu_cases
 import pytest
+from ahead_figures import square_arrays
 from gpu_cases import CASES
 from support.compilers import compiled_for
 
@@ -20,4 +21,4 @@ def test_a_case_fits_one_gpu(platform, case):
     memory = compiled.total
     assert memory < float(gpu.DEFAULTS["XLA_PYTHON_CLIENT_MEM_FRACTION"]) * H100
     # A model whose width is its sequences' length has matrices of that shape, too.
-    assert config.data.sequence_length == config.model.width or not StepFigures(config, platform, compiled).square_arrays()
+    assert config.data.sequence_length == config.model.width or not square_arrays(StepFigures(config, platform, compiled))

@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxtrain.costs.frameworks import PROGRAMS
+from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import load
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.memory import activation_bytes
-from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.step_time import StepModel
 from jaxtrain.costs.transformer import gpt
 
 DAY = 86400.0
@@ -74,7 +74,7 @@ def test_flops_of_a_step(width, heads, layers, devices, batch, teraflops, second
     """By the published rate they take the published time; the planner counts the same operations."""
     formula = megatron_flops(batch, SEQUENCE, layers, width, VOCABULARY)
     assert formula / (devices * teraflops * 1e12) == pytest.approx(seconds, abs=0.005)
-    work = Work(gpt(width, heads, layers), Layout(microbatches=batch, remat="full"), PROGRAMS["megatron2021"], load("a100-80gb"))
+    work = StepModel(gpt(width, heads, layers), Layout(microbatches=batch, remat="full"), FRAMEWORKS["megatron2021"], load("a100-80gb"))
     assert work.hardware_flops() == pytest.approx(formula, rel=1e-9)
     assert work.model_flops() == pytest.approx(megatron_flops(batch, SEQUENCE, layers, width, VOCABULARY, recompute=False), rel=1e-9)
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.config.work import work_of
+from jaxtrain.config.work import step_model_of
 from jaxtrain.costs.hardware import load
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.plan.predict import slots_of, with_op_times
@@ -42,7 +42,7 @@ def test_parameters_of_a_device(recipe, changes, layouts):
         with jax.set_mesh(mesh):
             params = make_step(config, mesh).abstract_state().params
         allocated = sum(math.prod(array.sharding.shard_shape(array.shape)) for array in jax.tree.leaves(params))
-        work = work_of(config, load("h100"))
+        work = step_model_of(config, load("h100"))
         slots = slots_of(with_op_times(config, work))
         held = work.device_parameters(slots.stored_layers, slots.shares_vocabulary) if slots else work.device_parameters(shared=False)
         assert held.all == allocated, name

@@ -5,19 +5,19 @@ import dataclasses
 import pytest
 
 from jaxtrain.costs.collectives import EXCHANGE, GATHER, SUM, Collective
-from jaxtrain.costs.frameworks import PROGRAMS
+from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import load
 from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.memory import memory
-from jaxtrain.costs.step_time import Work
+from jaxtrain.costs.step_time import StepModel
 from jaxtrain.costs.transformer import Transformer
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256, 8192)
 MIXTRAL = dataclasses.replace(LLAMA, experts=8, experts_per_token=2, expert_width=14336, vocab_size=32000)
 
 
-def work(layout: Layout, model: Transformer = LLAMA, program: str = "jaxtrain", hardware: str = "h100") -> Work:
-    return Work(model, layout, PROGRAMS[program], load(hardware))
+def work(layout: Layout, model: Transformer = LLAMA, framework: str = "jaxtrain", hardware: str = "h100") -> StepModel:
+    return StepModel(model, layout, FRAMEWORKS[framework], load(hardware))
 
 
 def test_counts():
@@ -27,15 +27,15 @@ def test_counts():
     assert LLAMA.sequence_flops() == pytest.approx(2 * 8192 * (LLAMA.parameters() - 128256 * 4096 - 65 * 4096) + 32 * 8192**2 * 4096 * 2)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("hardware", ["a100-80gb", "tpu-v5p"])
-def test_parts(program, hardware):
+def test_parts(framework, hardware):
     """They add up, none is negative, and recomputation, ZeRO and stages change what they should."""
     base = Layout(data=8, model=4, stage=2, microbatch=1, microbatches=8)
     seconds = {}
     for remat in ("full", "selective", "none"):
         for zero in (0, 1, 3):
-            w = work(dataclasses.replace(base, remat=remat, zero=zero), program=program, hardware=hardware)
+            w = work(dataclasses.replace(base, remat=remat, zero=zero), framework=framework, hardware=hardware)
             parts = w.step()
             assert sum(parts.exposed.values()) == parts.seconds > 0
             assert min(parts.exposed.values()) >= 0 and min(parts.hidden.values(), default=0) >= 0
@@ -147,9 +147,7 @@ def test_a_module_of_prediction_is_a_layer_and_a_join_where_the_head_is():
 def test_the_others_wait_for_the_busiest_device_of_expert():
     """Rows of its experts' products and of what it is sent; a device that has all experts has all rows. Latency is not multiplied."""
     for expert, slower in ((4, True), (1, False)):
-        even, busy = (
-            Work(MIXTRAL, Layout(data=8, expert=expert), dataclasses.replace(PROGRAMS["jaxtrain"], imbalance=n), load("h100")).layer()
-            for n in (1.0, 1.5)
-        )
+        layout, ours = Layout(data=8, expert=expert), FRAMEWORKS["jaxtrain"]
+        even, busy = (StepModel(MIXTRAL, layout, dataclasses.replace(ours, imbalance=n), load("h100")).layer() for n in (1.0, 1.5))
         assert (busy["F"].exposed["matmuls"] > 1.2 * even["F"].exposed["matmuls"]) == slower
         assert busy["F"].exposed.get("expert", 0.0) == pytest.approx(1.5 * even["F"].exposed.get("expert", 0.0), rel=0.03)

@@ -168,12 +168,6 @@ def test_bytes_of_memory(costs):
     }
 
 
-def test_copies(costs):
-    """Also into the same order, if in the device's memory; not into vector memory in the same order."""
-    found = [i.name for i in costs.program.computations["body"] if costs.is_copy(i)]
-    assert found == ["same", "other", "turned"]
-
-
 def test_cycles(costs):
     """Its own, or its parts' where it has none."""
     assert costs.cycles(named(costs, "part")) == 50 and costs.cycles(named(costs, "new")) == 0

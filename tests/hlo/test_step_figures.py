@@ -7,7 +7,7 @@ from support.step_text import CONFIG, STEP, TICK, TICKS
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs import hardware
 from jaxtrain.hlo.loops import StepLoops, scope_of
-from jaxtrain.hlo.step_figures import Peaks, StepFigures
+from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import Compiled
 from jaxtrain.schedule.columns import columns
 
@@ -18,8 +18,8 @@ DOT = 2 * 64 * 16 * 512 * 512  # operations
 RUNS = columns(make_setup(CONFIG).train).runs
 
 
-def figures(platform: str = "v5p", **peaks: float) -> StepFigures:
-    return StepFigures(CONFIG, platform, Compiled(STEP, memory={"argument": 5, "temp": 7}), Peaks(**peaks))
+def figures(platform: str = "v5p", **efficiency: float) -> StepFigures:
+    return StepFigures(CONFIG, platform, Compiled(STEP, memory={"argument": 5, "temp": 7}), **efficiency)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -49,7 +49,7 @@ def test_seconds_of_cycles():
     by_op = found.by_op()
     assert by_op["K"] == pytest.approx(forward * (1000 / CLOCK + 2 * kernel / 459e12))
     assert by_op["B"] == pytest.approx(backward * 300 / CLOCK) and by_op["tick"] == pytest.approx(TICKS * 200 / CLOCK)
-    slow = figures(kernels=0.25).by_op()
+    slow = figures(kernel_efficiency=0.25).by_op()
     assert slow["K"] - by_op["K"] == pytest.approx(forward * 2 * kernel / 459e12)
 
 
@@ -61,32 +61,12 @@ def test_seconds_of_a_roofline():
     assert found.seconds(product) == pytest.approx(product.times * max(DOT / (0.7 * 494e12), (2 * SIZE + 4 * 512**2) / H100_BYTES_PER_S))
 
 
-def test_what_it_says_of_a_step():
-    found, runs = figures().as_dict(), int(RUNS["K0"][:, 0].sum())
-    backward = int(RUNS["B0"][:, 0].sum())
-    assert found["memory"] == {"arguments": 5, "temporary": 7}
-    assert found["flops"]["products"] == runs * DOT
-    assert found["kernels"]["pallas splash_mha_fwd"]["times"] == runs and "AllocateBuffer" not in found["kernels"]
-    assert found["attention"] == "pallas splash_mha"
-    assert found["square_arrays"] == ["bf16[1, 4, 64, 64] in K"]
-    copies = found["copies"]
-    assert copies["bytes"] == (TICKS + backward) * SIZE and copies["seconds"] == pytest.approx((TICKS * 200 + backward * 300) / CLOCK)
-    assert copies["share"] == pytest.approx(copies["seconds"] / found["seconds"]["busy"])
-    (permutes,) = found["collectives"]
-    assert permutes["bytes"] == permutes["asynchronous"] == 2 * TICKS * SIZE
-    assert permutes["hidden"] == TICKS * SIZE  # one of both is done before the ops begin
-    kernel = found["kernels"]["pallas splash_mha_fwd"]["flops"]
-    assert permutes["flops"] == pytest.approx(runs * DOT + kernel)
-    bubble = make_setup(CONFIG).simulation().bubble_fraction_coupled
-    assert found["seconds"]["step"] == pytest.approx(found["seconds"]["busy"] / (1 - bubble)) and bubble > 0.1
-
-
 def test_the_busiest_stage():
     """One op is left that takes time, and stage 1 alone runs it."""
     only = STEP.replace('"estimated_cycles":"200"', "").replace('"estimated_cycles":"300"', "").replace("/K0/", "/head/")
     assert figures().stage == 0
     found = StepFigures(CONFIG, "v5p", Compiled(only, memory={"argument": 0, "temp": 0}))
-    assert found.stage == 1 and found.by_op().keys() == {"head"}
+    assert found.stage == 1 and {op for op, seconds in found.by_op().items() if seconds} == {"head"}
 
 
 @pytest.mark.parametrize(

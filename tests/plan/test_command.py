@@ -13,7 +13,7 @@ from jaxtrain.config import to_dict
 from jaxtrain.config.checks import check_devices
 from jaxtrain.config.flags import apply
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.costs.frameworks import PROGRAMS
+from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import known, load
 from jaxtrain.plan import layout_flag, predict, search
 from jaxtrain.plan.__main__ import main
@@ -78,7 +78,7 @@ def test_settings_change_the_model(plan):
     assert scores["model_tflops_per_device"] < plain["model_tflops_per_device"]
 
 
-@pytest.mark.parametrize("assume", PROGRAMS)
+@pytest.mark.parametrize("assume", FRAMEWORKS)
 def test_programs(plan, assume):
     figures = json.loads(plan(*GPT3, f"--assume={assume}", f"--layout={PUBLISHED}", "--json")[0])
     assert 0.1 < figures["mfu"] < 0.9

@@ -7,7 +7,7 @@ import pytest
 from support.compilers import KINDS, compiled_for
 from support.step_text import CONFIG, STEP, TICKS
 
-from jaxtrain.config.work import work_of
+from jaxtrain.config.work import step_model_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import memory
 from jaxtrain.hlo import topology
@@ -29,7 +29,7 @@ def found() -> compile_check.CompileCheck:
 def test_memory_by_part():
     """What the program is known to hold stands beside the planner's part of the same; the rest of both is one part; nothing is lost."""
     record = found()
-    planned = memory(work_of(CONFIG, hardware.load("h100")), CONFIG.model.loss_chunk)
+    planned = memory(step_model_of(CONFIG, hardware.load("h100")), CONFIG.model.loss_chunk)
     by_name = {part.name: part for part in record.parts}
     assert by_name["weights"] == compile_check.Part("weights", 1e9, planned.parts["weights"])
     assert by_name["optimizer"].compiled == 2e9 and by_name["activations"].compiled == 5e8 and by_name["outer"].compiled == 1e8

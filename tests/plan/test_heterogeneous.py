@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain import config as configs
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.config.work import work_of
+from jaxtrain.config.work import step_model_of
 from jaxtrain.costs.hardware import HardwareError, load
 from jaxtrain.plan import heterogeneous
 from jaxtrain.plan.heterogeneous import parse, plan, split_layers
@@ -74,7 +74,7 @@ def test_two_kinds(schedule, repeats):
 
 
 def test_better_than_layers_cut_evenly():
-    even = work_of(config(8), parse("a100-80gb:1024")[0].hardware)
+    even = step_model_of(config(8), parse("a100-80gb:1024")[0].hardware)
     assert plan(config(8), parse(MIXED)).seconds < 0.8 * even.step().seconds
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxtrain.config.recipes import find_recipe, load_recipe
-from jaxtrain.config.work import work_of
+from jaxtrain.config.work import step_model_of
 from jaxtrain.costs.hardware import load
 from jaxtrain.costs.memory import memory
 from jaxtrain.plan import search
@@ -23,7 +23,7 @@ def test_layouts(recipe, devices):
     assert [c.layout.devices for c in found] == [devices] * len(found) and len({c.layout for c in found}) == len(found)
     assert [c.seconds for c in found] == sorted(c.seconds for c in found)
     for candidate in found[:3]:
-        work = work_of(laid_out(space, candidate.layout).resolve(), space.hardware)
+        work = step_model_of(laid_out(space, candidate.layout).resolve(), space.hardware)
         assert work.step().seconds == pytest.approx(candidate.seconds) and memory(work).bytes <= space.hardware.memory
         assert of(laid_out(space, candidate.layout).resolve())["model"] <= 8, "tensor parallelism stays inside the node"
     if recipe == "gpt_1t":

@@ -1,23 +1,29 @@
 """benchmarks/ahead.py without a compiler: its cases are configs that work, what is wrong is one line, what it prints has the figures."""
 
-import importlib.util
 import json
-import sys
 
+import ahead as benchmark
 import pytest
+import step_flops
+from ahead_figures import as_dict, is_copy
 from support import ROOT
-from support.step_text import CONFIG, STEP
+from support.step_text import CONFIG, STEP, TICKS
 
 from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.work import planned_op_times
 from jaxtrain.costs.hardware import load
 from jaxtrain.hlo import topology
+from jaxtrain.hlo.cost import Costs
+from jaxtrain.hlo.program import Program
+from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import INSTALL_COMMAND, Platform, parse
+from jaxtrain.schedule.columns import columns
+from jaxtrain.training.step import step_counts
 
-sys.path.append(str(ROOT / "benchmarks"))
-SPEC = importlib.util.spec_from_file_location("benchmark_ahead", ROOT / "benchmarks" / "ahead.py")
-benchmark = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(benchmark)
+CLOCK = 1e9 * load("tpu-v5p").clock_ghz
+SIZE = 4 * 64 * 16 * 512  # bytes
+DOT = 2 * 64 * 16 * 512 * 512  # operations
+RUNS = columns(make_setup(CONFIG).train).runs
 FLAGS = {flag.name: flag.default for flag in benchmark.FLAGS}
 
 
@@ -99,9 +105,62 @@ def test_what_is_printed_and_written(monkeypatch, tmp_path, capsys):
     assert ended.value.code == 1  # one was refused
     said, rows, lines = capsys.readouterr().out, json.loads(file.read_text()), table.read_text().splitlines()
     assert "3.00 GB arguments, 4.00 GB temporary; compiled in 12 s" in said and "refused: jax.Error: no room" in said
-    assert rows[0]["attention"] == "pallas splash_mha" and rows[0]["flops"]["planned"] > rows[0]["flops"]["model"] > 0
+    assert rows[0]["attention"] == "pallas splash_mha"
     assert rows[1]["refused"] == "jax.Error: no room"
     columns = [line.count("|") for line in lines]
     header = next(line for line in (ROOT / "benchmarks" / "ahead.md").read_text().splitlines() if line.startswith("| date"))
     assert columns == [header.count("|")] * 2 and "pallas splash_mha; bf16[1, 4, 64, 64] in K" in lines[0]
     assert (tmp_path / "llama3_8b_pipeline_v5p.txt").read_text() == STEP
+
+
+def test_what_it_says_of_a_step():
+    compiled = topology.Compiled(STEP, memory={"argument": 5, "temp": 7})
+    found, runs = as_dict(StepFigures(CONFIG, "v5p", compiled)), int(RUNS["K0"][:, 0].sum())
+    backward = int(RUNS["B0"][:, 0].sum())
+    assert found["memory"] == {"arguments": 5, "temporary": 7}
+    planned = step_flops.total(step_counts(CONFIG), found["stage"])
+    assert found["flops"]["products"] == runs * DOT and found["flops"]["planned"] == planned.total > planned.once > 0
+    assert found["kernels"]["pallas splash_mha_fwd"]["times"] == runs and "AllocateBuffer" not in found["kernels"]
+    assert found["attention"] == "pallas splash_mha"
+    assert found["square_arrays"] == ["bf16[1, 4, 64, 64] in K"]
+    copies = found["copies"]
+    assert copies["bytes"] == (TICKS + backward) * SIZE and copies["seconds"] == pytest.approx((TICKS * 200 + backward * 300) / CLOCK)
+    assert copies["share"] == pytest.approx(copies["seconds"] / found["seconds"]["busy"])
+    (permutes,) = found["collectives"]
+    assert permutes["bytes"] == permutes["asynchronous"] == 2 * TICKS * SIZE
+    assert permutes["hidden"] == TICKS * SIZE  # one of both is done before the ops begin
+    kernel = found["kernels"]["pallas splash_mha_fwd"]["flops"]
+    assert permutes["flops"] == pytest.approx(runs * DOT + kernel)
+    bubble = make_setup(CONFIG).simulation().bubble_fraction_coupled
+    assert found["seconds"]["step"] == pytest.approx(found["seconds"]["busy"] / (1 - bubble)) and bubble > 0.1
+
+
+MOVES = """HloModule jit_f, is_scheduled=true
+
+%turn (t.0: f32[8,64,64]) -> f32[64,8,64] {
+  %t.0 = f32[8,64,64]{2,1,0} parameter(0)
+  ROOT %transpose.1 = f32[64,8,64]{2,1,0} transpose(%t.0), dimensions={1,0,2}
+}
+
+%minus (m.0: f32[8,64,64]) -> f32[64,8,64] {
+  %m.0 = f32[8,64,64]{2,1,0} parameter(0)
+  %negative = f32[8,64,64]{2,1,0} negate(%m.0)
+  ROOT %transpose.2 = f32[64,8,64]{2,1,0} transpose(%negative), dimensions={1,0,2}
+}
+
+ENTRY %main (a: f32[8,64,64]) -> f32[8,64,64] {
+  %a = f32[8,64,64]{2,1,0:T(8,128)} parameter(0)
+  %same = f32[8,64,64]{2,1,0:T(8,128)} copy(%a)
+  %other = f32[8,64,64]{1,2,0:T(8,128)} copy(%same)
+  %near = f32[8,64,64]{1,2,0:T(8,128)S(1)} copy(%other)
+  %turned = f32[64,8,64]{2,1,0} fusion(%other), kind=kLoop, calls=%turn
+  %computed = f32[64,8,64]{2,1,0} fusion(%other), kind=kLoop, calls=%minus
+  ROOT %next = f32[8,64,64]{2,1,0:T(8,128)} add(%same, %same)
+}
+"""
+
+
+def test_copies():
+    """Also into the same order, if in the device's memory; not into vector memory in the same order."""
+    costs = Costs(Program(MOVES))
+    assert [i.name for i in costs.program.computations["main"] if is_copy(costs, i)] == ["same", "other", "turned"]

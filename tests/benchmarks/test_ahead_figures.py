@@ -5,21 +5,16 @@ benchmarks/ahead.py prints the same figures of the real recipes.
 """
 
 import functools
-import sys
 from typing import Any
 
 import pytest
-from support import ROOT
+from ahead_figures import PLAIN, as_dict
 from support.compilers import needs
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config, checks
-from jaxtrain.hlo.step_figures import PLAIN, StepFigures
+from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import PLATFORMS, compile_config, fitting
-from jaxtrain.training.step import step_counts
-
-sys.path.append(str(ROOT / "benchmarks"))
-import step_flops
 
 DEVICES = 16
 MODEL = {
@@ -48,9 +43,7 @@ CASES = {
 def figures(platform: str, case: str) -> dict[str, Any]:
     backend = PLATFORMS[platform].backend
     config = checks.check_devices(configs.replace(Config(), MODEL | CASES[case]), DEVICES, backend).resolve()
-    found = StepFigures(config, platform, compile_config(fitting(platform, DEVICES), config)).as_dict()
-    planned = step_flops.total(step_counts(config), found["stage"]).total
-    return found | {"products_over_plan": sum(found["flops"].values()) / planned}
+    return as_dict(StepFigures(config, platform, compile_config(fitting(platform, DEVICES), config)))
 
 
 # (platform, case) → figure → the most that it may be:
@@ -95,7 +88,7 @@ BOUNDS: dict[tuple[str, str], dict[str, float]] = {
 def summary(found: dict[str, Any]) -> dict[str, float]:
     """The figures that have bounds."""
     return {
-        "products": found["products_over_plan"],
+        "products": found["flops"]["ratio"],
         "gigabytes": found["memory"]["temporary"] / 1e9,
         "milliseconds": 1000 * found["seconds"]["busy"],
         "copies": found["copies"]["share"],
