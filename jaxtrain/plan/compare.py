@@ -1,6 +1,7 @@
-"""The planned step of a run on the devices at hand, compared with the measured one: `planned.json` of the run's folder. No jax.
+"""The planned step of a run on the devices at hand and the measured one: `planned.json`. No jax.
 
-The plan is that of `plan --layout --json` for the same config and hardware: closed forms and, with stages, the table.
+The plan is that of `plan --layout --json` for the same config and hardware: closed forms and, with
+stages, the table. The record lies in the run's folder.
 """
 
 import collections
@@ -49,8 +50,8 @@ class PlanAtHand:
 
 
 def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
-    """The plan of a resolved config whose mesh is known, or None with a reason ("" for CPU, where no plan is expected). The hardware is
-    `train.hardware`, or else what jax calls `device_kind`. Raises HardwareError."""
+    """The plan of a resolved config whose mesh is known, on `train.hardware` or else the devices that jax
+    calls `device_kind`. Raises HardwareError."""
     kind = kind_at_hand(config, device_kind)
     if kind is None:
         use = "python -m jaxtrain.plan --calibrate --out=FILE measures it, for train.hardware=FILE"
@@ -119,8 +120,9 @@ class PlannedStep:
     def misses(self) -> list[Miss]:
         """Each part as planned and as traced, the largest difference first; nothing without a trace.
 
-        Bubble, messages between stages and what the device waits for otherwise are one part: a collective of a stage that waits for
-        another one takes as long as it waits. So is all communication where the trace does not tell its axes.
+        Bubble, messages between stages and other waits are one part, since a collective of a stage that
+        waits for another lasts as long as the wait. So is all communication if the trace does not tell
+        its axes.
         """
         if self.trace is None:
             return []
@@ -152,7 +154,7 @@ class PlannedStep:
 
 
 def read(folder: pathlib.Path) -> PlannedStep | None:
-    """What the run's newest start has measured; None where there is no such file, or none that can be read."""
+    """The record of the run's newest start; None if it is missing or cannot be read."""
     try:
         values: dict[str, Any] = json.loads((folder / PLANNED).read_bytes())
         values["trace"] = Trace(**values["trace"]) if values["trace"] else None
@@ -162,7 +164,7 @@ def read(folder: pathlib.Path) -> PlannedStep | None:
 
 
 def _grouped(parts: Mapping[str, float], whole: bool) -> dict[str, float]:
-    """Seconds of the parts that can be compared. whole: all communication together."""
+    """Seconds of the parts that can be compared. whole: all communication is one part."""
     grouped: dict[str, float] = collections.defaultdict(float)
     for part, seconds in parts.items():
         name = WAITING if part in WAITED else COMMUNICATION if whole and part in COMMUNICATION_AXES else part

@@ -1,10 +1,11 @@
 """The compile check: the train step compiled for devices that need not be there, compared with its plan.
 
-    python -m jaxtrain.plan --compile --config=llama3_8b --topology=v5p:4x4x4 [--layout=data=16,model=4 …] [--config.… …] [--json]
+    python -m jaxtrain.plan --compile --config=llama3_8b --topology=v5p:4x4x4 [--layout=data=16,model=4 …]
+                            [--config.… …] [--json]
 
-    memory        what XLA says of a device, and what costs/memory.py makes of the table's slots, by parts
-    collectives   bytes that a device of the busiest stage sends in a step, compiled and planned; which are asynchronous, which
-                  have products beside them
+    memory        XLA's figures for a device, and those of costs/memory.py with the table's slots, by part
+    collectives   bytes that a device of the busiest stage sends in a step, compiled and planned; which
+                  fraction is asynchronous, and which has products beside it
 
 Nothing is run. The TPU compiler refuses a step that does not fit; the GPU compiler never does, so its
 figure is compared with the memory.
@@ -39,7 +40,7 @@ from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.training.step import step_counts
 
 GIB = 2**30
-# The planner's part → what a program is known to hold of it, by `training.step.state_memory`; all else is the rest of both.
+# The planner's part → the kind of `training.step.state_memory` that the compiled program holds of it.
 PARTS = {"weights": "parameters", "gradients": "accumulators", "optimizer": "moments", "activations": "slots"}
 REST = "rest"
 AGREES = 0.1  # of the compiler's memory
@@ -78,7 +79,7 @@ class Collectives:
 
 @dataclasses.dataclass(frozen=True)
 class CompileCheck:
-    """A resolved config's step as compiled and as planned. stage: the busiest, whose collectives these are."""
+    """A resolved config's step, compiled and planned. stage: the busiest, whose collectives are listed."""
 
     topology: Topology
     compiler: str
@@ -102,7 +103,7 @@ class CompileCheck:
 
     @property
     def fits(self) -> bool:
-        """Whether what the compiler asks for is there."""
+        """Whether the memory that the compiler asks for is available."""
         return self.total.compiled <= self.usable
 
     def as_dict(self) -> dict[str, Any]:
@@ -174,8 +175,8 @@ class CompileCheck:
 def compile_check(config: Config, text: str, write: Callable[[str], object] = print) -> CompileCheck:
     """The compile check of a resolved config, whose mesh is known, on the topology of a text like v5p:8x8x8.
 
-    write: is told that it takes minutes. Raises TopologyError for devices that are not known, that the mesh does not use, or for which no
-    compiler is installed; Refused with the compiler's words where it does not take the step.
+    write: gets a line that it takes minutes. Raises TopologyError for devices that are unknown, that the
+    mesh does not use, or whose compiler is missing; Refused with the compiler's words if it rejects the step.
     """
     devices = check_topology(config, text)
     compiler = f"{devices.platform.package} {devices.platform.version}"
@@ -217,7 +218,8 @@ def compare(config: Config, devices: Topology, compiled: Compiled) -> CompileChe
 
 
 def _parts(compiled: Compiled, planned: Memory) -> list[Part]:
-    """Memory by the planner's parts that the program tells apart, which with one stage leaves out saved activations."""
+    """Memory by the planner's parts, as far as the program tells them apart: with one stage, not saved
+    activations."""
     known = {part: float(compiled.kinds[kind]) for part, kind in PARTS.items() if kind in compiled.kinds and part in planned.parts}
     if "weights" in known:
         known["weights"] += cast_bytes(compiled.program)
@@ -230,7 +232,7 @@ def _parts(compiled: Compiled, planned: Memory) -> list[Part]:
 
 
 def cast_bytes(program: Program) -> int:
-    """Bytes of the arguments that a step casts to bfloat16 once, before all loops: the weights for the products."""
+    """Bytes of the weights that a step casts to bfloat16 for its products once, before all loops."""
     cast = 0
     for i in program.inline(program.entry):
         if i.opcode not in ("fusion", "convert"):

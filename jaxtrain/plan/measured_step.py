@@ -1,20 +1,27 @@
-"""What a device did in a traced step, by the planner's parts: events (trace.py) beside the text of the compiled program (program.py).
+"""The measured step of a run, and its time by the planner's parts, from a trace of its devices.
 
-At each moment the device is at what computes, if anything does; else at communication, which is then exposed; else it waits. What computes
-at the same moment shares it. So a step's parts add up to its time.
+A listener of the loop times the steps after warm-up, once in each start of the run, and process 0
+writes them with the planned step. That takes the loop's time, but not the steps' (Part.OTHER); the
+other processes wait outside of any step, which would count as hung.
 
-    matmuls      products, those of experts in groups too
-    attention    its kernels, and all else that is named so
+TimeBreakdown are read from the trace's events (hlo/trace.py) and the compiled program (hlo/program.py). At each
+moment the device computes, if any event does; else it communicates, which is then exposed; else it
+waits. What computes at the same moment shares it. So a step's parts add up to its time.
+
+    matmuls      products, grouped ones of experts too
+    attention    its kernels, and all else under that name
     optimizer    the update
-    memory       what else computes
-    host         what goes to and from the host's memory
-    AXIS         communication over a mesh axis; of several axes that with the slowest links; `communication` where no axis is known
-    waiting      nothing: bubbles, the time between kernels, the host
+    memory       all other computation
+    host         copies to and from the host's memory
+    AXIS         communication over a mesh axis, the one with the slowest links if there are several;
+                 `communication` if no axis is known
+    waiting      no event: bubbles, the time between kernels, the host
     other        a loop that became one kernel, in which nothing can be told apart
 
-A device waits in a collective for those that come later: between stages that is the bubble. The last one to come does not wait, so a
-collective takes as long as on the device of this process where it is shortest; what is longer is waiting. Devices of other processes are
-not seen: the wait for them counts as communication.
+A device waits in a collective for those that come later: between stages that is the bubble. The last
+device does not wait, so a collective takes as long as on the device of this process where it is
+shortest, and the rest is waiting. Devices of other processes are not seen: the wait for them counts as
+communication.
 """
 
 import collections
@@ -69,14 +76,18 @@ class Rank(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What an instruction is to a step's time."""
+    """The part of a step's time that an instruction belongs to, and its precedence."""
 
     part: str
     rank: Rank = Rank.COMPUTES
 
 
 class Kinds:
-    """The kinds of a compiled program's instructions. text: of the program; mesh: sizes by axis, the slowest links first."""
+    """The kinds of a compiled program's instructions.
+
+    text: of the program
+    mesh: sizes by axis, the one with the slowest links first
+    """
 
     def __init__(self, text: str, mesh: Mapping[str, int]):
         self.program, self.mesh = Program(text), mesh
@@ -210,7 +221,7 @@ def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> TimeBreakdown:
 
 
 STEPS_MEASURED = 10
-LEAST = 3  # of a run that ends before
+LEAST = 3  # steps of a run that ends early
 
 
 class AfterWarmUp:
@@ -238,7 +249,7 @@ class AfterWarmUp:
         self._config, self._program, self._folder = config, program, folder
         self._profile, self._clock, self._say = profile, clock, say
         self._plan = plan_at_hand(config, device_kind).prediction
-        # The first steps; then those that are traced; then one that finds nothing before it, for which nothing is awaited.
+        # After warm-up, the traced steps, and one that was dispatched without a step to wait for.
         self._first = profile.start + WARM_UP + profile.count + 1
         self._laps: list[float] = []
         self._since: float | None = None
@@ -255,16 +266,16 @@ class AfterWarmUp:
             self._report(at)
 
     def go_back(self, _: Rollback) -> None:
-        """The run stands at an earlier step: steps are timed from the next one on."""
+        """The run has gone back to an earlier step: steps are timed from the next one on."""
         self._since = None
 
     def finish(self, at: int) -> None:
-        """The run ends at this step: what was measured is said, if that is enough."""
+        """The run ends at this step: its steps are reported if enough were timed."""
         if len(self._laps) >= LEAST:
             self._report(at)
 
     def _report(self, at: int) -> None:
-        """Says and writes it, for the only time."""
+        """Logs and writes the comparison, once."""
         plan, laps = self._plan, self._laps
         assert plan is not None
         self._plan, self._laps = None, []
@@ -280,7 +291,7 @@ class AfterWarmUp:
                 cluster.barrier("the profile is read")
 
     def _trace(self) -> Trace | None:
-        """The profile's steps by part; None where none were traced, or a line says why they cannot be read."""
+        """The profile's steps by part; None if none were traced, or with a warning if they cannot be read."""
         seconds = self._profile.step_time_s
         if seconds is None:
             return None
@@ -290,6 +301,6 @@ class AfterWarmUp:
             events = read(self._profile.folder, module[1] if module else "")
             mesh = dict(zip(AXES, sizes_of(self._config.mesh), strict=True))
             return measured_parts(events, Kinds(text, mesh), self._profile.count, seconds)
-        except Exception as error:  # texts of XLA change from version to version: no reason to end a run
+        except Exception as error:  # XLA's texts change with its version: no reason to end a run
             self._say(f"warning: the profile cannot be read by part ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
             return None

@@ -1,4 +1,4 @@
-"""Memory and time of plans as stacked bars, by matplotlib: a bar for each layout, or for each stage of groups of devices. No jax."""
+"""Memory and time of plans as stacked bars: one a layout, or one a stage of groups of devices. No jax."""
 
 import io
 import textwrap
@@ -29,13 +29,13 @@ def png(figure: Any) -> bytes:
 
 
 def of_layouts(plans: Sequence[Plan], model: str) -> Any:
-    """A row of bars for a device's memory, with a line for what it has, and one for a step's time, where the fastest layout is marked.
+    """Memory of a device and time of a step, a bar for each layout, with the capacity and the fastest marked.
 
-    model: how the title names it.
+    model: its name in the title.
     """
     predictions = [plan.prediction for plan in plans]
     hardware = predictions[0].work.hardware
-    figure, (above, below) = _figure(len(plans), f"{model} on {_times(predictions[0].devices, hardware.name)}")
+    figure, (above, below) = _figure(len(plans), f"{model} on {predictions[0].devices:,} × {hardware.name}")
     _bars(above, [{name: size / GIB for name, size in p.memory.parts.items()} for p in predictions])
     above.axhline(hardware.memory / GIB, color="black", linestyle="--", linewidth=1, label="memory of a device")
     above.set_ylabel("GiB of the fullest device")
@@ -45,31 +45,32 @@ def of_layouts(plans: Sequence[Plan], model: str) -> Any:
     below.margins(y=0.12)  # for the texts on the bars
     fastest = min(range(len(plans)), key=lambda i: predictions[i].seconds)
     for i, parts in enumerate(seconds):
-        is_marked = i == fastest and len(plans) > 1
-        text = f"{sum(parts.values()):.3g} s" + "\nfastest" * is_marked
-        below.text(i, sum(parts.values()), text, ha="center", va="bottom", fontsize=8, fontweight="bold" if is_marked else "normal")
+        is_marked, height = i == fastest and len(plans) > 1, sum(parts.values())
+        weight = "bold" if is_marked else "normal"
+        below.text(i, height, f"{height:.3g} s" + "\nfastest" * is_marked, ha="center", va="bottom", fontsize=8, fontweight=weight)
     below.set_xticks(range(len(plans)), [_name(p) for p in predictions], fontsize=7)
-    beside = max(1.0, (LEAST_BARS - len(plans)) / 2)  # so that one bar is no wall
-    below.set_xlim(-beside, len(plans) - 1 + beside)
+    margin = max(1.0, (LEAST_BARS - len(plans)) / 2)  # keeps a single bar narrow
+    below.set_xlim(-margin, len(plans) - 1 + margin)
     below.get_xticklabels()[fastest].set_fontweight("bold" if len(plans) > 1 else "normal")
     _legends(above, below)
     return figure
 
 
 def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
-    """Memory and time of each stage of a layout over groups, in its group's colour, with lines for what devices have."""
+    """Memory and time of each stage of a layout over groups of devices, in its group's colour."""
     stages, each = len(plan.layers), sum(group.devices for group in plan.groups) // len(plan.layers)
-    groups = " and ".join(_times(group.devices, group.hardware.name) for group in plan.groups)
+    groups = " and ".join(f"{group.devices:,} × {group.hardware.name}" for group in plan.groups)
     figure, (above, below) = _figure(stages / 2, f"{model} on {groups}: a step of {plan.seconds:.3g} s")
-    first = 0
+    start = 0
     for number, group in enumerate(plan.groups):
-        own = range(first, first + group.devices // each)
-        first = own.stop
-        color = f"C{number}"
-        above.bar(own, [plan.memory[stage] / GIB for stage in own], width=0.7, color=color, label=f"needed on {group.hardware.name}")
-        room = group.hardware.memory / GIB
-        above.hlines(room, own.start - 0.5, own.stop - 0.5, color=color, linestyle="--", label=f"memory of {group.hardware.name}")
-        below.bar(own, [plan.stage_s[stage] for stage in own], width=0.7, color=color, label=f"work on {group.hardware.name}")
+        members = range(start, start + group.devices // each)
+        start = members.stop
+        color, name = f"C{number}", group.hardware.name
+        bars = {"width": 0.7, "color": color}
+        above.bar(members, [plan.memory[stage] / GIB for stage in members], label=f"needed on {name}", **bars)
+        line = {"color": color, "linestyle": "--", "label": f"memory of {name}"}
+        above.hlines(group.hardware.memory / GIB, members.start - 0.5, members.stop - 0.5, **line)
+        below.bar(members, [plan.stage_s[stage] for stage in members], label=f"work on {name}", **bars)
     waits = [plan.seconds - busy for busy in plan.stage_s]
     below.bar(range(stages), waits, bottom=plan.stage_s, width=0.7, color="#dddddd", label="waiting, and what is beside the table")
     above.set_ylabel("GiB of the fullest device")
@@ -82,7 +83,7 @@ def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
 
 
 def _figure(bars: float, title: str) -> tuple[Any, Any]:
-    """(a picture with room for so many bars, its two axes, which share x)."""
+    """A figure wide enough for this number of bars, and its two axes, which share x."""
     from matplotlib.figure import Figure  # not pyplot: no display, no state
 
     width = min(max(LEAST_WIDTH, 4 + BAR * bars), MOST_WIDTH)
@@ -93,7 +94,7 @@ def _figure(bars: float, title: str) -> tuple[Any, Any]:
 
 
 def _legends(*axes: Any) -> None:
-    """Gives each a legend beside it."""
+    """Adds a legend to the right of each axes."""
     for each in axes:
         handles, labels = each.get_legend_handles_labels()
         wrapped = [textwrap.fill(label, 32) for label in labels]
@@ -101,17 +102,13 @@ def _legends(*axes: Any) -> None:
 
 
 def _bars(axes: Any, columns: Sequence[Mapping[str, float]]) -> None:
-    """A bar for each column, its parts one above the other, each part in one colour."""
+    """Stacked bars, one a column; a part has the same colour in all of them."""
     bottoms = [0.0] * len(columns)
     for name in dict.fromkeys(name for column in columns for name in column):
         heights = [column.get(name, 0.0) for column in columns]
         if any(heights):
             axes.bar(range(len(columns)), heights, bottom=bottoms, label=name, width=0.7)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-
-
-def _times(devices: int, name: str) -> str:
-    return f"{devices:,} × {name}"
 
 
 def _name(prediction: Prediction) -> str:

@@ -1,4 +1,4 @@
-"""What single changes of a plan would gain, and `plan --advise WORKDIR`: what a run's records say and what to change. No jax.
+"""Single changes of a plan and their gain, and `plan --advise WORKDIR`: advice from a run's records. No jax.
 
 Advice has three sources: goodput.jsonl, the fraction of wall time that went elsewhere than into steps;
 planned.json, the part of the step that takes longer than planned; and, if the hardware is given, the
@@ -177,8 +177,9 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
     if goodput.starts:
         lines.append(goodput.summary())
     if (wall_s := goodput.wall_s()) > 0:
-        losses = sorted(((-goodput.parts().get(name, 0.0) / wall_s, remedy) for name, remedy in REMEDIES.items()), key=lambda loss: loss[0])
-        lines += [f"{-loss:.1%} of the wall time: {remedy}" for loss, remedy in losses if -loss >= WORTH]
+        losses = {name: seconds / wall_s for name, seconds in goodput.parts().items() if name in REMEDIES}
+        listed = sorted((name for name in losses if losses[name] >= WORTH), key=lambda name: -losses[name])
+        lines += [f"{losses[name]:.1%} of the wall time: {REMEDIES[name]}" for name in listed]
     slowest, behind_s = (measured.last.get(name) for name in ("slowest_process", "slowest_behind_s"))
     if isinstance(slowest, int) and _is_seconds(behind_s):
         lines.append(f"process {slowest} is behind the others by {behind_s:.3g} s a step")
