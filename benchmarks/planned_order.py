@@ -10,10 +10,8 @@ more than a tenth is planned the other way round.
 import argparse
 import itertools
 import os
-import pathlib
 import statistics
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -90,16 +88,13 @@ def main() -> int:
     if options.hardware:
         hardware = kinds.load(options.hardware)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            file = str(pathlib.Path(folder) / "cpu.json")
-            calibrate.write(calibrate.calibrate(), file)
-            hardware = kinds.load(file)
+        hardware = calibrate.calibrate()
     print("\n".join([*calibrate.summary(hardware), f"calibrated in {time.process_time() - began:.0f} CPU-seconds, jax {jax.__version__}"]))
     steps = {layout: Stepped(config) for layout, config in configs.items()}
     times: dict[str, list[float]] = {layout: [] for layout in steps}
     for turn in range(options.rounds + 1):
         for layout, step in steps.items():
-            seconds = step.cpu_seconds() / bench.stopwatch(jax.devices(), 0.0).cores
+            seconds = step.cpu_seconds() / bench.Bench(jax.devices(), 0.0).watch.cores
             if turn:  # the first step is slower
                 times[layout].append(seconds)
     measured = {layout: statistics.median(values) for layout, values in times.items()}

@@ -1,7 +1,8 @@
-"""What programs on all devices at once take: products, attention, passes over memory, collectives, each by itself.
+"""What programs on all devices at once take: products, attention, passes over memory, collectives,
+each by itself.
 
-A figure is the seconds of one of N devices that all work at once, as in a training step; which of them are a device's where cores are
-shared, plan/calibrate.py says.
+A figure is the seconds of one of N devices that all work at once, as in a training step. Simulated
+devices share cores: the seconds of one of them are the process's CPU-seconds over the cores.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +20,50 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.costs.collectives import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.parallel.attention import attend_whole
-from jaxtrain.plan import fit
 
 REPEATS = 3  # timings, of which the median counts
 SMALL = 16  # rows and columns of a product that takes no time beside its launch
-CHAIN = 64  # of them, one after the other
+CHAIN = 64  # small products, one after the other
 LOOPS = 8  # collectives of a program
+LEAST_PART = 0.1  # of a time from which its call is taken off: the call was timed apart, and may come out longer
 
-# --- a device's seconds ----------------------------------------------------------------------------------------------------------
+
+class Product(NamedTuple):
+    """Seconds of [m, k] · [k, n] on a device."""
+
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+
+class Exchange(NamedTuple):
+    """Seconds of collectives over groups of so many neighbours, one after the other."""
+
+    devices: int
+    collectives: tuple[Collective, ...]
+    seconds: float
+
+
+def without(seconds: float, call: float) -> float:
+    """A time without that of a call or a launch, which was measured apart."""
+    return max(seconds - call, LEAST_PART * seconds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stopwatch:
     """Seconds of a device in a program on all devices.
 
-    cores: that the devices share; 0 where each has its own, and seconds are those of the wall
-    ahead: calls may be under way beside each other; not those of CPU devices, whose collectives would wait for each other for ever
+    cores: cores that the devices share; 0 where each has its own, and seconds are those of the wall
+    ahead: calls may be under way beside each other; not those of CPU devices, whose collectives would
+           wait for each other for ever
     least: seconds of a timing
     """
 
@@ -49,11 +76,8 @@ class Stopwatch:
 
     def seconds(self, call: Callable[[], Any]) -> float:
         """Seconds of a call, the median of REPEATS timings of several one after the other."""
-        calls = 1
         jax.block_until_ready(call())
-        once = self._timed(call, 1)
-        if once < self.least:
-            calls = min(1000, math.ceil(self.least / max(once, 1e-6)))
+        calls = min(1000, math.ceil(self.least / max(self._timed(call, 1), 1e-6)))
         return statistics.median(self._timed(call, calls) for _ in range(REPEATS)) / calls
 
     def _timed(self, call: Callable[[], Any], calls: int) -> float:
@@ -65,70 +89,51 @@ class Stopwatch:
         return self.now() - began
 
 
-def stopwatch(devices: Sequence[jax.Device], least: float) -> Stopwatch:
-    """The stopwatch for these devices: CPU time if several simulated devices share a core, wall time otherwise."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cpu = devices[0].platform == "cpu"
-    return Stopwatch(cores if cpu and len(devices) > cores else 0, not cpu, least)
-
-
-# --- measurements ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Bench:
-    """All devices, a part of the batch on each, and how long they take."""
+    """All devices, a part of the batch on each, and how long they take. least: seconds of a timing."""
 
-    mesh: Mesh
-    watch: Stopwatch
+    def __init__(self, devices: Sequence[jax.Device], least: float):
+        self.mesh = meshes.make_mesh(tuple(len(devices) if axis == DATA else 1 for axis in meshes.AXES), devices)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cpu = devices[0].platform == "cpu"
+        self.watch = Stopwatch(cores if cpu and len(devices) > cores else 0, not cpu, least)
 
-    @classmethod
-    def of(cls, devices: Sequence[jax.Device], least: float) -> "Bench":
-        sizes = tuple(len(devices) if axis == meshes.DATA else 1 for axis in meshes.AXES)
-        return cls(meshes.make_mesh(sizes, devices), stopwatch(devices, least))
-
-    @property
-    def devices(self) -> int:
-        return self.mesh.size
-
-    def arrays(
-        self, shape: Sequence[int], dtype: Any, count: int = 1, mesh: Mesh | None = None, axes: Any = meshes.DATA
-    ) -> list[jax.Array]:
-        """Random arrays [devices · first, …], of which each device has one of `shape`; small enough for products of products."""
+    def _arrays(self, shape: Sequence[int], dtype: Any, count: int = 1, mesh: Mesh | None = None, axes: Any = DATA) -> list[jax.Array]:
+        """Random arrays [devices · first, …], of which each device has one of `shape`; small enough for
+        products of products."""
         sharding = NamedSharding(mesh or self.mesh, P(axes))
-        whole = (self.devices * shape[0], *shape[1:])
         part = (np.random.default_rng(0).standard_normal(shape) / math.sqrt(shape[-1])).astype(dtype)
-        return [jax.make_array_from_callback(whole, sharding, lambda _: part) for _ in range(count)]
+        size = (self.mesh.size * shape[0], *shape[1:])
+        return [jax.make_array_from_callback(size, sharding, lambda _: part) for _ in range(count)]
 
-    def each(self, function: Callable, *arrays: jax.Array) -> float:
+    def _seconds(self, function: Callable, *arrays: jax.Array) -> float:
         """Seconds of function(a device's parts) → a device's parts, compiled."""
-        local = jax.shard_map(function, mesh=self.mesh, in_specs=P(meshes.DATA), out_specs=P(meshes.DATA), check_vma=False)
+        spec = arrays[0].sharding.spec  # type: ignore[attr-defined]
+        local = jax.shard_map(function, mesh=arrays[0].sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)  # type: ignore[attr-defined]
         compiled = jax.jit(local).lower(*arrays).compile()
         return self.watch.seconds(lambda: compiled(*arrays))
 
     def call(self) -> float:
         """Seconds of a program that does nothing: what a call takes of the host."""
-        return self.each(lambda x: x + 1, *self.arrays((1, 1), np.float32))
+        return self._seconds(lambda x: x + 1, *self._arrays((1, 1), np.float32))
 
     def launch(self) -> float:
         """Seconds of an operation that does next to nothing, after another one."""
+        chain = lambda length: lambda x: functools.reduce(lambda product, _: product @ x, range(length), x)
+        x = self._arrays((SMALL, SMALL), np.float32)
+        return max(0.0, self._seconds(chain(CHAIN), *x) - self._seconds(chain(1), *x)) / (CHAIN - 1)
 
-        def chain(length: int) -> Callable:
-            return lambda x: functools.reduce(lambda product, _: product @ x, range(length), x)
-
-        x = self.arrays((SMALL, SMALL), np.float32)
-        return max(0.0, self.each(chain(CHAIN), *x) - self.each(chain(1), *x)) / (CHAIN - 1)
-
-    def product(self, m: int, n: int, k: int, dtype: str, call: float) -> fit.Product:
+    def product(self, m: int, n: int, k: int, dtype: str, call: float) -> Product:
         """Measures the product [m, k] · [k, n]; a program has several of them where one is short."""
         count = 4 if m * n * k < 1 << 26 else 1
-        pairs = [*self.arrays((m, k), jnp.dtype(dtype), count), *self.arrays((k, n), jnp.dtype(dtype), count)]
-        seconds = self.each(lambda *arrays: tuple(a @ b for a, b in zip(arrays[:count], arrays[count:], strict=True)), *pairs)
-        return fit.Product(m, n, k, fit.without(seconds, call) / count)
+        pairs = [*self._arrays((m, k), jnp.dtype(dtype), count), *self._arrays((k, n), jnp.dtype(dtype), count)]
+        seconds = self._seconds(lambda *arrays: tuple(a @ b for a, b in zip(arrays[:count], arrays[count:], strict=True)), *pairs)
+        return Product(m, n, k, without(seconds, call) / count)
 
     def attention(self, sequences: int, tokens: int, heads: int, size: int, dtype: str, call: float) -> tuple[float, float]:
-        """(forward, backward) seconds, as the runtime attends: by the kernel of the table, in a region where all axes are manual."""
-        qkv = self.arrays((sequences, tokens, heads, size), jnp.dtype(dtype), 3)
+        """(forward, backward) seconds, as the runtime attends: by the kernel of the table, in a region
+        where all axes are manual."""
+        qkv = self._arrays((sequences, tokens, heads, size), jnp.dtype(dtype), 3)
         attend = lambda q, k, v: attend_whole(q, k, v, None, "all_gather", "auto")
 
         def both(q, k, v):
@@ -136,43 +141,41 @@ class Bench:
             return backward(out)
 
         with jax.set_mesh(self.mesh), meshes.traced_for(self.mesh):
-            forward, whole = self.each(attend, *qkv), self.each(both, *qkv)
-        return fit.without(forward, call), fit.without(whole, forward)
+            forward, both_ways = self._seconds(attend, *qkv), self._seconds(both, *qkv)
+        return without(forward, call), without(both_ways, forward)
 
-    def pass_over(self, size: int, call: float) -> tuple[float, float]:
-        """(bytes read and written, seconds) of a pass over so many bytes, in place: fresh pages, which a host clears first, take longer."""
-        (x,) = self.arrays((size // 4,), np.float32)
-        compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
-        last = [x]
+    def streaming(self, size: int, call: float) -> tuple[float, float]:
+        """(bytes read and written, seconds) of a pass over so many bytes, in place: fresh pages, which a
+        host clears first, take longer."""
+        arrays = self._arrays((size // 4,), np.float32)
+        compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(*arrays).compile()
 
         def again() -> jax.Array:
-            last[0] = compiled(last[0])
-            return last[0]
+            arrays[0] = compiled(arrays[0])
+            return arrays[0]
 
-        return 2.0 * size, fit.without(self.watch.seconds(again), call)
+        return 2.0 * size, without(self.watch.seconds(again), call)
 
-    def collectives(self, group: int, size: int, call: float) -> list[fit.Collective]:
-        """A gather with the scatter that undoes it, a sum and a message over groups of so many neighbours, all groups at once; one after
-        the other inside a program, as in a step, whose arrays have their place in memory."""
-        mesh = Mesh(self.mesh.devices.reshape(-1, group), ("groups", "group"))
-        spec = P(("groups", "group"))
-        around = [(i, (i + 1) % group) for i in range(group)]
+    def exchanges(self, group: int, size: int, call: float) -> list[Exchange]:
+        """A gather of `size` bytes with the scatter that undoes it, a sum and a message, over all groups
+        of so many neighbours at once. They follow each other inside a program, as in a step, whose
+        arrays have their place in memory."""
+        mesh, axes = Mesh(self.mesh.devices.reshape(-1, group), ("groups", "group")), ("groups", "group")
+        ring = [(i, (i + 1) % group) for i in range(group)]
         part = 1 / group  # or sums of sums would grow
-        gathered = lambda x: jax.lax.all_gather(x, "group", tiled=True)
-        kinds: list[tuple[Callable, int, int]] = [
-            (lambda x: jax.lax.psum_scatter(jax.lax.optimization_barrier(gathered(x)), "group", tiled=True) * part, size // group, 2),
-            (lambda x: jax.lax.psum(x, "group") * part, size, 2),
-            (lambda x: jax.lax.ppermute(x, "group", around), size, 0),
-        ]
-        found = []
-        for function, length, rounds in kinds:
-            (x,) = self.arrays((length // 4,), np.float32, mesh=mesh, axes=("groups", "group"))
+        gathered = lambda x: jax.lax.optimization_barrier(jax.lax.all_gather(x, "group", tiled=True))
+        functions: dict[tuple[str, ...], tuple[Callable, int]] = {
+            (GATHER, SCATTER): (lambda x: jax.lax.psum_scatter(gathered(x), "group", tiled=True) * part, size // group),
+            (SUM,): (lambda x: jax.lax.psum(x, "group") * part, size),
+            (PERMUTE,): (lambda x: jax.lax.ppermute(x, "group", ring), size),
+        }
+        timed = []
+        for kinds, (function, length) in functions.items():
             chain = functools.partial(jax.lax.fori_loop, 0, LOOPS, lambda _, x, function=function: function(x))
-            local = jax.shard_map(chain, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-            compiled = jax.jit(local).lower(x).compile()
-            seconds = self.watch.seconds(functools.partial(compiled, x))
-            found.append(fit.Collective(group, float(size), rounds, fit.without(seconds, call) / LOOPS, bool(self.watch.cores)))
-        return found
+            seconds = self._seconds(chain, *self._arrays((length // 4,), np.float32, mesh=mesh, axes=axes))
+            collectives = tuple(Collective(kind, (DATA,), float(size)) for kind in kinds)
+            timed.append(Exchange(group, collectives, without(seconds, call) / LOOPS))
+        return timed
 
 
 def groups_of(devices: int) -> list[int]:

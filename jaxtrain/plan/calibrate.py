@@ -5,10 +5,13 @@
     memory       passes over arrays of several sizes; operations so small that only their launch counts
     collectives  of several sizes over groups of the devices that are here
 
-Every measurement is one SPMD program on all devices at once, as a training step is. So the figures are those of one of N devices that all
-work, which matters where they share something. Simulated CPU devices share their cores: the seconds of one of N that all work are the
-process's CPU-seconds over the cores, whatever else the machine does meanwhile; one that works while the others wait is `alone` times as
-fast.
+Every measurement is one SPMD program on all devices at once, as a training step is (bench.py). So the
+figures are those of one of N devices that all work, which matters where they share something. A
+simulated CPU device that works while the others wait is `alone` times as fast.
+
+Times of products and collectives are sums of known terms (costs/hardware.py: Matmul.reached,
+costs/collectives.py: Links) with factors that are not negative. These come by least squares of the
+relative errors, for times differ by four orders of magnitude.
 
     python -m jaxtrain.plan.calibrate --out=FILE [--cpu_devices=8]
 """
@@ -23,20 +26,24 @@ import platform
 import statistics
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from scipy.optimize import nnls
 
+from jaxtrain import cli
 from jaxtrain.config import shown
 from jaxtrain.config.errors import UsageError
-from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag, read_flags, settled
+from jaxtrain.config.flags import MOST_CPU_DEVICES, Flag
 from jaxtrain.costs import hardware as kinds
-from jaxtrain.costs.hardware import GIB, Hardware, Tier
+from jaxtrain.costs.collectives import DATA, Links
+from jaxtrain.costs.hardware import FIGURES, GIB, Hardware, Matmul, Tier
+from jaxtrain.costs.layout import Layout
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.startup import start_jax, unused_accelerator
-from jaxtrain.plan import fit
-from jaxtrain.plan.bench import Bench, Stopwatch, groups_of
+from jaxtrain.plan.bench import Bench, Exchange, Product, groups_of, without
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.search_progress import SearchProgress
@@ -46,7 +53,7 @@ BFLOAT16, FLOAT32 = "bfloat16", "float32"
 
 
 class CalibrationError(RunError):
-    """Devices that cannot be measured, or a file that cannot be written; the text is one line."""
+    """Devices that cannot be measured; the text is one line."""
 
     status = ExitStatus.BAD_CONFIG
 
@@ -55,12 +62,12 @@ class CalibrationError(RunError):
 class Sizes:
     """What is measured on a platform; all sizes are a device's own.
 
-    dtype:      of the products that are swept; of the other one only the peak is measured
-    products:   (m, n, k)
-    attention:  (sequences, tokens, heads, size of a head)
-    passes:     bytes of an array that is read and written
+    dtype:       of the products that are swept; of the other one only the peak is measured
+    products:    (m, n, k), the largest last
+    attention:   (sequences, tokens, heads, size of a head)
+    passes:      bytes of an array that is read and written
     collectives: bytes of a whole array
-    seconds:    of a timing, at least: so many calls one after the other
+    seconds:     of a timing, at least: so many calls one after the other
     """
 
     dtype: str
@@ -68,13 +75,12 @@ class Sizes:
     attention: tuple[tuple[int, int, int, int], ...]
     passes: tuple[int, ...]
     collectives: tuple[int, ...]
-    seconds: float
+    seconds: float = 0.02
 
 
-def _sweep(small: int, middle: int, large: int) -> tuple[tuple[int, int, int], ...]:
-    """Every size small, middle and large beside the others, and pairs of them; the largest product last."""
-    sizes = {(m, n, k) for m in (small, middle, large) for n in (small, middle, large) for k in (small, middle, large)}
-    return tuple(sorted(sizes, key=lambda size: (math.prod(size), size)))
+def _sweep(*sizes: int) -> tuple[tuple[int, int, int], ...]:
+    """Every size beside every other one; the largest product last."""
+    return tuple(sorted(((m, n, k) for m in sizes for n in sizes for k in sizes), key=lambda size: (math.prod(size), size)))
 
 
 CPU = Sizes(
@@ -83,7 +89,6 @@ CPU = Sizes(
     ((2, 256, 8, 32), (1, 512, 4, 64)),
     (1 << 18, 1 << 20, 1 << 23),
     (1 << 16, 1 << 20, 1 << 23),
-    0.02,
 )
 ACCELERATOR = Sizes(
     BFLOAT16,
@@ -91,17 +96,50 @@ ACCELERATOR = Sizes(
     ((16, 1024, 12, 64), (4, 2048, 16, 128), (1, 8192, 16, 128)),
     (1 << 22, 1 << 26, 1 << 28),
     (1 << 20, 1 << 24, 1 << 28),
-    0.02,
 )
 
 
-# --- the file --------------------------------------------------------------------------------------------------------------------
+# --- fits ---------------------------------------------------------------------------------------
+
+
+def fit(terms: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
+    """(factors, none below 0, with which sums of terms come closest to measured seconds; the median
+    relative error). terms: a row for each measurement."""
+    parts = np.asarray(terms, float) / np.asarray(seconds, float)[:, None]
+    scales = np.abs(parts).max(0)
+    scales[scales == 0] = 1.0
+    factors = nnls(parts / scales, np.ones(len(parts)))[0] / scales
+    return factors.tolist(), float(np.median(np.abs(parts @ factors - 1)))
+
+
+def fit_products(measured: Sequence[Product], launch: float) -> tuple[float, Matmul, float]:
+    """(operations a second of a product of any size, the part of that which sizes leave, median
+    relative error). launch: seconds of an operation that does nothing."""
+    seconds = [without(product.seconds, launch) for product in measured]
+    factors, error = fit([[p.flops * factor for factor in (1.0, 1 / p.m, 1 / p.n, 1 / p.k)] for p in measured], seconds)
+    first = factors[0] or min(s / p.flops for s, p in zip(seconds, measured, strict=True))  # all of it by their sizes
+    m, n, k = (factor / first for factor in factors[1:])
+    return 1 / first, Matmul(1.0, (m, n, k)), error
+
+
+def fit_links(measured: Sequence[Exchange], hardware: Hardware, name: str, devices: int) -> tuple[Tier, float]:
+    """The tier that joins the devices of these exchanges, and the median relative error; all of its
+    bandwidth is reached."""
+    units = [dataclasses.replace(hardware, tiers=(Tier(name, 0, *unit),)) for unit in ((1.0, 1.0, 0.0), (math.inf, 1.0, 1.0))]
+    terms = [[Links(Layout(data=e.devices), unit).seconds(e.collectives)[DATA] for unit in units] for e in measured]
+    (bandwidth, latency), error = fit(terms, [exchange.seconds for exchange in measured])
+    fastest = FIGURES["gb_per_s"][1]  # where no byte took time
+    return Tier(name, devices, min(fastest, 1 / bandwidth) if bandwidth else fastest, 1.0, latency), error
+
+
+# --- the file -----------------------------------------------------------------------------------
 
 
 def calibrate(sizes: Sizes | None = None, report: Callable[[str, float], None] = lambda what, done: None) -> Hardware:
-    """The kind of this process's devices, as measured now. Call it when jax has its devices; takes under a minute.
+    """The kind of this process's devices, as measured now, when jax has its devices; takes under a minute.
 
-    report: is told what begins, and which part of the whole is behind. Raises CalibrationError where devices cannot be measured.
+    report: is told what begins, and which part of the whole is behind. Raises CalibrationError where
+    devices cannot be measured.
     """
     devices = jax.devices()
     known = kinds.of_device(devices[0].device_kind)
@@ -111,59 +149,55 @@ def calibrate(sizes: Sizes | None = None, report: Callable[[str, float], None] =
         kind = devices[0].device_kind
         raise CalibrationError(f"--calibrate needs two devices to measure links, and {kind!r} is one of no known kind: use --cpu_devices=8")
     sizes = sizes or (CPU if devices[0].platform == "cpu" else ACCELERATOR)
-    bench = Bench.of(devices, sizes.seconds)
+    bench = Bench(devices, sizes.seconds)
     call, launch = bench.call(), bench.launch()
-    swept, peaks, matmul, error = _products(bench, sizes, call, launch, report)
-    fitted = [f"{len(swept)} products {error:.0%}"]
-    forward, backward = _attention(bench, sizes, peaks[sizes.dtype], call, report)
-    report("passes over memory", 0.7)
-    passes = [bench.pass_over(size, call) for size in sizes.passes]
-    streaming = sum(moved for moved, _ in passes[-2:]) / sum(seconds for _, seconds in passes[-2:])
-    tiers: tuple[Tier, ...] = known.tiers if known else ()
-    if len(devices) > 1:
-        measured: list[fit.Collective] = []
-        tried = [(group, size) for group in groups_of(len(devices)) for size in sizes.collectives]
-        for i, (group, size) in enumerate(tried):
-            report(f"collectives of {size >> 10} KiB over {group} devices", 0.75 + 0.25 * i / len(tried))
-            measured += bench.collectives(group, size, call)
-        tier, error = fit.links(measured, tiers[0].name if tiers else "local", len(devices) if len(tiers) > 1 else 0)
-        fitted.append(f"{len(measured)} collectives {error:.0%}")
-        tiers = (tier, *tiers[1:])
-    watch = bench.watch
-    base = _at_least_as_measured(known or _unknown(devices, peaks, streaming), peaks, streaming)
-    reached = peaks[sizes.dtype] / base.peak(sizes.dtype)
-    return dataclasses.replace(
-        base,
-        name=_name(devices, watch),
-        matmul=dataclasses.replace(matmul, peak=min(1.0, reached)),
-        attention_forward=min(1.0, forward * reached),
-        attention_backward=min(1.0, backward * reached),
-        memory_reached=min(1.0, streaming / (1e9 * base.memory_gb_per_s)),
-        launch_us=1e6 * launch,
-        tiers=tiers,
-        alone=len(devices) / watch.cores if watch.cores else 1.0,
-        sources=_sources(devices, watch, sizes, fitted, known),
-    )
-
-
-def _products(
-    bench: Bench, sizes: Sizes, call: float, launch: float, report: Any
-) -> tuple[list[fit.Product], dict[str, float], Any, float]:
-    """(what was swept, operations a second by dtype without the losses of sizes, these, the fit's error)."""
-    swept = []
+    products = []
     for i, (m, n, k) in enumerate(sizes.products):
         report(f"products, [{m}, {k}] · [{k}, {n}]", 0.05 + 0.5 * i / len(sizes.products))
-        swept.append(bench.product(m, n, k, sizes.dtype, call))
-    peak, matmul, error = fit.products(swept, launch)
+        products.append(bench.product(m, n, k, sizes.dtype, call))
+    peak, matmul, error = fit_products(products, launch)
+    fitted = [f"{len(products)} products {error:.0%}"]
     other = BFLOAT16 if sizes.dtype == FLOAT32 else FLOAT32
     report(f"products in {other}", 0.55)
     largest = bench.product(*sizes.products[-1], other, call)
-    rate = largest.flops / fit.without(largest.seconds, launch)
-    return swept, {sizes.dtype: peak, other: rate / matmul.reached(largest.m, largest.n, largest.k)}, matmul, error
+    rate = largest.flops / without(largest.seconds, launch)
+    peaks = {sizes.dtype: peak, other: rate / matmul.reached(largest.m, largest.n, largest.k)}
+    forward, backward = _attention(bench, sizes, peak, call, report)
+    report("passes over memory", 0.7)
+    passes = [bench.streaming(size, call) for size in sizes.passes][-2:]
+    base = _as_fast_as_measured(
+        known or _unknown(devices), peaks, sum(moved for moved, _ in passes) / sum(seconds for _, seconds in passes)
+    )
+    alone = len(devices) / bench.watch.cores if bench.watch.cores else 1.0
+    tiers = base.tiers
+    if len(devices) > 1:
+        exchanges: list[Exchange] = []
+        tried = [(group, size) for group in groups_of(len(devices)) for size in sizes.collectives]
+        for i, (group, size) in enumerate(tried):
+            report(f"collectives of {size >> 10} KiB over {group} devices", 0.75 + 0.25 * i / len(tried))
+            exchanges += bench.exchanges(group, size, call)
+        here = (tiers[0].name if tiers else "local", len(devices) if len(tiers) > 1 else 0)
+        tier, error = fit_links(exchanges, dataclasses.replace(base, alone=alone), *here)
+        fitted.append(f"{len(exchanges)} collectives {error:.0%}")
+        tiers = (tier, *tiers[1:])
+    cores = bench.watch.cores
+    reached = peak / base.peak(sizes.dtype)
+    return dataclasses.replace(
+        base,
+        name=f"{devices[0].device_kind}{f', {len(devices)} simulated devices on {cores} cores' * bool(cores)}",
+        matmul=dataclasses.replace(matmul, peak=min(1.0, reached)),
+        attention_forward=min(1.0, forward * reached),
+        attention_backward=min(1.0, backward * reached),
+        launch_us=1e6 * launch,
+        tiers=tiers,
+        alone=alone,
+        sources=_sources(devices, cores, sizes, fitted, known),
+    )
 
 
 def _attention(bench: Bench, sizes: Sizes, peak: float, call: float, report: Any) -> tuple[float, float]:
-    """Parts of `peak` that attention reaches, forward and backward: geometric means over the sizes, half of the scores counted."""
+    """Parts of `peak` that attention reaches, forward and backward: geometric means over the sizes,
+    half of the scores counted."""
     parts = []
     for i, (sequences, tokens, heads, size) in enumerate(sizes.attention):
         report(f"attention, {heads} heads of {size}, {tokens} tokens", 0.6 + 0.1 * i / len(sizes.attention))
@@ -173,37 +207,30 @@ def _attention(bench: Bench, sizes: Sizes, peak: float, call: float, report: Any
     return statistics.geometric_mean(p for p, _ in parts), statistics.geometric_mean(p for _, p in parts)
 
 
-def _unknown(devices: Sequence[jax.Device], peaks: dict[str, float], streaming: float) -> Hardware:
-    """A kind without a data sheet: what was measured is all there is."""
+def _unknown(devices: Sequence[jax.Device]) -> Hardware:
+    """A kind without a data sheet, of which only the memory's size is known."""
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
     if not limit and devices[0].platform == "cpu":
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
-    tflops = {dtype: peak / 1e12 for dtype, peak in peaks.items()}
-    memory, gb_per_s = limit / GIB, streaming / 1e9
-    return Hardware("", tflops, memory, MEMORY_USABLE, gb_per_s, 1.0, kinds.Matmul(1.0, (0.0, 0.0, 0.0)), 1.0, 1.0, 0.0, (), 0.0, ())
+    none = dict.fromkeys((BFLOAT16, FLOAT32), 0.0)
+    return Hardware("", none, limit / GIB, MEMORY_USABLE, 0.0, 1.0, Matmul(1.0, (0.0, 0.0, 0.0)), 1.0, 1.0, 0.0, (), 0.0, ())
 
 
-def _at_least_as_measured(kind: Hardware, peaks: Mapping[str, float], streaming: float) -> Hardware:
-    """The kind with its peaks as high as those that were measured: none reaches more than all of them."""
+def _as_fast_as_measured(kind: Hardware, peaks: dict[str, float], streaming: float) -> Hardware:
+    """The kind with its peaks as high as those that were measured, for none reaches more than all of
+    them, and the part of the memory's bandwidth that passes reach."""
     tflops = {dtype: max(peak, peaks.get(dtype, 0.0) / 1e12) for dtype, peak in kind.peak_tflops.items()}
-    return dataclasses.replace(kind, peak_tflops=tflops, memory_gb_per_s=max(kind.memory_gb_per_s, streaming / 1e9))
+    gb_per_s = max(kind.memory_gb_per_s, streaming / 1e9)
+    return dataclasses.replace(kind, peak_tflops=tflops, memory_gb_per_s=gb_per_s, memory_reached=min(1.0, streaming / (1e9 * gb_per_s)))
 
 
-def _name(devices: Sequence[jax.Device], watch: Stopwatch) -> str:
-    shared = f", {len(devices)} simulated devices on {watch.cores} cores" if watch.cores else ""
-    return f"{devices[0].device_kind}{shared}"
-
-
-def _sources(
-    devices: Sequence[jax.Device], watch: Stopwatch, sizes: Sizes, fitted: Sequence[str], known: Hardware | None
-) -> tuple[str, ...]:
+def _sources(devices: Sequence[jax.Device], cores: int, sizes: Sizes, fitted: Sequence[str], known: Hardware | None) -> tuple[str, ...]:
     """When, where and with what it was measured, how well the fits hold, and what was not measured."""
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    seconds = f"CPU-seconds of the process over {watch.cores} cores" if watch.cores else "seconds of the wall"
-    kernels = f"products and attention in {sizes.dtype}, all devices at once"
+    seconds = f"CPU-seconds of the process over {cores} cores" if cores else "seconds of the wall"
     sources = [
         f"measured by --calibrate, {when}, on {platform.node() or 'a machine without a name'}: {len(devices)} × {devices[0].device_kind}, "
-        f"jax {jax.__version__}, {seconds}; {kernels}",
+        f"jax {jax.__version__}, {seconds}; products and attention in {sizes.dtype}, all devices at once",
         f"median relative errors of the fits: {', '.join(fitted)}",
     ]
     if known:
@@ -213,40 +240,20 @@ def _sources(
     return tuple(sources)
 
 
-def write(hardware: Hardware, file: str) -> None:
-    """Writes the file that `costs.hardware.load` reads. Raises CalibrationError where it cannot be written."""
-    try:
-        pathlib.Path(file).write_text(json.dumps(kinds.to_json(hardware), indent=2, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise CalibrationError(f"{file!r} cannot be written ({os.strerror(error.errno or 0)}): use --out=hardware.json") from None
-
-
-def check_file(file: str) -> None:
-    """Raises UsageError unless a file of that name can be written and read again, before a minute is spent."""
-    path = pathlib.Path(file)
-    if path.suffix != ".json":
-        raise UsageError(f"--out={shown(file)} is no JSON file", {"out": str(path.with_suffix(".json")) if path.name else "hardware.json"})
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(
-            f"--out={shown(file)} cannot be written there", {"out": "hardware.json" if os.path.isdir(path.name) else path.name}
-        )
-
-
 def summary(hardware: Hardware) -> list[str]:
     """Lines for people."""
     peaks = ", ".join(f"{dtype} {peak:.3g}" for dtype, peak in hardware.peak_tflops.items())
     m, n, k = hardware.matmul.half
-    lines = [
+    return [
         f"{hardware.name}: TFLOP/s {peaks}",
         f"products reach {hardware.matmul.peak:.0%}, half of it at m {m:.0f}, n {n:.0f} or k {k:.0f}",
         f"attention reaches {hardware.attention_forward:.0%} forward, {hardware.attention_backward:.0%} backward",
         f"memory {hardware.streaming / 1e9:.3g} GB/s, an operation's launch {hardware.launch_us:.1f} µs",
         *(f"{t.name}: {t.bytes_per_s / 1e9:.3g} GB/s, {t.latency_us:.1f} µs" for t in hardware.tiers),
     ]
-    return lines
 
 
-# --- the command -----------------------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------
 
 DESCRIPTION = """usage: python -m jaxtrain.plan.calibrate --out=FILE [--cpu_devices=N]
 
@@ -257,24 +264,31 @@ FLAGS = (
 )
 
 
+def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
+    """The flags. Raises UsageError unless a file of that name can be written and read again, before a minute is spent."""
+    path = pathlib.Path(flags.out)
+    if path.suffix != ".json":
+        raise UsageError(
+            f"--out={shown(flags.out)} is no JSON file", {"out": str(path.with_suffix(".json")) if path.name else "hardware.json"}
+        )
+    cli.check_output("out", flags.out, "hardware.json")
+    return flags
+
+
 def main(argv: Sequence[str]) -> int:
     """The exit status."""
-    reading = read_flags(argv, DESCRIPTION, FLAGS, with_config=False)
+    flags = cli.checked_flags(argv, DESCRIPTION, FLAGS, check_flags)
+    flags.coordinator, flags.processes, flags.process_id = "", 1, 0
     try:
-        settled(reading, lambda reading: check_file(reading.values["out"]))
-        flags = types.SimpleNamespace(**reading.values, coordinator="", processes=1, process_id=0)
         start_jax(flags)
         if unused := unused_accelerator(flags):
             raise CalibrationError(unused)
         with SearchProgress("calibrating") as progress:
             hardware = calibrate(report=progress)
-        write(hardware, flags.out)
-    except UsageError as error:
+        cli.write_output(flags.out, (json.dumps(kinds.to_json(hardware), indent=2, ensure_ascii=False) + "\n").encode())
+    except (RunError, cli.FlagsError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return ExitStatus.BAD_CONFIG
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.status
+        return error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG
     print("\n".join([*summary(hardware), f"written to {flags.out}: use --hardware={flags.out}"]))
     return ExitStatus.FINISHED
 

@@ -1,7 +1,11 @@
-"""`--calibrate` on this process's simulated devices, of sizes that take no time; and, in full, whether the planner orders layouts by it."""
+"""Figures of a kind of device from measured times, found again with noise too; `--calibrate` on this process's simulated devices, of
+sizes that take no time; and, in full, whether the planner orders layouts by it."""
 
+import dataclasses
+import json
 import math
 import os
+import random
 import subprocess
 import sys
 import time
@@ -11,7 +15,10 @@ import pytest
 from support import ROOT
 
 from jaxtrain.costs import hardware as kinds
+from jaxtrain.costs.collectives import DATA, GATHER, PERMUTE, SCATTER, SUM, Collective
+from jaxtrain.costs.hardware import Matmul
 from jaxtrain.plan import bench, calibrate
+from jaxtrain.plan.bench import Exchange, Product
 
 TINY = calibrate.Sizes(
     "float32",
@@ -21,12 +28,13 @@ TINY = calibrate.Sizes(
     collectives=(1 << 12,),
     seconds=0.0005,
 )
+SIZES = [(m, n, k) for m in (64, 256, 1024) for n in (64, 256, 1024) for k in (64, 256, 1024)]
 
 
 def test_a_file_that_the_planner_reads(tmp_path):
     said = []
     measured = calibrate.calibrate(TINY, lambda what, done: said.append((what, done)))
-    calibrate.write(measured, str(tmp_path / "cpu.json"))
+    (tmp_path / "cpu.json").write_text(json.dumps(kinds.to_json(measured)))
     hardware = kinds.load(str(tmp_path / "cpu.json"))
     assert hardware == measured
     assert {*hardware.peak_tflops} == {"bfloat16", "float32"} and all(0 < peak < 100 for peak in hardware.peak_tflops.values())
@@ -58,13 +66,18 @@ def test_groups(devices, groups):
     ("flag", "error"),
     [
         ("--out=cpu.txt", "error: --out='cpu.txt' is no JSON file: use --out=cpu.json"),
-        ("--out=no/such/folder/cpu.json", "error: --out='no/such/folder/cpu.json' cannot be written there: use --out=cpu.json"),
+        (
+            "--out=no/such/folder/cpu.json",
+            "error: --out='no/such/folder/cpu.json' cannot be written (No such file or directory): use --out=cpu.json",
+        ),
         ("--cpu_devices=-1", "error: --cpu_devices=-1 must be at least 0: use --cpu_devices=0"),
     ],
 )
 def test_errors_are_one_line(flag, error, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert calibrate.main([flag]) == 2
+    with pytest.raises(SystemExit) as ended:
+        calibrate.main([flag])
+    assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines() == [error]
 
 
@@ -72,6 +85,58 @@ def test_one_device_of_no_known_kind_has_no_links(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
     with pytest.raises(calibrate.CalibrationError, match="needs two devices to measure links.*use --cpu_devices=8"):
         calibrate.calibrate(TINY)
+
+
+def swept(matmul: Matmul, peak: float, launch: float, noise: float = 0.0) -> list[Product]:
+    """What products would take on such a device, each off by up to `noise`."""
+    rng = random.Random(0)
+    seconds = lambda m, n, k: 2 * m * n * k / (peak * matmul.reached(m, n, k)) + launch
+    return [Product(*size, seconds(*size) * (1 + rng.uniform(-noise, noise))) for size in SIZES]
+
+
+def exchange(devices: int, size: float, seconds: float, *kinds: str) -> Exchange:
+    return Exchange(devices, tuple(Collective(kind, (DATA,), size) for kind in kinds), seconds)
+
+
+def test_products_of_a_known_device():
+    peak, matmul, error = calibrate.fit_products(swept(Matmul(1.0, (5.0, 20.0, 80.0)), 3e10, 1e-5), 1e-5)
+    assert peak == pytest.approx(3e10) and matmul.half == pytest.approx((5.0, 20.0, 80.0)) and matmul.peak == 1.0
+    assert error < 1e-9
+
+
+def test_noise_and_what_has_no_part():
+    peak, matmul, error = calibrate.fit_products(swept(Matmul(1.0, (0.0, 20.0, 0.0)), 3e10, 0.0, noise=0.1), 0.0)
+    assert peak == pytest.approx(3e10, rel=0.1) and matmul.half[1] == pytest.approx(20, rel=0.4)
+    assert all(half >= 0 for half in matmul.half) and matmul.half[0] < 8 and matmul.half[2] < 8
+    assert 0.01 < error < 0.1
+
+
+def test_links_of_a_known_device():
+    """Gathers, sums over 2 to 8 devices and messages, as costs/collectives.py counts them."""
+    measured = []
+    for devices in (2, 4, 8):
+        for size in (1e5, 1e6, 1e7):
+            once = size * (devices - 1) / devices / 2e9 + 2 * math.log2(devices) * 3e-6
+            measured += [exchange(devices, size, once, GATHER), exchange(devices, size, 2 * once, GATHER, SCATTER)]
+            measured += [exchange(devices, size, 2 * once, SUM), exchange(devices, size, size / 2e9 + 3e-6, PERMUTE)]
+    tier, error = calibrate.fit_links(measured, kinds.load("h100"), "local", 8)
+    assert (tier.name, tier.devices) == ("local", 8)
+    assert tier.bytes_per_s == pytest.approx(2e9) and tier.latency_us == pytest.approx(3.0) and error < 1e-9
+
+
+def test_one_memory():
+    """Where devices are simulated, a sum over any number takes as long as a message."""
+    simulated = dataclasses.replace(kinds.load("h100"), alone=4.0)
+    measured = [exchange(n, size, size / 2e9 + 5e-5, kind) for n in (2, 8) for size in (1e5, 1e7) for kind in (SUM, PERMUTE)]
+    tier, error = calibrate.fit_links(measured, simulated, "local", 0)
+    assert tier.bytes_per_s == pytest.approx(2e9) and tier.latency_us == pytest.approx(50.0) and error < 1e-9
+
+
+def test_factors_are_not_negative():
+    """By plain least squares the second factor would be -1."""
+    factors, error = calibrate.fit([(1.0, 0.0), (1.0, 1.0)], [2.0, 1.0])
+    assert factors[1] == 0.0 and factors[0] == pytest.approx(1.2)  # (x/2 - 1)² + (x - 1)² is least at 6/5
+    assert error == pytest.approx((0.4 + 0.2) / 2)
 
 
 @pytest.mark.full
