@@ -51,7 +51,7 @@ def as_dict(figures: StepFigures) -> dict[str, Any]:
             "bubble": bubble,
             "step": figures.busy_seconds / (1 - bubble),
             "kernels": in_kernels / (figures.hardware.peak() * figures.kernel_efficiency),
-            "by_op": {op: seconds for op, seconds in figures.by_op().items() if seconds > 0},
+            "by_op": {op: seconds for op, seconds in by_op(figures).items() if seconds > 0},
         },
         "peaks": {"products": figures.product_efficiency, "kernels": figures.kernel_efficiency},
         "memory_bytes": total(figures.costs.bytes),
@@ -62,6 +62,14 @@ def as_dict(figures: StepFigures) -> dict[str, Any]:
         "collectives": [dict(zip(names, key, strict=True)) | dataclasses.asdict(t) for key, t in collectives],
         "compile_seconds": compiled.seconds,
     }
+
+
+def by_op(figures: StepFigures) -> dict[str, float]:
+    """Seconds of each scope, the longest first."""
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for run in figures.runs:
+        seconds[run.op] += figures.seconds(run)
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def kernels(figures: StepFigures) -> dict[str, dict[str, float]]:
@@ -108,10 +116,15 @@ def is_copy(costs: Costs, i: Instruction) -> bool:
     """Whether an instruction only brings an array into another order or place in the device's memory."""
     if i.opcode in ("copy-start", "copy"):
         source = costs.program.operands(i)[0]
-        if not source.orders:
+        if not source.layouts:
             return False
-        return source.orders[0] != i.orders[0] or {source.spaces[0], i.spaces[0]} <= costs.memory
+        return _order(source) != _order(i) or {source.spaces[0], i.spaces[0]} <= costs.memory
     if i.opcode != "fusion":
         return i.opcode == "transpose"
     opcodes = {j.opcode for j in costs.program.below(i.calls["calls"])}
     return opcodes <= MOVES and bool(opcodes & REORDERS)
+
+
+def _order(i: Instruction) -> str:
+    """The order in memory of the first array's dimensions, the innermost first: "1,0"."""
+    return re.split(r"[:}]", i.layouts[0].removeprefix("{"))[0]

@@ -1,1 +1,1 @@
-"""Compiled programs of a step, made for devices that need not be there, and traces of their runs: read and counted."""
+"""Reads compiled programs of a step, for devices that need not be there, and traces of runs."""

@@ -1,8 +1,9 @@
-"""The costs of one instruction of a compiled program: operations of its products, bytes of memory, a TPU's cycles.
+"""The costs of an instruction of a compiled program: operations, bytes of memory, a TPU's cycles.
 
-    flops    2 · multiplications of its dots and convolutions, also of those that it fuses; a kernel's are not in the
-             program
-    bytes    read from and written to the device's memory; of an array that it cuts, or updates in place, the part
+    flops    2 · multiplications of its dots and convolutions, also of those that it fuses; a
+             kernel's are not in the program
+    bytes    read from and written to the device's memory; of an array that it cuts, or updates in
+             place, the part
     cycles   `estimated_cycles`, with which libtpu schedules
 
 A loop costs nothing itself: what is in it runs as often as its trips say (loops.py).
@@ -21,8 +22,10 @@ COSTLESS = FREE | {"call", "conditional"}
 READS_A_PART = frozenset({"dynamic-slice", "slice", "gather"})
 VIEWS = frozenset({"bitcast", "reshape"})
 GEMM = re.compile(r"__cublas\$|__triton_gemm|__cudnn\$gemm")
-CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)')  # of a dot, of a call of a library
-WINDOW = (("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))  # of a convolution, and defaults
+# Contracted dimensions of a dot, or of a call of a library.
+CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)')
+# Of a convolution's window, with defaults.
+WINDOW = (("stride", "1"), ("pad", "0_0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
 # Memory spaces of arrays that are in the device's memory; a TPU's 1 is its vector memory.
 TPU_MEMORY, GPU_MEMORY = frozenset({0}), frozenset({0, 1, 7})
 
@@ -41,8 +44,8 @@ class Costs:
         """Operations of an instruction's products."""
         if i.opcode == "convolution":
             return self._convolution(i)
-        library = i.opcode == "custom-call" and GEMM.search(target(i)) and "dot_dimension_numbers" in i.text
-        if i.opcode == "dot" or library:
+        library = i.opcode == "custom-call" and GEMM.search(target(i))
+        if i.opcode == "dot" or (library and "dot_dimension_numbers" in i.text):
             contracted, left = CONTRACTED.search(i.text), self.program.operands(i)[0].shapes[0]
             dimensions = re.findall(r"\d+", contracted[1]) if contracted else ()
             return 2 * i.sizes[0] * math.prod(left[int(d)] for d in dimensions)
@@ -57,29 +60,34 @@ class Costs:
         return any(self.program.operands(j)[0].types[0] == "f32" for j in products if self.flops(j))
 
     def _convolution(self, i: Instruction) -> int:
-        """FLOPs of a convolution. An output counts the window's places that meet a number, neither padding nor a hole."""
+        """FLOPs of a convolution.
+
+        An output counts the window's places that meet a number, neither padding nor a hole.
+        """
         left, right = (operand.shapes[0] for operand in self.program.operands(i)[:2])
         labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.text)
         assert labels is not None, i.text
-        inputs, kernel, outputs = (dict(zip(*pair, strict=True)) for pair in zip(labels.groups(), (left, right, i.shapes[0]), strict=True))
+        shapes = zip(labels.groups(), (left, right, i.shapes[0]), strict=True)
+        inputs, kernel, outputs = (dict(zip(*labelled, strict=True)) for labelled in shapes)
         written = re.search(r"window=\{([^}]*)\}", i.text)
         window = dict(part.split("=") for part in written[1].split()) if written else {}
         flops = 2 * kernel["i"] * outputs["b"] * outputs["f"]
         for n, d in enumerate(sorted(filter(str.isdigit, inputs))):
-            numbers = (window[key].split("x")[n] if key in window else default for key, default in WINDOW)
+            numbers = (window[key].split("x")[n] if key in window else usual for key, usual in WINDOW)
             flops *= _meetings(inputs[d], outputs[d], kernel[d], *(int(number.split("_")[0]) for number in numbers))
         return flops
 
     # ------------------------------------------------------------------ bytes of the device's memory
 
     def bytes(self, i: Instruction) -> int:
-        """Bytes that an instruction reads and writes. Something asynchronous costs this at its start."""
+        """Bytes that an instruction reads and writes; something asynchronous does at its start."""
         if i.opcode in COSTLESS or i.opcode.endswith(("-done", "-update")) or target(i) == "AllocateBuffer":
             return 0
         if i.opcode in ("fusion", "fusion-start"):
             operands = self.program.operands(i)
-            read = (min(operands[n].bytes, self._used(p)) for n, p in self._parameters(i).items() if self._in_memory(operands[n]))
-            return sum(read) + self._written(i)
+            read = {n: p for n, p in self._parameters(i).items() if self._in_memory(operands[n])}
+            used = sum(min(operands[n].bytes, self._used(p)) for n, p in read.items())
+            return used + self._written(i)
         if i.starts:
             return self._in_memory(i)
         if i.opcode in READS_A_PART:
@@ -96,8 +104,8 @@ class Costs:
     def _parameters(self, fusion: Instruction) -> dict[int, Instruction]:
         """The parameters of a fused computation by the number of the operand."""
         fused = self.program.computations[fusion.calls["calls"]]
-        parameters = ((re.search(r"parameter\((\d+)\)", i.text), i) for i in fused if i.opcode == "parameter")
-        return {int(number[1]): i for number, i in parameters if number}
+        numbers = ((re.search(r" parameter\((\d+)\)", i.text), i) for i in fused if i.opcode == "parameter")
+        return {int(number[1]): i for number, i in numbers if number}
 
     def _used(self, value: Instruction) -> int:
         """Bytes of a value in a fused computation that others in it read."""
@@ -120,7 +128,7 @@ class Costs:
         """Bytes that a fusion writes: of a result that is updated in place, the update."""
         root = self.program.root(fusion.calls["calls"])
         results = self.program.operands(root) if root.opcode == "tuple" else [root]
-        if len(results) != len(fusion.sizes):  # of an asynchronous fusion, whose tuple has its operands too
+        if len(results) != len(fusion.sizes):  # an asynchronous fusion's tuple has its operands too
             return sum(result.bytes for result in results)
         return sum(self._update(r) for r, space in zip(results, fusion.spaces, strict=True) if space in self.memory)
 
@@ -134,10 +142,14 @@ class Costs:
     # ------------------------------------------------------------------ cycles
 
     def cycles(self, i: Instruction) -> int:
-        """Cycles by libtpu's estimate; of a fusion without one, whose parts run on different cores, their sum; else 0."""
+        """Cycles by libtpu's estimate, or 0.
+
+        A fusion without one, whose parts run on different cores, has the sum of its parts'.
+        """
         if estimate := re.search(r'"estimated_cycles":"(\d+)"', i.text):
             return int(estimate[1])
-        return sum(map(self.cycles, self.program.computations[i.calls["calls"]])) if i.opcode == "fusion" else 0
+        fused = self.program.computations[i.calls["calls"]] if i.opcode == "fusion" else []
+        return sum(map(self.cycles, fused))
 
 
 def target(i: Instruction) -> str:
@@ -147,7 +159,15 @@ def target(i: Instruction) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _meetings(size: int, outputs: int, window: int, stride: int, before: int, base_dilation: int, window_dilation: int) -> int:
+def _meetings(
+    size: int,
+    outputs: int,
+    window: int,
+    stride: int,
+    before: int,
+    base_dilation: int,
+    window_dilation: int,
+) -> int:
     """Pairs (output, place of the window) of a dimension that meet one of its `size` numbers."""
     at = np.arange(outputs)[:, None] * stride + np.arange(window)[None] * window_dilation - before
     return int(((at % base_dilation == 0) & (at >= 0) & (at // base_dilation < size)).sum())

@@ -1,6 +1,7 @@
-"""A compiled program's text as instructions: computations, loops and their trip counts, what a collective joins.
+"""A compiled program's text as instructions: computations, loops and trip counts, collectives.
 
-Sizes are elements, not bytes: a convert does not change them, and tests choose shapes whose sizes tell them apart.
+Sizes are elements, not bytes: a convert does not change them, and tests choose shapes whose sizes
+tell them apart.
 """
 
 import dataclasses
@@ -22,11 +23,12 @@ FREE = frozenset(
 # Scopes of ops: a letter with a unit, and those that only some stages have.
 OP = re.compile(r"[A-Z]\d*|embed|head|embed_gradient")
 BYTES = {
-    **{"token": 0, "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2},
+    **{"token": 0, "s4": 0.5, "u4": 0.5, "pred": 1, "s8": 1, "u8": 1},
+    **{"s16": 2, "u16": 2, "bf16": 2, "f16": 2},
     **{"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8},
 }
-# ROOT, name, what it makes, opcode, operands, attributes. A bracket that is followed by neither an attribute nor
-# the line's end is one of a layout.
+# ROOT, name, what it makes, opcode, operands, attributes. The bracket after the operands is the
+# first that an attribute or the line's end follows: others are of layouts.
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(, [\w\-]+=.*|)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _CALL = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
@@ -64,7 +66,7 @@ class Instruction:
 
     @property
     def bytes_of_each(self) -> list[int]:
-        """Bytes of each array. A type that BYTES lacks is an eight-bit float, whose types have many names."""
+        """Bytes of each array; BYTES lacks eight-bit floats, whose types have many names."""
         return [int(size * BYTES.get(kind, 1)) for size, kind in zip(self.sizes, self.types, strict=True)]
 
     @property
@@ -74,19 +76,14 @@ class Instruction:
         return [int(space[1]) if space else 0 for space in spaces]
 
     @property
-    def orders(self) -> list[str]:
-        """The order in memory of each array's dimensions, the innermost first: "1,0"."""
-        return [re.split(r"[:}]", layout.removeprefix("{"))[0] for layout in self.layouts]
-
-    @property
     def collective(self) -> str | None:
-        """The kind of collective; None for other instructions, and for the second half of an asynchronous one."""
+        """The kind of collective; None for other instructions, and for an asynchronous end."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
 
     @property
     def starts(self) -> bool:
-        """Whether this is the first half of something asynchronous; the second has the same name with `-done`."""
+        """Whether this is the first half of something asynchronous; the second is its `-done`."""
         return self.opcode.endswith("-start")
 
     @property
@@ -96,18 +93,22 @@ class Instruction:
         return name[1] if name else ""
 
     def groups(self, devices: int) -> set[frozenset[int]]:
-        """The groups of partitions that meet in a collective. ValueError for a notation that is not known."""
+        """Groups of partitions that meet in a collective. ValueError for an unknown notation."""
         if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", self.text):
             groups = re.findall(r"\{([\d,]+)\}", listed[1])
             return {frozenset(_integers(group)) for group in groups} or {frozenset(range(devices))}
         if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", self.text):
             ids = _iota(*iota.group(2, 3)).reshape(_integers(iota[1]))
-        elif mesh := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{('\w+'(?:,'\w+')*)\}}", self.text):
+        elif mesh := re.search(
+            rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{('\w+'(?:,'\w+')*)\}}",
+            self.text,
+        ):
             sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
             met = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", mesh[4])]
             others = [axis for axis in range(len(sizes)) if axis not in met]
-            ids = _iota(mesh[2] or str(math.prod(sizes.values())), mesh[3]).reshape(tuple(sizes.values()))
-            ids = ids.transpose(others + met).reshape(-1, math.prod(ids.shape[axis] for axis in met))
+            ids = _iota(mesh[2] or str(math.prod(sizes.values())), mesh[3])
+            ids = ids.reshape(tuple(sizes.values())).transpose(others + met)
+            ids = ids.reshape(-1, math.prod(ids.shape[len(others) :]))
         else:
             raise ValueError(f"unknown replica groups: {self.text}")
         return {frozenset(group) for group in ids.tolist()}
@@ -131,7 +132,7 @@ def _instruction(line: str, computation: str) -> Instruction | None:
     root, name, made, opcode, operands, attributes = match.groups()
     arrays, calls = _ARRAY.findall(made), dict(_CALL.findall(attributes))
     if branches := re.search(r"branch_computations=\{([^}]*)\}", attributes):
-        calls |= {f"branch{i}": part.strip().lstrip("%") for i, part in enumerate(branches[1].split(","))}
+        calls |= {f"branch{i}": name.strip(" %") for i, name in enumerate(branches[1].split(","))}
     return Instruction(
         name,
         computation,
@@ -147,7 +148,7 @@ def _instruction(line: str, computation: str) -> Instruction | None:
 
 
 class Program:
-    """A compiled program. computations: name → instructions; entry: the name of the first to run."""
+    """A compiled program. computations: name → instructions; entry: the first one to run."""
 
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
@@ -176,7 +177,7 @@ class Program:
                     pending += instruction.calls.values()
 
     def inline(self, name: str) -> Iterator[Instruction]:
-        """The instructions of a computation; in place of a call or a conditional those of what it names."""
+        """The instructions of a computation; for a call or a conditional those of what it names."""
         for instruction in self.computations[name]:
             if instruction.opcode in ("call", "conditional"):
                 for called in instruction.calls.values():
@@ -193,17 +194,17 @@ class Program:
         return next(i for i in self.computations[computation] if i.root)
 
     def waits_for_a_flag(self, loop: Instruction) -> bool:
-        """Whether a loop goes on as long as something that it carries is true, and counts nothing."""
+        """Whether a loop goes on while a flag that it carries is true, and counts nothing."""
         goes_on = self.root(loop.calls["condition"])
-        while goes_on.opcode == "fusion" or (goes_on.opcode in ("copy", "bitcast") and goes_on.operands):
+        while goes_on.opcode in ("fusion", "copy", "bitcast"):
             fused = goes_on.opcode == "fusion"
             goes_on = self.root(goes_on.calls["calls"]) if fused else self.operands(goes_on)[0]
         return goes_on.opcode in ("get-tuple-element", "parameter")
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Trip count of a while loop, by XLA's text or by a condition `counter < limit`, whose counter goes up by 1.
+        """Trip count of a while loop, by XLA's text or by its condition; None if neither has it.
 
-        None for other conditions, and where either number is not known when the program is compiled.
+        A condition is `counter < limit`, from a constant to a constant; the counter goes up by 1.
         """
         if known := re.search(r'known_trip_count\\?":\s*\{\\?"n\\?":\\?"(\d+)', loop.text):
             return int(known[1])
@@ -214,12 +215,11 @@ class Program:
         return None if start is None or limit is None else max(0, limit - start)
 
     def _constant(self, i: Instruction, loop: Instruction | None = None) -> int | None:
-        """The integer constant that an instruction is, if any. In the condition of a `loop`, what that begins with."""
+        """The integer constant that an instruction is, if any; in a condition, at the loop's begin."""
         if i.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
             return self._constant(self.operands(i)[0], loop)
         if i.opcode == "get-tuple-element":
-            values = self.operands(loop or i)[0]
-            index = re.search(r"index=(\d+)", i.text)
+            index, values = re.search(r"index=(\d+)", i.text), self.operands(loop or i)[0]
             return self._constant(self.operands(values)[int(index[1])]) if index and values.opcode == "tuple" else None
         number = re.search(r"constant\((-?\d+)\)", i.text) if i.opcode == "constant" else None
         return int(number[1]) if number else None
@@ -244,10 +244,10 @@ def pairs(text: str) -> list[tuple[int, int]]:
 
 
 def along(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """(the axes of a mesh along which the partitions of a collective differ, how many partitions meet)."""
+    """(the mesh axes along which a collective's partitions differ, how many partitions meet)."""
     shape = tuple(mesh.values())
     permutes = instruction.collective == "collective-permute"
-    groups = list(pairs(instruction.text) if permutes else map(tuple, instruction.groups(math.prod(shape))))
-    places = [np.unravel_index(group, shape) for group in groups]  # [axes][partitions] of each
-    differ = [any((place[axis] != place[axis][0]).any() for place in places) for axis in range(len(shape))]
-    return tuple(name for name, different in zip(mesh, differ, strict=True) if different), len(groups[0])
+    groups = pairs(instruction.text) if permutes else instruction.groups(math.prod(shape))
+    places = [np.unravel_index(list(group), shape) for group in groups]  # [axes][partitions]
+    differ = lambda axis: any((place[axis] != place[axis][0]).any() for place in places)
+    return tuple(name for axis, name in enumerate(mesh) if differ(axis)), len(places[0][0])

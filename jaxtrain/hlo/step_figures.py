@@ -1,11 +1,11 @@
-"""Figures of a compiled step on a device: operations, seconds, bytes, kernels, copies, collectives; nothing is run.
+"""Figures of a compiled step on a device: seconds, kernels, collectives; nothing is run.
 
-    seconds    TPU: libtpu's cycles at the platform's clock; H100: the longer of an instruction's operations at a fraction
-               of the peak and its bytes at the memory's speed. A kernel, for which there is neither, takes its
-               operations at another fraction. Collectives are left out.
-    step       the busiest stage's seconds / (1 − the bubble that the table's simulation predicts)
+    seconds    TPU: libtpu's cycles at the platform's clock; H100: the longer of an instruction's
+               operations at a fraction of the peak and its bytes at the memory's speed. A kernel,
+               which has neither, takes its operations at another one. Collectives are left out.
 
-A scope's names are those of the table's ops; with one stage R is what B computes again, and B all of the backward.
+A scope's names are those of the table's ops; with one stage R is what B computes again, and B all
+of the backward.
 """
 
 import collections
@@ -25,8 +25,8 @@ from jaxtrain.hlo.traffic import collectives
 
 # Custom calls that compute nothing by themselves, or are counted as products
 NO_KERNELS = re.compile(
-    r"AllocateBuffer|AssumeGatherIndicesInBound|Sharding|SPMD|__cublas|annotate_device_placement|MoveTo|^$|Resource"
-    r"|topk|TopK"
+    r"AllocateBuffer|AssumeGatherIndicesInBound|Sharding|SPMD|__cublas|annotate_device_placement"
+    r"|MoveTo|^$|Resource|topk|TopK"
 )
 GROUPED = re.compile(r"gmm|ragged|grouped")
 FLOATS = ("bf16", "f16", "f32")
@@ -54,7 +54,8 @@ class Traffic:
 class StepFigures:
     """The figures of a compiled `train` of a resolved config, for a device of the busiest stage.
 
-    product_efficiency, kernel_efficiency: fractions of the peak that products in XLA's own code (H100) and kernels reach
+    product_efficiency: the fraction of the peak that products in XLA's own code reach (H100)
+    kernel_efficiency:  the fraction of it that kernels reach
     """
 
     def __init__(
@@ -68,18 +69,20 @@ class StepFigures:
         self.config, self.compiled = config, compiled
         self.product_efficiency, self.kernel_efficiency = product_efficiency, kernel_efficiency
         self.setup, self.program = make_setup(config), compiled.program
-        self.hardware, self.tpu = hardware.load(PLATFORMS[platform].hardware), PLATFORMS[platform].backend == "tpu"
+        device = PLATFORMS[platform]
+        self.hardware, self.tpu = hardware.load(device.hardware), device.backend == "tpu"
         self.costs = Costs(self.program, TPU_MEMORY if self.tpu else GPU_MEMORY)
         self.mesh = dict(zip(AXES, sizes_of(config.mesh), strict=True))
         shards = batch_shards(self.mesh) * config.mesh.context
         tokens = config.sequences_per_microbatch * config.data.sequence_length // shards
-        self._expert_tokens = tokens * config.model.experts_per_token  # of a microbatch, that a device's experts get
-        loops_of = lambda stage: StepLoops(self.program, self.setup, stage, self._expert_tokens or None)
-        stages = list(map(loops_of, range(config.mesh.stage)))
-        runs = [list(loops.executed()) for loops in stages]
-        seconds = [sum(map(self.seconds, of_stage)) for of_stage in runs]
-        self.stage = seconds.index(max(seconds))
-        self.loops, self.runs, self.busy_seconds = stages[self.stage], runs[self.stage], seconds[self.stage]
+        # Those of a microbatch that reach a device's experts.
+        self._expert_tokens = tokens * config.model.experts_per_token
+        self.busy_seconds = -1.0
+        for stage in range(config.mesh.stage):
+            loops = StepLoops(self.program, self.setup, stage, self._expert_tokens or None)
+            runs = list(loops.executed())
+            if (seconds := sum(map(self.seconds, runs))) > self.busy_seconds:
+                self.stage, self.loops, self.runs, self.busy_seconds = stage, loops, runs, seconds
 
     # ------------------------------------------------------------------ one instruction
 
@@ -88,24 +91,26 @@ class StepFigures:
         if i.opcode != "custom-call" or NO_KERNELS.search(name := target(i)) or self.costs.cycles(i):
             return ""
         if name == "tpu_custom_call":
-            pallas = re.search(r'kernel_name="?([\w.]+)', i.text) or re.search(r"/([\w.]+)/pallas_call", i.op_name)
-            return f"pallas {pallas[1] if pallas else i.name.split('.')[0]}"
+            named = re.search(r'kernel_name="?([\w.]+)', i.text)
+            scope = named or re.search(r"/([\w.]+)/pallas_call", i.op_name)
+            return f"pallas {scope[1] if scope else i.name.split('.')[0]}"
         mask = re.search(r'"mask_type": ?"(\w+)"', i.text)
         return f"{name} {mask[1]}" if mask else name
 
     def kernel_flops(self, i: Instruction) -> float:
         """FLOPs of a kernel, run once; 0 for other instructions.
 
-        Attention multiplies, in each product, each query with each earlier key, or with all keys where a cuDNN kernel
-        is told of no mask. A backward has five products, or where it is two kernels three and four of them (the scores,
-        and the gradients of the weights made from them, in both). A grouped product multiplies each token with one
-        matrix; its capacity exceeds the tokens that arrive, and its cost follows those that do, spread evenly.
+        Attention multiplies, in each product, each query with each earlier key, or with all keys
+        where a cuDNN kernel is told of no mask. A backward has five products, or where it is two
+        kernels three and four of them (the scores, and the gradients of the weights made from them,
+        in both). A grouped product multiplies each token with one matrix; its capacity exceeds the
+        tokens that arrive, and its cost follows those that do, spread evenly.
         """
         if not (name := self.kernel(i)):
             return 0.0
         operands = [o for o in self.program.operands(i) if o.shapes and o.types[0] in FLOATS]
         if GROUPED.search(name):
-            shapes = [shape for made in (*operands, i) for shape in made.shapes]
+            shapes = [shape for values in (*operands, i) for shape in values.shapes]
             stack = next((shape for shape in shapes if len(shape) == 3), None)
             matrix = next((shape for shape in shapes if len(shape) == 2), None)
             if stack is None or matrix is None:
@@ -115,10 +120,11 @@ class StepFigures:
         length = self.config.data.sequence_length
         arrays = [o.shapes[0] for o in operands if o.shapes[0].count(length) < 2]
         results = [shape for shape, kind in zip(i.shapes, i.types, strict=True) if kind in FLOATS and len(shape) > 2]
-        # A backward reads the gradient, and what the forward left, as well as queries, keys and values.
+        # A backward reads queries, keys, values, the gradient, and what the forward left.
         products = {1: 3, 2: 4}.get(len(results), 5) if len(arrays) > 4 else 2
         keys = length // (self.config.mesh.context if self.config.parallel.context == "ring" else 1)
-        return products * 2.0 * max(map(math.prod, arrays), default=0) * keys * (1.0 if "NO_MASK" in i.text else 0.5)
+        masked = 1.0 if "NO_MASK" in i.text else 0.5
+        return products * 2.0 * max(map(math.prod, arrays), default=0) * keys * masked
 
     def product_flops(self, i: Instruction) -> float:
         """FLOPs of an instruction's products and of a kernel, run once."""
@@ -134,16 +140,10 @@ class StepFigures:
         if self.tpu:
             return run.times * self.costs.cycles(i) / (1e9 * self.hardware.clock_ghz)
         products = self.costs.flops(i)
-        peak = self.hardware.peak("float32" if products and self.costs.in_float32(i) else "bfloat16")
+        float32 = products and self.costs.in_float32(i)
+        peak = self.hardware.peak("float32" if float32 else "bfloat16")
         memory_s = self.costs.bytes(i) / (1e9 * self.hardware.memory_gb_per_s)
         return run.times * max(products / (peak * self.product_efficiency), memory_s)
-
-    def by_op(self) -> dict[str, float]:
-        """Seconds of each scope, the longest first."""
-        seconds: dict[str, float] = collections.defaultdict(float)
-        for run in self.runs:
-            seconds[run.op] += self.seconds(run)
-        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     # ------------------------------------------------------------------ collectives
 
@@ -154,7 +154,8 @@ class StepFigures:
         for run in self.runs:
             flops = overlapped.get((run.instruction.computation, run.instruction.name))
             for c in collectives(self.program, run.instruction, self.mesh, self.stage) if run.times else ():
-                traffic, size = by_kind[run.op, c.kind, c.dtype, "·".join(c.axes)], run.times * c.size
+                traffic = by_kind[run.op, c.kind, c.dtype, "·".join(c.axes)]
+                size = run.times * c.size
                 traffic.times += run.times
                 traffic.bytes += size
                 traffic.sent += run.times * c.sent
@@ -165,9 +166,9 @@ class StepFigures:
         return dict(by_kind)
 
     def _overlapped_flops(self) -> dict[tuple[str, str], float]:
-        """(computation, name) of asynchronous collectives → FLOPs of products between start and done, run once.
+        """(computation, name) of asynchronous collectives → FLOPs between start and done, run once.
 
-        A loop among these counts with its mean number of trips.
+        A loop in between counts with its mean number of trips.
         """
         times = {(run.instruction.computation, run.instruction.name): run.times for run in self.runs}
 
@@ -185,6 +186,7 @@ class StepFigures:
                 if i.opcode == "fusion" and (fused := self.costs.flops(i)):
                     overlapped[computation, i.name] = float(fused)
                 if i.collective and i.starts and '"is_sync":true' not in i.text:
-                    done = next((m for m in range(n, len(instructions)) if i.name in instructions[m].operands), n)
+                    users = (m for m, j in enumerate(instructions) if i.name in j.operands)
+                    done = next(users, n)
                     overlapped[computation, i.name] = sum(map(flops, instructions[n + 1 : done]))
         return overlapped

@@ -1,13 +1,14 @@
-"""Devices that need not be there, as the compilers know them, and a config's step compiled for them.
+"""Devices that need not be there, as compilers know them, and a step compiled for them.
 
-A text names them: a TPU slice by its sizes, GPUs by nodes. `v5p:8x8x8`, `v5e:16x16`, `h100:128x8`. A TPU's links
-go round where optical switches join the whole dimension or the pod ends: on v4 and v5p if every dimension is a
-multiple of 4, on v5e and v6e along a dimension of 16. (Google Cloud's documentation of each chip; libtpu has to be
-told.)
+A text names them: a TPU slice by its sizes, GPUs by nodes. `v5p:8x8x8`, `v5e:16x16`, `h100:128x8`.
+A TPU's links form a ring where optical switches join a dimension's ends or the pod does: on v4 and
+v5p if every dimension is a multiple of 4, on v5e and v6e along a dimension of 16. (Google Cloud's
+documentation of each chip; libtpu has to be told.)
 
-The compilers come with jax's own packages and need neither a device nor a driver; nothing here installs them.
-They would look for devices in a process that has some, so they have a process of their own,
-`python -m jaxtrain.hlo.topology FOLDER`. Nothing is run, and nothing written but the program's text.
+The compilers come with jax's own packages and need neither a device nor a driver; nothing here
+installs them. They would look for devices in a process that has some, so they run in a separate
+one, `python -m jaxtrain.hlo.topology FOLDER`. Nothing is run, and nothing written but the program's
+text.
 """
 
 import dataclasses
@@ -42,7 +43,8 @@ NODE = 8  # GPUs
 EXAMPLE = 64  # devices of a topology that an error suggests
 HOPPER = 9.0  # an H100's compute capability
 CUDNN = 91400  # 9.14, as jax counts
-MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")  # of XLA's memory analysis
+# Of XLA's memory analysis.
+MEMORY = ("argument", "temp", "output", "alias", "host_argument", "host_temp")
 NONE = "none"  # version of a compiler that is not installed
 LONGEST = 3600  # seconds that a compiler may take
 
@@ -63,7 +65,10 @@ class Refused(RuntimeError):
 
 
 def compilers() -> pathlib.Path:
-    """The folder of the compilers: $JAXTRAIN_COMPILERS, or .venv-compilers of the repository or the current folder."""
+    """The folder of the compilers: $JAXTRAIN_COMPILERS, or .venv-compilers.
+
+    That is the repository's, or the current folder's where the package is installed.
+    """
     base = REPOSITORY if (REPOSITORY / REQUIREMENTS).exists() else pathlib.Path()
     return pathlib.Path(os.environ.get("JAXTRAIN_COMPILERS") or base / ".venv-compilers").absolute()
 
@@ -94,8 +99,11 @@ class Platform:
     @property
     def version(self) -> str:
         """Version of the installed compiler; NONE if there is none."""
-        path = [str(compilers()), *sys.path]
-        return next((package.version for package in importlib.metadata.distributions(name=self.package, path=path)), NONE)
+        packages = importlib.metadata.distributions(
+            name=self.package,
+            path=[str(compilers()), *sys.path],
+        )
+        return next((package.version for package in packages), NONE)
 
     @property
     def form(self) -> str:
@@ -103,8 +111,8 @@ class Platform:
         return f"{self.name}:{'NODESx8' if self.backend == 'gpu' else 'x'.join('ABC'[: self.sizes])}"
 
     @property
-    def most(self) -> int:
-        """The number of devices in the largest TPU slice."""
+    def largest_slice(self) -> int:
+        """The number of chips in a TPU's largest slice."""
         return hardware.load(self.hardware).tiers[0].devices
 
     @property
@@ -112,7 +120,7 @@ class Platform:
         """What its topologies have in common."""
         if self.backend == "gpu":
             return "1, 2, 4 or 8 GPUs in a node, 8 in each of several"
-        most = f"of at most {POD_SIDE} chips" if self.sizes == 2 else f"with at most {self.most} chips in all"
+        most = f"of at most {POD_SIDE} chips" if self.sizes == 2 else f"with at most {self.largest_slice} chips in all"
         return f"the first two dimensions are even, for a host has 2 × 2 chips; {most}"
 
 
@@ -131,7 +139,7 @@ PLATFORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices of a platform: chips along each dimension of a slice, or nodes and the GPUs of each."""
+    """Devices of a platform: chips along each dimension of a slice, or nodes and GPUs of each."""
 
     platform: Platform
     sizes: tuple[int, ...]
@@ -146,7 +154,7 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """The dimensions, of three, along which a slice's links go round."""
+        """Whether a slice's links form a ring, by dimension, of three."""
         if self.platform.backend == "gpu":
             return (False,) * 3
         if self.platform.sizes == 3:
@@ -160,10 +168,11 @@ class Topology:
             nodes = max(1, self.sizes[0])
             gpus = next((n for n in (1, 2, 4) if nodes == 1 and n >= self.sizes[1] >= 1), NODE)
             return Topology(self.platform, (nodes, gpus))
-        sizes = [max(2, 2 * round(size / 2)) if i < 2 else max(1, size) for i, size in enumerate(self.sizes)]
+        sizes = [max(2, 2 * round(size / 2)) for size in self.sizes[:2]]
+        sizes += [max(1, size) for size in self.sizes[2:]]
         if self.platform.sizes == 2:
             sizes = [min(POD_SIDE, size) for size in sizes]
-        while math.prod(sizes) > self.platform.most:
+        while math.prod(sizes) > self.platform.largest_slice:
             longest = sizes.index(max(sizes))
             sizes[longest] = max(2, sizes[longest] // 4 * 2)
         return Topology(self.platform, tuple(sizes))
@@ -173,15 +182,24 @@ class Topology:
         name, _, sizes = self.text.partition(":")
         if self.platform.backend == "gpu":
             target = (HERE / f"{name}.txtpb").read_text()
-            return {"platform": "cuda", "topology": f"1x{sizes}", "target_config": target}  # slices, hosts, GPUs
+            return {
+                "platform": "cuda",
+                "topology": f"1x{sizes}",
+                "target_config": target,
+            }  # slices, hosts, GPUs
         name = {"v5p": "v5"}.get(name, name)  # as libtpu calls it
-        arguments = {"platform": "tpu", "topology_name": f"{name}:{sizes}", "wrap": self.wrap, "num_slices": 1}
+        arguments = {
+            "platform": "tpu",
+            "topology_name": f"{name}:{sizes}",
+            "wrap": self.wrap,
+            "num_slices": 1,
+        }
         cores = {"chip_config_name": "megacore"} if self.platform.sizes == 3 else {}
         return arguments | {"chips_per_host_bounds": (2, 2, 1)} | cores
 
 
 def parse(text: str) -> Topology:
-    """The devices of `v5p:8x8x8` and the like. Raises TopologyError, with the nearest that works."""
+    """The devices of a text like `v5p:8x8x8`. Raises TopologyError, with the nearest that works."""
     name, _, sizes = text.lower().strip().partition(":")
     if name not in PLATFORMS:
         near = (difflib.get_close_matches(name, PLATFORMS, 1, 0.5) or ["v5p"])[0]
@@ -199,13 +217,13 @@ def parse(text: str) -> Topology:
 
 
 def fitting(name: str, devices: int) -> Topology:
-    """A platform's topology of so many devices, as close to a cube or square as there is. Raises TopologyError."""
+    """A platform's topology of so many devices, the closest to a cube. Raises TopologyError."""
     platform = PLATFORMS[name]
     topologies = (Topology(platform, sizes) for sizes in _factors(devices, platform.sizes))
     possible = [topology for topology in topologies if topology == topology.nearest]
     if not possible:
         raise TopologyError(f"no {name} topology has {devices} devices ({platform.rule})")
-    # Links that go round come first, then what is closest to a cube, its short sides first.
+    # Rings along all dimensions come first, then the closest to a cube, its short sides first.
     return min(possible, key=lambda t: (not all(t.wrap), sum(t.sizes), t.sizes))
 
 
@@ -250,15 +268,31 @@ class Compiled:
         return self.memory["argument"] + self.memory["temp"] + results
 
 
-def compile_config(devices: Topology, config: Config, options: Mapping[str, Any] | None = None, program: str = "train") -> Compiled:
-    """A program of a resolved config's step: all of `train`, or loss and `gradients`. Raises Refused.
+def compile_config(
+    devices: Topology,
+    config: Config,
+    options: Mapping[str, Any] | None = None,
+    program: str = "train",
+) -> Compiled:
+    """A program of a resolved config's step, compiled. Raises Refused.
 
-    options: XLA's, over those of the step.
+    options: XLA's, over those of the step
+    program: "train", or "gradients" for these and the loss alone
     """
     paths = [str(REPOSITORY), str(compilers()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths), "TPU_LOG_DIR": "disabled"}
-    environment |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    request = {"topology": devices.text, "config": configs.to_dict(config), "options": dict(options or {})}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TPU_LOG_DIR": "disabled",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    request = {
+        "topology": devices.text,
+        "config": configs.to_dict(config),
+        "options": dict(options or {}),
+    }
     with tempfile.TemporaryDirectory() as folder:
         # A file, for a command line has a limit.
         pathlib.Path(folder, "request.json").write_text(json.dumps(request | {"program": program}))
@@ -271,7 +305,7 @@ def compile_config(devices: Topology, config: Config, options: Mapping[str, Any]
 
 
 def stand_in_for_cudnn() -> None:
-    """Answers what jax asks of this machine's cuDNN and GPU before it lowers attention as a machine of H100s would."""
+    """Has jax find a cuDNN and an H100 when it asks for these, before it lowers attention."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     cudnn.check_cudnn_version = lambda: CUDNN
@@ -280,7 +314,10 @@ def stand_in_for_cudnn() -> None:
 
 
 def main(folder: str) -> None:
-    """Compiles what a folder's request.json asks for; writes program.txt and figures.json, the fields of `Compiled`."""
+    """Compiles what a folder's request.json asks for.
+
+    Writes program.txt, and figures.json with the other fields of `Compiled`.
+    """
     import jax
     from jax.experimental import topologies
 

@@ -1,8 +1,10 @@
-"""A trace of jax.profiler (`*.xplane.pb`): which instructions of a program each device was at, and when.
+"""A trace of jax.profiler (`*.xplane.pb`): which instructions each device was at, and when.
 
-    CPU   the host's plane; threads of XLA run instructions of several devices, each event names its device
-    GPU   a plane for each device; lines are streams of kernels, each event names its instruction, if it has one
-    TPU   a plane for each device; "XLA Ops" has what the core does, "Async XLA Ops" what overlaps with it
+    CPU   the host's plane; threads of XLA run instructions of several devices, each event names its
+          device
+    GPU   a plane for each device; lines are streams of kernels, each event names its instruction,
+          if it has one
+    TPU   a plane for each device; "XLA Ops" has what the core does, "Async XLA Ops" what overlaps
 
 Loops and calls have events of their own, which enclose those of what is in them.
 """
@@ -45,7 +47,7 @@ Events = dict[int, list[Event]]  # by device, as the process numbers its own
 
 
 def read(folder: pathlib.Path, module: str) -> Events:
-    """The events of the program with this name, of the newest trace below a folder. Raises TraceError."""
+    """The events of a program in the newest trace below a folder. Raises TraceError."""
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime_ns)
     if not files:
         raise TraceError(f"{folder} has no trace")
@@ -59,7 +61,7 @@ def read(folder: pathlib.Path, module: str) -> Events:
 
 
 def events_of(data: ProfileData, module: str) -> Events:
-    """The events of the program with this name; {} if there are none."""
+    """The events of a program, by its name; {} if there are none."""
     events: Events = {}
     for plane in data.planes:
         device = DEVICE.fullmatch(plane.name)
@@ -70,9 +72,9 @@ def events_of(data: ProfileData, module: str) -> Events:
 
 
 def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int, Event]]:
-    """(device, event) of a plane. device: whose plane it is; None for the host's, whose events name theirs.
+    """(device, event) of a plane. device: whose it is; None for the host's, whose events say.
 
-    A GPU's kernel that names no program is counted: it stands in a graph of this program, or is a copy.
+    A GPU's kernel that names no program counts: it is in a graph of this program, or is a copy.
     """
     lines = {line.name: line for line in plane.lines}
     if device is not None and OPS in lines:
@@ -92,7 +94,7 @@ def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int
 
 
 def instruction_of(name: str) -> str:
-    """The instruction's name of an event's: that, or the instruction's whole text, "%fusion.1 = f32[8] fusion(…)"."""
+    """The instruction of an event's name: that, or its text "%fusion.1 = f32[8] fusion(…)"."""
     return name.split(" = ")[0].strip().removeprefix("%")
 
 

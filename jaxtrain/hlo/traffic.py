@@ -1,4 +1,4 @@
-"""What the collectives of a compiled program send, read from its text in the terms of costs/collectives.py."""
+"""Collectives of a compiled program, read from its text in the terms of costs/collectives.py."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,8 @@ def collectives(program: Program, i: Instruction, mesh: Mapping[str, int], stage
         axes, devices = along(inner, mesh)
         operands = program.operands(inner)
         arrays = [operand.bytes * (devices if kind == GATHER else 1) for operand in operands]
-        if kind == RAGGED:  # there and back, what is sent or the capacity for what arrives exceeds what travels
+        # The larger array, of what is sent or the capacity for what arrives, exceeds what travels.
+        if kind == RAGGED:
             arrays = [min(arrays[:2])]
         size = sending = float(sum(array for array in arrays if array > FEW))
         if not size:
@@ -53,6 +54,7 @@ def collectives(program: Program, i: Instruction, mesh: Mapping[str, int], stage
         if kind == PERMUTE:
             devices = mesh[axes[0]]
             place = [stage if name == "stage" else 0 for name in mesh]
-            if int(np.ravel_multi_index(place, tuple(mesh.values()))) not in dict(pairs(inner.text)):
+            device = int(np.ravel_multi_index(place, tuple(mesh.values())))
+            if device not in dict(pairs(inner.text)):
                 sending = 0.0
         yield CompiledCollective(inner, kind, operands[0].types[0], axes, devices, size, sent(kind, sending, devices))
