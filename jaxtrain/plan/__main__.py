@@ -32,10 +32,10 @@ from jaxtrain.costs import hardware
 from jaxtrain.costs.frameworks import FRAMEWORKS
 from jaxtrain.costs.hardware import Hardware, HardwareError
 from jaxtrain.plan import heterogeneous, layout_flag, picture, search
-from jaxtrain.plan.advise import advise
-from jaxtrain.plan.explanation import Prices, explained, flags_of, run_time, table
+from jaxtrain.plan.explain import Prices, explained, flags_of, run_time, table
 from jaxtrain.plan.layout_flag import LayoutError
 from jaxtrain.plan.search import Space, best_plans, check_fits, plan_of
+from jaxtrain.plan.what_if import advise
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
@@ -87,7 +87,7 @@ FLAGS = (
 
 
 # Flags that stand for commands with flags of their own, which import jax.
-COMMANDS = {"--calibrate": "calibrate", "--compile": "witness"}
+COMMANDS = {"--calibrate": "calibrate", "--compile": "compile_check"}
 T = TypeVar("T")
 
 

@@ -1,4 +1,4 @@
-"""The reader of traces: of each platform's form, written as text, and what cannot be read. Real ones: test_measured_parts.py."""
+"""The reader of traces: of each platform's form, written as text, and what cannot be read. Real ones: test_measured_step.py."""
 
 import pytest
 from jax.profiler import ProfileData
