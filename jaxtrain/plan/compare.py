@@ -126,8 +126,8 @@ class PlannedStep:
         """
         if self.trace is None:
             return []
-        whole = COMMUNICATION in self.trace.exposed
-        planned, measured = _grouped(self.planned, whole), _grouped(self.trace.exposed, whole)
+        merged = COMMUNICATION in self.trace.exposed
+        planned, measured = _grouped(self.planned, merged), _grouped(self.trace.exposed, merged)
         parts = [Miss(part, planned.get(part, 0.0), measured.get(part, 0.0)) for part in planned | measured]
         return sorted(parts, key=lambda miss: -abs(miss.seconds))
 
@@ -163,10 +163,10 @@ def read(folder: pathlib.Path) -> PlannedStep | None:
         return None
 
 
-def _grouped(parts: Mapping[str, float], whole: bool) -> dict[str, float]:
-    """Seconds of the parts that can be compared. whole: all communication is one part."""
+def _grouped(parts: Mapping[str, float], merged: bool) -> dict[str, float]:
+    """Seconds of the parts that can be compared. merged: all communication is one part."""
     grouped: dict[str, float] = collections.defaultdict(float)
     for part, seconds in parts.items():
-        name = WAITING if part in WAITED else COMMUNICATION if whole and part in COMMUNICATION_AXES else part
+        name = WAITING if part in WAITED else COMMUNICATION if merged and part in COMMUNICATION_AXES else part
         grouped[name] += seconds
     return dict(grouped)

@@ -11,7 +11,7 @@ from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.predict import Prediction
 from jaxtrain.plan.search import Plan
-from jaxtrain.plan.what_if import nearby
+from jaxtrain.plan.what_if import single_changes
 
 HOUR = 3600
 LARGE = 10**15  # from which on a number is written as a power of ten
@@ -73,9 +73,9 @@ def explained(plan: Plan, prices: Prices) -> list[str]:
 
 
 def _memory(prediction: Prediction) -> list[str]:
-    room, total = prediction.work.hardware.memory, prediction.memory.bytes
+    capacity, total = prediction.work.hardware.memory, prediction.memory.bytes
     verdict = "fits" if prediction.fits else "DOES NOT FIT"
-    lines = [f"memory of the fullest device: {total / GIB:.1f} GiB of {room / GIB:.1f}, {verdict}"]
+    lines = [f"memory of the fullest device: {total / GIB:.1f} GiB of {capacity / GIB:.1f}, {verdict}"]
     pools = ", ".join(f"{pool} {size / GIB:.2f}" for pool, size in prediction.memory.pools.items() if size)
     for name, size in prediction.memory.parts.items():
         lines += [f"  {name:14} {size / GIB:8.2f} GiB  {size / total:6.1%}"] * bool(size)
@@ -99,8 +99,8 @@ def _time(prediction: Prediction) -> list[str]:
         where = ""
         if name in COMMUNICATION_AXES:
             where = f"  {getattr(work.layout, name)} devices over {work.links.tier((name,)).name}"
-        beside = f", {_seconds(hidden)} hidden behind other work" if hidden else ""
-        lines.append(f"  {name:14} {_seconds(exposed):>10}  {exposed / time.seconds:6.1%}{where}{beside}")
+        behind = f", {_seconds(hidden)} hidden behind other work" if hidden else ""
+        lines.append(f"  {name:14} {_seconds(exposed):>10}  {exposed / time.seconds:6.1%}{where}{behind}")
     peak = work.hardware.peak(work.dtype)
     mfu, hfu = prediction.model_flops_per_s, prediction.hardware_flops_per_s
     rates = f"{mfu / 1e12:.1f} TFLOP/s a device, MFU {mfu / peak:.1%}; {hfu / 1e12:.1f} with recomputation, HFU {hfu / peak:.1%}"
@@ -149,7 +149,7 @@ def _next(prediction: Prediction) -> list[str]:
     gain = lambda text, seconds: f"  {text}: {_seconds(seconds)} ({seconds / now - 1:+.1%})"
     most = now * (1 - LEAST_GAIN)
     hardware = sorted((change for change in _on_other_hardware(prediction) if change[1] < most), key=lambda change: change[1])
-    faster = [change for change in nearby(prediction) if change.seconds < most]
+    faster = [change for change in single_changes(prediction) if change.seconds < most]
     lines = ["what would change the answer:"]
     waits = max((name for name in exposed if name in (*COMMUNICATION_AXES, BUBBLE)), key=exposed.__getitem__, default="")
     if waits and exposed[waits] > LEAST_GAIN * now:

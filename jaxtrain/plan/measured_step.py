@@ -55,7 +55,7 @@ from jaxtrain.training.recovery import Rollback
 OTHER = "other"
 HOST_MEMORY = 5  # the space of arrays in it
 ASYNCHRONOUS = ("-start", "-done", "-update")
-AROUND = frozenset({"while", "conditional"})
+LOOPS = frozenset({"while", "conditional"})
 # Kernels of GPUs that name no instruction (in graphs of kernels) by their own names.
 KERNELS = (
     (re.compile(r"nccl", re.IGNORECASE), COMMUNICATION),
@@ -70,8 +70,8 @@ class Rank(enum.IntEnum):
     """Precedence of overlapping events: those of the least rank are counted."""
 
     COMPUTES = 0
-    SENDS = 1
-    AROUND = 2
+    COMMUNICATES = 1
+    ENCLOSES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +107,15 @@ class Kinds:
     def _of_kernel(self, name: str) -> Kind:
         """The kind of a kernel that the program's text does not name."""
         part = next((part for pattern, part in KERNELS if pattern.search(name)), MEMORY)
-        rank = Rank.SENDS if part in (COMMUNICATION, HOST) else Rank.COMPUTES
+        rank = Rank.COMMUNICATES if part in (COMMUNICATION, HOST) else Rank.COMPUTES
         only_axis = part == COMMUNICATION and len(self._axes) == 1
         return Kind(self._axes[0] if only_axis else part, rank)
 
     def _of(self, i: Instruction) -> Kind | None:
-        if i.opcode in AROUND or i.opcode in FREE:
+        if i.opcode in LOOPS or i.opcode in FREE:
             return None
         if i.opcode == "call":
-            return Kind(OTHER, Rank.AROUND)
+            return Kind(OTHER, Rank.ENCLOSES)
         start = self._named.get(i.operands[0]) if i.opcode.endswith("-done") and i.operands else None
         start = start or i
         called = [name for role, name in start.calls.items() if role == "calls"]
@@ -124,12 +124,12 @@ class Kinds:
         if not products:
             if collective := next((j for j in inside if j.collective), None):
                 axes, _ = along(collective, self.mesh)
-                return Kind(axes[0], Rank.SENDS) if axes else None
+                return Kind(axes[0], Rank.COMMUNICATES) if axes else None
             operands = [self._named[name] for name in start.operands if name in self._named]
             if any(HOST_MEMORY in j.spaces for j in (start, *operands)):
-                return Kind(HOST, Rank.SENDS)
+                return Kind(HOST, Rank.COMMUNICATES)
         # What is in flight while the device computes counts where it computes nothing.
-        rank = Rank.AROUND if i.opcode.endswith(ASYNCHRONOUS) else Rank.COMPUTES
+        rank = Rank.ENCLOSES if i.opcode.endswith(ASYNCHRONOUS) else Rank.COMPUTES
         return Kind(self._computed(i, inside, products), rank)
 
     def _computed(self, i: Instruction, inside: Sequence[Instruction], products: bool) -> str:
@@ -178,7 +178,7 @@ def without_waiting(events: Events, kinds: Kinds) -> Events:
     for device, of_device in ordered.items():
         for event in of_device:
             kind = kinds.of(event) if event.instruction else None
-            if kind is not None and kind.rank is Rank.SENDS and kind.part != HOST:
+            if kind is not None and kind.rank is Rank.COMMUNICATES and kind.part != HOST:
                 collectives[device, event.instruction].append(event)
     same: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)
     for (_, name), of_name in collectives.items():
@@ -211,7 +211,7 @@ def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> TimeBreakdown:
             for at, count in active.items():
                 if at.rank is least:
                     exposed[at.part] += share * count
-                elif at.rank is Rank.SENDS:
+                elif at.rank is Rank.COMMUNICATES:
                     hidden[at.part] += moment - since
         since = moment
         active[kind] += change

@@ -13,9 +13,9 @@ from jaxtrain.plan.search import Plan
 
 # What a bar is named by, where it is not this.
 USUAL = {"data": 1, "stage": 1, "model": 1, "context": 1, "expert": 1, "replica": 1, "repeats": 1, "offload": "none"}
-BAR, LEAST_WIDTH, MOST_WIDTH = 0.9, 7.0, 24.0  # inches of a bar and the room around it, and of a picture
+BAR, LEAST_WIDTH, MOST_WIDTH = 0.9, 7.0, 24.0  # inches of a bar with its margins, and of a picture
 LETTERS = 9  # of a title in an inch
-LEAST_BARS = 4  # for which there is room
+LEAST_BARS = 4  # whose width the axes have at least
 MOST_LABELS = 32  # stages that have theirs
 
 

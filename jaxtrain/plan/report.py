@@ -44,10 +44,10 @@ def introduction(config: Config, step: Step) -> list[str]:
             f"replicas: {config.mesh.replica} train apart and exchange {config.precision.outer} every {every} steps and after the last"
         )
     lines += kernels.describe(config, meshes.hardware_of(device))
-    if (whole := whole_over_data(step)) >= 0.01:
+    if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
-        lines.append(f"ZeRO: {whole:.0%} of the parameters stay whole on all {data} data shards: {why}")
+        lines.append(f"ZeRO: {unsharded:.0%} of the parameters stay whole on all {data} data shards: {why}")
     if m.experts and not m.capacity_factor and config.mesh.expert > 1:
         lines.append(_expert_capacity(config))
     lines.append(f"table: {step.setup.describe()}")
@@ -83,7 +83,7 @@ def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float
     return lines
 
 
-def whole_over_data(step: Step) -> float:
+def unsharded_over_data(step: Step) -> float:
     """Fraction of the parameters that ZeRO leaves unsharded because `data` divides no dimension of theirs."""
     layout = step.layout
     if not layout.zero or step.mesh.shape[DATA] == 1:

@@ -52,7 +52,7 @@ class Change:
     bytes: float
 
 
-def nearby(prediction: Prediction) -> list[Change]:
+def single_changes(prediction: Prediction) -> list[Change]:
     """Single changes of the layout, the fastest first.
 
     Their times are closed forms, scaled by the ratio of this step's exact time to its closed form.
@@ -195,7 +195,7 @@ def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list
         lines.append("that is far: a profile (train.profile_steps) says where the time goes; is this the device, and is it alone?")
     parts = ", ".join(f"{name} {seconds / now.seconds:.0%}" for name, seconds in compare.listed(now.time.exposed))
     lines.append(f"planned parts: {parts}")
-    gainful = (c for c in nearby(now) if c.bytes <= hardware.memory and c.seconds <= now.seconds * (1 - WORTH))
+    gainful = (c for c in single_changes(now) if c.bytes <= hardware.memory and c.seconds <= now.seconds * (1 - WORTH))
     changes = list(itertools.islice(gainful, MOST))
     if not changes:
         return [*lines, "no single change of the layout is planned to make it faster and to fit"]

@@ -82,7 +82,8 @@ def test_kinds_of_instructions():
     }
     assert {name: part_of(kinds, name) for name in expected} == expected
     rank = lambda name: kinds.of(Event(name, "", 0.0, 1.0)).rank
-    assert [rank(name) for name in ("product", "sum", "fetch-done", "small")] == [Rank.COMPUTES, Rank.SENDS, Rank.AROUND, Rank.AROUND]
+    ranks = [Rank.COMPUTES, Rank.COMMUNICATES, Rank.ENCLOSES, Rank.ENCLOSES]
+    assert [rank(name) for name in ("product", "sum", "fetch-done", "small")] == ranks
 
 
 @pytest.mark.parametrize(
@@ -105,8 +106,8 @@ def test_communication_over_the_only_axis():
     assert part_of(Kinds(PROGRAM, MESH | {"stage": 1, "model": 1}), "", "ncclDevKernel_AllGather") == "data"
 
 
-PRODUCT, PASS, SENT = Kind("matmuls"), Kind("memory"), Kind("data", Rank.SENDS)
-CALL, STAGE = Kind("other", Rank.AROUND), Kind("stage", Rank.SENDS)
+PRODUCT, PASS, SENT = Kind("matmuls"), Kind("memory"), Kind("data", Rank.COMMUNICATES)
+CALL, STAGE = Kind("other", Rank.ENCLOSES), Kind("stage", Rank.COMMUNICATES)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from jaxtrain.costs.hardware import load
 from jaxtrain.plan import layout_flag, what_if
 from jaxtrain.plan.compare import PLANNED, PlannedStep, Trace
 from jaxtrain.plan.predict import exactly, predict
-from jaxtrain.plan.what_if import AdviceError, nearby, read
+from jaxtrain.plan.what_if import AdviceError, read, single_changes
 
 SETTINGS = {"mesh.data": 8, "mesh.model": 8, "pipeline.microbatches": 8, "data.batch_size": 64, "pipeline.remat": "full"}
 H100 = load("h100")
@@ -145,7 +145,7 @@ def test_changes_are_what_train_takes(layout):
     """Each is on as many devices, passes every check, and is planned as it is alone; some are faster, and they are in order."""
     config = configs.replace(load_recipe(find_recipe("llama3_8b")), {"data.batch_size": 64, "pipeline.remat": "full", **layout})
     now = exactly(predict(config.resolve(), H100))
-    changes = nearby(now)
+    changes = single_changes(now)
     assert [change.seconds for change in changes] == sorted(change.seconds for change in changes) and changes[0].seconds < now.seconds
     assert {"pipeline.remat=none", "parallel.zero=3"} <= {f"{k}={v}" for change in changes for k, v in change.settings.items()}
     for change in changes:
