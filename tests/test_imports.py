@@ -7,7 +7,8 @@ import pathlib
 import pytest
 from support import ROOMS, ROOT
 
-TOP = len(ROOMS)  # modules beside the rooms, and a room's `__main__`
+TOP = len(ROOMS)  # modules beside the rooms, and a room's commands
+COMMANDS = ("__main__", "calibrate")  # plan --calibrate has flags of its own
 WITHOUT_JAX = (
     *("costs", "schedule", "config", "run", "data", "checkpoint.steps", "devices.cluster_environment"),
     *(f"plan.{name}" for name in "layout_flag predict search compare explain what_if".split()),
@@ -44,7 +45,7 @@ def level(name: str) -> int:
     """The place of a module's room from below; TOP for commands and what they share. KeyError for a room that has no place."""
     parts = name.split(".")[1:]
     is_room = len(parts) > 1 or (bool(parts) and MODULES.get(name, pathlib.Path()).name == "__init__.py")
-    if not is_room or parts[-1] == "__main__":
+    if not is_room or parts[-1] in COMMANDS:
         return TOP
     return {room: place for place, room in enumerate(ROOMS)}[parts[0]]
 
