@@ -23,7 +23,7 @@ def test_what_is_a_part():
 
 
 def test_whole_runs_come_first_and_then_the_rooms_from_above():
-    files = ["test_train.py", "costs/test_step_counts.py", "training/test_axes.py", "schedule/test_table.py", "support/test_suite.py"]
+    files = ["test_train.py", "training/test_axes.py", "costs/test_step_counts.py", "schedule/test_table.py", "support/test_suite.py"]
     turns = [suite.turn(ROOT / "tests" / file) for file in files]
     assert turns == sorted(set(turns)), turns
 
