@@ -1,12 +1,16 @@
-"""What the compilers for TPU v5p and H100 make of the real train step, by recipe and layout: compiled ahead of time, read, never run.
+"""What the compilers for TPU v5p and H100 make of the real train step, by recipe and layout:
+compiled ahead of time, read, never run.
 
-    python benchmarks/ahead.py [--recipe=llama3_8b] [--layout=zero3,pipeline] [--platform=v5p,h100] [--layers=8] [--sequence=8192]
-                               [--json=FILE] [--append] [--config.mesh.model=4 …]
+    python benchmarks/ahead.py [--recipe=llama3_8b] [--layout=zero3,pipeline] [--platform=v5p,h100]
+                               [--layers=8] [--sequence=8192] [--json=FILE] [--append]
+                               [--config.mesh.model=4 …]
 
-Needs the compilers of requirements-compilers.txt, and neither a device nor a driver; JAXTRAIN_COMPILERS names their folder where that is
-not .venv-compilers. A case takes one to four minutes; the status is 1 if a compiler refused one, 2 if the flags are wrong.
-ahead_figures.py and jaxtrain/hlo/step_figures.py say what each figure means; tables are in ahead.md.
-Layers are a loop: few of them compile as many do (two at least in each chunk of a stage), and figures of fewer are of fewer.
+Needs the compilers of requirements-compilers.txt, and neither a device nor a driver;
+JAXTRAIN_COMPILERS names their folder where that is not .venv-compilers. A case takes one to four
+minutes; the status is 1 if a compiler refused one, 2 if the flags are wrong. ahead_figures.py and
+jaxtrain/hlo/step_figures.py say what each figure means; tables are in ahead.md. Layers are a loop:
+few of them compile as many do (two at least in each chunk of a stage), and figures of fewer are of
+fewer.
 """
 
 import dataclasses
@@ -29,7 +33,16 @@ from jaxtrain.config import Config, ConfigError, checks  # noqa: E402
 from jaxtrain.config.flags import Flag, apply, read_flags  # noqa: E402
 from jaxtrain.config.recipes import RecipeError, find_recipe, load_recipe  # noqa: E402
 from jaxtrain.hlo.step_figures import StepFigures  # noqa: E402
-from jaxtrain.hlo.topology import INSTALL_COMMAND, PLATFORMS, Refused, Topology, TopologyError, compile_config, compilers, fitting  # noqa: E402
+from jaxtrain.hlo.topology import (  # noqa: E402
+    INSTALL_COMMAND,
+    PLATFORMS,
+    Refused,
+    Topology,
+    TopologyError,
+    compile_config,
+    compilers,
+    fitting,
+)
 
 KINDS = ("v5p", "h100")
 TABLE = REPOSITORY / "benchmarks" / "ahead.md"
@@ -37,10 +50,20 @@ FLAGS = (
     Flag("recipe", "llama3_8b", "recipes, with commas between them"),
     Flag("layout", "", "layouts, with commas between them; empty: all of the recipe's"),
     Flag("platform", ",".join(KINDS), "v5p, h100"),
-    Flag("layers", 0, "layers in place of the recipe's; 0: all of them, or as the layout cuts them", at_least=0),
+    Flag(
+        "layers",
+        0,
+        "layers in place of the recipe's; 0: all of them, or as the layout cuts them",
+        at_least=0,
+    ),
     Flag("sequence", 0, "tokens of a sequence in place of the recipe's", at_least=0),
     Flag("devices", 0, "devices in place of the layout's", at_least=0),
-    Flag("products", 0.7, "part of the peak at which XLA's own products run on an H100", at_least=0.01),
+    Flag(
+        "products",
+        0.7,
+        "part of the peak at which XLA's own products run on an H100",
+        at_least=0.01,
+    ),
     Flag("kernels", 0.5, "part of the peak at which kernels run", at_least=0.01),
     Flag("json", "", "file for the figures, a list of cases"),
     Flag("text", "", "folder for the compiled programs' text"),
@@ -57,15 +80,34 @@ class Layout:
     settings: dict[str, object]
 
 
-FLAT = {"mesh.stage": 1, "mesh.expert": 1, "mesh.model": 1, "pipeline.microbatches": 1, "pipeline.schedule": "1f1b", "pipeline.repeats": 1}
+FLAT = {
+    "mesh.stage": 1,
+    "mesh.expert": 1,
+    "mesh.model": 1,
+    "pipeline.microbatches": 1,
+    "pipeline.schedule": "1f1b",
+    "pipeline.repeats": 1,
+}
 STAGES = {
-    **{"mesh.model": 1, "mesh.data": 16, "mesh.stage": 4, "parallel.zero": 1, "data.batch_size": 256},
+    **{
+        "mesh.model": 1,
+        "mesh.data": 16,
+        "mesh.stage": 4,
+        "parallel.zero": 1,
+        "data.batch_size": 256,
+    },
     **{"pipeline.schedule": "interleaved", "pipeline.repeats": 2, "pipeline.microbatches": 16},
 }
 APART = {"data.attend_across_documents": False, "pipeline.remat": "full"}
 DENSE = {
-    "zero3": Layout(64, "data 64, ZeRO-3", FLAT | {"mesh.data": 64, "parallel.zero": 3, "data.batch_size": 64}),
-    "tensor": Layout(64, "data 16 · model 4, ZeRO-1", FLAT | {"mesh.data": 16, "mesh.model": 4, "parallel.zero": 1, "data.batch_size": 64}),
+    "zero3": Layout(
+        64, "data 64, ZeRO-3", FLAT | {"mesh.data": 64, "parallel.zero": 3, "data.batch_size": 64}
+    ),
+    "tensor": Layout(
+        64,
+        "data 16 · model 4, ZeRO-1",
+        FLAT | {"mesh.data": 16, "mesh.model": 4, "parallel.zero": 1, "data.batch_size": 64},
+    ),
     "pipeline": Layout(64, "data 16 · stage 4 · 2 repeats, 16 microbatches, ZeRO-1", STAGES),
     "pipeline_tensor": Layout(
         64,
@@ -76,7 +118,11 @@ DENSE = {
 LAYOUTS = {
     "llama3_8b": DENSE,
     "mixtral_8x7b": {
-        "pipeline": Layout(32, "the recipe on 32 devices: stage 4 · expert 8 · 2 repeats, 64 microbatches, ZeRO-1", {"mesh.data": 1}),
+        "pipeline": Layout(
+            32,
+            "the recipe on 32 devices: stage 4 · expert 8 · 2 repeats, 64 microbatches, ZeRO-1",
+            {"mesh.data": 1},
+        ),
         "experts": Layout(
             64,
             "data 8 · expert 8, ZeRO-3",
@@ -86,8 +132,15 @@ LAYOUTS = {
     "deepseek_v3": {
         "pipeline": Layout(
             256,
-            "4 of 16 stages with 16 of 58 layers, 16 of 240 microbatches: stage 4 · expert 32 · model 2, ZeRO-1",
-            {"mesh.data": 1, "mesh.stage": 4, "model.layers": 16, "pipeline.microbatches": 16, "data.batch_size": 512},
+            "4 of 16 stages with 16 of 58 layers, 16 of 240 microbatches: stage 4 · expert 32 "
+            "· model 2, ZeRO-1",
+            {
+                "mesh.data": 1,
+                "mesh.stage": 4,
+                "model.layers": 16,
+                "pipeline.microbatches": 16,
+                "data.batch_size": 512,
+            },
         ),
     },
 }
@@ -110,15 +163,26 @@ def cases(values: dict, overrides: list[tuple[str, str]]) -> Iterator[Case]:
     platforms, recipes = names(values, "platform", KINDS), names(values, "recipe", LAYOUTS)
     for platform in platforms:
         if PLATFORMS[platform].missing:
-            raise ValueError(f"--platform={platform} has no compiler in {compilers()}: {INSTALL_COMMAND}")
+            raise ValueError(
+                f"--platform={platform} has no compiler in {compilers()}: {INSTALL_COMMAND}"
+            )
         for recipe in recipes:
             for name in names(values, "layout", LAYOUTS[recipe]):
                 layout = LAYOUTS[recipe][name]
                 topology = fitting(platform, values["devices"] or layout.devices)
                 planned_for = {"train.hardware": topology.platform.hardware}
-                changes = {**planned_for, **SHARED[recipe], **layout.settings, **settings_of_flags(values)}
-                config = apply(configs.replace(load_recipe(find_recipe(recipe)), changes), overrides)
-                config = checks.check_devices(config, topology.devices, topology.platform.backend).resolve()
+                changes = {
+                    **planned_for,
+                    **SHARED[recipe],
+                    **layout.settings,
+                    **settings_of_flags(values),
+                }
+                config = apply(
+                    configs.replace(load_recipe(find_recipe(recipe)), changes), overrides
+                )
+                config = checks.check_devices(
+                    config, topology.devices, topology.platform.backend
+                ).resolve()
                 yield Case(recipe, name, topology, layout.text, config)
 
 
@@ -133,14 +197,22 @@ def names(values: dict, flag: str, known) -> list[str]:
     words = values[flag].split(",") if values[flag] else list(known)
     for word in words:
         if word not in known:
-            raise ValueError(f"--{flag}={word!r} is none of {', '.join(known)}: use --{flag}={next(iter(known))}")
+            raise ValueError(
+                f"--{flag}={word!r} is none of {', '.join(known)}: use --{flag}={next(iter(known))}"
+            )
     return words
 
 
 def measure(case: Case, values: dict) -> dict:
     """The figures of a case; of one that the compiler refuses its words, as `refused`."""
     platform = case.topology.platform.name
-    about = {"recipe": case.recipe, "layout": case.layout, "platform": platform, "devices": case.topology.devices, "text": case.text}
+    about = {
+        "recipe": case.recipe,
+        "layout": case.layout,
+        "platform": platform,
+        "devices": case.topology.devices,
+        "text": case.text,
+    }
     about |= {"layers": case.config.model.layers, "sequence": case.config.data.sequence_length}
     try:
         compiled = compile_config(case.topology, case.config)
@@ -157,38 +229,68 @@ def measure(case: Case, values: dict) -> dict:
 def versions() -> dict[str, str]:
     """The day, the commit ("+": with changes since), and the versions of jax and its compilers."""
     git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty=+"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
-    described = {"date": datetime.date.today().isoformat(), "commit": commit, "python": ".".join(map(str, sys.version_info[:2]))}
+    commit = (
+        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        or "no commit"
+    )
+    described = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "python": ".".join(map(str, sys.version_info[:2])),
+    }
     described["jax"] = importlib.metadata.version("jax")
-    described |= {platform.package: platform.version for platform in (PLATFORMS[kind] for kind in KINDS)}
+    described |= {
+        platform.package: platform.version for platform in (PLATFORMS[kind] for kind in KINDS)
+    }
     return described
 
 
 def report(row: dict) -> list[str]:
     """What is printed of a case."""
-    lines = [f"{row['recipe']}, {row['layout']} ({row['text']}), {row['platform']}, {row['layers']} layers, {row['sequence']} tokens:"]
+    lines = [
+        f"{row['recipe']}, {row['layout']} ({row['text']}), {row['platform']}, "
+        f"{row['layers']} layers, {row['sequence']} tokens:"
+    ]
     if "refused" in row:
         return [*lines, f"  refused: {row['refused']}"]
     f, s, c = row["flops"], row["seconds"], row["copies"]
     gb = {name: size / 1e9 for name, size in row["memory"].items()}
     lines.append(
-        f"  memory: {gb['arguments']:.2f} GB arguments, {gb['temporary']:.2f} GB temporary; compiled in {row['compile_seconds']:.0f} s"
+        f"  memory: {gb['arguments']:.2f} GB arguments, {gb['temporary']:.2f} GB temporary; "
+        f"compiled in {row['compile_seconds']:.0f} s"
     )
     lines.append(
-        f"  products: {f['products'] / 1e12:.0f} TF and {f['kernels'] / 1e12:.0f} in kernels, {f['ratio']:.3f} of "
-        f"{f['planned'] / 1e12:.0f} planned, of these attention {f['planned_attention'] / 1e12:.0f} "
+        f"  products: {f['products'] / 1e12:.0f} TF and {f['kernels'] / 1e12:.0f} in kernels, "
+        f"{f['ratio']:.3f} of "
+        f"{f['planned'] / 1e12:.0f} planned, of these attention "
+        f"{f['planned_attention'] / 1e12:.0f} "
         f"(the model's own {f['model'] / 1e12:.0f})"
     )
     lines.append(
-        f"  step: {s['step']:.2f} s; stage {row['stage']} is busy for {s['busy']:.2f}, of these kernels {s['kernels']:.2f}; "
+        f"  step: {s['step']:.2f} s; stage {row['stage']} is busy for {s['busy']:.2f}, of "
+        f"these kernels {s['kernels']:.2f}; "
         f"bubble {s['bubble']:.1%}"
     )
-    lines.append("  by op: " + ", ".join(f"{op} {seconds:.3f}" for op, seconds in s["by_op"].items() if seconds >= 0.0005))
+    lines.append(
+        "  by op: "
+        + ", ".join(
+            f"{op} {seconds:.3f}" for op, seconds in s["by_op"].items() if seconds >= 0.0005
+        )
+    )
     lines.append(f"  memory traffic: {row['memory_bytes'] / 1e9:,.0f} GB")
-    kernels = [f"{name} {k['times']:.0f} × {k['flops'] / max(k['times'], 1) / 1e9:.0f} GF" for name, k in row["kernels"].items()]
+    kernels = [
+        f"{name} {k['times']:.0f} × {k['flops'] / max(k['times'], 1) / 1e9:.0f} GF"
+        for name, k in row["kernels"].items()
+    ]
     lines.append("  kernels: " + (", ".join(kernels) or "none"))
-    lines.append(f"  attention: {row['attention']}; arrays of T × T: " + (", ".join(row["square_arrays"]) or "none"))
-    lines.append(f"  copies over 1 MB in loops: {c['bytes'] / 1e9:,.0f} GB, {c['seconds']:.3f} s, {c['share']:.1%}: {c['longest']}")
+    lines.append(
+        f"  attention: {row['attention']}; arrays of T × T: "
+        + (", ".join(row["square_arrays"]) or "none")
+    )
+    lines.append(
+        f"  copies over 1 MB in loops: {c['bytes'] / 1e9:,.0f} GB, {c['seconds']:.3f} s, "
+        f"{c['share']:.1%}: {c['longest']}"
+    )
     lines += [f"  {describe(t)}" for t in row["collectives"] if t["bytes"] > 1e8]
     return lines
 
@@ -198,15 +300,26 @@ def describe(t: dict) -> str:
     overlap = "not asynchronous"
     if t["asynchronous"]:
         asynchronous, hidden = t["asynchronous"] / t["bytes"], t["hidden"] / t["bytes"]
-        overlap = f"{asynchronous:.0%} asynchronous, {hidden:.0%} beside products ({t['flops'] / 1e12:.1f} TF)"
+        overlap = (
+            f"{asynchronous:.0%} asynchronous, {hidden:.0%} beside products "
+            f"({t['flops'] / 1e12:.1f} TF)"
+        )
     kind = f"{t['op']:9} {t['kind']:18} {t['type']:5} {t['axes']:12}"
-    return f"{kind} {t['times']:6.0f} × {t['bytes'] / t['times'] / 1e6:8.1f} MB, {t['bytes'] / 1e9:7.2f} GB; {overlap}"
+    return (
+        f"{kind} {t['times']:6.0f} × {t['bytes'] / t['times'] / 1e6:8.1f} MB, "
+        f"{t['bytes'] / 1e9:7.2f} GB; {overlap}"
+    )
 
 
 def table_row(row: dict) -> str:
     """A row of ahead.md."""
-    compiler = f"libtpu {row['libtpu']}" if row["platform"] == "v5p" else f"XLA {row['jax-cuda13-pjrt']}"
-    case = f"{row['platform']}: {row['recipe']}, {row['text']}; {row['layers']} layers, T = {row['sequence']}"
+    compiler = (
+        f"libtpu {row['libtpu']}" if row["platform"] == "v5p" else f"XLA {row['jax-cuda13-pjrt']}"
+    )
+    case = (
+        f"{row['platform']}: {row['recipe']}, {row['text']}; {row['layers']} layers, T = "
+        f"{row['sequence']}"
+    )
     whose = [f"{row['date']}, {row['commit']}, {row['jax']}, {compiler}", case]
     if "refused" in row:
         return "| " + " | ".join([*whose, row["refused"], *[""] * 7]) + " |"
@@ -216,7 +329,11 @@ def table_row(row: dict) -> str:
     for t in row["collectives"]:
         total = kinds.setdefault((t["kind"], t["type"]), [0.0, 0.0])
         total[0], total[1] = total[0] + t["bytes"], total[1] + t["hidden"]
-    crossing = "; ".join(f"{kind} {dtype} {n / 1e9:.1f}, {h / n:.0%}" for (kind, dtype), (n, h) in kinds.items() if n > 1e8)
+    crossing = "; ".join(
+        f"{kind} {dtype} {n / 1e9:.1f}, {h / n:.0%}"
+        for (kind, dtype), (n, h) in kinds.items()
+        if n > 1e8
+    )
     cells = [
         *whose,
         f"{m['arguments'] / 1e9:.2f} / {m['temporary'] / 1e9:.1f}",
@@ -232,7 +349,9 @@ def table_row(row: dict) -> str:
 
 
 def main(argv: list[str]) -> None:
-    reading = read_flags([word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=True)
+    reading = read_flags(
+        [word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=True
+    )
     if reading.errors:
         cli.fail(str(reading.errors[0]))
     try:

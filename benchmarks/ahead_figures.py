@@ -1,4 +1,5 @@
-"""The figures of a compiled step that ahead.py prints and that have bounds in its tests, beside what the plan counts."""
+"""The figures of a compiled step that ahead.py prints and that have bounds in its tests, beside
+what the plan counts."""
 
 import collections
 import dataclasses
@@ -15,8 +16,10 @@ from jaxtrain.training.step import step_counts
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays
 PLAIN = "plain XLA"  # how a step attends that has no kernel for it
-PASS = re.compile(r"_(fwd|dq|dkv|bwd)\w*|Backward")  # what a kernel's name says of forward and backward
-NAMES_OF_VALUES = ("parameter", "get-tuple-element", "tuple", "while", "bitcast")  # opcodes that make no array
+# what a kernel's name says of forward and backward
+PASS = re.compile(r"_(fwd|dq|dkv|bwd)\w*|Backward")
+# opcodes that make no array
+NAMES_OF_VALUES = ("parameter", "get-tuple-element", "tuple", "while", "bitcast")
 # Opcodes that move numbers and change none of them.
 MOVES = frozenset(
     """parameter constant tuple get-tuple-element bitcast reshape copy transpose slice dynamic-slice
@@ -29,9 +32,17 @@ def as_dict(figures: StepFigures) -> dict[str, Any]:
     """All figures as JSON can hold them: bytes, operations, seconds."""
     compiled, setup = figures.compiled, figures.setup
     total = lambda cost: sum(run.times * cost(run.instruction) for run in figures.runs)
-    products, in_kernels, by_kernel = total(figures.costs.flops), total(figures.kernel_flops), kernels(figures)
+    products, in_kernels, by_kernel = (
+        total(figures.costs.flops),
+        total(figures.kernel_flops),
+        kernels(figures),
+    )
     planned = step_flops.total(step_counts(figures.config), figures.stage)
-    attention = {PASS.sub("", name) for name, kernel in by_kernel.items() if kernel["flops"] and not GROUPED.search(name)}
+    attention = {
+        PASS.sub("", name)
+        for name, kernel in by_kernel.items()
+        if kernel["flops"] and not GROUPED.search(name)
+    }
     bubble = setup.simulation().bubble_fraction_coupled if setup.train else 0.0
     collectives = sorted(figures.collectives().items(), key=lambda item: -item[1].bytes)
     names = ("op", "kind", "type", "axes")
@@ -59,7 +70,9 @@ def as_dict(figures: StepFigures) -> dict[str, Any]:
         "attention": ", ".join(sorted(attention)) or PLAIN,
         "square_arrays": square_arrays(figures)[:LISTED],
         "copies": copies(figures),
-        "collectives": [dict(zip(names, key, strict=True)) | dataclasses.asdict(t) for key, t in collectives],
+        "collectives": [
+            dict(zip(names, key, strict=True)) | dataclasses.asdict(t) for key, t in collectives
+        ],
         "compile_seconds": compiled.seconds,
     }
 
@@ -84,7 +97,8 @@ def kernels(figures: StepFigures) -> dict[str, dict[str, float]]:
 
 
 def square_arrays(figures: StepFigures) -> list[str]:
-    """Arrays with a sequence's length in two dimensions (and no matrix of that size), the largest first."""
+    """Arrays with a sequence's length in two dimensions (and no matrix of that size), the largest
+    first."""
     length, sizes = figures.config.data.sequence_length, {}
     for run in figures.runs:
         i = run.instruction
@@ -95,7 +109,8 @@ def square_arrays(figures: StepFigures) -> list[str]:
 
 
 def copies(figures: StepFigures) -> dict[str, Any]:
-    """Copies and transposes of more than LARGE bytes in loops: bytes, seconds, share of the estimate, the longest."""
+    """Copies and transposes of more than LARGE bytes in loops: bytes, seconds, share of the
+    estimate, the longest."""
     large = [run for run in figures.runs if run.loops and run.instruction.bytes > LARGE]
     seconds: dict[str, float] = collections.defaultdict(float)
     total = 0.0
@@ -113,7 +128,8 @@ def copies(figures: StepFigures) -> dict[str, Any]:
 
 
 def is_copy(costs: Costs, i: Instruction) -> bool:
-    """Whether an instruction only brings an array into another order or place in the device's memory."""
+    """Whether an instruction only brings an array into another order or place in the device's
+    memory."""
     if i.opcode in ("copy-start", "copy"):
         source = costs.program.operands(i)[0]
         if not source.layouts:

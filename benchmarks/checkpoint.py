@@ -1,11 +1,14 @@
-"""What a save every 20 steps costs the loop, against never saving: wall time, time that a save blocks, CPU time.
+"""What a save every 20 steps costs the loop, against never saving: wall time, time that a save
+blocks, CPU time.
 
-    python benchmarks/checkpoint.py [--every=20] [--saves=2] [--pairs=5] [--folder=DIR] [-- --config.mesh.stage=1 …]
+    python benchmarks/checkpoint.py [--every=20] [--saves=2] [--pairs=5] [--folder=DIR]
+                                    [-- --config.mesh.stage=1 …]
     python benchmarks/checkpoint.py --local --every=5 --saves=8     the same for checkpoint.local
 
-The recipe is configs/tiny.py on 8 simulated devices. Windows of `every` × `saves` steps with and without saves take turns in one process,
-for machines are noisy; a window's end waits for the steps, not for the save that is under way, whose CPU time counts all the same.
-The table has medians over the pairs: of windows, and of each pair's ratio.
+The recipe is configs/tiny.py on 8 simulated devices. Windows of `every` × `saves` steps with and
+without saves take turns in one process, for machines are noisy; a window's end waits for the steps,
+not for the save that is under way, whose CPU time counts all the same. The table has medians over
+the pairs: of windows, and of each pair's ratio.
 """
 
 import argparse
@@ -20,12 +23,20 @@ REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--saves", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--local", action="store_true", help="save as checkpoint.local does, in a RAM disk where there is one")
-    parser.add_argument("--folder", default="", help="where checkpoints go; a temporary folder if not given")
+    parser.add_argument(
+        "--local",
+        action="store_true",
+        help="save as checkpoint.local does, in a RAM disk where there is one",
+    )
+    parser.add_argument(
+        "--folder", default="", help="where checkpoints go; a temporary folder if not given"
+    )
     parser.add_argument("changes", nargs="*", help="flags of jaxtrain.train, after --")
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
@@ -39,7 +50,9 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
     from jaxtrain import cli
     from jaxtrain.devices.startup import start_jax
 
-    config, namespace = cli.parse(["--cpu_devices=8", f"--config={REPOSITORY}/configs/tiny.py", *options.changes], "benchmark")
+    config, namespace = cli.parse(
+        ["--cpu_devices=8", f"--config={REPOSITORY}/configs/tiny.py", *options.changes], "benchmark"
+    )
     start_jax(namespace)
     import jax
 
@@ -59,14 +72,20 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)
         corpus = prepare(config.data, config.model.vocab_size)
-        loader = Loader(corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches)
+        loader = Loader(
+            corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches
+        )
         state, batch = initial_state(step.layout, step.optimizer, 0), loader.batch(0)
         compiled = step.train.lower(step.abstract_state(), loader.specification()).compile()
         placement, shapes = step.layout.placement, stored_shapes(step.layout, step.optimizer)
         saves: Checkpointer | LocalCheckpointer = Checkpointer(folder, placement, shapes, 2)
         if options.local:
             saves = LocalCheckpointer(
-                folder, Shards(stored_arrays(step.abstract_state(), shapes, placement), placement), "benchmark", 0, print
+                folder,
+                Shards(stored_arrays(step.abstract_state(), shapes, placement), placement),
+                "benchmark",
+                0,
+                print,
             )
         at = 0
 
@@ -88,23 +107,46 @@ def measure(options: argparse.Namespace, folder: pathlib.Path) -> None:
             jax.block_until_ready(state)
             wall = time.perf_counter() - began
             saves.wait()
-            return {"wall": wall, "blocked": blocked, "blocked_cpu": blocked_cpu, "cpu": time.process_time() - cpu}
+            return {
+                "wall": wall,
+                "blocked": blocked,
+                "blocked_cpu": blocked_cpu,
+                "cpu": time.process_time() - cpu,
+            }
 
         window(True)  # what comes once: folders, imports
         pairs = [(window(False), window(True)) for _ in range(options.pairs)]
         loader.close()
         saves.close()
-        size = sum(file.stat().st_size for path in folder.rglob(str(at)) for file in (path, *path.rglob("*")) if file.is_file())
-    print(f"jax {jax.__version__}, {jax.device_count()} × {jax.devices()[0].device_kind}, {size / 2**20:.1f} MiB a checkpoint,", end=" ")
-    print(f"a save every {options.every} steps, {options.pairs} pairs of windows of {options.every * options.saves} steps")
+        size = sum(
+            file.stat().st_size
+            for path in folder.rglob(str(at))
+            for file in (path, *path.rglob("*"))
+            if file.is_file()
+        )
+    print(
+        f"jax {jax.__version__}, {jax.device_count()} × {jax.devices()[0].device_kind}, "
+        f"{size / 2**20:.1f} MiB a checkpoint,",
+        end=" ",
+    )
+    print(
+        f"a save every {options.every} steps, {options.pairs} pairs of windows of "
+        f"{options.every * options.saves} steps"
+    )
     median = lambda values: statistics.median(list(values))
     never, saving = ([pair[i] for pair in pairs] for i in (0, 1))
     for name in ("wall", "cpu"):
         ratio = median(b[name] / a[name] for a, b in pairs)
-        print(f"{name:8} {median(w[name] for w in never):8.3f} s never  {median(w[name] for w in saving):8.3f} s saving  ratio {ratio:.3f}")
+        print(
+            f"{name:8} {median(w[name] for w in never):8.3f} s never  "
+            f"{median(w[name] for w in saving):8.3f} s saving  ratio {ratio:.3f}"
+        )
     share = median(w["blocked"] / w["wall"] for w in saving)
     busy = median(w["blocked_cpu"] for w in saving) / options.saves
-    print(f"blocked  {median(w['blocked'] for w in saving) / options.saves:8.4f} s a save ({busy:.4f} s of CPU), {share:.2%} of the loop")
+    print(
+        f"blocked  {median(w['blocked'] for w in saving) / options.saves:8.4f} s a save "
+        f"({busy:.4f} s of CPU), {share:.2%} of the loop"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""One training step on 8 simulated CPU devices, layout by layout: seconds, CPU-seconds, compile time, memory, time to the first step.
+"""One training step on 8 simulated CPU devices, layout by layout: seconds, CPU-seconds, compile
+time, memory, time to the first step.
 
-    python benchmarks/cpu_step.py [--layouts=data2.stage4.x2,…] [--steps=5] [--json=FILE] [-- --config.pipeline.remat=none …]
+    python benchmarks/cpu_step.py [--layouts=data2.stage4.x2,…] [--steps=5] [--json=FILE]
+                                  [-- --config.pipeline.remat=none …]
 
-The configuration is the one at which MaxText (e591f30, 2026-08) was measured on a machine of two cores: 8 layers, width 256, 8 heads
-of 32, gated MLP of 1024, vocabulary 2048, sequence 256, batch 32, 8 microbatches in a pipeline, float32, AdamW. Its figures stand
-beside ours. CPU-seconds differ between machines, so every layout's process also times plain matmuls and gives the step as a multiple
-of the time that they need for the step's 0.49 TFLOP (forward and backward, without recomputation): MaxText's 15.53 CPU-seconds for
-data 2 · stage 4 with 2 repeats are 3.3 of that. Each layout runs in a process of its own, with an empty compilation cache.
+The configuration is the one at which MaxText (e591f30, 2026-08) was measured on a machine of two
+cores: 8 layers, width 256, 8 heads of 32, gated MLP of 1024, vocabulary 2048, sequence 256, batch
+32, 8 microbatches in a pipeline, float32, AdamW. Its figures stand beside ours. CPU-seconds differ
+between machines, so every layout's process also times plain matmuls and gives the step as a
+multiple of the time that they need for the step's 0.49 TFLOP (forward and backward, without
+recomputation): MaxText's 15.53 CPU-seconds for data 2 · stage 4 with 2 repeats are 3.3 of that.
+Each layout runs in a process of its own, with an empty compilation cache.
 """
 
 import argparse
@@ -45,12 +49,29 @@ def flags(layout: str, changes: list[str]) -> list[str]:
     repeats = int((re.findall(r"\.x(\d+)", layout) or [1])[0])
     zero = 0 if layout == "data8" else 1
     values = {
-        "model.layers": 8, "model.width": 256, "model.heads": 8, "model.mlp_width": 1024, "model.vocab_size": 2048,
-        "data.sequence_length": 256, "data.batch_size": 32, "precision.compute": "float32", "train.steps": 100,
-        "pipeline.schedule": LAYOUTS[layout][0], "pipeline.repeats": repeats, "pipeline.microbatches": 8 if size.get("stage", 1) > 1 else 1,
-        "mesh.data": size.get("data", 1), "mesh.stage": size.get("stage", 1), "mesh.model": size.get("model", 1), "parallel.zero": zero,
-    }  # fmt: skip
-    return ["--cpu_devices=8", f"--config={REPOSITORY}/configs/tiny.py", *(f"--config.{k}={v}" for k, v in values.items()), *changes]
+        "model.layers": 8,
+        "model.width": 256,
+        "model.heads": 8,
+        "model.mlp_width": 1024,
+        "model.vocab_size": 2048,
+        "data.sequence_length": 256,
+        "data.batch_size": 32,
+        "precision.compute": "float32",
+        "train.steps": 100,
+        "pipeline.schedule": LAYOUTS[layout][0],
+        "pipeline.repeats": repeats,
+        "pipeline.microbatches": 8 if size.get("stage", 1) > 1 else 1,
+        "mesh.data": size.get("data", 1),
+        "mesh.stage": size.get("stage", 1),
+        "mesh.model": size.get("model", 1),
+        "parallel.zero": zero,
+    }
+    return [
+        "--cpu_devices=8",
+        f"--config={REPOSITORY}/configs/tiny.py",
+        *(f"--config.{k}={v}" for k, v in values.items()),
+        *changes,
+    ]
 
 
 def matmul_cpu_seconds() -> float:
@@ -104,8 +125,13 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh, setup)
-        loader = Loader(corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches)
-        first = concurrent.futures.ThreadPoolExecutor(1).submit(initial_state, step.layout, step.optimizer, 0)  # as the command does
+        loader = Loader(
+            corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches
+        )
+        # as the command does
+        first = concurrent.futures.ThreadPoolExecutor(1).submit(
+            initial_state, step.layout, step.optimizer, 0
+        )
         lowered = step.train.lower(step.abstract_state(), loader.specification())
         clock.enter(Part.COMPILING)
         compiled = lowered.compile()
@@ -119,7 +145,8 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
         start_up = record(clock)
         start_cpu_seconds = time.process_time()
         cpu, wall, matmul = [], [], [matmul_cpu_seconds()]
-        for _ in range(steps):  # matmuls before and after each step, for the machine's speed changes within a run
+        # matmuls before and after each step, for the machine's speed changes within a run
+        for _ in range(steps):
             a, b = time.process_time(), time.perf_counter()
             state, out = compiled(state, batch)
             jax.block_until_ready((state, out))
@@ -128,23 +155,37 @@ def worker(layout: str, steps: int, changes: list[str]) -> dict:
             matmul.append(matmul_cpu_seconds())
         loader.close()
     memory = compiled.memory_analysis()
-    multiples = [2 * c / (before + after) for c, before, after in zip(cpu, matmul[:-1], matmul[1:], strict=True)]
+    multiples = [
+        2 * c / (before + after)
+        for c, before, after in zip(cpu, matmul[:-1], matmul[1:], strict=True)
+    ]
     return {
-        "layout": layout, "seconds": statistics.median(wall), "cpu_seconds": statistics.median(cpu),
+        "layout": layout,
+        "seconds": statistics.median(wall),
+        "cpu_seconds": statistics.median(cpu),
         "matmul_multiple": statistics.median(multiples),
-        "matmul_cpu_seconds": statistics.median(matmul), "temporary_mb": memory.temp_size_in_bytes / 1e6,
-        "arguments_mb": memory.argument_size_in_bytes / 1e6, **start_up, "start_cpu_seconds": start_cpu_seconds,
+        "matmul_cpu_seconds": statistics.median(matmul),
+        "temporary_mb": memory.temp_size_in_bytes / 1e6,
+        "arguments_mb": memory.argument_size_in_bytes / 1e6,
+        **start_up,
+        "start_cpu_seconds": start_cpu_seconds,
         "jax": jax.__version__,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", default="")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
-    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train, after --: -- --config.pipeline.remat=none")
+    parser.add_argument(
+        "changes",
+        nargs="*",
+        help="more flags of jaxtrain.train, after --: -- --config.pipeline.remat=none",
+    )
     options = parser.parse_args()
     sys.path.insert(0, REPOSITORY)
     if options.worker:
@@ -162,24 +203,44 @@ def main() -> None:
         "1st step s": 11,
         "in CPU-s": 9,
     }
-    print("".join(f"{name:<{n}}" if name == "layout" else f"{name:>{n}}" for name, n in heads.items()), flush=True)
+    print(
+        "".join(
+            f"{name:<{n}}" if name == "layout" else f"{name:>{n}}" for name, n in heads.items()
+        ),
+        flush=True,
+    )
     results = []
     for layout in options.layouts.split(","):
         with tempfile.TemporaryDirectory() as cache:
-            environment = os.environ | {"STARTED": str(time.time()), "JAX_COMPILATION_CACHE_DIR": cache, "PYTHONPATH": REPOSITORY}
-            environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # as scripts/train.sh does
-            command = [sys.executable, __file__, f"--worker={layout}", f"--steps={options.steps}", "--", *options.changes]
+            environment = os.environ | {
+                "STARTED": str(time.time()),
+                "JAX_COMPILATION_CACHE_DIR": cache,
+                "PYTHONPATH": REPOSITORY,
+            }
+            # as scripts/train.sh does
+            environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+            command = [
+                sys.executable,
+                __file__,
+                f"--worker={layout}",
+                f"--steps={options.steps}",
+                "--",
+                *options.changes,
+            ]
             log = pathlib.Path(cache, "log")
             outcome = run_worker(command, environment, log, LIMIT)
             if outcome.result is None:
                 sys.exit(f"{layout} failed: {outcome.failure}\n{log.read_text()}")
         results.append(r := outcome.result)
         _, cpu, temp, _ = LAYOUTS[layout]
-        # On the machine where MaxText took `cpu` CPU-seconds, matmuls took 4.7 for the same operations.
+        # On the machine where MaxText took `cpu` CPU-seconds, matmuls took 4.7 for the same
+        # operations.
         ratio = r["matmul_multiple"] / (cpu / 4.7)
         print(
-            f"{layout:24} {r['seconds']:7.2f} {r['cpu_seconds']:7.2f} {r['matmul_multiple']:8.2f} {ratio:9.2f} "
-            f"{r['tracing_s']:8.1f} {r['compiling_s']:9.1f} {r['temporary_mb']:8.1f} {temp:9.1f} {r['start_up_s']:10.1f} "
+            f"{layout:24} {r['seconds']:7.2f} {r['cpu_seconds']:7.2f} "
+            f"{r['matmul_multiple']:8.2f} {ratio:9.2f} "
+            f"{r['tracing_s']:8.1f} {r['compiling_s']:9.1f} {r['temporary_mb']:8.1f} "
+            f"{temp:9.1f} {r['start_up_s']:10.1f} "
             f"{r['start_cpu_seconds']:8.1f}",
             flush=True,
         )

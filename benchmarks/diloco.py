@@ -1,11 +1,14 @@
-"""DiLoCo against synchronous replicas: the validation loss of the tiny recipe, and the bytes that cross between replicas, counted.
+"""DiLoCo against synchronous replicas: the validation loss of the tiny recipe, and the bytes that
+cross between replicas, counted.
 
-    python benchmarks/diloco.py [--steps=200] [--inner_steps=20] [--cases="synchronous;apart, int8"] [-- --config.… …]
+    python benchmarks/diloco.py [--steps=200] [--inner_steps=20] [--cases="synchronous;apart, int8"]
+                                [-- --config.… …]
 
-Two replicas of data 2 · stage 2 on 8 simulated devices, the same batches for all: synchronous by configs/tiny.py; synchronous by
-configs/tiny_diloco.py, whose optimizer is set for half the batch; and by that recipe apart, exchanging float32, and int8. Each is a run of
-the training command. Bytes are those that a device sends to other replicas by the compiled programs, as a ring does its collectives: of a
-step, and of an exchange divided by the steps between two.
+Two replicas of data 2 · stage 2 on 8 simulated devices, the same batches for all: synchronous by
+configs/tiny.py; synchronous by configs/tiny_diloco.py, whose optimizer is set for half the batch;
+and by that recipe apart, exchanging float32, and int8. Each is a run of the training command. Bytes
+are those that a device sends to other replicas by the compiled programs, as a ring does its
+collectives: of a step, and of an exchange divided by the steps between two.
 """
 
 import argparse
@@ -18,17 +21,39 @@ import tempfile
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 MESH = ["--config.mesh.replica=2", "--config.mesh.data=2", "--config.mesh.model=1"]
-TINY, DILOCO = ([f"--config={REPOSITORY}/configs/{name}.py", *MESH] for name in ("tiny", "tiny_diloco"))
-NO_EXCHANGE = {"train.diloco_inner_steps": 0, "optimizer.outer_learning_rate": 0.7, "optimizer.outer_momentum": 0.9}
-SYNCHRONOUS = [f"--config.{path}={value}" for path, value in NO_EXCHANGE.items()]  # the outer settings as if never set
+TINY, DILOCO = (
+    [f"--config={REPOSITORY}/configs/{name}.py", *MESH] for name in ("tiny", "tiny_diloco")
+)
+NO_EXCHANGE = {
+    "train.diloco_inner_steps": 0,
+    "optimizer.outer_learning_rate": 0.7,
+    "optimizer.outer_momentum": 0.9,
+}
+# the outer settings as if never set
+SYNCHRONOUS = [f"--config.{path}={value}" for path, value in NO_EXCHANGE.items()]
 
 
 def validation_loss(flags: list[str]) -> float:
     """The last of a run in a process and a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jaxtrain.train", *flags, "--config.train.sample_tokens=0", f"--workdir={folder}/run"]
-        subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=True, stdout=subprocess.DEVNULL)
-        records = [json.loads(line) for line in pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxtrain.train",
+            *flags,
+            "--config.train.sample_tokens=0",
+            f"--workdir={folder}/run",
+        ]
+        subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        records = [
+            json.loads(line)
+            for line in pathlib.Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+        ]
     return [record["validation_loss"] for record in records if "validation_loss" in record][-1]
 
 
@@ -47,19 +72,32 @@ def bytes_a_step(flags: list[str]) -> float:
     step = make_step(config, make_mesh(sizes_of(config.mesh)))
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()
-        sent = bytes_sent(Program(step.train.lower(state, abstract_batch(config, step)).compile().as_text()), step.mesh)
+        sent = bytes_sent(
+            Program(step.train.lower(state, abstract_batch(config, step)).compile().as_text()),
+            step.mesh,
+        )
         if step.exchange:
-            exchanged = bytes_sent(Program(step.exchange.lower(state).compile().as_text()), step.mesh)
+            exchanged = bytes_sent(
+                Program(step.exchange.lower(state).compile().as_text()), step.mesh
+            )
             sent += exchanged / config.train.diloco_inner_steps
     return sent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--inner_steps", type=int, default=20)
-    parser.add_argument("--cases", default="", help="replicas, with semicolons between them; the first is what others are held against")
-    parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train for all but the first, after --")
+    parser.add_argument(
+        "--cases",
+        default="",
+        help="replicas, with semicolons between them; the first is what others are held against",
+    )
+    parser.add_argument(
+        "changes", nargs="*", help="more flags of jaxtrain.train for all but the first, after --"
+    )
     options = parser.parse_args()
     sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -76,13 +114,23 @@ def main() -> None:
     }
     cases = options.cases.split(";") if options.cases else list(runs)
     if unknown := [case for case in cases if case not in runs]:
-        parser.error(f"--cases={unknown[0]!r} is none of {'; '.join(runs)}: use --cases={next(iter(runs))}")
-    print(f"{'replicas':22} {'validation loss':>16} {'over synchronous':>17} {'bytes a step':>13} {'fewer':>7}", flush=True)
+        parser.error(
+            f"--cases={unknown[0]!r} is none of {'; '.join(runs)}: use --cases={next(iter(runs))}"
+        )
+    print(
+        f"{'replicas':22} {'validation loss':>16} {'over synchronous':>17} "
+        f"{'bytes a step':>13} {'fewer':>7}",
+        flush=True,
+    )
     first: tuple[float, float] | None = None
     for name in cases:
         sent, loss = bytes_a_step(runs[name]), validation_loss(runs[name])
         first = first or (loss, sent)
-        print(f"{name:22} {loss:16.4f} {loss / first[0] - 1:17.2%} {sent:13,.0f} {first[1] / sent:7.2f}", flush=True)
+        print(
+            f"{name:22} {loss:16.4f} {loss / first[0] - 1:17.2%} {sent:13,.0f} "
+            f"{first[1] / sent:7.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,23 @@
-"""Our training step on one GPU beside the same model in PyTorch, and each kernel beside its fallback: within 8 minutes on an H100 or H200.
+"""Our training step on one GPU beside the same model in PyTorch, and each kernel beside its
+fallback: within 8 minutes on an H100 or H200.
 
-    python benchmarks/gpu.py [--minutes=8] [--cases=gpt2_124m,gpt3_xl] [--sides=jaxtrain,torch,kernels] [--json=FILE] [--config.… …]
-    python benchmarks/gpu.py --device=cpu --tiny     the same on shapes that a CPU runs in a minute or two, to see that all of it works
+    python benchmarks/gpu.py [--minutes=8] [--cases=gpt2_124m,gpt3_xl]
+                             [--sides=jaxtrain,torch,kernels] [--json=FILE] [--config.… …]
+    python benchmarks/gpu.py --device=cpu --tiny     the same on shapes that a CPU runs in a minute
+                                                     or two, to see that all of it works
 
-Needs the packages of benchmarks/requirements-gpu.txt beside the trainer's (JAXTRAIN_EXTRAS=cuda13). Where the two want different CUDA
-libraries, --torch_python names another Python, which needs torch and numpy alone.
+Needs the packages of benchmarks/requirements-gpu.txt beside the trainer's (JAXTRAIN_EXTRAS=cuda13).
+Where the two want different CUDA libraries, --torch_python names another Python, which needs torch
+and numpy alone.
 
-A side of a case is a process of its own, and they take turns. Both have the same batches, weights, precision, recomputation and learning
-rates; their losses and norms of gradients are then the same but for rounding, which says that the models are.
+A side of a case is a process of its own, and they take turns. Both have the same batches, weights,
+precision, recomputation and learning rates; their losses and norms of gradients are then the same
+but for rounding, which says that the models are.
 
-    gpu_cases.py   what is measured, and in which order     gpu_step.py, gpu_kernels.py   our side
-    gpu_table.py   what is printed of it                    torch_step.py, torch_models.py   PyTorch's
+    gpu_cases.py   what is measured, and in which order
+    gpu_step.py, gpu_kernels.py   our side
+    gpu_table.py   what is printed of it
+    torch_step.py, torch_models.py   PyTorch's
 """
 
 import datetime
@@ -24,7 +31,9 @@ import tempfile
 import time
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
-sys.path[:0] = [path for path in (str(REPOSITORY), str(REPOSITORY / "benchmarks")) if path not in sys.path]
+sys.path[:0] = [
+    path for path in (str(REPOSITORY), str(REPOSITORY / "benchmarks")) if path not in sys.path
+]
 
 import gpu_table  # noqa: E402 (the path comes first)
 from gpu_cases import (  # noqa: E402
@@ -50,8 +59,8 @@ from jaxtrain.config.flags import Flag, read_flags  # noqa: E402
 SIDES = (OURS, TORCH, KERNELS)
 SCRIPTS = {OURS: "gpu_step.py", TORCH: "torch_step.py", KERNELS: "gpu_kernels.py"}
 LAST_SECONDS = 5.0  # kept for the tables
-# The environment of workers on a GPU, where the user has no other: one GPU, and its memory as far as possible. jax takes 0.75 of it
-# otherwise, and torch leaves gaps between what it has taken.
+# The environment of workers on a GPU, where the user has no other: one GPU, and its memory as far
+# as possible. jax takes 0.75 of it otherwise, and torch leaves gaps between what it has taken.
 DEFAULTS = {
     "CUDA_VISIBLE_DEVICES": "0",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
@@ -61,12 +70,19 @@ COMPILED = {"cuda": "blocks", "cpu": "none"}  # on a CPU a compilation takes min
 FLAGS = (
     Flag("device", "cuda", "cuda, or cpu"),
     Flag("tiny", False, "small shapes, three steps, one round"),
-    Flag("minutes", 8.0, "after which it is over; what there was no time for is named", at_least=0.1),
+    Flag(
+        "minutes", 8.0, "after which it is over; what there was no time for is named", at_least=0.1
+    ),
     Flag("cases", "", "names, with semicolons between them; empty: all"),
     Flag("sides", ",".join(SIDES), "jaxtrain, torch, kernels"),
     Flag("rounds", 2, "rounds of each case, where there is time", at_least=1),
     Flag("steps", 0, "timed steps of a round; 0: the case's own number", at_least=0),
-    Flag("torch_compile", "", "torch.compile of: blocks, all by one code; model, in one piece; none, for a CPU; empty: by the device"),
+    Flag(
+        "torch_compile",
+        "",
+        "torch.compile of: blocks, all by one code; model, in one piece; none, for a CPU; "
+        "empty: by the device",
+    ),
     Flag("torch_python", sys.executable, "the Python that has torch"),
     Flag("json", "", "file for all figures"),
     Flag("logs", "", "folder that keeps what the workers print"),
@@ -74,18 +90,28 @@ FLAGS = (
 
 
 def main(argv: list[str]) -> None:
-    reading = read_flags([word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=True)
+    reading = read_flags(
+        [word for word in argv if word != "--"], __doc__ or "", FLAGS, with_config=True
+    )
     if reading.errors:
         cli.fail(str(reading.errors[0]))
     values, deadline = reading.values, time.monotonic() + 60 * reading.values["minutes"]
     try:
-        wanted = [(case, config_of(case, values["tiny"], reading.overrides)) for case in chosen_cases(values)]
+        wanted = [
+            (case, config_of(case, values["tiny"], reading.overrides))
+            for case in chosen_cases(values)
+        ]
         check(values)
         values["torch_compile"] = values["torch_compile"] or COMPILED[values["device"]]
     except (ConfigError, ValueError) as error:
         cli.fail(str(error))
     with tempfile.TemporaryDirectory(prefix="jaxtrain-gpu-") as folder:
-        session = Session(values, {case.name: (case, config) for case, config in wanted}, pathlib.Path(folder), deadline)
+        session = Session(
+            values,
+            {case.name: (case, config) for case, config in wanted},
+            pathlib.Path(folder),
+            deadline,
+        )
         session.run()
     report = session.report()
     print("\n" + gpu_table.text(report), flush=True)
@@ -98,10 +124,14 @@ def main(argv: list[str]) -> None:
 def chosen_cases(values: dict) -> list[Case]:
     """The cases that --cases names. Raises ValueError."""
     known = {case.name: case for case in CASES}
-    names = [name.strip() for name in values["cases"].split(";")] if values["cases"] else list(known)
+    names = (
+        [name.strip() for name in values["cases"].split(";")] if values["cases"] else list(known)
+    )
     for name in names:
         if name not in known:
-            raise ValueError(f"--cases={name!r} is none of {'; '.join(known)}: use --cases={next(iter(known))}")
+            raise ValueError(
+                f"--cases={name!r} is none of {'; '.join(known)}: use --cases={next(iter(known))}"
+            )
     return [known[name] for name in names]
 
 
@@ -112,15 +142,28 @@ def check(values: dict) -> None:
         if side not in SIDES:
             raise ValueError(f"--sides={side!r} is none of {', '.join(SIDES)}: use --sides={OURS}")
     if TORCH in sides and OURS not in sides:
-        raise ValueError(f"--sides={values['sides']} has nothing that writes torch's weights: use --sides={OURS},{values['sides']}")
+        raise ValueError(
+            f"--sides={values['sides']} has nothing that writes torch's weights: use "
+            f"--sides={OURS},{values['sides']}"
+        )
     if values["torch_compile"] not in ("", "blocks", "model", "none"):
-        raise ValueError(f"--torch_compile={values['torch_compile']!r} is none of blocks, model, none: use --torch_compile=blocks")
+        raise ValueError(
+            f"--torch_compile={values['torch_compile']!r} is none of blocks, model, none: use "
+            "--torch_compile=blocks"
+        )
     if values["torch_compile"] == "none" and values["device"] != "cpu":
-        raise ValueError("--torch_compile=none would keep all scores of attention in memory: use --torch_compile=blocks")
+        raise ValueError(
+            "--torch_compile=none would keep all scores of attention in memory: use "
+            "--torch_compile=blocks"
+        )
     if values["device"] not in COMPILED:
-        raise ValueError(f"--device={values['device']!r} is none of {', '.join(COMPILED)}: use --device=cuda")
+        raise ValueError(
+            f"--device={values['device']!r} is none of {', '.join(COMPILED)}: use --device=cuda"
+        )
     if values["device"] == "cpu" and not values["tiny"]:
-        raise ValueError("--device=cpu would take days with shapes for a GPU: use --device=cpu --tiny")
+        raise ValueError(
+            "--device=cpu would take days with shapes for a GPU: use --device=cpu --tiny"
+        )
     if TORCH in sides:
         python = values["torch_python"]
         try:
@@ -129,18 +172,30 @@ def check(values: dict) -> None:
             raise ValueError(f"--torch_python={python} does not run: {error.strerror}") from error
         if tried.returncode:
             install = f"{python} -m pip install -r benchmarks/requirements-gpu.txt"
-            raise ValueError(f"--torch_python={python} has no torch: use {install}, or leave it out by --sides={OURS},{KERNELS}")
+            raise ValueError(
+                f"--torch_python={python} has no torch: use {install}, or leave it out by "
+                f"--sides={OURS},{KERNELS}"
+            )
     if values["device"] == "cuda" and not driver():
-        raise ValueError("--device=cuda finds no NVIDIA GPU (nvidia-smi names none): use --device=cpu --tiny")
+        raise ValueError(
+            "--device=cuda finds no NVIDIA GPU (nvidia-smi names none): use --device=cpu --tiny"
+        )
 
 
 class Session:
     """A run of the command: its jobs one after the other, and what came of them.
 
-    results: (case's name, side, round) → a worker's result; kernels: rows of comparisons; remarks: what failed or was left out.
+    results: (case's name, side, round) → a worker's result; kernels: rows of comparisons; remarks:
+        what failed or was left out.
     """
 
-    def __init__(self, values: dict, cases: dict[str, tuple[Case, Config]], folder: pathlib.Path, deadline: float):
+    def __init__(
+        self,
+        values: dict,
+        cases: dict[str, tuple[Case, Config]],
+        folder: pathlib.Path,
+        deadline: float,
+    ):
         self.values, self.cases, self.folder, self.deadline = values, cases, folder, deadline
         self.results: dict[tuple[str, str, int], dict] = {}
         self.kernels: list[dict] = []
@@ -151,12 +206,17 @@ class Session:
 
     def run(self) -> None:
         rounds = 1 if self.values["tiny"] else self.values["rounds"]
-        wanted = list(jobs([case for case, _ in self.cases.values()], self.values["sides"].split(","), rounds))
+        wanted = list(
+            jobs([case for case, _ in self.cases.values()], self.values["sides"].split(","), rounds)
+        )
         for job in wanted:
             self._run(job)
 
     def _run(self, job: Job) -> None:
-        left, needs = self.deadline - LAST_SECONDS - time.monotonic(), expected_seconds(job, self.measured, self.values["tiny"])
+        left, needs = (
+            self.deadline - LAST_SECONDS - time.monotonic(),
+            expected_seconds(job, self.measured, self.values["tiny"]),
+        )
         why = self._in_the_way(job)
         if not why and left < needs:
             why = f"{max(0, left):.0f} s are left, and it takes about {needs:.0f}"
@@ -165,9 +225,12 @@ class Session:
             self.remarks.append(f"{job.name}: left out: {why}")
             return
         folder = self._folder(job)
-        outcome = run_worker(self._command(job, folder), self._environment(job), self._log(job), left)
+        outcome = run_worker(
+            self._command(job, folder), self._environment(job), self._log(job), left
+        )
         self._keep(job, outcome)
-        if job.side == TORCH:  # the next round writes them again: those of all cases are too much for many a disk
+        # the next round writes them again: those of all cases are too much for many a disk
+        if job.side == TORCH:
             shutil.rmtree(folder / WEIGHTS)
 
     def _in_the_way(self, job: Job) -> str:
@@ -206,7 +269,14 @@ class Session:
                 case, config = self.cases[job.case.name]
                 steps = self.values["steps"] or (TINY_STEPS if self.values["tiny"] else case.steps)
                 torch = TORCH in self.values["sides"].split(",")
-                write_case(folder, config, **common, steps=steps, torch=torch, torch_compile=self.values["torch_compile"])
+                write_case(
+                    folder,
+                    config,
+                    **common,
+                    steps=steps,
+                    torch=torch,
+                    torch_compile=self.values["torch_compile"],
+                )
         return folder
 
     def _command(self, job: Job, folder: pathlib.Path) -> list[str]:
@@ -221,35 +291,58 @@ class Session:
     def _environment(self, job: Job) -> dict[str, str]:
         """What is compiled is kept for the second round, and nothing of earlier runs is found."""
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-        environment = os.environ | {"PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": str(self.folder / "xla")}
+        environment = os.environ | {
+            "PYTHONPATH": paths,
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "xla"),
+        }
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")
         if self.values["device"] == "cpu":
-            return environment | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            return environment | {
+                "JAX_PLATFORMS": "cpu",
+                "CUDA_VISIBLE_DEVICES": "",
+                "OMP_NUM_THREADS": "1",
+            }
         # Of several GPUs one; and where jax finds none, it must not go on with a CPU.
         return {**DEFAULTS, **environment, "JAX_PLATFORMS": "cuda"}
 
     def report(self) -> dict:
         """All figures, as --json has them."""
-        rounds = [{"case": c, "side": s, "round": r, **result} for (c, s, r), result in self.results.items()]
+        rounds = [
+            {"case": c, "side": s, "round": r, **result}
+            for (c, s, r), result in self.results.items()
+        ]
         versions: dict = {}
         for row in rounds:
             versions |= row.pop("versions")
         settings = {name: gpu_table.settings(config) for name, (_, config) in self.cases.items()}
         return {
-            "date": datetime.date.today().isoformat(), "minutes": (time.monotonic() - self.began) / 60,
-            "versions": versions | {"driver": driver()} if self.values["device"] == "cuda" else versions,
-            "torch_compile": self.values["torch_compile"], "tiny": self.values["tiny"],
-            "settings": settings, "rounds": rounds, "kernels": self.kernels, "remarks": self.remarks,
-        }  # fmt: skip
+            "date": datetime.date.today().isoformat(),
+            "minutes": (time.monotonic() - self.began) / 60,
+            "versions": versions | {"driver": driver()}
+            if self.values["device"] == "cuda"
+            else versions,
+            "torch_compile": self.values["torch_compile"],
+            "tiny": self.values["tiny"],
+            "settings": settings,
+            "rounds": rounds,
+            "kernels": self.kernels,
+            "remarks": self.remarks,
+        }
 
 
 def driver() -> str:
     """The NVIDIA driver's version, as nvidia-smi says it; "" where there is no GPU."""
     try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+        )
     except OSError:
         return ""
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
+    return (
+        done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else ""
+    )
 
 
 if __name__ == "__main__":

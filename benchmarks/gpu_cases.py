@@ -1,4 +1,5 @@
-"""What benchmarks/gpu.py measures: recipes, cut for one device; and in which order, as the time may end. Without jax and torch."""
+"""What benchmarks/gpu.py measures: recipes, cut for one device; and in which order, as the time may
+end. Without jax and torch."""
 
 import dataclasses
 import json
@@ -21,7 +22,8 @@ class Case:
 
     settings: changes of it
     steps: that are timed in a round, after the first
-    seconds: what a round of one side is expected to take, with start and compilation, before one has been measured
+    seconds: what a round of one side is expected to take, with start and compilation, before one
+        has been measured
     """
 
     name: str
@@ -31,26 +33,59 @@ class Case:
     seconds: float
 
 
-# On one device there are no stages; the learning rate begins at its peak, or the first steps would hardly move the loss.
+# On one device there are no stages; the learning rate begins at its peak, or the first steps would
+# hardly move the loss.
 ONE_DEVICE = {
     **{f"mesh.{axis}": 1 for axis in ("replica", "data", "stage", "context", "expert", "model")},
     **{"pipeline.schedule": "1f1b", "pipeline.repeats": 1, "optimizer.warmup_steps": 0},
 }
-XL = {"model.layers": 24, "model.width": 2048, "model.heads": 16, "data.sequence_length": 2048, "data.batch_size": 64}
+XL = {
+    "model.layers": 24,
+    "model.width": 2048,
+    "model.heads": 16,
+    "data.sequence_length": 2048,
+    "data.batch_size": 64,
+}
 # The most important first.
 CASES = (
     Case("gpt2_124m", "gpt2_124m", {}, steps=8, seconds=75),
     Case("gpt3_xl", "gpt2_124m", {**XL, "optimizer.learning_rate": 2e-4}, steps=6, seconds=80),
-    Case("mixtral_8x7b, 2 layers", "mixtral_8x7b", {"model.layers": 2, "data.batch_size": 4, "pipeline.microbatches": 2}, 6, 90),
-    Case("gpt2_124m, nothing recomputed", "gpt2_124m", {"pipeline.remat": "none"}, steps=8, seconds=75),
-    Case("llama3_8b, 4 layers", "llama3_8b", {"model.layers": 4, "data.batch_size": 8, "pipeline.microbatches": 4}, 6, 80),
+    Case(
+        "mixtral_8x7b, 2 layers",
+        "mixtral_8x7b",
+        {"model.layers": 2, "data.batch_size": 4, "pipeline.microbatches": 2},
+        6,
+        90,
+    ),
+    Case(
+        "gpt2_124m, nothing recomputed",
+        "gpt2_124m",
+        {"pipeline.remat": "none"},
+        steps=8,
+        seconds=75,
+    ),
+    Case(
+        "llama3_8b, 4 layers",
+        "llama3_8b",
+        {"model.layers": 4, "data.batch_size": 8, "pipeline.microbatches": 4},
+        6,
+        80,
+    ),
 )
 KERNEL_SECONDS = 90.0
-# Of all cases with --tiny: shapes that a CPU runs in seconds, with a vocabulary that is padded and groups of heads. So narrow a model needs
-# large weights, or its losses would hardly say what it computes.
+# Of all cases with --tiny: shapes that a CPU runs in seconds, with a vocabulary that is padded and
+# groups of heads. So narrow a model needs large weights, or its losses would hardly say what it
+# computes.
 TINY = {
     "model.init_std": 0.15,
-    **{"model.layers": 2, "model.width": 64, "model.heads": 4, "model.vocab_size": 4099, "model.mlp_width": 96, "model.loss_chunk": 64},
+    **{
+        "model.layers": 2,
+        "model.width": 64,
+        "model.heads": 4,
+        "model.vocab_size": 4099,
+        "model.mlp_width": 96,
+        "model.loss_chunk": 64,
+    },
     **{"data.sequence_length": 64, "data.batch_size": 4, "pipeline.microbatches": 2},
 }
 TINY_GROUPED = {"model.kv_heads": 2}
@@ -59,11 +94,16 @@ TINY_STEPS = 3
 
 
 def config_of(case: Case, tiny: bool, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-    """A case's config, resolved and checked for one device; `overrides` are (setting's path, text). Raises ConfigError."""
+    """A case's config, resolved and checked for one device; `overrides` are (setting's path, text).
+    Raises ConfigError."""
     recipe = load_recipe(find_recipe(case.recipe))
     changes = {**ONE_DEVICE, **case.settings}
     if tiny:
-        changes |= TINY | (TINY_GROUPED if recipe.model.kv_heads else {}) | (TINY_EXPERTS if recipe.model.experts else {})
+        changes |= (
+            TINY
+            | (TINY_GROUPED if recipe.model.kv_heads else {})
+            | (TINY_EXPERTS if recipe.model.experts else {})
+        )
     config = checks.check_devices(apply(configs.replace(recipe, changes), overrides), 1).resolve()
     check_torch_has(config)
     return config
@@ -84,16 +124,30 @@ def check_torch_has(config: Config) -> None:
         "parallel.offload": "none",
     }
     for path, value in only.items():
-        if configs.get(config, path) != value and (m.experts or not path.startswith("model.router")):
-            raise ConfigError(path, configs.get(config, path), "is nothing that benchmarks/torch_models.py has", fixes=[{path: value}])
+        if configs.get(config, path) != value and (
+            m.experts or not path.startswith("model.router")
+        ):
+            raise ConfigError(
+                path,
+                configs.get(config, path),
+                "is nothing that benchmarks/torch_models.py has",
+                fixes=[{path: value}],
+            )
     if config.pipeline.remat == "selective":
         rule = "is nothing that benchmarks/torch_models.py has"
-        raise ConfigError("pipeline.remat", "selective", rule, fixes=[{"pipeline.remat": "full"}, {"pipeline.remat": "none"}])
+        raise ConfigError(
+            "pipeline.remat",
+            "selective",
+            rule,
+            fixes=[{"pipeline.remat": "full"}, {"pipeline.remat": "none"}],
+        )
 
 
 def write_case(folder: pathlib.Path, config: Config, **fields: Any) -> None:
     """case.json: what a case's workers read."""
-    (folder / "case.json").write_text(json.dumps({"config": configs.to_dict(config), **fields}, indent=1))
+    (folder / "case.json").write_text(
+        json.dumps({"config": configs.to_dict(config), **fields}, indent=1)
+    )
 
 
 def read_case(folder: pathlib.Path) -> tuple[Config, dict]:
@@ -102,7 +156,7 @@ def read_case(folder: pathlib.Path) -> tuple[Config, dict]:
     return configs.from_dict(rest.pop("config")), rest
 
 
-# --- what there is time for --------------------------------------------------------------------------------------------------------
+# --- what there is time for -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +169,17 @@ class Job:
 
     @property
     def name(self) -> str:
-        return self.side if self.case is None else f"{self.case.name}, {self.side}" + (f", round {self.round}" if self.round > 1 else "")
+        return (
+            self.side
+            if self.case is None
+            else f"{self.case.name}, {self.side}"
+            + (f", round {self.round}" if self.round > 1 else "")
+        )
 
 
 def jobs(cases: Sequence[Case], sides: Sequence[str], rounds: int) -> Iterator[Job]:
-    """All that is to be run, the most important first: a first round of each case, both sides in turn, the kernels after the first case,
-    then further rounds."""
+    """All that is to be run, the most important first: a first round of each case, both sides in
+    turn, the kernels after the first case, then further rounds."""
     both = [side for side in (OURS, TORCH) if side in sides]
     for number in range(1, rounds + 1):
         for index, case in enumerate(cases):
@@ -131,8 +190,11 @@ def jobs(cases: Sequence[Case], sides: Sequence[str], rounds: int) -> Iterator[J
         yield Job(KERNELS, None)
 
 
-def expected_seconds(job: Job, measured: Mapping[tuple[str, str], float], tiny: bool = False) -> float:
-    """What a job will take: what it took in a round before, by (case's name, side), or else the plan's guess, for tiny shapes a second."""
+def expected_seconds(
+    job: Job, measured: Mapping[tuple[str, str], float], tiny: bool = False
+) -> float:
+    """What a job will take: what it took in a round before, by (case's name, side), or else the
+    plan's guess, for tiny shapes a second."""
     if tiny:
         return 1.0
     if job.case is None:

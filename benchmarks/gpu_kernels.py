@@ -1,8 +1,9 @@
-"""Each kernel against its fallback, for benchmarks/gpu.py: value, gradients and time. `python benchmarks/gpu_kernels.py FOLDER`.
+"""Each kernel against its fallback, for benchmarks/gpu.py: value, gradients and time.
+`python benchmarks/gpu_kernels.py FOLDER`.
 
-A comparison is two functions of the same arrays: the kernel as the trainer chooses it, and plain XLA. The errors of both are distances from
-plain XLA in float32, ‖a − exact‖ / ‖exact‖. A kernel that is right is as far from it as the fallback is: by bfloat16's rounding, 2e-3 to
-1e-2.
+A comparison is two functions of the same arrays: the kernel as the trainer chooses it, and plain
+XLA. The errors of both are distances from plain XLA in float32, ‖a − exact‖ / ‖exact‖. A kernel
+that is right is as far from it as the fallback is: by bfloat16's rounding, 2e-3 to 1e-2.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ class Comparison:
     function, reference: (*arrays, *fixed) → an array
     shapes: of the arrays, by which it is differentiated
     fixed: what is not differentiated: groups' sizes, documents
-    flops: operations of the function, forward; its backward has twice as many (attention's: 2.5 times)
+    flops: operations of the function, forward; its backward has twice as many (attention's: 2.5
+        times)
     """
 
     name: str
@@ -41,7 +43,7 @@ class Comparison:
     fixed: tuple[Any, ...] = ()
 
 
-# --- what is compared --------------------------------------------------------------------------------------------------------------
+# --- what is compared -----------------------------------------------------------------------------
 
 
 def comparisons(tiny: bool, dtype: str) -> list[Comparison]:
@@ -51,13 +53,19 @@ def comparisons(tiny: bool, dtype: str) -> list[Comparison]:
         groups = [("tiny", 96, 16, 24, 4)]
     else:
         sizes = [("gpt2_124m", 64, 1024, 12, 12, 64), ("llama3_8b", 2, 8192, 32, 8, 128)]
-        groups = [("mixtral_8x7b, up", 16384, 4096, 14336, 8), ("mixtral_8x7b, down", 16384, 14336, 4096, 8)]
+        groups = [
+            ("mixtral_8x7b, up", 16384, 4096, 14336, 8),
+            ("mixtral_8x7b, down", 16384, 14336, 4096, 8),
+        ]
     listed = [attention(*shape, dtype, documents) for shape in sizes for documents in (False, True)]
     return listed + [comparison for shape in groups for comparison in products(*shape)]
 
 
-def attention(model: str, b: int, t: int, n: int, k: int, h: int, dtype: str, documents: bool) -> Comparison:
-    """b sequences of t tokens, n heads of size h and k of keys and values; documents of random lengths, eight in a sequence on average."""
+def attention(
+    model: str, b: int, t: int, n: int, k: int, h: int, dtype: str, documents: bool
+) -> Comparison:
+    """b sequences of t tokens, n heads of size h and k of keys and values; documents of random
+    lengths, eight in a sequence on average."""
     from jaxtrain.config.kernels import AttentionCase, attention_kernel
     from jaxtrain.devices.mesh import hardware
     from jaxtrain.parallel.attention import attend_whole
@@ -72,13 +80,19 @@ def attention(model: str, b: int, t: int, n: int, k: int, h: int, dtype: str, do
         segments = np.cumsum(begins, 1, dtype=np.int32)
         fixed, flops = (segments,), 4 * n * h * seen(segments)
     case = AttentionCase(hardware(), 32 if dtype == "float32" else 16, h, h, t, t, documents)
-    name = f"attention{', documents apart' * documents}, {model}: {attention_kernel(case).words} beside plain XLA"
+    name = (
+        f"attention{', documents apart' * documents}, {model}: {attention_kernel(case).words} "
+        "beside plain XLA"
+    )
     by = lambda kernel: functools.partial(attend, kernel)
-    return Comparison(name, by("auto"), by("xla"), ((b, t, n, h), (b, t, k, h), (b, t, k, h)), flops, 2.5, fixed)
+    return Comparison(
+        name, by("auto"), by("xla"), ((b, t, n, h), (b, t, k, h), (b, t, k, h)), flops, 2.5, fixed
+    )
 
 
 def seen(segments: np.ndarray) -> int:
-    """Pairs of a query and a key of its own document that is not behind it; segments [B, T] as they follow each other."""
+    """Pairs of a query and a key of its own document that is not behind it; segments [B, T] as they
+    follow each other."""
     count = 0
     for row in segments:
         lengths = np.bincount(row)
@@ -87,8 +101,9 @@ def seen(segments: np.ndarray) -> int:
 
 
 def products(model: str, rows: int, inputs: int, outputs: int, groups: int) -> Iterator[Comparison]:
-    """Rows sorted by expert, unevenly, one expert without any. The chosen kernel beside a plain product for each expert, of sizes that the
-    program knows, which is as fast as it could be; and beside the fallback by blocks, where that is another one."""
+    """Rows sorted by expert, unevenly, one expert without any. The chosen kernel beside a plain
+    product for each expert, of sizes that the program knows, which is as fast as it could be; and
+    beside the fallback by blocks, where that is another one."""
     from jaxtrain.config.kernels import BLOCKS, PRODUCTS, product_kernel
     from jaxtrain.devices.mesh import hardware
     from jaxtrain.parallel.experts import KERNELS
@@ -102,14 +117,22 @@ def products(model: str, rows: int, inputs: int, outputs: int, groups: int) -> I
         import jax.numpy as jnp
 
         ends = np.cumsum(sizes)
-        return jnp.concatenate([x[end - size : end] @ weights[i] for i, (size, end) in enumerate(zip(sizes, ends, strict=True))])
+        return jnp.concatenate(
+            [
+                x[end - size : end] @ weights[i]
+                for i, (size, end) in enumerate(zip(sizes, ends, strict=True))
+            ]
+        )
 
     chosen = product_kernel(hardware()).kernel
     references = {"a plain product for each": one_by_one}
     if chosen != BLOCKS:
         references[PRODUCTS[BLOCKS]] = differentiable(KERNELS[BLOCKS])
     for beside, reference in references.items():
-        name, function = f"product by groups, {model}: {PRODUCTS[chosen]} beside {beside}", differentiable(KERNELS[chosen])
+        name, function = (
+            f"product by groups, {model}: {PRODUCTS[chosen]} beside {beside}",
+            differentiable(KERNELS[chosen]),
+        )
         shapes, flops = ((rows, inputs), (groups, inputs, outputs)), 2 * rows * inputs * outputs
         yield Comparison(name, function, reference, shapes, flops, fixed=(sizes,))
 
@@ -123,15 +146,18 @@ def differentiable(kernel: Any) -> Callable:
         return kernel.rows_gradient(g, weights, sizes), kernel.weights_gradient(x, g, sizes), None
 
     product = jax.custom_vjp(lambda x, weights, sizes: kernel.product(x, weights, sizes))
-    product.defvjp(lambda x, weights, sizes: (kernel.product(x, weights, sizes), (x, weights, sizes)), backward)
+    product.defvjp(
+        lambda x, weights, sizes: (kernel.product(x, weights, sizes), (x, weights, sizes)), backward
+    )
     return product
 
 
-# --- how -----------------------------------------------------------------------------------------------------------------------------
+# --- how ------------------------------------------------------------------------------------------
 
 
 def with_gradients(function: Callable, count: int) -> Callable:
-    """(direction, *arrays, *fixed) → the function's value, and the gradients of its product with the direction by the arrays."""
+    """(direction, *arrays, *fixed) → the function's value, and the gradients of its product with
+    the direction by the arrays."""
     import jax
 
     def both(direction, *arguments):
@@ -151,7 +177,8 @@ def distance(a, exact) -> float:
 
 
 def measured_seconds(function: Callable, arguments: tuple) -> float:
-    """The median time of a call, its results waited for after so many calls that it takes LEAST_SECONDS."""
+    """The median time of a call, its results waited for after so many calls that it takes
+    LEAST_SECONDS."""
     import jax
 
     jax.block_until_ready(function(*arguments))
@@ -175,17 +202,25 @@ def compare(c: Comparison, dtype: str) -> dict:
     keys, count = iter(jax.random.split(jax.random.key(1), 1 + len(c.shapes))), len(c.shapes)
     given = [jax.random.normal(next(keys), shape, dtype) for shape in c.shapes]
     fixed = tuple(jnp.asarray(a) for a in c.fixed)
-    direction = jax.random.normal(next(keys), jax.eval_shape(c.reference, *given, *fixed).shape, dtype)
+    direction = jax.random.normal(
+        next(keys), jax.eval_shape(c.reference, *given, *fixed).shape, dtype
+    )
     arguments = (direction, *given, *fixed)
     with jax.default_matmul_precision("highest"):
         exactly = with_gradients(c.reference, count)
-        exact, exact_gradients = exactly(*(a.astype(jnp.float32) for a in (direction, *given)), *fixed)
+        exact, exact_gradients = exactly(
+            *(a.astype(jnp.float32) for a in (direction, *given)), *fixed
+        )
     row: dict[str, Any] = {"name": c.name, "flops": c.flops * (1 + c.backward)}
     for side, function in (("kernel", c.function), ("fallback", c.reference)):
         run = with_gradients(function, count)
         value, gradients = run(*arguments)
         errors = [distance(g, e) for g, e in zip(gradients, exact_gradients, strict=True)]
-        row[side] = {"value_error": distance(value, exact), "gradient_error": max(errors), "seconds": measured_seconds(run, arguments)}
+        row[side] = {
+            "value_error": distance(value, exact),
+            "gradient_error": max(errors),
+            "seconds": measured_seconds(run, arguments),
+        }
     return row
 
 
@@ -201,7 +236,12 @@ def run(folder: pathlib.Path) -> dict:
             try:
                 rows.append(compare(comparison, case["dtype"]))
             except Exception as error:  # one that fails is a line; the others go on
-                rows.append({"name": comparison.name, "failure": one_line(f"{type(error).__name__}: {error}")})
+                rows.append(
+                    {
+                        "name": comparison.name,
+                        "failure": one_line(f"{type(error).__name__}: {error}"),
+                    }
+                )
             print(json.dumps(rows[-1]), flush=True)
     return {"kernels": rows}
 

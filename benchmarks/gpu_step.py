@@ -1,9 +1,12 @@
-"""Our training step of a case of benchmarks/gpu.py, timed: `python benchmarks/gpu_step.py FOLDER`, with what make_step gives the trainer.
+"""Our training step of a case of benchmarks/gpu.py, timed: `python benchmarks/gpu_step.py FOLDER`,
+with what make_step gives the trainer.
 
-Where torch's side is to start from the same weights, they and the batches are written into the folder first:
+Where torch's side is to start from the same weights, they and the batches are written into the
+folder first:
 
     weights/NAME.npy   a parameter, float32 as in memory; layers in one array [1, layers, …]
-    batches.npz        tokens, targets, weights and what else a batch has, [steps, microbatches, sequences, tokens]
+    batches.npz        tokens, targets, weights and what else a batch has, [steps, microbatches,
+                       sequences, tokens]
     case.json          gets the learning rate of each step and the vocabulary's rows in memory
 """
 
@@ -24,7 +27,8 @@ DOCUMENT = 1000  # tokens of a document, on average
 
 
 def batches(config: Config, count: int) -> dict[str, np.ndarray]:
-    """`count` batches of a made-up corpus, packed as the trainer packs: token frequencies by Zipf's law, documents of random lengths."""
+    """`count` batches of a made-up corpus, packed as the trainer packs: token frequencies by Zipf's
+    law, documents of random lengths."""
     from jaxtrain.data.bad_records import Skipped
     from jaxtrain.data.packing import Rows
     from jaxtrain.data.tokenizer import NoTokenizer
@@ -34,22 +38,42 @@ def batches(config: Config, count: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(d.seed)
     shares = 1 / (np.arange(vocabulary) + 2.7)
     size = count * d.batch_size * d.sequence_length + 1
-    tokens = np.searchsorted(np.cumsum(shares / shares.sum()), random.random(size)).clip(max=vocabulary - 1).astype(np.uint32)
+    tokens = (
+        np.searchsorted(np.cumsum(shares / shares.sum()), random.random(size))
+        .clip(max=vocabulary - 1)
+        .astype(np.uint32)
+    )
     ends = np.cumsum(1 + random.geometric(1 / DOCUMENT, 1 + 3 * size // DOCUMENT))
     documents = np.concatenate([[0], ends[ends < size], [size]]).astype(np.int64)
-    corpus = Corpus(tokens, documents, None, "", NoTokenizer(vocabulary), pathlib.Path(), "made up", 0.0, Skipped())
+    corpus = Corpus(
+        tokens,
+        documents,
+        None,
+        "",
+        NoTokenizer(vocabulary),
+        pathlib.Path(),
+        "made up",
+        0.0,
+        Skipped(),
+    )
     rows = Rows(corpus, corpus.train, d.sequence_length, d.attend_across_documents)
     sequences = [rows[i] for i in range(count * d.batch_size)]
     shape = (count, config.pipeline.microbatches, -1, d.sequence_length)
-    return {name: np.stack([row[name] for row in sequences]).reshape(shape) for name in sequences[0]}
+    return {
+        name: np.stack([row[name] for row in sequences]).reshape(shape) for name in sequences[0]
+    }
 
 
-def write_for_torch(folder: pathlib.Path, params: dict, arrays: dict[str, np.ndarray], **fields) -> None:
+def write_for_torch(
+    folder: pathlib.Path, params: dict, arrays: dict[str, np.ndarray], **fields
+) -> None:
     """Weights and batches as torch_step.py reads them, and further fields of case.json."""
     import jax
 
     if list(params["layers"]) != ["0"]:
-        raise ValueError(f"the layers lie in {len(params['layers'])} stacks, and torch_step.py reads one")
+        raise ValueError(
+            f"the layers lie in {len(params['layers'])} stacks, and torch_step.py reads one"
+        )
     (folder / WEIGHTS).mkdir()
     for path, value in jax.tree_util.tree_leaves_with_path(params):
         np.save(folder / WEIGHTS / f"{'.'.join(key.key for key in path)}.npy", np.asarray(value))
@@ -62,8 +86,18 @@ def versions() -> dict:
     """Of jax and what it runs on."""
     import jax
 
-    described = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "platform": jax.devices()[0].client.platform_version}
-    for package in ("jaxlib", "jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+    described = {
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "platform": jax.devices()[0].client.platform_version,
+    }
+    for package in (
+        "jaxlib",
+        "jax-cuda13-pjrt",
+        "jax-cuda12-pjrt",
+        "nvidia-cudnn-cu13",
+        "nvidia-cudnn-cu12",
+    ):
         try:
             described[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -91,13 +125,22 @@ def run(folder: pathlib.Path) -> dict:
         if case["torch"]:
             rate = learning_rate(config.optimizer, config.train.steps)
             rows = state.params["embed"]["table"].shape[0]
-            write_for_torch(folder, state.params, arrays, rates=[float(rate(i)) for i in range(steps)], vocabulary_rows=rows)
+            write_for_torch(
+                folder,
+                state.params,
+                arrays,
+                rates=[float(rate(i)) for i in range(steps)],
+                vocabulary_rows=rows,
+            )
         began = time.perf_counter()
         lowered = step.train.lower(step.abstract_state(), abstract_batch(config, step))
         traced = time.perf_counter()
         compiled = lowered.compile()
         compile_s = time.perf_counter() - traced
-        on_device = [jax.device_put({k: v[i] for k, v in arrays.items()}, step.batch_sharding) for i in range(len(arrays["tokens"]))]
+        on_device = [
+            jax.device_put({k: v[i] for k, v in arrays.items()}, step.batch_sharding)
+            for i in range(len(arrays["tokens"]))
+        ]
         jax.block_until_ready((state, on_device))
         seconds, results = [], []
         for number in range(steps):
@@ -107,16 +150,27 @@ def run(folder: pathlib.Path) -> dict:
             seconds.append(time.perf_counter() - began_step)
             results.append(jax.device_get(metrics.by_name()))
     account, allocator = compiled.memory_analysis(), jax.devices()[0].memory_stats() or {}
-    memory = account.argument_size_in_bytes + account.temp_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
+    memory = (
+        account.argument_size_in_bytes
+        + account.temp_size_in_bytes
+        + account.output_size_in_bytes
+        - account.alias_size_in_bytes
+    )
     first, *timed = seconds
     return {
-        "seconds": timed, "first_s": first, "trace_s": traced - began, "compile_s": compile_s,
-        "losses": [float(r["loss"]) for r in results], "norms": [float(r["grad_norm"]) for r in results],
-        "memory": memory, "allocator_peak": allocator.get("peak_bytes_in_use"),
+        "seconds": timed,
+        "first_s": first,
+        "trace_s": traced - began,
+        "compile_s": compile_s,
+        "losses": [float(r["loss"]) for r in results],
+        "norms": [float(r["grad_norm"]) for r in results],
+        "memory": memory,
+        "allocator_peak": allocator.get("peak_bytes_in_use"),
         "parameters": step.parts.parameter_count,
         "flops_per_token": transformer_of(config).training_flops_per_token(),
-        "kernels": list(describe(config, hardware_of(jax.devices()[0]))), "versions": versions(),
-    }  # fmt: skip
+        "kernels": list(describe(config, hardware_of(jax.devices()[0]))),
+        "versions": versions(),
+    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Memory of a device for long sequences: the training step of llama3_8b on 64 H100s, compiled ahead of time, by context mode.
+"""Memory of a device for long sequences: the training step of llama3_8b on 64 H100s, compiled ahead
+of time, by context mode.
 
-    python benchmarks/long_context.py [--lengths=131072,524288] [--modes=all_gather,ulysses,ring] [--json=FILE] [-- --config.mesh.model=8 …]
+    python benchmarks/long_context.py [--lengths=131072,524288] [--modes=all_gather,ulysses,ring]
+                                      [--json=FILE] [-- --config.mesh.model=8 …]
 
-Needs jax's compilers for GPUs (requirements-compilers.txt), and neither a GPU nor a driver. A data shard has one sequence
-and a step one microbatch, with full recomputation and ZeRO-3, documents kept apart, and attention in plain XLA (cuDNN is not there to
-compile for). XLA's GPU compiler refuses no program for its memory: what counts is its account of arguments and temporary memory. What it
+Needs jax's compilers for GPUs (requirements-compilers.txt), and neither a GPU nor a driver. A data
+shard has one sequence and a step one microbatch, with full recomputation and ZeRO-3, documents kept
+apart, and attention in plain XLA (cuDNN is not there to compile for). XLA's GPU compiler refuses no
+program for its memory: what counts is its account of arguments and temporary memory. What it
 refuses is said, and the status is then 1.
 """
 
@@ -48,7 +51,9 @@ def compiled(recipe, settings: dict[str, str], length: int, mode: str) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", default="131072,262144,524288")
     parser.add_argument("--modes", default="all_gather,ulysses,ring")
     parser.add_argument("--json", help="file for the figures")
@@ -62,8 +67,13 @@ def main() -> None:
     if PLATFORMS["h100"].missing:
         cli.fail(f"no compiler for H100s here: {INSTALL_COMMAND}")
     recipe = load_recipe(find_recipe("llama3_8b"))
-    settings = SETTINGS | dict(change.removeprefix("--config.").split("=", 1) for change in args.changes)
-    print(f"{'tokens':>9}  {'context':10} {'arguments GB':>12} {'temporary GB':>12} {'total GB':>8} {'compiled s':>10}")
+    settings = SETTINGS | dict(
+        change.removeprefix("--config.").split("=", 1) for change in args.changes
+    )
+    print(
+        f"{'tokens':>9}  {'context':10} {'arguments GB':>12} {'temporary GB':>12} "
+        f"{'total GB':>8} {'compiled s':>10}"
+    )
     rows, refused = [], False
     for length in map(int, args.lengths.split(",")):
         for mode in args.modes.split(","):
@@ -74,8 +84,15 @@ def main() -> None:
                 print(f"{length:9}  {mode:10} refused: {error.line}", flush=True)
                 continue
             gigabytes = (row[name] / 1e9 for name in ("arguments", "temporary", "total"))
-            print(f"{length:9}  {mode:10}", *(f"{n:{width}.1f}" for n, width in zip(gigabytes, (12, 12, 8), strict=True)), end="")
-            print(f" {row['seconds']:10}{'' if row['total'] < H100 else '  more than 80 GB'}", flush=True)
+            print(
+                f"{length:9}  {mode:10}",
+                *(f"{n:{width}.1f}" for n, width in zip(gigabytes, (12, 12, 8), strict=True)),
+                end="",
+            )
+            print(
+                f" {row['seconds']:10}{'' if row['total'] < H100 else '  more than 80 GB'}",
+                flush=True,
+            )
             rows.append(row)
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(rows, indent=1))

@@ -1,10 +1,13 @@
-"""What the table costs where there is nothing to schedule: one device, one stage, against a hand-written loop.
+"""What the table costs where there is nothing to schedule: one device, one stage, against a
+hand-written loop.
 
     python benchmarks/overhead.py [--rounds=7] [--microbatches=4] [-- --config.model.width=512 …]
 
-Both take the same step in turn, in one process: same model functions, same parameters, same full recomputation (each layer keeps
-its input), same optimizer. The loop is plain JAX: `jax.value_and_grad` of a scan over checkpointed layers, summed over a scan over
-microbatches, then optax. Prints the ratio of CPU-seconds (median over the rounds of the paired ratios), and of compiled memory.
+Both take the same step in turn, in one process: same model functions, same parameters, same full
+recomputation (each layer keeps its input), same optimizer. The loop is plain JAX:
+`jax.value_and_grad` of a scan over checkpointed layers, summed over a scan over microbatches, then
+optax. Prints the ratio of CPU-seconds (median over the rounds of the paired ratios), and of
+compiled memory.
 """
 
 import argparse
@@ -14,12 +17,19 @@ import sys
 import time
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MODEL = {"model.layers": 8, "model.width": 256, "model.heads": 8, "model.mlp_width": 1024, "model.vocab_size": 2048}
+MODEL = {
+    "model.layers": 8,
+    "model.width": 256,
+    "model.heads": 8,
+    "model.mlp_width": 1024,
+    "model.vocab_size": 2048,
+}
 SETTINGS = MODEL | {"data.sequence_length": 256, "mesh.data": 1, "precision.compute": "float32"}
 
 
 def plain_step(config, parts, optimizer):
-    """(params with layers [L, ...], optimizer state, batch) → the same, loss: what one would write by hand."""
+    """(params with layers [L, ...], optimizer state, batch) → the same, loss: what one would write
+    by hand."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -34,14 +44,18 @@ def plain_step(config, parts, optimizer):
         x = parts.embed(params["embed"], tokens, positions, dtype)
         block = jax.checkpoint(lambda x, layer: (parts.block(layer, x, positions), None))
         x, _ = jax.lax.scan(block, x, params["layers"]["0"])
-        return loss_sum(lambda x: parts.head(params["head"], x), x, targets, weights, config.model.loss_chunk)
+        return loss_sum(
+            lambda x: parts.head(params["head"], x), x, targets, weights, config.model.loss_chunk
+        )
 
     def step(params, state, batch):
         count = batch["weights"].sum()
 
         def microbatch(carry, b):
             total, sums = carry
-            value, gradients = jax.value_and_grad(loss)(params, b["tokens"], b["targets"], b["weights"] / count)
+            value, gradients = jax.value_and_grad(loss)(
+                params, b["tokens"], b["targets"], b["weights"] / count
+            )
             return (total + value, jax.tree.map(jnp.add, sums, gradients)), None
 
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -53,7 +67,9 @@ def plain_step(config, parts, optimizer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train, after --")
@@ -71,17 +87,25 @@ def main() -> None:
     from jaxtrain.training.state import initial_state
     from jaxtrain.training.step import abstract_batch, make_step
 
-    settings = SETTINGS | {"data.batch_size": 4 * options.microbatches, "pipeline.microbatches": options.microbatches}
-    config, _ = cli.parse(["--cpu_devices=1", *options.changes], "benchmark", recipe=configs.replace(configs.Config(), settings))
+    settings = SETTINGS | {
+        "data.batch_size": 4 * options.microbatches,
+        "pipeline.microbatches": options.microbatches,
+    }
+    config, _ = cli.parse(
+        ["--cpu_devices=1", *options.changes],
+        "benchmark",
+        recipe=configs.replace(configs.Config(), settings),
+    )
     config = config.resolve()
     mesh = make_mesh((1,) * 6, jax.devices()[:1])
     random = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         step = make_step(config, mesh)
         shapes = abstract_batch(config, step)
-        batch = {k: random.integers(0, config.model.vocab_size, a.shape).astype(np.int32) for k, a in shapes.items()} | {
-            "weights": np.ones(shapes["weights"].shape, np.float32)
-        }
+        batch = {
+            k: random.integers(0, config.model.vocab_size, a.shape).astype(np.int32)
+            for k, a in shapes.items()
+        } | {"weights": np.ones(shapes["weights"].shape, np.float32)}
         batch = jax.device_put(batch, step.batch_sharding)
         table = step.train.lower(step.abstract_state(), batch).compile()
         state = initial_state(step.layout, step.optimizer, 0)
@@ -104,11 +128,18 @@ def main() -> None:
             losses.append((float(out.loss), float(loss)))
             if round_:
                 ratios.append(ours / theirs)
-                print(f"round {round_}: table {ours:.2f} CPU-s, loop {theirs:.2f} CPU-s, ratio {ours / theirs:.3f}", flush=True)
+                print(
+                    f"round {round_}: table {ours:.2f} CPU-s, loop {theirs:.2f} CPU-s, ratio "
+                    f"{ours / theirs:.3f}",
+                    flush=True,
+                )
     temp = [c.memory_analysis().temp_size_in_bytes / 1e6 for c in (table, loop)]
     worst = max(abs(a / b - 1) for a, b in losses)
     memory = f"temporary memory {temp[0]:.1f} against {temp[1]:.1f} MB"
-    print(f"ratio of CPU-seconds: {statistics.median(ratios):.3f} (median); {memory}; losses agree to {worst:.0e}")
+    print(
+        f"ratio of CPU-seconds: {statistics.median(ratios):.3f} (median); {memory}; losses "
+        f"agree to {worst:.0e}"
+    )
 
 
 if __name__ == "__main__":

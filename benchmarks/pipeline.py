@@ -1,12 +1,18 @@
-"""Predicted against measured: times each op of a pipelined step alone, predicts the step by the schedule's simulator, and measures it.
+"""Predicted against measured: times each op of a pipelined step alone, predicts the step by the
+schedule's simulator, and measures it.
 
-    python benchmarks/pipeline.py [--cpu_devices=N] [--config=configs/tiny.py] [--config.GROUP.FIELD=VALUE …]
+    python benchmarks/pipeline.py [--cpu_devices=N] [--config=configs/tiny.py]
+                                  [--config.GROUP.FIELD=VALUE …]
 
-It compiles the step's gradients once with the ticks of the table as an argument. Ticks in which all stages run one op and nothing else time
-that op, inside the very program that is measured; empty ticks time what every tick costs and what comes before and after. The prediction
-is the coupled clock's (`jaxtrain.schedule.simulate`). On simulated devices, which share this machine's cores, op times are CPU-seconds a
-device, and the step takes the longer of the coupled clock's time and of all the work over the cores; so CPU-seconds are compared too.
-Without flags: 2 stages of one CPU device each. The last line has the times as `--config.pipeline.times` takes them.
+It compiles the step's gradients once with the ticks of the table as an argument. Ticks in which all
+stages run one op and nothing else time that op, inside the very program that is measured; empty
+ticks time what every tick costs and what comes before and after. The prediction is the coupled
+clock's (`jaxtrain.schedule.simulate`). On simulated devices, which share this machine's cores, op
+times are CPU-seconds a device, and the step takes the longer of the coupled clock's time and of all
+the work over the cores; so CPU-seconds are compared too.
+
+Without flags: 2 stages of one CPU device each. The last line has the times as
+`--config.pipeline.times` takes them.
 """
 
 import dataclasses
@@ -15,10 +21,21 @@ import sys
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DEFAULTS = (
-    "model.layers=8", "model.width=256", "model.heads=8", "model.mlp_width=1024", "model.vocab_size=2048", "data.sequence_length=256",
-    "data.batch_size=16", "precision.compute=float32", "mesh.data=1", "mesh.stage=2", "mesh.model=1", "pipeline.schedule=1f1b",
-    "pipeline.repeats=1", "pipeline.microbatches=8",
-)  # fmt: skip
+    "model.layers=8",
+    "model.width=256",
+    "model.heads=8",
+    "model.mlp_width=1024",
+    "model.vocab_size=2048",
+    "data.sequence_length=256",
+    "data.batch_size=16",
+    "precision.compute=float32",
+    "mesh.data=1",
+    "mesh.stage=2",
+    "mesh.model=1",
+    "pipeline.schedule=1f1b",
+    "pipeline.repeats=1",
+    "pipeline.microbatches=8",
+)
 
 
 def main(argv: list[str]) -> None:
@@ -27,9 +44,17 @@ def main(argv: list[str]) -> None:
     from jaxtrain.devices.startup import start_jax
 
     if not [a for a in argv if a.startswith("--config")]:
-        argv = ["--cpu_devices=2", f"--config={REPOSITORY}/configs/tiny.py", *(f"--config.{d}" for d in DEFAULTS), *argv]
+        argv = [
+            "--cpu_devices=2",
+            f"--config={REPOSITORY}/configs/tiny.py",
+            *(f"--config.{d}" for d in DEFAULTS),
+            *argv,
+        ]
     if any(a.startswith("--cpu_devices") for a in argv):
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"  # a device is a core
+        # a device is a core
+        os.environ["XLA_FLAGS"] = (
+            os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+        )
     config, namespace = cli.parse(argv, __doc__)
     start_jax(namespace)
     import jax
@@ -56,7 +81,9 @@ def main(argv: list[str]) -> None:
         compiled = lambda columns: step.gradients.lower(params, batch, columns).compile()
         short = compiled(jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns))
         per_device = lambda took: took.cpu / mesh.size if simulated else took.wall
-        ops = op_seconds(table_columns, lambda ticks: per_device(measure(lambda: short(params, batch, ticks))))
+        ops = op_seconds(
+            table_columns, lambda ticks: per_device(measure(lambda: short(params, batch, ticks)))
+        )
         found, base = ops.seconds, ops.around
         whole = compiled(table_columns)
         took = measure(lambda: whole(params, batch, table_columns))
@@ -70,20 +97,40 @@ def main(argv: list[str]) -> None:
         print(f"{name:16} {1e3 * seconds:8.3f}")
     print(f"{'around the ticks':16} {1e3 * base:8.3f}\n")
     alone = result.step_time_coupled + base
-    print(f"predicted step, a device each   {1e3 * alone:9.1f} ms, bubble {result.bubble_fraction_coupled:.1%} by the coupled clock, ")
-    print(f"                                {'':9}     {result.bubble_fraction:.1%} if stages ran on their own")
+    print(
+        f"predicted step, a device each   {1e3 * alone:9.1f} ms, bubble "
+        f"{result.bubble_fraction_coupled:.1%} by the coupled clock, "
+    )
+    print(
+        f"                                {'':9}     {result.bubble_fraction:.1%} if stages "
+        "ran on their own"
+    )
     if simulated:
         copies = mesh.size // setup.table.stages
         seconds = (work + base * setup.table.stages) * copies
         shared = max(alone, seconds / cores)
         print(f"predicted step, {mesh.size} on {cores} cores     {1e3 * shared:9.1f} ms")
-        print(f"measured step                   {1e3 * wall:9.1f} ms, predicted / measured {shared / wall:.2f}")
+        print(
+            f"measured step                   {1e3 * wall:9.1f} ms, predicted / measured "
+            f"{shared / wall:.2f}"
+        )
         print(f"predicted CPU-seconds           {seconds:9.3f}")
-        print(f"measured CPU-seconds            {cpu:9.3f}, predicted / measured {seconds / cpu:.2f}")
+        print(
+            f"measured CPU-seconds            {cpu:9.3f}, predicted / measured {seconds / cpu:.2f}"
+        )
     else:
-        print(f"measured step                   {1e3 * wall:9.1f} ms, predicted / measured {alone / wall:.2f}")
+        print(
+            f"measured step                   {1e3 * wall:9.1f} ms, predicted / measured "
+            f"{alone / wall:.2f}"
+        )
     print(f"jax {jax.__version__}, {mesh.size} × {jax.devices()[0].device_kind}")
-    print("--config.pipeline.times=" + ",".join(f"{1e3 * t:.3f}" for t in (times.F, times.B, times.W, times.message, times.R, times.head)))
+    print(
+        "--config.pipeline.times="
+        + ",".join(
+            f"{1e3 * t:.3f}"
+            for t in (times.F, times.B, times.W, times.message, times.R, times.head)
+        )
+    )
 
 
 if __name__ == "__main__":

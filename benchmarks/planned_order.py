@@ -1,10 +1,13 @@
-"""Whether the planner orders cpu_step.py's layouts as they are measured, on 8 simulated CPU devices that `--calibrate` has measured.
+"""Whether the planner orders cpu_step.py's layouts as they are measured, on 8 simulated CPU devices
+that `--calibrate` has measured.
 
-    python benchmarks/planned_order.py [--layouts=data8,model8,…] [--rounds=3] [--hardware=FILE] [-- --config.model.width=512 …]
+    python benchmarks/planned_order.py [--layouts=data8,model8,…] [--rounds=3] [--hardware=FILE]
+                                       [-- --config.model.width=512 …]
 
-One process calibrates, then compiles all layouts and steps them in turn, so that a change of the machine's speed meets all alike. Seconds
-are CPU-seconds over the cores: those of a machine that does nothing else. The status is 1 where a pair whose measured times differ by
-more than a tenth is planned the other way round.
+One process calibrates, then compiles all layouts and steps them in turn, so that a change of the
+machine's speed meets all alike. Seconds are CPU-seconds over the cores: those of a machine that
+does nothing else. The status is 1 where a pair whose measured times differ by more than a tenth is
+planned the other way round.
 """
 
 import argparse
@@ -35,8 +38,12 @@ class Stepped:
         with jax.set_mesh(self.mesh):
             step = make_step(config, self.mesh)
             corpus = prepare(config.data, config.model.vocab_size)
-            loader = Loader(corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches)
-            self.compiled = step.train.lower(step.abstract_state(), loader.specification()).compile()
+            loader = Loader(
+                corpus, config.data, "train", step.batch_sharding, config.pipeline.microbatches
+            )
+            self.compiled = step.train.lower(
+                step.abstract_state(), loader.specification()
+            ).compile()
             self.state, self.batch = initial_state(step.layout, step.optimizer, 0), loader.batch(0)
             loader.close()
 
@@ -64,10 +71,14 @@ def main() -> int:
     sys.path.insert(0, REPOSITORY)
     import cpu_step
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layouts", default=",".join(cpu_step.LAYOUTS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--hardware", default="", help="a file that --calibrate has written, and not a new one")
+    parser.add_argument(
+        "--hardware", default="", help="a file that --calibrate has written, and not a new one"
+    )
     parser.add_argument("changes", nargs="*", help="more flags of jaxtrain.train, after --")
     options = parser.parse_args()
     from jaxtrain import cli
@@ -89,7 +100,15 @@ def main() -> int:
         hardware = kinds.load(options.hardware)
     else:
         hardware = calibrate.calibrate()
-    print("\n".join([*calibrate.summary(hardware), f"calibrated in {time.process_time() - began:.0f} CPU-seconds, jax {jax.__version__}"]))
+    print(
+        "\n".join(
+            [
+                *calibrate.summary(hardware),
+                f"calibrated in {time.process_time() - began:.0f} CPU-seconds, jax "
+                f"{jax.__version__}",
+            ]
+        )
+    )
     steps = {layout: Stepped(config) for layout, config in configs.items()}
     times: dict[str, list[float]] = {layout: [] for layout in steps}
     for turn in range(options.rounds + 1):
@@ -98,14 +117,19 @@ def main() -> int:
             if turn:  # the first step is slower
                 times[layout].append(seconds)
     measured = {layout: statistics.median(values) for layout, values in times.items()}
-    plan = {layout: exactly(predict(config, hardware)).seconds for layout, config in configs.items()}
+    plan = {
+        layout: exactly(predict(config, hardware)).seconds for layout, config in configs.items()
+    }
     print(f"{'layout':24} {'planned s':>10} {'measured s':>11}  ratio")
     for layout, seconds in sorted(measured.items(), key=lambda item: item[1]):
         print(f"{layout:24} {plan[layout]:10.2f} {seconds:11.2f} {plan[layout] / seconds:6.2f}")
     wrong = wrong_pairs(measured, plan)
     for fast, slow in wrong:
         ratio, as_planned = measured[slow] / measured[fast], plan[slow] / plan[fast]
-        print(f"wrong: {slow} takes {ratio:.2f} times as long as {fast}, and is planned at {as_planned:.2f}")
+        print(
+            f"wrong: {slow} takes {ratio:.2f} times as long as {fast}, and is planned at "
+            f"{as_planned:.2f}"
+        )
     return 1 if wrong else 0
 
 

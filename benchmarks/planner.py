@@ -1,9 +1,10 @@
-"""The planner beside published runs: predicted, published, error; by the framework that made each run.
+"""The planner beside published runs: predicted, published, error; by the framework that made each
+run.
 
     python benchmarks/planner.py [--markdown]
 
-Rows are those of published/*.csv. What a source does not say is assumed here, in the function that reads it. Figures are TFLOP/s a device,
-seconds a step or tokens/s a device, as published.
+Rows are those of published/*.csv. What a source does not say is assumed here, in the function that
+reads it. Figures are TFLOP/s a device, seconds a step or tokens/s a device, as published.
 """
 
 import csv
@@ -27,7 +28,8 @@ from jaxtrain.costs.transformer import Transformer, gpt  # noqa: E402
 class Row:
     """A published figure and the run that it is of.
 
-    figure: "tflops", "seconds" or "tokens"; counts: which operations a rate counts: "hardware", what is computed again too; or "model"
+    figure: "tflops", "seconds" or "tokens"; counts: which operations a rate counts: "hardware",
+        what is computed again too; or "model"
     """
 
     name: str
@@ -57,9 +59,13 @@ def read(name: str) -> Iterator[dict[str, str]]:
         yield from csv.DictReader(file)
 
 
-def pipeline(row: dict[str, str], remat: str, zero: int = 0, repeats: int = 1, microbatch: int = 0) -> Layout:
+def pipeline(
+    row: dict[str, str], remat: str, zero: int = 0, repeats: int = 1, microbatch: int = 0
+) -> Layout:
     """The layout of a row with columns tensor, pipeline, gpus, batch."""
-    model, stage, devices, batch = (int(row[key]) for key in ("tensor", "pipeline", "gpus", "batch"))
+    model, stage, devices, batch = (
+        int(row[key]) for key in ("tensor", "pipeline", "gpus", "batch")
+    )
     each, data = microbatch or int(row["microbatch"]), devices // (model * stage)
     repeats = int(row.get("chunks", repeats))
     return Layout(
@@ -83,44 +89,78 @@ def model_of(row: dict[str, str]) -> Transformer:
 def megatron2021() -> Iterator[Row]:
     """All computed again, as the paper's end-to-end runs."""
     for row in read("megatron2021_a100"):
-        work = StepModel(model_of(row), pipeline(row, "full"), FRAMEWORKS["megatron2021"], load("a100-80gb"))
-        yield Row(f"Megatron 2021, {row['params_billion']} B on {row['gpus']} A100", work, "tflops", float(row["tflops_per_gpu"]))
+        work = StepModel(
+            model_of(row), pipeline(row, "full"), FRAMEWORKS["megatron2021"], load("a100-80gb")
+        )
+        yield Row(
+            f"Megatron 2021, {row['params_billion']} B on {row['gpus']} A100",
+            work,
+            "tflops",
+            float(row["tflops_per_gpu"]),
+        )
 
 
 def korthikanti2022() -> Iterator[Row]:
-    columns = {"full": ("megatron2021", "step_seconds_full_recompute"), "selective": ("megatron2022", "step_seconds_selective_and_sp")}
+    columns = {
+        "full": ("megatron2021", "step_seconds_full_recompute"),
+        "selective": ("megatron2022", "step_seconds_selective_and_sp"),
+    }
     for row in read("korthikanti2022_a100"):
         for remat, (framework, column) in columns.items():
-            work = StepModel(model_of(row), pipeline(row, remat), FRAMEWORKS[framework], load("a100-80gb"))
+            work = StepModel(
+                model_of(row), pipeline(row, remat), FRAMEWORKS[framework], load("a100-80gb")
+            )
             name = f"Korthikanti 2022, {row['model']} on {row['gpus']} A100, {remat}"
             yield Row(name, work, "seconds", float(row[column]), faster=False)
 
 
 def megatron_core() -> Iterator[Row]:
-    """Assumed: one sequence a microbatch, one chunk a stage, attention's core computed again but in the smallest model."""
+    """Assumed: one sequence a microbatch, one chunk a stage, attention's core computed again but in
+    the smallest model."""
     for row in read("megatron_core_h100"):
         remat = "none" if float(row["params_billion"]) < 10 else "selective"
-        work = StepModel(model_of(row), pipeline(row, remat, zero=1, microbatch=1), FRAMEWORKS["megatron_core"], load("h100"))
+        work = StepModel(
+            model_of(row),
+            pipeline(row, remat, zero=1, microbatch=1),
+            FRAMEWORKS["megatron_core"],
+            load("h100"),
+        )
         name = f"Megatron-Core, {row['params_billion']} B on {row['gpus']} H100"
         yield Row(name, work, "tflops", float(row["tflops_per_gpu"]), counts="model")
 
 
 def zero3() -> Iterator[Row]:
-    """GPT-3's sizes; PTD-P as 8-way tensor and 12-way pipeline parallelism, as its 96-way model parallelism on 8 GPUs a node."""
+    """GPT-3's sizes; PTD-P as 8-way tensor and 12-way pipeline parallelism, as its 96-way model
+    parallelism on 8 GPUs a node."""
     for row in read("megatron2021_zero3_vs_ptdp"):
         devices, batch, each = (int(row[key]) for key in ("gpus", "batch", "microbatch"))
         model = gpt(12288, 96, 96, 2048, 51200)
         if row["scheme"] == "zero3":
-            layout = Layout(data=devices, microbatch=each, microbatches=batch // (devices * each), zero=3)
+            layout = Layout(
+                data=devices, microbatch=each, microbatches=batch // (devices * each), zero=3
+            )
             work = StepModel(model, layout, FRAMEWORKS["zero3"], load("a100-80gb"))
         else:
             data = devices // 96
-            layout = Layout(data=data, stage=12, model=8, microbatch=each, microbatches=batch // (data * each), zero=0)
+            layout = Layout(
+                data=data,
+                stage=12,
+                model=8,
+                microbatch=each,
+                microbatches=batch // (data * each),
+                zero=0,
+            )
             work = StepModel(model, layout, FRAMEWORKS["megatron2021"], load("a100-80gb"))
-        yield Row(f"{row['scheme']}, {row['params_billion']} B on {devices} A100", work, "tflops", float(row["tflops_per_gpu"]))
+        yield Row(
+            f"{row['scheme']}, {row['params_billion']} B on {devices} A100",
+            work,
+            "tflops",
+            float(row["tflops_per_gpu"]),
+        )
 
 
-# Sizes that give the named number of parameters: width, layers, MLP, heads of 256, sequences a device.
+# Sizes that give the named number of parameters: width, layers, MLP, heads of 256, sequences a
+# device.
 MAXTEXT_SIZES = {
     ("16", "v5e"): (6144, 26, 24576, 24, 6),
     ("32", "v5e"): (8192, 30, 32768, 32, 4),
@@ -132,14 +172,21 @@ MAXTEXT_SIZES = {
 
 
 def maxtext_tpu() -> Iterator[Row]:
-    """Assumed: products are kept, for a part of the peak that is above 3/4 leaves no room for computing them again."""
+    """Assumed: products are kept, for a part of the peak that is above 3/4 leaves no room for
+    computing them again."""
     for row in read("maxtext_tpu"):
         width, layers, mlp, heads, each = MAXTEXT_SIZES[row["params_billion"], row["chip"]]
         devices = int(row["slice_chips"])
         model = Transformer(layers, width, heads, heads, 256, mlp, 32768, int(row["seq"]))
         layout = Layout(data=devices, microbatch=each, zero=3, remat="selective")
         work = StepModel(model, layout, FRAMEWORKS["maxtext"], load(f"tpu-{row['chip']}"))
-        yield Row(f"MaxText, {row['params_billion']} B on {devices} {row['chip']}", work, "tflops", float(row["tflops_per_chip"]), "model")
+        yield Row(
+            f"MaxText, {row['params_billion']} B on {devices} {row['chip']}",
+            work,
+            "tflops",
+            float(row["tflops_per_chip"]),
+            "model",
+        )
 
 
 def gpus_jax() -> Iterator[Row]:
@@ -149,18 +196,37 @@ def gpus_jax() -> Iterator[Row]:
         big = "70b" in row["model"]
         sizes = (80, 8192, 64, 8, 128, 28672) if big else (32, 4096, 32, 8, 128, 14336)
         model = Transformer(*sizes, vocab_size=128256, sequence=int(row["seq"]))
-        layout = Layout(data=devices, microbatch=int(row["per_device_batch"]), zero=3, remat="full" if big else "selective")
+        layout = Layout(
+            data=devices,
+            microbatch=int(row["per_device_batch"]),
+            zero=3,
+            remat="full" if big else "selective",
+        )
         if row["framework"] == "maxtext":
             work = StepModel(model, layout, FRAMEWORKS["maxtext"], load("h100"))
-            yield Row(f"MaxText, {row['model']} on {row['gpus']}", work, "seconds", float(row["step_seconds"]), faster=False)
+            yield Row(
+                f"MaxText, {row['model']} on {row['gpus']}",
+                work,
+                "seconds",
+                float(row["step_seconds"]),
+                faster=False,
+            )
         else:
-            framework = FRAMEWORKS["torchtitan" if "compile" in row["model"] else "torchtitan_eager"]
+            framework = FRAMEWORKS[
+                "torchtitan" if "compile" in row["model"] else "torchtitan_eager"
+            ]
             published = float(row["mfu_or_tokens"].split()[0])
-            yield Row(f"torchtitan, {row['model']}", StepModel(model, layout, framework, load("h100-96gb-500w")), "tokens", published)
+            yield Row(
+                f"torchtitan, {row['model']}",
+                StepModel(model, layout, framework, load("h100-96gb-500w")),
+                "tokens",
+                published,
+            )
 
 
 def llama3() -> Iterator[Row]:
-    """The 405B model. Assumed: a chunk of one layer, all activations kept, attention counted as masked. No constant was fitted to these."""
+    """The 405B model. Assumed: a chunk of one layer, all activations kept, attention counted as
+    masked. No constant was fitted to these."""
     for row in read("llama3_h100"):
         model = Transformer(126, 16384, 128, 8, 128, 53248, 128256, int(row["seq"]))
         data, each = int(row["data"]), int(row["batch_per_data"])
@@ -192,18 +258,35 @@ UNITS = {"tflops": "TFLOP/s", "seconds": "s", "tokens": "tokens/s"}
 def main(argv: list[str]) -> None:
     listed, markdown = rows(), "--markdown" in argv
     if markdown:
-        print("| run | framework | predicted | published | error | where the time goes |\n|---|---|---|---|---|---|")
+        print(
+            "| run | framework | predicted | published | error | where the time goes "
+            "|\n|---|---|---|---|---|---|"
+        )
     for row in listed:
         parts = row.work.step()
-        large = {name: seconds / parts.seconds for name, seconds in parts.exposed.items() if seconds > 0.02 * parts.seconds}
+        large = {
+            name: seconds / parts.seconds
+            for name, seconds in parts.exposed.items()
+            if seconds > 0.02 * parts.seconds
+        }
         shares = ", ".join(f"{name} {share:.0%}" for name, share in large.items())
-        figures = (f"{row.predicted():.1f}", f"{row.published:g} {UNITS[row.figure]}", f"{row.error:+.1%}")
+        figures = (
+            f"{row.predicted():.1f}",
+            f"{row.published:g} {UNITS[row.figure]}",
+            f"{row.error:+.1%}",
+        )
         if markdown:
             print("| " + " | ".join((row.name, row.work.framework.name, *figures, shares)) + " |")
         else:
-            print(f"{row.name:46} {row.work.framework.name:16} {figures[0]:>9} {figures[1]:>18} {figures[2]:>8}  {shares}")
+            print(
+                f"{row.name:46} {row.work.framework.name:16} {figures[0]:>9} {figures[1]:>18} "
+                f"{figures[2]:>8}  {shares}"
+            )
     errors = [abs(row.error) for row in listed]
-    print(f"\n{len(errors)} figures: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+    print(
+        f"\n{len(errors)} figures: median error {statistics.median(errors):.1%}, worst "
+        f"{max(errors):.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from jaxtrain.costs.step_counts import StepCounts
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD
 
-ATTENTION_BACKWARD_ONCE = 2.0  # products of attention's backward over the forward's two, without the scores computed again
+# products of attention's backward over the forward's two, without the scores computed again
+ATTENTION_BACKWARD_ONCE = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,9 @@ class Flops:
         return self.weights + self.attention
 
     def __add__(self, other: "Flops") -> "Flops":
-        return Flops(self.weights + other.weights, self.attention + other.attention, self.once + other.once)
+        return Flops(
+            self.weights + other.weights, self.attention + other.attention, self.once + other.once
+        )
 
     def __mul__(self, times: float) -> "Flops":
         return Flops(times * self.weights, times * self.attention, times * self.once)
@@ -66,7 +69,9 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
     m, layout, tokens = counts.collectives.model, counts.collectives.layout, _tokens(counts)
     parameters = m.layer(dense).per_token
     if not output:
-        parameters -= m.width * (m.mlp_width if dense or not m.experts else m.shared_experts * m.expert_width)
+        parameters -= m.width * (
+            m.mlp_width if dense or not m.experts else m.shared_experts * m.expert_width
+        )
     shared = 0 if m.mla else 2 * m.head_dim * max(0, layout.model - m.kv_heads)
     products, copied = 2.0 * parameters * tokens, 2.0 * shared * m.width * tokens
     forward = m.attention_flops() / 2 * layout.microbatch / (layout.context * layout.model)
@@ -78,7 +83,10 @@ def _layer(counts: StepCounts, op: str, output: bool = True, dense: bool = False
 def _head(counts: StepCounts) -> Flops:
     """Operations of a microbatch's head, forward and both gradients, with the modules that predict
     further tokens."""
-    m, shards = counts.collectives.model, counts.collectives.layout.stage if counts.collectives.shares_vocabulary else 1
+    m, shards = (
+        counts.collectives.model,
+        counts.collectives.layout.stage if counts.collectives.shares_vocabulary else 1,
+    )
     logits = 3 * 2.0 * m.vocab_size * m.width * _tokens(counts) * (1 + m.predictions) / shards
     join = 3 * 2.0 * 2 * m.width**2 * _tokens(counts)
     module = sum((_layer(counts, op) for op in "FBW"), Flops(join, 0.0, join))

@@ -1,7 +1,8 @@
-"""A part of a benchmark in a process of its own: how it is started, and how its result comes back. Standard library only.
+"""A part of a benchmark in a process of its own: how it is started, and how its result comes back.
+Standard library only.
 
-The worker prints one line, `RESULT` and a JSON object, or `FAILED` and one that says in one line why. All else that it prints is kept for
-whoever wants to know more.
+The worker prints one line, `RESULT` and a JSON object, or `FAILED` and one that says in one line
+why. All else that it prints is kept for whoever wants to know more.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory", "Memory
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """result: what the worker found, or None; failure: then why, in one line; seconds: that its process took."""
+    """result: what the worker found, or None; failure: then why, in one line; seconds: that its
+    process took."""
 
     result: dict | None
     failure: str
@@ -35,20 +37,28 @@ def report_result(work: Callable[[], dict]) -> None:
 
 
 def one_line(error: str) -> str:
-    """An error's text for a table: that memory was short in these words, anything else by its first line."""
+    """An error's text for a table: that memory was short in these words, anything else by its first
+    line."""
     if any(words in error for words in OUT_OF_MEMORY):
         return "out of memory"
     first = next((line.strip() for line in error.splitlines() if line.strip()), "no reason given")
     return first if len(first) <= 200 else first[:199] + "…"
 
 
-def run_worker(command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path, limit: float) -> Outcome:
+def run_worker(
+    command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path, limit: float
+) -> Outcome:
     """Runs a worker for at most `limit` seconds; all that it prints goes to the file `log`."""
     began = time.monotonic()
     with log.open("w") as output:
         # A group of its own, so that what it has started (compilers) ends with it.
         process = subprocess.Popen(
-            command, env=dict(environment), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            env=dict(environment),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             process.wait(timeout=limit)

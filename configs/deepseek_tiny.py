@@ -1,7 +1,17 @@
-"""A small twin of deepseek_v3.py, on data × stage × expert: latent attention, a first layer without experts, sigmoid router
-with groups and a shared expert, biases by load, prediction of the token after the next."""
+"""A small twin of deepseek_v3.py, on data × stage × expert: latent attention, a first layer without
+experts, sigmoid router with groups and a shared expert, biases by load, prediction of the token
+after the next."""
 
-from jaxtrain.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, PrecisionConfig, TrainConfig
+from jaxtrain.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 
 
 def get_config() -> Config:

@@ -1,11 +1,13 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, section 4.2): 671 billion parameters, 37 of them active, and 11.6 more that predict one
-token further.
+"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437, section 4.2): 671 billion parameters, 37 of them
+active, and 11.6 more that predict one token further.
 
-Latent attention; 256 experts in 8 groups, of which a token takes 8 in 4, beside a shared one; the first three layers have none. As there,
-over 2,048 GPUs in 16 stages with ZeRO-1. Theirs had experts over 64 devices, dense layers and embedding on the end stages alone, and FP8;
-here every stage has a copy of these layers, in 32 bits. So that 80 GB hold them, two devices share each tensor and experts lie over 32,
-each step has 240 microbatches, and layers are computed again. The vocabulary is DeepSeek-V3's: name its tokenizers file,
-`--config.data.tokenizer=tokenizer.json`. Its small twin: deepseek_tiny.py.
+Latent attention; 256 experts in 8 groups, of which a token takes 8 in 4, beside a shared one; the
+first three layers have none. As there, over 2,048 GPUs in 16 stages with ZeRO-1. Theirs had experts
+over 64 devices, dense layers and embedding on the end stages alone, and FP8; here every stage has a
+copy of these layers, in 32 bits. So that 80 GB hold them, two devices share each tensor and experts
+lie over 32, each step has 240 microbatches, and layers are computed again. The vocabulary is
+DeepSeek-V3's: name its tokenizers file, `--config.data.tokenizer=tokenizer.json`. Its small twin:
+deepseek_tiny.py.
 """
 
 from jaxtrain.config import (

@@ -1,10 +1,21 @@
-"""GPT-2 small (Radford et al. 2019), with the training settings of GPT-3's smallest model: half a million tokens a step.
+"""GPT-2 small (Radford et al. 2019), with the training settings of GPT-3's smallest model: half a
+million tokens a step.
 
-The vocabulary is GPT-2's; to use it, name a tokenizers file: `--config.data.tokenizer=tokenizer.json`. With the default, bytes, the
-model trains as well, on ids below 257 of its vocabulary.
+The vocabulary is GPT-2's; to use it, name a tokenizers file:
+`--config.data.tokenizer=tokenizer.json`. With the default, bytes, the model trains as well, on ids
+below 257 of its vocabulary.
 """
 
-from jaxtrain.config import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from jaxtrain.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 
 
 def get_config() -> Config:

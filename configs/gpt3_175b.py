@@ -1,9 +1,20 @@
-"""GPT-3 175B (Brown et al. 2020), for 128 GPUs and their multiples: 8-way tensor and 16-way pipeline parallelism.
+"""GPT-3 175B (Brown et al. 2020), for 128 GPUs and their multiples: 8-way tensor and 16-way
+pipeline parallelism.
 
-16 stages of 3 chunks of 2 layers. The vocabulary is GPT-2's; to use it, name a tokenizers file: `--config.data.tokenizer=tokenizer.json`.
+16 stages of 3 chunks of 2 layers. The vocabulary is GPT-2's; to use it, name a tokenizers file:
+`--config.data.tokenizer=tokenizer.json`.
 """
 
-from jaxtrain.config import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from jaxtrain.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 
 
 def get_config() -> Config:

@@ -1,10 +1,20 @@
-"""A GPT of a trillion parameters (Narayanan et al. 2021, table 1), for 3,072 GPUs: 8-way tensor and 64-way pipeline parallelism, data 6.
+"""A GPT of a trillion parameters (Narayanan et al. 2021, table 1), for 3,072 GPUs: 8-way tensor and
+64-way pipeline parallelism, data 6.
 
-A stage has two layers, each a chunk of its own. The vocabulary is Megatron's, GPT-2's padded to 51,200; to use it, name a tokenizers file:
-`--config.data.tokenizer=tokenizer.json`.
+A stage has two layers, each a chunk of its own. The vocabulary is Megatron's, GPT-2's padded to
+51,200; to use it, name a tokenizers file: `--config.data.tokenizer=tokenizer.json`.
 """
 
-from jaxtrain.config import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, TrainConfig
+from jaxtrain.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 
 
 def get_config() -> Config:

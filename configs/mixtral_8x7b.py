@@ -1,8 +1,10 @@
-"""Mixtral 8x7B (Jiang et al. 2024): 8 experts of which a token takes 2, grouped-query attention; 46.7 billion parameters, 12.9 active.
+"""Mixtral 8x7B (Jiang et al. 2024): 8 experts of which a token takes 2, grouped-query attention;
+46.7 billion parameters, 12.9 active.
 
-The vocabulary is Mixtral's: name its tokenizers file, `--config.data.tokenizer=tokenizer.json`. An expert for each GPU of a node, and
-four stages: it fits 32 devices of 80 GB, each with one sequence of a microbatch and room for twice the mean number of rows. How it was
-trained is not published, so data, learning rate and steps are a start. Its small twin: mixtral_tiny.py.
+The vocabulary is Mixtral's: name its tokenizers file, `--config.data.tokenizer=tokenizer.json`. An
+expert for each GPU of a node, and four stages: it fits 32 devices of 80 GB, each with one sequence
+of a microbatch and room for twice the mean number of rows. How it was trained is not published, so
+data, learning rate and steps are a start. Its small twin: mixtral_tiny.py.
 """
 
 from jaxtrain.config import (

@@ -1,6 +1,16 @@
-"""A small twin of mixtral_8x7b.py, on data × stage × expert: top-2 of 8 experts by softmax, grouped-query attention, biases by load."""
+"""A small twin of mixtral_8x7b.py, on data × stage × expert: top-2 of 8 experts by softmax,
+grouped-query attention, biases by load."""
 
-from jaxtrain.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, PrecisionConfig, TrainConfig
+from jaxtrain.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 
 
 def get_config() -> Config:

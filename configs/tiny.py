@@ -1,6 +1,16 @@
-"""A small model on real text, on a data × stage × model mesh: what `scripts/train.sh` trains. Some minutes on two cores."""
+"""A small model on real text, on a data × stage × model mesh: what `scripts/train.sh` trains. Some
+minutes on two cores."""
 
-from jaxtrain.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, PrecisionConfig, TrainConfig
+from jaxtrain.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 
 
 def get_config() -> Config:

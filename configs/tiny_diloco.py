@@ -1,10 +1,19 @@
 """tiny.py by two replicas that train apart and exchange every 20 steps (DiLoCo).
 
-A replica has half the batch, and so noisier gradients: the warm-up is longer and Adam's second moment slower than tiny.py's. Ten
-exchanges are too few for an outer momentum to pay.
+A replica has half the batch, and so noisier gradients: the warm-up is longer and Adam's second
+moment slower than tiny.py's. Ten exchanges are too few for an outer momentum to pay.
 """
 
-from jaxtrain.config import Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, PrecisionConfig, TrainConfig
+from jaxtrain.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
 
 
 def get_config() -> Config:
@@ -21,5 +30,7 @@ def get_config() -> Config:
             outer_momentum=0.0,
         ),
         precision=PrecisionConfig(compute="float32"),
-        train=TrainConfig(steps=200, diloco_inner_steps=20, eval_every=50, sample_prompt="def ", sample_tokens=120),
+        train=TrainConfig(
+            steps=200, diloco_inner_steps=20, eval_every=50, sample_prompt="def ", sample_tokens=120
+        ),
     )

@@ -1,9 +1,11 @@
-"""Draws docs/step.svg, the picture of architecture.md: a real table, and one of its rows blown up into the ops of the tick.
+"""Draws docs/step.svg, the picture of architecture.md: a real table, and one of its rows blown up
+into the ops of the tick.
 
     python docs/draw_step.py [--out=FILE] [--png=FILE]
 
-Everything in it is read off the table, its slots and the columns that the runtime gets: nothing is drawn by hand. A test compares the
-fingerprint in the file with the one of the present table and script, so a change of either asks for a new picture.
+Everything in it is read off the table, its slots and the columns that the runtime gets: nothing is
+drawn by hand. A test compares the fingerprint in the file with the one of the present table and
+script, so a change of either asks for a new picture.
 """
 
 import argparse
@@ -54,13 +56,16 @@ COLORS = {
 INK, FAINT = "#20262d", "#9aa4ae"
 LEFT, WIDTH = 66.0, 900.0  # of both panels, in points
 HEIGHT = 560.0
-NARROW, PERMUTE = 0.32, 1.1  # widths of an op that no stage runs in the tick, and of the permute; one that runs: 1
+# widths of an op that no stage runs in the tick, and of the permute; one that runs: 1
+NARROW, PERMUTE = 0.32, 1.1
 
 
 @functools.cache
 def ticks() -> TickTable:
     """The ticks of the picture's table."""
-    table = make_table(TableSpec(SCHEDULE, STAGES, REPEATS, MICROBATCHES, permute="late", vocabulary="parallel"))
+    table = make_table(
+        TableSpec(SCHEDULE, STAGES, REPEATS, MICROBATCHES, permute="late", vocabulary="parallel")
+    )
     check(table)
     return tick_table(assign_slots(table))
 
@@ -68,7 +73,9 @@ def ticks() -> TickTable:
 def fingerprint() -> str:
     """Of everything that the picture depends on."""
     digest, columns = hashlib.sha256(pathlib.Path(__file__).read_bytes()), ticks().columns
-    microbatches = {f"{op or 'cell'} microbatch": column for op, column in microbatch_columns().items()}
+    microbatches = {
+        f"{op or 'cell'} microbatch": column for op, column in microbatch_columns().items()
+    }
     for name, array in sorted((columns.runs | columns.slots | microbatches).items()):
         digest.update(name.encode() + np.ascontiguousarray(array, np.int32).tobytes())
     return digest.hexdigest()[:16]
@@ -81,19 +88,32 @@ def color(kind: str, unit: int = 0) -> str:
 def microbatch_columns() -> dict[str, np.ndarray]:
     """Op → the column of its microbatch; "" for the cells."""
     columns = ticks().columns
-    shared = {EMBED: columns.embed_microbatch, HEAD: columns.head_microbatch, EMBED_GRADIENT: columns.embed_gradient_microbatch}
+    shared = {
+        EMBED: columns.embed_microbatch,
+        HEAD: columns.head_microbatch,
+        EMBED_GRADIENT: columns.embed_gradient_microbatch,
+    }
     return {"": columns.microbatch, **shared}
 
 
 def ops() -> list[str]:
-    """The names of the ops of a tick that some stage runs in some tick, in order; without the permutes."""
+    """The names of the ops of a tick that some stage runs in some tick, in order; without the
+    permutes."""
     permutes = {permute_op(when) for when in Permute}
-    return [name for name, column in ticks().columns.runs.items() if name not in permutes and column.any()]
+    return [
+        name
+        for name, column in ticks().columns.runs.items()
+        if name not in permutes and column.any()
+    ]
 
 
 def cells() -> dict[str, tuple[str, int]]:
     """The op of a cell → its kind and its local unit."""
-    return {cell_op(kind, unit): (kind, unit) for kind in CELL_OPS for unit in range(units(ticks().slotted.table))}
+    return {
+        cell_op(kind, unit): (kind, unit)
+        for kind in CELL_OPS
+        for unit in range(units(ticks().slotted.table))
+    }
 
 
 class Canvas:
@@ -105,24 +125,39 @@ class Canvas:
         self.axes.set(xlim=(0, WIDTH + 12), ylim=(0, HEIGHT))
         self.axes.axis("off")
 
-    def text(self, x: float, y: float, text: str, size: float, align: str = "center", **style) -> None:
-        self.axes.text(x, y, text, **{"ha": align, "va": "center", "fontsize": size, "color": INK, **style})
+    def text(
+        self, x: float, y: float, text: str, size: float, align: str = "center", **style
+    ) -> None:
+        self.axes.text(
+            x, y, text, **{"ha": align, "va": "center", "fontsize": size, "color": INK, **style}
+        )
 
     def box(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         self.axes.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor="none"))
 
     def empty(self, x: float, y: float, width: float, height: float) -> None:
-        self.axes.add_patch(Rectangle((x, y), width, height, facecolor="none", edgecolor=FAINT, linewidth=0.5, linestyle=":"))
+        self.axes.add_patch(
+            Rectangle(
+                (x, y),
+                width,
+                height,
+                facecolor="none",
+                edgecolor=FAINT,
+                linewidth=0.5,
+                linestyle=":",
+            )
+        )
 
     def line(self, y: float) -> None:
         self.axes.plot([LEFT, WIDTH], [y, y], color="#e4e7ea", linewidth=0.6, zorder=0)
 
 
-# --- the table -------------------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def draw_table(canvas: Canvas, top: float, row: float, strip: float) -> tuple[float, float, float]:
-    """Stages down, ticks to the right, and below them what a row says for all stages; gives the blown-up tick's edges and bottom."""
+    """Stages down, ticks to the right, and below them what a row says for all stages; gives the
+    blown-up tick's edges and bottom."""
     table = ticks().slotted.table
     cell = (WIDTH - LEFT) / table.ticks
     for s in range(table.stages):
@@ -135,7 +170,9 @@ def draw_table(canvas: Canvas, top: float, row: float, strip: float) -> tuple[fl
                 continue
             canvas.box(x + 1, y + 1, cell - 2, row - 2, color(op.name, unit))
             canvas.text(x + cell / 2, y + 0.72 * row, f"{op.name}{unit}", 6.5)
-            canvas.text(x + cell / 2, y + 0.34 * row, str(table.microbatch[t, s]), 9, fontweight="bold")
+            canvas.text(
+                x + cell / 2, y + 0.34 * row, str(table.microbatch[t, s]), 9, fontweight="bold"
+            )
     bottom = top - table.stages * row - 5
     for name in ("embed", "head", "embed_gradient"):
         bottom -= strip
@@ -153,15 +190,25 @@ def draw_table(canvas: Canvas, top: float, row: float, strip: float) -> tuple[fl
             canvas.box(LEFT + t * cell + 1, bottom + 1, cell - 2, strip - 2, color("other"))
             canvas.text(LEFT + (t + 0.5) * cell, bottom + strip / 2, Permute(when).name.lower(), 6)
     for t in range(table.ticks):
-        canvas.text(LEFT + (t + 0.5) * cell, top + 6, str(t), 6.5, color=INK if t == TICK else FAINT)
+        canvas.text(
+            LEFT + (t + 0.5) * cell, top + 6, str(t), 6.5, color=INK if t == TICK else FAINT
+        )
     x = LEFT + TICK * cell
     canvas.axes.add_patch(
-        Rectangle((x - 0.5, bottom - 1), cell + 1, top - bottom + 2, facecolor="none", edgecolor=INK, linewidth=1.4, zorder=5)
+        Rectangle(
+            (x - 0.5, bottom - 1),
+            cell + 1,
+            top - bottom + 2,
+            facecolor="none",
+            edgecolor=INK,
+            linewidth=1.4,
+            zorder=5,
+        )
     )
     return x - 0.5, x + cell + 0.5, bottom - 1
 
 
-# --- the tick --------------------------------------------------------------------------------------------------------------------
+# --- the tick -------------------------------------------------------------------------------------
 
 
 def what_it_does(name: str, stage: int) -> str:
@@ -171,19 +218,32 @@ def what_it_does(name: str, stage: int) -> str:
     slot = {slot: f"[{int(column[TICK, stage])}]" for slot, column in columns.slots.items()}
     if name in cells():
         kind, unit = cells()[name]
-        return "\n".join([f"microbatch {microbatch['']}:", *cell_lines(kind, unit, {pool: f"{pool}{at}" for pool, at in slot.items()})])
+        return "\n".join(
+            [
+                f"microbatch {microbatch['']}:",
+                *cell_lines(kind, unit, {pool: f"{pool}{at}" for pool, at in slot.items()}),
+            ]
+        )
     if name == EMBED:
         return f"microbatch {microbatch[name]}:\ntokens → activation{slot['embed_activation']}"
     if name == HEAD:
         shared = table.vocabulary == "parallel"
         where = f"of stage {table.stage_of[-1]}" if shared else "of this stage"
         part = f"\n1/{table.stages} of vocabulary," if shared else ""
-        lines = [f"activation{slot['head_activation']} →", f"gradient{slot['head_gradient']}", f"{where},", "gradients.head"]
+        lines = [
+            f"activation{slot['head_activation']} →",
+            f"gradient{slot['head_gradient']}",
+            f"{where},",
+            "gradients.head",
+        ]
         if stage == table.stage_of[-1]:  # the others add zero
             lines = [*lines[:-1], f"{lines[-1]},", "loss"]
         return "\n".join([f"microbatch {microbatch[name]}:{part}", *lines])
     if name == EMBED_GRADIENT:
-        return f"microbatch {microbatch[name]}:\ngradient{slot['embed_gradient_gradient']}, tokens\n→ gradients.embed"
+        return (
+            f"microbatch {microbatch[name]}:\ngradient{slot['embed_gradient_gradient']}, "
+            "tokens\n→ gradients.embed"
+        )
     (copy,) = (copy for copy in (*TAKES, *SENDS, *STAYS) if copy.op == name)
     return f"{copy.source} →\n{copy.target}{slot[copy.slot] if copy.slot else ''}"
 
@@ -208,7 +268,8 @@ def broken(name: str) -> str:
 
 
 def draw_tick(canvas: Canvas, top: float, row: float) -> None:
-    """Stages down, the tick's ops to the right: a filled box is a loop of one trip, a dotted one of zero trips."""
+    """Stages down, the tick's ops to the right: a filled box is a loop of one trip, a dotted one of
+    zero trips."""
     table, columns, names = ticks().slotted.table, ticks().columns.runs, ops()
     busy = [bool(columns[name][TICK].any()) for name in names]
     unit = (WIDTH - LEFT) / (sum(1.0 if b else NARROW for b in busy) + PERMUTE)
@@ -218,14 +279,28 @@ def draw_tick(canvas: Canvas, top: float, row: float) -> None:
         if runs:
             canvas.text(x + width / 2, top + 8, broken(name), 7.5, family="monospace")
         else:
-            canvas.text(x + width / 2, top + 4, broken(name), 7, family="monospace", color=FAINT, rotation=90, va="bottom")
+            canvas.text(
+                x + width / 2,
+                top + 4,
+                broken(name),
+                7,
+                family="monospace",
+                color=FAINT,
+                rotation=90,
+                va="bottom",
+            )
         for s in range(table.stages):
             middle = top - (s + 0.5) * row
             if not columns[name][TICK, s]:
                 canvas.empty(x + width / 2 - 7, middle - 7, 14, 14)
                 canvas.text(x + width / 2, middle, "0", 7, color=FAINT)
                 continue
-            box = FancyBboxPatch((x + 2, middle - row / 2 + 5), width - 4, row - 10, boxstyle="round,pad=0,rounding_size=4")
+            box = FancyBboxPatch(
+                (x + 2, middle - row / 2 + 5),
+                width - 4,
+                row - 10,
+                boxstyle="round,pad=0,rounding_size=4",
+            )
             kind, unit_of_op = cells().get(name, ("other", 0))
             box.set(facecolor=color(kind, unit_of_op), edgecolor="none")
             canvas.axes.add_patch(box)
@@ -251,29 +326,51 @@ def draw_permutes(canvas: Canvas, left: float, width: float, top: float, row: fl
             to = (s + step) % stages
             if not wraps(table.stage_of, stages) and to != s + step:
                 continue  # no link between the last stage and the first
-            read = any(columns[copy.op][TICK + 1, to] for copy in TAKES if copy.source == ARRIVED[way])
-            style = {"color": INK if read else FAINT, "linewidth": 1.5 if read else 0.9, "linestyle": "-" if read else ":"}
-            curve = "arc3,rad=-0.22" if abs(to - s) > 1 else "arc3"  # the ring closes beside the other arrows
+            read = any(
+                columns[copy.op][TICK + 1, to] for copy in TAKES if copy.source == ARRIVED[way]
+            )
+            style = {
+                "color": INK if read else FAINT,
+                "linewidth": 1.5 if read else 0.9,
+                "linestyle": "-" if read else ":",
+            }
+            # the ring closes beside the other arrows
+            curve = "arc3,rad=-0.22" if abs(to - s) > 1 else "arc3"
             ends = [(x, top - (stage + 0.5) * row) for stage in (s, to)]
             canvas.axes.add_patch(
-                FancyArrowPatch(*ends, arrowstyle="-|>", mutation_scale=8, connectionstyle=curve, shrinkA=6, shrinkB=6, **style)
+                FancyArrowPatch(
+                    *ends,
+                    arrowstyle="-|>",
+                    mutation_scale=8,
+                    connectionstyle=curve,
+                    shrinkA=6,
+                    shrinkB=6,
+                    **style,
+                )
             )
             canvas.axes.plot(*ends[0], marker="o", markersize=3.5, color=INK)
 
 
 def draw() -> Canvas:
     """The picture."""
-    matplotlib.rcParams.update({"svg.hashsalt": "jaxtrain", "svg.fonttype": "path", "font.family": "DejaVu Sans"})
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "jaxtrain", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
+    )
     table, canvas = ticks().slotted.table, Canvas()
     title = (
-        f"The table: {table.name}, {table.stages} stages of {units(table)} chunks, {table.microbatches} microbatches, {table.ticks} ticks"
+        f"The table: {table.name}, {table.stages} stages of {units(table)} chunks, "
+        f"{table.microbatches} microbatches, {table.ticks} ticks"
     )
     canvas.text(LEFT, 545, title, 10, "left", fontweight="bold")
-    chunks = "; ".join(f"stage {s}: {' and '.join(str(g) for g, at in enumerate(table.stage_of) if at == s)}" for s in range(table.stages))
+    chunks = "; ".join(
+        f"stage {s}: {' and '.join(str(g) for g, at in enumerate(table.stage_of) if at == s)}"
+        for s in range(table.stages)
+    )
     canvas.text(
         LEFT,
         531,
-        f"a cell: the op with the stage's own chunk, 0 or 1 (lighter), and the microbatch below. Chunks of the model: {chunks}",
+        "a cell: the op with the stage's own chunk, 0 or 1 (lighter), and the microbatch "
+        f"below. Chunks of the model: {chunks}",
         7.5,
         "left",
     )
@@ -286,10 +383,16 @@ def draw() -> Canvas:
     left, right, bottom = draw_table(canvas, top=494, row=32, strip=12)
     panel = 316.0
     canvas.axes.add_patch(
-        Polygon([(left, bottom), (right, bottom), (WIDTH, panel), (LEFT, panel)], facecolor="#eef1f4", edgecolor="none", zorder=0)
+        Polygon(
+            [(left, bottom), (right, bottom), (WIDTH, panel), (LEFT, panel)],
+            facecolor="#eef1f4",
+            edgecolor="none",
+            zorder=0,
+        )
     )
     said = (
-        f"Tick {TICK}, op by op, on every stage from left to right. Filled: a loop of one trip; dotted: of none. K is an F that keeps "
+        f"Tick {TICK}, op by op, on every stage from left to right. Filled: a loop of one "
+        "trip; dotted: of none. K is an F that keeps "
         f"what its B and W read. Solid arrows are read in tick {TICK + 1}, dotted ones never."
     )
     canvas.text(LEFT, panel - 10, said, 8, "left")
@@ -301,11 +404,17 @@ def main() -> None:
     """Writes the picture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, default=PICTURE, help="file of the picture")
-    parser.add_argument("--png", default="", help="write it as PNG to this file as well, to look at")
+    parser.add_argument(
+        "--png", default="", help="write it as PNG to this file as well, to look at"
+    )
     options = parser.parse_args()
     figure = draw().figure
     with options.out.open("w") as file:
-        metadata = {"Date": None, "Title": "One row of the table", "Description": f"fingerprint {fingerprint()}"}
+        metadata = {
+            "Date": None,
+            "Title": "One row of the table",
+            "Description": f"fingerprint {fingerprint()}",
+        }
         figure.savefig(file, format="svg", metadata=metadata)
     print(f"wrote {options.out}")
     if options.png:

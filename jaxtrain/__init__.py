@@ -1,7 +1,9 @@
-"""jaxtrain: a sharding-based SPMD trainer for transformers in JAX. Start reading at docs/architecture.md."""
+"""jaxtrain: a sharding-based SPMD trainer for transformers in JAX. Start reading at
+docs/architecture.md."""
 
 import time
 
-BEGAN = time.monotonic()  # of a command: nothing is imported before this but what Python itself needs
+# of a command: nothing is imported before this but what Python itself needs
+BEGAN = time.monotonic()
 
 __version__ = "0.1.0"

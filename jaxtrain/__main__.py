@@ -1,6 +1,8 @@
-"""`jaxtrain COMMAND …`, also `python -m jaxtrain COMMAND …`: what `python -m jaxtrain.COMMAND …` does.
+"""`jaxtrain COMMAND …`, also `python -m jaxtrain COMMAND …`: what `python -m jaxtrain.COMMAND …`
+does.
 
-pyproject.toml installs it as `jaxtrain`. The commands themselves are modules, which parse their flags; nothing slow is imported here.
+pyproject.toml installs it as `jaxtrain`. The commands themselves are modules, which parse their
+flags; nothing slow is imported here.
 """
 
 import difflib
@@ -22,7 +24,8 @@ COMMANDS = {
 }
 HELP = "\n".join(
     [
-        "usage: jaxtrain COMMAND [flags]      (without installation: python -m jaxtrain COMMAND [flags])",
+        "usage: jaxtrain COMMAND [flags]      (without installation: python -m jaxtrain "
+        "COMMAND [flags])",
         "",
         "Trains transformers in JAX on a named device mesh.",
         "",
@@ -36,9 +39,11 @@ HELP = "\n".join(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that the arguments name (those of the process, if not given), which may end the process with a status of its own.
+    """Runs the command that the arguments name (those of the process, if not given), which may end
+    the process with a status of its own.
 
-    `--help`, `--version` and no arguments at all print and give 0. What names no command gives 2, and one line on stderr.
+    `--help`, `--version` and no arguments at all print and give 0. What names no command gives 2,
+    and one line on stderr.
     """
     return streams.run(_main, sys.argv[1:] if argv is None else argv)
 
@@ -63,9 +68,15 @@ def _unknown(command: str, rest: Sequence[str]) -> str:
     if command.startswith("-") and (after := next((word for word in rest if word in COMMANDS), "")):
         return f"{command!r} stands before the command: use jaxtrain {after} and then the flags"
     if command.startswith("-"):
-        return f"{command!r} stands in the place of a command: use jaxtrain train {shlex.join([command, *rest])}"
+        return (
+            f"{command!r} stands in the place of a command: use jaxtrain train "
+            f"{shlex.join([command, *rest])}"
+        )
     near = difflib.get_close_matches(command, [*COMMANDS, "--help", "--version"], n=1, cutoff=0.5)
-    return f"{command!r} is an unknown command: use jaxtrain {near[0] if near else ', '.join(COMMANDS)}"
+    return (
+        f"{command!r} is an unknown command: use jaxtrain "
+        f"{near[0] if near else ', '.join(COMMANDS)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """What the commands share: flags → Config, and one line for whatever is wrong with them.
 
-parse(argv, …)          recipe → Config → flags over it → checks     no jax, nothing written; FlagsError when something is wrong
-start_jax(namespace)    devices, compilation cache, other processes  the first thing after parse (devices/startup.py)
+parse(argv, …)          recipe → Config → flags over it → checks
+                        no jax, nothing written; FlagsError when something is wrong
+start_jax(namespace)    devices, compilation cache, other processes
+                        the first thing after parse (devices/startup.py)
 """
 
 import dataclasses
@@ -46,15 +48,20 @@ def parse(
     recipe: Config | None = None,
     check: Callable[[types.SimpleNamespace, Config], object] = lambda namespace, config: None,
 ) -> tuple[Config, types.SimpleNamespace]:
-    """The checked config (not resolved) and the values of the other flags, by name, of a command that takes a recipe.
+    """The checked config (not resolved) and the values of the other flags, by name, of a command
+    that takes a recipe.
 
-    argv: without the program's name; recipe: instead of the one that --config names; check: raises UsageError for flags that do not go
-    together. The namespace's `config` is the recipe's path, `recipe` its config before the flags, and `workdir` is filled in. `--help` ends
-    the process with status 0. Raises FlagsError for whatever is wrong, whose flags put everything right that is known to be wrong by then;
-    ClusterError or DevicesError where jax has to be asked for its devices, as `start_jax`.
+    argv: without the program's name; recipe: instead of the one that --config names; check: raises
+    UsageError for flags that do not go together. The namespace's `config` is the recipe's path,
+    `recipe` its config before the flags, and `workdir` is filled in. `--help` ends the process with
+    status 0. Raises FlagsError for whatever is wrong, whose flags put everything right that is
+    known to be wrong by then; ClusterError or DevicesError where jax has to be asked for its
+    devices, as `start_jax`.
     """
 
-    def complete(namespace: types.SimpleNamespace, config: Config, before: Config) -> tuple[Config, types.SimpleNamespace]:
+    def complete(
+        namespace: types.SimpleNamespace, config: Config, before: Config
+    ) -> tuple[Config, types.SimpleNamespace]:
         path = pathlib.Path("recipe") if recipe else find_recipe(namespace.config)
         namespace.config, namespace.recipe = str(path), before
         namespace.workdir = namespace.workdir or os.path.join("runs", path.stem)
@@ -73,10 +80,11 @@ def parse_unchecked(
     check: Callable[[types.SimpleNamespace, Config, Config], T],
     recipe: Config | None = None,
 ) -> T:
-    """What `check` makes of (values of the flags, config, recipe before the flags), for a command with a recipe; nothing else is checked.
+    """What `check` makes of (values of the flags, config, recipe before the flags), for a command
+    with a recipe; nothing else is checked.
 
-    flags: all of the command's, with `config`; check: raises UsageError or ConfigError. Asks nobody for devices. Raises FlagsError for
-    what cannot be understood or what is refused.
+    flags: all of the command's, with `config`; check: raises UsageError or ConfigError. Asks nobody
+    for devices. Raises FlagsError for what cannot be understood or what is refused.
     """
 
     def read(reading: Reading) -> T:
@@ -86,20 +94,32 @@ def parse_unchecked(
     return checked(read_flags(argv, description, flags, with_config=True), read, recipe)
 
 
-def parse_flags(argv: Sequence[str], description: str, flags: Sequence[Flag]) -> types.SimpleNamespace:
-    """The values of the flags of a command that takes no recipe. Errors end the process with one line and status 2, `--help` with 0."""
+def parse_flags(
+    argv: Sequence[str], description: str, flags: Sequence[Flag]
+) -> types.SimpleNamespace:
+    """The values of the flags of a command that takes no recipe. Errors end the process with one
+    line and status 2, `--help` with 0."""
     return checked_flags(argv, description, flags, lambda namespace: namespace)
 
 
 def checked_flags(
-    argv: Sequence[str], description: str, flags: Sequence[Flag], check: Callable[[types.SimpleNamespace], T], words: bool = False
+    argv: Sequence[str],
+    description: str,
+    flags: Sequence[Flag],
+    check: Callable[[types.SimpleNamespace], T],
+    words: bool = False,
 ) -> T:
-    """What `check` makes of the values of the flags of a command that takes no recipe; errors as `parse_flags`.
+    """What `check` makes of the values of the flags of a command that takes no recipe; errors as
+    `parse_flags`.
 
-    check: raises UsageError for flags that do not go together; words: whether words that are no flags are the command's.
+    check: raises UsageError for flags that do not go together; words: whether words that are no
+    flags are the command's.
     """
     try:
-        return checked(read_flags(argv, description, flags, with_config=False, with_words=words), lambda reading: check(reading.namespace))
+        return checked(
+            read_flags(argv, description, flags, with_config=False, with_words=words),
+            lambda reading: check(reading.namespace),
+        )
     except FlagsError as error:
         fail(str(error))
 
@@ -111,8 +131,8 @@ def fail(message: str) -> NoReturn:
 
 
 def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
-    """`flags.settled` with the flags of a run of several processes checked, too. A RunError, which no flag mends, counts as such where
-    other errors come before it. Raises FlagsError."""
+    """`flags.settled` with the flags of a run of several processes checked, too. A RunError, which
+    no flag mends, counts as such where other errors come before it. Raises FlagsError."""
 
     def passes(reading: Reading) -> T:
         if "coordinator" in reading.values:
@@ -130,18 +150,27 @@ def checked(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
         raise FlagsError(str(error)) from None
 
 
-def _refusal(namespace: types.SimpleNamespace, config: Config, recipe: Config) -> ConfigError | None:
-    """What is wrong with a config, with the number of devices taken into account: jax is asked for it only where something is wrong, and
-    it may find other devices than simulated ones."""
+def _refusal(
+    namespace: types.SimpleNamespace, config: Config, recipe: Config
+) -> ConfigError | None:
+    """What is wrong with a config, with the number of devices taken into account: jax is asked for
+    it only where something is wrong, and it may find other devices than simulated ones."""
     loaded = sys.modules.get("jax")
-    started = loaded and loaded.distributed.is_initialized()  # by the program that trains, and the environment says nothing of it
-    devices = None if started else cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
+    # by the program that trains, and the environment says nothing of it
+    started = loaded and loaded.distributed.is_initialized()
+    devices = (
+        None
+        if started
+        else cluster_environment.simulated_devices(namespace, os.environ, SIMULATED_DEVICES)
+    )
     around = Surroundings(devices, "cpu" if devices else "", recipe, files=True)
     if not devices and checks.first_broken(config, around):
         start_jax(namespace)
         import jax  # where it is known that this command ends here
 
-        around = dataclasses.replace(around, devices=jax.device_count(), platform=jax.default_backend())
+        around = dataclasses.replace(
+            around, devices=jax.device_count(), platform=jax.default_backend()
+        )
     return checks.refusal(config, around)
 
 
@@ -150,9 +179,14 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
     host, _, port = namespace.coordinator.rpartition(":")
     address = f"{'localhost' if '/' in namespace.coordinator else host or 'localhost'}:29500"
     if namespace.coordinator and not (host and port.isdigit() and 0 < int(port) < 65536):
-        raise UsageError(f"--coordinator={namespace.coordinator!r} is not host:port", {"coordinator": address})
+        raise UsageError(
+            f"--coordinator={namespace.coordinator!r} is not host:port", {"coordinator": address}
+        )
     if namespace.processes > 1 and not namespace.coordinator:
-        rule = f"--processes={namespace.processes} needs --coordinator=HOST:PORT (one machine: python -m jaxtrain.launch)"
+        rule = (
+            f"--processes={namespace.processes} needs --coordinator=HOST:PORT (one machine: "
+            "python -m jaxtrain.launch)"
+        )
         raise UsageError(rule, {"coordinator": address})
     if namespace.process_id >= namespace.processes:
         rule = f"--process_id={namespace.process_id} is not below --processes={namespace.processes}"
@@ -161,8 +195,8 @@ def check_cluster(namespace: types.SimpleNamespace) -> None:
 
 
 def check_output(flag: str, name: str, otherwise: str) -> None:
-    """Raises UsageError where a file that a flag names cannot be written, found by writing nothing to it. Empty names and what is no file
-    (a pipe, a device) pass.
+    """Raises UsageError where a file that a flag names cannot be written, found by writing nothing
+    to it. Empty names and what is no file (a pipe, a device) pass.
 
     otherwise: a name for the file where the given one is none.
     """
@@ -175,17 +209,23 @@ def check_output(flag: str, name: str, otherwise: str) -> None:
         if new:
             path.unlink()
     except (OSError, ValueError) as error:
-        raise UsageError(f"--{flag}={cfg.shown(name)} cannot be written ({_why(error)})", {flag: _writable(path, otherwise)}) from None
+        raise UsageError(
+            f"--{flag}={cfg.shown(name)} cannot be written ({_why(error)})",
+            {flag: _writable(path, otherwise)},
+        ) from None
 
 
 def write_output(name: str, content: bytes) -> None:
-    """Writes a file that a flag names, whole or not at all; a device or a pipe, and a file in a folder that may not be written, are written
-    as they are. Raises FlagsError where it cannot be written after all: no room is left, or nobody reads the pipe."""
+    """Writes a file that a flag names, whole or not at all; a device or a pipe, and a file in a
+    folder that may not be written, are written as they are. Raises FlagsError where it cannot be
+    written after all: no room is left, or nobody reads the pipe."""
     try:
         _write(pathlib.Path(name), content)
     except OSError as error:
         why = "nobody reads it" if error.errno == errno.ENXIO else error.strerror
-        raise FlagsError(f"{name!r} cannot be written ({why}): name a file in a folder with room, of your own") from None
+        raise FlagsError(
+            f"{name!r} cannot be written ({why}): name a file in a folder with room, of your own"
+        ) from None
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
@@ -204,7 +244,8 @@ def _write(path: pathlib.Path, content: bytes) -> None:
 
 
 def _opened(path: pathlib.Path) -> int:
-    """A device's or a pipe's descriptor. OSError for a pipe that nothing reads for READER_S seconds."""
+    """A device's or a pipe's descriptor. OSError for a pipe that nothing reads for READER_S
+    seconds."""
     end = time.monotonic() + READER_S
     while True:
         try:
@@ -220,9 +261,14 @@ def _why(error: OSError | ValueError) -> str:
 
 
 def _writable(path: pathlib.Path, otherwise: str) -> str:
-    """The first file that can be written: of the path's name, or another one, in this folder, at home or with the temporary files."""
+    """The first file that can be written: of the path's name, or another one, in this folder, at
+    home or with the temporary files."""
     suffix = pathlib.Path(otherwise).suffix
-    near = path.with_suffix(suffix).name if path.name.isprintable() and 0 < len(path.name) < 100 else otherwise
+    near = (
+        path.with_suffix(suffix).name
+        if path.name.isprintable() and 0 < len(path.name) < 100
+        else otherwise
+    )
     for folder in (pathlib.Path(), pathlib.Path.home(), pathlib.Path(tempfile.gettempdir())):
         for name in (near, otherwise):
             if os.access(folder, os.W_OK) and not os.path.lexists(folder / name):

@@ -1,12 +1,15 @@
-"""`python -m jaxtrain.launch`: one run of several processes on this machine, as a cluster would start it.
+"""`python -m jaxtrain.launch`: one run of several processes on this machine, as a cluster would
+start it.
 
-    launcher ─┬─ [0] python -m jaxtrain.train … --coordinator=localhost:PORT --processes=2 --process_id=0
+    launcher ─┬─ [0] python -m jaxtrain.train … --coordinator=localhost:PORT --processes=2
+              │          --process_id=0
               ├─ [1] python -m jaxtrain.train … --process_id=1
               └─ guard: kills both if the launcher is gone
 
-Every line of a process is printed with its number before it, on the stream that it comes on. When one fails, the others are stopped and
-its last lines come last. No process outlives the launcher, however that ends. With --restarts all processes are started again where the
-status says that this helps, as a cluster's engine would do. Other machines are not here. No jax.
+Every line of a process is printed with its number before it, on the stream that it comes on. When
+one fails, the others are stopped and its last lines come last. No process outlives the launcher,
+however that ends. With --restarts all processes are started again where the status says that this
+helps, as a cluster's engine would do. Other machines are not here. No jax.
 """
 
 import collections
@@ -33,12 +36,15 @@ from jaxtrain.devices import cluster_environment
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
 
-DESCRIPTION = """usage: jaxtrain launch [flags] -- [flags of the command]      (or python -m jaxtrain.launch …)
+DESCRIPTION = """\
+usage: jaxtrain launch [flags] -- [flags of the command]      (or python -m jaxtrain.launch …)
 
 Runs a command as several processes of one run on this machine, such as
   jaxtrain launch --processes=2 --devices_per_process=4 -- --config=tiny --workdir=runs/two"""
 MOST_PROCESSES = 1024  # on one machine, some 300 MB each
-COMMANDS = tuple(f"jaxtrain.{name}" for name in ("train", "generate", "plan", "schedule", "checkpoint"))
+COMMANDS = tuple(
+    f"jaxtrain.{name}" for name in ("train", "generate", "plan", "schedule", "checkpoint")
+)
 FLAGS = (
     Flag("processes", 2, "number of processes", 1, MOST_PROCESSES),
     Flag(
@@ -48,13 +54,21 @@ FLAGS = (
         0,
         MOST_CPU_DEVICES,
     ),
-    Flag("restarts", 0, "how often the run is started again where it can go on: stopped, hung, killed, its storage failing", at_least=0),
+    Flag(
+        "restarts",
+        0,
+        "how often the run is started again where it can go on: stopped, hung, killed, its "
+        "storage failing",
+        at_least=0,
+    ),
     Flag("module", "jaxtrain.train", "what each process runs, with `python -m`"),
 )
 ON_REQUEST = (ExitStatus.STOPPED, ExitStatus.INTERRUPTED)
 LAST_LINES = 20  # of the process that failed first
-FAILED_GRACE, SIGNALLED_GRACE = 5.0, 120.0  # seconds between a process's end and the killing of the others
-# The guard learns of the processes' groups by lines on its stdin. Its end without "done" means that the launcher died.
+# seconds between a process's end and the killing of the others
+FAILED_GRACE, SIGNALLED_GRACE = 5.0, 120.0
+# The guard learns of the processes' groups by lines on its stdin. Its end without "done" means that
+# the launcher died.
 GUARD = """
 groups=
 while read -r word; do [ "$word" = done ] && exit 0; groups="$groups -$word"; done
@@ -66,11 +80,23 @@ class Job:
     """The running processes, their output and their end."""
 
     def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]]):
-        """Starts one process per command, each the leader of a group of its own: a Ctrl-C of the terminal reaches the launcher alone."""
-        self.output: queue.Queue[tuple[int, str, TextIO]] = queue.Queue()  # process, line, where it belongs
-        self.tails = [{stream: collections.deque[str](maxlen=LAST_LINES) for stream in (sys.stdout, sys.stderr)} for _ in commands]
+        """Starts one process per command, each the leader of a group of its own: a Ctrl-C of the
+        terminal reaches the launcher alone."""
+        # process, line, where it belongs
+        self.output: queue.Queue[tuple[int, str, TextIO]] = queue.Queue()
+        self.tails = [
+            {
+                stream: collections.deque[str](maxlen=LAST_LINES)
+                for stream in (sys.stdout, sys.stderr)
+            }
+            for _ in commands
+        ]
         self.guard = subprocess.Popen(
-            ["/bin/sh", "-c", GUARD], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, text=True
+            ["/bin/sh", "-c", GUARD],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
         )
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
@@ -89,7 +115,9 @@ class Job:
             self.processes.append(process)
             self._tell_guard(str(process.pid))
             for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                self.readers.append(threading.Thread(target=self._read, args=(number, pipe, stream), daemon=True))
+                self.readers.append(
+                    threading.Thread(target=self._read, args=(number, pipe, stream), daemon=True)
+                )
                 self.readers[-1].start()
             threading.Thread(target=self._wait, args=(number,), daemon=True).start()
 
@@ -114,7 +142,8 @@ class Job:
                 print(f"[{number}] {line}", file=stream, flush=True)
 
     def last_lines(self, number: int) -> list[str]:
-        """What a process has said last: errors come last, whichever line of the two streams came first."""
+        """What a process has said last: errors come last, whichever line of the two streams came
+        first."""
         return [line for tail in self.tails[number].values() for line in tail][-LAST_LINES:]
 
     def kill_and_show_rest(self) -> None:
@@ -151,10 +180,12 @@ class Job:
 
 
 def watch(job: Job, signals: list[int]) -> int:
-    """The status of the run, 0 or that of the first process that failed, once all have ended. Prints their lines as they come.
+    """The status of the run, 0 or that of the first process that failed, once all have ended.
+    Prints their lines as they come.
 
-    signals: the numbers of the signals received so far; the first is passed on to the processes, so that they can save and stop, and
-    a second one kills them. SIGHUP is passed on and never kills: a closed terminal sends it along with others.
+    signals: the numbers of the signals received so far; the first is passed on to the processes, so
+    that they can save and stop, and a second one kills them. SIGHUP is passed on and never kills: a
+    closed terminal sends it along with others.
     """
     passed_on, failed, deadline = 0, None, float("inf")
     while True:
@@ -166,9 +197,15 @@ def watch(job: Job, signals: list[int]) -> int:
             again = sum(number != signal.SIGHUP for number in signals[:passed_on]) > 1
             job.send(signal.SIGKILL if again else signals[passed_on - 1])
         if failed is None:
-            if deadline == float("inf") and any(statuses[number] in ON_REQUEST for number in list(job.ended)):  # the others stop too
+            # the others stop too
+            if deadline == float("inf") and any(
+                statuses[number] in ON_REQUEST for number in list(job.ended)
+            ):
                 deadline = time.monotonic() + SIGNALLED_GRACE
-            failed = next((number for number in list(job.ended) if statuses[number] not in (0, *ON_REQUEST)), None)
+            failed = next(
+                (number for number in list(job.ended) if statuses[number] not in (0, *ON_REQUEST)),
+                None,
+            )
             if failed is not None:
                 deadline = time.monotonic() + (SIGNALLED_GRACE if signals else FAILED_GRACE)
                 if not signals:
@@ -182,13 +219,25 @@ def watch(job: Job, signals: list[int]) -> int:
     if not signals:
         lines = job.last_lines(failed)
         if status > 128:  # who is killed says nothing: the others do
-            lines += [line for n in range(len(job.tails)) for line in job.last_lines(n) if line.startswith("error: ")][-1:]
-        print(f"process {failed} failed with status {status}; its last lines:", *lines, sep="\n", file=sys.stderr, flush=True)
+            lines += [
+                line
+                for n in range(len(job.tails))
+                for line in job.last_lines(n)
+                if line.startswith("error: ")
+            ][-1:]
+        print(
+            f"process {failed} failed with status {status}; its last lines:",
+            *lines,
+            sep="\n",
+            file=sys.stderr,
+            flush=True,
+        )
     return status
 
 
 def goes_on(status: int) -> bool:
-    """Whether a run that ended with a status may come further when it is started again: also one that a signal killed."""
+    """Whether a run that ended with a status may come further when it is started again: also one
+    that a signal killed."""
     known = {int(known) for known in ExitStatus}
     return ExitStatus(status).goes_on if status in known else status > 128
 
@@ -200,23 +249,36 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def commands(module: str, arguments: Sequence[str], processes: int, devices: int, port: int) -> list[list[str]]:
-    """One command line per process; devices: simulated CPU devices of each, 0 for the platform's own.
+def commands(
+    module: str, arguments: Sequence[str], processes: int, devices: int, port: int
+) -> list[list[str]]:
+    """One command line per process; devices: simulated CPU devices of each, 0 for the platform's
+    own.
 
-    Without this folder on its path (as the installed `jaxtrain launch` is), the launcher starts its own package without it too: a folder
-    that is called jaxtrain would hide the package.
+    Without this folder on its path (as the installed `jaxtrain launch` is), the launcher starts its
+    own package without it too: a folder that is called jaxtrain would hide the package.
     """
     on_path = any(os.path.abspath(path) == os.getcwd() for path in sys.path)
     safe = ["-P"] if module.startswith("jaxtrain.") and not on_path else []
-    common = [sys.executable, *safe, "-m", module, *arguments, f"--coordinator=localhost:{port}", f"--processes={processes}"]
+    common = [
+        sys.executable,
+        *safe,
+        "-m",
+        module,
+        *arguments,
+        f"--coordinator=localhost:{port}",
+        f"--processes={processes}",
+    ]
     if devices:
         common.append(f"--cpu_devices={devices}")
     return [[*common, f"--process_id={number}"] for number in range(processes)]
 
 
 def environments(processes: int, gpus: int) -> list[dict[str, str]]:
-    """One environment per process: its share of the GPUs, if there is one for each; output that is not held back."""
-    common = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ, "PYTHONUNBUFFERED": "1"}  # huge pages, as scripts/train.sh has
+    """One environment per process: its share of the GPUs, if there is one for each; output that is
+    not held back."""
+    # huge pages, as scripts/train.sh has
+    common = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **os.environ, "PYTHONUNBUFFERED": "1"}
     if gpus < processes:
         return [dict(common) for _ in range(processes)]
     share = gpus // processes
@@ -227,14 +289,19 @@ def environments(processes: int, gpus: int) -> list[dict[str, str]]:
 def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
     """The flags. Raises UsageError for a module that `python -m` does not find."""
     try:
-        known = all(part.isidentifier() for part in flags.module.split(".")) and importlib.util.find_spec(flags.module)
-        if known and known.submodule_search_locations is not None:  # a package, or a folder that looks like one
+        known = all(
+            part.isidentifier() for part in flags.module.split(".")
+        ) and importlib.util.find_spec(flags.module)
+        # a package, or a folder that looks like one
+        if known and known.submodule_search_locations is not None:
             known = importlib.util.find_spec(f"{flags.module}.__main__")
     except (ImportError, ValueError):
         known = None
     if not known:
         near = difflib.get_close_matches(flags.module, COMMANDS, n=1) or COMMANDS
-        raise UsageError(f"--module={shown(flags.module)} is no Python module here", {"module": near[0]})
+        raise UsageError(
+            f"--module={shown(flags.module)} is no Python module here", {"module": near[0]}
+        )
     return flags
 
 
@@ -256,7 +323,9 @@ def main(argv: Sequence[str]) -> int:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, lambda received, frame: signals.append(received))
     for start in range(namespace.restarts + 1):
-        lines = commands(namespace.module, argv[split + 1 :], namespace.processes, devices, free_port())
+        lines = commands(
+            namespace.module, argv[split + 1 :], namespace.processes, devices, free_port()
+        )
         job = Job(lines, environments(namespace.processes, gpus))
         try:
             status = watch(job, signals)
@@ -264,7 +333,11 @@ def main(argv: Sequence[str]) -> int:
             job.close()
         if signals or not goes_on(status) or start == namespace.restarts:
             break
-        print(f"restart {start + 1} of {namespace.restarts}: the run ended with status {status}", file=sys.stderr, flush=True)
+        print(
+            f"restart {start + 1} of {namespace.restarts}: the run ended with status {status}",
+            file=sys.stderr,
+            flush=True,
+        )
     return status
 
 

@@ -1,8 +1,10 @@
-"""The training loop, from top to bottom: data, step, state, loop, end. `run` reads as the run goes; its parts are in training/.
+"""The training loop, from top to bottom: data, step, state, loop, end. `run` reads as the run goes;
+its parts are in training/.
 
-What a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/, tensorboard/, loss.png, goodput.png, profile/,
-metrics.rolled_back.jsonl of a run that has gone back; op_times.json where they are planned or measured; planned.json where the kind of
-device is known; and run.lock while it runs.
+What a run leaves in its folder: config.json, metrics.jsonl, goodput.jsonl, checkpoints/,
+tensorboard/, loss.png, goodput.png, profile/, metrics.rolled_back.jsonl of a run that has gone
+back; op_times.json where they are planned or measured; planned.json where the kind of device is
+known; and run.lock while it runs.
 """
 
 import concurrent.futures
@@ -57,19 +59,30 @@ from jaxtrain.training.step import make_step
 SAMPLE_TEMPERATURE = 0.8
 
 
-def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, unresolved: Config, recipe: Config) -> ExitStatus:
-    """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves a checkpoint. What the run ends with.
+def run(
+    config: Config,
+    setup: Setup,
+    folder: pathlib.Path,
+    clock: WallClock,
+    unresolved: Config,
+    recipe: Config,
+) -> ExitStatus:
+    """Trains as a resolved config says until `train.steps`, or until SIGTERM or Ctrl-C, and leaves
+    a checkpoint. What the run ends with.
 
-    Continues from the newest whole checkpoint of `folder`. setup: the config's tables; clock: of the command;
-    unresolved, recipe: the config before it was resolved, and before the command's flags, from which an error's suggestions start.
+    Continues from the newest whole checkpoint of `folder`. setup: the config's tables; clock: of
+    the command;
+    unresolved, recipe: the config before it was resolved, and before the command's flags, from
+        which an error's suggestions start.
 
-    Raises FolderError where another run is at work in the folder; ConfigError, DataError or CheckpointError, before anything is compiled or
-    written, for a config that does not fit the checkpoint or the corpus, and for checkpoints of which none is whole; NumbersError
-    where numbers are not good and the run cannot help itself.
+    Raises FolderError where another run is at work in the folder; ConfigError, DataError or
+    CheckpointError, before anything is compiled or written, for a config that does not fit the
+    checkpoint or the corpus, and for checkpoints of which none is whole; NumbersError where numbers
+    are not good and the run cannot help itself.
     """
     clock.enter(Part.DATA)
     with _watched(config, folder, clock) as (signals, watchdog), contextlib.ExitStack() as lasting:
-        # ---------------------------------------------------------------- data: what to train on, and from which step
+        # ---------------------------------------------------------------- data: what to train on, a
         checkpoints = folder_of_checkpoints(config, folder)
         resumption = Resumption(checkpoints, config, unresolved, recipe)
         choice = resumption.choose()
@@ -84,53 +97,100 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
         clock.enter(Part.TRACING)
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh), contextlib.ExitStack() as closing:
-            # ------------------------------------------------------------ step: its programs, compiled while the first state is made
+            # ------------------------------------------------------------ step: its programs, compi
             step = make_step(config, mesh, setup)
-            data, held_out = (closing.enter_context(loader) for loader in loaders(config, step, corpus, folder))
+            data, held_out = (
+                closing.enter_context(loader) for loader in loaders(config, step, corpus, folder)
+            )
             shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
-            local = LocalCheckpoints(config.checkpoint.local, folder, checkpoints, step.abstract_state(), shapes, placement)
-            newer = local.candidates(start, config.train.steps, functools.partial(resumption.why_not, corpus))
+            local = LocalCheckpoints(
+                config.checkpoint.local,
+                folder,
+                checkpoints,
+                step.abstract_state(),
+                shapes,
+                placement,
+            )
+            newer = local.candidates(
+                start, config.train.steps, functools.partial(resumption.why_not, corpus)
+            )
             goodput = lasting.enter_context(_timed(folder, clock, newer[0] if newer else choice))
             signals.before_end(goodput.discard)
-            beside = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))  # XLA compiles most of a program on one core
-            make_state = functools.partial(initial_state, step.layout, step.optimizer, config.train.seed)
+            # XLA compiles most of a program on one core
+            beside = lasting.enter_context(concurrent.futures.ThreadPoolExecutor(2))
+            make_state = functools.partial(
+                initial_state, step.layout, step.optimizer, config.train.seed
+            )
             programs = start_compiling(step, data, beside, clock)
-            # Not before: one thread traces at a time, and the step's compilation is what takes longest.
+            # Not before: one thread traces at a time, and the step's compilation is what takes
+            # longest.
             first_state = None if start or newer else beside.submit(make_state)
             evaluation = Evaluation(step.evaluate, step.abstract_state().trained, held_out)
-            soon = [evaluation.start_compiling(beside)] if config.train.eval_every and held_out.batches else []
+            soon = (
+                [evaluation.start_compiling(beside)]
+                if config.train.eval_every and held_out.batches
+                else []
+            )
             train, exchange = when_compiled(programs, config, step, corpus, clock, soon)
             cluster.say(*data.remarks(), *held_out.remarks())
 
             # ------------------------------------------------------------ state: restored or new
             restored = local.restore(newer)
             if restored:
-                state, choice = restored.state, dataclasses.replace(choice, step=restored.step, meta=restored.meta)
+                state, choice = (
+                    restored.state,
+                    dataclasses.replace(choice, step=restored.step, meta=restored.meta),
+                )
             elif start:
                 choose_again = functools.partial(resumption.choose_again, corpus)
-                state, choice = restore_newest(choice, choose_again, checkpoints, step.abstract_state(), shapes, placement)
+                state, choice = restore_newest(
+                    choice, choose_again, checkpoints, step.abstract_state(), shapes, placement
+                )
             else:
                 state = first_state.result() if first_state else make_state()
             start = choice.step or 0
             goodput.reached(start)
             source = f", {restored.source}" if restored else ""
-            cluster.say(f"continuing from step {start}{source}" if start else f"starting: weights from seed {config.train.seed}")
+            cluster.say(
+                f"continuing from step {start}{source}"
+                if start
+                else f"starting: weights from seed {config.train.seed}"
+            )
 
             # ------------------------------------------------------------ loop
             log, progress = _open_log(config, unresolved, folder, start, goodput)
-            kept = Keep(config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.keep_best)
-            saves = Checkpointer(checkpoints, placement, shapes, kept, choice.strangers, progress.say)
-            profile = Profile(trace_folder(folder), start, config.train.profile_steps, clock, progress.say)
+            kept = Keep(
+                config.checkpoint.keep, config.checkpoint.keep_every, config.checkpoint.keep_best
+            )
+            saves = Checkpointer(
+                checkpoints, placement, shapes, kept, choice.strangers, progress.say
+            )
+            profile = Profile(
+                trace_folder(folder), start, config.train.profile_steps, clock, progress.say
+            )
             device_kind = mesh.devices.flat[0].device_kind
             measured = AfterWarmUp(config, device_kind, train, folder, profile, clock, progress.say)
             local.begin(start, progress.say)
             for part in (saves, local, log, progress, profile):
                 closing.callback(part.close)
-            calendar, requests = Calendar.of(config), Requests(mesh, signals, saves, config.checkpoint.minutes, config.checkpoint.grace)
+            calendar, requests = (
+                Calendar.of(config),
+                Requests(mesh, signals, saves, config.checkpoint.minutes, config.checkpoint.grace),
+            )
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
             judge = Judge(config.train, data.rows_of, Memory.from_json(choice.memory), start)
             finite, copies = Finiteness(mesh), Copies(mesh, state)
-            reporter = Reporter(calendar, step.mean_metrics, judge, speedometer, log, progress, goodput, watchdog.stragglers, room)
+            reporter = Reporter(
+                calendar,
+                step.mean_metrics,
+                judge,
+                speedometer,
+                log,
+                progress,
+                goodput,
+                watchdog.stragglers,
+                room,
+            )
             closing.enter_context(signals.deferred())
             feed = Feed(data, choice.position, config.train.steps - start)
             at, asked, validation = start, Request.NOTHING, None
@@ -153,27 +213,49 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
                     state = exchange(state)
                 profile.after(at, metrics)
                 measured.after(at)
-                if asked or calendar.saves(at) or calendar.saves_locally(at) or calendar.evaluates(at):
+                if (
+                    asked
+                    or calendar.saves(at)
+                    or calendar.saves_locally(at)
+                    or calendar.evaluates(at)
+                ):
                     asked |= reporter.finish(stopping=asked.stop)
                     lasting_save = (asked or calendar.saves(at)) and Request.HURRY not in asked
                     saving = judge.good and (lasting_save or calendar.saves_locally(at))
                     with clock.part(Part.SAVING):
-                        if saving and judge.good_parameters(at, feed.position, finite((state.params, state.anchor))):
-                            meta = dataclasses.asdict(_meta(config, corpus, at, feed.position, judge.memory, goodput.wall_s()))
+                        if saving and judge.good_parameters(
+                            at, feed.position, finite((state.params, state.anchor))
+                        ):
+                            meta = dataclasses.asdict(
+                                _meta(
+                                    config,
+                                    corpus,
+                                    at,
+                                    feed.position,
+                                    judge.memory,
+                                    goodput.wall_s(),
+                                )
+                            )
                             if calendar.saves_locally(at):
                                 local.save(at, state, meta)
                             if lasting_save:
                                 requests.saved()
                                 saves.save(at, state, meta)
                     reporter.saves(saves.figures())
-                    if calendar.evaluates(at) and (calendar.is_last(at) or not asked.stop) and judge.good:
+                    if (
+                        calendar.evaluates(at)
+                        and (calendar.is_last(at) or not asked.stop)
+                        and judge.good
+                    ):
                         with clock.part(Part.EVALUATING):
                             validation = evaluation.loss(state.trained)
                         reporter.validation(at, validation)
                         saves.evaluated(at, validation)
                 if judge.finding:
                     with clock.part(Part.ROLLING_BACK):
-                        rollback, state = roll_back(checkpoints, saves, judge.finding, state, step, config.train.seed)
+                        rollback, state = roll_back(
+                            checkpoints, saves, judge.finding, state, step, config.train.seed
+                        )
                         at = rollback.step
                         feed.jump(rollback.position, config.train.steps - at)
                         for listener in (judge, reporter, profile, measured, local):
@@ -189,29 +271,42 @@ def run(config: Config, setup: Setup, folder: pathlib.Path, clock: WallClock, un
             progress.close()
             picture = beside.submit(_draw_losses, folder)  # while the sampler is compiled
             if at < config.train.steps:
-                saved = "which is saved" if saves.newest == at else f"and step {saves.newest or 0} is saved"
-                cluster.say(f"stopped at step {at} of {config.train.steps}, {saved}: the same command goes on from there")
+                saved = (
+                    "which is saved"
+                    if saves.newest == at
+                    else f"and step {saves.newest or 0} is saved"
+                )
+                cluster.say(
+                    f"stopped at step {at} of {config.train.steps}, {saved}: the same command "
+                    "goes on from there"
+                )
                 picture.result()
-                return _together(ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED)
+                return _together(
+                    ExitStatus.INTERRUPTED if Request.INTERRUPT in asked else ExitStatus.STOPPED
+                )
             del state, batch  # room for the sampler
         _conclude(config, corpus, validation, checkpoints, at)
         picture.result()
         return _together(ExitStatus.FINISHED)
 
 
-# --- the parts -------------------------------------------------------------------------------------------------------------------
+# --- the parts ------------------------------------------------------------------------------------
 
 
 def _together(status: ExitStatus) -> ExitStatus:
-    """The status, when every process is here: process 0 still draws and samples, and jax aborts those that wait long for it."""
+    """The status, when every process is here: process 0 still draws and samples, and jax aborts
+    those that wait long for it."""
     if jax.process_count() > 1:
         cluster.barrier("the run has ended")
     return status
 
 
 @contextlib.contextmanager
-def _watched(config: Config, folder: pathlib.Path, clock: WallClock) -> Iterator[tuple[Signals, Watchdog]]:
-    """A context in which no other run is at work in the folder, and whatever ends this one, a signal or a hang, leaves no lock.
+def _watched(
+    config: Config, folder: pathlib.Path, clock: WallClock
+) -> Iterator[tuple[Signals, Watchdog]]:
+    """A context in which no other run is at work in the folder, and whatever ends this one, a
+    signal or a hang, leaves no lock.
 
     FolderError as RunLock.take.
     """
@@ -220,7 +315,9 @@ def _watched(config: Config, folder: pathlib.Path, clock: WallClock) -> Iterator
         with Signals(lock.release, notices=cluster.is_main()) as signals:
             cluster.from_main(lambda: lock.take(cluster.say), FolderError)
             peers = cluster.connect_peers()
-            with Watchdog(folder, peers, clock, config.train.hang_after, lock.release).watching() as watchdog:
+            with Watchdog(
+                folder, peers, clock, config.train.hang_after, lock.release
+            ).watching() as watchdog:
                 yield signals, watchdog
     finally:
         lock.release()
@@ -228,11 +325,17 @@ def _watched(config: Config, folder: pathlib.Path, clock: WallClock) -> Iterator
 
 @contextlib.contextmanager
 def _timed(folder: pathlib.Path, clock: WallClock, begins: Choice | Saved) -> Iterator[GoodputLog]:
-    """A context whose wall time by parts is in the run's folder; says at its end, and draws, what became of that of all starts.
+    """A context whose wall time by parts is in the run's folder; says at its end, and draws, what
+    became of that of all starts.
 
     begins: what the run goes on from, as far as is known.
     """
-    goodput = GoodputLog(folder if cluster.is_main() else None, clock, begins.step or 0, begins.meta.wall_s if begins.meta else 0.0)
+    goodput = GoodputLog(
+        folder if cluster.is_main() else None,
+        clock,
+        begins.step or 0,
+        begins.meta.wall_s if begins.meta else 0.0,
+    )
     with contextlib.closing(goodput):
         yield goodput
         cluster.say(goodput.summary())
@@ -241,8 +344,11 @@ def _timed(folder: pathlib.Path, clock: WallClock, begins: Choice | Saved) -> It
             plot_goodput(folder)
 
 
-def _open_log(config: Config, unresolved: Config, folder: pathlib.Path, start: int, goodput: GoodputLog) -> tuple[MetricsWriter, Progress]:
-    """What a step's results are written to and shown by; config.json, and op times that were not given, are written too."""
+def _open_log(
+    config: Config, unresolved: Config, folder: pathlib.Path, start: int, goodput: GoodputLog
+) -> tuple[MetricsWriter, Progress]:
+    """What a step's results are written to and shown by; config.json, and op times that were not
+    given, are written too."""
     main = cluster.is_main()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
@@ -252,13 +358,26 @@ def _open_log(config: Config, unresolved: Config, folder: pathlib.Path, start: i
             with warned(folder / stored_times.OP_TIMES, cluster.say):
                 stored_times.keep(config, folder)
     progress = Progress(config.train.steps, start, shown=main)
-    return MetricsWriter(folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.say), progress
+    return MetricsWriter(
+        folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.say
+    ), progress
 
 
-def _meta(config: Config, corpus: Corpus, at: int, position: int, memory: Memory, wall_s: float) -> Meta:
+def _meta(
+    config: Config, corpus: Corpus, at: int, position: int, memory: Memory, wall_s: float
+) -> Meta:
     """What is saved beside the state of step `at`; position: the number of the next batch."""
     tokenizer = corpus.tokenizer.describe()
-    return Meta(to_dict(config), history.VERSION, at, position, wall_s, corpus.checksum, tokenizer, memory.to_json())
+    return Meta(
+        to_dict(config),
+        history.VERSION,
+        at,
+        position,
+        wall_s,
+        corpus.checksum,
+        tokenizer,
+        memory.to_json(),
+    )
 
 
 def _draw_losses(folder: pathlib.Path) -> None:
@@ -268,19 +387,30 @@ def _draw_losses(folder: pathlib.Path) -> None:
             plot_losses(folder)
 
 
-def _conclude(config: Config, corpus: Corpus, validation: float | None, checkpoints: epath.Path, at: int) -> None:
+def _conclude(
+    config: Config, corpus: Corpus, validation: float | None, checkpoints: epath.Path, at: int
+) -> None:
     """Says the result beside the corpus's own, and a sample."""
     if not cluster.is_main():
         return
     if validation is not None:
         entropy = bigram_entropy(corpus)
-        beside = f"; the corpus's byte-bigram entropy is {entropy:.4f}" if entropy is not None else ""
+        beside = (
+            f"; the corpus's byte-bigram entropy is {entropy:.4f}" if entropy is not None else ""
+        )
         cluster.say(f"validation loss {validation:.4f} nats a token{beside}")
     train = config.train
     if train.sample_tokens:
         parts, params = load_parameters(checkpoints, at, config)
         dtype = jax.numpy.dtype(config.precision.compute)
         text = sample_text(
-            parts, params, corpus.tokenizer, train.sample_prompt, train.sample_tokens, train.seed, SAMPLE_TEMPERATURE, dtype=dtype
+            parts,
+            params,
+            corpus.tokenizer,
+            train.sample_prompt,
+            train.sample_tokens,
+            train.seed,
+            SAMPLE_TEMPERATURE,
+            dtype=dtype,
         )
         cluster.say(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")

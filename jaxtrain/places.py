@@ -1,11 +1,13 @@
-"""Every place that a run will write, tried by writing before anything is compiled. No jax, but for a run of several processes.
+"""Every place that a run will write, tried by writing before anything is compiled. No jax, but for
+a run of several processes.
 
     process 0     the run's folder and its files, the checkpoints, tensorboard/
     each process  checkpoints, checkpoint.local, profile/, rows/
 
-A place that cannot be written ends the command with one line that names the flag or setting, the reason, and one that works: with status
-2, or with 74 where it may pass (a full disk, a store that does not answer). Nothing is left behind. The cache of corpora is tried by who
-prepares one (data/tokens.py).
+A place that cannot be written ends the command with one line that names the flag or setting, the
+reason, and one that works: with status 2, or with 74 where it may pass (a full disk, a store that
+does not answer). Nothing is left behind. The cache of corpora is tried by who prepares one
+(data/tokens.py).
 """
 
 import contextlib
@@ -37,7 +39,9 @@ FILES = (  # of process 0 in the run's folder
     *(CONFIG, OP_TIMES, PLANNED, run_lock.NAME, goodput_log.GOODPUT_FILE, goodput_log.GOODPUT_PLOT),
     *(metrics.METRICS_FILE, metrics.ROLLED_BACK_FILE, metrics.LOSS_PLOT),
 )
-SEEN_S = 40.0  # seconds until a folder that one host has made is there on the others, which look for it anew only so often
+# seconds until a folder that one host has made is there on the others, which look for it anew only
+# so often
+SEEN_S = 40.0
 
 
 class PlaceError(RunError):
@@ -70,14 +74,16 @@ def check(config: Config, workdir: str) -> None:
 
 
 def check_workdir(workdir: str) -> None:
-    """Raises UsageError, with a folder that works, for one that can never be a run's: to be said beside what else is wrong with flags."""
+    """Raises UsageError, with a folder that works, for one that can never be a run's: to be said
+    beside what else is wrong with flags."""
     problem, free = _of_workdir(workdir), _free(os.path.basename(os.path.abspath(workdir)))
     if problem and free and not problem.passes:
         raise UsageError(problem.text.partition(": use ")[0], {"workdir": free})
 
 
 def check_together(config: Config, workdir: str) -> None:
-    """As `check`, for a run of several processes: each must call it, and raises the same error. All hosts must see the checkpoints."""
+    """As `check`, for a run of several processes: each must call it, and raises the same error. All
+    hosts must see the checkpoints."""
     import jax
 
     from jaxtrain.devices import cluster
@@ -95,12 +101,20 @@ def check_together(config: Config, workdir: str) -> None:
             return {"problem": problem and dataclasses.asdict(problem), "mark": mark}
 
         answer = cluster.told_by_main(f"{question}/main", of_main)
-        problem = Problem(**answer["problem"]) if answer["problem"] else _unseen(answer["mark"]) or _of_each(config, workdir, process)
-        reports = cluster.told_to_main(f"{question}/each", json.dumps(problem and dataclasses.asdict(problem)))
+        problem = (
+            Problem(**answer["problem"])
+            if answer["problem"]
+            else _unseen(answer["mark"]) or _of_each(config, workdir, process)
+        )
+        reports = cluster.told_to_main(
+            f"{question}/each", json.dumps(problem and dataclasses.asdict(problem))
+        )
 
         def first() -> dict | None:
             problems = ((number, json.loads(report)) for number, report in enumerate(reports))
-            return next(({"number": number, **problem} for number, problem in problems if problem), None)
+            return next(
+                ({"number": number, **problem} for number, problem in problems if problem), None
+            )
 
         found = cluster.told_by_main(f"{question}/all", first)
         cluster.barrier(f"{question} are known")  # process 0, whom all ask, may end now
@@ -112,7 +126,7 @@ def check_together(config: Config, workdir: str) -> None:
 _questions = itertools.count()
 
 
-# --- the places ------------------------------------------------------------------------------------------------------------------
+# --- the places -----------------------------------------------------------------------------------
 
 
 def _of_main(config: Config, workdir: str) -> Problem | None:
@@ -121,7 +135,9 @@ def _of_main(config: Config, workdir: str) -> Problem | None:
         return problem
     inside = {name: write_trial.of_file(os.path.join(workdir, name)) for name in FILES}
     if config.metrics.tensorboard:
-        inside[metrics.TENSORBOARD_FOLDER] = write_trial.of_folder(os.path.join(workdir, metrics.TENSORBOARD_FOLDER))
+        inside[metrics.TENSORBOARD_FOLDER] = write_trial.of_folder(
+            os.path.join(workdir, metrics.TENSORBOARD_FOLDER)
+        )
     if not config.checkpoint.directory:
         inside["checkpoints"] = write_trial.of_folder(os.path.join(workdir, "checkpoints"))
     return _inside(workdir, inside) or _of_checkpoints(config, workdir)
@@ -129,11 +145,18 @@ def _of_main(config: Config, workdir: str) -> Problem | None:
 
 def _of_workdir(workdir: str) -> Problem | None:
     if addresses.is_address(workdir) or addresses.fault(workdir):
-        return Problem(f"--workdir={workdir!r} is an address, not a folder, as checkpoint.directory may be: {_another(workdir)}")
+        return Problem(
+            f"--workdir={workdir!r} is an address, not a folder, as checkpoint.directory may "
+            f"be: {_another(workdir)}"
+        )
     if wrong := addresses.not_utf8(os.path.abspath(workdir)):
         return Problem(f"--workdir={workdir!r} {wrong.rule}: {_another(workdir)}")
     refusal = write_trial.of_folder(workdir)
-    return Problem(f"--workdir={workdir!r} {refusal.why}: {_another(workdir)}", refusal.passes) if refusal else None
+    return (
+        Problem(f"--workdir={workdir!r} {refusal.why}: {_another(workdir)}", refusal.passes)
+        if refusal
+        else None
+    )
 
 
 def _of_checkpoints(config: Config, workdir: str) -> Problem | None:
@@ -144,7 +167,9 @@ def _of_checkpoints(config: Config, workdir: str) -> Problem | None:
     if not stores.scheme_of(directory):
         refusal = write_trial.of_folder(os.path.expanduser(directory))
         default = write_trial.of_folder(os.path.join(workdir, "checkpoints")) is None
-        use = cfg.flag_text("config.checkpoint.directory", "" if default else _free(os.path.basename(directory)))
+        use = cfg.flag_text(
+            "config.checkpoint.directory", "" if default else _free(os.path.basename(directory))
+        )
         return Problem(f"{named} {refusal.why}: use {use}", refusal.passes) if refusal else None
     try:
         why = stores.cannot_be_used(directory)
@@ -154,7 +179,8 @@ def _of_checkpoints(config: Config, workdir: str) -> Problem | None:
 
 
 def _of_each(config: Config, workdir: str, process: int | None = None) -> Problem | None:
-    """What is wrong with what each process writes. process: the number of this one, None where it is alone."""
+    """What is wrong with what each process writes. process: the number of this one, None where it
+    is alone."""
     inside: dict[str, Refusal | None] = {}
     if config.train.profile_steps:
         inside[PROFILE_FOLDER] = write_trial.of_folder(os.path.join(workdir, PROFILE_FOLDER))
@@ -166,7 +192,11 @@ def _of_each(config: Config, workdir: str, process: int | None = None) -> Proble
         return _inside(workdir, inside)
     shared_memory = "/dev/shm/jaxtrain"
     works = local != shared_memory and write_trial.of_folder(shared_memory) is None
-    changes: dict[str, Any] = {"checkpoint.local": shared_memory} if works else {"checkpoint.local": "", "checkpoint.local_every": 0}
+    changes: dict[str, Any] = (
+        {"checkpoint.local": shared_memory}
+        if works
+        else {"checkpoint.local": "", "checkpoint.local_every": 0}
+    )
     use = " ".join(cfg.flag_text(f"config.{path}", value) for path, value in changes.items())
     return Problem(f"checkpoint.local={local!r} {refusal.why}: use {use}", refusal.passes)
 
@@ -175,11 +205,15 @@ def _inside(workdir: str, inside: Mapping[str, Refusal | None]) -> Problem | Non
     """The first problem with something in a run's folder."""
     for name, refusal in inside.items():
         if refusal:
-            return Problem(f"--workdir={workdir!r}: its {name} {refusal.why}: move it away, or {_another(workdir)}", refusal.passes)
+            return Problem(
+                f"--workdir={workdir!r}: its {name} {refusal.why}: move it away, or "
+                f"{_another(workdir)}",
+                refusal.passes,
+            )
     return None
 
 
-# --- folders that all hosts see --------------------------------------------------------------------------------------------------
+# --- folders that all hosts see -------------------------------------------------------------------
 
 
 def _folder_of_checkpoints(config: Config, workdir: str) -> str:
@@ -187,27 +221,35 @@ def _folder_of_checkpoints(config: Config, workdir: str) -> str:
     directory = config.checkpoint.directory
     if stores.scheme_of(directory):
         return ""
-    return os.path.abspath(os.path.expanduser(directory) if directory else os.path.join(workdir, "checkpoints"))
+    return os.path.abspath(
+        os.path.expanduser(directory) if directory else os.path.join(workdir, "checkpoints")
+    )
 
 
 @contextlib.contextmanager
 def _left_as_it_was(workdir: str) -> Iterator[None]:
-    """A context behind which the run's folder, and those in it that are tried, are gone if they were before it. Several processes that try
-    them at a time leave folders behind: who has made one cannot remove it while another one's trial is in it."""
+    """A context behind which the run's folder, and those in it that are tried, are gone if they
+    were before it. Several processes that try them at a time leave folders behind: who has made one
+    cannot remove it while another one's trial is in it."""
     path = pathlib.Path(os.path.abspath(workdir))
-    tried = [path / name for name in (PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, "checkpoints")]
+    tried = [
+        path / name
+        for name in (PROFILE_FOLDER, row_log.FOLDER, metrics.TENSORBOARD_FOLDER, "checkpoints")
+    ]
     missing = [each for each in (*tried, path, *path.parents) if not os.path.lexists(each)]
     try:
         yield
     finally:
         for each in missing:
-            with contextlib.suppress(OSError):  # it is not there, or another run has something in it by now
+            # it is not there, or another run has something in it by now
+            with contextlib.suppress(OSError):
                 each.rmdir()
 
 
 @contextlib.contextmanager
 def _marked(folder: str) -> Iterator[str]:
-    """A context in which a file of a new name is in a folder, which can be written and is made if need be; its path."""
+    """A context in which a file of a new name is in a folder, which can be written and is made if
+    need be; its path."""
     path = pathlib.Path(folder)
     missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
     mark = path / f"{write_trial.TRIAL_NAME}.{secrets.token_hex(8)}"
@@ -223,7 +265,8 @@ def _marked(folder: str) -> Iterator[str]:
 
 
 def _unseen(mark: str) -> Problem | None:
-    """What is wrong where this host does not see, or may not write, the folder of a file of process 0's; "" for none in a file system."""
+    """What is wrong where this host does not see, or may not write, the folder of a file of process
+    0's; "" for none in a file system."""
     if not mark:
         return None
     folder, end = os.path.dirname(mark), time.monotonic() + SEEN_S
@@ -231,14 +274,19 @@ def _unseen(mark: str) -> Problem | None:
         if time.monotonic() > end:
             host = socket.gethostname()
             return Problem(
-                f"{folder!r} on {host} is not the folder of process 0: checkpoints need one that all hosts share under the same path"
+                f"{folder!r} on {host} is not the folder of process 0: checkpoints need one "
+                "that all hosts share under the same path"
             )
         time.sleep(0.1)
     refusal = write_trial.of_folder(folder)
-    return Problem(f"{folder!r} on {socket.gethostname()} {refusal.why}", refusal.passes) if refusal else None
+    return (
+        Problem(f"{folder!r} on {socket.gethostname()} {refusal.why}", refusal.passes)
+        if refusal
+        else None
+    )
 
 
-# --- places that work ------------------------------------------------------------------------------------------------------------
+# --- places that work -----------------------------------------------------------------------------
 
 
 def _another(workdir: str) -> str:
@@ -252,9 +300,13 @@ def _free(name: str) -> str:
     bases = ["runs", os.path.expanduser("~/runs")]
     with contextlib.suppress(OSError):  # there is none that can be written
         bases.append(os.path.join(tempfile.gettempdir(), "runs"))
-    name = "".join(letter if letter.isprintable() else "_" for letter in name)  # what stands for bytes that are no UTF-8 is not printable
+    # what stands for bytes that are no UTF-8 is not printable
+    name = "".join(letter if letter.isprintable() else "_" for letter in name)
     for base in bases:
-        folders = (os.path.join(base, f"{name[:100] or 'run'}{'' if n == 1 else f'-{n}'}") for n in itertools.count(1))
+        folders = (
+            os.path.join(base, f"{name[:100] or 'run'}{'' if n == 1 else f'-{n}'}")
+            for n in itertools.count(1)
+        )
         folder = next(folder for folder in folders if not os.path.lexists(folder))
         if write_trial.of_folder(folder) is None:
             return folder

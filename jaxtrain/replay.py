@@ -1,6 +1,8 @@
-"""`--replay=STEP`: a step of a run done again, from the checkpoint before it and with the batches that the run had, beside its record.
+"""`--replay=STEP`: a step of a run done again, from the checkpoint before it and with the batches
+that the run had, beside its record.
 
-    checkpoint 60 ── steps 61 … 70, batches as recorded ──▶ loss and gradient norm of step 70 │ those in metrics.jsonl
+    checkpoint 60 ── steps 61 … 70, batches as recorded ──▶ loss and gradient norm of step 70
+                                                            │ those in metrics.jsonl
 
 Nothing is written into the run's folder, and no lock is taken: a run may be at work there.
 """
@@ -35,12 +37,14 @@ from jaxtrain.training.state import stored_shapes
 from jaxtrain.training.step import Step, make_step
 
 FIGURES = {"loss": "loss", "grad_norm": "gradient norm"}  # of a record, and what they are called
-ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}  # by the type of compute: what another order of sums may change, of a figure
+# by the type of compute: what another order of sums may change, of a figure
+ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}
 NEAREST = 3  # steps that are suggested
 
 
 class ReplayError(RunError):
-    """A step that cannot be done again; the message names those that can. nearest: the first of these, 0 if there are none."""
+    """A step that cannot be done again; the message names those that can. nearest: the first of
+    these, 0 if there are none."""
 
     status = ExitStatus.BAD_CONFIG
 
@@ -51,10 +55,11 @@ class ReplayError(RunError):
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """What metrics.jsonl has about a step: its figures by name, None where one was not finite; and what it has of all steps' batches.
+    """What metrics.jsonl has about a step: its figures by name, None where one was not finite; and
+    what it has of all steps' batches.
 
-    batches: step → number of the batch, of the steps that are logged; jumps: steps to which the run went back, after which other batches
-    came. learning_rate: the step's.
+    batches: step → number of the batch, of the steps that are logged; jumps: steps to which the run
+    went back, after which other batches came. learning_rate: the step's.
     """
 
     figures: dict[str, float | None]
@@ -63,10 +68,20 @@ class Recorded:
     learning_rate: float | None = None
 
 
-def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: WallClock, unresolved: Config, recipe: Config) -> ExitStatus:
-    """Does step `at` of the run in `folder` again and says what differs: FINISHED where it is the same to rounding, else BAD_NUMBERS.
+def replay(
+    config: Config,
+    setup: Setup,
+    folder: pathlib.Path,
+    at: int,
+    clock: WallClock,
+    unresolved: Config,
+    recipe: Config,
+) -> ExitStatus:
+    """Does step `at` of the run in `folder` again and says what differs: FINISHED where it is the
+    same to rounding, else BAD_NUMBERS.
 
-    Arguments as of loop.run, whose errors this raises; ReplayError where the folder has no record of the step, or no checkpoint before it.
+    Arguments as of loop.run, whose errors this raises; ReplayError where the folder has no record
+    of the step, or no checkpoint before it.
     """
     clock.enter(Part.DATA)
     checkpoints = folder_of_checkpoints(config, folder)
@@ -76,7 +91,9 @@ def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: W
 
     def checked(choice: Choice) -> Choice:
         if choice.step is None:
-            raise ReplayError(f"--replay={at}: {checkpoints} has no whole checkpoint before step {at}")
+            raise ReplayError(
+                f"--replay={at}: {checkpoints} has no whole checkpoint before step {at}"
+            )
         return choice
 
     choice = checked(resumption.choose())
@@ -90,12 +107,19 @@ def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: W
         step = make_step(config, mesh, setup)
         data, held_out = loaders(config, step, corpus, folder=None)
         with data, held_out:
-            train, exchange = when_compiled(start_compiling(step, data, beside, clock), config, step, corpus, clock)
+            train, exchange = when_compiled(
+                start_compiling(step, data, beside, clock), config, step, corpus, clock
+            )
             shapes, placement = stored_shapes(step.layout, step.optimizer), step.layout.placement
-            state, choice = restore_newest(choice, choose_again, checkpoints, step.abstract_state(), shapes, placement)
+            state, choice = restore_newest(
+                choice, choose_again, checkpoints, step.abstract_state(), shapes, placement
+            )
             start, calendar = choice.step or 0, Calendar.of(config)
             numbers = batches_of(range(start + 1, at + 1), choice.position, recorded)
-            cluster.say(f"replaying step {at} from the checkpoint of step {start}, with batches {_listed(numbers)}")
+            cluster.say(
+                f"replaying step {at} from the checkpoint of step {start}, with batches "
+                f"{_listed(numbers)}"
+            )
             clock.enter(Part.STEPPING)
             for done, number in enumerate(numbers, start + 1):
                 state, metrics = train(state, data.batch(number))
@@ -106,7 +130,8 @@ def replay(config: Config, setup: Setup, folder: pathlib.Path, at: int, clock: W
 
 
 def batches_of(steps: range, position: int, recorded: Recorded) -> list[int]:
-    """The numbers of the batches of consecutive steps, the last of which is logged; position: of the first, if the log does not say.
+    """The numbers of the batches of consecutive steps, the last of which is logged; position: of
+    the first, if the log does not say.
 
     From a logged step backwards they are consecutive, as far as no rollback lies between.
     """
@@ -122,14 +147,18 @@ def batches_of(steps: range, position: int, recorded: Recorded) -> list[int]:
 
 
 def _recorded(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> Recorded:
-    """What the log has of step `at`, as process 0 reads it, on every process. ReplayError where it cannot be replayed."""
+    """What the log has of step `at`, as process 0 reads it, on every process. ReplayError where it
+    cannot be replayed."""
 
     values = cluster.from_main(lambda: _read(folder, checkpoints, at), ReplayError)
-    return Recorded(values["figures"], dict(values["batches"]), values["jumps"], values["learning_rate"])
+    return Recorded(
+        values["figures"], dict(values["batches"]), values["jumps"], values["learning_rate"]
+    )
 
 
 def _read(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> dict[str, Any]:
-    """What the log has of step `at`, as `Recorded` has it. ReplayError where the step cannot be replayed."""
+    """What the log has of step `at`, as `Recorded` has it. ReplayError where the step cannot be
+    replayed."""
     records = read_metrics(folder)
     logged = {record["step"]: record for record in records if "grad_norm" in record}
     first = min(choose(checkpoints, TO_TRAIN).steps, default=math.inf)
@@ -143,15 +172,20 @@ def _read(folder: pathlib.Path, checkpoints: epath.Path, at: int) -> dict[str, A
 
 
 def check_step(config: Config, folder: pathlib.Path, at: int) -> None:
-    """Raises UsageError, or the error of what cannot be read, unless step `at` of the run in `folder` can be replayed."""
+    """Raises UsageError, or the error of what cannot be read, unless step `at` of the run in
+    `folder` can be replayed."""
     try:
         _read(folder, folder_of_checkpoints(config, folder), at)
     except ReplayError as error:
-        raise UsageError(str(error).rpartition(": use ")[0] or str(error), {"replay": error.nearest} if error.nearest else {}) from None
+        raise UsageError(
+            str(error).rpartition(": use ")[0] or str(error),
+            {"replay": error.nearest} if error.nearest else {},
+        ) from None
 
 
 def refuse_unknown_step(at: int, logged: Sequence[int], first: float, folder: pathlib.Path) -> None:
-    """Raises ReplayError unless step `at` is one of the logged ones, after the `first` checkpoint; it names the nearest that are."""
+    """Raises ReplayError unless step `at` is one of the logged ones, after the `first` checkpoint;
+    it names the nearest that are."""
     possible = [step for step in logged if step > first]
     if at in possible:
         return
@@ -161,27 +195,44 @@ def refuse_unknown_step(at: int, logged: Sequence[int], first: float, folder: pa
         rule = f"{folder} has no checkpoint before step {at}"
     near = sorted(possible, key=lambda step: (abs(step - at), step))[: NEAREST + 1]
     if not near:
-        raise ReplayError(f"--replay={at}: {rule}, and none of its steps can be replayed: none is logged after a checkpoint")
+        raise ReplayError(
+            f"--replay={at}: {rule}, and none of its steps can be replayed: none is logged "
+            "after a checkpoint"
+        )
     others = f" (or {', '.join(map(str, sorted(near[1:])))})" if near[1:] else ""
     raise ReplayError(f"--replay={at}: {rule}: use --replay={near[0]}{others}", near[0])
 
 
-def refuse_another_rate(config: Config, at: int, recorded: float | None, folder: pathlib.Path) -> None:
-    """Raises ReplayError where step `at` was logged with another learning rate than the config's; it suggests the settings of the run's
-    last start where these give that rate. With updates left out (train.on_nonfinite) no step's rate is known beforehand."""
-    same = lambda config: math.isclose(float(learning_rate(config.optimizer, config.train.steps)(at - 1)), recorded or 0.0, rel_tol=1e-5)
+def refuse_another_rate(
+    config: Config, at: int, recorded: float | None, folder: pathlib.Path
+) -> None:
+    """Raises ReplayError where step `at` was logged with another learning rate than the config's;
+    it suggests the settings of the run's last start where these give that rate. With updates left
+    out (train.on_nonfinite) no step's rate is known beforehand."""
+    same = lambda config: math.isclose(
+        float(learning_rate(config.optimizer, config.train.steps)(at - 1)),
+        recorded or 0.0,
+        rel_tol=1e-5,
+    )
     if recorded is None or config.train.on_nonfinite != "stop" or same(config):
         return
     try:
         ran = cfg.from_dict(json.loads((folder / CONFIG).read_text()))
     except (OSError, ValueError, ConfigError):
         ran = config
-    paths = [path for path in cfg.fields() if path == "train.steps" or path.startswith("optimizer.")]
-    settings = {path: cfg.get(ran, path) for path in paths if cfg.get(ran, path) != cfg.get(config, path)}
+    paths = [
+        path for path in cfg.fields() if path == "train.steps" or path.startswith("optimizer.")
+    ]
+    settings = {
+        path: cfg.get(ran, path) for path in paths if cfg.get(ran, path) != cfg.get(config, path)
+    }
     use = " ".join(f"--config.{path}={cfg.value_text(value)}" for path, value in settings.items())
     if not settings or not same(cfg.replace(config, settings)):
         use = "the settings with which the run did this step (train.steps and optimizer.*)"
-    raise ReplayError(f"--replay={at}: the learning rate of step {at} was {recorded:.6g}, which these settings do not give: use {use}")
+    raise ReplayError(
+        f"--replay={at}: the learning rate of step {at} was {recorded:.6g}, which these "
+        f"settings do not give: use {use}"
+    )
 
 
 def _figures(step: Step, metrics: object) -> dict[str, float]:
@@ -193,27 +244,39 @@ def _figures(step: Step, metrics: object) -> dict[str, float]:
 def _listed(numbers: Sequence[int]) -> str:
     """Ascending numbers in words: "3", "3 to 7", "3 to 7, 9"."""
     starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1] + 1]
-    runs = [numbers[first:end] for first, end in zip(starts, [*starts[1:], len(numbers)], strict=True)]
+    runs = [
+        numbers[first:end] for first, end in zip(starts, [*starts[1:], len(numbers)], strict=True)
+    ]
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _compare(recorded: Mapping[str, float | None], replayed: Mapping[str, float], at: int, rounding: float) -> ExitStatus:
+def _compare(
+    recorded: Mapping[str, float | None], replayed: Mapping[str, float], at: int, rounding: float
+) -> ExitStatus:
     """Says both and their differences. FINISHED where these are rounding."""
     differences = {name: _difference(recorded[name], replayed[name]) for name in FIGURES}
     for name, words in FIGURES.items():
         then = "not finite" if recorded[name] is None else f"{recorded[name]:.9g}"
-        cluster.say(f"{words} of step {at}: {then} in metrics.jsonl, {replayed[name]:.9g} now, difference {differences[name]:.2g}")
+        cluster.say(
+            f"{words} of step {at}: {then} in metrics.jsonl, {replayed[name]:.9g} now, "
+            f"difference {differences[name]:.2g}"
+        )
     worst = max(differences.values())
     if worst == 0:
         cluster.say("the same, bit for bit")
     else:
         limit = f"{rounding:g} of each, which another order of sums may change"
-        cluster.say(f"the same to rounding ({limit})" if worst <= rounding else f"not the same: more than {limit}")
+        cluster.say(
+            f"the same to rounding ({limit})"
+            if worst <= rounding
+            else f"not the same: more than {limit}"
+        )
     return ExitStatus.FINISHED if worst <= rounding else ExitStatus.BAD_NUMBERS
 
 
 def _difference(recorded: float | None, replayed: float) -> float:
-    """Of two figures, relative to the recorded one; None and what is not finite are the same, and nothing else is like them."""
+    """Of two figures, relative to the recorded one; None and what is not finite are the same, and
+    nothing else is like them."""
     if recorded is None or not math.isfinite(replayed):
         return 0.0 if recorded is None and not math.isfinite(replayed) else math.inf
     return abs(replayed - recorded) / max(abs(recorded), 1e-30)

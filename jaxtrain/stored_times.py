@@ -1,9 +1,12 @@
-"""A run's op times: planned for its devices, or measured before its first step (`pipeline.measure_times`), and kept in its folder.
+"""A run's op times: planned for its devices, or measured before its first step
+(`pipeline.measure_times`), and kept in its folder.
 
-    op_times.json   {"times": [F, B, W, message, R, head] in ms, "of": what they are of, "devices": …}
+    op_times.json   {"times": [F, B, W, message, R, head] in ms, "of": what they are of, "devices":
+                    …}
 
-The file decides for all processes and for every restart, on whatever devices and by whatever version: the table stays as it is. Only where
-something that the times are of has been changed, such as the mesh or the model, are they made again.
+The file decides for all processes and for every restart, on whatever devices and by whatever
+version: the table stays as it is. Only where something that the times are of has been changed, such
+as the mesh or the model, are they made again.
 """
 
 import json
@@ -23,8 +26,17 @@ from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.training.op_times import measured_times
 from jaxtrain.training.step import make_step
 
-# What the times of a stage's microbatch are of, and how they are made; a table may have been cut otherwise and they still hold.
-_OF = ("model", "mesh", "data.sequence_length", "data.batch_size", "pipeline.microbatches", "pipeline.remat", "precision.compute")
+# What the times of a stage's microbatch are of, and how they are made; a table may have been cut
+# otherwise and they still hold.
+_OF = (
+    "model",
+    "mesh",
+    "data.sequence_length",
+    "data.batch_size",
+    "pipeline.microbatches",
+    "pipeline.remat",
+    "precision.compute",
+)
 _MADE = ("pipeline.measure_times", "train.hardware")
 
 
@@ -40,7 +52,8 @@ def wanted(config: Config) -> bool:
 
 
 def planned(config: Config) -> tuple[float, ...]:
-    """Those of a resolved config for its `hardware_at_hand`, with a line about them; () where that is not known."""
+    """Those of a resolved config for its `hardware_at_hand`, with a line about them; () where that
+    is not known."""
     kind = hardware_at_hand(config)
     if kind is None:
         return ()
@@ -50,21 +63,22 @@ def planned(config: Config) -> tuple[float, ...]:
 
 
 def hardware_at_hand(config: Config) -> Hardware | None:
-    """The config's kind of device, or that of the devices at hand; None where it is not known, as on simulated devices, or has no peak for
-    the type that is computed in. Raises HardwareError."""
+    """The config's kind of device, or that of the devices at hand; None where it is not known, as
+    on simulated devices, or has no peak for the type that is computed in. Raises HardwareError."""
     kind = kind_at_hand(config, jax.devices()[0].device_kind)
     return kind if kind and config.precision.compute in kind.peak_tflops else None
 
 
 def stored(config: Config, folder: pathlib.Path) -> tuple[float, ...] | None:
-    """The times in the run's folder, () if they could not be measured; None where there are none for this resolved config. Every process
-    must call this. Raises OpTimesError."""
+    """The times in the run's folder, () if they could not be measured; None where there are none
+    for this resolved config. Every process must call this. Raises OpTimesError."""
     found = cluster.from_main(lambda: _read(config, folder), OpTimesError)
     return None if found is None else tuple(found)
 
 
 def measure(config: Config, setup: Setup) -> tuple[float, ...]:
-    """Process 0's measured times; () where they could not be told apart. Every process must call this."""
+    """Process 0's measured times; () where they could not be told apart. Every process must call
+    this."""
     cluster.say("measuring op times")
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
@@ -73,16 +87,23 @@ def measure(config: Config, setup: Setup) -> tuple[float, ...]:
 
 
 def to_keep(config: Config, given: Config) -> bool:
-    """Whether a resolved config's times are not those of the config as `given`: planned, or measured, if only in vain."""
+    """Whether a resolved config's times are not those of the config as `given`: planned, or
+    measured, if only in vain."""
     found_out = config.pipeline.times or config.pipeline.measure_times
     return wanted(replace(config, {"pipeline.times": given.pipeline.times})) and bool(found_out)
 
 
 def keep(config: Config, folder: pathlib.Path) -> None:
-    """Stores a resolved config's times, as planned or measured, in the run's folder, whole or not at all. Raises OSError."""
+    """Stores a resolved config's times, as planned or measured, in the run's folder, whole or not
+    at all. Raises OSError."""
     part = folder / f"{OP_TIMES}.part"
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-    part.write_text(json.dumps({"times": config.pipeline.times, "of": _of(config), "devices": devices}, indent=1) + "\n")
+    part.write_text(
+        json.dumps(
+            {"times": config.pipeline.times, "of": _of(config), "devices": devices}, indent=1
+        )
+        + "\n"
+    )
     os.replace(part, folder / OP_TIMES)
 
 
@@ -96,7 +117,11 @@ def describe(times: tuple[float, ...], source: str = f"of {OP_TIMES}") -> str:
 
 def _of(config: Config) -> dict[str, str]:
     """What the times of a config are of."""
-    return {path: value_text(get(config, path)) for path in fields() if path.startswith(_OF) or path in _MADE}
+    return {
+        path: value_text(get(config, path))
+        for path in fields()
+        if path.startswith(_OF) or path in _MADE
+    }
 
 
 def _read(config: Config, folder: pathlib.Path) -> list[float] | None:
@@ -110,6 +135,10 @@ def _read(config: Config, folder: pathlib.Path) -> list[float] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise OpTimesError(f"{str(file)!r} cannot be read ({os.strerror(error.errno or 0)})") from None
+        raise OpTimesError(
+            f"{str(file)!r} cannot be read ({os.strerror(error.errno or 0)})"
+        ) from None
     except (ValueError, KeyError, TypeError):
-        raise OpTimesError(f"{str(file)!r} has no op times: delete it, and they are made again") from None
+        raise OpTimesError(
+            f"{str(file)!r} has no op times: delete it, and they are made again"
+        ) from None

@@ -1,5 +1,5 @@
-"""python -m jaxtrain.train: trains what a recipe describes; `train` is the same for Python programs. Flags are parsed in cli.py, the
-training itself is in loop.py."""
+"""python -m jaxtrain.train: trains what a recipe describes; `train` is the same for Python
+programs. Flags are parsed in cli.py, the training itself is in loop.py."""
 
 import contextlib
 import dataclasses
@@ -30,14 +30,26 @@ from jaxtrain.run.start_up import imports_without_collection
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
 
-usage: jaxtrain train [--config=NAME|FILE] [--config.GROUP.FIELD=VALUE …] [--workdir=DIR] [--cpu_devices=N]
+usage: jaxtrain train [--config=NAME|FILE] [--config.GROUP.FIELD=VALUE …] [--workdir=DIR]
+                      [--cpu_devices=N]
        jaxtrain train … --dry_run [--json]      (or python -m jaxtrain.train …)
        jaxtrain train … --replay=STEP
 """
 FLAGS = (
-    flags.Flag("dry_run", False, "compile the step, print mesh, memory and collectives, and stop: nothing is run, read or written"),
+    flags.Flag(
+        "dry_run",
+        False,
+        "compile the step, print mesh, memory and collectives, and stop: nothing is run, read "
+        "or written",
+    ),
     flags.Flag("json", False, "with --dry_run: as one JSON object"),
-    flags.Flag("replay", 0, "do this step of the run in --workdir again and compare it with metrics.jsonl; writes nothing", at_least=0),
+    flags.Flag(
+        "replay",
+        0,
+        "do this step of the run in --workdir again and compare it with metrics.jsonl; writes "
+        "nothing",
+        at_least=0,
+    ),
 )
 
 
@@ -47,7 +59,8 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
     began: when the command began, by time.monotonic; now if not given.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Until there is something to save, Ctrl-C ends the process: compilation does not listen, and Python drops it in a callback.
+        # Until there is something to save, Ctrl-C ends the process: compilation does not listen,
+        # and Python drops it in a callback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         status = _train(argv, None, WallClock(began))
@@ -58,11 +71,14 @@ def main(argv: Sequence[str], began: float | None = None) -> int:
 
 
 def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
-    """Raises UsageError for flags of this command that do not go together; where others are refused, also for a folder that cannot be a
-    run's, which otherwise is tried with all that a run writes."""
+    """Raises UsageError for flags of this command that do not go together; where others are
+    refused, also for a folder that cannot be a run's, which otherwise is tried with all that a run
+    writes."""
     if flags.json and not flags.dry_run:
         rule = "--json=true is for --dry_run alone"
-        raise UsageError(rule, {"dry_run": True}, text=f"{rule}: use --dry_run=true (or --json=false)")
+        raise UsageError(
+            rule, {"dry_run": True}, text=f"{rule}: use --dry_run=true (or --json=false)"
+        )
     if flags.replay and flags.dry_run:
         rule = "--replay and --dry_run are two things"
         raise UsageError(rule, {"replay": 0}, text=f"{rule}: use --replay=0 (or --dry_run=false)")
@@ -79,14 +95,18 @@ def check_flags(flags: types.SimpleNamespace, config: Config) -> None:
 
 
 def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus:
-    """Trains in this process as the command does with these flags, for a Python program; what the run ended with.
+    """Trains in this process as the command does with these flags, for a Python program; what the
+    run ended with.
 
-    flags: as on the command line, without the command; recipe: instead of the one that --config names. jax.distributed may run already;
-    otherwise it is started where flags or environment describe several processes, and such a run can be had once in a process. May be
-    called in any thread: signals are taken in the main thread alone, and elsewhere nothing but the last step, or an error, ends the run.
-    Where a run can only be ended by ending its process (it is hung, a peer is lost, its folder is another run's), that is done here too.
+    flags: as on the command line, without the command; recipe: instead of the one that --config
+    names. jax.distributed may run already; otherwise it is started where flags or environment
+    describe several processes, and such a run can be had once in a process. May be called in any
+    thread: signals are taken in the main thread alone, and elsewhere nothing but the last step, or
+    an error, ends the run. Where a run can only be ended by ending its process (it is hung, a peer
+    is lost, its folder is another run's), that is done here too.
 
-    Raises RunError, with its status, for whatever the command would end with by a line and a status.
+    Raises RunError, with its status, for whatever the command would end with by a line and a
+    status.
     """
     try:
         status = _train(flags, recipe, WallClock())
@@ -96,7 +116,8 @@ def train(flags: Sequence[str] = (), recipe: Config | None = None) -> ExitStatus
 
 
 def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> ExitStatus | None:
-    """What the run ended with; None if Ctrl-C has ended it before training began. Raises ConfigError or RunError."""
+    """What the run ended with; None if Ctrl-C has ended it before training began. Raises
+    ConfigError or RunError."""
     config, flags = cli.parse(argv, DESCRIPTION, FLAGS, recipe, check_flags)
     if not flags.dry_run:
         streams.outlive()
@@ -105,7 +126,8 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         from jaxtrain import places
     if writes and not several:
         places.check(config, flags.workdir)
-    with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():  # there the object stands alone
+    # there the object stands alone
+    with contextlib.redirect_stdout(sys.stderr) if flags.json else contextlib.nullcontext():
         with imports_without_collection():
             startup.start_jax(flags, config)
             if unused := startup.unused_accelerator(flags):
@@ -121,7 +143,12 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
         if not ready:
             return None
-        cluster.say(*(f"note: {note}" for note in (*elastic.notes(config, ready.config), *unused_settings(ready.config))))
+        cluster.say(
+            *(
+                f"note: {note}"
+                for note in (*elastic.notes(config, ready.config), *unused_settings(ready.config))
+            )
+        )
         plan = dry_run(ready.resolved, ready.setup, clock) if flags.dry_run else None
     if plan:
         cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
@@ -130,13 +157,24 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
     if not ready:
         return None
     if flags.replay:
-        return replay.replay(ready.resolved, ready.setup, folder, flags.replay, clock, unresolved=config, recipe=flags.recipe)
-    return loop.run(ready.resolved, ready.setup, folder, clock, unresolved=config, recipe=flags.recipe)
+        return replay.replay(
+            ready.resolved,
+            ready.setup,
+            folder,
+            flags.replay,
+            clock,
+            unresolved=config,
+            recipe=flags.recipe,
+        )
+    return loop.run(
+        ready.resolved, ready.setup, folder, clock, unresolved=config, recipe=flags.recipe
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ready:
-    """A config that every check has passed, with its mesh known; the same resolved; and the tables that were found for it."""
+    """A config that every check has passed, with its mesh known; the same resolved; and the tables
+    that were found for it."""
 
     config: Config
     resolved: Config
@@ -144,7 +182,8 @@ class Ready:
 
 
 def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
-    """The config, checked, and its tables; None if Ctrl-C has stopped the search. Shows how far the search is where that lasts.
+    """The config, checked, and its tables; None if Ctrl-C has stopped the search. Shows how far the
+    search is where that lasts.
 
     Raises ConfigError as `check_run` and `make_setup` do.
     """
@@ -152,11 +191,17 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
 
     from jaxtrain.devices import cluster
 
-    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    before = (
+        signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread()
+        else None
+    )
     if before is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with SearchProgress("searching for a table", shown=cluster.is_main(), log=sys.stdout) as progress:
+        with SearchProgress(
+            "searching for a table", shown=cluster.is_main(), log=sys.stdout
+        ) as progress:
             checked = check_run(config, jax.device_count(), jax.default_backend(), recipe, progress)
             resolved = checked.resolve()
             return Ready(checked, resolved, make_setup(resolved, progress))
@@ -169,16 +214,24 @@ def check_and_find_tables(config: Config, recipe: Config) -> Ready | None:
             signal.signal(signal.SIGINT, before)
 
 
-def with_planned_times(config: Config, flags: types.SimpleNamespace, folder: pathlib.Path) -> Config:
-    """The config with the op times that are planned for its devices, where it gives none and does not want them measured: those in the
-    run's folder, or else new ones. A config that breaks a rule stays as it is: `check_and_find_tables` says which. Raises OpTimesError."""
+def with_planned_times(
+    config: Config, flags: types.SimpleNamespace, folder: pathlib.Path
+) -> Config:
+    """The config with the op times that are planned for its devices, where it gives none and does
+    not want them measured: those in the run's folder, or else new ones. A config that breaks a rule
+    stays as it is: `check_and_find_tables` says which. Raises OpTimesError."""
     import jax
 
     from jaxtrain import stored_times
     from jaxtrain.devices import cluster
 
     around = Surroundings(jax.device_count(), jax.default_backend(), flags.recipe, files=True)
-    if config.pipeline.measure_times or config.pipeline.times or config.mesh.stage == 1 or refusal(config, around):
+    if (
+        config.pipeline.measure_times
+        or config.pipeline.times
+        or config.mesh.stage == 1
+        or refusal(config, around)
+    ):
         return config
     meshed = filled(config, jax.device_count())
     if not stored_times.wanted(meshed):
@@ -187,12 +240,17 @@ def with_planned_times(config: Config, flags: types.SimpleNamespace, folder: pat
     times = None if flags.dry_run else stored_times.stored(resolved, folder)
     if times:
         cluster.say(stored_times.describe(times))
-    return replace(config, {"pipeline.times": stored_times.planned(resolved) if times is None else times})
+    return replace(
+        config, {"pipeline.times": stored_times.planned(resolved) if times is None else times}
+    )
 
 
-def with_measured_times(ready: Ready, flags: types.SimpleNamespace, folder: pathlib.Path) -> Ready | None:
-    """The same with the run's op times and the tables for them, where the config wants them measured: those in the run's folder, or else
-    measured now, but for a replay, which writes nothing. None if Ctrl-C has stopped the search.
+def with_measured_times(
+    ready: Ready, flags: types.SimpleNamespace, folder: pathlib.Path
+) -> Ready | None:
+    """The same with the run's op times and the tables for them, where the config wants them
+    measured: those in the run's folder, or else measured now, but for a replay, which writes
+    nothing. None if Ctrl-C has stopped the search.
 
     Raises OpTimesError, and ConfigError as `check_and_find_tables`.
     """
@@ -206,14 +264,20 @@ def with_measured_times(ready: Ready, flags: types.SimpleNamespace, folder: path
         times = stored_times.measure(ready.resolved, ready.setup)
     if times is not None:
         cluster.say(stored_times.describe(times))
-    return check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe) if times else ready
+    return (
+        check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe)
+        if times
+        else ready
+    )
 
 
 def _leave(status: int) -> int:
     """The exit status of a process that stops before its end."""
     jax = sys.modules.get("jax")
     if jax and jax.distributed.is_initialized():
-        os._exit(status)  # this error may be this process's alone, and jax's shutdown would wait minutes for the others
+        # this error may be this process's alone, and jax's shutdown would wait minutes for the
+        # others
+        os._exit(status)
     return status
 
 

@@ -1,8 +1,11 @@
-"""Random configs that cannot work, and whether what the trainer says about them is true: for scripts/fuzz.py; nothing is trained here.
+"""Random configs that cannot work, and whether what the trainer says about them is true: for
+scripts/fuzz.py; nothing is trained here.
 
-`draw_invalid` draws flags over configs/tiny.py that are refused on so many simulated devices. `refusal_holds` asks the trainer's own
-checks, in this process and without jax, takes the flags out of the error line as a shell would, puts them behind the others and checks
-again: everything that a run checks before it compiles must pass at the first try, and no flag of the suggestion may be idle.
+`draw_invalid` draws flags over configs/tiny.py that are refused on so many simulated devices.
+`refusal_holds` asks the trainer's own checks, in this process and without jax, takes the flags out
+of the error line as a shell would, puts them behind the others and checks again:
+everything that a run checks before it compiles must pass at the first try, and no flag of the
+suggestion may be idle.
 """
 
 import math
@@ -26,9 +29,56 @@ from jaxtrain.schedule.orders import SCHEDULES
 
 RECIPE = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tiny.py"
 DEVICES = (1, 2, 3, 4, 6, 7, 8, 8, 8, 12, 16)
-ODD_SIZES = (-7, -1, 0, 1, 2, 3, 5, 6, 7, 9, 11, 12, 13, 16, 17, 64, 1000, 1_000_003, 2**31 - 1, 2**31)
-NO_VALUES = ("", "x", "1.5", "1e3", "nan", "-inf", "true", "None", "(1,)", '("a"', "3,2,2,1", "1,,x", "3 2", "'")
-WORDS = ("auto", "none", "1f1b", "csv:absent.csv", "csv:", "ring", "inteleaved", "Float32", "step ", "")
+ODD_SIZES = (
+    -7,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    5,
+    6,
+    7,
+    9,
+    11,
+    12,
+    13,
+    16,
+    17,
+    64,
+    1000,
+    1_000_003,
+    2**31 - 1,
+    2**31,
+)
+NO_VALUES = (
+    "",
+    "x",
+    "1.5",
+    "1e3",
+    "nan",
+    "-inf",
+    "true",
+    "None",
+    "(1,)",
+    '("a"',
+    "3,2,2,1",
+    "1,,x",
+    "3 2",
+    "'",
+)
+WORDS = (
+    "auto",
+    "none",
+    "1f1b",
+    "csv:absent.csv",
+    "csv:",
+    "ring",
+    "inteleaved",
+    "Float32",
+    "step ",
+    "",
+)
 
 
 def draw_base(chance: random.Random) -> dict[str, Any]:
@@ -50,29 +100,49 @@ def draw_base(chance: random.Random) -> dict[str, Any]:
         "parallel.zero": chance.choice((0, 1, 2, 3)),
     }
     if chance.random() < 0.3:
-        settings |= {"mesh.data": chance.choice((1, 2, 3, 4)), "mesh.replica": chance.choice((1, 2))}
+        settings |= {
+            "mesh.data": chance.choice((1, 2, 3, 4)),
+            "mesh.replica": chance.choice((1, 2)),
+        }
     if chance.random() < 0.2:
-        settings |= {"mesh.context": chance.choice((1, 2)), "parallel.context": chance.choice(("all_gather", "ulysses", "ring"))}
+        settings |= {
+            "mesh.context": chance.choice((1, 2)),
+            "parallel.context": chance.choice(("all_gather", "ulysses", "ring")),
+        }
     if chance.random() < 0.3:
-        settings |= {"model.experts": chance.choice((4, 6, 8)), "mesh.expert": chance.choice((1, 2)), "model.router_groups": 2}
+        settings |= {
+            "model.experts": chance.choice((4, 6, 8)),
+            "mesh.expert": chance.choice((1, 2)),
+            "model.router_groups": 2,
+        }
     if chance.random() < 0.2:
-        settings |= {"model.attention": "mla", "model.kv_heads": 0, "model.kv_rank": 8, "model.rope_head_dim": 4}
+        settings |= {
+            "model.attention": "mla",
+            "model.kv_heads": 0,
+            "model.kv_rank": 8,
+            "model.rope_head_dim": 4,
+        }
     if chance.random() < 0.2:
         settings |= {"model.mtp_depth": chance.choice((1, 2))}
     if chance.random() < 0.2:
         settings |= {"mesh.replica": 2, "train.diloco_inner_steps": 5, "precision.outer": "int8"}
     if chance.random() < 0.2:
-        settings |= {"pipeline.layer_costs": (1.0,) * settings["model.layers"], "pipeline.times": (2.0, 2.0, 1.0)}
+        settings |= {
+            "pipeline.layer_costs": (1.0,) * settings["model.layers"],
+            "pipeline.times": (2.0, 2.0, 1.0),
+        }
     return settings
 
 
 def spoil(chance: random.Random) -> tuple[str, str]:
-    """A setting and a text for it that may not work: of another size, another choice, out of bounds, of another type."""
+    """A setting and a text for it that may not work: of another size, another choice, out of
+    bounds, of another type."""
     kind = chance.random()
     paths = list(cfg.fields())
     if kind < 0.45:  # the sizes that have to fit each other
         path = chance.choice(
-            [f"mesh.{axis}" for axis in AXES] + [p for p in paths if p.startswith(("model.", "pipeline.")) or "batch" in p]
+            [f"mesh.{axis}" for axis in AXES]
+            + [p for p in paths if p.startswith(("model.", "pipeline.")) or "batch" in p]
         )
     else:
         path = chance.choice(paths)
@@ -88,10 +158,14 @@ def spoil(chance: random.Random) -> tuple[str, str]:
     if field.type is float:
         return path, str(chance.choice((-1.0, 0.0, 0.1, 0.5, 1.0, 3.0, 1e9, math.inf)))
     if cfg.item_type(field.type) in (int, float):
-        return path, ",".join(str(chance.choice((0, 1, 2, 3, -1))) for _ in range(chance.randint(0, 7)))
+        return path, ",".join(
+            str(chance.choice((0, 1, 2, 3, -1))) for _ in range(chance.randint(0, 7))
+        )
     if path == "data.cache":
         return "train.sample_prompt", "it's  a prompt"
-    return path, chance.choice(("text", "absent", "a,b", "a,a", "stdlib", "none", "bytes", "with blank", ""))
+    return path, chance.choice(
+        ("text", "absent", "a,b", "a,a", "stdlib", "none", "bytes", "with blank", "")
+    )
 
 
 def flags_of(settings: dict[str, Any]) -> list[str]:
@@ -99,7 +173,8 @@ def flags_of(settings: dict[str, Any]) -> list[str]:
 
 
 def draw_invalid(chance: random.Random, devices: int = 8) -> list[str]:
-    """Flags that the trainer refuses on `devices` simulated devices: a base, and one to three settings that are spoilt."""
+    """Flags that the trainer refuses on `devices` simulated devices: a base, and one to three
+    settings that are spoilt."""
     while True:
         spoilt = [spoil(chance) for _ in range(chance.randint(1, 3))]
         flags = flags_of(draw_base(chance)) + [f"--config.{path}={text}" for path, text in spoilt]
@@ -112,7 +187,9 @@ def works(flags: list[str], devices: int) -> bool:
     reading = read_flags(flags, "", (*SHARED_FLAGS, *train.FLAGS), with_config=True)
     recipe = load_recipe(RECIPE)
     config = apply(recipe, reading.overrides)
-    if reading.errors or first_broken(config, Surroundings(devices, "cpu", recipe, files=True, tables=True)):
+    if reading.errors or first_broken(
+        config, Surroundings(devices, "cpu", recipe, files=True, tables=True)
+    ):
         return False
     make_setup(filled(config, devices).resolve())
     return True
@@ -120,17 +197,23 @@ def works(flags: list[str], devices: int) -> bool:
 
 def config_of(flags: list[str]) -> cfg.Config:
     """The config that flags make of the recipe; nothing is checked."""
-    return apply(load_recipe(RECIPE), read_flags(flags, "", (*SHARED_FLAGS, *train.FLAGS), with_config=True).overrides)
+    return apply(
+        load_recipe(RECIPE),
+        read_flags(flags, "", (*SHARED_FLAGS, *train.FLAGS), with_config=True).overrides,
+    )
 
 
-_parsing = threading.Lock()  # ast.parse, by which flags are read, fails now and then in several threads of CPython 3.11
+# ast.parse, by which flags are read, fails now and then in several threads of CPython 3.11
+_parsing = threading.Lock()
 
 
 def refusal_of(flags: list[str], devices: int) -> str:
     """The error line that the flags end with, "" if they work. Threads may call it."""
     try:
         with _parsing:
-            config, namespace = cli.parse([f"--config={RECIPE}", f"--cpu_devices={devices}", *flags], "", train.FLAGS)
+            config, namespace = cli.parse(
+                [f"--config={RECIPE}", f"--cpu_devices={devices}", *flags], "", train.FLAGS
+            )
         config = check_run(config, devices, "cpu", namespace.recipe)
         make_setup(config.resolve())
     except (ConfigError, RunError) as error:

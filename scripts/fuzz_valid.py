@@ -1,6 +1,8 @@
-"""Random configs that work: a model with its data, and layouts of it over a mesh. Drawn for scripts/fuzz.py; nothing is run here.
+"""Random configs that work: a model with its data, and layouts of it over a mesh. Drawn for
+scripts/fuzz.py; nothing is run here.
 
-What is drawn must be one training on every layout, in float32: DiLoCo, sums in 16 bits and cuDNN are left out.
+What is drawn must be one training on every layout, in float32: DiLoCo, sums in 16 bits and cuDNN
+are left out.
 """
 
 import dataclasses
@@ -42,7 +44,8 @@ ONE_DEVICE = {
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh and how it is used: the settings over those of the model, and the devices that it needs."""
+    """A mesh and how it is used: the settings over those of the model, and the devices that it
+    needs."""
 
     settings: dict[str, Any]
     devices: int
@@ -61,7 +64,9 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
     """Settings of a small model, its data and its optimizer."""
     heads = chance.choice((1, 2, 3, 4, 6, 8, 12))
     positions = chance.choice(("rotary", "rotary", "learned"))
-    head_dim = chance.choice((2, 4, 6, 8, 10)) if positions == "rotary" else chance.choice((3, 4, 5, 8))
+    head_dim = (
+        chance.choice((2, 4, 6, 8, 10)) if positions == "rotary" else chance.choice((3, 4, 5, 8))
+    )
     settings = {
         "model.layers": chance.choice((1, 2, 3, 4, 5, 6, 7, 8, 9, 12)),
         "model.width": chance.choice((12, 24, 30, 36, 48, 64)),
@@ -90,7 +95,10 @@ def draw_model(chance: random.Random) -> dict[str, Any]:
         "train.seed": chance.randrange(1000),
     }
     if chance.random() < 0.04:  # from 1024 keys on attention goes block by block
-        settings |= {"data.sequence_length": chance.choice((1024, 1080, 1152)), "data.batch_size": chance.choice((4, 6))}
+        settings |= {
+            "data.sequence_length": chance.choice((1024, 1080, 1152)),
+            "data.batch_size": chance.choice((4, 6)),
+        }
     if chance.random() < 0.4:
         settings |= _draw_experts(chance)
     if chance.random() < 0.2:
@@ -125,7 +133,10 @@ def _draw_experts(chance: random.Random) -> dict[str, Any]:
     }
     if chance.random() < 0.3:
         groups = chance.choice([n for n in range(1, experts + 1) if experts % n == 0])
-        settings |= {"model.router_groups": groups, "model.router_group_limit": chance.randint(1, groups)}
+        settings |= {
+            "model.router_groups": groups,
+            "model.router_group_limit": chance.randint(1, groups),
+        }
     return settings
 
 
@@ -143,14 +154,20 @@ def _draw_mesh(chance: random.Random, staged: bool, odd: bool) -> dict[str, int]
 def _draw_layout(chance: random.Random, sizes: dict[str, int], layers: int) -> dict[str, Any]:
     """A proposal for a mesh and a number of layers, which need not work."""
     schedule = chance.choice((*SCHEDULES, "auto"))
-    least, most = (SCHEDULES[schedule].least_repeats, SCHEDULES[schedule].most_repeats) if schedule in SCHEDULES else (0, 2)
+    least, most = (
+        (SCHEDULES[schedule].least_repeats, SCHEDULES[schedule].most_repeats)
+        if schedule in SCHEDULES
+        else (0, 2)
+    )
     settings = {
         **{f"mesh.{axis}": size for axis, size in sizes.items()},
         "parallel.zero": chance.choice((0, 1, 2, 3)),
         "parallel.reduce": chance.choice(("auto", "auto", "step", "microbatch")),
         "parallel.gather": chance.choice(("layer", "layer", "step")),
         "parallel.context": chance.choice(("all_gather", "ulysses", "ring")),
-        "parallel.offload": chance.choice(("none", "none", "none", "optimizer", "activations", "both")),
+        "parallel.offload": chance.choice(
+            ("none", "none", "none", "optimizer", "activations", "both")
+        ),
         "pipeline.schedule": schedule,
         "pipeline.repeats": chance.choice((0, least, most or least + chance.choice((0, 1, 2)))),
         "pipeline.microbatches": chance.choice((1, 2, 3, 4, 5, 6, 7, 8, 10, 12)),
@@ -164,10 +181,16 @@ def _draw_layout(chance: random.Random, sizes: dict[str, int], layers: int) -> d
         settings["pipeline.memory"] = chance.choice((0.0, 0.0, 1.5, 3.0))
     cut = chance.random()
     if cut < 0.15:
-        settings["pipeline.layer_costs"] = tuple(float(chance.choice((1, 1, 2, 5))) for _ in range(layers))
-    elif cut < 0.3 and layers >= (chunks := sizes["stage"] * max(settings["pipeline.repeats"], least, 1)):
+        settings["pipeline.layer_costs"] = tuple(
+            float(chance.choice((1, 1, 2, 5))) for _ in range(layers)
+        )
+    elif cut < 0.3 and layers >= (
+        chunks := sizes["stage"] * max(settings["pipeline.repeats"], least, 1)
+    ):
         ends = sorted(chance.sample(range(1, layers), chunks - 1))
-        settings["pipeline.chunk_layers"] = tuple(stop - start for start, stop in zip([0, *ends], [*ends, layers]))
+        settings["pipeline.chunk_layers"] = tuple(
+            stop - start for start, stop in zip([0, *ends], [*ends, layers])
+        )
     return settings
 
 
@@ -183,8 +206,11 @@ def works(settings: dict[str, Any], devices: int) -> bool:
     return True
 
 
-def draw_layouts(chance: random.Random, model: dict[str, Any], wanted: Sequence[tuple[bool, bool]]) -> list[Layout] | None:
-    """A layout for each (several stages?, a size that is no power of two?); None if this model hardly has one."""
+def draw_layouts(
+    chance: random.Random, model: dict[str, Any], wanted: Sequence[tuple[bool, bool]]
+) -> list[Layout] | None:
+    """A layout for each (several stages?, a size that is no power of two?); None if this model
+    hardly has one."""
     layouts = []
     for staged, odd in wanted:
         for attempt in range(TRIES):
@@ -200,7 +226,8 @@ def draw_layouts(chance: random.Random, model: dict[str, Any], wanted: Sequence[
 
 
 def draw_group(seed: int, group: int, size: int) -> tuple[dict[str, Any], list[Layout]]:
-    """A model and `size` layouts of it. Of all, some two thirds have several stages, and half a size that is no power of two."""
+    """A model and `size` layouts of it. Of all, some two thirds have several stages, and half a
+    size that is no power of two."""
     chance = random.Random(f"{seed}/{group}")
     while True:
         model = draw_model(chance)

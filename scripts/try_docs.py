@@ -1,14 +1,17 @@
 #!/usr/bin/env python
-"""Every command of README.md and docs/features.md, run to its promised end in a folder of its own, but for scripts/test.sh.
+"""Every command of README.md and docs/features.md, run to its promised end in a folder of its own,
+but for scripts/test.sh.
 
     scripts/try_docs.sh [--part=K/N] [--list] [--folder=runs/try_docs] [--patience=1800]
 
-A command that trains takes 20 steps, 20 further ones where its run has some, and has to have logged the last of them; --replay does the
-last step of a run again; a file that a flag names has to be there afterwards. What needs a GPU, or a compiler that is not installed, may
-end in a refusal of one line.
+A command that trains takes 20 steps, 20 further ones where its run has some, and has to have logged
+the last of them; --replay does the last step of a run again; a file that a flag names has to be
+there afterwards. What needs a GPU, or a compiler that is not installed, may end in a refusal of one
+line.
 
-Commands that use each other's files are one group, and stand in one part. Folders of runs and logs are in FOLDER/COMMIT, and results.jsonl
-there says what has passed: started again, the command goes on with the rest. The exit status is 1 if a command failed.
+Commands that use each other's files are one group, and stand in one part. Folders of runs and logs
+are in FOLDER/COMMIT, and results.jsonl there says what has passed: started again, the command goes
+on with the rest. The exit status is 1 if a command failed.
 """
 
 import argparse
@@ -33,12 +36,13 @@ from jaxtrain.run.metrics import read_metrics  # noqa: E402
 DOCUMENTS = ("README.md", "docs/features.md")
 PROGRAMS, LEFT_OUT = ("python ", "scripts/"), "scripts/test.sh"
 STEPS = 20
-MAY_BE_REFUSED = ("benchmarks/gpu.py", "benchmarks/long_context.py")  # a GPU or a compiler may be missing
+# a GPU or a compiler may be missing
+MAY_BE_REFUSED = ("benchmarks/gpu.py", "benchmarks/long_context.py")
 TRAINING = ("scripts/train.sh", "jaxtrain.train", "jaxtrain.launch")
 REFUSED = 2  # the exit status of a refusal
 
 
-# --- the commands ----------------------------------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 
 def fenced(text: str) -> list[str]:
@@ -70,57 +74,89 @@ class Command:
 
     def value(self, flag: str) -> str:
         """The value of a flag; "" where it is not given or has none."""
-        return next((word.partition("=")[2] for word in self.words if word.partition("=")[0] == f"--{flag}"), "")
+        return next(
+            (
+                word.partition("=")[2]
+                for word in self.words
+                if word.partition("=")[0] == f"--{flag}"
+            ),
+            "",
+        )
 
     @property
     def trains(self) -> bool:
-        return self.program in TRAINING and not any(word.startswith(("--dry_run", "--replay")) for word in self.words)
+        return self.program in TRAINING and not any(
+            word.startswith(("--dry_run", "--replay")) for word in self.words
+        )
 
     @property
     def workdir(self) -> str:
         """The folder of the run that a command trains or uses; "" where there is none."""
         if self.program in TRAINING and "--dry_run" not in self.words:
-            return self.value("workdir") or f"runs/{pathlib.Path(self.value('config') or 'tiny').stem}"
-        return self.value("workdir") or next((word for word in self.words if word.startswith("runs/")), "")
+            return (
+                self.value("workdir") or f"runs/{pathlib.Path(self.value('config') or 'tiny').stem}"
+            )
+        return self.value("workdir") or next(
+            (word for word in self.words if word.startswith("runs/")), ""
+        )
 
     @property
     def group(self) -> str:
-        """What commands of one group have in common: a table of one's own, or the folder of a run."""
+        """What commands of one group have in common: a table of one's own, or the folder of a
+        run."""
         table = re.search(r"[\w/]+\.csv", self.text)
         return table[0] if table else self.workdir or self.text
 
     def files(self) -> list[str]:
         """The files that a command is to write, by its flags."""
-        return [self.value(flag) for flag in ("csv", "svg", "png", "json", "out") if "." in self.value(flag)]
+        return [
+            self.value(flag)
+            for flag in ("csv", "svg", "png", "json", "out")
+            if "." in self.value(flag)
+        ]
 
 
 def commands() -> list[Command]:
     """All that are tried, each once, in the order of the documents."""
     texts = [(ROOT / name).read_text() for name in DOCUMENTS]
     lines = [re.sub(r"\s+# .*", "", line) for text in texts for line in fenced(text) + tabled(text)]
-    return [Command(line) for line in dict.fromkeys(lines) if line.startswith(PROGRAMS) and not line.startswith(LEFT_OUT)]
+    return [
+        Command(line)
+        for line in dict.fromkeys(lines)
+        if line.startswith(PROGRAMS) and not line.startswith(LEFT_OUT)
+    ]
 
 
 def in_part(command: Command, number: int, parts: int) -> bool:
-    """Whether a command belongs to a part. Its group is in one, and in the same one whatever other commands there are."""
+    """Whether a command belongs to a part. Its group is in one, and in the same one whatever other
+    commands there are."""
     return zlib.crc32(command.group.encode()) % parts == number - 1
 
 
-# --- a trial ---------------------------------------------------------------------------------------------------------------------
+# --- a trial --------------------------------------------------------------------------------------
 
 
 def last_step(folder: pathlib.Path, command: Command) -> int:
     """The last step that the command's run has logged; 0 if none is."""
-    return max((record["step"] for record in read_metrics(folder / command.workdir) if "loss" in record), default=0)
+    return max(
+        (record["step"] for record in read_metrics(folder / command.workdir) if "loss" in record),
+        default=0,
+    )
 
 
 def words_to_run(command: Command, folder: pathlib.Path) -> list[str]:
-    """The command's words for a working folder elsewhere, with the number of steps that a trial takes."""
-    words = [str(ROOT / word) if word.startswith(("scripts/", "benchmarks/")) else word for word in command.words]
+    """The command's words for a working folder elsewhere, with the number of steps that a trial
+    takes."""
+    words = [
+        str(ROOT / word) if word.startswith(("scripts/", "benchmarks/")) else word
+        for word in command.words
+    ]
     words = [sys.executable if word == "python" else word for word in words]
     step = last_step(folder, command) if command.workdir else 0
     if command.value("replay"):  # of the step with which the run's learning rate came down
-        words = [f"--replay={step}" if word.startswith("--replay=") else word for word in words] + [f"--config.train.steps={step}"]
+        words = [f"--replay={step}" if word.startswith("--replay=") else word for word in words] + [
+            f"--config.train.steps={step}"
+        ]
     return words + ([f"--config.train.steps={step + STEPS}"] if command.trains else [])
 
 
@@ -128,7 +164,9 @@ def prepare(folder: pathlib.Path) -> None:
     """A working folder: what commands of the documents find beside them."""
     (folder / "texts").mkdir(parents=True, exist_ok=True)
     for name in DOCUMENTS:
-        (folder / "texts" / name.replace("/", "_")).with_suffix(".txt").write_text((ROOT / name).read_text() * 8)
+        (folder / "texts" / name.replace("/", "_")).with_suffix(".txt").write_text(
+            (ROOT / name).read_text() * 8
+        )
     (folder / "README.md").write_text((ROOT / "README.md").read_text())
 
 
@@ -143,19 +181,42 @@ class Trial:
 
 def run(command: Command, folder: pathlib.Path, log: pathlib.Path, patience: float) -> Trial:
     """Runs a command in a working folder; what it prints goes to files."""
-    words, step = words_to_run(command, folder), last_step(folder, command) if command.workdir else 0
+    words, step = (
+        words_to_run(command, folder),
+        last_step(folder, command) if command.workdir else 0,
+    )
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "PYTHON": sys.executable}
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHON": sys.executable,
+    }
     began, errors = time.monotonic(), log.with_suffix(".err")
     with log.open("w") as out, errors.open("w") as err:
         try:
-            done = subprocess.run(words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=patience)
+            done = subprocess.run(
+                words,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                timeout=patience,
+            )
             status = done.returncode
         except subprocess.TimeoutExpired:
             status = None
     ended = Ended(status, log.read_text(errors="replace"), errors.read_text(errors="replace"))
-    wrong = what_is_wrong(command, folder, ended, step) if status is not None else f"no end after {patience:g} s"
-    return Trial(command.text, f"{wrong}: {ended.last_line[:300]}" if wrong else "", round(time.monotonic() - began, 1))
+    wrong = (
+        what_is_wrong(command, folder, ended, step)
+        if status is not None
+        else f"no end after {patience:g} s"
+    )
+    return Trial(
+        command.text,
+        f"{wrong}: {ended.last_line[:300]}" if wrong else "",
+        round(time.monotonic() - began, 1),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,16 +229,26 @@ class Ended:
 
     @property
     def last_line(self) -> str:
-        return next((line for line in reversed((self.err.strip() or self.out).splitlines()) if line.strip()), "nothing was printed")
+        return next(
+            (
+                line
+                for line in reversed((self.err.strip() or self.out).splitlines())
+                if line.strip()
+            ),
+            "nothing was printed",
+        )
 
     @property
     def refused(self) -> bool:
         """Whether it ended in a refusal of one line."""
-        return self.status == REFUSED and self.err.startswith("error: ") and self.err.count("\n") == 1
+        return (
+            self.status == REFUSED and self.err.startswith("error: ") and self.err.count("\n") == 1
+        )
 
 
 def what_is_wrong(command: Command, folder: pathlib.Path, ended: Ended, step: int) -> str:
-    """Why a command has not ended as promised; "" where it has. step: the last one of its run before."""
+    """Why a command has not ended as promised; "" where it has. step: the last one of its run
+    before."""
     if "Traceback" in ended.out + ended.err:
         return f"a traceback, status {ended.status}"
     if command.program in MAY_BE_REFUSED and ended.refused:
@@ -201,22 +272,31 @@ def is_json(text: str) -> bool:
         return False
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 def commit() -> str:
-    """The commit, with a hash of what has been changed since; "" outside of a repository, where nothing is remembered."""
-    git = lambda *words: subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True).stdout
+    """The commit, with a hash of what has been changed since; "" outside of a repository, where
+    nothing is remembered."""
+    git = lambda *words: (
+        subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True).stdout
+    )
     changes = git("diff", "HEAD")
-    return git("rev-parse", "--short=12", "HEAD").decode().strip() + (f"-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else "")
+    return git("rev-parse", "--short=12", "HEAD").decode().strip() + (
+        f"-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else ""
+    )
 
 
-def try_all(chosen: list[Command], folder: pathlib.Path, patience: float, remembered: bool = True) -> list[Trial]:
+def try_all(
+    chosen: list[Command], folder: pathlib.Path, patience: float, remembered: bool = True
+) -> list[Trial]:
     """Runs the commands that have not passed yet, with a line for each; those that failed."""
     work, logs, results = folder / "work", folder / "logs", folder / "results.jsonl"
     logs.mkdir(parents=True, exist_ok=True)
     prepare(work)
-    lines = map(json.loads, results.read_text().splitlines()) if remembered and results.exists() else ()
+    lines = (
+        map(json.loads, results.read_text().splitlines()) if remembered and results.exists() else ()
+    )
     passed = {line["command"] for line in lines if not line["wrong"]}
     failed = []
     for command in chosen:
@@ -227,7 +307,10 @@ def try_all(chosen: list[Command], folder: pathlib.Path, patience: float, rememb
         trial = run(command, work, log, patience)
         with results.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(trial)) + "\n")
-        print(f"{'failed' if trial.wrong else 'ok':6}  {trial.seconds:5.0f} s  {command.text}", flush=True)
+        print(
+            f"{'failed' if trial.wrong else 'ok':6}  {trial.seconds:5.0f} s  {command.text}",
+            flush=True,
+        )
         if trial.wrong:
             failed.append(trial)
             print(f"                 {trial.wrong} ({log})", flush=True)
@@ -243,18 +326,42 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=parse_part, default=(1, 1), metavar="K/N", help="the K-th of N parts of the commands")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part",
+        type=parse_part,
+        default=(1, 1),
+        metavar="K/N",
+        help="the K-th of N parts of the commands",
+    )
     parser.add_argument("--list", action="store_true", help="print the commands, and run none")
-    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "runs" / "try_docs", help="of runs, logs and results, by commit")
-    parser.add_argument("--patience", type=float, default=1800.0, help="seconds that a command may take")
+    parser.add_argument(
+        "--folder",
+        type=pathlib.Path,
+        default=ROOT / "runs" / "try_docs",
+        help="of runs, logs and results, by commit",
+    )
+    parser.add_argument(
+        "--patience", type=float, default=1800.0, help="seconds that a command may take"
+    )
     options = parser.parse_args()
     chosen = [command for command in commands() if in_part(command, *options.part)]
     if options.list:
         print("\n".join(command.text for command in chosen))
         return 0
     name = commit()
-    return int(bool(try_all(chosen, (options.folder / (name or "no commit")).resolve(), options.patience, remembered=bool(name))))
+    return int(
+        bool(
+            try_all(
+                chosen,
+                (options.folder / (name or "no commit")).resolve(),
+                options.patience,
+                remembered=bool(name),
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

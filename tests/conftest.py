@@ -1,9 +1,11 @@
-"""What all tests share: 8 simulated CPU devices in this process; `--full`, `--part`, and the slowest files at the end.
+"""What all tests share: 8 simulated CPU devices in this process; `--full`, `--part`, and the
+slowest files at the end.
 
-There is no cache of compiled programs: one that comes out of it can hang on several CPU devices (jaxtrain/cli.py, use_compilation_cache).
+There is no cache of compiled programs: one that comes out of it can hang on several CPU devices
+(jaxtrain/cli.py, use_compilation_cache).
 
-The environment is set before jax starts, and the processes that tests start inherit it. Helper modules are in
-support/, and can be imported from every test folder.
+The environment is set before jax starts, and the processes that tests start inherit it. Helper
+modules are in support/, and can be imported from every test folder.
 """
 
 import os
@@ -21,8 +23,12 @@ from support import COMPILE_QUICKLY, suite  # noqa: E402 (the path comes first)
 
 from jaxtrain.devices.startup import set_xla_flags  # noqa: E402
 
-# A shell's background job ignores Ctrl-C, one of nohup a terminal that hangs up, and what tests start would inherit that.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+# A shell's background job ignores Ctrl-C, one of nohup a terminal that hangs up, and what tests
+# start would inherit that.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
@@ -39,15 +45,24 @@ jax.config.update("jax_enable_compilation_cache", False)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
+    parser.addoption(
+        "--full", action="store_true", help="also run the tests marked `full`, which take long"
+    )
     parser.addoption("--kills", type=int, default=3, help="random kills of a run in tests/chaos")
     parser.addoption("--chaos_seed", type=int, default=0, help="of their moments")
-    parser.addoption("--part", type=suite.parse_part, default=(1, 1), metavar="K/N", help="run the K-th of N parts of the tests")
+    parser.addoption(
+        "--part",
+        type=suite.parse_part,
+        default=(1, 1),
+        metavar="K/N",
+        help="run the K-th of N parts of the tests",
+    )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds the recipe of support/train_runs.py, its corpus and the corpus's cache, and the workdirs of a module's tests."""
+    """Holds the recipe of support/train_runs.py, its corpus and the corpus's cache, and the
+    workdirs of a module's tests."""
     folder = tmp_path_factory.mktemp("runs")
     train_runs.write_inputs(folder)
     return folder
@@ -56,7 +71,9 @@ def folder(tmp_path_factory):
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     part = config.getoption("--part")
-    config.hook.pytest_deselected(items=[item for item in items if not suite.in_part(item.nodeid, part)])
+    config.hook.pytest_deselected(
+        items=[item for item in items if not suite.in_part(item.nodeid, part)]
+    )
     items[:] = [item for item in items if suite.in_part(item.nodeid, part)]
     items.sort(key=lambda item: suite.turn(item.path))
     for item in items:  # a file's tests share what they have compiled, so they stay in one process
@@ -69,7 +86,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    reports = [report for found in terminalreporter.stats.values() for report in found if isinstance(report, pytest.TestReport)]
+    reports = [
+        report
+        for found in terminalreporter.stats.values()
+        for report in found
+        if isinstance(report, pytest.TestReport)
+    ]
     if len({report.nodeid.partition("::")[0] for report in reports}) > 1:
         terminalreporter.section("cost")
         for line in suite.slowest_files(reports, config.getoption("numprocesses", None) or 1):

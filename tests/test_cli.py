@@ -1,4 +1,5 @@
-"""cli.py: flags in, a checked Config out; one line and status 2 for anything wrong, with nothing written and jax not imported."""
+"""cli.py: flags in, a checked Config out; one line and status 2 for anything wrong, with nothing
+written and jax not imported."""
 
 import json
 import os
@@ -32,7 +33,9 @@ def get_config():
 """
 
 
-DEVICES_1 = "mesh.stage=2 does not fit: mesh.stage=2 × mesh.model=2 = 4 does not divide the 1 device"
+DEVICES_1 = (
+    "mesh.stage=2 does not fit: mesh.stage=2 × mesh.model=2 = 4 does not divide the 1 device"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +65,11 @@ def test_no_flags_is_the_shipped_tiny_recipe():
     config, flags = cli.parse([], "usage: test", EXTRA)
     assert config == load_recipe(ROOT / "configs" / "tiny.py")
     assert pathlib.Path(flags.config) == ROOT / "configs" / "tiny.py"
-    assert (flags.workdir, flags.cpu_devices, flags.greedy) == (os.path.join("runs", "tiny"), 0, False)
+    assert (flags.workdir, flags.cpu_devices, flags.greedy) == (
+        os.path.join("runs", "tiny"),
+        0,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,12 +91,24 @@ def test_no_flags_is_the_shipped_tiny_recipe():
         (["--config.train.sample_prompt=3"], "train.sample_prompt", "3"),
         (["--config.data.text_fields=prompt"], "data.text_fields", ("prompt",)),
         (["--config.data.text_fields=prompt, answer"], "data.text_fields", ("prompt", "answer")),
-        (["--config.data.text_fields", '("prompt", "answer")'], "data.text_fields", ("prompt", "answer")),
+        (
+            ["--config.data.text_fields", '("prompt", "answer")'],
+            "data.text_fields",
+            ("prompt", "answer"),
+        ),
         (["--config.data.text_fields=['prompt']"], "data.text_fields", ("prompt",)),
         (['--config.data.text_fields="prompt"'], "data.text_fields", ("prompt",)),
         (["--config.data.loss_mask="], "data.loss_mask", ()),
-        (["--config.data.text_fields=prompt,answer", '--config.data.loss_mask=("prompt",)'], "data.loss_mask", ("prompt",)),
-        (["--config.data.text_fields=prompt,answer", "--config.data.loss_mask=prompt"], "data.loss_mask", ("prompt",)),
+        (
+            ["--config.data.text_fields=prompt,answer", '--config.data.loss_mask=("prompt",)'],
+            "data.loss_mask",
+            ("prompt",),
+        ),
+        (
+            ["--config.data.text_fields=prompt,answer", "--config.data.loss_mask=prompt"],
+            "data.loss_mask",
+            ("prompt",),
+        ),
     ],
 )
 def test_overrides(argv, path, value):
@@ -98,38 +117,98 @@ def test_overrides(argv, path, value):
 
 
 def test_other_flags():
-    _, flags = parse("--prompt", "a b", "--greedy", "--temperature=2", "--workdir", "x y", "--cpu_devices=4")
-    assert (flags.prompt, flags.greedy, flags.temperature, flags.workdir, flags.cpu_devices) == ("a b", True, 2.0, "x y", 4)
+    _, flags = parse(
+        "--prompt", "a b", "--greedy", "--temperature=2", "--workdir", "x y", "--cpu_devices=4"
+    )
+    assert (flags.prompt, flags.greedy, flags.temperature, flags.workdir, flags.cpu_devices) == (
+        "a b",
+        True,
+        2.0,
+        "x y",
+        4,
+    )
     assert isinstance(flags.temperature, float)
-    _, flags = parse("--coordinator=localhost:123", "--processes=2", "--process_id=1", "--cpu_devices=4")
+    _, flags = parse(
+        "--coordinator=localhost:123", "--processes=2", "--process_id=1", "--cpu_devices=4"
+    )
     assert (flags.coordinator, flags.processes, flags.process_id) == ("localhost:123", 2, 1)
 
 
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--config.mesh.stag=4"], "mesh.stag='4' is an unknown setting: use --config.mesh.stage=4"),
-        (["--config.mesh.stag=3"], "mesh.stag='3' is an unknown setting: use --config.mesh.stage=2"),
-        (["--config.mesh.stag=x"], "mesh.stag='x' is an unknown setting: use --config.mesh.stage=2"),
-        (["--config.mesh=4"], "mesh='4' is a group of settings, such as mesh.replica: use --config.mesh.replica=1"),
+        (
+            ["--config.mesh.stag=4"],
+            "mesh.stag='4' is an unknown setting: use --config.mesh.stage=4",
+        ),
+        (
+            ["--config.mesh.stag=3"],
+            "mesh.stag='3' is an unknown setting: use --config.mesh.stage=2",
+        ),
+        (
+            ["--config.mesh.stag=x"],
+            "mesh.stag='x' is an unknown setting: use --config.mesh.stage=2",
+        ),
+        (
+            ["--config.mesh=4"],
+            "mesh='4' is a group of settings, such as mesh.replica: use --config.mesh.replica=1",
+        ),
         (["--config.steps=4"], "steps='4' is an unknown setting: use --config.train.steps=4"),
-        (["--config.mesh.stage.x=4"], "mesh.stage.x='4' is an unknown setting: use --config.mesh.stage=4"),
-        (["--config.mesh.stage=abc"], "mesh.stage='abc' is not an integer: use --config.mesh.stage=2"),
-        (["--config.mesh.stage=2.5"], "mesh.stage='2.5' is not an integer: use --config.mesh.stage=2"),
+        (
+            ["--config.mesh.stage.x=4"],
+            "mesh.stage.x='4' is an unknown setting: use --config.mesh.stage=4",
+        ),
+        (
+            ["--config.mesh.stage=abc"],
+            "mesh.stage='abc' is not an integer: use --config.mesh.stage=2",
+        ),
+        (
+            ["--config.mesh.stage=2.5"],
+            "mesh.stage='2.5' is not an integer: use --config.mesh.stage=2",
+        ),
         (["--config.mesh.stage="], "mesh.stage='' is not an integer: use --config.mesh.stage=2"),
-        (["--config.train.steps=1e3"], "train.steps='1e3' is not an integer: use --config.train.steps=1000"),
-        (["--config.optimizer.b1=x"], "optimizer.b1='x' is not a number: use --config.optimizer.b1=0.9"),
-        (["--config.optimizer.b1=nan"], "optimizer.b1=nan is not a finite number: use --config.optimizer.b1=0.9"),
-        (["--config.model.biases=maybe"], "model.biases='maybe' is not a boolean (true or false): use --config.model.biases=false"),
-        (["--config.data.loss_mask=(1,)"], "data.loss_mask='(1,)' is not a tuple of strings: use --config.data.loss_mask="),
-        (['--config.data.loss_mask=("a"'], "data.loss_mask='(\"a\"' is not a tuple of strings: use --config.data.loss_mask="),
-        (["--config.mesh.model=3"], "mesh.model=3 does not divide model.heads=4: use --config.mesh.model=2 (or 1, 4)"),
-        (["--config.optimizer.name=adamv"], "optimizer.name='adamv' is unknown: use --config.optimizer.name=adamw"),
+        (
+            ["--config.train.steps=1e3"],
+            "train.steps='1e3' is not an integer: use --config.train.steps=1000",
+        ),
+        (
+            ["--config.optimizer.b1=x"],
+            "optimizer.b1='x' is not a number: use --config.optimizer.b1=0.9",
+        ),
+        (
+            ["--config.optimizer.b1=nan"],
+            "optimizer.b1=nan is not a finite number: use --config.optimizer.b1=0.9",
+        ),
+        (
+            ["--config.model.biases=maybe"],
+            "model.biases='maybe' is not a boolean (true or false): use "
+            "--config.model.biases=false",
+        ),
+        (
+            ["--config.data.loss_mask=(1,)"],
+            "data.loss_mask='(1,)' is not a tuple of strings: use --config.data.loss_mask=",
+        ),
+        (
+            ['--config.data.loss_mask=("a"'],
+            "data.loss_mask='(\"a\"' is not a tuple of strings: use --config.data.loss_mask=",
+        ),
+        (
+            ["--config.mesh.model=3"],
+            "mesh.model=3 does not divide model.heads=4: use --config.mesh.model=2 (or 1, 4)",
+        ),
+        (
+            ["--config.optimizer.name=adamv"],
+            "optimizer.name='adamv' is unknown: use --config.optimizer.name=adamw",
+        ),
         (["--config.mesh.stage"], "--config.mesh.stage has no value: use --config.mesh.stage=2"),
-        (["--config.mesh.stage", "--greedy"], "--config.mesh.stage has no value: use --config.mesh.stage=2"),
+        (
+            ["--config.mesh.stage", "--greedy"],
+            "--config.mesh.stage has no value: use --config.mesh.stage=2",
+        ),
         (
             ["--config.data.source=no/such"],
-            "data.source='no/such' is neither 'stdlib' nor an existing path: use --config.data.source=stdlib",
+            "data.source='no/such' is neither 'stdlib' nor an existing path: use "
+            "--config.data.source=stdlib",
         ),
         (["--workdir"], "--workdir has no value: use --workdir="),
         (["--wrkdir=x y"], "--wrkdir is an unknown flag: use --workdir='x y'"),
@@ -144,43 +223,73 @@ def test_other_flags():
         (["--prompt=a", "b", "c"], "argument 'b' belongs to no flag: use --prompt='a b c'"),
         (
             ["--greedy=true", "junk"],
-            "argument 'junk' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
+            "argument 'junk' belongs to no flag: use two dashes before a NAME=VALUE, and "
+            "quotes around a value with spaces",
         ),
         (
             ["--greedy", "junk"],
-            "argument 'junk' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
+            "argument 'junk' belongs to no flag: use two dashes before a NAME=VALUE, and "
+            "quotes around a value with spaces",
         ),
         (
             ["--greedy=true", "-x"],
-            "argument '-x' belongs to no flag: use two dashes before a NAME=VALUE, and quotes around a value with spaces",
+            "argument '-x' belongs to no flag: use two dashes before a NAME=VALUE, and quotes "
+            "around a value with spaces",
         ),
         (["--greedy=maybe"], "--greedy='maybe' is not a boolean: use --greedy=true (or false)"),
         (["--temperature=hot"], "--temperature='hot' is not a number: use --temperature=1.0"),
         (["--temperature=nan"], "--temperature=nan must be at least 0: use --temperature=0.0"),
         (["--cpu_devices=-1"], "--cpu_devices=-1 must be at least 0: use --cpu_devices=0"),
-        (["--cpu_devices=1.5"], "--cpu_devices='1.5' is not an integer: use --cpu_devices=2 --config.mesh.stage=1"),
-        (["--coordinator=host", "--cpu_devices=4"], "--coordinator='host' is not host:port: use --coordinator=localhost:29500"),
-        (["--coordinator=s3://b/x", "--cpu_devices=4"], "--coordinator='s3://b/x' is not host:port: use --coordinator=localhost:29500"),
+        (
+            ["--cpu_devices=1.5"],
+            "--cpu_devices='1.5' is not an integer: use --cpu_devices=2 --config.mesh.stage=1",
+        ),
+        (
+            ["--coordinator=host", "--cpu_devices=4"],
+            "--coordinator='host' is not host:port: use --coordinator=localhost:29500",
+        ),
+        (
+            ["--coordinator=s3://b/x", "--cpu_devices=4"],
+            "--coordinator='s3://b/x' is not host:port: use --coordinator=localhost:29500",
+        ),
         (
             ["--processes=2", "--cpu_devices=4"],
-            "--processes=2 needs --coordinator=HOST:PORT (one machine: python -m jaxtrain.launch): use --coordinator=localhost:29500",
+            "--processes=2 needs --coordinator=HOST:PORT (one machine: python -m "
+            "jaxtrain.launch): use --coordinator=localhost:29500",
         ),
         (["--process_id=1"], "--process_id=1 is not below --processes=1: use --process_id=0"),
         (
-            ["--temperature=-1", "--config=none.py", "--config.train.steps=x", "--config.mesh.data=3", "--config.model.norm=l"],
-            "--temperature=-1 must be at least 0: use --temperature=0.0 --config=tiny --config.model.norm=rmsnorm "
+            [
+                "--temperature=-1",
+                "--config=none.py",
+                "--config.train.steps=x",
+                "--config.mesh.data=3",
+                "--config.model.norm=l",
+            ],
+            "--temperature=-1 must be at least 0: use --temperature=0.0 --config=tiny "
+            "--config.model.norm=rmsnorm "
             "--config.mesh.data=2 --config.train.steps=150",
         ),
         (["--cpu_devices=1"], DEVICES_1 + ": use --config.mesh.stage=1 --config.mesh.model=1"),
         (
             ["--cpu_devices=6", "--config.mesh.model=3"],
-            "mesh.model=3 does not divide model.heads=4: use --config.mesh.model=2 --config.mesh.stage=3",
+            "mesh.model=3 does not divide model.heads=4: use --config.mesh.model=2 "
+            "--config.mesh.stage=3",
         ),
         (
-            ["--coordinator=localhost:1", "--processes=3", "--cpu_devices=2", "--config.mesh.stage=4"],
-            "mesh.stage=4 does not fit: mesh.stage=4 × mesh.model=2 = 8 does not divide the 6 devices: use --config.mesh.stage=3",
+            [
+                "--coordinator=localhost:1",
+                "--processes=3",
+                "--cpu_devices=2",
+                "--config.mesh.stage=4",
+            ],
+            "mesh.stage=4 does not fit: mesh.stage=4 × mesh.model=2 = 8 does not divide the 6 "
+            "devices: use --config.mesh.stage=3",
         ),
-        (["--config=tinny"], "--config='tinny' is neither a file nor a recipe of jaxtrain's: use --config=tiny"),
+        (
+            ["--config=tinny"],
+            "--config='tinny' is neither a file nor a recipe of jaxtrain's: use --config=tiny",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -193,17 +302,28 @@ def test_wrong_flags(capsys, argv, message):
     [
         (["--dry_run=x", "--replay=1"], "--dry_run=true --replay=0"),
         (["--json", "--replay=2"], "--dry_run=true --replay=0"),
-        (["--json=x", "--config.train.steps=x"], "--json=true --dry_run=true --config.train.steps=100"),
+        (
+            ["--json=x", "--config.train.steps=x"],
+            "--json=true --dry_run=true --config.train.steps=100",
+        ),
         (["--processes=9223372036854775808", "--cpu_devices=inf"], "--processes=1 --cpu_devices=0"),
         (["--workdir=configs/tiny.py/x", "--process_id=1"], "--process_id=0 --workdir=runs/x"),
-        (["--workdir=" + "a" * 5000, "--process_id=1"], "--process_id=0 --workdir=runs/" + "a" * 100),
-        (["--config.mesh.model=3", "--workdir=s3://bucket/x"], "--workdir=runs/x --config.mesh.model=2"),
+        (
+            ["--workdir=" + "a" * 5000, "--process_id=1"],
+            "--process_id=0 --workdir=runs/" + "a" * 100,
+        ),
+        (
+            ["--config.mesh.model=3", "--workdir=s3://bucket/x"],
+            "--workdir=runs/x --config.mesh.model=2",
+        ),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_what_train_suggests_works(argv, use):
     """All that is wrong is said at once, of several flags in a circle, too."""
-    call = lambda *more: cli.parse(["--config=configs/tiny.py", *argv, *more], "usage: x", train.FLAGS, check=train.check_flags)
+    call = lambda *more: cli.parse(
+        ["--config=configs/tiny.py", *argv, *more], "usage: x", train.FLAGS, check=train.check_flags
+    )
     with pytest.raises(cli.FlagsError) as refused:
         call()
     suggested = str(refused.value).rpartition(": use ")[2]
@@ -213,8 +333,15 @@ def test_what_train_suggests_works(argv, use):
 
 def test_places_that_no_flag_mends_are_said_with_the_flags(tmp_path):
     """They are looked at where something else is wrong, too."""
-    argv = ["--config=configs/tiny.py", "--process_id=1", "--config.checkpoint.directory=configs/tiny.py"]
-    with pytest.raises(cli.FlagsError, match=r"use --process_id=0 \(and checkpoint.directory='configs/tiny.py' is not a folder: "):
+    argv = [
+        "--config=configs/tiny.py",
+        "--process_id=1",
+        "--config.checkpoint.directory=configs/tiny.py",
+    ]
+    with pytest.raises(
+        cli.FlagsError,
+        match=r"use --process_id=0 \(and checkpoint.directory='configs/tiny.py' is not a folder: ",
+    ):
         cli.parse(argv, "usage: x", train.FLAGS, check=train.check_flags)
 
 
@@ -241,31 +368,46 @@ def test_devices_that_jax_alone_knows(capsys, monkeypatch):
     monkeypatch.setattr(cli, "start_jax", started.append)
     parse("--config.mesh.model=4")
     assert not started
-    assert error(capsys, "--config.mesh.model=3", "--config.mesh.data=4").endswith("use --config.mesh.model=1")
+    assert error(capsys, "--config.mesh.model=3", "--config.mesh.data=4").endswith(
+        "use --config.mesh.model=1"
+    )
     assert started
 
 
 RECIPES = {
-    "raises": ("def get_config():\n    x = 1\n    return x / 0\n", ", line 3, raises ZeroDivisionError: division by zero"),
+    "raises": (
+        "def get_config():\n    x = 1\n    return x / 0\n",
+        ", line 3, raises ZeroDivisionError: division by zero",
+    ),
     "syntax": ("def get_config(:\n", ", line 1, raises SyntaxError"),
     "import": ("import nothing_like_it\n", ", line 1, raises ModuleNotFoundError"),
     "exits": ("import sys\nsys.exit('bye\\nbye')\n", "raises SystemExit: bye bye"),
-    "none": ("x = 1\n", "defines no function get_config(), which returns a jaxtrain.config.Config: use --config=tiny"),
-    "number": ("def get_config():\n    return 3\n", "get_config() returns int, not a jaxtrain.config.Config: use --config=tiny"),
+    "none": (
+        "x = 1\n",
+        "defines no function get_config(), which returns a jaxtrain.config.Config: use "
+        "--config=tiny",
+    ),
+    "number": (
+        "def get_config():\n    return 3\n",
+        "get_config() returns int, not a jaxtrain.config.Config: use --config=tiny",
+    ),
     "group": (
         "from jaxtrain.config import Config\ndef get_config():\n    return Config(mesh=3)\n",
         "mesh=3 is not a MeshConfig: use --config=tiny",
     ),
     "field": (
-        "from jaxtrain.config import *\ndef get_config():\n    return Config(mesh=MeshConfig(stag=3))\n",
+        "from jaxtrain.config import *\ndef get_config():\n    return "
+        "Config(mesh=MeshConfig(stag=3))\n",
         "line 3, raises TypeError: MeshConfig.__init__() got an unexpected keyword argument 'stag'",
     ),
     "type": (
-        "from jaxtrain.config import *\ndef get_config():\n    return Config(mesh=MeshConfig(stage='3'))\n",
+        "from jaxtrain.config import *\ndef get_config():\n    return "
+        "Config(mesh=MeshConfig(stage='3'))\n",
         "mesh.stage='3' is not an integer: use --config.mesh.stage=1",
     ),
     "rule": (
-        "from jaxtrain.config import *\ndef get_config():\n    return Config(mesh=MeshConfig(model=3))\n",
+        "from jaxtrain.config import *\ndef get_config():\n    return "
+        "Config(mesh=MeshConfig(model=3))\n",
         "mesh.model=3 does not divide model.heads=4: use --config.mesh.model=2 (or 1, 4)",
     ),
 }
@@ -281,9 +423,12 @@ def test_wrong_recipes(capsys, tmp_path, name):
 
 def test_integers_for_floats_in_a_recipe_can_be_overridden(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from jaxtrain.config import *\ndef get_config():\n    return Config(optimizer=OptimizerConfig(learning_rate=1))\n"
+        "from jaxtrain.config import *\ndef get_config():\n    return "
+        "Config(optimizer=OptimizerConfig(learning_rate=1))\n"
     )
-    config, flags = parse(f"--config={tmp_path / 'mine.py'}", "--config.optimizer.learning_rate=0.5")
+    config, flags = parse(
+        f"--config={tmp_path / 'mine.py'}", "--config.optimizer.learning_rate=0.5"
+    )
     assert config.optimizer.learning_rate == 0.5
     assert flags.workdir == os.path.join("runs", "mine")
 
@@ -301,7 +446,9 @@ def test_help_names_everything(capsys):
         assert f"--{flag.name}=" in text and flag.doc in text
 
 
-@pytest.mark.parametrize("call", [lambda: parse("--version"), lambda: cli.parse_flags(["--version"], "usage: x", EXTRA)])
+@pytest.mark.parametrize(
+    "call", [lambda: parse("--version"), lambda: cli.parse_flags(["--version"], "usage: x", EXTRA)]
+)
 def test_version(capsys, call):
     with pytest.raises(SystemExit) as ended:
         call()
@@ -324,15 +471,31 @@ try:
     cli.parse(sys.argv[1:], "usage: x")
 except cli.FlagsError as error:
     status = error.status
-print(json.dumps([status, sorted({name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib", "flax", "optax", "orbax"})]))
+print(json.dumps([status, sorted(
+    {name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib", "flax", "optax", "orbax"}
+)]))
 """
 
 
-@pytest.mark.parametrize("flag", ["--config.mesh.stage=2", "--config.mesh.stage=x", "--config.mesh.stag=2", "--config=none.py"])
+@pytest.mark.parametrize(
+    "flag",
+    ["--config.mesh.stage=2", "--config.mesh.stage=x", "--config.mesh.stag=2", "--config=none.py"],
+)
 def test_jax_is_not_imported_and_nothing_is_written(tmp_path, flag):
     start = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": ""}
-    done = subprocess.run([sys.executable, "-c", IN_ANOTHER_PROCESS, flag], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(tmp_path),
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS, flag],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     status, modules = json.loads(done.stdout)
     assert (status, modules) == (0 if flag == "--config.mesh.stage=2" else 2, [])
     assert os.listdir(tmp_path) == []
@@ -340,7 +503,8 @@ def test_jax_is_not_imported_and_nothing_is_written(tmp_path, flag):
 
 
 def test_devices_of_a_program_that_has_started_jax_distributed(monkeypatch):
-    """The environment says how many this process simulates, and nothing of the others: jax is believed alone."""
+    """The environment says how many this process simulates, and nothing of the others: jax is
+    believed alone."""
     import jax
 
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -352,7 +516,7 @@ def test_devices_of_a_program_that_has_started_jax_distributed(monkeypatch):
     parse()
 
 
-# --- what start_jax sets before jax is there -------------------------------------------------------------------------------------
+# --- what start_jax sets before jax is there ------------------------------------------------------
 
 
 def test_xla_flags_are_added_where_the_user_says_nothing():
@@ -373,12 +537,18 @@ def test_xla_flags_are_added_where_the_user_says_nothing():
     assert own["NPROC"] == "5"
 
 
-@pytest.mark.parametrize("file, name, extra", [("/dev/nvidia0", "an NVIDIA GPU", "cuda13"), ("/dev/accel0", "a TPU", "tpu")])
+@pytest.mark.parametrize(
+    "file, name, extra",
+    [("/dev/nvidia0", "an NVIDIA GPU", "cuda13"), ("/dev/accel0", "a TPU", "tpu")],
+)
 def test_an_accelerator_without_its_package_is_one_line(monkeypatch, file, name, extra):
     flags = lambda devices: types.SimpleNamespace(cpu_devices=devices)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     said = startup.unused_accelerator(flags(0), lambda path: path == file)
-    assert said.startswith(f"{name} is here, and jax has no working package for it: JAXTRAIN_EXTRAS={extra} scripts/train.sh")
+    assert said.startswith(
+        f"{name} is here, and jax has no working package for it: JAXTRAIN_EXTRAS={extra} "
+        "scripts/train.sh"
+    )
     assert (ROOT / f"requirements-{extra}.txt").is_file() and "\n" not in said
     assert not startup.unused_accelerator(flags(8), lambda path: path == file)
     assert not startup.unused_accelerator(flags(0), lambda path: False)
@@ -397,22 +567,45 @@ from jaxtrain.devices.startup import start_jax
 flags = cli.parse_flags(sys.argv[1:], "usage: x", CLUSTER_FLAGS)
 start_jax(flags)
 import jax
-print(jax.device_count(), jax.default_backend(), jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir)
+print(
+    jax.device_count(), jax.default_backend(),
+    jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir,
+)
 """
 
 
 @pytest.mark.parametrize(
     "argv, xla_flags, devices",
-    [([], "", 8), (["--cpu_devices=3"], "", 3), ([], "--xla_force_host_platform_device_count=2", 2), (["--cpu_devices=1"], "", 1)],
+    [
+        ([], "", 8),
+        (["--cpu_devices=3"], "", 3),
+        ([], "--xla_force_host_platform_device_count=2", 2),
+        (["--cpu_devices=1"], "", 1),
+    ],
 )
 def test_start_jax_on_a_machine_without_accelerator(tmp_path, argv, xla_flags, devices):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "OMPI_"))}
-    environment |= {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu", "JAXTRAIN_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", START, *argv], env=environment, capture_output=True, text=True, check=True)
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "OMPI_"))
+    }
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": xla_flags,
+        "JAX_PLATFORMS": "cpu",
+        "JAXTRAIN_CACHE": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", START, *argv],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     *said, found = done.stdout.splitlines()
     # programs of several CPU devices are not kept: out of the cache they can hang
     assert found == (f"{devices} cpu False None" if devices > 1 else f"1 cpu True {tmp_path}/xla")
-    expected = ["no accelerator found: simulating 8 CPU devices (--cpu_devices=N for another number)"]
+    expected = [
+        "no accelerator found: simulating 8 CPU devices (--cpu_devices=N for another number)"
+    ]
     assert said == (expected if not argv and not xla_flags else [])
 
 
@@ -423,5 +616,8 @@ def test_compiled_programs_that_cannot_be_kept_cost_a_line(monkeypatch, capsys):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setenv("JAXTRAIN_CACHE", "/proc/nothing")
     startup.use_compilation_cache()
-    line = "warning: compiled programs are not kept: /proc/nothing/xla cannot be written (No such file or directory)\n"
+    line = (
+        "warning: compiled programs are not kept: /proc/nothing/xla cannot be written (No such "
+        "file or directory)\n"
+    )
     assert "".join(capsys.readouterr()) == line and jax.config.jax_compilation_cache_dir is None

@@ -1,4 +1,5 @@
-"""Whole runs of replicas that train apart, by the real commands: stopped between exchanges, on another mesh, refused, generated from."""
+"""Whole runs of replicas that train apart, by the real commands: stopped between exchanges, on
+another mesh, refused, generated from."""
 
 import shutil
 
@@ -7,22 +8,30 @@ from support import train_runs as runs
 from support.train_runs import settings
 
 STEPS, STOPPED = 11, 6  # an exchange every 4 steps, and after the last
-OWN = settings(mesh__replica=2, train__diloco_inner_steps=4, optimizer__outer_momentum=0.8, checkpoint__every=2)
+OWN = settings(
+    mesh__replica=2, train__diloco_inner_steps=4, optimizer__outer_momentum=0.8, checkpoint__every=2
+)
 ALONE = settings(mesh__stage=1, mesh__data=1)  # a replica is one device
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The workdir and the output of a run that nothing disturbs; recipe and corpus are beside it."""
+    """The workdir and the output of a run that nothing disturbs; recipe and corpus are beside
+    it."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
     runs.write_inputs(workdir.parent)
-    done = runs.train(workdir, *OWN, *ALONE, *settings(train__steps=STEPS, train__eval_every=STOPPED), devices=2)
+    done = runs.train(
+        workdir, *OWN, *ALONE, *settings(train__steps=STEPS, train__eval_every=STOPPED), devices=2
+    )
     return workdir, done
 
 
 def test_a_run_learns_and_says_what_it_does(whole):
     workdir, done = whole
-    assert "replicas: 2 train apart and exchange float32 every 4 steps and after the last" in done.out.splitlines()
+    assert (
+        "replicas: 2 train apart and exchange float32 every 4 steps and after the last"
+        in done.out.splitlines()
+    )
     losses = runs.losses(workdir)
     assert list(losses) == list(range(1, STEPS + 1)) and losses[STEPS][0] < losses[1][0] - 0.5
 
@@ -43,17 +52,35 @@ def test_goes_on_on_another_mesh_of_as_many_replicas(whole):
     runs.train(workdir, *OWN, *settings(mesh__stage=2, train__steps=STEPS), devices=4)
     found, expected = runs.losses(workdir), runs.losses(whole[0])
     for step in range(STOPPED + 1, STEPS + 1):
-        assert found[step] == pytest.approx(expected[step], rel=1e-5 if step == STOPPED + 1 else 1e-4, abs=0), step
+        assert found[step] == pytest.approx(
+            expected[step], rel=1e-5 if step == STOPPED + 1 else 1e-4, abs=0
+        ), step
 
 
 def test_another_number_of_replicas_is_refused(whole):
     workdir = whole[0].with_name("refused")
     shutil.copytree(whole[0], workdir)
-    done = runs.train(workdir, *OWN, *settings(mesh__replica=4, mesh__stage=1, train__steps=20), status=2, devices=4)
+    done = runs.train(
+        workdir,
+        *OWN,
+        *settings(mesh__replica=4, mesh__stage=1, train__steps=20),
+        status=2,
+        devices=4,
+    )
     use = "use --config.mesh.replica=2 (or another --workdir)"
-    assert done.err.splitlines()[-1] == f"error: mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: {use}"
+    assert (
+        done.err.splitlines()[-1]
+        == f"error: mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: {use}"
+    )
 
 
 def test_text_comes_from_the_anchor(whole):
-    with runs.running(whole[0].parent, "jaxtrain.generate", "--workdir=whole", "--prompt=a batch", "--tokens=8", "--greedy") as command:
+    with runs.running(
+        whole[0].parent,
+        "jaxtrain.generate",
+        "--workdir=whole",
+        "--prompt=a batch",
+        "--tokens=8",
+        "--greedy",
+    ) as command:
         assert command.end().out.startswith("a batch")

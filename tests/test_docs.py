@@ -1,4 +1,5 @@
-"""The documents say what is there: maps of files, commands, links, functions, the tests that hold the rules, and pictures."""
+"""The documents say what is there: maps of files, commands, links, functions, the tests that hold
+the rules, and pictures."""
 
 import ast
 import importlib.util
@@ -33,7 +34,9 @@ from jaxtrain.schedule.slots import assign_slots
 from jaxtrain.schedule.table_spec import TableSpec
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
-README, ARCHITECTURE, FEATURES = ((ROOT / name).read_text() for name in ("README.md", "docs/architecture.md", "docs/features.md"))
+README, ARCHITECTURE, FEATURES = (
+    (ROOT / name).read_text() for name in ("README.md", "docs/architecture.md", "docs/features.md")
+)
 README_BYTES = 9 * 1024
 GLOSSARY_LINES = 20
 ENGINES = ("sbatch", "kubectl", "sky", "bash")  # commands that take a template of scripts/launch
@@ -49,11 +52,12 @@ def fences(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-# --- the map of files ------------------------------------------------------------------------------------------------------------
+# --- the map of files -----------------------------------------------------------------------------
 
 
 def mapped() -> list[str]:
-    """The paths in the map of docs/architecture.md: a folder ends with a slash, and what is indented below it is in it."""
+    """The paths in the map of docs/architecture.md: a folder ends with a slash, and what is
+    indented below it is in it."""
     paths, folders = [], {}
     for line in fences(section(ARCHITECTURE, "Files"), "text")[0].splitlines():
         indent, name = len(line) - len(line.lstrip()), line.split()[0]
@@ -65,17 +69,36 @@ def mapped() -> list[str]:
 
 
 def test_the_map_has_every_file_and_no_other():
-    patterns = ("jaxtrain/**/*.py", "configs/*.py", "benchmarks/*.py", "scripts/*.*", "scripts/launch/*.*", "docs/*.*")
-    sources = {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern) if path.name != "__init__.py"}
+    patterns = (
+        "jaxtrain/**/*.py",
+        "configs/*.py",
+        "benchmarks/*.py",
+        "scripts/*.*",
+        "scripts/launch/*.*",
+        "docs/*.*",
+    )
+    sources = {
+        str(path.relative_to(ROOT))
+        for pattern in patterns
+        for path in ROOT.glob(pattern)
+        if path.name != "__init__.py"
+    }
     assert not (missing := sources - set(mapped())), f"not in the map of files: {missing}"
-    assert not (gone := [path for path in mapped() if not (ROOT / path).exists()]), f"only in the map of files: {gone}"
+    assert not (gone := [path for path in mapped() if not (ROOT / path).exists()]), (
+        f"only in the map of files: {gone}"
+    )
     assert len(set(mapped())) == len(mapped())
 
 
 def test_the_readme_is_short_and_has_every_room():
     assert len(README.encode()) <= README_BYTES
-    folders = [line.split()[0].rstrip("/") for line in fences(section(README, "Rooms"), "text")[0].splitlines()]
-    assert sorted(folders) == sorted(["jaxtrain", "configs", "benchmarks", "scripts", "tests", "docs", *test_imports.ROOMS])
+    folders = [
+        line.split()[0].rstrip("/")
+        for line in fences(section(README, "Rooms"), "text")[0].splitlines()
+    ]
+    assert sorted(folders) == sorted(
+        ["jaxtrain", "configs", "benchmarks", "scripts", "tests", "docs", *test_imports.ROOMS]
+    )
 
 
 def test_the_readme_leads_to_every_document():
@@ -83,12 +106,17 @@ def test_the_readme_leads_to_every_document():
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= links
 
 
-# --- the commands ----------------------------------------------------------------------------------------------------------------
+# --- the commands ---------------------------------------------------------------------------------
 
 
 TABLE = try_docs.tabled(FEATURES)
 FENCED = [line for path in DOCUMENTS for line in try_docs.fenced(path.read_text())]
-MISTAKES = [tuple(block.strip().split("\n")) for path in DOCUMENTS for block in fences(path.read_text(), "text") if block.startswith("$ ")]
+MISTAKES = [
+    tuple(block.strip().split("\n"))
+    for path in DOCUMENTS
+    for block in fences(path.read_text(), "text")
+    if block.startswith("$ ")
+]
 
 
 def words_of(command: str) -> list[str]:
@@ -99,10 +127,15 @@ def words_of(command: str) -> list[str]:
 
 
 def check_train(arguments: list[str], devices: int | None = None) -> None:
-    """Fails unless these are flags of the training command that work, on this many devices where the number is known."""
+    """Fails unless these are flags of the training command that work, on this many devices where
+    the number is known."""
     for argument in arguments:
         name, _, value = argument.partition("=")
-        if name in ("--config.data.source", "--config.data.tokenizer") and value not in ("bytes", "none", "stdlib"):
+        if name in ("--config.data.source", "--config.data.tokenizer") and value not in (
+            "bytes",
+            "none",
+            "stdlib",
+        ):
             pathlib.Path(value).mkdir() if value.endswith("/") else pathlib.Path(value).touch()
         if name == "--config.pipeline.schedule" and value.startswith(CSV):
             pathlib.Path(value.removeprefix(CSV)).touch()
@@ -117,11 +150,15 @@ def check(command: str) -> None:
     """Fails unless a command is there and its flags parse; nothing is run."""
     first, *rest = words_of(command)
     if first == "scripts/train.sh":
-        check_train(rest, cluster_environment.SIMULATED_DEVICES if "--config=" not in command else None)
+        check_train(
+            rest, cluster_environment.SIMULATED_DEVICES if "--config=" not in command else None
+        )
     elif first == "scripts/test.sh":
         assert (ROOT / first).exists() and set(rest) <= {"--full"}
     elif first in ENGINES:
-        (template,) = [number for number, word in enumerate(rest) if word.startswith("scripts/launch/")]
+        (template,) = [
+            number for number, word in enumerate(rest) if word.startswith("scripts/launch/")
+        ]
         assert (ROOT / rest[template]).is_file(), f"{rest[template]} does not exist"
         check_train(rest[template + 1 :])
     elif first == "jaxtrain":
@@ -133,12 +170,19 @@ def check(command: str) -> None:
         check_module(rest[1], rest[2:])
     elif first == "pip":
         (extra,) = re.fullmatch(r"jaxtrain\[(\w+)\]", rest[-1]).groups()
-        assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]["optional-dependencies"]
+        assert (
+            extra
+            in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+                "dynamic"
+            ]["optional-dependencies"]
+        )
     else:
         assert first == "python"
         installed = os.environ | {"PYTHONPATH": str(ROOT)}
         words = [sys.executable, ROOT / rest[0], "--help"]
-        said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60, env=installed).stdout
+        said = subprocess.run(
+            words, capture_output=True, text=True, check=True, timeout=60, env=installed
+        ).stdout
         for flag in rest[1:]:
             assert flag.partition("=")[0] in said, f"{rest[0]} has no {flag}"
 
@@ -158,7 +202,9 @@ def check_module(module: str, arguments: list[str]) -> None:
         schedule_command.check_flags(cli.parse_flags(arguments, "", schedule_command.FLAGS))
     elif module == "jaxtrain.checkpoint":
         command, flagged = checkpoint_command.command_of(arguments)
-        cli.checked_flags(flagged, "", checkpoint_command.FLAGS[command], lambda flags: flags, words=True)
+        cli.checked_flags(
+            flagged, "", checkpoint_command.FLAGS[command], lambda flags: flags, words=True
+        )
     elif module == "jaxtrain.plan":
         if not set(arguments) & set(plan_command.COMMANDS):
             cli.parse_unchecked(arguments, "", plan_command.FLAGS, planned_without_a_search)
@@ -171,9 +217,18 @@ def check_module(module: str, arguments: list[str]) -> None:
 
 def test_there_are_commands():
     assert len(TABLE) > 50 and len(FENCED) > 10 and MISTAKES
-    rows = [line for line in FEATURES.splitlines() if line.startswith("| ") and line != "| what | command |"]
+    rows = [
+        line
+        for line in FEATURES.splitlines()
+        if line.startswith("| ") and line != "| what | command |"
+    ]
     assert len(rows) == len(TABLE), "a line of features.md has no command"
-    folders = [word for command in TABLE for word in words_of(command) if word.startswith("--workdir=") and not word.endswith("/tiny")]
+    folders = [
+        word
+        for command in TABLE
+        for word in words_of(command)
+        if word.startswith("--workdir=") and not word.endswith("/tiny")
+    ]
     assert len(set(folders)) == len(folders), "two commands share a folder"
 
 
@@ -194,7 +249,7 @@ def test_a_mistake_is_answered_as_shown(command, answer, tmp_path, monkeypatch):
     assert (end.value.status, f"error: {end.value}") == (2, answer)
 
 
-# --- what the documents point at -------------------------------------------------------------------------------------------------
+# --- what the documents point at ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -212,11 +267,19 @@ def test_no_path_of_one_machine(path):
 
 def names_in(path: pathlib.Path) -> set[str]:
     """Every function of a Python file."""
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_every_rule_is_held_by_a_test_that_exists():
-    rows = [line for line in section(ARCHITECTURE, "Rules, and why").splitlines() if line.startswith("| ")][1:]
+    rows = [
+        line
+        for line in section(ARCHITECTURE, "Rules, and why").splitlines()
+        if line.startswith("| ")
+    ][1:]
     assert len(rows) > 8
     for row in rows:
         holders = re.findall(r"`([^`]+)`", row.rstrip("| ").rpartition(" | ")[2])
@@ -230,16 +293,33 @@ def test_every_rule_is_held_by_a_test_that_exists():
 
 
 def defined_in(path: pathlib.Path) -> set[str]:
-    """The functions, classes, methods and fields ("Class.method") and constants of a Python file."""
+    """The functions, classes, methods and fields ("Class.method") and constants of a Python
+    file."""
     found = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-            found |= {f"{node.name}.{inner.target.id}" for inner in node.body if isinstance(inner, ast.AnnAssign)}
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+            found |= {
+                f"{node.name}.{inner.name}"
+                for inner in node.body
+                if isinstance(inner, ast.FunctionDef)
+            }
+            found |= {
+                f"{node.name}.{inner.target.id}"
+                for inner in node.body
+                if isinstance(inner, ast.AnnAssign)
+            }
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        found |= {
+            name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)
+        }
     return found
 
 
@@ -268,17 +348,30 @@ for path in sorted((ROOT / "jaxtrain").rglob("*.py")):
 
 @pytest.mark.parametrize("name", ["architecture.md", "extending.md"])
 def test_what_a_module_is_said_to_have_exists(name):
-    """Of code such as `columns.results`, where the first word is a module's name and the whole is no setting."""
-    spans = re.findall(r"`(?:[\w/]*/)?(\w+)\.(\w+(?:\.\w+)?)(?:\(\))?`", (ROOT / "docs" / name).read_text())
-    named = [(module, what) for module, what in spans if module in MODULES and what not in ("py", "md", "sh")]
+    """Of code such as `columns.results`, where the first word is a module's name and the whole is
+    no setting."""
+    spans = re.findall(
+        r"`(?:[\w/]*/)?(\w+)\.(\w+(?:\.\w+)?)(?:\(\))?`", (ROOT / "docs" / name).read_text()
+    )
+    named = [
+        (module, what)
+        for module, what in spans
+        if module in MODULES and what not in ("py", "md", "sh")
+    ]
     named = [(module, what) for module, what in named if f"{module}.{what}" not in fields()]
     for module, what in named:
         there = set().union(*(defined_in(path) for path in MODULES[module]))
-        assert what in there | {inner.partition(".")[2] for inner in there}, f"no {module}.py has {what}"
+        assert what in there | {inner.partition(".")[2] for inner in there}, (
+            f"no {module}.py has {what}"
+        )
     assert len(named) > 5 or name != "architecture.md"
 
 
-SOURCES = [path for folder in ("jaxtrain", "tests", "benchmarks", "scripts", "configs", "docs") for path in (ROOT / folder).rglob("*.py")]
+SOURCES = [
+    path
+    for folder in ("jaxtrain", "tests", "benchmarks", "scripts", "configs", "docs")
+    for path in (ROOT / folder).rglob("*.py")
+]
 EXAMPLES = {"run.py", "NAME.py"}  # of paths that users give
 
 
@@ -286,7 +379,9 @@ def test_docstrings_name_files_that_exist():
     names = {path.name for path in SOURCES} | EXAMPLES
     for path in SOURCES:
         said = re.findall(r"\w+\.py\b", ast.get_docstring(ast.parse(path.read_text())) or "")
-        assert not (gone := [name for name in said if name not in names]), f"{path.relative_to(ROOT)} speaks of {gone}"
+        assert not (gone := [name for name in said if name not in names]), (
+            f"{path.relative_to(ROOT)} speaks of {gone}"
+        )
 
 
 def test_what_is_to_be_extended_exists():
@@ -297,25 +392,44 @@ def test_what_is_to_be_extended_exists():
 
 
 def test_the_glossary_is_short():
-    rows = [line for line in section(ARCHITECTURE, "Glossary").splitlines() if line.startswith("| ")][1:]
+    rows = [
+        line for line in section(ARCHITECTURE, "Glossary").splitlines() if line.startswith("| ")
+    ][1:]
     assert 10 < len(rows) <= GLOSSARY_LINES
     words = [word for row in rows for word in row.split(" | ")[0].strip("| ").split(", ")]
     assert len(words) == len(set(words))
 
 
 def test_the_table_of_rooms_is_the_tested_one():
-    rows = re.findall(r"^\| `(\w+)/` \|", section(ARCHITECTURE, "Rooms of the package"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)/` \|", section(ARCHITECTURE, "Rooms of the package"), re.MULTILINE
+    )
     assert rows == test_imports.ROOMS[::-1]
 
 
 def test_the_slots_are_those_of_the_tables():
-    rows = re.findall(r"^\| `(\w+)`(?:, (\d) chunks)? \| (\d+, \d+) \| (\d+, \d+) \| (\d+, \d+) \|$", ARCHITECTURE, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)`(?:, (\d) chunks)? \| (\d+, \d+) \| (\d+, \d+) \| (\d+, \d+) \|$",
+        ARCHITECTURE,
+        re.MULTILINE,
+    )
     assert {name for name, *_ in rows} == set(SCHEDULES) and len(rows) == len(SCHEDULES)
     for name, repeats, *shown in rows:
         assert int(repeats or 1) == SCHEDULES[name].least_repeats
-        for (kind, full), numbers in zip((("activation", True), ("residual_w", False), ("weight_stash", False)), shown, strict=True):
-            tables = [make_table(TableSpec(name, 4, int(repeats or 1), m, permute="late", remat_full=full)) for m in (8, 64)]
-            assert [assign_slots(table).pool_sizes[kind] for table in tables] == [int(n) for n in numbers.split(", ")], (name, kind)
+        for (kind, full), numbers in zip(
+            (("activation", True), ("residual_w", False), ("weight_stash", False)),
+            shown,
+            strict=True,
+        ):
+            tables = [
+                make_table(
+                    TableSpec(name, 4, int(repeats or 1), m, permute="late", remat_full=full)
+                )
+                for m in (8, 64)
+            ]
+            assert [assign_slots(table).pool_sizes[kind] for table in tables] == [
+                int(n) for n in numbers.split(", ")
+            ], (name, kind)
 
 
 def drawing(name: str) -> types.ModuleType:
@@ -328,9 +442,13 @@ def drawing(name: str) -> types.ModuleType:
 
 def test_the_picture_of_a_tick_is_of_the_present_table():
     draw_step = drawing("draw_step")
-    assert f"fingerprint {draw_step.fingerprint()}" in draw_step.PICTURE.read_text(), "run python docs/draw_step.py, and look at it"
+    assert f"fingerprint {draw_step.fingerprint()}" in draw_step.PICTURE.read_text(), (
+        "run python docs/draw_step.py, and look at it"
+    )
 
 
 def test_the_picture_of_the_idea_is_of_the_present_tables():
     draw_idea = drawing("draw_idea")
-    assert draw_idea.draw() == draw_idea.PICTURE.read_text(), "run python docs/draw_idea.py, and look at it"
+    assert draw_idea.draw() == draw_idea.PICTURE.read_text(), (
+        "run python docs/draw_idea.py, and look at it"
+    )

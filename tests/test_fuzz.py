@@ -28,7 +28,11 @@ def test_cases_are_drawn_from_the_seed_and_cover_what_they_should():
     layouts = [layout for _, layouts in groups for layout in layouts]
     assert sum(layout.stages > 1 for layout in layouts) >= len(layouts) / 2
     assert sum(layout.odd for layout in layouts) >= len(layouts) / 3
-    assert all(fuzz_valid.works(fuzz_valid.RUN | model | layout.settings, layout.devices) for model, own in groups for layout in own)
+    assert all(
+        fuzz_valid.works(fuzz_valid.RUN | model | layout.settings, layout.devices)
+        for model, own in groups
+        for layout in own
+    )
 
 
 def test_a_difference_is_seen():
@@ -43,8 +47,16 @@ def test_a_difference_is_seen():
 def test_a_failed_command_is_a_failed_case_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
     def train(folder, name, settings, devices):
         if name == "0.1":
-            return {"command": "python -m jaxtrain.train", "seconds": 1.0, "error": "status 1: Traceback"}
-        return {"command": "python -m jaxtrain.train", "seconds": 1.0, "figures": {"loss, step 1": 1.0}}
+            return {
+                "command": "python -m jaxtrain.train",
+                "seconds": 1.0,
+                "error": "status 1: Traceback",
+            }
+        return {
+            "command": "python -m jaxtrain.train",
+            "seconds": 1.0,
+            "figures": {"loss, step 1": 1.0},
+        }
 
     monkeypatch.setattr(fuzz, "train", train)
     assert fuzz.run_valid(tmp_path, SEED, 4, jobs=1) == 1
@@ -63,8 +75,18 @@ def test_invalid_cases_are_judged_once(tmp_path, monkeypatch, capsys):
 
 def test_a_refusal_that_the_command_does_not_give_is_seen(tmp_path, monkeypatch):
     flags, devices = fuzz.draw_refused(SEED, 0)
-    monkeypatch.setattr(fuzz, "mended", lambda *_: (flags, devices, "error: another line", ["--config.mesh.model=1"]))
-    monkeypatch.setattr(fuzz.subprocess, "run", lambda words, **_: fuzz.subprocess.CompletedProcess(words, 2, "", "error: a line\n"))
+    monkeypatch.setattr(
+        fuzz,
+        "mended",
+        lambda *_: (flags, devices, "error: another line", ["--config.mesh.model=1"]),
+    )
+    monkeypatch.setattr(
+        fuzz.subprocess,
+        "run",
+        lambda words, **_: fuzz.subprocess.CompletedProcess(words, 2, "", "error: a line\n"),
+    )
     assert "it is not the refusal" in fuzz.compile_mended(tmp_path, SEED, 0)["error"]
-    monkeypatch.setattr(fuzz, "mended", lambda *_: (flags, devices, "error: a line", ["--config.mesh.model=1"]))
+    monkeypatch.setattr(
+        fuzz, "mended", lambda *_: (flags, devices, "error: a line", ["--config.mesh.model=1"])
+    )
     assert "status 2 with --config.mesh.model=1" in fuzz.compile_mended(tmp_path, SEED, 0)["error"]

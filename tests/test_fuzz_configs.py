@@ -1,4 +1,5 @@
-"""scripts/fuzz_configs.py: what the trainer suggests for random configs that cannot work is true, and the drawing is not idle."""
+"""scripts/fuzz_configs.py: what the trainer suggests for random configs that cannot work is true,
+and the drawing is not idle."""
 
 import concurrent.futures
 import os
@@ -36,20 +37,53 @@ def test_a_wrong_suggestion_is_seen(monkeypatch):
 
 
 def test_suggested_flags_are_read_as_a_shell_does():
-    line = "error: x: use a, b: use --config.data.source='my  file (1).txt' --config.data.loss_mask= (or 'b c', d)"
-    assert fuzz_configs.suggested(line) == ["--config.data.source=my  file (1).txt", "--config.data.loss_mask="]
+    line = (
+        "error: x: use a, b: use --config.data.source='my  file (1).txt' --config.data.loss_mask= "
+        "(or 'b c', d)"
+    )
+    assert fuzz_configs.suggested(line) == [
+        "--config.data.source=my  file (1).txt",
+        "--config.data.loss_mask=",
+    ]
 
 
 def test_every_process_suggests_the_same():
     """Sets of strings have another order in each process."""
-    settings = {"mesh.data": 4, "mesh.replica": 2, "mesh.stage": 4, "mesh.model": 2, "model.layers": 2, "model.heads": 8}
-    wrong = {"model.router_normalize": "1f1b", "model.loss_chunk": 2**31, "parallel.reduce": "x", "optimizer.b1": 7.0}
-    flags = [*fuzz_configs.flags_of(settings | wrong), "--config.pipeline.schedule=auto", "--config.pipeline.repeats=0"]
+    settings = {
+        "mesh.data": 4,
+        "mesh.replica": 2,
+        "mesh.stage": 4,
+        "mesh.model": 2,
+        "model.layers": 2,
+        "model.heads": 8,
+    }
+    wrong = {
+        "model.router_normalize": "1f1b",
+        "model.loss_chunk": 2**31,
+        "parallel.reduce": "x",
+        "optimizer.b1": 7.0,
+    }
+    flags = [
+        *fuzz_configs.flags_of(settings | wrong),
+        "--config.pipeline.schedule=auto",
+        "--config.pipeline.repeats=0",
+    ]
     code = f"import fuzz_configs; print(fuzz_configs.refusal_of({flags}, 4))"
     said = []
     for seed in ("1", "2", "3"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "scripts")))}
-        said.append(subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout)
+        environment = os.environ | {
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "scripts"))),
+        }
+        said.append(
+            subprocess.run(
+                [sys.executable, "-c", code],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
     assert len(set(said)) == 1 and said[0].startswith("error: ")
 
 

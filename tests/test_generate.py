@@ -1,4 +1,5 @@
-"""The command: from a checkpoint that a pipeline on another mesh has saved, and one line for whatever is wrong."""
+"""The command: from a checkpoint that a pipeline on another mesh has saved, and one line for
+whatever is wrong."""
 
 import functools
 import json
@@ -40,7 +41,13 @@ VOCABULARY = 61
 
 def config(mesh=(1, 1, 1), *pipeline) -> configs.Config:
     """5 layers, so that stages differ."""
-    changes = {"model.layers": 5, "model.kv_heads": 4, "model.init_std": 0.3, "model.positions": "learned", "model.max_positions": 40}
+    changes = {
+        "model.layers": 5,
+        "model.kv_heads": 4,
+        "model.init_std": 0.3,
+        "model.positions": "learned",
+        "model.max_positions": 40,
+    }
     return small.config(mesh, *pipeline, changes=changes)
 
 
@@ -52,13 +59,19 @@ def plain() -> dict:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> pathlib.Path:
-    """Checkpoints as runs of 2 stages × 2 chunks × 2 tensor-parallel devices leave them: step 3 computes in bfloat16, 12 in float32."""
+    """Checkpoints as runs of 2 stages × 2 chunks × 2 tensor-parallel devices leave them: step 3
+    computes in bfloat16, 12 in float32."""
     folder, cfg = tmp_path_factory.mktemp("run"), config((1, 2, 2), "interleaved", 2)
     step = make_step(cfg, small.mesh_of(cfg))
     state = small.first_state(step, plain())
-    saves = Checkpointer(folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer))
+    saves = Checkpointer(
+        folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer)
+    )
     for at, compute in ((3, "bfloat16"), (12, "float32")):
-        meta = {"config": configs.to_dict(configs.replace(cfg, {"precision.compute": compute})), "step": at}
+        meta = {
+            "config": configs.to_dict(configs.replace(cfg, {"precision.compute": compute})),
+            "step": at,
+        }
         saves.save(at, state, meta | {"tokenizer": NoTokenizer(VOCABULARY).describe()})
     saves.close()
     return folder
@@ -79,7 +92,13 @@ def command(*argv: str) -> subprocess.CompletedProcess:
         "PYTHONPATH": str(ROOT),
         "JAXTRAIN_CACHE": str(ROOT / ".cache"),
     }
-    return subprocess.run([sys.executable, "-m", "jaxtrain.generate", *argv], capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-m", "jaxtrain.generate", *argv],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
 
 
 def test_text_of_a_pipeline_s_checkpoint(run):
@@ -90,9 +109,11 @@ def test_text_of_a_pipeline_s_checkpoint(run):
         assert done.returncode == 0, done.stderr
         assert done.stdout == "4 5 6 " + " ".join(map(str, expected)) + "\n"
         assert re.fullmatch(
-            r"a prompt of 3 tokens and up to 30 more go beyond the 16 tokens that the model was trained on [(]data.sequence_length[)]\n"
+            r"a prompt of 3 tokens and up to 30 more go beyond the 16 tokens that the model "
+            r"was trained on [(]data.sequence_length[)]\n"
             r"step 12: prompt of 3 tokens and compilation .* s; 30 tokens in .* s, .* tokens/s\n"
-            r"stopped: at --tokens=30; the last 17 lie beyond the 16 tokens that the model was trained on [(]data.sequence_length[)]\n",
+            r"stopped: at --tokens=30; the last 17 lie beyond the 16 tokens that the model "
+            r"was trained on [(]data.sequence_length[)]\n",
             done.stderr,
         )
 
@@ -100,11 +121,14 @@ def test_text_of_a_pipeline_s_checkpoint(run):
 @pytest.mark.full
 def test_bfloat16_over_two_devices(run):
     """In a process of its own: what XLA's CPU compiler cannot do ends the process."""
-    done = command(f"--workdir={run}", "--prompt=4 5 6", "--tokens=30", "--greedy", "--model=2", "--step=3")
+    done = command(
+        f"--workdir={run}", "--prompt=4 5 6", "--tokens=30", "--greedy", "--model=2", "--step=3"
+    )
     assert done.returncode == 0, done.stderr
     ids = [int(i) for i in done.stdout.split()]
     assert ids[:3] == [4, 5, 6] and len(ids) == 33
-    # Rounding to 8 bits moves the choice between two tokens that are nearly as likely, but not the first few of this model.
+    # Rounding to 8 bits moves the choice between two tokens that are nearly as likely, but not the
+    # first few of this model.
     assert ids[3:6] == greedy([4, 5, 6], 3)
 
 
@@ -113,15 +137,30 @@ def test_parameters_are_those_that_were_saved(run):
     for devices in (None, jax.devices()[4:6]):
         with jax.set_mesh(make_mesh((1, 1, 2, 1, 1, 2), jax.devices()[:4])):  # inside another mesh
             parts, params = load_parameters(run / "checkpoints", 3, config(), devices)
-        assert all(a.sharding.device_set == set(devices or jax.devices()[:1]) for a in jax.tree.leaves(params))
-        params["embed"]["table"], params["head"]["table"] = (np.asarray(params[k]["table"])[:VOCABULARY] for k in ("embed", "head"))
+        assert all(
+            a.sharding.device_set == set(devices or jax.devices()[:1])
+            for a in jax.tree.leaves(params)
+        )
+        params["embed"]["table"], params["head"]["table"] = (
+            np.asarray(params[k]["table"])[:VOCABULARY] for k in ("embed", "head")
+        )
         jax.tree.map(np.testing.assert_array_equal, params, plain())
 
 
 def test_matrices_come_in_the_compute_type(run):
-    _, params = load_parameters(run / "checkpoints", 3, configs.replace(config(), {"precision.compute": "bfloat16"}))
-    assert params["head"]["table"].dtype == params["layers"]["mlp"]["up"]["weight"].dtype == jnp.bfloat16
-    for vector_or_looked_up in (params["layers"]["mlp_norm"]["scale"], params["head"]["norm"]["scale"], params["embed"]["table"]):
+    _, params = load_parameters(
+        run / "checkpoints", 3, configs.replace(config(), {"precision.compute": "bfloat16"})
+    )
+    assert (
+        params["head"]["table"].dtype
+        == params["layers"]["mlp"]["up"]["weight"].dtype
+        == jnp.bfloat16
+    )
+    for vector_or_looked_up in (
+        params["layers"]["mlp_norm"]["scale"],
+        params["head"]["norm"]["scale"],
+        params["embed"]["table"],
+    ):
         assert vector_or_looked_up.dtype == jnp.float32
 
 
@@ -137,17 +176,36 @@ def here(monkeypatch):
 
 
 def test_several_samples(run, here, capsys):
-    assert here(f"--workdir={run}", "--prompt=1 2", "--tokens=5", "--samples=2", "--temperature=2", "--step=3") == 0
+    assert (
+        here(
+            f"--workdir={run}",
+            "--prompt=1 2",
+            "--tokens=5",
+            "--samples=2",
+            "--temperature=2",
+            "--step=3",
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
-    first, second = re.fullmatch(r"--- sample 1 of 2\n1 2((?: \d+){5})\n--- sample 2 of 2\n1 2((?: \d+){5})\n", out).groups()
+    first, second = re.fullmatch(
+        r"--- sample 1 of 2\n1 2((?: \d+){5})\n--- sample 2 of 2\n1 2((?: \d+){5})\n", out
+    ).groups()
     assert first != second
-    assert err.startswith("step 3: ") and " 10 tokens in " in err and err.endswith("\nstopped: 2 of 2 samples at --tokens=5\n")
+    assert (
+        err.startswith("step 3: ")
+        and " 10 tokens in " in err
+        and err.endswith("\nstopped: 2 of 2 samples at --tokens=5\n")
+    )
 
 
 def test_the_end_of_the_positions_is_said(run, here, capsys):
     assert here(f"--workdir={run}", "--prompt=1 2", "--tokens=38", "--greedy") == 0
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("stopped: at --tokens=38; no position is left (model.max_positions=40); the last 24 lie beyond the 16 tokens")
+    assert last.startswith(
+        "stopped: at --tokens=38; no position is left (model.max_positions=40); the last 24 "
+        "lie beyond the 16 tokens"
+    )
 
 
 def samples(tokens: int, *chunks, interrupt: bool = False) -> tuple[generate.Ended, str]:
@@ -168,16 +226,24 @@ def test_why_samples_ended(capsys):
     assert samples(3, [[5, 6]], [[7]])[1] == "stopped: at --tokens=3"
     assert samples(3, [[5, 6]])[1] == "stopped: at the end of the document, after 2 tokens"
     assert samples(3, [[5], [6]], [[5, 7], [8, -1]])[1] == (
-        "stopped: 1 of 2 samples at --tokens=3; 1 of 2 samples at the end of the document, after 2 tokens"
+        "stopped: 1 of 2 samples at --tokens=3; 1 of 2 samples at the end of the document, "
+        "after 2 tokens"
     )
-    assert samples(4, [[5, 6, 7], [6, -1, -1], [8, 9, -1]])[1] == "stopped: 3 of 3 samples at the end of the document, after 1 to 3 tokens"
+    assert (
+        samples(4, [[5, 6, 7], [6, -1, -1], [8, 9, -1]])[1]
+        == "stopped: 3 of 3 samples at the end of the document, after 1 to 3 tokens"
+    )
     assert capsys.readouterr().out.startswith(" 5 6 7\n 5 6\n---")
 
 
 def test_ctrl_c_leaves_the_text_until_then(capsys):
     ended, line = samples(9, [[5, 6, 7], [6, -1, -1]], interrupt=True)
     assert ended.interrupted()
-    assert line == "stopped: 1 of 2 samples at the end of the document, after 1 token; 1 of 2 samples by Ctrl-C, after 3 tokens"
+    assert (
+        line
+        == "stopped: 1 of 2 samples at the end of the document, after 1 token; 1 of 2 samples by "
+        "Ctrl-C, after 3 tokens"
+    )
     assert capsys.readouterr().out == "--- sample 1 of 2\n 5 6 7\n--- sample 2 of 2\n 6\n"
 
 
@@ -193,15 +259,37 @@ def refused(capsys, call, *argv: str) -> str:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--prompt=1", "--step=7"], "--step=7 is no checkpoint of .* [(]it has 3, 12[)]: use --step=3"),
-        (["--prompt=1 2", "--tokens=39"], "--tokens=39 after a prompt of 2 goes beyond .* model.max_positions=40: use --tokens=38"),
-        (["--prompt=" + "1 " * 40, "--tokens=8"], "after a prompt of 40 .*: use a prompt of at most 32 tokens"),
+        (
+            ["--prompt=1", "--step=7"],
+            "--step=7 is no checkpoint of .* [(]it has 3, 12[)]: use --step=3",
+        ),
+        (
+            ["--prompt=1 2", "--tokens=39"],
+            "--tokens=39 after a prompt of 2 goes beyond .* model.max_positions=40: use "
+            "--tokens=38",
+        ),
+        (
+            ["--prompt=" + "1 " * 40, "--tokens=8"],
+            "after a prompt of 40 .*: use a prompt of at most 32 tokens",
+        ),
         (["--prompt=61"], "takes ids from 0 to 60 .* not '61'"),
         (["--prompt="], "the prompt is empty, .* use one id or more"),
-        (["--prompt=1", "--tokens=5", "--model=3"], "--model=3 does not divide model.heads=8: use --model=2 .or 1, 4, 8."),
-        (["--prompt=1", "--tokens", "5", "--top_p=run", "--step=5", "--seed=inf"], "use --top_p=1.0 --seed=0 --step=3"),
-        (["--prompt=1", "--step=7", "--model", "-0.0", "--samples=x"], "use --model=1 --samples=1 --step=3 --tokens=39"),
-        (["--prompt=\udcff", "--samples=x"], "use --samples=1 .and the prompt holds bytes that are not UTF-8"),
+        (
+            ["--prompt=1", "--tokens=5", "--model=3"],
+            "--model=3 does not divide model.heads=8: use --model=2 .or 1, 4, 8.",
+        ),
+        (
+            ["--prompt=1", "--tokens", "5", "--top_p=run", "--step=5", "--seed=inf"],
+            "use --top_p=1.0 --seed=0 --step=3",
+        ),
+        (
+            ["--prompt=1", "--step=7", "--model", "-0.0", "--samples=x"],
+            "use --model=1 --samples=1 --step=3 --tokens=39",
+        ),
+        (
+            ["--prompt=\udcff", "--samples=x"],
+            "use --samples=1 .and the prompt holds bytes that are not UTF-8",
+        ),
     ],
 )
 def test_what_the_checkpoint_refuses(run, here, capsys, argv, message):
@@ -209,7 +297,9 @@ def test_what_the_checkpoint_refuses(run, here, capsys, argv, message):
     line = refused(capsys, here, f"--workdir={run}", *argv)
     assert re.search(message, line)
     if (words := suggested(line)) and " (and " not in line:
-        assert cli.checked_flags([f"--workdir={run}", *argv, *words], "", generate.FLAGS, generate.check)
+        assert cli.checked_flags(
+            [f"--workdir={run}", *argv, *words], "", generate.FLAGS, generate.check
+        )
 
 
 def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
@@ -230,15 +320,27 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
     assert len(out.split()) == 4
     passed, figures, *_ = err.splitlines()
     why = r"its state's params/layers/mlp/\S+ is \[.*\], not \[.*\]"
-    assert re.fullmatch(rf"passed over: 20 \({why}\), 30 \(state/d/\w+ is missing\), 40 \(an empty folder\)", passed), passed
+    assert re.fullmatch(
+        rf"passed over: 20 \({why}\), 30 \(state/d/\w+ is missing\), 40 \(an empty folder\)", passed
+    ), passed
     assert figures.startswith("step 12: ")
-    for step, reason in ((3, "its meta has no 'config'"), (20, why), (30, r"state/d/\w+ is missing"), (40, "an empty folder")):
-        error = refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1", "--tokens=2", f"--step={step}")
-        assert re.search(rf"--step={step} is not whole: {reason} \(it has .*12.*\): use --step=12", error), error
+    for step, reason in (
+        (3, "its meta has no 'config'"),
+        (20, why),
+        (30, r"state/d/\w+ is missing"),
+        (40, "an empty folder"),
+    ):
+        error = refused(
+            capsys, here, f"--workdir={tmp_path}", "--prompt=1", "--tokens=2", f"--step={step}"
+        )
+        assert re.search(
+            rf"--step={step} is not whole: {reason} \(it has .*12.*\): use --step=12", error
+        ), error
     # Of arrays, damage is found when they are read: then the one before is taken.
     damage_numbers(folder / "12", "params.layers.mlp.up.weight/c/4")
-    assert f"{folder}/12/state: params/layers/mlp/up/weight cannot be read: its data is damaged" in refused(
-        capsys, here, f"--workdir={tmp_path}", "--prompt=1", "--tokens=2", "--step=12"
+    assert (
+        f"{folder}/12/state: params/layers/mlp/up/weight cannot be read: its data is damaged"
+        in refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1", "--tokens=2", "--step=12")
     )
     shutil.copytree(run / "checkpoints" / "3", folder / "2")
     meta = json.loads((folder / "2" / "meta" / "metadata").read_text())
@@ -246,10 +348,15 @@ def test_what_is_not_whole_is_passed_over(run, here, capsys, tmp_path):
     manifest.write(epath.Path(folder / "2"))
     assert here(f"--workdir={tmp_path}", "--prompt=1 2", "--tokens=2", "--greedy") == 0
     err = capsys.readouterr().err
-    assert ", 12 (params/layers/mlp/up/weight cannot be read: its data is damaged), 20 (" in err and "\nstep 2: " in err
+    assert (
+        ", 12 (params/layers/mlp/up/weight cannot be read: its data is damaged), 20 (" in err
+        and "\nstep 2: " in err
+    )
     shutil.rmtree(folder / "12")
     shutil.rmtree(folder / "2")
-    assert "has no finished checkpoint; these are not whole: 3 (" in refused(capsys, here, f"--workdir={tmp_path}", "--prompt=1")
+    assert "has no finished checkpoint; these are not whole: 3 (" in refused(
+        capsys, here, f"--workdir={tmp_path}", "--prompt=1"
+    )
 
 
 def test_too_few_devices(run, here, capsys, monkeypatch):
@@ -265,7 +372,10 @@ def test_too_few_devices(run, here, capsys, monkeypatch):
         ({"config": None}, "has no 'config' in its meta"),
         ({"tokenizer": {"kind": "tokenizers"}}, "describes its tokenizer without 'path'"),
         ({"config": {"model": {"depth": 3}}}, "model.depth=3 is an unknown setting"),
-        ({"tokenizer": {"kind": "tokenizers", "path": "/nowhere/t.json", "sha256": "12" * 32}}, "data.tokenizer=/nowhere/t.json is gone"),
+        (
+            {"tokenizer": {"kind": "tokenizers", "path": "/nowhere/t.json", "sha256": "12" * 32}},
+            "data.tokenizer=/nowhere/t.json is gone",
+        ),
     ],
 )
 def test_metas_that_do_not_say_enough(meta, message):
@@ -303,7 +413,11 @@ for argv in {list(cases.values())!r}:
 assert "jax" not in sys.modules
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
@@ -316,4 +430,6 @@ def test_a_run_is_proposed(tmp_path, monkeypatch, capsys, here):
     monkeypatch.chdir(tmp_path)
     for name in ("tiny", "gpt2_124m"):
         pathlib.Path("runs", name, "checkpoints", "3").mkdir(parents=True)
-    assert "use the folder of a training run, such as --workdir=runs/gpt2_124m" in refused(capsys, here, "--workdir=runs/gpt2")
+    assert "use the folder of a training run, such as --workdir=runs/gpt2_124m" in refused(
+        capsys, here, "--workdir=runs/gpt2"
+    )

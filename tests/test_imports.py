@@ -1,5 +1,5 @@
-"""The order of the rooms: imports go to rooms further down or stay inside their own, nothing is imported in a circle, and what checks a
-command's flags does without jax."""
+"""The order of the rooms: imports go to rooms further down or stay inside their own, nothing is
+imported in a circle, and what checks a command's flags does without jax."""
 
 import ast
 import pathlib
@@ -10,7 +10,15 @@ from support import ROOMS, ROOT
 TOP = len(ROOMS)  # modules beside the rooms, and a room's commands
 COMMANDS = ("__main__", "calibrate")  # plan --calibrate has flags of its own
 WITHOUT_JAX = (
-    *("costs", "schedule", "config", "run", "data", "checkpoint.steps", "devices.cluster_environment"),
+    *(
+        "costs",
+        "schedule",
+        "config",
+        "run",
+        "data",
+        "checkpoint.steps",
+        "devices.cluster_environment",
+    ),
     *(f"plan.{name}" for name in "layout_flag predict search compare explain what_if".split()),
 )
 WITH_JAX = ("data.loader",)  # of those
@@ -26,7 +34,8 @@ MODULES = {module_name(path): path for path in sorted((ROOT / "jaxtrain").rglob(
 
 
 def imports(name: str, source: str) -> set[str]:
-    """Every module that a source imports, also inside functions; of `from package import module`, the module."""
+    """Every module that a source imports, also inside functions; of `from package import module`,
+    the module."""
     found = set()
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
@@ -35,16 +44,24 @@ def imports(name: str, source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                base = ".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])])
+                base = ".".join(
+                    [
+                        *package.split(".")[: len(package.split(".")) - node.level + 1],
+                        *filter(None, [base]),
+                    ]
+                )
             inner = {f"{base}.{alias.name}" for alias in node.names}
             found |= (inner & MODULES.keys()) or {base}
     return found
 
 
 def level(name: str) -> int:
-    """The place of a module's room from below; TOP for commands and what they share. KeyError for a room that has no place."""
+    """The place of a module's room from below; TOP for commands and what they share. KeyError for a
+    room that has no place."""
     parts = name.split(".")[1:]
-    is_room = len(parts) > 1 or (bool(parts) and MODULES.get(name, pathlib.Path()).name == "__init__.py")
+    is_room = len(parts) > 1 or (
+        bool(parts) and MODULES.get(name, pathlib.Path()).name == "__init__.py"
+    )
     if not is_room or parts[-1] in COMMANDS:
         return TOP
     return {room: place for place, room in enumerate(ROOMS)}[parts[0]]
@@ -59,22 +76,34 @@ GRAPH = {name: imports(name, path.read_text()) for name, path in MODULES.items()
 
 def test_reading_of_imports():
     source = (
-        "import jax.numpy as jnp\nfrom jaxtrain import config\ndef f():\n    from jaxtrain.config import Config\n    from . import paths\n"
+        "import jax.numpy as jnp\nfrom jaxtrain import config\ndef f():\n    from jaxtrain.config "
+        "import Config\n    from . import paths\n"
     )
-    assert imports("jaxtrain.config", source) == {"jax.numpy", "jaxtrain.config", "jaxtrain.config.paths"}
-    assert level("jaxtrain.schedule.table") == level("jaxtrain.schedule") == 0 and level("jaxtrain.schedule.__main__") == TOP == level(
-        "jaxtrain.loop"
-    )
+    assert imports("jaxtrain.config", source) == {
+        "jax.numpy",
+        "jaxtrain.config",
+        "jaxtrain.config.paths",
+    }
+    assert level("jaxtrain.schedule.table") == level("jaxtrain.schedule") == 0 and level(
+        "jaxtrain.schedule.__main__"
+    ) == TOP == level("jaxtrain.loop")
 
 
 def test_every_room_has_its_place():
-    assert sorted(ROOMS) == sorted(path.parent.name for path in (ROOT / "jaxtrain").glob("*/__init__.py"))
+    assert sorted(ROOMS) == sorted(
+        path.parent.name for path in (ROOT / "jaxtrain").glob("*/__init__.py")
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_down(name):
-    up = {other for other in GRAPH[name] & MODULES.keys() - {"jaxtrain"} if level(other) > level(name)}
-    assert not up, f"{name} imports {', '.join(sorted(up))}: the order of the rooms is {' < '.join(ROOMS)} < commands"
+    up = {
+        other for other in GRAPH[name] & MODULES.keys() - {"jaxtrain"} if level(other) > level(name)
+    }
+    assert not up, (
+        f"{name} imports {', '.join(sorted(up))}: the order of the rooms is "
+        f"{' < '.join(ROOMS)} < commands"
+    )
 
 
 def test_there_is_no_circle():
@@ -94,6 +123,9 @@ def test_there_is_no_circle():
         visit(name)
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if within(n, WITHOUT_JAX) and not within(n, WITH_JAX) and level(n) != TOP])
+@pytest.mark.parametrize(
+    "name",
+    [n for n in MODULES if within(n, WITHOUT_JAX) and not within(n, WITH_JAX) and level(n) != TOP],
+)
 def test_flags_are_checked_without_jax(name):
     assert not {other.partition(".")[0] for other in GRAPH[name]} & NEEDS_JAX

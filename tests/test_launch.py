@@ -1,4 +1,5 @@
-"""launch.py, with small programs instead of training: output, failures, signals, and that nothing stays behind."""
+"""launch.py, with small programs instead of training: output, failures, signals, and that nothing
+stays behind."""
 
 import os
 import pathlib
@@ -48,7 +49,15 @@ class Launched:
         (folder / "program.py").write_text(PROGRAM + program)
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "jaxtrain.launch", "--module=program", "--devices_per_process=3", "--", *arguments],
+            [
+                sys.executable,
+                "-m",
+                "jaxtrain.launch",
+                "--module=program",
+                "--devices_per_process=3",
+                "--",
+                *arguments,
+            ],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
             stdout=subprocess.PIPE,
@@ -82,13 +91,22 @@ def launch_program(tmp_path):
 
 def test_every_line_has_its_process_number(launch_program):
     """And stays on its stream."""
-    status, out, err = launch_program("print('a'); print('b', sys.argv[1:], file=sys.stderr)", "--x=1", "y z").end()
+    status, out, err = launch_program(
+        "print('a'); print('b', sys.argv[1:], file=sys.stderr)", "--x=1", "y z"
+    ).end()
     assert (status, sorted(out)) == (0, ["[0] a", "[1] a"])
     said = sorted(err)
     assert len(said) == 2
     port = said[0].split("localhost:")[1].split("'")[0]
     for number, line in enumerate(said):
-        flags = ["--x=1", "y z", f"--coordinator=localhost:{port}", "--processes=2", "--cpu_devices=3", f"--process_id={number}"]
+        flags = [
+            "--x=1",
+            "y z",
+            f"--coordinator=localhost:{port}",
+            "--processes=2",
+            "--cpu_devices=3",
+            f"--process_id={number}",
+        ]
         assert line == f"[{number}] b {flags}"
 
 
@@ -136,7 +154,15 @@ time.sleep(1000)
     assert not alive(pids[1])
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGHUP], [signal.SIGHUP, signal.SIGHUP, signal.SIGTERM]])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [signal.SIGINT],
+        [signal.SIGTERM],
+        [signal.SIGHUP],
+        [signal.SIGHUP, signal.SIGHUP, signal.SIGTERM],
+    ],
+)
 def test_a_signal_is_passed_on_and_waited_for(launch_program, numbers):
     """A terminal that closes may send more than one."""
     launched = launch_program(
@@ -161,7 +187,9 @@ while True:
         time.sleep(0.1)
     status, out, err = launched.end()
     assert (status, err) == (0, [])
-    assert sorted(out) == sorted(f"[{n}] {word}" for n in (0, 1) for word in (f"received {int(numbers[0])}", "saved"))
+    assert sorted(out) == sorted(
+        f"[{n}] {word}" for n in (0, 1) for word in (f"received {int(numbers[0])}", "saved")
+    )
 
 
 def test_its_output_closes_and_its_processes_go_on(launch_program):
@@ -181,8 +209,14 @@ sys.exit(5 if number == "1" else 0)
     (launched.folder / "closed").touch()
     err = launched.process.stderr.read().splitlines()
     assert launched.process.wait(timeout=30) == 5
-    assert err[0].startswith("warning: standard output cannot be written (Broken pipe): this run goes on without its log")
-    assert err[1] == "process 1 failed with status 5; its last lines:" and err[-1] == "line 9999" and len(err) == 2 + launch.LAST_LINES
+    assert err[0].startswith(
+        "warning: standard output cannot be written (Broken pipe): this run goes on without its log"
+    )
+    assert (
+        err[1] == "process 1 failed with status 5; its last lines:"
+        and err[-1] == "line 9999"
+        and len(err) == 2 + launch.LAST_LINES
+    )
     launched.process.stdout = None
 
 
@@ -250,15 +284,34 @@ def test_no_orphan_of_a_process_that_ended_well(launch_program):
 
 def test_wrong_flags_start_nothing(capsys):
     for argv, says in (
-        (["--proceses=2", "--", "--x"], "--proceses is an unknown flag: use --processes=2 (in front of --)"),
-        (["--module=absent"], "--module='absent' is no Python module here: use --module=jaxtrain.train"),
-        (["--module=jaxtrain.shedule"], "--module='jaxtrain.shedule' is no Python module here: use --module=jaxtrain.schedule"),
-        (["--module=jaxtrain.run"], "--module='jaxtrain.run' is no Python module here: use --module=jaxtrain.train"),
-        (["--module=--help"], "--module='--help' is no Python module here: use --module=jaxtrain.train"),
-        ([f"--devices_per_process={2**63}"], f"--devices_per_process={2**63} must be at most 1024: use --devices_per_process=0"),
+        (
+            ["--proceses=2", "--", "--x"],
+            "--proceses is an unknown flag: use --processes=2 (in front of --)",
+        ),
+        (
+            ["--module=absent"],
+            "--module='absent' is no Python module here: use --module=jaxtrain.train",
+        ),
+        (
+            ["--module=jaxtrain.shedule"],
+            "--module='jaxtrain.shedule' is no Python module here: use --module=jaxtrain.schedule",
+        ),
+        (
+            ["--module=jaxtrain.run"],
+            "--module='jaxtrain.run' is no Python module here: use --module=jaxtrain.train",
+        ),
+        (
+            ["--module=--help"],
+            "--module='--help' is no Python module here: use --module=jaxtrain.train",
+        ),
+        (
+            [f"--devices_per_process={2**63}"],
+            f"--devices_per_process={2**63} must be at most 1024: use --devices_per_process=0",
+        ),
         (
             ["--processes=1000003", "--restarts=-1", "--module="],
-            "--processes=1000003 must be at most 1024: use --processes=2 --restarts=0 --module=jaxtrain.train",
+            "--processes=1000003 must be at most 1024: use --processes=2 --restarts=0 "
+            "--module=jaxtrain.train",
         ),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -278,7 +331,10 @@ import pathlib
 starts = pathlib.Path(f"starts{number}")
 starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
 count = len(starts.read_text())
-while not all(pathlib.Path(f"starts{n}").exists() and len(pathlib.Path(f"starts{n}").read_text()) >= count for n in "01"):
+while not all(
+    pathlib.Path(f"starts{n}").exists() and len(pathlib.Path(f"starts{n}").read_text()) >= count
+    for n in "01"
+):
     time.sleep(0.01)
 ends = {ENDS}
 end = ends[count - 1] if count <= len(ends) else 0
@@ -294,19 +350,41 @@ if end:
 
 
 def test_what_is_started_again():
-    assert [status for status in range(256) if launch.goes_on(status)] == [74, 75, 79, 80, *range(129, 130), *range(131, 256)]
+    assert [status for status in range(256) if launch.goes_on(status)] == [
+        74,
+        75,
+        79,
+        80,
+        *range(129, 130),
+        *range(131, 256),
+    ]
 
 
-@pytest.mark.parametrize(("ends", "restarts", "status", "starts"), [((-9, 75), 5, 0, 3), ((80, 80), 1, 80, 2), ((80, 65), 5, 65, 2)])
+@pytest.mark.parametrize(
+    ("ends", "restarts", "status", "starts"),
+    [((-9, 75), 5, 0, 3), ((80, 80), 1, 80, 2), ((80, 65), 5, 65, 2)],
+)
 def test_restarts_where_that_helps(tmp_path, ends, restarts, status, starts):
     """To the end; as often as asked for; not where it would end the same way again."""
     (tmp_path / "program.py").write_text(PROGRAM + RESTARTED.replace("{ENDS}", repr(ends)))
-    command = [sys.executable, "-m", "jaxtrain.launch", "--module=program", "--devices_per_process=1", f"--restarts={restarts}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxtrain.launch",
+        "--module=program",
+        "--devices_per_process=1",
+        f"--restarts={restarts}",
+    ]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == status, done.stderr
     assert [len((tmp_path / f"starts{n}").read_text()) for n in (0, 1)] == [starts, starts]
-    assert len([line for line in done.stderr.splitlines() if line.startswith("restart ")]) == starts - 1
+    assert (
+        len([line for line in done.stderr.splitlines() if line.startswith("restart ")])
+        == starts - 1
+    )
 
 
 def test_no_restart_after_a_signal_to_the_launcher(launch_program):
@@ -325,7 +403,10 @@ while True:
 
 
 def test_one_that_is_stopped_on_request_is_waited_for(launch_program):
-    """A cluster may tell one process alone; the others end in their own time, with the same status."""
-    launched = launch_program("wait()\nif number == '0':\n    time.sleep(2)\nprint('saved')\nsys.exit(75)")
+    """A cluster may tell one process alone; the others end in their own time, with the same
+    status."""
+    launched = launch_program(
+        "wait()\nif number == '0':\n    time.sleep(2)\nprint('saved')\nsys.exit(75)"
+    )
     status, out, err = launched.end()
     assert (status, err) == (75, []) and sorted(out) == ["[0] saved", "[1] saved"]

@@ -1,4 +1,5 @@
-"""Installed as a package: what the wheel holds, the command `jaxtrain`, and that both work from a folder that knows nothing of this one."""
+"""Installed as a package: what the wheel holds, the command `jaxtrain`, and that both work from a
+folder that knows nothing of this one."""
 
 import importlib.metadata
 import os
@@ -16,11 +17,16 @@ from support import ROOT
 from jaxtrain import __main__ as command
 from jaxtrain import __version__
 
-FILES = [path for kind in ("py", "json", "txtpb") for path in (ROOT / "jaxtrain").rglob(f"*.{kind}")]
+FILES = [
+    path for kind in ("py", "json", "txtpb") for path in (ROOT / "jaxtrain").rglob(f"*.{kind}")
+]
 SOURCES = {path.relative_to(ROOT).as_posix() for path in FILES}
 RECIPES = {f"jaxtrain/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
 # What pip does, by setuptools alone: each hook of PEP 517 in a process of its own.
-BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"
+BUILD = (
+    "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + "
+    "sys.argv[1])(sys.argv[2]))"
+)
 
 
 def build(kind: str, source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
@@ -32,7 +38,17 @@ def build(kind: str, source: pathlib.Path, target: pathlib.Path) -> pathlib.Path
 
 
 def pip_install(wheel: pathlib.Path, target: pathlib.Path) -> None:
-    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile", f"--target={target}", str(wheel)]
+    words = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        f"--target={target}",
+        str(wheel),
+    ]
     subprocess.run([sys.executable, *words], check=True, timeout=120)
 
 
@@ -61,33 +77,61 @@ def installed(wheel, tmp_path_factory) -> pathlib.Path:
     return folder
 
 
-def run(installed: pathlib.Path, folder: pathlib.Path, *words: str, timeout: float = 60) -> subprocess.CompletedProcess:
-    """A command in a folder, of the installed package: `jaxtrain …` is its command, `-m …` a module."""
+def run(
+    installed: pathlib.Path, folder: pathlib.Path, *words: str, timeout: float = 60
+) -> subprocess.CompletedProcess:
+    """A command in a folder, of the installed package: `jaxtrain …` is its command, `-m …` a
+    module."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_"))}
-    clean |= {"PYTHONPATH": str(installed), "JAXTRAIN_CACHE": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    clean |= {
+        "PYTHONPATH": str(installed),
+        "JAXTRAIN_CACHE": str(folder / "cache"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     program = [str(installed / "bin" / "jaxtrain")] if words[0] == "jaxtrain" else [words[0]]
-    done = subprocess.run([sys.executable, *program, *words[1:]], cwd=folder, env=clean, capture_output=True, text=True, timeout=timeout)
-    assert str(ROOT) not in done.stdout + done.stderr, "this checkout is used, not the installed package"
+    done = subprocess.run(
+        [sys.executable, *program, *words[1:]],
+        cwd=folder,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert str(ROOT) not in done.stdout + done.stderr, (
+        "this checkout is used, not the installed package"
+    )
     return done
 
 
-# --- requirements ----------------------------------------------------------------------------------------------------------------
+# --- requirements ---------------------------------------------------------------------------------
 
 
 def pins(name: str) -> dict[str, Requirement]:
-    """The requirements of a file that are for this Python and machine, by the names of the packages."""
-    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
-    return {canonicalize_name(r.name): r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate()}
+    """The requirements of a file that are for this Python and machine, by the names of the
+    packages."""
+    lines = [
+        line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")
+    ]
+    return {
+        canonicalize_name(r.name): r
+        for r in map(Requirement, lines)
+        if r.marker is None or r.marker.evaluate()
+    }
 
 
 def needs(name: str, extras: frozenset[str]) -> list[Requirement]:
     """What an installed package needs by its metadata, with these extras of its own."""
     listed = [Requirement(line) for line in importlib.metadata.requires(name) or []]
-    return [r for r in listed if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in ("", *extras))]
+    return [
+        r
+        for r in listed
+        if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+    ]
 
 
 def test_all_that_the_requirements_need_is_pinned():
-    """scripts/train.sh installs the lines of the two files, and looks for nothing that they need."""
+    """scripts/train.sh installs the lines of the two files, and looks for nothing that they
+    need."""
     direct, indirect = pins("requirements.txt"), pins("requirements-indirect.txt")
     assert not direct.keys() & indirect.keys(), "each package stands in one of the files"
     reached = {(name, frozenset(requirement.extras)) for name, requirement in direct.items()}
@@ -96,8 +140,12 @@ def test_all_that_the_requirements_need_is_pinned():
         name, extras = unread.pop()
         for need in needs(name, extras):
             package, version = canonicalize_name(need.name), importlib.metadata.version(need.name)
-            assert package in direct | indirect, f"{name} needs {package}: add {package}=={version} to requirements-indirect.txt"
-            assert str((direct | indirect)[package].specifier) == f"=={version}", f"{package} {version} is installed, another one is pinned"
+            assert package in direct | indirect, (
+                f"{name} needs {package}: add {package}=={version} to requirements-indirect.txt"
+            )
+            assert str((direct | indirect)[package].specifier) == f"=={version}", (
+                f"{package} {version} is installed, another one is pinned"
+            )
             assert need.specifier.contains(version, prereleases=True), f"{name} needs {need}"
             if (package, frozenset(need.extras)) not in reached:
                 reached.add((package, frozenset(need.extras)))
@@ -106,19 +154,27 @@ def test_all_that_the_requirements_need_is_pinned():
     assert not unused, f"nothing needs {unused}: delete them from requirements-indirect.txt"
 
 
-# --- the wheel -------------------------------------------------------------------------------------------------------------------
+# --- the wheel ------------------------------------------------------------------------------------
 
 
 def test_the_wheel_holds_the_package_and_the_recipes_and_no_more(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if not name.startswith(f"jaxtrain-{__version__}.dist-info/")}
+        names = {
+            name
+            for name in archive.namelist()
+            if not name.startswith(f"jaxtrain-{__version__}.dist-info/")
+        }
     assert names == SOURCES | RECIPES, "pyproject.toml lists the packages"
 
 
 def test_its_metadata(installed):
     (found,) = importlib.metadata.distributions(path=[str(installed)])
     assert (found.name, found.version) == ("jaxtrain", __version__)
-    pinned = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line and not line.startswith("#")]
+    pinned = [
+        line
+        for line in (ROOT / "requirements.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    ]
     required = [line for line in found.requires or [] if "extra ==" not in line]
     bare = lambda lines: sorted(line.replace(" ", "").replace("'", '"') for line in lines)
     assert bare(required) == bare(pinned)
@@ -127,12 +183,23 @@ def test_its_metadata(installed):
 @pytest.mark.parametrize(
     "words, status, said",
     [
-        *((["jaxtrain", name, "--help"], 0, f"usage: jaxtrain {name} ") for name in command.COMMANDS),
+        *(
+            (["jaxtrain", name, "--help"], 0, f"usage: jaxtrain {name} ")
+            for name in command.COMMANDS
+        ),
         (["jaxtrain", "--version"], 0, f"jaxtrain {__version__}"),
         (["-m", "jaxtrain", "--version"], 0, f"jaxtrain {__version__}"),
         (["jaxtrain", "train", "--version"], 0, f"jaxtrain {__version__}"),
-        (["jaxtrain", "train", "--config.mesh.model=3"], 2, "error: mesh.model=3 does not divide model.heads=4"),
-        (["-m", "jaxtrain.train", "--config=gpt2_124m", "--config.mesh.model=5"], 2, "error: mesh.model=5 does not divide model.heads=12"),
+        (
+            ["jaxtrain", "train", "--config.mesh.model=3"],
+            2,
+            "error: mesh.model=3 does not divide model.heads=4",
+        ),
+        (
+            ["-m", "jaxtrain.train", "--config=gpt2_124m", "--config.mesh.model=5"],
+            2,
+            "error: mesh.model=5 does not divide model.heads=12",
+        ),
         (["jaxtrain", "train", "--config=configs/tinny.py"], 2, "use --config=tiny\n"),
         (["jaxtrain", "schedule", "--stages=2", "--microbatches=3"], 0, "1f1b"),
         (["jaxtrain", "generate", "--workdir=none"], 2, "error: --workdir='none' does not exist"),
@@ -146,33 +213,65 @@ def test_commands_work_in_an_empty_folder(installed, tmp_path, words, status, sa
 
 
 def test_launch_starts_the_installed_package(installed, tmp_path):
-    """Also where a folder of this name, such as a checkout of something else, is in the present one."""
+    """Also where a folder of this name, such as a checkout of something else, is in the present
+    one."""
     (tmp_path / "jaxtrain").mkdir()
     (tmp_path / "jaxtrain" / "__init__.py").write_text("raise SystemExit('the wrong package')")
-    done = run(installed, tmp_path, "jaxtrain", "launch", "--processes=1", "--", "--config=gpt2_124m", "--config.mesh.model=5")
-    assert done.returncode == 2 and "[0] error: mesh.model=5 does not divide model.heads=12" in done.stderr, done
+    done = run(
+        installed,
+        tmp_path,
+        "jaxtrain",
+        "launch",
+        "--processes=1",
+        "--",
+        "--config=gpt2_124m",
+        "--config.mesh.model=5",
+    )
+    assert (
+        done.returncode == 2
+        and "[0] error: mesh.model=5 does not divide model.heads=12" in done.stderr
+    ), done
 
 
 def test_an_editable_install_has_the_checkout_s_recipes(checkout, tmp_path):
     pip_install(build("editable", checkout, tmp_path), tmp_path / "site")
-    program = "import site, sys; site.addsitedir(sys.argv[1]); from jaxtrain.config import recipes; print(recipes.find_recipe('tiny'))"
+    program = (
+        "import site, sys; site.addsitedir(sys.argv[1]); from jaxtrain.config import recipes; "
+        "print(recipes.find_recipe('tiny'))"
+    )
     words = [sys.executable, "-c", program, str(tmp_path / "site")]
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(words, cwd=tmp_path, env=clean, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        words, cwd=tmp_path, env=clean, capture_output=True, text=True, check=True, timeout=60
+    )
     assert pathlib.Path(done.stdout.strip()) == checkout / "configs" / "tiny.py"
 
 
 @pytest.mark.full
 def test_an_installed_package_trains_and_writes_text(installed, tmp_path):
-    flags = "--config.train.steps=2 --config.model.layers=2 --config.pipeline.repeats=1 --config.train.sample_tokens=0".split()
+    flags = (
+        "--config.train.steps=2 --config.model.layers=2 --config.pipeline.repeats=1 "
+        "--config.train.sample_tokens=0"
+    ).split()
     done = run(installed, tmp_path, "jaxtrain", "train", *flags, timeout=600)
     assert done.returncode == 0, done
-    assert {"metrics.jsonl", "loss.png", "config.json", "checkpoints"} <= {*os.listdir(tmp_path / "runs" / "tiny")}
-    done = run(installed, tmp_path, "jaxtrain", "generate", "--workdir=runs/tiny", "--prompt=def", "--tokens=5", timeout=600)
+    assert {"metrics.jsonl", "loss.png", "config.json", "checkpoints"} <= {
+        *os.listdir(tmp_path / "runs" / "tiny")
+    }
+    done = run(
+        installed,
+        tmp_path,
+        "jaxtrain",
+        "generate",
+        "--workdir=runs/tiny",
+        "--prompt=def",
+        "--tokens=5",
+        timeout=600,
+    )
     assert done.returncode == 0 and done.stdout.startswith("def"), done
 
 
-# --- the command -----------------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
@@ -190,10 +289,24 @@ def test_help_names_the_commands(capsys, argv):
         (["Launch", "--"], "'Launch' is an unknown command: use jaxtrain launch"),
         (["help"], "'help' is an unknown command: use jaxtrain --help"),
         (["version"], "'version' is an unknown command: use jaxtrain --version"),
-        (["xyz"], "'xyz' is an unknown command: use jaxtrain train, plan, generate, schedule, checkpoint, launch"),
-        ([""], "'' is an unknown command: use jaxtrain train, plan, generate, schedule, checkpoint, launch"),
-        (["--config=tiny"], "'--config=tiny' stands in the place of a command: use jaxtrain train --config=tiny"),
-        (["--stages=4", "schedule"], "'--stages=4' stands before the command: use jaxtrain schedule and then the flags"),
+        (
+            ["xyz"],
+            "'xyz' is an unknown command: use jaxtrain train, plan, generate, schedule, "
+            "checkpoint, launch",
+        ),
+        (
+            [""],
+            "'' is an unknown command: use jaxtrain train, plan, generate, schedule, "
+            "checkpoint, launch",
+        ),
+        (
+            ["--config=tiny"],
+            "'--config=tiny' stands in the place of a command: use jaxtrain train --config=tiny",
+        ),
+        (
+            ["--stages=4", "schedule"],
+            "'--stages=4' stands before the command: use jaxtrain schedule and then the flags",
+        ),
     ],
 )
 def test_an_unknown_command(capsys, argv, message):

@@ -1,4 +1,5 @@
-"""What a run will write is tried before anything is compiled: which places are refused, what is said of them, and that nothing is left."""
+"""What a run will write is tried before anything is compiled: which places are refused, what is
+said of them, and that nothing is left."""
 
 import concurrent.futures
 import itertools
@@ -36,7 +37,9 @@ def here(tmp_path, monkeypatch):
 
 
 def config(**changes) -> Config:
-    return configs.replace(Config(), ALL | {name.replace("__", "."): value for name, value in changes.items()})
+    return configs.replace(
+        Config(), ALL | {name.replace("__", "."): value for name, value in changes.items()}
+    )
 
 
 def contents(folder: pathlib.Path) -> list[str]:
@@ -44,17 +47,25 @@ def contents(folder: pathlib.Path) -> list[str]:
 
 
 def refused(checked: Config, workdir: str, status: ExitStatus = ExitStatus.BAD_CONFIG) -> str:
-    """The line about a place. Nothing is left, and with the flags that it says to use all is well."""
+    """The line about a place. Nothing is left, and with the flags that it says to use all is
+    well."""
     before = contents(pathlib.Path.cwd())
     with pytest.raises(PlaceError) as raised:
         check(checked, workdir)
     assert raised.value.status == status and contents(pathlib.Path.cwd()) == before
     line = str(raised.value)
     assert "\n" not in line
-    pairs = [word.removeprefix("--").partition("=") for word in shlex.split(line.rpartition("use ")[2])]
+    pairs = [
+        word.removeprefix("--").partition("=") for word in shlex.split(line.rpartition("use ")[2])
+    ]
     changes = {name.removeprefix("config."): value for name, _, value in pairs}
     workdir = changes.pop("workdir", workdir)
-    check(configs.replace(checked, {path: flags._value(path, text) for path, text in changes.items()}), workdir)
+    check(
+        configs.replace(
+            checked, {path: flags._value(path, text) for path, text in changes.items()}
+        ),
+        workdir,
+    )
     assert contents(pathlib.Path.cwd()) == before
     return line
 
@@ -63,7 +74,9 @@ WORKDIRS = {
     "file": "is not a folder",
     "file/run": "cannot be written: 'HERE/file' is not a folder",
     "dangling": "is a link to '/nowhere/at/all', which does not exist",
-    "dangling/run": "cannot be written: 'HERE/dangling' is a link to '/nowhere/at/all', which does not exist",
+    "dangling/run": (
+        "cannot be written: 'HERE/dangling' is a link to '/nowhere/at/all', which does not exist"
+    ),
     "circle": "is a link to 'circle', which does not exist",
     "/dev/null": "is not a folder",
     "/etc/passwd/run": "cannot be written: '/etc/passwd' is not a folder",
@@ -78,7 +91,8 @@ def test_a_workdir_that_is_no_text(here):
 
 @pytest.mark.parametrize("place", WORKDIRS, ids=lambda place: place[:20])
 def test_folders_that_cannot_be_written(here, place):
-    """Also for root, whom access rights do not hold. A folder that is there is not proposed: it may be another run's."""
+    """Also for root, whom access rights do not hold. A folder that is there is not proposed: it may
+    be another run's."""
     rule = WORKDIRS[place].replace("HERE", str(here))
     name = (os.path.basename(place))[:100]
     (here / "runs" / name).mkdir(exist_ok=True)
@@ -104,7 +118,9 @@ def test_what_is_in_the_way_in_the_run_s_folder(here, name):
         path.touch()
         kinds = [("not a folder", path.unlink)]
     for kind, remove in kinds:
-        line = f"--workdir='runs/old': its {name} is {kind}: move it away, or use --workdir=runs/old-2"
+        line = (
+            f"--workdir='runs/old': its {name} is {kind}: move it away, or use --workdir=runs/old-2"
+        )
         assert refused(config(), "runs/old") == line
         remove()
         if kind != kinds[-1][0]:
@@ -116,19 +132,28 @@ def test_what_is_in_the_way_in_the_run_s_folder(here, name):
 
 def test_addresses_in_place_of_folders(here, monkeypatch):
     assert refused(config(), "s3://bucket/run") == (
-        "--workdir='s3://bucket/run' is an address, not a folder, as checkpoint.directory may be: use --workdir=runs/run"
+        "--workdir='s3://bucket/run' is an address, not a folder, as checkpoint.directory may "
+        "be: use --workdir=runs/run"
     )
     assert refused(config(), "S3:/bucket/run").endswith("use --workdir=runs/run")
     monkeypatch.setattr("jaxtrain.config.addresses._is_installed", lambda store: False)
-    with pytest.raises(PlaceError, match="^checkpoint.directory='s3://b/r' needs the package s3fs, which is not installed: pip install"):
+    with pytest.raises(
+        PlaceError,
+        match="^checkpoint.directory='s3://b/r' needs the package s3fs, which is not installed: "
+        "pip install",
+    ):
         check(config(checkpoint__directory="s3://b/r"), "runs/new")
 
 
 def test_what_may_pass_is_worth_a_restart(here, monkeypatch):
     """A store that does not answer. A full disk: tests/chaos/test_full_disk.py."""
-    monkeypatch.setattr("jaxtrain.checkpoint.stores.cannot_be_used", lambda place: "cannot be written (it is away)")
+    monkeypatch.setattr(
+        "jaxtrain.checkpoint.stores.cannot_be_used", lambda place: "cannot be written (it is away)"
+    )
     monkeypatch.setattr("jaxtrain.checkpoint.stores.scheme_of", lambda place: "s3" if place else "")
-    with pytest.raises(NoStorageError, match=r"^checkpoint.directory='s3://b/r' cannot be written \(it is away\)$") as raised:
+    with pytest.raises(
+        NoStorageError, match=r"^checkpoint.directory='s3://b/r' cannot be written \(it is away\)$"
+    ) as raised:
         check(config(checkpoint__directory="s3://b/r"), "runs/new")
     assert raised.value.status == ExitStatus.STORAGE and raised.value.status.goes_on
 
@@ -136,19 +161,29 @@ def test_what_may_pass_is_worth_a_restart(here, monkeypatch):
 def test_only_what_will_be_written_is_tried(here):
     for name in ("tensorboard", "profile", "rows", "checkpoints"):
         (here / "runs" / "old" / name).touch()
-    nothing = config(metrics__tensorboard=False, metrics__rows=False, train__profile_steps=0, checkpoint__directory="elsewhere")
+    nothing = config(
+        metrics__tensorboard=False,
+        metrics__rows=False,
+        train__profile_steps=0,
+        checkpoint__directory="elsewhere",
+    )
     check(nothing, "runs/old")
     assert not (here / "elsewhere").exists()
 
 
-# --- the command -----------------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def flags_of_tiny(here, monkeypatch):
     (here / "corpus.txt").write_text("some text\n" * 1000)
     monkeypatch.setenv("JAXTRAIN_CACHE", str(here / "cache"))
-    return [f"--config={ROOT / 'configs' / 'tiny.py'}", "--config.data.source=corpus.txt", "--cpu_devices=8", "--config.train.steps=4"]
+    return [
+        f"--config={ROOT / 'configs' / 'tiny.py'}",
+        "--config.data.source=corpus.txt",
+        "--cpu_devices=8",
+        "--config.train.steps=4",
+    ]
 
 
 def test_the_command_refuses_before_jax_has_started(here, flags_of_tiny, monkeypatch, capsys):
@@ -160,15 +195,23 @@ def test_the_command_refuses_before_jax_has_started(here, flags_of_tiny, monkeyp
 
     monkeypatch.setattr("jaxtrain.devices.startup.start_jax", start_jax)
     before = contents(here)
-    assert train.main([*flags_of_tiny, "--config.checkpoint.directory=/proc/x"]) == ExitStatus.BAD_CONFIG
-    line = "error: checkpoint.directory='/proc/x' cannot be written (No such file or directory): use --config.checkpoint.directory=\n"
+    assert (
+        train.main([*flags_of_tiny, "--config.checkpoint.directory=/proc/x"])
+        == ExitStatus.BAD_CONFIG
+    )
+    line = (
+        "error: checkpoint.directory='/proc/x' cannot be written (No such file or directory): use "
+        "--config.checkpoint.directory=\n"
+    )
     assert capsys.readouterr().err == line and contents(here) == before
     for flag in ("--dry_run", "--replay=3"):
         with pytest.raises(RuntimeError, match="jax is started"):
-            train.main([*flags_of_tiny, "--workdir=/proc/x", "--config.checkpoint.directory=/proc/x", flag])
+            train.main(
+                [*flags_of_tiny, "--workdir=/proc/x", "--config.checkpoint.directory=/proc/x", flag]
+            )
 
 
-# --- several processes -----------------------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 class Board:
@@ -193,7 +236,11 @@ class Board:
     def told_to_main(self, question, report):
         self.told[f"{question}/{self.here.process}"] = report
         self.barrier.wait()
-        return [self.told[f"{question}/{process}"] for process in range(2)] if self.here.process == 0 else []
+        return (
+            [self.told[f"{question}/{process}"] for process in range(2)]
+            if self.here.process == 0
+            else []
+        )
 
     def ask(self, *of_each: tuple[Config, str]) -> list[str]:
         """What check_together raises in each process."""
@@ -226,7 +273,8 @@ def test_several_try_a_folder_that_is_new(tmp_path):
 
 
 def test_several_processes_agree(here, monkeypatch):
-    """Process 0's places, those of each host, and a folder that hosts do not share; all end with the same line, and nothing is left."""
+    """Process 0's places, those of each host, and a folder that hosts do not share; all end with
+    the same line, and nothing is left."""
     board, before = Board(monkeypatch), contents(here)
     good, file = (config(), "runs/new"), str(here / "file")
     assert board.ask(good, good) == ["", ""]
@@ -234,10 +282,19 @@ def test_several_processes_agree(here, monkeypatch):
     assert said == ["2 --workdir='file' is not a folder: use --workdir=runs/file"] * 2
     bad = (config(checkpoint__local=file, checkpoint__local_every=1), "runs/new")
     said = board.ask(good, bad)
-    assert said[0] == said[1] and said[0].startswith(f"2 process 1: checkpoint.local={file!r} is not a folder: use ")
+    assert said[0] == said[1] and said[0].startswith(
+        f"2 process 1: checkpoint.local={file!r} is not a folder: use "
+    )
     monkeypatch.setattr(places, "SEEN_S", 0.2)
     exists = os.path.exists
-    monkeypatch.setattr(os.path, "exists", lambda path: exists(path) and not (".can_be_written" in str(path) and board.here.process))
+    monkeypatch.setattr(
+        os.path,
+        "exists",
+        lambda path: exists(path) and not (".can_be_written" in str(path) and board.here.process),
+    )
     said = board.ask(good, good)
-    assert said[0] == said[1] and "is not the folder of process 0: checkpoints need one that all hosts share" in said[0]
+    assert (
+        said[0] == said[1]
+        and "is not the folder of process 0: checkpoints need one that all hosts share" in said[0]
+    )
     assert contents(here) == before

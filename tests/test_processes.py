@@ -1,4 +1,5 @@
-"""Runs of several processes on this machine, through `python -m jaxtrain.launch`: the same losses, checkpoints, stops and failures.
+"""Runs of several processes on this machine, through `python -m jaxtrain.launch`: the same losses,
+checkpoints, stops and failures.
 
 The launcher by itself is in test_launch.py.
 """
@@ -53,7 +54,11 @@ def workdir(folder, request):
 
 def launch(workdir: pathlib.Path, processes: int, *flags: str, devices: int = DEVICES) -> list[str]:
     """The words of a launcher of so many processes with so many devices in all."""
-    own = ["jaxtrain.launch", f"--processes={processes}", f"--devices_per_process={devices // processes}"]
+    own = [
+        "jaxtrain.launch",
+        f"--processes={processes}",
+        f"--devices_per_process={devices // processes}",
+    ]
     return [*own, "--", "--config=recipe.py", f"--workdir={workdir.name}", *flags]
 
 
@@ -61,13 +66,16 @@ def train(workdir: pathlib.Path, processes: int, *flags: str, devices: int = DEV
     """Runs the training command to its end, in one process or by the launcher in several."""
     if processes == 1:
         return runs.train(workdir, *flags, devices=devices)
-    with runs.running(workdir.parent, *launch(workdir, processes, *flags, devices=devices)) as command:
+    with runs.running(
+        workdir.parent, *launch(workdir, processes, *flags, devices=devices)
+    ) as command:
         return command.end()
 
 
 @pytest.mark.full
 def test_ops_have_their_names_in_a_profile(single):
-    """As the table's columns are named: the ops of the chunks, and what comes before and after them. On one device a trace has not all."""
+    """As the table's columns are named: the ops of the chunks, and what comes before and after
+    them. On one device a trace has not all."""
     (trace,) = (single / "profile").rglob("*.xplane.pb")
     for op in ("embed", "F0", "K0", "R0", "B0", "W0", "head", "optimizer"):
         assert f"/{op}/".encode() in trace.read_bytes(), op
@@ -76,32 +84,47 @@ def test_ops_have_their_names_in_a_profile(single):
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_profile_by_part(processes, workdir, folder):
-    """Two stages, by one process and by two, of which process 0 reads its own device's part: every part of the plan is there."""
-    flags = settings(train__steps=STEPS, train__profile_steps=2, train__hardware=hardware_file.write(folder))
+    """Two stages, by one process and by two, of which process 0 reads its own device's part: every
+    part of the plan is there."""
+    flags = settings(
+        train__steps=STEPS, train__profile_steps=2, train__hardware=hardware_file.write(folder)
+    )
     train(workdir, processes, *flags)
     record = json.loads((workdir / "planned.json").read_text())
     exposed = record["trace"]["exposed"]
     assert {"matmuls", "attention", "memory", "optimizer", "stage", "waiting"} <= exposed.keys()
-    assert "communication" not in exposed and sum(exposed.values()) == pytest.approx(record["trace"]["step_time_s"], rel=0.01)
-    assert record["planned_step_time_s"] == pytest.approx(sum(record["planned"].values())) and record["largest_miss"]["part"]
+    assert "communication" not in exposed and sum(exposed.values()) == pytest.approx(
+        record["trace"]["step_time_s"], rel=0.01
+    )
+    assert (
+        record["planned_step_time_s"] == pytest.approx(sum(record["planned"].values()))
+        and record["largest_miss"]["part"]
+    )
 
 
 @pytest.mark.full
 def test_a_replica_in_each_process(workdir):
-    """Replicas that train apart: rows of the log are of both, also where the processes have not met since the last one."""
-    flags = settings(mesh__replica=2, train__diloco_inner_steps=4, metrics__log_every=3, train__steps=10)
+    """Replicas that train apart: rows of the log are of both, also where the processes have not met
+    since the last one."""
+    flags = settings(
+        mesh__replica=2, train__diloco_inner_steps=4, metrics__log_every=3, train__steps=10
+    )
     train(workdir, 2, *flags, devices=4)
     one = workdir.with_name("one")
     train(one, 1, *flags, *settings(checkpoint__every=0, checkpoint__minutes=0.00001), devices=4)
     assert list(runs.losses(workdir)) == [1, 3, 6, 9, 10]
     assert_same_trajectory(runs.losses(workdir), runs.losses(one))
     assert runs.checkpoints(workdir) == [3, 6, 9, 10]
-    # They meet in the log and the exchange, steps 3, 4, 6, 8 and 9; what is asked there is answered a step later.
+    # They meet in the log and the exchange, steps 3, 4, 6, 8 and 9; what is asked there is answered
+    # a step later.
     assert len(runs.checkpoints(one)) > 1 and set(runs.checkpoints(one)) <= {4, 5, 7, 9, 10}
 
 
-def assert_continue_each_other(whole, workdir, numbers: list[int], *flags: str, devices: int = DEVICES) -> list[runs.Done]:
-    """A run of one process, continued by other numbers of processes: the trajectory of the run that was never stopped."""
+def assert_continue_each_other(
+    whole, workdir, numbers: list[int], *flags: str, devices: int = DEVICES
+) -> list[runs.Done]:
+    """A run of one process, continued by other numbers of processes: the trajectory of the run that
+    was never stopped."""
     runs.copy_up_to(3, whole, workdir)
     runs_done = []
     for start, processes in zip(itertools.count(3, 3), numbers):
@@ -116,35 +139,53 @@ def assert_continue_each_other(whole, workdir, numbers: list[int], *flags: str, 
 
 def test_processes_continue_each_other(single, workdir):
     """A new start of two: below. On and on: of the larger model."""
-    four = settings(mesh__replica=2, mesh__data=1, mesh__elastic=True)  # as if two devices of four were gone
+    # as if two devices of four were gone
+    four = settings(mesh__replica=2, mesh__data=1, mesh__elastic=True)
     flags = [*four, *settings(train__sample_tokens=4, metrics__rows=True)]
     (done,) = assert_continue_each_other(single, workdir, [2], *flags)
-    elastic = "elastic: mesh.replica 2 → 1, pipeline.microbatches 2 → 4 for the 2 devices at hand; a step still has 16 sequences"
+    elastic = (
+        "elastic: mesh.replica 2 → 1, pipeline.microbatches 2 → 4 for the 2 devices at hand; a "
+        "step still has 16 sequences"
+    )
     assert f"[0] note: {elastic}" in done.out.splitlines()
     # The second start's processes have read what the one process has.
     assert read_rows(workdir) == read_rows(single) and len(list((workdir / "rows").iterdir())) == 2
     # One of them talks and keeps the logs.
     assert "[0] mesh: stage 2 (2 × cpu, 2 processes)" in done.out.splitlines()
     assert "[0] sample, " in done.out
-    assert not [line for line in done.out.splitlines() if re.match(r"\[1\] (mesh|step|validation|sample)", line)]
+    assert not [
+        line
+        for line in done.out.splitlines()
+        if re.match(r"\[1\] (mesh|step|validation|sample)", line)
+    ]
     assert runs.checkpoints(workdir) == [3, 6] and not runs.unfinished(workdir)
 
 
 @pytest.mark.full
 def test_damage_that_one_process_meets_is_everybody_s(single, workdir):
-    """Each reads its stage's layers alone: the second one finds a damaged piece, and both take the step before."""
+    """Each reads its stage's layers alone: the second one finds a damaged piece, and both take the
+    step before."""
     runs.copy_up_to(6, single, workdir)
     damage_numbers(workdir / "checkpoints" / "6", "params.layers.mlp.up.weight/c/2")
     done = train(workdir, 2, *settings(train__steps=8))
-    why = "6 (params/layers/mlp/up/weight cannot be read: its data is damaged); the newest whole checkpoint is 3"
-    assert f"[0] passed over in {workdir.name}/checkpoints: {why}" in done.out and "[0] continuing from step 3" in done.out
+    why = (
+        "6 (params/layers/mlp/up/weight cannot be read: its data is damaged); the newest whole "
+        "checkpoint is 3"
+    )
+    assert (
+        f"[0] passed over in {workdir.name}/checkpoints: {why}" in done.out
+        and "[0] continuing from step 3" in done.out
+    )
     assert_same_trajectory(runs.losses(workdir), runs.losses(single))
-    assert list(runs.losses(workdir)) == list(range(1, 9)) and runs.unfinished(workdir) == ["6.broken-1"]
+    assert list(runs.losses(workdir)) == list(range(1, 9)) and runs.unfinished(workdir) == [
+        "6.broken-1"
+    ]
 
 
 @pytest.mark.full
 def test_another_number_of_processes_neither_repeats_nor_skips_a_row(folder, workdir):
-    """4, 2, 1 and again 4 processes of one run, the batch split over all: rows and losses are those of one process."""
+    """4, 2, 1 and again 4 processes of one run, the batch split over all: rows and losses are those
+    of one process."""
     flags = settings(mesh__stage=1, mesh__data=4, metrics__rows=True)
     whole = workdir.with_name("whole-rows")
     train(whole, 1, *flags, *settings(train__steps=STEPS), devices=4)
@@ -154,20 +195,28 @@ def test_another_number_of_processes_neither_repeats_nor_skips_a_row(folder, wor
     assert found == read_rows(whole) and [*found] == list(range(STEPS))
     rows = [row for batch in found.values() for row in batch.values()]
     assert len(set(rows)) == len(rows) == 16 * STEPS, "within one epoch no row comes twice"
-    assert [record["batch"] for record in read_metrics(workdir) if "loss" in record] == list(range(STEPS))
+    assert [record["batch"] for record in read_metrics(workdir) if "loss" in record] == list(
+        range(STEPS)
+    )
     assert_same_trajectory(runs.losses(workdir), runs.losses(whole))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_an_elastic_run_goes_on_with_the_devices_at_hand(folder, workdir, zero):
-    """Four devices of two processes, two of one, and four again, by the same flags: the losses of four devices."""
-    flags = settings(mesh__stage=1, mesh__data=4, mesh__elastic=True, parallel__zero=zero, metrics__rows=True)
+    """Four devices of two processes, two of one, and four again, by the same flags: the losses of
+    four devices."""
+    flags = settings(
+        mesh__stage=1, mesh__data=4, mesh__elastic=True, parallel__zero=zero, metrics__rows=True
+    )
     whole = workdir.with_name(f"whole-zero-{zero}")
     train(whole, 1, *flags, *settings(train__steps=STEPS), devices=4)
     for steps, processes, devices in ((4, 2, 4), (8, 1, 2), (12, 2, 4)):
         done = train(workdir, processes, *flags, *settings(train__steps=steps), devices=devices)
-        assert ("elastic: mesh.data 4 → 2, pipeline.microbatches 2 → 4 for the 2 devices at hand" in done.out + done.err) == (devices == 2)
+        assert (
+            "elastic: mesh.data 4 → 2, pipeline.microbatches 2 → 4 for the 2 devices at hand"
+            in done.out + done.err
+        ) == (devices == 2)
     assert read_rows(workdir) == read_rows(whole)
     assert_same_trajectory(runs.losses(workdir), runs.losses(whole))
 
@@ -189,8 +238,9 @@ def test_processes_on_other_meshes(large, workdir, processes, mesh):
 
 
 def test_one_that_is_told_to_stop_and_one_that_is_killed(single, workdir):
-    """The first as a cluster takes a machine away: all save the same step and stop, with a status of their own. Then a kill: the others
-    say who has gone. Each time the launcher starts the run again, which ends as if nothing had been; nobody is left behind."""
+    """The first as a cluster takes a machine away: all save the same step and stop, with a status
+    of their own. Then a kill: the others say who has gone. Each time the launcher starts the run
+    again, which ends as if nothing had been; nobody is left behind."""
     steps = 60
     flags = settings(train__steps=steps, mesh__stage=1, mesh__data=2, checkpoint__every=30)
     words = launch(workdir, 2, *flags)
@@ -199,7 +249,10 @@ def test_one_that_is_told_to_stop_and_one_that_is_killed(single, workdir):
         command.wait_for(lambda: runs.last_step(workdir) > 0, "a step")
         before = children(command.process.pid)
         os.kill(process_of_run(command.process.pid, 1), signal.SIGTERM)
-        command.wait_for(lambda: "restart 1 of 2: the run ended with status 75" in command.errors(), "a stop on request")
+        command.wait_for(
+            lambda: "restart 1 of 2: the run ended with status 75" in command.errors(),
+            "a stop on request",
+        )
         step = runs.last_step(workdir)
         assert f"[0] stopped at step {step} of {steps}" in command.output()
         assert runs.checkpoints(workdir)[-1] == step < steps and not runs.unfinished(workdir)
@@ -208,8 +261,14 @@ def test_one_that_is_told_to_stop_and_one_that_is_killed(single, workdir):
         assert f"continuing from step {step}" in command.output()
         before += children(command.process.pid)
         os.kill(process_of_run(command.process.pid, 1), signal.SIGKILL)
-        command.wait_for(lambda: "restart 2 of 2: the run ended with status " in command.errors(), "a kill")
-        assert re.search(r"^error: process 1 \(.+, pid \d+\) has gone without a word, after step \d+$", command.errors(), re.MULTILINE)
+        command.wait_for(
+            lambda: "restart 2 of 2: the run ended with status " in command.errors(), "a kill"
+        )
+        assert re.search(
+            r"^error: process 1 \(.+, pid \d+\) has gone without a word, after step \d+$",
+            command.errors(),
+            re.MULTILINE,
+        )
         done = command.end()
     assert "Traceback" not in done.err + done.out
     assert_gone([pid for pid in before if pid != command.process.pid])
@@ -221,7 +280,9 @@ def test_one_that_is_told_to_stop_and_one_that_is_killed(single, workdir):
 @pytest.mark.full
 def test_a_process_with_slow_data_is_named(folder, workdir):
     """By number and host, with how much the others lose by it, as soon as a window is over."""
-    flags = settings(train__steps=10_000, checkpoint__every=0, mesh__stage=1, mesh__data=2, data__prefetch=1)
+    flags = settings(
+        train__steps=10_000, checkpoint__every=0, mesh__stage=1, mesh__data=2, data__prefetch=1
+    )
     words = launch(workdir, 2, *flags)
     words.insert(1, "--module=support.slow_data")
     paths = {"PYTHONPATH": f"{runs.ROOT}:{runs.ROOT / 'tests'}"}
@@ -234,7 +295,8 @@ def test_a_process_with_slow_data_is_named(folder, workdir):
     assert all(0.1 < record["slowest_behind_s"] < 0.3 for record in named())
     lines = [line for line in done.out.splitlines() if "is slowest" in line]
     pattern = (
-        rf"\[0\] warning: steps \d+ to \d+: process 1 \({re.escape(socket.gethostname())}, pid \d+\) is slowest, with 0\.\d+ s of its own"
+        rf"\[0\] warning: steps \d+ to \d+: process 1 \({re.escape(socket.gethostname())}, pid "
+        r"\d+\) is slowest, with 0\.\d+ s of its own"
     )
     assert lines and all(re.match(pattern, line) for line in lines)
 
@@ -243,5 +305,8 @@ def test_what_every_process_finds_wrong(folder, workdir):
     """Too few devices: status 2 from the launcher, and nothing written."""
     with runs.running(folder, *launch(workdir, 2, *settings(mesh__stage=3))) as command:
         done = command.end(status=2)
-    assert re.search(r"process [01] failed with status 2; its last lines:\nerror: mesh.stage=3 does not fit", done.err)
+    assert re.search(
+        r"process [01] failed with status 2; its last lines:\nerror: mesh.stage=3 does not fit",
+        done.err,
+    )
     assert not workdir.exists()

@@ -1,6 +1,8 @@
-"""scripts/: the environment is made once, again when something changed or broke off, and flags pass through.
+"""scripts/: the environment is made once, again when something changed or broke off, and flags pass
+through.
 
-With stand-ins for python3, which makes an environment whose python writes down what it is asked to do, and for uv.
+With stand-ins for python3, which makes an environment whose python writes down what it is asked to
+do, and for uv.
 """
 
 import os
@@ -68,7 +70,11 @@ def repository(tmp_path):
 
 
 def start(root: pathlib.Path, script: str, *arguments: str, **environment: str) -> subprocess.Popen:
-    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "JAXTRAIN_EXTRAS", "JAXTRAIN_TEST_WORKERS")}
+    variables = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("PYTHON", "JAXTRAIN_EXTRAS", "JAXTRAIN_TEST_WORKERS")
+    }
     variables |= {
         "PATH": f"{root.parent / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "FAKE_LOG": str(root.parent / "log"),
@@ -76,11 +82,18 @@ def start(root: pathlib.Path, script: str, *arguments: str, **environment: str) 
     }
     command = [str(root / script), *arguments]
     return subprocess.Popen(
-        command, env=variables | environment, cwd=root.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=variables | environment,
+        cwd=root.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def run(root: pathlib.Path, script: str, *arguments: str, **environment: str) -> tuple[int, str, list[str]]:
+def run(
+    root: pathlib.Path, script: str, *arguments: str, **environment: str
+) -> tuple[int, str, list[str]]:
     """(status, stderr, what the stand-in was asked to do)"""
     log = root.parent / "log"
     log.write_text("")
@@ -91,14 +104,25 @@ def run(root: pathlib.Path, script: str, *arguments: str, **environment: str) ->
 
 def pinned(root: pathlib.Path) -> list[str]:
     """The packages that training needs, as they are given to pip."""
-    lines = [line for name in ("requirements.txt", "requirements-indirect.txt") for line in (root / name).read_text().splitlines()]
+    lines = [
+        line
+        for name in ("requirements.txt", "requirements-indirect.txt")
+        for line in (root / name).read_text().splitlines()
+    ]
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def steps(root: pathlib.Path, log: list[str]) -> list[str]:
-    """A log in which the several pips that install all pinned packages side by side are one line, PINNED."""
-    pips = [line for line in log if line.startswith("pip --no-compile --no-deps ") and "--target" not in line]
-    packages = [package for package in pinned(root) for line in pips if f" {package} " in f"{line} "]
+    """A log in which the several pips that install all pinned packages side by side are one line,
+    PINNED."""
+    pips = [
+        line
+        for line in log
+        if line.startswith("pip --no-compile --no-deps ") and "--target" not in line
+    ]
+    packages = [
+        package for package in pinned(root) for line in pips if f" {package} " in f"{line} "
+    ]
     if not pips or sorted(packages) != sorted(pinned(root)):
         return log
     return [PINNED if line == pips[0] else line for line in log if line not in pips[1:]]
@@ -137,16 +161,28 @@ def test_install_again_after_a_change(repository, change):
     assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
 
 
-def test_an_environment_gets_its_own_pip_first_where_python_has_none_that_can_install_into_it(repository):
-    assert run(repository, "scripts/train.sh", FAKE_OLD_PIP="1")[2] == ["venv", "ensurepip", PINNED, trained(repository)]
+def test_an_environment_gets_its_own_pip_first_where_python_has_none_that_can_install_into_it(
+    repository,
+):
+    assert run(repository, "scripts/train.sh", FAKE_OLD_PIP="1")[2] == [
+        "venv",
+        "ensurepip",
+        PINNED,
+        trained(repository),
+    ]
 
 
 def test_uv_is_used_where_it_works(repository):
     status, err, log = run(repository, "scripts/train.sh", FAKE_UV="works")
     install = "uv pip install --quiet --python .venv/bin/python"
     assert status == 0, err
-    assert log[0].startswith("uv venv --quiet --seed --python /") and log[0].endswith("bin/python3 .venv")
-    assert log[1:] == [f"{install} -r requirements.txt -r requirements-indirect.txt", trained(repository)]
+    assert log[0].startswith("uv venv --quiet --seed --python /") and log[0].endswith(
+        "bin/python3 .venv"
+    )
+    assert log[1:] == [
+        f"{install} -r requirements.txt -r requirements-indirect.txt",
+        trained(repository),
+    ]
     status, err, log = run(repository, "scripts/test.sh", "--full", FAKE_UV="works")
     assert log[0] == f"{install} -r requirements.txt -r requirements-dev.txt"
     assert log[1] == f"{install} --no-deps --target .venv-compilers -r requirements-compilers.txt"
@@ -155,7 +191,11 @@ def test_uv_is_used_where_it_works(repository):
 def test_pip_goes_on_where_uv_cannot(repository):
     status, err, log = run(repository, "scripts/train.sh", FAKE_UV="fails")
     assert status == 0 and err.count("uv could not: trying pip\n") == 2
-    assert [line for line in log if not line.startswith("uv ")] == ["venv", PINNED, trained(repository)]
+    assert [line for line in log if not line.startswith("uv ")] == [
+        "venv",
+        PINNED,
+        trained(repository),
+    ]
 
 
 def test_another_python_makes_another_environment(repository):
@@ -181,10 +221,15 @@ def test_two_calls_at_a_time_install_once(repository):
 
 
 def test_an_accelerator_s_extras_are_remembered(repository):
-    assert run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda13")[2][2] == f"{INSTALL} -r requirements-cuda13.txt"
+    assert (
+        run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda13")[2][2]
+        == f"{INSTALL} -r requirements-cuda13.txt"
+    )
     assert run(repository, "scripts/train.sh")[2] == [trained(repository)]
     status, err, log = run(repository, "scripts/train.sh", JAXTRAIN_EXTRAS="cuda")
-    assert (status, log) == (2, []) and err.startswith("error: JAXTRAIN_EXTRAS=cuda is not known: use JAXTRAIN_EXTRAS=cuda13 or ")
+    assert (status, log) == (2, []) and err.startswith(
+        "error: JAXTRAIN_EXTRAS=cuda is not known: use JAXTRAIN_EXTRAS=cuda13 or "
+    )
 
 
 CHECKS = ["<ruff><check><.>", "<ruff><format><--check><.>", "<mypy>"]
@@ -192,22 +237,30 @@ CHECKS = ["<ruff><check><.>", "<ruff><format><--check><.>", "<mypy>"]
 
 @pytest.mark.parametrize("script", ["scripts/test.sh", ".ci/run"])
 def test_tests(repository, script):
-    """All four checks, in the repository's folder, by as many workers as cores; the development requirements are added to the environment
-    that training made."""
+    """All four checks, in the repository's folder, by as many workers as cores; the development
+    requirements are added to the environment that training made."""
     run(repository, "scripts/train.sh")
     status, err, log = run(repository, script, "-k", "a b")
     assert status == 0, err
     cores = subprocess.run(["nproc"], capture_output=True, text=True, check=True).stdout.strip()
     steps = [*CHECKS, f"<pytest><-n><{cores}>{DISTRIBUTION}<-k><a b>"]
-    assert log == [f"{INSTALL} -r requirements-dev.txt", *(f"{step}<{repository}>" for step in steps)]
-    assert run(repository, script, JAXTRAIN_TEST_WORKERS="3")[2][-1] == f"<pytest><-n><3>{DISTRIBUTION}<{repository}>"
+    assert log == [
+        f"{INSTALL} -r requirements-dev.txt",
+        *(f"{step}<{repository}>" for step in steps),
+    ]
+    assert (
+        run(repository, script, JAXTRAIN_TEST_WORKERS="3")[2][-1]
+        == f"<pytest><-n><3>{DISTRIBUTION}<{repository}>"
+    )
 
 
 def test_the_long_tests_have_their_compilers_and_store(repository):
     """In folders of their own, once, and again after a change."""
     run(repository, "scripts/train.sh")
     compilers = "pip --no-compile --no-deps --target .venv-compilers -r requirements-compilers.txt"
-    _, _, log = run(repository, "scripts/test.sh", "--full", "--part=2/4", JAXTRAIN_TEST_WORKERS="1")
+    _, _, log = run(
+        repository, "scripts/test.sh", "--full", "--part=2/4", JAXTRAIN_TEST_WORKERS="1"
+    )
     assert (
         log[1] == compilers
         and log[2] == compilers.replace("compilers", "store")
@@ -226,27 +279,54 @@ def test_the_long_chaos_run(repository):
 
 
 def test_the_trial_of_the_documents(repository):
-    assert run(repository, "scripts/try_docs.sh", "--part=1/2")[2] == ["venv", PINNED, "try_docs.py --part=1/2"]
+    assert run(repository, "scripts/try_docs.sh", "--part=1/2")[2] == [
+        "venv",
+        PINNED,
+        "try_docs.py --part=1/2",
+    ]
 
 
 def test_the_object_store(repository):
     status, err, log = run(repository, "scripts/object_store.sh")
-    assert (status, log) == (
-        2,
-        [],
-    ) and err == "error: scripts/object_store.sh needs a folder for its data: scripts/object_store.sh FOLDER [BUCKET]\n"
+    assert (
+        (status, log)
+        == (
+            2,
+            [],
+        )
+        and err
+        == "error: scripts/object_store.sh needs a folder for its data: scripts/object_store.sh "
+        "FOLDER [BUCKET]\n"
+    )
     status, err, log = run(repository, "scripts/object_store.sh", "data", "bucket")
     assert status == 0, err
-    assert log[-2].endswith("--target .venv-store -r requirements-store.txt") and log[-1] == "object_store.py data bucket"
+    assert (
+        log[-2].endswith("--target .venv-store -r requirements-store.txt")
+        and log[-1] == "object_store.py data bucket"
+    )
 
 
 @pytest.mark.parametrize(
     "environment, message",
     [
-        ({"FAKE_VERSION": "3.10"}, "error: python3 is Python 3.10: use 3.11, 3.12 or 3.13, by PYTHON=/path/to/python "),
-        ({"FAKE_VERSION": "3.14"}, "error: python3 is Python 3.14: use 3.11, 3.12 or 3.13, by PYTHON=/path/to/python "),
-        ({"FAKE_NO_VENV": "1"}, "error: python3 has no venv module: install it (Debian, Ubuntu: apt install python3.12-venv)"),
-        ({"PYTHON": "/none"}, "error: /none is not there: install Python 3.11, 3.12 or 3.13, or set PYTHON=/path/to/python"),
+        (
+            {"FAKE_VERSION": "3.10"},
+            "error: python3 is Python 3.10: use 3.11, 3.12 or 3.13, by PYTHON=/path/to/python ",
+        ),
+        (
+            {"FAKE_VERSION": "3.14"},
+            "error: python3 is Python 3.14: use 3.11, 3.12 or 3.13, by PYTHON=/path/to/python ",
+        ),
+        (
+            {"FAKE_NO_VENV": "1"},
+            "error: python3 has no venv module: install it (Debian, Ubuntu: apt install "
+            "python3.12-venv)",
+        ),
+        (
+            {"PYTHON": "/none"},
+            "error: /none is not there: install Python 3.11, 3.12 or 3.13, or set "
+            "PYTHON=/path/to/python",
+        ),
     ],
 )
 def test_what_cannot_be(repository, environment, message):
@@ -257,5 +337,9 @@ def test_what_cannot_be(repository, environment, message):
 
 def test_every_requirement_is_pinned():
     for name in REQUIREMENTS:
-        lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+        lines = [
+            line
+            for line in (ROOT / name).read_text().splitlines()
+            if line and not line.startswith("#")
+        ]
         assert lines and all("==" in line.partition(";")[0] for line in lines)

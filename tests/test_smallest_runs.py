@@ -1,7 +1,9 @@
-"""Every script of benchmarks/, docs/ and scripts/ runs to its end at its smallest size, with the processes that it starts.
+"""Every script of benchmarks/, docs/ and scripts/ runs to its end at its smallest size, with the
+processes that it starts.
 
-A script runs inside this process, which has imported jax already; the processes that it starts are real ones. A new file fails
-`test_every_script_is_run` until it has a smallest run here, or a test elsewhere that runs it.
+A script runs inside this process, which has imported jax already; the processes that it starts are
+real ones. A new file fails `test_every_script_is_run` until it has a smallest run here, or a test
+elsewhere that runs it.
 """
 
 import dataclasses
@@ -17,7 +19,9 @@ from support import ROOT, hardware_file
 from jaxtrain.hlo.topology import Platform
 
 PATTERNS = ("benchmarks/*.py", "docs/*.py", "scripts/*.*", "scripts/launch/*.*")
-SCRIPTS = sorted({str(path.relative_to(ROOT)) for pattern in PATTERNS for path in ROOT.glob(pattern)})
+SCRIPTS = sorted(
+    {str(path.relative_to(ROOT)) for pattern in PATTERNS for path in ROOT.glob(pattern)}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,26 +42,61 @@ class Smallest:
 
 HERE = "HERE"
 MODEL = [
-    *("--config.model.layers=2", "--config.model.width=16", "--config.model.heads=4", "--config.model.mlp_width=32"),
-    *("--config.model.vocab_size=257", "--config.data.sequence_length=16", f"--config.data.source={ROOT / 'README.md'}"),
+    *(
+        "--config.model.layers=2",
+        "--config.model.width=16",
+        "--config.model.heads=4",
+        "--config.model.mlp_width=32",
+    ),
+    *(
+        "--config.model.vocab_size=257",
+        "--config.data.sequence_length=16",
+        f"--config.data.source={ROOT / 'README.md'}",
+    ),
 ]
 FLAT = [
     *("--config.mesh.stage=1", "--config.mesh.model=1", "--config.pipeline.microbatches=1"),
     *("--config.pipeline.schedule=1f1b", "--config.pipeline.repeats=1"),
 ]
 STAGES = [
-    *("--config.mesh.data=4", "--config.mesh.stage=2", "--config.mesh.model=1", "--config.pipeline.microbatches=2"),
-    *("--config.pipeline.schedule=1f1b", "--config.pipeline.repeats=1", "--config.pipeline.remat=none"),
+    *(
+        "--config.mesh.data=4",
+        "--config.mesh.stage=2",
+        "--config.mesh.model=1",
+        "--config.pipeline.microbatches=2",
+    ),
+    *(
+        "--config.pipeline.schedule=1f1b",
+        "--config.pipeline.repeats=1",
+        "--config.pipeline.remat=none",
+    ),
 ]
 RUNS = {
-    # Its process imports all that it needs, and then finds no compiler: a compilation takes a minute (benchmarks/test_ahead_figures.py).
-    "benchmarks/ahead.py": Smallest(["--layout=pipeline", "--platform=v5p"], ("refused: RuntimeError: JAX TPU support not installed",), 1),
-    "benchmarks/checkpoint.py": Smallest(
-        ["--every=1", "--saves=1", "--pairs=1", f"--folder={HERE}", "--", *MODEL, *FLAT], ("a save every 1 steps", "blocked")
+    # Its process imports all that it needs, and then finds no compiler: a compilation takes a
+    # minute (benchmarks/test_ahead_figures.py).
+    "benchmarks/ahead.py": Smallest(
+        ["--layout=pipeline", "--platform=v5p"],
+        ("refused: RuntimeError: JAX TPU support not installed",),
+        1,
     ),
-    "benchmarks/cpu_step.py": Smallest(["--layouts=data8", "--steps=1", f"--json={HERE}/steps.json", "--", *MODEL], ("\ndata8 ",)),
+    "benchmarks/checkpoint.py": Smallest(
+        ["--every=1", "--saves=1", "--pairs=1", f"--folder={HERE}", "--", *MODEL, *FLAT],
+        ("a save every 1 steps", "blocked"),
+    ),
+    "benchmarks/cpu_step.py": Smallest(
+        ["--layouts=data8", "--steps=1", f"--json={HERE}/steps.json", "--", *MODEL], ("\ndata8 ",)
+    ),
     "benchmarks/diloco.py": Smallest(
-        ["--steps=1", "--inner_steps=1", "--cases=apart, int8", "--", *MODEL, *FLAT, "--config.mesh.data=4"], ("\napart, int8 ",)
+        [
+            "--steps=1",
+            "--inner_steps=1",
+            "--cases=apart, int8",
+            "--",
+            *MODEL,
+            *FLAT,
+            "--config.mesh.data=4",
+        ],
+        ("\napart, int8 ",),
     ),
     "benchmarks/gpu.py": Smallest(
         ["--device=cpu", "--tiny", "--sides=jaxtrain,kernels", "--cases=gpt2_124m", "--steps=1"],
@@ -65,48 +104,87 @@ RUNS = {
         processes=("benchmarks/gpu_step.py", "benchmarks/gpu_kernels.py"),
     ),
     # As ahead.py, whose process is the same one.
-    "benchmarks/long_context.py": Smallest(["--lengths=1024", "--modes=ring"], ("refused: NotImplementedError: topology",), 1),
-    "benchmarks/overhead.py": Smallest(["--rounds=1", "--microbatches=1", "--", *MODEL], ("round 1: ", "ratio of CPU-seconds: ")),
+    "benchmarks/long_context.py": Smallest(
+        ["--lengths=1024", "--modes=ring"], ("refused: NotImplementedError: topology",), 1
+    ),
+    "benchmarks/overhead.py": Smallest(
+        ["--rounds=1", "--microbatches=1", "--", *MODEL], ("round 1: ", "ratio of CPU-seconds: ")
+    ),
     "benchmarks/pipeline.py": Smallest(
-        [f"--config={ROOT}/configs/tiny.py", *MODEL, *STAGES], ("measured step", "--config.pipeline.times=")
+        [f"--config={ROOT}/configs/tiny.py", *MODEL, *STAGES],
+        ("measured step", "--config.pipeline.times="),
     ),
     "benchmarks/planned_order.py": Smallest(
-        ["--layouts=data8", "--rounds=1", f"--hardware={HERE}/hardware.json", "--", *MODEL], ("planned s", "\ndata8 ")
+        ["--layouts=data8", "--rounds=1", f"--hardware={HERE}/hardware.json", "--", *MODEL],
+        ("planned s", "\ndata8 "),
     ),
     "benchmarks/planner.py": Smallest([], ("26 figures",)),
-    "benchmarks/vocabulary.py": Smallest(["--vocabulary=257", "--stages=4", "--", *MODEL, *STAGES], ("zb_v", "\nparallel ")),
+    "benchmarks/vocabulary.py": Smallest(
+        ["--vocabulary=257", "--stages=4", "--", *MODEL, *STAGES], ("zb_v", "\nparallel ")
+    ),
     "docs/draw_idea.py": Smallest([f"--out={HERE}/idea.svg"], ("wrote ",)),
     "docs/draw_step.py": Smallest([f"--out={HERE}/step.svg"], ("wrote ",)),
     "scripts/fuzz.py": Smallest(
-        ["--seed=1", "--invalid=1", "--commands=0", "--dry_run=0", "--valid=0", "--jobs=1", f"--folder={HERE}/fuzz"],
+        [
+            "--seed=1",
+            "--invalid=1",
+            "--commands=0",
+            "--dry_run=0",
+            "--valid=0",
+            "--jobs=1",
+            f"--folder={HERE}/fuzz",
+        ],
         ("invalid: 1 of 1 refused",),
     ),
-    "scripts/try_docs.py": Smallest(["--list", "--part=1/5"], ("python -m jaxtrain.",)),  # commands are run by tests/test_try_docs.py
+    # commands are run by tests/test_try_docs.py
+    "scripts/try_docs.py": Smallest(["--list", "--part=1/5"], ("python -m jaxtrain.",)),
     # What these start is not on every machine: Ray, and Slurm's daemons.
     "scripts/launch/ray_train.py": Smallest(["--help"], ("--gpus_per_worker",)),
     "scripts/launch/rehearse_ray.py": Smallest([f"--packages={HERE}"], ("Ray is not in ",), 2),
-    "scripts/launch/rehearse_slurm.py": Smallest([], ("error: ",), 2, environment={"PATH": "/nowhere"}),
+    "scripts/launch/rehearse_slurm.py": Smallest(
+        [], ("error: ",), 2, environment={"PATH": "/nowhere"}
+    ),
 }
 # Files that are run by a test of their own.
 ELSEWHERE = {
     "benchmarks/torch_step.py": "tests/benchmarks/test_gpu_torch.py",  # needs torch
-    **{f"scripts/{name}.sh": "tests/test_scripts.py" for name in ("train", "test", "chaos", "object_store", "try_docs")},
-    **dict.fromkeys(("scripts/launch/jobset.yaml", "scripts/launch/jobset_tpu.yaml"), "tests/launch/test_engines.py"),
-    **dict.fromkeys(("scripts/launch/skypilot.yaml", "scripts/launch/tpu_vm.sh"), "tests/launch/test_engines.py"),
-    **dict.fromkeys((f"scripts/launch/slurm{end}" for end in (".sbatch", "_pyxis.sbatch", "_requeue.sh")), "tests/launch/test_slurm.py"),
+    **{
+        f"scripts/{name}.sh": "tests/test_scripts.py"
+        for name in ("train", "test", "chaos", "object_store", "try_docs")
+    },
+    **dict.fromkeys(
+        ("scripts/launch/jobset.yaml", "scripts/launch/jobset_tpu.yaml"),
+        "tests/launch/test_engines.py",
+    ),
+    **dict.fromkeys(
+        ("scripts/launch/skypilot.yaml", "scripts/launch/tpu_vm.sh"), "tests/launch/test_engines.py"
+    ),
+    **dict.fromkeys(
+        (f"scripts/launch/slurm{end}" for end in (".sbatch", "_pyxis.sbatch", "_requeue.sh")),
+        "tests/launch/test_slurm.py",
+    ),
 }
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_is_run(script):
-    """A file has a smallest run, or is started by one, or another script imports or sources it, or a test elsewhere runs it."""
+    """A file has a smallest run, or is started by one, or another script imports or sources it, or
+    a test elsewhere runs it."""
     stem = (ROOT / script).stem
     if script in ELSEWHERE:
-        assert stem in (ROOT / ELSEWHERE[script]).read_text(), f"{ELSEWHERE[script]} does not run {script}"
+        assert stem in (ROOT / ELSEWHERE[script]).read_text(), (
+            f"{ELSEWHERE[script]} does not run {script}"
+        )
     elif script not in RUNS and not any(script in run.processes for run in RUNS.values()):
-        assert '__name__ == "__main__"' not in (ROOT / script).read_text(), f"{script} has no smallest run: add one to RUNS"
+        assert '__name__ == "__main__"' not in (ROOT / script).read_text(), (
+            f"{script} has no smallest run: add one to RUNS"
+        )
         used = re.compile(rf'^ *(import|from) {stem}\b|^source .*/{stem}\.sh"$', re.MULTILINE)
-        users = [other for other in SCRIPTS if other != script and used.search((ROOT / other).read_text())]
+        users = [
+            other
+            for other in SCRIPTS
+            if other != script and used.search((ROOT / other).read_text())
+        ]
         assert users, f"no script uses {script}: add one to RUNS"
 
 
@@ -117,12 +195,18 @@ def test_the_smallest_run(script, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     if script in ("benchmarks/ahead.py", "benchmarks/long_context.py"):
         if any(importlib.util.find_spec(module) for module in ("libtpu", "jax_plugins")):
-            pytest.skip("the compilers are installed in this environment: a compilation takes a minute")
+            pytest.skip(
+                "the compilers are installed in this environment: a compilation takes a minute"
+            )
         monkeypatch.setattr(Platform, "missing", False)
     before = dict(os.environ)
     own = {"JAXTRAIN_CACHE": str(tmp_path / "cache"), "JAXTRAIN_COMPILERS": str(tmp_path)}
     os.environ.update(own | run.environment)
-    monkeypatch.setattr(sys, "argv", [str(ROOT / script), *(word.replace(HERE, str(tmp_path)) for word in run.arguments)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [str(ROOT / script), *(word.replace(HERE, str(tmp_path)) for word in run.arguments)],
+    )
     monkeypatch.setattr(sys, "path", [str((ROOT / script).parent), *sys.path])
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")

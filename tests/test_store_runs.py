@@ -1,4 +1,5 @@
-"""A run whose checkpoints lie in an object store, by the real commands: killed and continued, with the store away for a while."""
+"""A run whose checkpoints lie in an object store, by the real commands: killed and continued, with
+the store away for a while."""
 
 import os
 import time
@@ -24,7 +25,9 @@ def server(folder):
 
 def in_store(server: object_store.ObjectStore) -> dict[str, str]:
     """The environment of a command that reaches the store."""
-    return server.environment | {"PYTHONPATH": os.pathsep.join([str(object_store.ROOT), str(object_store.PACKAGES)])}
+    return server.environment | {
+        "PYTHONPATH": os.pathsep.join([str(object_store.ROOT), str(object_store.PACKAGES)])
+    }
 
 
 def saves(workdir) -> int:
@@ -33,7 +36,8 @@ def saves(workdir) -> int:
 
 
 def test_killed_continued_and_used(folder, server):
-    """The losses are those of a run that was never stopped; the store goes away and comes back while it trains."""
+    """The losses are those of a run that was never stopped; the store goes away and comes back
+    while it trains."""
     runs.train(folder / "whole", *FLAGS)
     url, workdir, environment = f"s3://{server.bucket}/run", folder / "run", in_store(server)
     flags = [*FLAGS, *settings(checkpoint__directory=url)]
@@ -48,9 +52,14 @@ def test_killed_continued_and_used(folder, server):
         server.start()
         done = command.end()
     assert "continuing from step " in done.out
-    assert runs.losses(workdir) == runs.losses(folder / "whole") and not (workdir / "checkpoints").exists()
+    assert (
+        runs.losses(workdir) == runs.losses(folder / "whole")
+        and not (workdir / "checkpoints").exists()
+    )
     for place in ("run", url):
-        with runs.running(folder, "jaxtrain.checkpoint", "verify", place, environment=environment) as command:
+        with runs.running(
+            folder, "jaxtrain.checkpoint", "verify", place, environment=environment
+        ) as command:
             assert f"{STEPS}: whole" in command.end().out
         words = ["jaxtrain.generate", f"--workdir={place}", "--prompt=the", "--tokens=4"]
         with runs.running(folder, *words, environment=environment) as command:
@@ -59,6 +68,10 @@ def test_killed_continued_and_used(folder, server):
 
 def test_a_store_without_the_bucket_is_told_at_the_start(folder, server):
     flags = [*FLAGS, *settings(checkpoint__directory="s3://nobody/run")]
-    done = runs.train(folder / "never", *flags, environment=in_store(server), status=ExitStatus.STORAGE)
-    assert done.err.splitlines()[-1].startswith("error: checkpoint.directory='s3://nobody/run' cannot be written (The specified bucket")
+    done = runs.train(
+        folder / "never", *flags, environment=in_store(server), status=ExitStatus.STORAGE
+    )
+    assert done.err.splitlines()[-1].startswith(
+        "error: checkpoint.directory='s3://nobody/run' cannot be written (The specified bucket"
+    )
     assert "compiled in" not in done.out and "Traceback" not in done.err

@@ -1,4 +1,5 @@
-"""A run's op times are planned or measured once and kept in its folder, where every later start and process finds them."""
+"""A run's op times are planned or measured once and kept in its folder, where every later start and
+process finds them."""
 
 import dataclasses
 import json
@@ -7,7 +8,15 @@ import pytest
 from support import train_runs as runs
 
 from jaxtrain import stored_times
-from jaxtrain.config import Config, MeshConfig, ModelConfig, PipelineConfig, get, pipeline_setup, replace
+from jaxtrain.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    get,
+    pipeline_setup,
+    replace,
+)
 from jaxtrain.config.unused import unused_settings
 from jaxtrain.config.work import step_model_of
 from jaxtrain.costs.hardware import load, to_json
@@ -46,8 +55,12 @@ def test_who_needs_times():
 
 
 def test_which_times_are_kept():
-    """Those that the run has found out for itself, and that there are none; not those that it was given, nor the model's sizes."""
-    known, sizes = replace(CONFIG, {"pipeline.times": TIMES}), replace(CONFIG, {"pipeline.measure_times": False})
+    """Those that the run has found out for itself, and that there are none; not those that it was
+    given, nor the model's sizes."""
+    known, sizes = (
+        replace(CONFIG, {"pipeline.times": TIMES}),
+        replace(CONFIG, {"pipeline.measure_times": False}),
+    )
     assert stored_times.to_keep(known, CONFIG) and stored_times.to_keep(CONFIG, CONFIG)
     assert not stored_times.to_keep(known, known) and not stored_times.to_keep(sizes, sizes)
     assert not stored_times.to_keep(replace(CONFIG, {"mesh.stage": 1}), CONFIG)
@@ -57,21 +70,32 @@ def test_times_stay(tmp_path):
     """They are read to the last digit, and nothing else is left beside them."""
     assert stored(CONFIG, tmp_path) is None
     keep(CONFIG, tmp_path)
-    assert stored(CONFIG, tmp_path) == TIMES and [path.name for path in tmp_path.iterdir()] == [OP_TIMES]
+    assert stored(CONFIG, tmp_path) == TIMES and [path.name for path in tmp_path.iterdir()] == [
+        OP_TIMES
+    ]
 
 
 def test_planned_times_are_the_planners(tmp_path):
-    """F, B, W, message, R and head in milliseconds, of the kind of device that is named, and none of a type that it has no peak for."""
+    """F, B, W, message, R and head in milliseconds, of the kind of device that is named, and none
+    of a type that it has no peak for."""
     assert stored_times.planned(CONFIG) == ()
     file = own_kind(tmp_path / "own.json", 100.0, "bfloat16")
     config = replace(CONFIG, {"train.hardware": file, "precision.compute": "bfloat16"})
     times = stored_times.planned(config)
-    assert times == pytest.approx([1e3 * seconds for seconds in step_model_of(config, load(file)).op_times()], rel=1e-3)
+    assert times == pytest.approx(
+        [1e3 * seconds for seconds in step_model_of(config, load(file)).op_times()], rel=1e-3
+    )
     assert dataclasses.astuple(pipeline_setup.times_of(config, 2))[:6] == times
     assert stored_times.planned(replace(config, {"precision.compute": "float32"})) == ()
 
 
-CHANGES = ({"mesh.stage": 4}, {"model.width": 64}, {"pipeline.remat": "none"}, {"precision.compute": "float32"}, {"train.hardware": "h100"})
+CHANGES = (
+    {"mesh.stage": 4},
+    {"model.width": 64},
+    {"pipeline.remat": "none"},
+    {"precision.compute": "float32"},
+    {"train.hardware": "h100"},
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -87,7 +111,16 @@ def test_times_of_something_else_are_made_again(change, tmp_path):
 def test_what_may_change_beside_them(tmp_path):
     """Another schedule is another table of the same times; a run is longer."""
     keep(CONFIG, tmp_path)
-    assert stored(replace(CONFIG, {"pipeline.schedule": "1f1b", "train.steps": 7, "optimizer.learning_rate": 1.0}), tmp_path) == TIMES
+    assert (
+        stored(
+            replace(
+                CONFIG,
+                {"pipeline.schedule": "1f1b", "train.steps": 7, "optimizer.learning_rate": 1.0},
+            ),
+            tmp_path,
+        )
+        == TIMES
+    )
 
 
 def test_times_that_cannot_be_told_are_not_measured_again(tmp_path):
@@ -104,11 +137,15 @@ def test_a_broken_file_is_one_line(text, tmp_path):
 
 
 def test_times_of_a_whole_stage():
-    """Two chunks on a stage: a stage's F is the sum of its chunks'; of an F that keeps residuals (K) and one that does not, the mean."""
+    """Two chunks on a stage: a stage's F is the sum of its chunks'; of an F that keeps residuals
+    (K) and one that does not, the mean."""
     table = make_table(TableSpec("interleaved", 2, 2, 4, remat_full=True))
     found = {EMBED: 1.0, EMBED_GRADIENT: 3.0, HEAD: 5.0, permute_op(Permute.LATE): 0.5}
     for u in range(2):
-        found |= {cell_op(op, u): seconds for op, seconds in (("F", 1.0), ("K", 2.0), ("B", 4.0), ("W", 3.0), ("R", 1.0))}
+        found |= {
+            cell_op(op, u): seconds
+            for op, seconds in (("F", 1.0), ("K", 2.0), ("B", 4.0), ("W", 3.0), ("R", 1.0))
+        }
     times = times_of(found, table, (0.5,) * table.units)
     assert (times.F, times.B, times.W, times.R) == (3.0, 8.0, 6.0, 2.0)
     together = table.stages if table.vocabulary == "parallel" else 1
@@ -117,7 +154,8 @@ def test_times_of_a_whole_stage():
 
 @pytest.mark.full
 def test_a_run_measures_once(folder):
-    """A second start reads what the first has stored, and both have the table for it in their configs."""
+    """A second start reads what the first has stored, and both have the table for it in their
+    configs."""
     flags = runs.flags_of({"pipeline.measure_times": True, "pipeline.schedule": "zb_h1"})
     workdir = folder / "measured"
     first = runs.train(workdir, *flags, "--config.train.steps=2")
@@ -125,7 +163,11 @@ def test_a_run_measures_once(folder):
     times = json.loads(kept)["times"]
     assert "measuring op times" in first.out and len(times) == 6 and all(times[:3])
     second = runs.train(workdir, *flags, "--config.train.steps=3")
-    assert "measuring op times" not in second.out and "pipeline.times:" not in second.out and (workdir / OP_TIMES).read_bytes() == kept
+    assert (
+        "measuring op times" not in second.out
+        and "pipeline.times:" not in second.out
+        and (workdir / OP_TIMES).read_bytes() == kept
+    )
     assert json.loads((workdir / "config.json").read_text())["pipeline"]["times"] == times
     table = lambda done: next(line for line in done.out.splitlines() if line.startswith("table: "))
     assert table(first) == table(second) and runs.last_step(workdir) == 3
@@ -133,7 +175,8 @@ def test_a_run_measures_once(folder):
 
 @pytest.mark.full
 def test_a_run_keeps_its_planned_times(folder):
-    """A second start has the first one's, though what they were planned by has changed; a dry run plans anew and writes nothing."""
+    """A second start has the first one's, though what they were planned by has changed; a dry run
+    plans anew and writes nothing."""
     workdir, file = folder / "planned", own_kind(folder / "own.json", 100.0, "float32", "bfloat16")
     flags = [*runs.flags_of({"pipeline.schedule": "zb_h1"}), f"--config.train.hardware={file}"]
     dry = runs.train(workdir, *flags, "--dry_run")
@@ -143,6 +186,9 @@ def test_a_run_keeps_its_planned_times(folder):
     assert "planned for own" in first.out and len(times) == 6 and all(times[:3])
     own_kind(folder / "own.json", 1.0, "float32", "bfloat16")
     second = runs.train(workdir, *flags, "--config.train.steps=3")
-    assert f"of {OP_TIMES}" in second.out and json.loads((workdir / "config.json").read_text())["pipeline"]["times"] == times
+    assert (
+        f"of {OP_TIMES}" in second.out
+        and json.loads((workdir / "config.json").read_text())["pipeline"]["times"] == times
+    )
     table = lambda done: next(line for line in done.out.splitlines() if line.startswith("table: "))
     assert table(first) == table(second)

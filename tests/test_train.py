@@ -1,7 +1,9 @@
-"""Whole runs through the real command, in one process: what a run leaves, kills, resumption, refusals.
+"""Whole runs through the real command, in one process: what a run leaves, kills, resumption,
+refusals.
 
-Most are on one device, whose programs are compiled once and then come from the cache: their subject is the loop and its files. Several
-processes are in test_processes.py, sizes in test_sizes.py, wrong flags mostly in test_cli.py, what checkpoints hold in checkpoint/.
+Most are on one device, whose programs are compiled once and then come from the cache: their subject
+is the loop and its files. Several processes are in test_processes.py, sizes in test_sizes.py, wrong
+flags mostly in test_cli.py, what checkpoints hold in checkpoint/.
 """
 
 import json
@@ -32,9 +34,12 @@ ONE_DEVICE = settings(mesh__stage=1)
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    """The workdir and the output of a run that nothing disturbs: all of its checkpoints are kept."""
+    """The workdir and the output of a run that nothing disturbs: all of its checkpoints are
+    kept."""
     workdir = folder / "whole"
-    done = train(workdir, *settings(train__steps=STEPS, train__eval_every=20, metrics__tensorboard=True))
+    done = train(
+        workdir, *settings(train__steps=STEPS, train__eval_every=20, metrics__tensorboard=True)
+    )
     return workdir, done
 
 
@@ -64,33 +69,47 @@ def training(workdir, *flags: str) -> list[str]:
     return runs.training(workdir, *ONE_DEVICE, *flags, devices=1)
 
 
-def assert_close(found: tuple[float, float], expected: tuple[float, float], relative: float, what: str) -> None:
+def assert_close(
+    found: tuple[float, float], expected: tuple[float, float], relative: float, what: str
+) -> None:
     """Both the loss and the gradient norm."""
     assert found == pytest.approx(expected, rel=relative, abs=0), what
 
 
-# --- what a run says and leaves --------------------------------------------------------------------------------------------------
+# --- what a run says and leaves -------------------------------------------------------------------
 
 
 def test_a_run_introduces_itself_and_learns(whole):
     _, done = whole
     lines = done.out.splitlines()
-    assert not done.err and lines[0].startswith("prepared corpus.txt: ") and lines[1] == "mesh: one device (1 × cpu, 1 process)"
+    assert (
+        not done.err
+        and lines[0].startswith("prepared corpus.txt: ")
+        and lines[1] == "mesh: one device (1 × cpu, 1 process)"
+    )
     assert re.search(rf"^step {STEPS}/{STEPS} · loss \d\.\d{{4}} · ", done.out, re.MULTILINE)
-    # Two of RMSNorm, attention of 4 · 32² and two of 32 · 64 in each of 3 layers; the embedding is the head; a norm before that.
+    # Two of RMSNorm, attention of 4 · 32² and two of 32 · 64 in each of 3 layers; the embedding is
+    # the head; a norm before that.
     parameters = 3 * (2 * 32 + 4 * 32**2 + 2 * 32 * 64) + 257 * 32 + 32
     assert f"model: {parameters:,} parameters; 3 layers on one stage" in lines
     assert re.search(r"step: 512 tokens\b.* 2 microbatches of 8 sequences of 32\b", done.out)
     assert "table: 2 microbatches one after the other" in lines
     memory = next(
-        re.fullmatch(r"memory per device as compiled: (.*) MiB \((.*) of state, (.*) temporary\)", line)
+        re.fullmatch(
+            r"memory per device as compiled: (.*) MiB \((.*) of state, (.*) temporary\)", line
+        )
         for line in lines
         if "memory" in line
     )
     total, state, temporary = (float(number.replace(",", "")) for number in memory.groups())
     assert 0 < state < total < 20 and total == pytest.approx(state + temporary, abs=0.2)
     assert any(re.match(r"corpus: [\d,]+ tokens, .* held out", line) for line in lines)
-    validation, entropy = map(float, re.search(r"validation loss (\S+) nats a token; .* byte-bigram entropy is (\S+)", done.out).groups())
+    validation, entropy = map(
+        float,
+        re.search(
+            r"validation loss (\S+) nats a token; .* byte-bigram entropy is (\S+)", done.out
+        ).groups(),
+    )
     assert 1.0 < validation < entropy < math.log(257)  # it has learned more than pairs
 
 
@@ -100,46 +119,105 @@ def test_metrics_config_and_files_of_a_run(whole):
     training = [record for record in records if "loss" in record]
     assert [record["step"] for record in training] == list(range(1, STEPS + 1))
     for record in training:
-        own = {"loss", "grad_norm", "learning_rate", "tokens", "batch", "step_time_s", "tokens_per_s", "mfu", "goodput"}
+        own = {
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "tokens",
+            "batch",
+            "step_time_s",
+            "tokens_per_s",
+            "mfu",
+            "goodput",
+        }
         assert set(record) == {"step", "time", "wall_s"} | own
         assert record["tokens"] == record["step"] * 512 and record["batch"] == record["step"] - 1
         assert record["step_time_s"] > 0 and record["mfu"] is None
         assert record["tokens_per_s"] == pytest.approx(512 / record["step_time_s"])
         assert record["learning_rate"] == pytest.approx(5e-3 * min(record["step"], 4) / 4)
     assert training[0]["loss"] == pytest.approx(math.log(257), abs=0.5) and training[-1]["loss"] < 2
-    assert all(0 <= later["wall_s"] - earlier["wall_s"] < done.seconds for earlier, later in zip(records, records[1:]))
+    assert all(
+        0 <= later["wall_s"] - earlier["wall_s"] < done.seconds
+        for earlier, later in zip(records, records[1:])
+    )
     assert 0 < records[0]["wall_s"] < records[-1]["wall_s"] < done.seconds
     assert sum(record["step_time_s"] for record in training) < records[-1]["wall_s"]
     # Evaluated after steps 20, 40 and the last, of which this one alone is saved.
-    losses = {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
-    assert list(losses) == [20, 40, STEPS] and read_losses(epath.Path(workdir / "checkpoints")) == {STEPS: losses[STEPS]}
-    held_out = {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
+    losses = {
+        record["step"]: record["validation_loss"]
+        for record in records
+        if "validation_loss" in record
+    }
+    assert list(losses) == [20, 40, STEPS] and read_losses(epath.Path(workdir / "checkpoints")) == {
+        STEPS: losses[STEPS]
+    }
+    held_out = {
+        record["step"]: record["validation_loss"]
+        for record in records
+        if "validation_loss" in record
+    }
     assert list(held_out) == [20, 40, STEPS] and held_out[20] > held_out[40] > held_out[STEPS]
     assert f"{held_out[STEPS]:.4f}" in done.out
     (start_up,) = [record for record in records if "start_up_s" in record]
-    parts = [value for name, value in start_up.items() if name.endswith("_s") and name not in ("wall_s", "start_up_s")]
-    assert {"imports_s", "table_s", "data_s", "tracing_s", "compiling_s", "state_s", "stepping_s"} <= start_up.keys()
-    assert start_up["step"] == 1 and all(part >= 0 for part in parts) and sum(parts) == pytest.approx(start_up["start_up_s"], abs=0.01)
+    parts = [
+        value
+        for name, value in start_up.items()
+        if name.endswith("_s") and name not in ("wall_s", "start_up_s")
+    ]
+    assert {
+        "imports_s",
+        "table_s",
+        "data_s",
+        "tracing_s",
+        "compiling_s",
+        "state_s",
+        "stepping_s",
+    } <= start_up.keys()
+    assert (
+        start_up["step"] == 1
+        and all(part >= 0 for part in parts)
+        and sum(parts) == pytest.approx(start_up["start_up_s"], abs=0.01)
+    )
     assert start_up["start_up_s"] < done.seconds and "first step after" in done.out
     saved = {record["step"]: record for record in records if "save_s" in record}
     assert list(saved) == runs.checkpoints(workdir)
     assert all(record["save_blocked_s"] > 0 and record["save_s"] > 0 for record in saved.values())
     config = json.loads((workdir / "config.json").read_text())
-    assert config["model"]["layers"] == 3 and config["mesh"]["data"] == 1 and config["train"]["steps"] == STEPS
-    assert runs.checkpoints(workdir) == list(range(3, STEPS + 1, 3)) and not runs.unfinished(workdir)
-    assert all((workdir / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "goodput.png"))
+    assert (
+        config["model"]["layers"] == 3
+        and config["mesh"]["data"] == 1
+        and config["train"]["steps"] == STEPS
+    )
+    assert runs.checkpoints(workdir) == list(range(3, STEPS + 1, 3)) and not runs.unfinished(
+        workdir
+    )
+    assert all(
+        (workdir / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "goodput.png")
+    )
     goodput = Goodput(read_goodput(workdir))
-    assert re.search(r"^goodput \d+\.\d % of \d+\.\d s in 1 start: ", done.out, re.MULTILINE) and 0 < training[-1]["goodput"] < 1
+    assert (
+        re.search(r"^goodput \d+\.\d % of \d+\.\d s in 1 start: ", done.out, re.MULTILINE)
+        and 0 < training[-1]["goodput"] < 1
+    )
     assert {USEFUL, "compiling", "evaluating"} <= goodput.parts().keys()
     assert records[-1]["wall_s"] <= goodput.wall_s() < done.seconds and not goodput.parts()[REDONE]
     events = [path.read_bytes() for path in (workdir / "tensorboard").iterdir()]
-    assert len(events) == 1 and b"train/loss" in events[0] and b"validation/validation_loss" in events[0]
+    assert (
+        len(events) == 1
+        and b"train/loss" in events[0]
+        and b"validation/validation_loss" in events[0]
+    )
 
 
 def test_profile_evaluation_and_what_is_kept(whole, workdir):
     """Settings of the loop alone: they change no loss."""
     flags = settings(
-        train__steps=10, train__profile_steps=2, train__eval_every=4, checkpoint__every=2, checkpoint__keep=2, metrics__log_every=5
+        train__steps=10,
+        train__profile_steps=2,
+        train__eval_every=4,
+        checkpoint__every=2,
+        checkpoint__keep=2,
+        metrics__log_every=5,
     )
     done = train(workdir, *flags, *settings(train__hardware=hardware_file.write(workdir.parent)))
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -148,22 +226,33 @@ def test_profile_evaluation_and_what_is_kept(whole, workdir):
     assert logged == {step: reference[step] for step in (1, 5, 10)}
     assert runs.checkpoints(workdir) == [8, 10]
     (trace,) = (workdir / "profile").rglob("*.xplane.pb")
-    # The other ops: test_processes.py. XLA makes one kernel of one device's small loop, in which a trace has no names.
+    # The other ops: test_processes.py. XLA makes one kernel of one device's small loop, in which a
+    # trace has no names.
     assert b"/optimizer/" in trace.read_bytes()
-    # The planned step beside the measured one, at the end of so short a run; by part in several stages: test_processes.py.
+    # The planned step beside the measured one, at the end of so short a run; by part in several
+    # stages: test_processes.py.
     (planned,) = re.findall(r"^planned step: (\S+) s for simulated, ", done.out, re.MULTILINE)
-    assert re.search(rf"^planned step {planned} s \(simulated\), measured \S+ s \(\S+ x\)$", done.out, re.MULTILINE)
+    assert re.search(
+        rf"^planned step {planned} s \(simulated\), measured \S+ s \(\S+ x\)$",
+        done.out,
+        re.MULTILINE,
+    )
     record = json.loads((workdir / "planned.json").read_text())
-    assert record["step"] == 10 and record["steps"] == 5 and record["trace"]["exposed"].keys() >= {"optimizer", "waiting"}
+    assert (
+        record["step"] == 10
+        and record["steps"] == 5
+        and record["trace"]["exposed"].keys() >= {"optimizer", "waiting"}
+    )
     assert sum(record["trace"]["exposed"].values()) == pytest.approx(record["trace"]["step_time_s"])
     assert f"largest miss: {record['largest_miss']['part']}, " in done.out
 
 
-# --- killed and continued --------------------------------------------------------------------------------------------------------
+# --- killed and continued -------------------------------------------------------------------------
 
 
 def compiling(workdir):
-    """The environment of a run that compiles long enough to be hit, and the condition that it does: the corpus is prepared just before."""
+    """The environment of a run that compiles long enough to be hit, and the condition that it does:
+    the corpus is prepared just before."""
     cache = workdir.with_name(f"cache-{workdir.name}-{time.monotonic_ns()}")
     return {"JAXTRAIN_CACHE": str(cache)}, lambda: list(cache.glob("*/corpus.json"))
 
@@ -178,7 +267,9 @@ def kill_when(workdir, moment: str, chance: random.Random) -> None:
         "step": lambda: runs.last_step(workdir) > at + chance.randrange(6),
         "saving": lambda: runs.unfinished(workdir) and runs.last_step(workdir) > at + 2,
     }
-    with runs.running(workdir.parent, *training(workdir, *settings(train__steps=STEPS)), environment=environment) as command:
+    with runs.running(
+        workdir.parent, *training(workdir, *settings(train__steps=STEPS)), environment=environment
+    ) as command:
         if moment == "saving":
             command.stop_in(conditions[moment], moment)
         else:
@@ -194,11 +285,16 @@ def assert_killed_run_is_the_same(workdir, whole, moments: list[str], seed: int)
     saved = runs.checkpoints(workdir)
     done = train(workdir, *settings(train__steps=STEPS))
     assert ("continuing from step" in done.out) == bool(saved)
-    assert "waiting for" not in done.out + done.err and "absl" not in done.err  # the lock of a dead run; what its save has left
+    # the lock of a dead run; what its save has left
+    assert "waiting for" not in done.out + done.err and "absl" not in done.err
     assert runs.losses(workdir) == runs.losses(whole[0])
     goodput, lines = Goodput(read_goodput(workdir)), read_goodput(workdir)
-    assert sum(goodput.parts().values()) + goodput.down_s == pytest.approx(lines[-1].time - lines[0].began, rel=0.02)
-    assert len(goodput.starts) > 1 and runs.read_metrics(workdir)[-1]["wall_s"] == pytest.approx(goodput.wall_s(), abs=5)
+    assert sum(goodput.parts().values()) + goodput.down_s == pytest.approx(
+        lines[-1].time - lines[0].began, rel=0.02
+    )
+    assert len(goodput.starts) > 1 and runs.read_metrics(workdir)[-1]["wall_s"] == pytest.approx(
+        goodput.wall_s(), abs=5
+    )
     assert runs.checkpoints(workdir)[-1] == STEPS and not runs.unfinished(workdir)
 
 
@@ -214,13 +310,15 @@ def test_killed_more_often(whole, workdir, seed):
     assert_killed_run_is_the_same(workdir, whole, moments, seed)
 
 
-# --- another mesh ----------------------------------------------------------------------------------------------------------------
+# --- another mesh ---------------------------------------------------------------------------------
 
 
 def assert_continues(workdir, whole, stop: int, *flags: str) -> None:
-    """Continues `workdir` from its checkpoint of step RESUMED on 8 devices, with the losses of the run that was never stopped.
+    """Continues `workdir` from its checkpoint of step RESUMED on 8 devices, with the losses of the
+    run that was never stopped.
 
-    To 1e-5 in the first step, which has seen the same weights; rounding then grows, so to 1e-4 in the others.
+    To 1e-5 in the first step, which has seen the same weights; rounding then grows, so to 1e-4 in
+    the others.
     """
     runs.copy_up_to(RESUMED, whole, workdir)
     done = runs.train(workdir, *settings(train__steps=stop), *flags, devices=8)
@@ -228,26 +326,32 @@ def assert_continues(workdir, whole, stop: int, *flags: str) -> None:
     found, expected = runs.losses(workdir), runs.losses(whole)
     assert list(found) == list(range(1, stop + 1))
     for step in range(RESUMED + 1, stop + 1):
-        assert_close(found[step], expected[step], 1e-5 if step == RESUMED + 1 else 1e-4, f"step {step}")
+        assert_close(
+            found[step], expected[step], 1e-5 if step == RESUMED + 1 else 1e-4, f"step {step}"
+        )
 
 
 @pytest.mark.full
 def test_goes_on_on_another_mesh(whole, workdir):
-    """From one device to 2 × 2 × 2, of whose stages 3 layers are uneven. Other sizes: test_sizes.py."""
+    """From one device to 2 × 2 × 2, of whose stages 3 layers are uneven. Other sizes:
+    test_sizes.py."""
     assert_continues(workdir, whole[0], RESUMED + 2, *settings(mesh__data=2, mesh__model=2))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["2x2x2", "8x1x1", "1x8x1"])
 def test_the_larger_model_goes_on_on_another_mesh(large, workdir, mesh):
-    """From 1 × 4 × 2 with two chunks a stage, and 9 layers, which are uneven on any number of stages."""
+    """From 1 × 4 × 2 with two chunks a stage, and 9 layers, which are uneven on any number of
+    stages."""
     assert_continues(workdir, large, GOES_ON, *runs.large(mesh))
 
 
 @pytest.mark.full
 def test_goes_from_mesh_to_mesh_and_back(large, workdir):
     runs.copy_up_to(RESUMED, large, workdir)
-    for start, mesh in zip(range(RESUMED, 30, 3), ["1x8x1", "8x1x1", "2x2x2", "1x8x1", "2x2x2", "8x1x1", "1x4x2"]):
+    for start, mesh in zip(
+        range(RESUMED, 30, 3), ["1x8x1", "8x1x1", "2x2x2", "1x8x1", "2x2x2", "8x1x1", "1x4x2"]
+    ):
         runs.train(workdir, *settings(train__steps=start + 3), *runs.large(mesh), devices=8)
     found, expected = runs.losses(workdir), runs.losses(large)
     for step, values in found.items():
@@ -257,7 +361,10 @@ def test_goes_from_mesh_to_mesh_and_back(large, workdir):
 @pytest.mark.full
 @pytest.mark.parametrize("layers", [8, 11])
 def test_goes_on_on_every_mesh_from_every_mesh(folder, workdir, layers):
-    flags = lambda mesh, steps: [*runs.large(mesh), *settings(model__layers=layers, train__steps=steps)]
+    flags = lambda mesh, steps: [
+        *runs.large(mesh),
+        *settings(model__layers=layers, train__steps=steps),
+    ]
     for first in runs.MESHES:
         runs.train(workdir, *flags(first, 4), devices=8)
         expected = None
@@ -269,37 +376,68 @@ def test_goes_on_on_every_mesh_from_every_mesh(folder, workdir, layers):
             found = runs.losses(new)
             expected = expected or found
             for step in (5, 6):
-                assert_close(found[step], expected[step], 1e-5 * (step - 4), f"{first} → {second}, step {step}")
+                assert_close(
+                    found[step],
+                    expected[step],
+                    1e-5 * (step - 4),
+                    f"{first} → {second}, step {step}",
+                )
         shutil.rmtree(workdir)
 
 
-# --- what else lies in the folder, and what changes ------------------------------------------------------------------------------
+# --- what else lies in the folder, and what changes -----------------------------------------------
 
 
 def test_the_newest_whole_checkpoint_is_used_and_what_differs_is_said(whole, workdir):
-    """Strangers do not hold up a run, nor its save of a step whose name one of them has. It saves by time too."""
+    """Strangers do not hold up a run, nor its save of a step whose name one of them has. It saves
+    by time too."""
     runs.copy_up_to(9, whole[0], workdir)
     checkpoints = workdir / "checkpoints"
     (checkpoints / "9" / "meta" / "metadata").write_text('{"config": {"mod')
     damage_numbers(checkpoints / "6", "params.layers.mlp.up.weight/c/1")
     (checkpoints / "10").mkdir()
     (checkpoints / "notes.txt").write_text("")
-    flags = settings(train__steps=10, checkpoint__every=0, checkpoint__minutes=0.00001, optimizer__learning_rate=0.1)
+    flags = settings(
+        train__steps=10,
+        checkpoint__every=0,
+        checkpoint__minutes=0.00001,
+        optimizer__learning_rate=0.1,
+    )
     done = train(workdir, *flags)
     lines = done.out.splitlines()
-    said = "9 (its meta is no JSON), 10 (an empty folder), notes.txt (no step's name); the newest whole checkpoint is 6"
+    said = (
+        "9 (its meta is no JSON), 10 (an empty folder), notes.txt (no step's name); the newest "
+        "whole checkpoint is 6"
+    )
     assert lines[0] == f"passed over in {workdir.name}/checkpoints: {said}"
     damaged = "6 (params/layers/mlp/up/weight cannot be read: its data is damaged)"
     said = said.replace("is 6", "is 3")
     again = lines.index(f"passed over in {workdir.name}/checkpoints: {damaged}, {said}")
     at = lines.index("changed since the checkpoint of step 3:")
     assert at > again
-    changes = ["optimizer.learning_rate: 0.005 → 0.1", "train.steps: 48 → 10", "train.eval_every: 20 → 0"]
-    changes += ["checkpoint.every: 3 → 0", "checkpoint.minutes: 10.0 → 1e-05", "metrics.tensorboard: true → false"]
-    assert lines[at + 1 : at + 7] == [f"  {change}" for change in changes] and not lines[at + 7].startswith(" ")
+    changes = [
+        "optimizer.learning_rate: 0.005 → 0.1",
+        "train.steps: 48 → 10",
+        "train.eval_every: 20 → 0",
+    ]
+    changes += [
+        "checkpoint.every: 3 → 0",
+        "checkpoint.minutes: 10.0 → 1e-05",
+        "metrics.tensorboard: true → false",
+    ]
+    assert lines[at + 1 : at + 7] == [f"  {change}" for change in changes] and not lines[
+        at + 7
+    ].startswith(" ")
     assert "continuing from step 3" in lines[at:] and min(runs.losses(workdir)) == 1
-    assert set(range(4, 10)) & set(runs.checkpoints(workdir)) and runs.checkpoints(workdir)[-1] == 10
-    assert sorted(runs.unfinished(workdir)) == ["10.broken-1", "6.broken-1", "9.broken-1", "notes.txt"]
+    assert (
+        set(range(4, 10)) & set(runs.checkpoints(workdir)) and runs.checkpoints(workdir)[-1] == 10
+    )
+    assert sorted(runs.unfinished(workdir)) == [
+        "10.broken-1",
+        "6.broken-1",
+        "9.broken-1",
+        "notes.txt",
+    ]
     assert (checkpoints / "9.broken-1" / "state").exists() and "Traceback" not in done.err
 
 
@@ -309,40 +447,66 @@ def test_broken_checkpoints_alone_are_no_new_start(stopped):
         (stopped / "checkpoints" / str(step) / "state" / "manifest.ocdbt").unlink()
     why = "state/manifest.ocdbt is missing"
     message = assert_refused(stopped, status=ExitStatus.STORAGE)
-    assert message.startswith(f"{stopped.name}/checkpoints has no whole checkpoint: 3 ({why}), 6 ({why}): move it away to begin anew")
+    assert message.startswith(
+        f"{stopped.name}/checkpoints has no whole checkpoint: 3 ({why}), 6 ({why}): move it "
+        "away to begin anew"
+    )
 
 
-# --- stopped ---------------------------------------------------------------------------------------------------------------------
+# --- stopped --------------------------------------------------------------------------------------
 
 
 def test_sighup_and_ctrl_c_save_and_stop(whole, workdir):
-    """Each with its status and a checkpoint of the last step; the run then goes on, with the losses of one never stopped. SIGTERM is as
-    SIGHUP: test_processes.py, and each at every moment: chaos/test_stops.py.
+    """Each with its status and a checkpoint of the last step; the run then goes on, with the losses
+    of one never stopped. SIGTERM is as SIGHUP: test_processes.py, and each at every moment:
+    chaos/test_stops.py.
 
-    While it runs a second one is refused, which changes nothing but time. In a locale of ASCII the log is in ASCII; where it cannot be
-    written the run goes on without.
+    While it runs a second one is refused, which changes nothing but time. In a locale of ASCII the
+    log is in ASCII; where it cannot be written the run goes on without.
     """
     for number in (signal.SIGHUP, signal.SIGINT):
-        before, words = runs.last_step(workdir), training(workdir, *settings(train__steps=10_000, checkpoint__every=0))
-        with runs.running(workdir.parent, *words, environment={"PYTHONIOENCODING": "ascii"}) as command:
+        before, words = (
+            runs.last_step(workdir),
+            training(workdir, *settings(train__steps=10_000, checkpoint__every=0)),
+        )
+        with runs.running(
+            workdir.parent, *words, environment={"PYTHONIOENCODING": "ascii"}
+        ) as command:
             command.wait_for(lambda before=before: runs.last_step(workdir) > before + 1, "a step")
             if number == signal.SIGHUP:
                 second = train(workdir, *settings(train__steps=10_000), status=2)
                 (error,) = second.err.splitlines()
-                who = rf"process {command.process.pid} on {re.escape(socket.gethostname())}, which started 20\d\d-\d\d-\d\d .* UTC"
-                assert re.fullmatch(rf"error: --workdir='{workdir.name}' is in use by the run of {who}: stop that run, or .*", error), error
+                who = (
+                    rf"process {command.process.pid} on {re.escape(socket.gethostname())}, which "
+                    r"started 20\d\d-\d\d-\d\d .* UTC"
+                )
+                assert re.fullmatch(
+                    rf"error: --workdir='{workdir.name}' is in use by the run of {who}: stop "
+                    r"that run, or .*",
+                    error,
+                ), error
                 assert not second.out and "run.lock" in os.listdir(workdir)
             command.signal(number)
-            done = command.end(status=ExitStatus.STOPPED if number == signal.SIGHUP else ExitStatus.INTERRUPTED)
+            done = command.end(
+                status=ExitStatus.STOPPED if number == signal.SIGHUP else ExitStatus.INTERRUPTED
+            )
         assert not [name for name in os.listdir(workdir) if "lock" in name]
         step = runs.last_step(workdir)
         assert before < step < 10_000
-        assert f"stopped at step {step} of 10000" in done.out and "mesh: one device (1 x cpu, 1 process)\n" in done.out
+        assert (
+            f"stopped at step {step} of 10000" in done.out
+            and "mesh: one device (1 x cpu, 1 process)\n" in done.out
+        )
         assert runs.checkpoints(workdir)[-1] == step and not runs.unfinished(workdir)
         assert (workdir / "loss.png").exists()
-    with runs.running(workdir.parent, *training(workdir, *settings(train__steps=step + 2)), shell=">/dev/full") as command:
+    with runs.running(
+        workdir.parent, *training(workdir, *settings(train__steps=step + 2)), shell=">/dev/full"
+    ) as command:
         done = command.end(0)
-    lost = "warning: standard output cannot be written (No space left on device): this run goes on without its log; "
+    lost = (
+        "warning: standard output cannot be written (No space left on device): this run goes on "
+        "without its log; "
+    )
     assert (done.out, done.err) == ("", f"{lost}metrics.jsonl has the losses\n")
     found, expected = runs.losses(workdir), runs.losses(whole[0])
     assert list(found) == list(range(1, step + 3))
@@ -354,7 +518,10 @@ def test_ctrl_c_before_there_is_anything_to_save(folder, workdir):
     """At once, although a program is being compiled, and without a traceback."""
     environment, _ = compiling(workdir)
     with runs.running(folder, *runs.training(workdir), environment=environment) as command:
-        command.wait_for(lambda: "corpus: " in command.output(), "the text that is said while the step is compiled")
+        command.wait_for(
+            lambda: "corpus: " in command.output(),
+            "the text that is said while the step is compiled",
+        )
         began = time.monotonic()
         command.signal(signal.SIGINT)
         done = command.end(status=-signal.SIGINT)
@@ -363,7 +530,8 @@ def test_ctrl_c_before_there_is_anything_to_save(folder, workdir):
 
 
 def test_a_loss_that_is_not_finite(folder, workdir):
-    """The status of bad numbers, the batch's position, and the last good checkpoint, which is finite."""
+    """The status of bad numbers, the batch's position, and the last good checkpoint, which is
+    finite."""
     flags = settings(optimizer__learning_rate=1e30, optimizer__warmup_steps=0, checkpoint__every=1)
     done = train(workdir, *flags, status=ExitStatus.BAD_NUMBERS)
     last = runs.last_step(workdir)
@@ -371,14 +539,19 @@ def test_a_loss_that_is_not_finite(folder, workdir):
     assert records[-1]["step"] == last and None in (records[-1]["loss"], records[-1]["grad_norm"])
     (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.err
-    place = rf"step {last}, batch {last - 1}: epoch 0, rows \d+, .*corpus.txt \(checksum \w+, seed 0\)"
-    assert re.match(rf"error: the loss is \S+ \(gradient norm \S+\) at {place}; the last checkpoint is kept", error), error
+    place = (
+        rf"step {last}, batch {last - 1}: epoch 0, rows \d+, .*corpus.txt \(checksum \w+, seed 0\)"
+    )
+    assert re.match(
+        rf"error: the loss is \S+ \(gradient norm \S+\) at {place}; the last checkpoint is kept",
+        error,
+    ), error
     # What was saved last is what the first good steps have made.
     assert runs.checkpoints(workdir) == list(range(1, last)) and not runs.unfinished(workdir)
     assert runs.stored_numbers_are_finite(workdir, last - 1)
 
 
-# --- refused ---------------------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -388,10 +561,14 @@ def stopped(whole, workdir):
     return workdir
 
 
-def assert_refused(workdir, *flags: str, devices: int = 1, status: int = ExitStatus.BAD_CONFIG) -> str:
+def assert_refused(
+    workdir, *flags: str, devices: int = 1, status: int = ExitStatus.BAD_CONFIG
+) -> str:
     """The one line on standard error; nothing in the workdir has changed."""
     files = runs.contents(workdir)
-    done = runs.train(workdir, *(ONE_DEVICE if devices == 1 else ()), *flags, status=status, devices=devices)
+    done = runs.train(
+        workdir, *(ONE_DEVICE if devices == 1 else ()), *flags, status=status, devices=devices
+    )
     assert runs.contents(workdir) == files
     (error,) = done.err.splitlines()
     assert "compiled" not in done.out
@@ -404,11 +581,13 @@ def assert_refused(workdir, *flags: str, devices: int = 1, status: int = ExitSta
     [
         (
             settings(model__width=64),
-            "model.width=64 cannot continue a checkpoint of model.width=32: use --config.model.width=32 (or another --workdir)",
+            "model.width=64 cannot continue a checkpoint of model.width=32: use "
+            "--config.model.width=32 (or another --workdir)",
         ),
         (
             settings(data__seed=1),
-            "data.seed=1 cannot continue a checkpoint of data.seed=0: use --config.data.seed=0 (or another --workdir)",
+            "data.seed=1 cannot continue a checkpoint of data.seed=0: use "
+            "--config.data.seed=0 (or another --workdir)",
         ),
     ],
     ids=["model", "data"],
@@ -424,7 +603,10 @@ def test_a_changed_corpus(folder, stopped):
         message = assert_refused(stopped, status=ExitStatus.BAD_DATA)
     finally:
         (folder / "corpus.txt").write_text(text)
-    assert re.match(r"data.source=\S*corpus.txt has changed since the checkpoint \(checksum \w+, then \w+\): ", message)
+    assert re.match(
+        r"data.source=\S*corpus.txt has changed since the checkpoint \(checksum \w+, then \w+\): ",
+        message,
+    )
 
 
 def test_a_finished_run_says_so(whole):
@@ -437,12 +619,18 @@ def test_a_finished_run_says_so(whole):
 
 def test_a_workdir_that_cannot_be_made(folder):
     (folder / "file").write_text("")
-    assert assert_refused(folder / "file") == "--workdir='file' is not a folder: use --workdir=runs/file"
+    assert (
+        assert_refused(folder / "file")
+        == "--workdir='file' is not a folder: use --workdir=runs/file"
+    )
 
 
 def test_devices_that_the_mesh_does_not_use(folder, workdir):
     message = assert_refused(workdir, *settings(mesh__model=2), devices=6)
-    assert message.startswith("mesh.stage=2 does not fit: mesh.stage=2 × mesh.model=2 = 4 does not divide the 6 devices: use ")
+    assert message.startswith(
+        "mesh.stage=2 does not fit: mesh.stage=2 × mesh.model=2 = 4 does not divide the 6 "
+        "devices: use "
+    )
     assert not workdir.exists()
 
 

@@ -1,4 +1,5 @@
-"""`jaxtrain.train.train`, as a Python program calls it: in a thread, more than once, with a recipe of its own, and with mistakes."""
+"""`jaxtrain.train.train`, as a Python program calls it: in a thread, more than once, with a recipe
+of its own, and with mistakes."""
 
 import json
 import os
@@ -43,23 +44,37 @@ def work():
 worker = threading.Thread(target=work)
 worker.start()
 worker.join()
-assert handlers == {number: signal.getsignal(number) for number in handlers}, "signals are the program's"
+assert handlers == {
+    number: signal.getsignal(number) for number in handlers
+}, "signals are the program's"
 print(json.dumps(found))
 """
 
 
 def environment(folder: pathlib.Path) -> dict[str, str]:
     """Of a program that runs in a folder."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
-    return clean | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(folder / "cache")}
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))
+    }
+    return clean | {
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": COMPILE_QUICKLY,
+        "JAXTRAIN_CACHE": str(folder / "cache"),
+    }
 
 
 @pytest.mark.full
 def test_in_a_thread(tmp_path):
-    """A run, the same once more, and errors with their statuses; the process lives on, and its signals are as they were."""
+    """A run, the same once more, and errors with their statuses; the process lives on, and its
+    signals are as they were."""
     train_runs.write_inputs(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -93,13 +108,26 @@ with concurrent.futures.ThreadPoolExecutor(1) as worker:
 def test_where_jax_distributed_runs_already(tmp_path):
     """As a worker of Ray Train: two processes with a device each, known to jax alone."""
     train_runs.write_inputs(tmp_path)
-    own = environment(tmp_path) | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "JAX_ENABLE_PREEMPTION_SERVICE": "false"}
+    own = environment(tmp_path) | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_ENABLE_PREEMPTION_SERVICE": "false",
+    }
     words = [sys.executable, "-c", STARTED_BEFORE, f"localhost:{free_port()}"]
-    processes = [subprocess.Popen([*words, str(number)], cwd=tmp_path, env=own, stdout=subprocess.PIPE, text=True) for number in range(2)]
+    processes = [
+        subprocess.Popen(
+            [*words, str(number)], cwd=tmp_path, env=own, stdout=subprocess.PIPE, text=True
+        )
+        for number in range(2)
+    ]
     try:
         said = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     assert [text.splitlines()[-1] for text in said] == ["FINISHED 2", "FINISHED 2"]
-    assert "(2 × cpu, 2 processes)" in said[0] and list(train_runs.losses(tmp_path / "run")) == [1, 2, 3]
+    assert "(2 × cpu, 2 processes)" in said[0] and list(train_runs.losses(tmp_path / "run")) == [
+        1,
+        2,
+        3,
+    ]

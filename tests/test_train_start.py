@@ -29,10 +29,16 @@ def test_ctrl_c_is_one_line_there_and_the_handler_is_as_before(config, monkeypat
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as `main` leaves it
     try:
         assert train.check_and_find_tables(config, config) is None
-        assert heard == [signal.default_int_handler] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert (
+            heard == [signal.default_int_handler]
+            and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        )
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "stopped before training began: nothing was written\n" and ExitStatus.INTERRUPTED == 130
+    assert (
+        capsys.readouterr().err == "stopped before training began: nothing was written\n"
+        and ExitStatus.INTERRUPTED == 130
+    )
 
 
 def test_tables_are_found_once_and_a_report_is_told(config):
@@ -51,7 +57,12 @@ def test_a_file_that_is_wrong_is_answered_with_its_line(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("# mine\n\nstage 0,stage 1\nF0.0,\n,F0.0\n,B0.0\n,W0.0\nB0.0,\nW0.0,W0.0\n")
     with pytest.raises(ConfigError) as found:
-        config = small.config((1, 2, 4), f"csv:{path}", 0, 1, VOCABULARY | {"pipeline.remat": "none"})
+        config = small.config(
+            (1, 2, 4), f"csv:{path}", 0, 1, VOCABULARY | {"pipeline.remat": "none"}
+        )
         train.check_and_find_tables(config, config)
-    wrong = "line 9 (tick 5), column 'stage 1': W0.0 stands already in line 7 (use it once): use --config."
+    wrong = (
+        "line 9 (tick 5), column 'stage 1': W0.0 stands already in line 7 (use it once): use "
+        "--config."
+    )
     assert f"pipeline.schedule='csv:{path}' does not work: {path}, {wrong}" in str(found.value)

@@ -1,13 +1,15 @@
-"""What a state's database holds: array names, shapes, and where in which file each value lies. No array is read. No jax.
+"""What a state's database holds: array names, shapes, and where in which file each value lies. No
+array is read. No jax.
 
-A state is an OCDBT database: a manifest names a tree of keys, whose leaves say in which file, where and how long each value is.
-Each array has a description, and its numbers in pieces:
+A state is an OCDBT database: a manifest names a tree of keys, whose leaves say in which file, where
+and how long each value is. Each array has a description, and its numbers in pieces:
 
-    params.embed.table/zarr.json        shape, type, codecs; .zarray in zarr 2, which was written before
+    params.embed.table/zarr.json        shape, type, codecs; .zarray in zarr 2, which was written
+                                        before
     params.embed.table/c/0/1            a piece with its checksum; 0.1 in zarr 2, without
 
-What is missing or cut off is known from the tree and the sizes of files. OCDBT has checksums of its manifest and of its tree, and
-compares them whenever it reads these.
+What is missing or cut off is known from the tree and the sizes of files. OCDBT has checksums of its
+manifest and of its tree, and compares them whenever it reads these.
 """
 
 import dataclasses
@@ -28,7 +30,8 @@ _CHECKED_PIECE = re.compile(r".*/c(?:/\d+)*")
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value of the database: its key, and its bytes, if they stand in the tree itself, or else file[start:stop], where they are."""
+    """A value of the database: its key, and its bytes, if they stand in the tree itself, or else
+    file[start:stop], where they are."""
 
     key: str
     inline: bytes | None
@@ -49,7 +52,8 @@ class DatabaseError(Exception):
 def read(folder: epath.Path) -> list[Value]:
     """All values of the newest version of the database in a state's folder.
 
-    Raises DatabaseError where something of it is missing, cut off or damaged. The numbers are not looked at.
+    Raises DatabaseError where something of it is missing, cut off or damaged. The numbers are not
+    looked at.
     """
     sizes: dict[str, int] = {}
     values = []
@@ -60,9 +64,15 @@ def read(folder: epath.Path) -> list[Value]:
                 if value.file not in sizes:
                     sizes[value.file] = (folder / value.file).stat().length
                 if sizes[value.file] < value.stop:
-                    raise DatabaseError(f"is cut off: {STATE}/{value.file} has {sizes[value.file]:,} bytes of at least {value.stop:,}")
+                    raise DatabaseError(
+                        f"is cut off: {STATE}/{value.file} has {sizes[value.file]:,} bytes of "
+                        f"at least {value.stop:,}"
+                    )
     except FileNotFoundError as error:
-        missing = epath.Path(error.filename).relative_to(folder) if error.filename else "manifest.ocdbt"  # stores' errors name no file
+        # stores' errors name no file
+        missing = (
+            epath.Path(error.filename).relative_to(folder) if error.filename else "manifest.ocdbt"
+        )
         raise DatabaseError(f"has no {missing}") from None
     except OSError as error:
         raise DatabaseError(f"cannot be read: {error.strerror}") from None
@@ -72,7 +82,8 @@ def read(folder: epath.Path) -> list[Value]:
 
 
 def shapes(values: Sequence[Value]) -> dict[str, tuple[int, ...]]:
-    """Array → shape; names as in memory, "params/embed/table". DatabaseError for a description that is none."""
+    """Array → shape; names as in memory, "params/embed/table". DatabaseError for a description that
+    is none."""
     found = {}
     for value in values:
         if value.inline is not None and (match := _DESCRIPTION.fullmatch(value.key)):
@@ -85,7 +96,8 @@ def shapes(values: Sequence[Value]) -> dict[str, tuple[int, ...]]:
 
 def _values(folder: epath.Path) -> Iterator[Value]:
     """All values. OSError or ValueError where the tree cannot be read."""
-    (folder / "manifest.ocdbt").stat()  # FileNotFoundError: TensorStore takes a database without one for an empty one
+    # FileNotFoundError: TensorStore takes a database without one for an empty one
+    (folder / "manifest.ocdbt").stat()
     base = ts.KvStore.open(kvstore(folder)).result()
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
     nodes = [("", root["location"])] if "location" in root else []
@@ -105,7 +117,8 @@ def _values(folder: epath.Path) -> Iterator[Value]:
 
 
 def _place(location: str) -> tuple[str, int, int]:
-    """(file, start, stop) of "value:ocdbt.process_0/:d/0123:512:16", where the last two are offset and length."""
+    """(file, start, stop) of "value:ocdbt.process_0/:d/0123:512:16", where the last two are offset
+    and length."""
     path, offset, length = location.partition(":")[2].rsplit(":", 2)
     base, _, file = path.partition(":")
     return base + file, int(offset), int(offset) + int(length)

@@ -1,8 +1,9 @@
 """Which part of a stored array lies where on the devices: the geometry of a checkpoint, both ways.
 
-A checkpoint must not know the mesh, the stages or the units that wrote it. So every parameter is one stored array with its
-layers in order and nothing padded, and this file says, for the shard that a device holds of an array in memory, which region of
-which stored array it is. Saving copies one way along these pairs, restoring the other. No collective is needed for either.
+A checkpoint must not know the mesh, the stages or the units that wrote it. So every parameter is
+one stored array with its layers in order and nothing padded, and this file says, for the shard that
+a device holds of an array in memory, which region of which stored array it is. Saving copies one
+way along these pairs, restoring the other. No collective is needed for either.
 
       in memory (stages 2, 2 units each, 7 layers)                          stored
       params/layers/0/w  [2, 2, 8, 8]   stage 0: 0 1   stage 1: 2 3   ⎫   params/layers/w  [7, 8, 8]
@@ -27,7 +28,8 @@ LAYERS = "layers"
 # (start, stop) in each dimension.
 Bounds = tuple[tuple[int, int], ...]
 
-# A bigger array is stored in pieces of at most this many bytes, because reading any part of a piece costs reading all of it.
+# A bigger array is stored in pieces of at most this many bytes, because reading any part of a piece
+# costs reading all of it.
 PIECE_BYTES = 32 * 2**20
 
 
@@ -37,7 +39,8 @@ class Part:
 
     leaf: its place among the leaves of the flattened state
     unit: None for a leaf outside the layers
-    lead: the number of dimensions before the layers, which are stored as they are: independent replicas
+    lead: the number of dimensions before the layers, which are stored as they are: independent
+        replicas
     """
 
     leaf: int
@@ -49,7 +52,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """One array of a checkpoint: its name, its stored shape and dtype, and the leaves in memory that hold it."""
+    """One array of a checkpoint: its name, its stored shape and dtype, and the leaves in memory
+    that hold it."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +63,8 @@ class StoredArray:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Two indices of the same numbers: `shard[local]` and `stored_array[stored]`. They select arrays of the same shape."""
+    """Two indices of the same numbers: `shard[local]` and `stored_array[stored]`. They select
+    arrays of the same shape."""
 
     local: tuple
     stored: tuple
@@ -69,38 +74,53 @@ def stored_arrays(state: Any, stored_shapes: Any, placement: Placement) -> list[
     """The arrays that a checkpoint of `state` consists of, in the order of the state's leaves.
 
     Args:
-      state: a pytree of jax.Array or of jax.ShapeDtypeStruct with shardings. Under a key "layers" the next key is the local unit, and
-        leaves are [stages, rows(unit), *layer shape].
-      stored_shapes: the same tree with the true shape of each leaf, as a tuple or as anything with a `shape`: of one layer under
-        "layers", without padding elsewhere. What has a `lead` too has dimensions of these sizes in front.
+      state: a pytree of jax.Array or of jax.ShapeDtypeStruct with shardings. Under a key "layers"
+        the next key is the local unit, and leaves are [stages, rows(unit), *layer shape].
+      stored_shapes: the same tree with the true shape of each leaf, as a tuple or as anything with
+        a `shape`: of one layer under "layers", without padding elsewhere. What has a `lead` too has
+        dimensions of these sizes in front.
       placement: which layer is in which row.
 
     Raises:
-      ValueError: a leaf without sharding, or whose shape is not what placement and stored shape make it.
+      ValueError: a leaf without sharding, or whose shape is not what placement and stored shape
+        make it.
     """
     tree: Any
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     arrays: dict[str, StoredArray] = {}
-    for number, ((path, leaf), shape) in enumerate(zip(leaves, tree.flatten_up_to(stored_shapes), strict=True)):
+    for number, ((path, leaf), shape) in enumerate(
+        zip(leaves, tree.flatten_up_to(stored_shapes), strict=True)
+    ):
         array = _stored_array(number, path, leaf, shape, placement)
         if array.name in arrays:
             before = arrays[array.name]
             if (before.shape, before.dtype) != (array.shape, array.dtype):
-                raise ValueError(f"{array.name}: units differ, {before.dtype}{list(before.shape)} and {array.dtype}{list(array.shape)}")
+                raise ValueError(
+                    f"{array.name}: units differ, {before.dtype}{list(before.shape)} and "
+                    f"{array.dtype}{list(array.shape)}"
+                )
             array = dataclasses.replace(before, parts=(*before.parts, *array.parts))
         arrays[array.name] = array
     for array in arrays.values():
         if array.parts[0].unit is not None and len(array.parts) != placement.units_per_stage:
-            raise ValueError(f"{array.name}: {len(array.parts)} units are not the {placement.units_per_stage} of {placement.describe()}")
+            raise ValueError(
+                f"{array.name}: {len(array.parts)} units are not the "
+                f"{placement.units_per_stage} of {placement.describe()}"
+            )
     return list(arrays.values())
 
 
-def _stored_array(number: int, path: tuple, leaf: Any, shape: Any, placement: Placement) -> StoredArray:
-    """The array that holds one leaf, with that leaf alone as its part. Arguments and errors as of `stored_arrays`."""
+def _stored_array(
+    number: int, path: tuple, leaf: Any, shape: Any, placement: Placement
+) -> StoredArray:
+    """The array that holds one leaf, with that leaf alone as its part. Arguments and errors as of
+    `stored_arrays`."""
     name, unit = _stored_name(path)
     lead, shape = tuple(getattr(shape, "lead", ())), tuple(getattr(shape, "shape", shape))
     if getattr(leaf, "sharding", None) is None:
-        raise ValueError(f"{name}: only arrays with a sharding can be saved or restored, not {leaf!r:.80}")
+        raise ValueError(
+            f"{name}: only arrays with a sharding can be saved or restored, not {leaf!r:.80}"
+        )
     if leaf.shape[: len(lead)] != lead:
         raise ValueError(f"{name}: {list(leaf.shape)} does not begin with {list(lead)}")
     _check(name, leaf.shape[len(lead) :], shape, placement, unit)
@@ -118,18 +138,30 @@ def _stored_name(path: tuple) -> tuple[str, int | None]:
     return "/".join(keys[:at] + keys[at + 1 :]), int(keys[at])
 
 
-def _check(name: str, shape: tuple[int, ...], stored: tuple[int, ...], placement: Placement, unit: int | None) -> None:
+def _check(
+    name: str,
+    shape: tuple[int, ...],
+    stored: tuple[int, ...],
+    placement: Placement,
+    unit: int | None,
+) -> None:
     """Raises ValueError unless `shape` holds `stored` as the placement says."""
     if unit is not None:
-        if unit >= placement.units_per_stage or shape[:2] != (placement.stages, placement.stack_size(unit)):
+        if unit >= placement.units_per_stage or shape[:2] != (
+            placement.stages,
+            placement.stack_size(unit),
+        ):
             raise ValueError(f"{name}: {list(shape)} is not unit {unit} of {placement.describe()}")
         shape = shape[2:]
     if len(shape) != len(stored) or any(size > n for n, size in zip(shape, stored)):
         raise ValueError(f"{name}: an array of {list(shape)} cannot hold the stored {list(stored)}")
 
 
-def regions(part: Part, bounds: Bounds, stored: tuple[int, ...], placement: Placement) -> Iterator[Region]:
-    """The regions of a shard and of the stored array that hold the same numbers. What none covers is padding or an unused row, and zero.
+def regions(
+    part: Part, bounds: Bounds, stored: tuple[int, ...], placement: Placement
+) -> Iterator[Region]:
+    """The regions of a shard and of the stored array that hold the same numbers. What none covers
+    is padding or an unused row, and zero.
 
     Args:
       part: a leaf in memory.
@@ -160,26 +192,40 @@ def _from_zero(bounds: Iterable[tuple[int, int]]) -> list[slice]:
     return [slice(0, stop - start) for start, stop in bounds]
 
 
-def _layer_runs(unit: int, stages: tuple[int, int], rows: tuple[int, int], placement: Placement) -> Iterator[Region]:
-    """The used rows in a block of [stages, rows], by stage, and the layers that they are; a stage's layers are consecutive."""
+def _layer_runs(
+    unit: int, stages: tuple[int, int], rows: tuple[int, int], placement: Placement
+) -> Iterator[Region]:
+    """The used rows in a block of [stages, rows], by stage, and the layers that they are; a stage's
+    layers are consecutive."""
     for stage in range(*stages):
-        first, stop = placement.first_layer(unit, stage), min(rows[1], placement.layer_count(unit, stage))
+        first, stop = (
+            placement.first_layer(unit, stage),
+            min(rows[1], placement.layer_count(unit, stage)),
+        )
         if rows[0] < stop:
-            yield Region((stage - stages[0], slice(0, stop - rows[0])), (slice(first + rows[0], first + stop),))
+            yield Region(
+                (stage - stages[0], slice(0, stop - rows[0])),
+                (slice(first + rows[0], first + stop),),
+            )
 
 
 def holders(part: Part) -> dict[Bounds, list[jax.Device]]:
-    """The distinct shards of a leaf and the devices that hold each, on all processes and in the same order on each."""
+    """The distinct shards of a leaf and the devices that hold each, on all processes and in the
+    same order on each."""
     held: dict[Bounds, list[jax.Device]] = {}
     for device, index in part.sharding.devices_indices_map(part.shape).items():
-        held.setdefault(tuple(i.indices(n)[:2] for i, n in zip(index, part.shape, strict=True)), []).append(device)
+        held.setdefault(
+            tuple(i.indices(n)[:2] for i, n in zip(index, part.shape, strict=True)), []
+        ).append(device)
     return {bounds: sorted(devices, key=lambda d: d.id) for bounds, devices in held.items()}
 
 
 def writers(part: Part) -> dict[jax.Device, Bounds]:
-    """The devices that write a leaf and the shard that each writes: every element once, however often it is replicated.
+    """The devices that write a leaf and the shard that each writes: every element once, however
+    often it is replicated.
 
-    Replicas take turns, leaf by leaf, so that parameters that all data shards hold are written by all.
+    Replicas take turns, leaf by leaf, so that parameters that all data shards hold are written by
+    all.
     """
     return {devices[part.leaf % len(devices)]: bounds for bounds, devices in holders(part).items()}
 
@@ -187,9 +233,10 @@ def writers(part: Part) -> dict[jax.Device, Bounds]:
 def piece_shape(array: StoredArray, limit: int = PIECE_BYTES) -> tuple[int, ...]:
     """The shape of the pieces in which the array is stored; the same on every process.
 
-    A piece must be written by one device, so it never crosses the border of a shard: a layer is a piece of its own (a replica's, where each
-    has its own), and where a dimension is sharded the piece divides the shard. Pieces over `limit` bytes are cut in two, along whole
-    dimensions first, or into as few as divide a shard.
+    A piece must be written by one device, so it never crosses the border of a shard: a layer is a
+    piece of its own (a replica's, where each has its own), and where a dimension is sharded the
+    piece divides the shard. Pieces over `limit` bytes are cut in two, along whole dimensions first,
+    or into as few as divide a shard.
     """
     lead, in_layers = array.parts[0].lead, array.parts[0].unit is not None
     skip = lead + 2 * in_layers
@@ -197,10 +244,18 @@ def piece_shape(array: StoredArray, limit: int = PIECE_BYTES) -> tuple[int, ...]
     stored = array.shape[lead + in_layers :]
     shards = [part.sharding.shard_shape(part.shape)[skip:] for part in array.parts]
     whole = [all(shard[dim] == size for shard in shards) for dim, size in enumerate(full)]
-    piece = [size if whole[dim] else math.gcd(*(shard[dim] for shard in shards)) for dim, size in enumerate(stored)]
+    piece = [
+        size if whole[dim] else math.gcd(*(shard[dim] for shard in shards))
+        for dim, size in enumerate(stored)
+    ]
     while math.prod(piece) * array.dtype.itemsize > limit and max(piece, default=1) > 1:
         # The longest whole dimension, or the longest; of equal ones the first.
-        dim = max((dim for dim, size in enumerate(piece) if size > 1), key=lambda dim: (whole[dim], piece[dim]))
-        parts = 2 if whole[dim] else next(n for n in range(2, piece[dim] + 1) if piece[dim] % n == 0)
+        dim = max(
+            (dim for dim, size in enumerate(piece) if size > 1),
+            key=lambda dim: (whole[dim], piece[dim]),
+        )
+        parts = (
+            2 if whole[dim] else next(n for n in range(2, piece[dim] + 1) if piece[dim] % n == 0)
+        )
         piece[dim] = -(-piece[dim] // parts)
     return (*[1] * (lead + in_layers), *piece)

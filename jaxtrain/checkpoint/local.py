@@ -1,13 +1,16 @@
-"""Checkpoints in a folder of each machine's own, a RAM disk or a local disk: written every few steps, lost with the machine.
+"""Checkpoints in a folder of each machine's own, a RAM disk or a local disk: written every few
+steps, lost with the machine.
 
-    LOCAL/tiny-3fa9c2b1d0e4/     a run: the name of its folder, and a digest of that folder and the run's id
+    LOCAL/tiny-3fa9c2b1d0e4/     a run: the name of its folder, and a digest of that folder and the
+                                 run's id
       process-0/                 what process 0 has written
-        30  35                   steps: the shards of its devices, one after the other, then the index, then where the index begins
+        30  35                   steps: the shards of its devices, one after the other, then the
+                                 index, then where the index begins
         .40                      a step that is being written
 
-A file has the shards of one process, each once however many of its devices hold it, with a checksum for each. Nothing is gathered and
-nothing is agreed upon while saving: what all processes together have is found out by the next run (local_restore.py). Files of other runs
-are left alone.
+A file has the shards of one process, each once however many of its devices hold it, with a checksum
+for each. Nothing is gathered and nothing is agreed upon while saving: what all processes together
+have is found out by the next run (local_restore.py). Files of other runs are left alone.
 """
 
 import concurrent.futures
@@ -33,7 +36,8 @@ from jaxtrain.checkpoint.shards import Shard, Shards
 from jaxtrain.checkpoint.steps import CheckpointError
 from jaxtrain.checkpoint.storage import to_host
 
-RUN_ID = ".run_id"  # in the folder of the persistent checkpoints: who deletes those begins another run
+# in the folder of the persistent checkpoints: who deletes those begins another run
+RUN_ID = ".run_id"
 _STEP = re.compile("0|[1-9][0-9]{0,9}")
 _TAIL = struct.Struct("<QI8s")  # bytes of the index, its checksum, MAGIC
 MAGIC = b"JTLOCAL1"
@@ -54,7 +58,8 @@ class Index:
     """What a file says of itself.
 
     fingerprint: of the state's layout (Shards.fingerprint)
-    start: the id of the start of the run that wrote it: what two starts have made of a step is never put together
+    start: the id of the start of the run that wrote it: what two starts have made of a step is
+        never put together
     meta: what a checkpoint has beside its state
     """
 
@@ -69,7 +74,8 @@ class DamagedError(Exception):
 
 
 def run_name(workdir: pathlib.Path, checkpoints: str | os.PathLike) -> str:
-    """The name of the run's folder on each machine. The main process alone calls it: others need not see the run's own folders yet.
+    """The name of the run's folder on each machine. The main process alone calls it: others need
+    not see the run's own folders yet.
 
     Makes the run's id, in the folder of its checkpoints, where there is none.
 
@@ -82,7 +88,10 @@ def run_name(workdir: pathlib.Path, checkpoints: str | os.PathLike) -> str:
             path.write_text(secrets.token_hex(8) + "\n")
         run = path.read_text().strip()
     except OSError as error:
-        raise CheckpointError(f"{path}, which tells this run's local checkpoints from others, cannot be used ({error.strerror})") from None
+        raise CheckpointError(
+            f"{path}, which tells this run's local checkpoints from others, cannot be used "
+            f"({error.strerror})"
+        ) from None
     workdir = workdir.absolute()
     return f"{workdir.name}-{hashlib.sha256(f'{run} {workdir}'.encode()).hexdigest()[:12]}"
 
@@ -90,8 +99,9 @@ def run_name(workdir: pathlib.Path, checkpoints: str | os.PathLike) -> str:
 class LocalCheckpointer:
     """Saves this process's shards of one run's state; every process calls every method.
 
-    The newest two are kept while a third is written. Two are enough: a process begins to save only when the step is done on all devices,
-    so when each has begun the save before, and has therefore finished the one before that.
+    The newest two are kept while a third is written. Two are enough: a process begins to save only
+    when the step is done on all devices, so when each has begun the save before, and has therefore
+    finished the one before that.
 
     Args:
       folder: of the run on this machine; it is there, or can be made.
@@ -103,14 +113,22 @@ class LocalCheckpointer:
     """
 
     def __init__(
-        self, folder: pathlib.Path, shards: Shards, start: str, after: int, say: Callable[[str], object], process: int | None = None
+        self,
+        folder: pathlib.Path,
+        shards: Shards,
+        start: str,
+        after: int,
+        say: Callable[[str], object],
+        process: int | None = None,
     ):
         process = jax.process_index() if process is None else process
         self._run, self._folder = folder, folder / f"process-{process}"
         self._shards, self._say = shards, say
         self._needed = shards.needed_by(process)
         self._fingerprint, self._start = shards.fingerprint(), start
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="local_checkpoint")
+        self._thread = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="local_checkpoint"
+        )
         self._writing: concurrent.futures.Future[None] | None = None
         self._saved: list[int] = []
         self._failed = False
@@ -127,9 +145,11 @@ class LocalCheckpointer:
                 path.unlink(missing_ok=True)
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> None:
-        """Begins to save, and returns once this process's shards are copied to the host: the state may be changed or donated then.
+        """Begins to save, and returns once this process's shards are copied to the host: the state
+        may be changed or donated then.
 
-        A save that is under way is finished first. One that fails is told by a line, and the next is tried.
+        A save that is under way is finished first. One that fails is told by a line, and the next
+        is tried.
 
         Args:
           state: a pytree of jax.Array, whose layout is that of `shards`.
@@ -138,10 +158,17 @@ class LocalCheckpointer:
         self.wait()
         self._remove_old()
         leaves = jax.tree.leaves(state)
-        held = {leaf: {shard.device: shard.data for shard in leaves[leaf].addressable_shards} for leaf in self._shards.parts}
+        held = {
+            leaf: {shard.device: shard.data for shard in leaves[leaf].addressable_shards}
+            for leaf in self._shards.parts
+        }
         copies = []
         for shard in self._needed:
-            data = next(held[shard.leaf][device] for device in self._shards.devices[shard] if device in held[shard.leaf])
+            data = next(
+                held[shard.leaf][device]
+                for device in self._shards.devices[shard]
+                if device in held[shard.leaf]
+            )
             data.copy_to_host_async()  # all copies are under way before the first is waited for
             copies.append((shard, data))
         numbers = [(shard, to_host(data)) for shard, data in copies]
@@ -154,7 +181,8 @@ class LocalCheckpointer:
             writing.result()
 
     def forget(self) -> None:
-        """Removes all that this machine has of the run: the persistent checkpoints have its newest step."""
+        """Removes all that this machine has of the run: the persistent checkpoints have its newest
+        step."""
         self.wait()
         shutil.rmtree(self._run, ignore_errors=True)
 
@@ -163,30 +191,41 @@ class LocalCheckpointer:
         self.wait()
         self._thread.shutdown()
 
-    def _write(self, step: int, numbers: list[tuple[Shard, np.ndarray]], meta: dict[str, Any]) -> None:
+    def _write(
+        self, step: int, numbers: list[tuple[Shard, np.ndarray]], meta: dict[str, Any]
+    ) -> None:
         unfinished = self._folder / f".{step}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with open(unfinished, "wb") as file:
-                _write_file(file, numbers, {"fingerprint": self._fingerprint, "start": self._start, "meta": meta})
+                _write_file(
+                    file,
+                    numbers,
+                    {"fingerprint": self._fingerprint, "start": self._start, "meta": meta},
+                )
             os.rename(unfinished, self._folder / str(step))
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink(missing_ok=True)
             if not self._failed:  # once for as long as it lasts
                 size = sum(array.nbytes for _, array in numbers)
-                self._say(f"warning: local checkpoint {step} is not written ({error.strerror}; {size:,} bytes in {self._folder})")
+                self._say(
+                    f"warning: local checkpoint {step} is not written ({error.strerror}; "
+                    f"{size:,} bytes in {self._folder})"
+                )
             self._failed = True
         else:
             self._saved.append(step)
             self._failed = False
 
     def _remove_old(self) -> None:
-        """Removes this run's files on this machine beyond the newest two of this process, before it writes one more."""
+        """Removes this run's files on this machine beyond the newest two of this process, before it
+        writes one more."""
         for path, step in _files(self._folder):
             if step not in self._saved[-2:] and len(self._saved) >= 2:
                 path.unlink(missing_ok=True)
-        # Processes of another number, of an earlier start, may have written here; those at work now are at most a save behind.
+        # Processes of another number, of an earlier start, may have written here; those at work now
+        # are at most a save behind.
         for path, step in files_of(self._run):
             if len(self._saved) >= 3 and step < self._saved[-3]:
                 path.unlink(missing_ok=True)
@@ -215,18 +254,23 @@ def _folders(run: pathlib.Path) -> list[pathlib.Path]:
 def _files(folder: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
     """The files of finished steps in a process's folder, with their steps."""
     try:
-        return sorted(((path, int(path.name)) for path in folder.iterdir() if _STEP.fullmatch(path.name)), key=lambda file: file[1])
+        return sorted(
+            ((path, int(path.name)) for path in folder.iterdir() if _STEP.fullmatch(path.name)),
+            key=lambda file: file[1],
+        )
     except OSError:
         return []
 
 
 def files_of(run: pathlib.Path) -> list[tuple[pathlib.Path, int]]:
-    """What this machine has of a run, whichever processes have written it: files of finished steps, with their steps."""
+    """What this machine has of a run, whichever processes have written it: files of finished steps,
+    with their steps."""
     return [file for folder in _folders(run) for file in _files(folder)]
 
 
 def read_index(path: pathlib.Path) -> Index:
-    """What a file says of itself. Raises DamagedError where it cannot be read, or is not as it was written."""
+    """What a file says of itself. Raises DamagedError where it cannot be read, or is not as it was
+    written."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -243,14 +287,17 @@ def read_index(path: pathlib.Path) -> Index:
         raise DamagedError(f"{path} is damaged in its index")
     values = json.loads(index)
     places = {
-        Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(path, offset, nbytes, crc)
+        Shard(leaf, tuple((start, stop) for start, stop in bounds)): Place(
+            path, offset, nbytes, crc
+        )
         for leaf, bounds, offset, nbytes, crc in values["places"]
     }
     return Index(values["fingerprint"], values["start"], values["meta"], places)
 
 
 def read_shard(place: Place, shard: Shard, dtype: np.dtype) -> np.ndarray:
-    """A shard's numbers. Raises DamagedError where they cannot be read, or are not those that were written."""
+    """A shard's numbers. Raises DamagedError where they cannot be read, or are not those that were
+    written."""
     numbers = np.empty(shard.shape, dtype)
     data = numbers.reshape(-1).view(np.uint8).data
     try:
@@ -260,5 +307,7 @@ def read_shard(place: Place, shard: Shard, dtype: np.dtype) -> np.ndarray:
     except OSError as error:
         raise DamagedError(f"{place.path} cannot be read ({error.strerror})") from None
     if (read, place.size) != (data.nbytes, data.nbytes) or zlib.crc32(data) != place.crc32:
-        raise DamagedError(f"{place.path} is damaged at bytes {place.offset:,} to {place.offset + place.size:,}")
+        raise DamagedError(
+            f"{place.path} is damaged at bytes {place.offset:,} to {place.offset + place.size:,}"
+        )
     return numbers

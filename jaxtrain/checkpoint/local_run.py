@@ -1,4 +1,5 @@
-"""What a run does with checkpoints in its machines' own folders (`checkpoint.local`), from its start to its end.
+"""What a run does with checkpoints in its machines' own folders (`checkpoint.local`), from its
+start to its end.
 
 Writing is in local.py, restoring in local_restore.py.
 """
@@ -33,7 +34,8 @@ class LocalState:
 
 
 class LocalCheckpoints:
-    """The local checkpoints of one run. Every process calls every method, at the same point of the program.
+    """The local checkpoints of one run. Every process calls every method, at the same point of the
+    program.
 
     Args:
       local: checkpoint.local; where it is empty nothing is ever found or saved.
@@ -59,7 +61,9 @@ class LocalCheckpoints:
         self._folder = pathlib.Path(local)
         if not local:
             return
-        run, self._start = cluster.from_main(lambda: (run_name(workdir, checkpoints), secrets.token_hex(4)), CheckpointError)
+        run, self._start = cluster.from_main(
+            lambda: (run_name(workdir, checkpoints), secrets.token_hex(4)), CheckpointError
+        )
         self._folder /= run
         self._shards = Shards(stored_arrays(abstract, stored_shapes, placement), placement)
         self._files = LocalFiles(self._folder, self._shards)
@@ -69,17 +73,25 @@ class LocalCheckpoints:
         return self._files.candidates(after, before, wrong) if self._files else []
 
     def restore(self, candidates: list[Saved]) -> LocalState | None:
-        """The newest state of the candidates that is undamaged on all machines together; None if there is none."""
+        """The newest state of the candidates that is undamaged on all machines together; None if
+        there is none."""
         restored = self._files.restore(candidates) if self._files else None
         if restored is None:
             return None
-        machines = "this machine still has" if jax.process_count() == 1 else "the machines still have"
-        moved = f"; {restored.moved:,} bytes of it came from other processes" if restored.moved else ""
+        machines = (
+            "this machine still has" if jax.process_count() == 1 else "the machines still have"
+        )
+        moved = (
+            f"; {restored.moved:,} bytes of it came from other processes" if restored.moved else ""
+        )
         source = f"which {machines} in {self._folder}{moved}"
-        return LocalState(restored.step, restored.meta, jax.tree.unflatten(self._tree, restored.leaves), source)
+        return LocalState(
+            restored.step, restored.meta, jax.tree.unflatten(self._tree, restored.leaves), source
+        )
 
     def begin(self, after: int, say: Callable[[str], object]) -> None:
-        """Saving begins, in a run that goes on from step `after`. say: gets a line when a save fails."""
+        """Saving begins, in a run that goes on from step `after`. say: gets a line when a save
+        fails."""
         if self._files:
             self._saver = LocalCheckpointer(self._folder, self._shards, self._start, after, say)
 

@@ -2,12 +2,14 @@
 
     directory/
       200/            a finished step; what is not finished has another name, so it is never found
-        state/        parameters, optimizer and step: layers in order, nothing padded (layout.py, storage.py)
+        state/        parameters, optimizer and step: layers in order, nothing padded (layout.py,
+                      storage.py)
         meta/         JSON: everything else that a run needs to go on
 
-Any mesh, placement and number of processes restores what any other has saved. A save goes on in a thread (saving.py); which steps are
-kept is decided in keeping.py. What else may lie in the folder is known to steps.py; before the first save whatever has a step's name
-and is no whole step gets another name.
+Any mesh, placement and number of processes restores what any other has saved. A save goes on in a
+thread (saving.py); which steps are kept is decided in keeping.py. What else may lie in the folder
+is known to steps.py; before the first save whatever has a step's name and is no whole step gets
+another name.
 """
 
 import contextlib
@@ -27,7 +29,17 @@ from jaxtrain.checkpoint.database import STATE
 from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.layout import stored_arrays
 from jaxtrain.checkpoint.saving import Outcome, Save, SaveThread
-from jaxtrain.checkpoint.steps import BROKEN, TO_TRAIN, CheckpointError, Choice, Meta, Shapes, Stranger, choose, read_meta
+from jaxtrain.checkpoint.steps import (
+    BROKEN,
+    TO_TRAIN,
+    CheckpointError,
+    Choice,
+    Meta,
+    Shapes,
+    Stranger,
+    choose,
+    read_meta,
+)
 from jaxtrain.checkpoint.storage import host_tree, read_tree
 from jaxtrain.config import Config
 from jaxtrain.devices import cluster
@@ -47,31 +59,45 @@ logging.getLogger("absl").addFilter(_is_for_users)
 
 
 def latest_step(directory: str | os.PathLike) -> int | None:
-    """The newest whole step, None if there is none. All processes must call it: they take process 0's answer."""
+    """The newest whole step, None if there is none. All processes must call it: they take process
+    0's answer."""
     # File systems that hosts share may show a new folder to some of them later.
     return cluster.from_main(lambda: choose(directory, {}).step, CheckpointError)
 
 
-def choose_together(directory: str | os.PathLike, damaged: Mapping[int, str] = steps.NONE, before: int | None = None) -> Choice:
-    """The step that a run goes on from, and what else is there: process 0's answer, on every process. damaged, before: as in `choose`.
+def choose_together(
+    directory: str | os.PathLike, damaged: Mapping[int, str] = steps.NONE, before: int | None = None
+) -> Choice:
+    """The step that a run goes on from, and what else is there: process 0's answer, on every
+    process. damaged, before: as in `choose`.
 
-    Raises CheckpointError where there is no whole step, but something of one: a run that begins anew would push it aside.
+    Raises CheckpointError where there is no whole step, but something of one: a run that begins
+    anew would push it aside.
     """
 
     def decide() -> dict:
         choice = choose(directory, TO_TRAIN, wrong_arrays, damaged, before)
         if choice.step is None and any(s.holds for s in choice.strangers):
             lost = ", ".join(str(s) for s in choice.strangers if s.holds)
-            raise CheckpointError(f"{directory} has no whole checkpoint: {lost}: move it away to begin anew, or use another --workdir")
+            raise CheckpointError(
+                f"{directory} has no whole checkpoint: {lost}: move it away to begin anew, or "
+                "use another --workdir"
+            )
         return dataclasses.asdict(choice)
 
     values = cluster.from_main(decide, CheckpointError)
     meta = Meta(**values["meta"]) if values["meta"] else None
-    return Choice(values["step"], meta, tuple(values["steps"]), tuple(Stranger(**stranger) for stranger in values["strangers"]))
+    return Choice(
+        values["step"],
+        meta,
+        tuple(values["steps"]),
+        tuple(Stranger(**stranger) for stranger in values["strangers"]),
+    )
 
 
 def wrong_arrays(meta: Meta, stored: Shapes, trained_alone: bool = False) -> str:
-    """Which array of a state is missing or is not as the config in its meta makes it, in words; "" if none.
+    """Which array of a state is missing or is not as the config in its meta makes it, in words; ""
+    if none.
 
     stored: the shapes of its arrays; trained_alone: of the parameters that are evaluated and used.
     """
@@ -95,11 +121,15 @@ def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     parts, placement = build(config.model, 1), Placement(config.model.layers)
     layout = Layout(parts, placement, mesh, 0, jnp.dtype(config.precision.params), independent)
     optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs)
-    arrays = stored_arrays(abstract_state(layout, optimizer), stored_shapes(layout, optimizer), placement)
+    arrays = stored_arrays(
+        abstract_state(layout, optimizer), stored_shapes(layout, optimizer), placement
+    )
     return {array.name: array.shape for array in arrays}
 
 
-def restore(directory: str | os.PathLike, step: int, abstract: Any, stored_shapes: Any, placement: Placement) -> Any:
+def restore(
+    directory: str | os.PathLike, step: int, abstract: Any, stored_shapes: Any, placement: Placement
+) -> Any:
     """The state of a step, laid out as `abstract` says; padding and unused rows are zero.
 
     Args:
@@ -127,13 +157,15 @@ def _remove(folder: epath.Path) -> None:
 
 
 class Checkpointer:
-    """Saves and restores the state of one run; every process calls every method, at the same points of the program.
+    """Saves and restores the state of one run; every process calls every method, at the same points
+    of the program.
 
     Args:
       directory: where the steps lie; made by the first save.
       placement: which layer lies in which row of the state's arrays.
-      stored_shapes: a pytree like the state with each leaf's true shape, a tuple or an object with a `shape`: of one layer for
-        leaves under "layers", without padding elsewhere. Of an object with a `lead`, too, that is added in front.
+      stored_shapes: a pytree like the state with each leaf's true shape, a tuple or an object with
+        a `shape`: of one layer for leaves under "layers", without padding elsewhere. Of an object
+        with a `lead`, too, that is added in front.
       keep: which checkpoints are kept; a number is of the newest.
       broken: names of steps that are not whole, beside those that can be told by their files.
       say: gets a line for each name that is set aside, and for each save that fails.
@@ -151,8 +183,13 @@ class Checkpointer:
         self._directory = stores.absolute(directory)
         self._placement = placement
         self._stored_shapes = stored_shapes
-        self._keep, self._broken, self._say = keep if isinstance(keep, Keep) else Keep(keep), broken, say
-        self._steps: set[int] | None = None  # those that are whole, or being saved; None before the first save
+        self._keep, self._broken, self._say = (
+            keep if isinstance(keep, Keep) else Keep(keep),
+            broken,
+            say,
+        )
+        # those that are whole, or being saved; None before the first save
+        self._steps: set[int] | None = None
         self._thread: SaveThread | None = None
         self._number = 0  # of the save in this run
         self._unsaved: Outcome | None = None  # a save that could not begin, if none has begun since
@@ -162,17 +199,19 @@ class Checkpointer:
         self.longest_s = 0.0  # of the saves that have ended well
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
-        """Begins to save, and returns once the state is copied to the host: it may be changed or donated then.
+        """Begins to save, and returns once the state is copied to the host: it may be changed or
+        donated then.
 
-        A save that is under way is finished first, but not tried again. If it fails, that is said. Checkpoints that need not be kept are
-        deleted when this one is finished.
+        A save that is under way is finished first, but not tried again. If it fails, that is said.
+        Checkpoints that need not be kept are deleted when this one is finished.
 
         Args:
           state: a pytree of jax.Array, as in the constructor's `stored_shapes`.
           meta: what JSON can hold.
 
         Returns:
-          False if this step is already saved, or being saved, or if the storage does not even say what is there, which is said.
+          False if this step is already saved, or being saved, or if the storage does not even say
+          what is there, which is said.
 
         Raises:
           ValueError: the state is not laid out as the placement says.
@@ -188,7 +227,8 @@ class Checkpointer:
                     self._conclude(self._unsaved)
                 return False
             self._steps, self._unsaved = set(tidied["steps"]), None
-            self._broken = ()  # by now they have other names, and theirs may be those of whole steps again
+            # by now they have other names, and theirs may be those of whole steps again
+            self._broken = ()
         if self._thread:
             self._thread.give_up_waiting()
             self._settle()
@@ -197,7 +237,9 @@ class Checkpointer:
         tree = host_tree(arrays, state, self._placement)
         self._number += 1
         self._steps.add(step)
-        self._thread = SaveThread(self._directory, Save(self._number, step, tree, meta), self._prepare, self._conclude)
+        self._thread = SaveThread(
+            self._directory, Save(self._number, step, tree, meta), self._prepare, self._conclude
+        )
         self._blocked_s[step] = time.monotonic() - began
         return True
 
@@ -208,20 +250,29 @@ class Checkpointer:
 
     @property
     def newest(self) -> int | None:
-        """The newest step that is saved, or being saved, as far as this run knows; None if there is none."""
+        """The newest step that is saved, or being saved, as far as this run knows; None if there is
+        none."""
         return max(self._steps, default=None) if self._steps else None
 
     def evaluated(self, step: int, loss: float | None) -> None:
-        """Notes the validation loss of a step that is saved, or being saved: `checkpoint ls` shows it, and the best are kept by it."""
+        """Notes the validation loss of a step that is saved, or being saved: `checkpoint ls` shows
+        it, and the best are kept by it."""
         if loss is not None and step in (self._steps or ()) and cluster.is_main():
-            self._try(lambda: keeping.note_loss(self._directory, step, loss), f"the validation loss of step {step} is not noted")
+            self._try(
+                lambda: keeping.note_loss(self._directory, step, loss),
+                f"the validation loss of step {step} is not noted",
+            )
 
     def figures(self) -> dict[int, dict[str, float]]:
-        """Step → how long its save blocked its caller, and how long it took in all, for those that have ended well since this was asked."""
+        """Step → how long its save blocked its caller, and how long it took in all, for those that
+        have ended well since this was asked."""
         ended, self._ended = self._ended, {}
         blocked = {step: self._blocked_s.pop(step) for step in ended}
         well = {step: outcome for step, outcome in ended.items() if not outcome.why}
-        return {s: {"save_blocked_s": round(blocked[s], 6), "save_s": round(outcome.seconds, 6)} for s, outcome in well.items()}
+        return {
+            s: {"save_blocked_s": round(blocked[s], 6), "save_s": round(outcome.seconds, 6)}
+            for s, outcome in well.items()
+        }
 
     def _settle(self) -> Outcome | None:
         """Waits for the save that is under way, if one is, and notes how it ended."""
@@ -250,19 +301,27 @@ class Checkpointer:
             return  # whoever waits for it is told
         if not outcome.why:
             delete = lambda: keeping.delete_others(self._directory, self._keep, outcome.step)
-            self._try(delete, f"checkpoints that need not be kept are not deleted in {self._directory}")
+            self._try(
+                delete, f"checkpoints that need not be kept are not deleted in {self._directory}"
+            )
             return
-        self._say(f"warning: step {outcome.step} is not saved: {self._failure(outcome)}; the next save tries again")
+        self._say(
+            f"warning: step {outcome.step} is not saved: {self._failure(outcome)}; the next "
+            "save tries again"
+        )
 
     def _failure(self, outcome: Outcome) -> str:
         """Why a save failed, and what there is instead."""
         newest = max((step for step in self._steps or () if step != outcome.step), default=None)
         kept = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
-        tried = f"{outcome.attempts} attempt{'s'[: outcome.attempts > 1]} in {outcome.seconds:.0f} s"
+        tried = (
+            f"{outcome.attempts} attempt{'s'[: outcome.attempts > 1]} in {outcome.seconds:.0f} s"
+        )
         return f"{outcome.why} ({tried}); {kept} in {self._directory}"
 
     def _try_to_tidy_up(self) -> dict:
-        """The steps that are there after `_tidy_up`; or why the storage does not do that, in words."""
+        """The steps that are there after `_tidy_up`; or why the storage does not do that, in
+        words."""
         try:
             return {"steps": self._tidy_up(), "why": ""}
         except CheckpointError:
@@ -273,15 +332,25 @@ class Checkpointer:
             return {"steps": [], "why": why}
 
     def _tidy_up(self) -> list[int]:
-        """Before the first save: removes what a kill has left, and sets aside what is no whole step. The steps that are there then."""
-        broken = {s.name: s for s in (*steps.strangers(self._directory), *self._broken) if s.step is not None}
+        """Before the first save: removes what a kill has left, and sets aside what is no whole
+        step. The steps that are there then."""
+        broken = {
+            s.name: s
+            for s in (*steps.strangers(self._directory), *self._broken)
+            if s.step is not None
+        }
         whole = [step for step in choose(self._directory, {}).steps if str(step) not in broken]
         for name in keeping.unfinished(self._directory):
             _remove(self._directory / name)
         for stranger in broken.values():
             path = self._directory / stranger.name
-            if sum(step > (stranger.step or 0) for step in whole) >= self._keep.newest and path.is_dir() and not os.path.islink(path):
-                # So many newer ones are whole that it would be deleted if it were: a deletion was interrupted.
+            if (
+                sum(step > (stranger.step or 0) for step in whole) >= self._keep.newest
+                and path.is_dir()
+                and not os.path.islink(path)
+            ):
+                # So many newer ones are whole that it would be deleted if it were: a deletion was
+                # interrupted.
                 _remove(path)
             if stores.exists(path):
                 self._set_aside(stranger.name, stranger.why)
@@ -290,7 +359,8 @@ class Checkpointer:
         return whole
 
     def _try(self, do: Callable[[], object], otherwise: str) -> None:
-        """Does what the run can do without; where the storage does not, a warning says what is then so."""
+        """Does what the run can do without; where the storage does not, a warning says what is then
+        so."""
         try:
             do()
         except Exception as error:
@@ -306,7 +376,8 @@ class Checkpointer:
             stores.move(self._directory / name, self._directory / f"{name}{BROKEN}{number}")
         except OSError as error:
             raise CheckpointError(
-                f"{self._directory / name} ({why}) is in the way and cannot be renamed ({stores.failure(error)}): move it away"
+                f"{self._directory / name} ({why}) is in the way and cannot be renamed "
+                f"({stores.failure(error)}): move it away"
             ) from None
         self._say(f"set aside in {self._directory}: {name} ({why}) is now {name}{BROKEN}{number}")
 
@@ -321,16 +392,20 @@ class Checkpointer:
         return read_meta(self._directory, step)
 
     def restore(self, step: int, abstract: Any) -> Any:
-        """The state of a step, laid out as `abstract` says. Arguments and errors as of the function `restore`."""
+        """The state of a step, laid out as `abstract` says. Arguments and errors as of the function
+        `restore`."""
         return restore(self._directory, step, abstract, self._stored_shapes, self._placement)
 
     def set_aside_after(self, step: int, why: str) -> None:
-        """Gives every checkpoint of a later step another name, once no save is under way. Every process must call it."""
+        """Gives every checkpoint of a later step another name, once no save is under way. Every
+        process must call it."""
         self.close()
         self._steps = None  # the next save looks again
         # Of a step that is saved again only the second save has figures.
         self._ended = {saved: outcome for saved, outcome in self._ended.items() if saved <= step}
-        self._blocked_s = {saved: seconds for saved, seconds in self._blocked_s.items() if saved <= step}
+        self._blocked_s = {
+            saved: seconds for saved, seconds in self._blocked_s.items() if saved <= step
+        }
 
         def rename() -> None:
             for later in choose(self._directory, {}).steps:
@@ -345,7 +420,9 @@ class Checkpointer:
         outcome = self._settle() or self._unsaved
         self._is_last = False
         if outcome and outcome.why:
-            raise CheckpointError(f"step {outcome.step}, the last of this run, is not saved: {self._failure(outcome)}")
+            raise CheckpointError(
+                f"step {outcome.step}, the last of this run, is not saved: {self._failure(outcome)}"
+            )
 
     def close(self) -> None:
         """Waits for the save that is under way, whatever becomes of it."""

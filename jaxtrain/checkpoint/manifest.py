@@ -1,13 +1,18 @@
-"""The manifest of a step: its files with sizes and checksums, written last, so that a step without one is not whole. No jax.
+"""The manifest of a step: its files with sizes and checksums, written last, so that a step without
+one is not whole. No jax.
 
     200/manifest.json
-      {"version": 1, "files": {"meta/metadata": {"size": 2154, "crc32": 873645211, "pieces": false},
-                               "state/ocdbt.process_0/d/0471…": {"size": 107731, "crc32": 1127, "pieces": true}, …}, "crc32": 99201}
+      {"version": 1,
+       "files": {"meta/metadata": {"size": 2154, "crc32": 873645211, "pieces": false},
+                 "state/ocdbt.process_0/d/0471…": {"size": 107731, "crc32": 1127, "pieces": true},
+                 …},
+       "crc32": 99201}
 
-Every byte of a step has a checksum in one place. Pieces of arrays have theirs behind them (database.py), and whoever restores an array
-compares them as it reads. All other bytes are few, and whoever chooses a step compares them with the manifest: whole files, and of a
-file with pieces what lies between these (the database's tree, and what of it is no longer in use). The manifest's last entry is the
-checksum of the manifest without it.
+Every byte of a step has a checksum in one place. Pieces of arrays have theirs behind them
+(database.py), and whoever restores an array compares them as it reads. All other bytes are few, and
+whoever chooses a step compares them with the manifest: whole files, and of a file with pieces what
+lies between these (the database's tree, and what of it is no longer in use). The manifest's last
+entry is the checksum of the manifest without it.
 """
 
 import concurrent.futures
@@ -29,7 +34,8 @@ READ_BYTES = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class StoredFile:
-    """A file's bytes, and the CRC-32 (zlib's) of those that are in no piece. pieces: whether some are."""
+    """A file's bytes, and the CRC-32 (zlib's) of those that are in no piece. pieces: whether some
+    are."""
 
     size: int
     crc32: int
@@ -43,15 +49,20 @@ class Manifest:
     files: dict[str, StoredFile]
 
     def damage(self, step: epath.Path) -> str:
-        """What is wrong with files that have no pieces, and with the sizes of all, in words; "" if nothing is."""
+        """What is wrong with files that have no pieces, and with the sizes of all, in words; "" if
+        nothing is."""
         return next(self.damages(step), "")
 
     def damages(self, step: epath.Path) -> Iterator[str]:
-        """All that is wrong with files that have no pieces, and with the sizes of all, file by file."""
-        yield from filter(None, _at_once(lambda path: _damage(step, path, self.files[path]), list(self.files)))
+        """All that is wrong with files that have no pieces, and with the sizes of all, file by
+        file."""
+        yield from filter(
+            None, _at_once(lambda path: _damage(step, path, self.files[path]), list(self.files))
+        )
 
     def damage_beside(self, step: epath.Path, values: Sequence[Value]) -> str:
-        """What is wrong beside the pieces in the files that have some, in words; "" if nothing is. values: of the step's database."""
+        """What is wrong beside the pieces in the files that have some, in words; "" if nothing is.
+        values: of the step's database."""
         return next(self.damages_beside(step, values), "")
 
     def damages_beside(self, step: epath.Path, values: Sequence[Value]) -> Iterator[str]:
@@ -65,7 +76,9 @@ class Manifest:
                 return _unreadable(path, error)
             return "" if found == self.files[path].crc32 else f"{path} is damaged"
 
-        yield from filter(None, _at_once(damage, [path for path, file in self.files.items() if file.pieces]))
+        yield from filter(
+            None, _at_once(damage, [path for path, file in self.files.items() if file.pieces])
+        )
 
 
 class ManifestError(Exception):
@@ -73,7 +86,8 @@ class ManifestError(Exception):
 
 
 def write(step: epath.Path) -> None:
-    """Writes the manifest of a step, of which everything else is written. OSError or DatabaseError where that cannot be read."""
+    """Writes the manifest of a step, of which everything else is written. OSError or DatabaseError
+    where that cannot be read."""
     pieces = _pieces(database.read(step / STATE))
 
     def look(path: str) -> StoredFile:
@@ -81,11 +95,14 @@ def write(step: epath.Path) -> None:
         return StoredFile(size, _checksum(step / path, pieces.get(path, [])), path in pieces)
 
     paths = sorted(path for path in _files(step) if path != FILE)
-    (step / FILE).write_bytes(_encode(Manifest(dict(zip(paths, _at_once(look, paths), strict=True)))))
+    (step / FILE).write_bytes(
+        _encode(Manifest(dict(zip(paths, _at_once(look, paths), strict=True))))
+    )
 
 
 def read(step: epath.Path) -> Manifest | None:
-    """A step's manifest; None if it has none. ManifestError for one that is damaged or of a later format."""
+    """A step's manifest; None if it has none. ManifestError for one that is damaged or of a later
+    format."""
     try:
         content = (step / FILE).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -95,22 +112,33 @@ def read(step: epath.Path) -> Manifest | None:
     try:
         values = json.loads(content)
         if values["version"] == FORMAT:
-            manifest = Manifest({path: StoredFile(**file) for path, file in values["files"].items()})
+            manifest = Manifest(
+                {path: StoredFile(**file) for path, file in values["files"].items()}
+            )
             if content == _encode(manifest):
                 return manifest
         later = values["crc32"] == _crc32_without(values) and values["version"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         later = None
-    raise ManifestError(f"{FILE} has the format {later}, which this jaxtrain does not know" if later else f"{FILE} is damaged")
+    raise ManifestError(
+        f"{FILE} has the format {later}, which this jaxtrain does not know"
+        if later
+        else f"{FILE} is damaged"
+    )
 
 
 def _encode(manifest: Manifest) -> bytes:
-    values = {"version": FORMAT, "files": {path: dataclasses.asdict(file) for path, file in manifest.files.items()}}
+    values = {
+        "version": FORMAT,
+        "files": {path: dataclasses.asdict(file) for path, file in manifest.files.items()},
+    }
     return json.dumps(values | {"crc32": _crc32_without(values)}).encode()
 
 
 def _crc32_without(values: dict) -> int:
-    return zlib.crc32(json.dumps({key: value for key, value in values.items() if key != "crc32"}).encode())
+    return zlib.crc32(
+        json.dumps({key: value for key, value in values.items() if key != "crc32"}).encode()
+    )
 
 
 def _at_once(ask, paths: Sequence[str]) -> Iterator:
@@ -124,7 +152,9 @@ def _damage(step: epath.Path, path: str, file: StoredFile) -> str:
         size = (step / path).stat().length
         if size != file.size:
             return f"{path} has {size:,} bytes of {file.size:,}"
-        return "" if file.pieces or _checksum(step / path, []) == file.crc32 else f"{path} is damaged"
+        return (
+            "" if file.pieces or _checksum(step / path, []) == file.crc32 else f"{path} is damaged"
+        )
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
@@ -142,7 +172,9 @@ def _checksum(file: epath.Path, without: Sequence[tuple[int, int]]) -> int:
         for start, stop in [*without, (None, None)]:
             if start is None or start > at:
                 stream.seek(at)
-                while part := stream.read(READ_BYTES if start is None else min(READ_BYTES, start - at)):
+                while part := stream.read(
+                    READ_BYTES if start is None else min(READ_BYTES, start - at)
+                ):
                     crc32, at = zlib.crc32(part, crc32), at + len(part)
             at = max(at, stop or 0)
     return crc32

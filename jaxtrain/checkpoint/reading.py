@@ -1,4 +1,5 @@
-"""Arrays of a stored step as numpy, piece by piece, on this host alone: for looking at checkpoints. No jax, and no device."""
+"""Arrays of a stored step as numpy, piece by piece, on this host alone: for looking at checkpoints.
+No jax, and no device."""
 
 import collections
 import dataclasses
@@ -23,7 +24,8 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredStep:
-    """A step whose database can be read: its folder, the database's values, and its arrays by name, which are not read."""
+    """A step whose database can be read: its folder, the database's values, and its arrays by name,
+    which are not read."""
 
     folder: epath.Path
     values: Sequence[Value]
@@ -32,7 +34,8 @@ class StoredStep:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Of the finite numbers of an array: the least, the greatest, and the Euclidean norm; and how many others there are."""
+    """Of the finite numbers of an array: the least, the greatest, and the Euclidean norm; and how
+    many others there are."""
 
     least: float
     greatest: float
@@ -42,7 +45,8 @@ class Statistics:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Between two arrays of one shape: the largest |a − b|, the largest |a − b| / max(|a|, |b|), and how many numbers differ in bits.
+    """Between two arrays of one shape: the largest |a − b|, the largest |a − b| / max(|a|, |b|),
+    and how many numbers differ in bits.
 
     A number that is finite in one alone differs by infinity.
     """
@@ -65,7 +69,9 @@ def open_step(folder: epath.Path) -> StoredStep:
             spec = {"driver": driver, "kvstore": store, "fill_missing_data_reads": False}
             opening[key.replace(".", "/")] = ts.open(spec, open=True, context=context)
     try:
-        return StoredStep(folder, values, {name: opening[name].result() for name in sorted(opening)})
+        return StoredStep(
+            folder, values, {name: opening[name].result() for name in sorted(opening)}
+        )
     except ValueError as error:
         if why := no_damage(error):
             raise CheckpointError(f"{folder}: an array {why}") from None
@@ -77,7 +83,10 @@ def pieces(array: ts.TensorStore) -> Iterator[Index]:
     size = _piece_shape(array)
     ranges = [range(0, n, step) for n, step in zip(array.shape, size, strict=True)]
     for corner in itertools.product(*ranges):
-        yield tuple(slice(at, min(at + step, n)) for at, step, n in zip(corner, size, array.shape, strict=True))
+        yield tuple(
+            slice(at, min(at + step, n))
+            for at, step, n in zip(corner, size, array.shape, strict=True)
+        )
 
 
 def _piece_shape(array: ts.TensorStore) -> tuple[int, ...]:
@@ -85,12 +94,16 @@ def _piece_shape(array: ts.TensorStore) -> tuple[int, ...]:
 
 
 def read(array: ts.TensorStore) -> Iterator[tuple[Index, np.ndarray | None]]:
-    """All pieces of an array with their indices, several read at a time; None for one that is damaged or missing."""
+    """All pieces of an array with their indices, several read at a time; None for one that is
+    damaged or missing."""
     under_way: collections.deque = collections.deque()
     bytes_each = math.prod(_piece_shape(array)) * array.dtype.numpy_dtype.itemsize
     indices = pieces(array)
     while True:
-        while len(under_way) < max(READ_BYTES // max(bytes_each, 1), 1) and (index := next(indices, None)) is not None:
+        while (
+            len(under_way) < max(READ_BYTES // max(bytes_each, 1), 1)
+            and (index := next(indices, None)) is not None
+        ):
             under_way.append((index, array[index].read()))
         if not under_way:
             return
@@ -110,7 +123,8 @@ def nbytes(array: ts.TensorStore) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """A step of which every byte was read. damage: all that is wrong with it; checked: whether it was saved with checksums."""
+    """A step of which every byte was read. damage: all that is wrong with it; checked: whether it
+    was saved with checksums."""
 
     folder: epath.Path
     size: int
@@ -119,16 +133,33 @@ class Verified:
 
     def lines(self) -> list[str]:
         """For people."""
-        without = "" if self.checked else "; it has no checksums, so damage inside of numbers is not known"
-        result = f"{len(self.damage)} damaged" if self.damage else f"whole, {in_units(self.size)} read{without}"
+        without = (
+            ""
+            if self.checked
+            else "; it has no checksums, so damage inside of numbers is not known"
+        )
+        result = (
+            f"{len(self.damage)} damaged"
+            if self.damage
+            else f"whole, {in_units(self.size)} read{without}"
+        )
         return [*(f"{self.folder}: {why}" for why in self.damage), f"{self.folder.name}: {result}"]
 
 
 def verify(folder: epath.Path, progress: Callable[[int, int], object]) -> Verified | None:
-    """Reads every byte of a step; None where a run has deleted it meanwhile. progress: as of `damages`."""
-    size, had_manifest, meta = size_of(folder), (folder / manifest.FILE).exists(), steps.look_at(folder)
+    """Reads every byte of a step; None where a run has deleted it meanwhile. progress: as of
+    `damages`."""
+    size, had_manifest, meta = (
+        size_of(folder),
+        (folder / manifest.FILE).exists(),
+        steps.look_at(folder),
+    )
     checked = isinstance(meta, steps.Stranger) or meta.version >= steps.MANIFEST_SINCE
-    found = (meta.why,) if isinstance(meta, steps.Stranger) else tuple(damages(folder, progress, checked))
+    found = (
+        (meta.why,)
+        if isinstance(meta, steps.Stranger)
+        else tuple(damages(folder, progress, checked))
+    )
     if found and keeping.was_deleted(folder, had_manifest):
         return None
     return Verified(folder, size, found, checked)
@@ -142,10 +173,14 @@ def in_units(size: int) -> str:
     return f"{size} B"
 
 
-def damages(folder: epath.Path, progress: Callable[[int, int], object], checked: bool = True) -> Iterator[str]:
-    """All that is wrong with a step, each by its path or by its array and piece: every byte is read.
+def damages(
+    folder: epath.Path, progress: Callable[[int, int], object], checked: bool = True
+) -> Iterator[str]:
+    """All that is wrong with a step, each by its path or by its array and piece: every byte is
+    read.
 
-    progress: called with bytes of arrays that are read, and all of them; checked: whether it was saved with a manifest.
+    progress: called with bytes of arrays that are read, and all of them; checked: whether it was
+    saved with a manifest.
     """
     try:
         listed = manifest.read(folder)

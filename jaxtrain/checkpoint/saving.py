@@ -1,14 +1,16 @@
-"""One save at a time, in a thread: written by all processes, tried again when the storage fails, finished by process 0.
+"""One save at a time, in a thread: written by all processes, tried again when the storage fails,
+finished by process 0.
 
     process 0   makes N.orbax-checkpoint-tmp/
     each        writes its part of the arrays into it, and tells process 0 whether that went well
-    process 0   joins the parts, writes meta and manifest, and renames the folder to N/: a step appears whole or not at all (in an object
-                store it has this name from the beginning, and the manifest makes it whole)
+    process 0   joins the parts, writes meta and manifest, and renames the folder to N/: a step
+                appears whole or not at all (in an object store it has this name from the beginning,
+                and the manifest makes it whole)
                 or removes the folder, waits, and lets all begin again; or gives up
     each        is told which
 
-What processes tell each other goes through the coordination service, for the main thread's collectives must not be disturbed. Nothing
-here knows which steps are kept (manager.py).
+What processes tell each other goes through the coordination service, for the main thread's
+collectives must not be disturbed. Nothing here knows which steps are kept (manager.py).
 """
 
 import dataclasses
@@ -49,7 +51,8 @@ _ORBAX_METADATA = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Save:
-    """What is to be saved. tree: this process's HostArrays (storage.host_tree); number: of the save in this run; meta: what JSON holds."""
+    """What is to be saved. tree: this process's HostArrays (storage.host_tree); number: of the save
+    in this run; meta: what JSON holds."""
 
     number: int
     step: int
@@ -59,7 +62,8 @@ class Save:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a save ended. why: what failed last, in words, "" if nothing did; attempts: how often it was tried; seconds: how long it took."""
+    """How a save ended. why: what failed last, in words, "" if nothing did; attempts: how often it
+    was tried; seconds: how long it took."""
 
     step: int
     why: str
@@ -69,7 +73,8 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Of process 0 after an attempt. why: what failed, "" if nothing did; again: whether all shall try again."""
+    """Of process 0 after an attempt. why: what failed, "" if nothing did; again: whether all shall
+    try again."""
 
     why: str
     again: bool
@@ -81,18 +86,28 @@ class SaveThread:
     Args:
       directory: where the steps lie.
       save: the same step and number on every process.
-      before: called with the step in process 0 alone, in the thread, before the step appears in the directory.
+      before: called with the step in process 0 alone, in the thread, before the step appears in the
+        directory.
       after: called in process 0 alone, in the thread, when the save has ended.
     """
 
-    def __init__(self, directory: epath.Path, save: Save, before: Callable[[int], object], after: Callable[[Outcome], object]):
+    def __init__(
+        self,
+        directory: epath.Path,
+        save: Save,
+        before: Callable[[int], object],
+        after: Callable[[Outcome], object],
+    ):
         self._directory, self._save, self._before, self._after = directory, save, before, after
-        self._in_place = bool(scheme_of(directory))  # a store's folder cannot be renamed: a step is there when its manifest is
+        # a store's folder cannot be renamed: a step is there when its manifest is
+        self._in_place = bool(scheme_of(directory))
         self._unfinished = directory / f"{save.step}{'' if self._in_place else ORBAX_UNFINISHED}"
         self._hurry = threading.Event()
-        self._fault: Exception | None = None  # in the program: is raised where the save is waited for
+        # in the program: is raised where the save is waited for
+        self._fault: Exception | None = None
         self.outcome: Outcome | None = None
-        # A daemon: a process that ends for another reason does not wait for a store that does not answer.
+        # A daemon: a process that ends for another reason does not wait for a store that does not
+        # answer.
         self._thread = threading.Thread(target=self._run, name=f"save {save.step}", daemon=True)
         self._thread.start()
 
@@ -136,12 +151,16 @@ class SaveThread:
             if why:
                 self._done(lambda: _remove(self._unfinished))
             last = attempt == len(RETRY_WAITS_S) or why.startswith(FAULT)
-            return {"why": why, "again": bool(why) and not last and not self._hurry.wait(RETRY_WAITS_S[attempt])}
+            return {
+                "why": why,
+                "again": bool(why) and not last and not self._hurry.wait(RETRY_WAITS_S[attempt]),
+            }
 
         return Answer(**cluster.told_by_main(f"{question}/end", decide))
 
     def _done(self, do: Callable[[], object]) -> str:
-        """What the storage did not do, in words. A fault in the program is kept, and has words too, for which the others wait."""
+        """What the storage did not do, in words. A fault in the program is kept, and has words too,
+        for which the others wait."""
         try:
             do()
         except Exception as error:

@@ -1,4 +1,5 @@
-"""Which steps in a folder of checkpoints are whole, and what else lies there. Nothing is written here, and no array is read.
+"""Which steps in a folder of checkpoints are whole, and what else lies there. Nothing is written
+here, and no array is read.
 
     checkpoints/
       200/                      a step, if state/, meta/ and manifest.json in it are whole
@@ -6,8 +7,9 @@
       100.broken-1              what was set aside
       anything else             a stranger
 
-A step is whole if all files are there with the sizes and checksums of its manifest (manifest.py), and its state is a database that is
-whole (database.py). Damage inside of an array's numbers is not known from these: whoever reads an array finds it (storage.py).
+A step is whole if all files are there with the sizes and checksums of its manifest (manifest.py),
+and its state is a database that is whole (database.py). Damage inside of an array's numbers is not
+known from these: whoever reads an array finds it (storage.py).
 
 No jax: commands find out what is wrong before they start it.
 """
@@ -53,18 +55,26 @@ class CheckpointError(RunError):
 
 @contextlib.contextmanager
 def read_errors(place: object) -> Iterator[None]:
-    """A context in which what a file system or a store does not give becomes a CheckpointError that names the place."""
+    """A context in which what a file system or a store does not give becomes a CheckpointError that
+    names the place."""
     try:
         yield
     except Exception as error:
-        of_a_file = not isinstance(error, OSError) or error.filename is not None or scheme_of(str(place))
-        if isinstance(error, RunError | BrokenPipeError) or not of_a_file or not (why := stores.failure(error)):
+        of_a_file = (
+            not isinstance(error, OSError) or error.filename is not None or scheme_of(str(place))
+        )
+        if (
+            isinstance(error, RunError | BrokenPipeError)
+            or not of_a_file
+            or not (why := stores.failure(error))
+        ):
             raise
         raise CheckpointError(f"{place} cannot be read ({why})") from None
 
 
 class DamageError(CheckpointError):
-    """A step that turned out to be damaged when its arrays were read. what: the damage, in words, without the step."""
+    """A step that turned out to be damaged when its arrays were read. what: the damage, in words,
+    without the step."""
 
     def __init__(self, folder: str | os.PathLike, what: str):
         super().__init__(f"{folder}: {what}")
@@ -78,11 +88,13 @@ class Meta:
     config:    the run's whole config, by group and setting
     version:   of the code that wrote it (config/history.py); version 1 did not write it
     step:      the number of steps done
-    position:  the number of the next batch; more than `step` where batches were passed over. Older checkpoints have none: it was the step
+    position:  the number of the next batch; more than `step` where batches were passed over. Older
+               checkpoints have none: it was the step
     wall_s:    seconds that the run had run
     checksum:  of the corpus
     tokenizer: what Tokenizer.describe gives
-    memory:    what the run remembers of its losses and rollbacks (training/recovery.py: Memory); older checkpoints have none
+    memory:    what the run remembers of its losses and rollbacks (training/recovery.py: Memory);
+               older checkpoints have none
     """
 
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -96,14 +108,24 @@ class Meta:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Meta":
-        """The meta that a JSON object holds; what it lacks, or has of another type, is as by default."""
-        kinds: dict[str, Any] = {"config": dict, "checksum": str, "tokenizer": dict, "memory": dict, "wall_s": (int, float)}
+        """The meta that a JSON object holds; what it lacks, or has of another type, is as by
+        default."""
+        kinds: dict[str, Any] = {
+            "config": dict,
+            "checksum": str,
+            "tokenizer": dict,
+            "memory": dict,
+            "wall_s": (int, float),
+        }
         kinds |= dict.fromkeys(("version", "step", "position"), int)
-        found = {name: values[name] for name, kind in kinds.items() if isinstance(values.get(name), kind)}
+        found = {
+            name: values[name] for name, kind in kinds.items() if isinstance(values.get(name), kind)
+        }
         return cls(**{"position": found.get("step", 0)} | found)
 
     def stored_config(self) -> Config:
-        """The config, not resolved; settings that have come since are what the code did then. ConfigError for what is no config."""
+        """The config, not resolved; settings that have come since are what the code did then.
+        ConfigError for what is no config."""
         return history.stored_config(self.config, self.version)
 
 
@@ -111,7 +133,8 @@ class Meta:
 class Stranger:
     """What lies among the checkpoints and is no whole one.
 
-    why: in words; step: which one it should be by its name, None for another name; holds: whether something could be lost with it.
+    why: in words; step: which one it should be by its name, None for another name; holds: whether
+    something could be lost with it.
     """
 
     name: str
@@ -125,7 +148,8 @@ class Stranger:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The newest whole step with its meta, or None and None; the steps that are whole by their meta, in order; and all strangers."""
+    """The newest whole step with its meta, or None and None; the steps that are whole by their
+    meta, in order; and all strangers."""
 
     step: int | None
     meta: Meta | None
@@ -148,7 +172,8 @@ class Choice:
 
 Shapes = Mapping[str, tuple[int, ...]]  # array → shape
 NONE: Mapping[int, str] = {}
-Judge = Callable[[Meta, Shapes], str]  # of a step with this meta and these arrays, what is wrong with it, in words; "" if nothing is
+# of a step with this meta and these arrays, what is wrong with it, in words; "" if nothing is
+Judge = Callable[[Meta, Shapes], str]
 
 
 def nothing_wrong(meta: Meta, shapes: Shapes) -> str:
@@ -157,7 +182,8 @@ def nothing_wrong(meta: Meta, shapes: Shapes) -> str:
 
 
 def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: Judge = nothing_wrong) -> str:
-    """What is wrong with a step's folder that has this meta, in words; "" if it is whole. The numbers of its arrays are not read."""
+    """What is wrong with a step's folder that has this meta, in words; "" if it is whole. The
+    numbers of its arrays are not read."""
     folder = epath.Path(step)
     try:
         listed = manifest.read(folder)
@@ -166,7 +192,9 @@ def what_is_wrong(step: str | os.PathLike, meta: Meta, wrong: Judge = nothing_wr
         if listed and (damage := listed.damage(folder)):
             return damage
         values = database.read(folder / STATE)
-        return (listed.damage_beside(folder, values) if listed else "") or wrong(meta, database.shapes(values))
+        return (listed.damage_beside(folder, values) if listed else "") or wrong(
+            meta, database.shapes(values)
+        )
     except ManifestError as error:
         return str(error)
     except DatabaseError as error:
@@ -210,7 +238,8 @@ def strangers(directory: str | os.PathLike) -> tuple[Stranger, ...]:
 
 
 def look_at(step: epath.Path) -> Meta | Stranger:
-    """The meta of a step's folder, or what the folder is instead. The step's files are not compared with its manifest: `what_is_wrong`."""
+    """The meta of a step's folder, or what the folder is instead. The step's files are not compared
+    with its manifest: `what_is_wrong`."""
     return _look_at_step(step, None, {})
 
 
@@ -229,24 +258,34 @@ def checkpoints_of(place: str | os.PathLike) -> epath.Path:
         return folder
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         config = folder / CONFIG
-        if config.is_file() and (directory := json.loads(config.read_bytes())["checkpoint"]["directory"]):
+        if config.is_file() and (
+            directory := json.loads(config.read_bytes())["checkpoint"]["directory"]
+        ):
             return stores.folder(directory)
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 
 def names(directory: str | os.PathLike) -> list[int]:
-    """The steps that have a folder there, whole or not, in order; none if there is no such directory."""
+    """The steps that have a folder there, whole or not, in order; none if there is no such
+    directory."""
     folder = epath.Path(directory)
-    found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
+    found = (
+        [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
+    )
     return sorted(int(path.name) for path in found if not is_unfinished(path))
 
 
 def is_unfinished(path: epath.Path) -> bool:
-    """Whether something among the checkpoints is a save that did not end: by its name, or, in an object store, where nothing is renamed
-    and a save has its step's name from the beginning, because it has no manifest yet."""
+    """Whether something among the checkpoints is a save that did not end: by its name, or, in an
+    object store, where nothing is renamed and a save has its step's name from the beginning,
+    because it has no manifest yet."""
     if ORBAX_UNFINISHED in path.name:
         return True
-    return bool(scheme_of(path)) and _STEP.fullmatch(path.name) is not None and not (path / manifest.FILE).exists()
+    return (
+        bool(scheme_of(path))
+        and _STEP.fullmatch(path.name) is not None
+        and not (path / manifest.FILE).exists()
+    )
 
 
 def _sorted(strangers: list[Stranger]) -> tuple[Stranger, ...]:
@@ -262,7 +301,10 @@ def _look(folder: epath.Path, needs: Mapping[str, type]) -> tuple[dict[int, Meta
     except FileNotFoundError:
         return {}, []
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read ({error.strerror}): put a readable folder there or use another --workdir") from None
+        raise CheckpointError(
+            f"{folder} cannot be read ({error.strerror}): put a readable folder there or use "
+            "another --workdir"
+        ) from None
     for name in names:
         if name.startswith(".") or name == LOSSES or ORBAX_UNFINISHED in name or BROKEN in name:
             continue
@@ -279,7 +321,9 @@ def _look(folder: epath.Path, needs: Mapping[str, type]) -> tuple[dict[int, Meta
     return metas, strangers
 
 
-def _look_at_step(folder: epath.Path, step: int | None, needs: Mapping[str, type]) -> Meta | Stranger:
+def _look_at_step(
+    folder: epath.Path, step: int | None, needs: Mapping[str, type]
+) -> Meta | Stranger:
     """The meta of a step's folder, or what the folder is instead."""
 
     def stranger(why: str, holds: bool = True) -> Stranger:
@@ -318,7 +362,8 @@ def _meta(folder: epath.Path) -> dict | str:
 
 
 def _orbax_stumbles(path: epath.Path) -> str:
-    """What is wrong with Orbax's own file of a step, which it reads of all steps before it saves; "" also where there is none."""
+    """What is wrong with Orbax's own file of a step, which it reads of all steps before it saves;
+    "" also where there is none."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -1,13 +1,17 @@
-"""Copies between device memory and the arrays of an Orbax checkpoint. What lies where is layout.py's business.
+"""Copies between device memory and the arrays of an Orbax checkpoint. What lies where is
+layout.py's business.
 
-Orbax writes a jax.Array only if every process holds a shard of it and all its shards are alike, which a layer that lives on one
-stage does not do. So saving hands Orbax the numbers already on the host, as `HostArray`s: a shard is copied from device memory
-once, whole, and cut on the host, so that saving takes no device memory. What is written is an ordinary Orbax checkpoint (zarr 3
-arrays in an OCDBT database), and any Orbax program restores it. Every piece is stored with its checksum (the codec crc32c of zarr 3),
-which TensorStore compares whenever it reads the piece; arrays of zarr 2, which was written before, are read too, and have none.
+Orbax writes a jax.Array only if every process holds a shard of it and all its shards are alike,
+which a layer that lives on one stage does not do. So saving hands Orbax the numbers already on the
+host, as `HostArray`s: a shard is copied from device memory once, whole, and cut on the host, so
+that saving takes no device memory. What is written is an ordinary Orbax checkpoint (zarr 3 arrays
+in an OCDBT database), and any Orbax program restores it. Every piece is stored with its checksum
+(the codec crc32c of zarr 3), which TensorStore compares whenever it reads the piece; arrays of zarr
+2, which was written before, are read too, and have none.
 
-Restoring goes straight from the files into host buffers shaped like the shards that this process needs, one leaf at a time, and
-from there onto the devices: no array but the result ever exists in device memory.
+Restoring goes straight from the files into host buffers shaped like the shards that this process
+needs, one leaf at a time, and from there onto the devices: no array but the result ever exists in
+device memory.
 """
 
 import asyncio
@@ -22,7 +26,15 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from jaxtrain.checkpoint.layout import Bounds, Part, StoredArray, holders, piece_shape, regions, writers
+from jaxtrain.checkpoint.layout import (
+    Bounds,
+    Part,
+    StoredArray,
+    holders,
+    piece_shape,
+    regions,
+    writers,
+)
 from jaxtrain.checkpoint.steps import CheckpointError, DamageError
 from jaxtrain.checkpoint.stores import no_damage
 from jaxtrain.parallel import host_memory
@@ -31,13 +43,15 @@ from jaxtrain.schedule.placement import Placement
 # How much is written at a time.
 WRITE_BYTES = 128 * 2**20
 
-# What becomes of a piece's numbers before they are stored: bytes, then four more that are their checksum.
+# What becomes of a piece's numbers before they are stored: bytes, then four more that are their
+# checksum.
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostArray:
-    """A stored array, and what this process writes of it: (index in the stored array, numbers). It is stored in pieces of `piece`."""
+    """A stored array, and what this process writes of it: (index in the stored array, numbers). It
+    is stored in pieces of `piece`."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -51,12 +65,18 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):
     async def serialize(
         self, values: Sequence[HostArray], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> list[ocp.future.Future]:
-        """Begins to write in the background. The numbers must not change until the futures are done."""
-        return [ocp.future.CommitFutureAwaitingContractedSignals(_write(values, infos), name="host_arrays")]
+        """Begins to write in the background. The numbers must not change until the futures are
+        done."""
+        return [
+            ocp.future.CommitFutureAwaitingContractedSignals(
+                _write(values, infos), name="host_arrays"
+            )
+        ]
 
 
 async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
-    """Writes this process's blocks, about WRITE_BYTES at a time: a transaction copies what it writes."""
+    """Writes this process's blocks, about WRITE_BYTES at a time: a transaction copies what it
+    writes."""
     for info in infos:
         await info.await_path_creation()
     # One context: TensorStore shares the database's cache by it.
@@ -64,18 +84,33 @@ async def _write(values: Sequence[HostArray], infos: Sequence[Any]):
     specs = [_write_spec(value, info) for value, info in zip(values, infos, strict=True)]
     if jax.process_index() == 0:
         async with _transaction() as transaction:
-            await asyncio.gather(*[ts.open(spec, create=True, open=True, context=context, transaction=transaction) for spec in specs])
+            await asyncio.gather(
+                *[
+                    ts.open(spec, create=True, open=True, context=context, transaction=transaction)
+                    for spec in specs
+                ]
+            )
 
     written = [(spec, value) for spec, value in zip(specs, values, strict=True) if value.blocks]
-    arrays = await asyncio.gather(*[ts.open(spec, open=True, assume_metadata=True, context=context) for spec, _ in written])
-    blocks = [(array, *block) for array, (_, value) in zip(arrays, written, strict=True) for block in value.blocks]
+    arrays = await asyncio.gather(
+        *[ts.open(spec, open=True, assume_metadata=True, context=context) for spec, _ in written]
+    )
+    blocks = [
+        (array, *block)
+        for array, (_, value) in zip(arrays, written, strict=True)
+        for block in value.blocks
+    ]
     while blocks:
         async with _transaction() as transaction:
             writes, size = [], 0
             while blocks and size < WRITE_BYTES:
                 array, index, numbers = blocks.pop()
                 size += numbers.nbytes
-                writes.append(array.with_transaction(transaction)[index].write(numbers, can_reference_source_data_indefinitely=True))
+                writes.append(
+                    array.with_transaction(transaction)[index].write(
+                        numbers, can_reference_source_data_indefinitely=True
+                    )
+                )
             await asyncio.gather(*writes)
 
 
@@ -90,7 +125,12 @@ async def _transaction():
 def _write_spec(value: HostArray, info: Any) -> ts.Spec:
     # Each process writes to a database of its own, which Orbax joins at the end.
     spec = ocp.type_handlers.get_json_tspec_write(
-        info, use_ocdbt=True, global_shape=value.shape, local_shape=value.piece, dtype=value.dtype, process_index=jax.process_index()
+        info,
+        use_ocdbt=True,
+        global_shape=value.shape,
+        local_shape=value.piece,
+        dtype=value.dtype,
+        process_index=jax.process_index(),
     )
     spec["metadata"]["codecs"] = CODECS  # instead of Orbax's, which have no checksum of the numbers
     return ts.Spec(spec)
@@ -99,9 +139,13 @@ def _write_spec(value: HostArray, info: Any) -> ts.Spec:
 def tree_handler() -> ocp.PyTreeCheckpointHandler:
     """Orbax's handler for a tree of HostArrays."""
     handler = HostArrayHandler()
-    registry = ocp.type_handlers.create_type_handler_registry((HostArray, handler), (jax.Array, handler))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (HostArray, handler), (jax.Array, handler)
+    )
     # Compressing trained weights saves 8 % and costs more processor time than writing them.
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False, use_zarr3=True)
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=registry, use_compression=False, use_zarr3=True
+    )
 
 
 def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> dict:
@@ -110,10 +154,13 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
     Returns when the copies are made: the state may be changed or donated then.
     """
     leaves = jax.tree.leaves(state)
-    written: dict[int, list[tuple[Bounds, jax.Array]]] = {}  # by leaf: the shards that this process writes
+    # by leaf: the shards that this process writes
+    written: dict[int, list[tuple[Bounds, jax.Array]]] = {}
     for part in [part for array in arrays for part in array.parts]:
         shards = {shard.device: shard.data for shard in leaves[part.leaf].addressable_shards}
-        written[part.leaf] = [(bounds, shards[device]) for device, bounds in writers(part).items() if device in shards]
+        written[part.leaf] = [
+            (bounds, shards[device]) for device, bounds in writers(part).items() if device in shards
+        ]
         # All copies are under way before the first is waited for.
         for _, data in written[part.leaf]:
             data.copy_to_host_async()
@@ -124,7 +171,10 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
         for part in array.parts:
             for bounds, data in written.pop(part.leaf):
                 numbers = to_host(data)
-                blocks += [(region.stored, numbers[region.local]) for region in regions(part, bounds, array.shape, placement)]
+                blocks += [
+                    (region.stored, numbers[region.local])
+                    for region in regions(part, bounds, array.shape, placement)
+                ]
         *folders, name = array.name.split("/")
         at = tree
         for folder in folders:
@@ -134,16 +184,21 @@ def host_tree(arrays: list[StoredArray], state: Any, placement: Placement) -> di
 
 
 def to_host(data: jax.Array) -> np.ndarray:
-    # Of what lies in the host's memory, as all does on CPU, asarray may be a view, and the next step overwrites it.
+    # Of what lies in the host's memory, as all does on CPU, asarray may be a view, and the next
+    # step overwrites it.
     on_cpu = {device.platform for device in data.devices()} == {"cpu"}
     return np.array(data) if on_cpu or host_memory.is_host(data.sharding) else np.asarray(data)
 
 
-def read_tree(directory: epath.Path, arrays: list[StoredArray], placement: Placement) -> list[jax.Array]:
-    """Reads `arrays` from an Orbax tree: the leaves in memory, in their order. Each process reads what its devices need.
+def read_tree(
+    directory: epath.Path, arrays: list[StoredArray], placement: Placement
+) -> list[jax.Array]:
+    """Reads `arrays` from an Orbax tree: the leaves in memory, in their order. Each process reads
+    what its devices need.
 
     Raises:
-      CheckpointError: an array is not stored, or has another shape or dtype, which is known before anything is read.
+      CheckpointError: an array is not stored, or has another shape or dtype, which is known before
+        anything is read.
       DamageError: an array is damaged, or a piece of it is missing.
     """
     sources = _open(directory, arrays)
@@ -162,8 +217,17 @@ def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorSto
 
     def begin(array: StoredArray, zarr3: bool) -> ts.Future:
         # Orbax's name for the path in the tree.
-        info = ocp.type_handlers.ParamInfo(name=array.name.replace("/", "."), parent_dir=directory, ts_context=context, use_zarr3=zarr3)
-        return ts.open(ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)), open=True, context=context)
+        info = ocp.type_handlers.ParamInfo(
+            name=array.name.replace("/", "."),
+            parent_dir=directory,
+            ts_context=context,
+            use_zarr3=zarr3,
+        )
+        return ts.open(
+            ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)),
+            open=True,
+            context=context,
+        )
 
     def opened(array: StoredArray, opening: ts.Future) -> ts.TensorStore:
         try:
@@ -180,10 +244,15 @@ def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorSto
             source = opened(array, opening)
         except ValueError as error:
             if str(error).startswith("NOT_FOUND"):
-                raise CheckpointError(f"{directory}: {array.name} is not stored; {expected}") from error
+                raise CheckpointError(
+                    f"{directory}: {array.name} is not stored; {expected}"
+                ) from error
             raise _error(directory, array, error) from error
         if (source.shape, source.dtype.numpy_dtype) != (array.shape, array.dtype):
-            raise CheckpointError(f"{directory}: {array.name} is stored as {source.dtype.name}{list(source.shape)}; {expected}")
+            raise CheckpointError(
+                f"{directory}: {array.name} is stored as "
+                f"{source.dtype.name}{list(source.shape)}; {expected}"
+            )
         sources.append(source)
     return sources
 
@@ -192,15 +261,21 @@ def _error(directory: epath.Path, array: StoredArray, error: ValueError) -> Chec
     """What TensorStore's error, which begins with a code, says of an array that is stored."""
     if why := no_damage(error):
         return CheckpointError(f"{directory}: {array.name} {why}")
-    damage = "a piece of it is missing" if str(error).startswith("NOT_FOUND") else "its data is damaged"
+    damage = (
+        "a piece of it is missing" if str(error).startswith("NOT_FOUND") else "its data is damaged"
+    )
     return DamageError(directory, f"{array.name} cannot be read: {damage}")
 
 
-def _read_part(source: ts.TensorStore, array: StoredArray, part: Part, placement: Placement) -> jax.Array:
+def _read_part(
+    source: ts.TensorStore, array: StoredArray, part: Part, placement: Placement
+) -> jax.Array:
     """One leaf, read and laid on this process's devices."""
     buffers, reads = [], []
     for bounds, devices in holders(part).items():
-        if local_devices := [device for device in devices if device.process_index == jax.process_index()]:
+        if local_devices := [
+            device for device in devices if device.process_index == jax.process_index()
+        ]:
             buffer = np.zeros([stop - start for start, stop in bounds], array.dtype)
             buffers.append((buffer, local_devices))
             for region in regions(part, bounds, array.shape, placement):
@@ -208,7 +283,11 @@ def _read_part(source: ts.TensorStore, array: StoredArray, part: Part, placement
     for read in reads:
         read.result()
     kind = part.sharding.memory_kind
-    shards = [jax.device_put(b, jax.sharding.SingleDeviceSharding(d, memory_kind=kind)) for b, devices in buffers for d in devices]
+    shards = [
+        jax.device_put(b, jax.sharding.SingleDeviceSharding(d, memory_kind=kind))
+        for b, devices in buffers
+        for d in devices
+    ]
     leaf = jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
     # The buffers live until they are copied: without this those of all leaves could pile up.
     return jax.block_until_ready(leaf)

@@ -1,11 +1,14 @@
-"""Folders in object stores, gs://BUCKET/PATH and s3://BUCKET/PATH: what differs from a folder of a file system. No jax.
+"""Folders in object stores, gs://BUCKET/PATH and s3://BUCKET/PATH: what differs from a folder of a
+file system. No jax.
 
-Two libraries talk to a store. Small files, listings and deletions go through epath, which uses fsspec (the packages s3fs and gcsfs);
-arrays go through TensorStore's own drivers. Both take credentials from the environment, as the vendors' own programs do. Where an
-S3-compatible store is (AWS_ENDPOINT_URL, AWS_REGION) TensorStore has to be told.
+Two libraries talk to a store. Small files, listings and deletions go through epath, which uses
+fsspec (the packages s3fs and gcsfs); arrays go through TensorStore's own drivers. Both take
+credentials from the environment, as the vendors' own programs do. Where an S3-compatible store is
+(AWS_ENDPOINT_URL, AWS_REGION) TensorStore has to be told.
 
-A store has no folders: one is there as long as something is in it. Nothing can be renamed there, only copied; so a save has its step's
-name from the beginning, and is a step when its manifest is there, which is written last (steps.py, saving.py).
+A store has no folders: one is there as long as something is in it. Nothing can be renamed there,
+only copied; so a save has its step's name from the beginning, and is a step when its manifest is
+there, which is written last (steps.py, saving.py).
 
 Orbax 0.12.8 builds TensorStore's specs for gs:// alone; `_teach_orbax` adds s3://.
 """
@@ -27,8 +30,21 @@ _PROTOCOLS = {"s3": "s3", "gs": "gcs"}  # as fsspec calls them
 _PLACEHOLDER = "/.object_store/"  # stands for "s3://" while Orbax builds the spec of a local folder
 # Half a minute of failures; a save is tried again beyond that (saving.py).
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
-_TIMEOUTS = {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 4, "mode": "standard"}}
-_LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "google", "asyncio", "requests")
+_TIMEOUTS = {
+    "connect_timeout": 10,
+    "read_timeout": 60,
+    "retries": {"max_attempts": 4, "mode": "standard"},
+}
+_LIBRARIES = (
+    "botocore",
+    "aiobotocore",
+    "aiohttp",
+    "s3fs",
+    "gcsfs",
+    "google",
+    "asyncio",
+    "requests",
+)
 
 
 class AddressError(RunError):
@@ -41,12 +57,20 @@ class AddressError(RunError):
 
     def __init__(self, place: str, wrong: addresses.Fault):
         self.place, self.wrong = place, wrong
-        super().__init__(f"{place!r} {wrong.rule}{': use ' * bool(wrong.meant)}{' or '.join(wrong.meant)}")
+        super().__init__(
+            f"{place!r} {wrong.rule}{': use ' * bool(wrong.meant)}{' or '.join(wrong.meant)}"
+        )
 
     def about(self, flag: str) -> str:
         """The text about a flag whose value the address is."""
         meant = self.wrong.meant
-        return str(UsageError(f"--{flag}={self.place!r} {self.wrong.rule}", {flag: meant[0]} if meant else {}, meant[1:]))
+        return str(
+            UsageError(
+                f"--{flag}={self.place!r} {self.wrong.rule}",
+                {flag: meant[0]} if meant else {},
+                meant[1:],
+            )
+        )
 
 
 def scheme_of(path: str | os.PathLike) -> str:
@@ -56,9 +80,11 @@ def scheme_of(path: str | os.PathLike) -> str:
 
 
 def folder(path: str | os.PathLike) -> epath.Path:
-    """A folder by its path or URL, made ready to be used: what other processes write in a store is seen at once.
+    """A folder by its path or URL, made ready to be used: what other processes write in a store is
+    seen at once.
 
-    Raises AddressError for what looks like a URL and is of no store, or of one whose package is not installed.
+    Raises AddressError for what looks like a URL and is of no store, or of one whose package is not
+    installed.
     """
     place = os.fspath(path)
     if wrong := addresses.fault(place) or addresses.missing_package(place):
@@ -66,9 +92,12 @@ def folder(path: str | os.PathLike) -> epath.Path:
     scheme = scheme_of(path)
     if not scheme:
         return epath.Path(path).expanduser()
-    options: dict[str, Any] = {"use_listings_cache": False} | ({"config_kwargs": _TIMEOUTS} if scheme == "s3" else {})
+    options: dict[str, Any] = {"use_listings_cache": False} | (
+        {"config_kwargs": _TIMEOUTS} if scheme == "s3" else {}
+    )
     fsspec.config.conf.setdefault(_PROTOCOLS[scheme], {}).update(options)
-    logging.getLogger(addresses.PACKAGES[scheme]).setLevel(logging.CRITICAL)  # gcsfs logs what it raises, too, with a traceback
+    # gcsfs logs what it raises, too, with a traceback
+    logging.getLogger(addresses.PACKAGES[scheme]).setLevel(logging.CRITICAL)
     _teach_orbax()
     return epath.Path(path)
 
@@ -79,7 +108,8 @@ def absolute(path: str | os.PathLike) -> epath.Path:
 
 
 def cannot_be_used(path: str | os.PathLike) -> str:
-    """Why nothing can be written in a store's folder, in words; "" where it can, and for a folder of a file system."""
+    """Why nothing can be written in a store's folder, in words; "" where it can, and for a folder
+    of a file system."""
     if not scheme_of(path):
         return ""
     probe = folder(path) / ".can_be_written"
@@ -94,15 +124,21 @@ def cannot_be_used(path: str | os.PathLike) -> str:
 
 
 def failure(error: Exception) -> str:
-    """What a store did not do, in words; "" for an error that is not of the libraries that talk to it."""
+    """What a store did not do, in words; "" for an error that is not of the libraries that talk to
+    it."""
     words = " ".join(str(error).split())[:200] or type(error).__name__
     if isinstance(error, OSError):
         return error.strerror or words
-    return words if type(error).__module__.partition(".")[0] in _LIBRARIES or isinstance(error, TimeoutError) else ""
+    return (
+        words
+        if type(error).__module__.partition(".")[0] in _LIBRARIES or isinstance(error, TimeoutError)
+        else ""
+    )
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
-    """Gives a folder another name. In a store its files are copied there, and then deleted. OSError where that is not possible."""
+    """Gives a folder another name. In a store its files are copied there, and then deleted. OSError
+    where that is not possible."""
     if not scheme_of(source):
         os.rename(source, target)
         return
@@ -119,8 +155,8 @@ def _copy(source: epath.Path, target: epath.Path) -> None:
 
 
 def is_folder(path: epath.Path) -> bool:
-    """Whether a folder is there; in a store, whether something is in it. Raises the error of a store that does not say, which its library's
-    own `is_dir` takes for no folder."""
+    """Whether a folder is there; in a store, whether something is in it. Raises the error of a
+    store that does not say, which its library's own `is_dir` takes for no folder."""
     if not scheme_of(path):
         return path.is_dir()
     try:
@@ -130,7 +166,8 @@ def is_folder(path: epath.Path) -> bool:
 
 
 def size_of(path: epath.Path) -> int:
-    """The bytes of a file, or of all files below a folder; of what is deleted meanwhile, or a link to nothing, none."""
+    """The bytes of a file, or of all files below a folder; of what is deleted meanwhile, or a link
+    to nothing, none."""
     try:
         if path.is_dir():
             return sum(size_of(each) for each in path.iterdir() if not os.path.islink(each))
@@ -144,7 +181,7 @@ def exists(path: epath.Path) -> bool:
     return path.exists() or os.path.lexists(path)
 
 
-# --- TensorStore -----------------------------------------------------------------------------------------------------------------
+# --- TensorStore ----------------------------------------------------------------------------------
 
 
 def kvstore(folder: str | os.PathLike) -> dict[str, Any]:
@@ -156,24 +193,32 @@ def kvstore(folder: str | os.PathLike) -> dict[str, Any]:
     place = {"bucket": bucket, "path": f"{key.rstrip('/')}/"}
     if scheme == "gs":
         return {"driver": "gcs", **place, "context": {"gcs_request_retries": _RETRIES}}
-    return {"driver": "s3", **place, **_s3_place(os.environ), "context": {"s3_request_retries": _RETRIES}}
+    return {
+        "driver": "s3",
+        **place,
+        **_s3_place(os.environ),
+        "context": {"s3_request_retries": _RETRIES},
+    }
 
 
 def _s3_place(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Where S3 is and who asks, as far as the environment says it: by the variables that Amazon's programs read."""
+    """Where S3 is and who asks, as far as the environment says it: by the variables that Amazon's
+    programs read."""
     place: dict[str, Any] = {}
     if endpoint := environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"):
         place["endpoint"] = endpoint
     if region := environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION"):
         place["aws_region"] = region
     if "AWS_ACCESS_KEY_ID" in environment:
-        place["aws_credentials"] = {"type": "environment"}  # at once; else TensorStore looks through all places, for seconds
+        # at once; else TensorStore looks through all places, for seconds
+        place["aws_credentials"] = {"type": "environment"}
     return place
 
 
 @functools.cache
 def _teach_orbax() -> None:
-    """Makes Orbax build specs of s3:// folders: as of a local folder, whose driver is then replaced."""
+    """Makes Orbax build specs of s3:// folders: as of a local folder, whose driver is then
+    replaced."""
     from orbax.checkpoint._src.serialization import tensorstore_utils as orbax
 
     build = orbax.build_kvstore_tspec
@@ -193,12 +238,14 @@ def _in_store(spec: Any) -> Any:
         return spec
     if spec.get("driver") == "file" and spec["path"].startswith(_PLACEHOLDER):
         return kvstore("s3://" + spec["path"].removeprefix(_PLACEHOLDER))
-    # What is written in place and what by renaming is a matter of file systems alone: a store's spec is the same for both.
+    # What is written in place and what by renaming is a matter of file systems alone: a store's
+    # spec is the same for both.
     return {name: _in_store(value) for name, value in spec.items()}
 
 
 def no_damage(error: ValueError) -> str:
-    """Why TensorStore could not read, in words, where that is not for damage to what is stored; "" for damage."""
+    """Why TensorStore could not read, in words, where that is not for damage to what is stored; ""
+    for damage."""
     return _NO_DAMAGE.get(str(error).partition(":")[0], "")
 
 

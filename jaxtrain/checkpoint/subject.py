@@ -1,8 +1,11 @@
-"""What a place is that a command is given: a folder of checkpoints, or one step. Nothing is written here. No jax.
+"""What a place is that a command is given: a folder of checkpoints, or one step. Nothing is written
+here. No jax.
 
 RUN, RUN/checkpoints, s3://BUCKET/PATH     all steps there
-RUN/checkpoints/20                         that step alone, whole or not; also one set aside, or copied to a folder of another name
-anything else                              NoCheckpointsError, with the nearest place that has checkpoints
+RUN/checkpoints/20                         that step alone, whole or not; also one set aside, or
+                                           copied to a folder of another name
+anything else                              NoCheckpointsError, with the nearest place that has
+                                           checkpoints
 """
 
 import contextlib
@@ -35,26 +38,43 @@ class NoCheckpointsError(RunError):
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The folder of checkpoints that a command is about. step: the folder of the one step that is meant; None: all are."""
+    """The folder of checkpoints that a command is about. step: the folder of the one step that is
+    meant; None: all are."""
 
     directory: epath.Path
     step: epath.Path | None = None
 
     def folders(self) -> list[epath.Path]:
         """The folders of the steps that are meant, whole or not, in order."""
-        return [self.step] if self.step else [self.directory / str(step) for step in steps.names(self.directory)]
+        return (
+            [self.step]
+            if self.step
+            else [self.directory / str(step) for step in steps.names(self.directory)]
+        )
 
     def others(self) -> list[epath.Path]:
-        """What runs have set aside in the directory, and saves that did not end or are under way; none beside one step."""
-        return [] if self.step else sorted((path for path in self.directory.iterdir() if _is_left(path)), key=lambda path: path.name)
+        """What runs have set aside in the directory, and saves that did not end or are under way;
+        none beside one step."""
+        return (
+            []
+            if self.step
+            else sorted(
+                (path for path in self.directory.iterdir() if _is_left(path)),
+                key=lambda path: path.name,
+            )
+        )
 
 
 def find(place: str) -> Subject:
-    """What a place is. Raises AddressError, NoCheckpointsError, or CheckpointError where it cannot be read."""
+    """What a place is. Raises AddressError, NoCheckpointsError, or CheckpointError where it cannot
+    be read."""
     folder = stores.folder(place)
     with steps.read_errors(place):
         if not stores.is_folder(folder):
-            raise NoCheckpointsError(f"{place!r} {'is a file' if folder.exists() else 'does not exist'}{_instead(folder)}")
+            raise NoCheckpointsError(
+                f"{place!r} "
+                f"{'is a file' if folder.exists() else 'does not exist'}{_instead(folder)}"
+            )
         if step := step_folder(folder):
             return Subject(step.parent, step)
         directory = checkpoints_of(folder)
@@ -64,23 +84,40 @@ def find(place: str) -> Subject:
 
 
 def some_run(name: str) -> str:
-    """The run below ./runs whose folder's name is most like this; "" if there is none with checkpoints."""
-    runs = [str(path.parent) for path in sorted(pathlib.Path("runs").glob("*/checkpoints")) if _has_steps(epath.Path(path))]
+    """The run below ./runs whose folder's name is most like this; "" if there is none with
+    checkpoints."""
+    runs = [
+        str(path.parent)
+        for path in sorted(pathlib.Path("runs").glob("*/checkpoints"))
+        if _has_steps(epath.Path(path))
+    ]
     return (difflib.get_close_matches(name, runs, n=1, cutoff=0) or [""])[0]
 
 
 def step_folder(folder: epath.Path) -> epath.Path | None:
-    """The folder of the step that this is, by its name and what it holds; None if it is none. NoCheckpointsError for an unfinished one."""
+    """The folder of the step that this is, by its name and what it holds; None if it is none.
+    NoCheckpointsError for an unfinished one."""
     if (folder / CONFIG).exists() or (folder / "checkpoints").exists():
         return None  # a run, whatever its name is
     if ORBAX_UNFINISHED in folder.name or (scheme_of(folder) and steps.is_unfinished(folder)):
-        raise NoCheckpointsError(f"'{folder}' is a save that did not end, or is under way: use {shlex.quote(str(folder.parent))}")
+        raise NoCheckpointsError(
+            f"'{folder}' is a save that did not end, or is under way: use "
+            f"{shlex.quote(str(folder.parent))}"
+        )
     real = folder if scheme_of(folder) else epath.Path(os.path.realpath(folder))  # a link to a step
-    path = real if _STEPS_NAME.fullmatch(real.name) and not _STEPS_NAME.fullmatch(folder.name) else folder
+    path = (
+        real
+        if _STEPS_NAME.fullmatch(real.name) and not _STEPS_NAME.fullmatch(folder.name)
+        else folder
+    )
     if (path / STATE).exists() and ((path / META).exists() or (path / manifest.FILE).exists()):
         return path
     named = _STEPS_NAME.fullmatch(path.name)
-    return path if named and (_holds(path) or path.parent.name == "checkpoints" or _has_steps(path.parent)) else None
+    return (
+        path
+        if named and (_holds(path) or path.parent.name == "checkpoints" or _has_steps(path.parent))
+        else None
+    )
 
 
 def _holds(step: epath.Path) -> bool:
@@ -89,18 +126,23 @@ def _holds(step: epath.Path) -> bool:
 
 
 def _has_steps(directory: epath.Path) -> bool:
-    """Whether a folder is one of checkpoints: not /proc, whose entries have numbers for names, too."""
+    """Whether a folder is one of checkpoints: not /proc, whose entries have numbers for names,
+    too."""
     if not directory.is_dir():
         return False
     for path in directory.iterdir():
-        if _is_left(path) or (_STEPS_NAME.fullmatch(path.name) and (directory.name == "checkpoints" or _holds(path))):
+        if _is_left(path) or (
+            _STEPS_NAME.fullmatch(path.name) and (directory.name == "checkpoints" or _holds(path))
+        ):
             return True
     return False
 
 
 def _is_left(path: epath.Path) -> bool:
     """Whether an entry of a folder of checkpoints is set aside, or an unfinished save."""
-    return (BROKEN in path.name and _STEPS_NAME.fullmatch(path.name) is not None) or steps.is_unfinished(path)
+    return (
+        BROKEN in path.name and _STEPS_NAME.fullmatch(path.name) is not None
+    ) or steps.is_unfinished(path)
 
 
 def _instead(folder: epath.Path) -> str:
@@ -117,7 +159,9 @@ def _instead(folder: epath.Path) -> str:
 def _above(folder: epath.Path) -> list[epath.Path]:
     """The three folders above one, as far as they are in a bucket's."""
     parents = itertools.islice(folder.parents, 3)
-    return [path for path in parents if not scheme_of(path) or addresses.fault(os.fspath(path)) is None]
+    return [
+        path for path in parents if not scheme_of(path) or addresses.fault(os.fspath(path)) is None
+    ]
 
 
 def _has_checkpoints(path: epath.Path) -> bool:
@@ -127,11 +171,14 @@ def _has_checkpoints(path: epath.Path) -> bool:
 
 
 def _near(folder: epath.Path) -> str:
-    """The first place with checkpoints above a folder, in it, or beside it, where the likest name comes first; "" if there is none."""
+    """The first place with checkpoints above a folder, in it, or beside it, where the likest name
+    comes first; "" if there is none."""
     absolute = epath.Path(os.path.abspath(folder))
     likeness = lambda path: -difflib.SequenceMatcher(None, path.name, absolute.name).ratio()
     beside = sorted(_folders_in(absolute.parent), key=likeness)
-    path = next(filter(_has_checkpoints, (*_above(absolute), *_folders_in(absolute), *beside)), None)
+    path = next(
+        filter(_has_checkpoints, (*_above(absolute), *_folders_in(absolute), *beside)), None
+    )
     if path is None:
         return ""
     return os.fspath(path) if folder.is_absolute() else os.path.relpath(path)

@@ -1,6 +1,15 @@
-"""The settings of a run, and what is known of them without a device. A recipe imports `Config` and its groups from here."""
+"""The settings of a run, and what is known of them without a device. A recipe imports `Config` and
+its groups from here."""
 
-from jaxtrain.config.errors import TUPLE_MARKS, ConfigError, flag_text, one_line, shown, suggestion, value_text
+from jaxtrain.config.errors import (
+    TUPLE_MARKS,
+    ConfigError,
+    flag_text,
+    one_line,
+    shown,
+    suggestion,
+    value_text,
+)
 from jaxtrain.config.paths import (
     closest,
     convert,

@@ -1,4 +1,5 @@
-"""Places that are addresses, s3://BUCKET/PATH and gs://BUCKET/PATH, and what looks like one and is none. Standard library only.
+"""Places that are addresses, s3://BUCKET/PATH and gs://BUCKET/PATH, and what looks like one and is
+none. Standard library only.
 
 Everything else is a folder of a file system.
 """
@@ -7,14 +8,15 @@ import dataclasses
 import importlib.util
 import re
 
-PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # by scheme, the package through which that store is read and written
+# by scheme, the package through which that store is read and written
+PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 _LOOKS = re.compile(r"([^:/]*):/(/?)(.*)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What is wrong with a place, in words that follow it, and the places that it may have been meant for, nearest first: folders, and
-    addresses in stores whose packages are installed."""
+    """What is wrong with a place, in words that follow it, and the places that it may have been
+    meant for, nearest first: folders, and addresses in stores whose packages are installed."""
 
     rule: str
     meant: tuple[str, ...] = ()
@@ -26,7 +28,8 @@ def is_address(place: str) -> bool:
 
 
 def fault(place: str) -> Fault | None:
-    """What is wrong with a place that is, or looks like, an address; None for a folder in a store's bucket or in a file system."""
+    """What is wrong with a place that is, or looks like, an address; None for a folder in a store's
+    bucket or in a file system."""
     looks = _LOOKS.match(place)
     if not looks:
         return None
@@ -34,7 +37,9 @@ def fault(place: str) -> Fault | None:
     if lower == "file":
         return Fault("is no store's address", (f"/{rest}",))
     if lower not in PACKAGES:
-        return Fault("is in no store that is known", _in_stores(rest, *PACKAGES)) if looks[2] else None
+        return (
+            Fault("is in no store that is known", _in_stores(rest, *PACKAGES)) if looks[2] else None
+        )
     if scheme != lower or not looks[2] or looks[3].startswith("/"):
         return Fault("is no store's address", _in_stores(rest, lower))
     bucket, _, key = rest.rstrip("/").partition("/")
@@ -42,23 +47,37 @@ def fault(place: str) -> Fault | None:
 
 
 def not_utf8(place: str) -> Fault | None:
-    """What is wrong with a folder of checkpoints whose name is no UTF-8 (or, in a locale of fewer characters, cannot be read as such)."""
+    """What is wrong with a folder of checkpoints whose name is no UTF-8 (or, in a locale of fewer
+    characters, cannot be read as such)."""
     clean = re.sub("[\ud800-\udfff]", "_", place)
-    return None if clean == place else Fault("holds bytes that are not UTF-8, and no array is stored under such a name", (clean,))
+    return (
+        None
+        if clean == place
+        else Fault(
+            "holds bytes that are not UTF-8, and no array is stored under such a name", (clean,)
+        )
+    )
 
 
 def missing_package(place: str) -> Fault | None:
-    """What is wrong with an address in a store whose package is not installed; None for another place."""
+    """What is wrong with an address in a store whose package is not installed; None for another
+    place."""
     scheme = place.partition("://")[0] if is_address(place) else ""
     if scheme not in PACKAGES or _is_installed(scheme):
         return None
-    return Fault(f"needs the package {PACKAGES[scheme]}, which is not installed: pip install 'jaxtrain[{scheme}]'")
+    return Fault(
+        f"needs the package {PACKAGES[scheme]}, which is not installed: pip install "
+        f"'jaxtrain[{scheme}]'"
+    )
 
 
 def _in_stores(path: str, *stores: str) -> tuple[str, ...]:
-    """A bucket and a folder in it, as far as a path names them, by the addresses of those stores that can be used."""
+    """A bucket and a folder in it, as far as a path names them, by the addresses of those stores
+    that can be used."""
     bucket, _, key = path.rstrip("/").partition("/")
-    return tuple(f"{store}://{bucket or 'BUCKET'}/{key or 'run'}" for store in stores if _is_installed(store))
+    return tuple(
+        f"{store}://{bucket or 'BUCKET'}/{key or 'run'}" for store in stores if _is_installed(store)
+    )
 
 
 def _is_installed(store: str) -> bool:

@@ -1,9 +1,11 @@
-"""Checks of a config: each setting on its own, all rules between settings, and what surrounds a run; with the nearest flags that work.
+"""Checks of a config: each setting on its own, all rules between settings, and what surrounds a
+run; with the nearest flags that work.
 
-`check(config)` for what can be known without devices, `check_devices` with their number, `check_run` with all that a run meets before
-anything is compiled (devices, files, tables), and `refuse_to_continue` before a checkpoint is resumed (continuing.py has what that
-changes). What they suggest passes all the checks that are known by then (suggestions.py). A setting's own type, bounds and choices
-stand at its field in settings.py. No jax.
+`check(config)` for what can be known without devices, `check_devices` with their number,
+`check_run` with all that a run meets before anything is compiled (devices, files, tables), and
+`refuse_to_continue` before a checkpoint is resumed (continuing.py has what that changes). What they
+suggest passes all the checks that are known by then (suggestions.py). A setting's own type, bounds
+and choices stand at its field in settings.py. No jax.
 """
 
 import dataclasses
@@ -31,45 +33,63 @@ def check(config: Config, around: Surroundings = NOTHING) -> None:
 
 
 def check_devices(config: Config, device_count: int, platform: str = "gpu") -> Config:
-    """The config with the mesh's -1 filled in for this number of devices, and every rule checked with it.
+    """The config with the mesh's -1 filled in for this number of devices, and every rule checked
+    with it.
 
-    platform: of the devices, as jax names it. Raises ConfigError where the mesh does not use all the devices, the batch does not divide
-    over them, or they have no such kernel.
+    platform: of the devices, as jax names it. Raises ConfigError where the mesh does not use all
+    the devices, the batch does not divide over them, or they have no such kernel.
     """
     check(config, Surroundings(device_count, platform))
     return filled(config, device_count)
 
 
-def check_run(config: Config, device_count: int, platform: str, recipe: Config, report: Report = silent) -> Config:
-    """As `check_devices`, with the files that the config names and the tables that it is to be trained by."""
-    check(config, Surroundings(device_count, platform, recipe, files=True, tables=True, report=report))
+def check_run(
+    config: Config, device_count: int, platform: str, recipe: Config, report: Report = silent
+) -> Config:
+    """As `check_devices`, with the files that the config names and the tables that it is to be
+    trained by."""
+    check(
+        config, Surroundings(device_count, platform, recipe, files=True, tables=True, report=report)
+    )
     return filled(config, device_count)
 
 
 def refuse_to_continue(old: Config, config: Config, around: Surroundings = NOTHING) -> None:
-    """Raises ConfigError naming the first field in which a checkpoint's config and the one to resume it with may not differ."""
+    """Raises ConfigError naming the first field in which a checkpoint's config and the one to
+    resume it with may not differ."""
     if broken := broken_continuation(filled(config, around.devices).resolve(), old.resolve()):
         raise _error(config, dataclasses.replace(around, checkpoint=old), broken)
 
 
 def refusal(config: Config, around: Surroundings = NOTHING) -> ConfigError | None:
-    """The error for the first rule that is broken; its first fix are the settings after which every rule is kept. None if none is."""
+    """The error for the first rule that is broken; its first fix are the settings after which every
+    rule is kept. None if none is."""
     broken = first_broken(config, around)
     return _error(config, around, broken) if broken else None
 
 
 def _error(config: Config, around: Surroundings, broken: Broken) -> ConfigError:
     """The error for a broken rule, with what puts all of them right."""
-    broken, value = dataclasses.replace(broken, fixes=suggestions.first_fixes(broken)), cfg.get(config, broken.field)
+    broken, value = (
+        dataclasses.replace(broken, fixes=suggestions.first_fixes(broken)),
+        cfg.get(config, broken.field),
+    )
     changes, other = _suggestion(config, around, broken)
     text = cfg.suggestion(changes, other)
     if around.checkpoint and broken.rule.startswith(CANNOT):
-        text = f"{text} (or another --workdir)" if changes else f"another --workdir, or other than {around.devices} devices"
+        text = (
+            f"{text} (or another --workdir)"
+            if changes
+            else f"another --workdir, or other than {around.devices} devices"
+        )
     return ConfigError(broken.field, value, broken.rule, text, [changes])
 
 
-def _suggestion(config: Config, around: Surroundings, broken: Broken) -> tuple[suggestions.Changes, list[Any]]:
-    """(the changes after which every rule is kept, other values for the first where it is alone)."""
+def _suggestion(
+    config: Config, around: Surroundings, broken: Broken
+) -> tuple[suggestions.Changes, list[Any]]:
+    """(the changes after which every rule is kept, other values for the first where it is
+    alone)."""
     checks = _Checks(config, dataclasses.replace(around, tables=around.files))
     changes = suggestions.nearest(checks)
     if changes is None:
@@ -89,8 +109,12 @@ class _Checks:
 
     def __init__(self, config: Config, around: Surroundings):
         self.config, self.around = config, around
-        rules = ((path, broken_field(path, field, cfg.get(config, path), around.recipe)) for path, field in cfg.fields().items())
-        self._wrong = {path for path, broken in rules if broken}  # on their own: of the others only those that change are looked at
+        rules = (
+            (path, broken_field(path, field, cfg.get(config, path), around.recipe))
+            for path, field in cfg.fields().items()
+        )
+        # on their own: of the others only those that change are looked at
+        self._wrong = {path for path, broken in rules if broken}
         self._values: dict[str, list[Any]] = {}
 
     def first(self, changes: suggestions.Changes) -> Broken | None:
@@ -100,7 +124,8 @@ class _Checks:
         return _every_broken(cfg.replace(self.config, changes), self.around, self._changed(changes))
 
     def _changed(self, changes: suggestions.Changes) -> list[str]:
-        """Settings to look at on their own, in one order: a set's would be another in every process."""
+        """Settings to look at on their own, in one order: a set's would be another in every
+        process."""
         return [path for path in cfg.fields() if path in changes or path in self._wrong]
 
     def asked(self, path: str) -> bool:
@@ -120,31 +145,49 @@ class _Checks:
         keeps = lambda value: broken_field(path, cfg.fields()[path], value, around.recipe) is None
         fits = lambda value: not devices or value == -1 or devices % value == 0
         sizes = divisors(devices) if devices else ()
-        return [value for value in suggestions.offers(path, *settled, sizes=sizes, at=at) if keeps(value) and fits(value)]
+        return [
+            value
+            for value in suggestions.offers(path, *settled, sizes=sizes, at=at)
+            if keeps(value) and fits(value)
+        ]
 
 
 def _anchors(around: Surroundings) -> Iterator[Config]:
-    """Configs that work, or nearly always do: the recipe, the checkpoint's, and each on a mesh that is data parallel alone."""
+    """Configs that work, or nearly always do: the recipe, the checkpoint's, and each on a mesh that
+    is data parallel alone."""
     known = [around.recipe, *filter(None, [around.checkpoint]), Config()]
     yield from known
     for config in known:
         plain = dataclasses.replace(
-            config, mesh=cfg.MeshConfig(), parallel=cfg.ParallelConfig(), pipeline=cfg.PipelineConfig(), optimizer=cfg.OptimizerConfig()
+            config,
+            mesh=cfg.MeshConfig(),
+            parallel=cfg.ParallelConfig(),
+            pipeline=cfg.PipelineConfig(),
+            optimizer=cfg.OptimizerConfig(),
         )
         shards = around.devices or 1
-        batch = max(1, config.data.batch_size // shards) * shards if isinstance(config.data.batch_size, int) else shards
+        batch = (
+            max(1, config.data.batch_size // shards) * shards
+            if isinstance(config.data.batch_size, int)
+            else shards
+        )
         yield cfg.replace(plain, {"data.batch_size": batch, "train.diloco_inner_steps": 0})
 
 
-# --- the rules, in order ---------------------------------------------------------------------------------------------------------
+# --- the rules, in order --------------------------------------------------------------------------
 
 
-def first_broken(config: Config, around: Surroundings, paths: Iterable[str] = cfg.fields()) -> Broken | None:
-    """Settings on their own, of these paths, come before rules between them, and these before what surrounds the run."""
+def first_broken(
+    config: Config, around: Surroundings, paths: Iterable[str] = cfg.fields()
+) -> Broken | None:
+    """Settings on their own, of these paths, come before rules between them, and these before what
+    surrounds the run."""
     return next(_all_broken(config, around, None, paths), None)
 
 
-def _every_broken(config: Config, around: Surroundings, paths: Iterable[str]) -> list[tuple[Broken, suggestions.Reads]]:
+def _every_broken(
+    config: Config, around: Surroundings, paths: Iterable[str]
+) -> list[tuple[Broken, suggestions.Reads]]:
     """Every broken rule with the settings that it reads, in the order of `first_broken`."""
     every_broken = []
     seen: set[str] = set()
@@ -155,7 +198,8 @@ def _every_broken(config: Config, around: Surroundings, paths: Iterable[str]) ->
 
 
 def _raw(config: Config, seen: set[str]) -> frozenset[str]:
-    """The settings that decide about resolved ones: what a default follows, and the whole mesh for the axis that has what is left."""
+    """The settings that decide about resolved ones: what a default follows, and the whole mesh for
+    the axis that has what is left."""
     reads = set(seen)
     waiting = list(reads)
     while waiting:
@@ -168,10 +212,14 @@ def _raw(config: Config, seen: set[str]) -> frozenset[str]:
     return frozenset(reads)
 
 
-def _all_broken(config: Config, around: Surroundings, seen: set[str] | None, paths: Iterable[str]) -> Iterator[Broken]:
-    """Broken rules in order. `seen`: gets the settings that each reads, empty where that is not known. What needs other rules to be kept
-    comes only where they are."""
-    watch = lambda config: config if seen is None else cast(Config, suggestions.Recorder(config, seen))
+def _all_broken(
+    config: Config, around: Surroundings, seen: set[str] | None, paths: Iterable[str]
+) -> Iterator[Broken]:
+    """Broken rules in order. `seen`: gets the settings that each reads, empty where that is not
+    known. What needs other rules to be kept comes only where they are."""
+    watch = lambda config: (
+        config if seen is None else cast(Config, suggestions.Recorder(config, seen))
+    )
     count = 0
 
     def broken_of(rules: Iterator[Broken | None]) -> Iterator[Broken]:
@@ -202,13 +250,16 @@ def _all_broken(config: Config, around: Surroundings, seen: set[str] | None, pat
     yield from broken_of(rule(watch(config), around.devices) for rule in early)
     yield from broken_of(rule(watch(config)) for rule in rules_of(around))
     if around.checkpoint:
-        yield from broken_of(iter([broken_continuation(watch(resolved), around.checkpoint.resolve())]))
+        yield from broken_of(
+            iter([broken_continuation(watch(resolved), around.checkpoint.resolve())])
+        )
     if around.tables and not count and (broken := _tables_are_made(resolved, around.report)):
         yield broken
 
 
 def _tables_are_made(resolved: Config, report: Report) -> Broken | None:
-    """What the making of the tables refuses. Only files, and a bound on memory, can be refused (config/pipeline_setup.py)."""
+    """What the making of the tables refuses. Only files, and a bound on memory, can be refused
+    (config/pipeline_setup.py)."""
     p = resolved.pipeline
     if resolved.mesh.stage < 1 or not (p.schedule.startswith(CSV) or p.memory):
         return None

@@ -1,21 +1,31 @@
-"""What is wrong with a setting, in one line that ends with flags which a shell takes. Standard library only."""
+"""What is wrong with a setting, in one line that ends with flags which a shell takes. Standard
+library only."""
 
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-TUPLE_MARKS = "\"'()[]{}"  # where a flag's text has one of these, a tuple is read as a Python literal
+# where a flag's text has one of these, a tuple is read as a Python literal
+TUPLE_MARKS = "\"'()[]{}"
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work; its text is one line: field, value, the rule that it breaks, and the nearest flags that work.
+    """A setting that cannot work; its text is one line: field, value, the rule that it breaks, and
+    the nearest flags that work.
 
-    field: the path, such as "mesh.model"; value: what it was; rule: what is wrong, to be read after "field=value"; nearest: what to
-    use instead, as text (flags, by `suggestion`; may be empty); fixes: where given, changes that may mend it, nearest first, of which
-    the first is what to use.
+    field: the path, such as "mesh.model"; value: what it was; rule: what is wrong, to be read after
+    "field=value"; nearest: what to use instead, as text (flags, by `suggestion`; may be empty);
+    fixes: where given, changes that may mend it, nearest first, of which the first is what to use.
     """
 
-    def __init__(self, field: str, value: object, rule: str, nearest: str = "", fixes: Sequence[dict[str, Any]] = ()):
+    def __init__(
+        self,
+        field: str,
+        value: object,
+        rule: str,
+        nearest: str = "",
+        fixes: Sequence[dict[str, Any]] = (),
+    ):
         self.field, self.value, self.rule, self.fixes = field, value, rule, tuple(fixes)
         self.nearest = nearest or (suggestion(self.fixes[0]) if self.fixes else "")
         use = f": use {self.nearest}" if self.nearest else ""
@@ -25,9 +35,10 @@ class ConfigError(ValueError):
 class UsageError(ValueError):
     """A command line that cannot work; the text is one line, what is wrong and what to use instead.
 
-    fixes: flags ("stages", or "config." and a setting's path) and the values after which this is right; others: further values of the
-    first of them; setting: the path of a setting that an unknown flag was meant for, if it was; advice: words after these, or in their
-    place where no flag mends it; text: all of it, where that is known.
+    fixes: flags ("stages", or "config." and a setting's path) and the values after which this is
+    right; others: further values of the first of them; setting: the path of a setting that an
+    unknown flag was meant for, if it was; advice: words after these, or in their place where no
+    flag mends it; text: all of it, where that is known.
     """
 
     def __init__(
@@ -52,9 +63,12 @@ def one_line(text: str) -> str:
 
 
 def suggestion(changes: Mapping[str, Any], others: Sequence[Any] = ()) -> str:
-    """Settings as flags that a shell takes, with other values of the first one after them: "--config.mesh.model=2 (or 1, 4)"."""
+    """Settings as flags that a shell takes, with other values of the first one after them:
+    "--config.mesh.model=2 (or 1, 4)"."""
     flags = " ".join(flag_text(f"config.{path}", value) for path, value in changes.items())
-    return flags + (f" (or {', '.join(shlex.quote(value_text(value)) for value in others)})" if others else "")
+    return flags + (
+        f" (or {', '.join(shlex.quote(value_text(value)) for value in others)})" if others else ""
+    )
 
 
 def flag_text(name: str, value: Any) -> str:
@@ -64,12 +78,16 @@ def flag_text(name: str, value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is written in a flag: true, 3,2,2,1, 0.5, a text as it is; "" for an empty tuple."""
+    """A value as it is written in a flag: true, 3,2,2,1, 0.5, a text as it is; "" for an empty
+    tuple."""
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, tuple):
         return str(value)
-    plain = all(str(item) == str(item).strip() != "" and not set(str(item)) & set(TUPLE_MARKS + ",") for item in value)
+    plain = all(
+        str(item) == str(item).strip() != "" and not set(str(item)) & set(TUPLE_MARKS + ",")
+        for item in value
+    )
     return ",".join(map(str, value)) if plain else repr(value)
 
 

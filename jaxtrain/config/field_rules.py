@@ -1,4 +1,5 @@
-"""A setting on its own: its type, choices and bounds, which stand at its field in settings.py. No jax."""
+"""A setting on its own: its type, choices and bounds, which stand at its field in settings.py. No
+jax."""
 
 import dataclasses
 import difflib
@@ -17,15 +18,22 @@ def _listed(values: list) -> str:
 
 
 def broken_field(path: str, field: dataclasses.Field, value: Any, recipe: Config) -> Broken | None:
-    """What is wrong with a value of a setting, whatever the others are; None if nothing is. recipe: whose value is worth a try."""
+    """What is wrong with a value of a setting, whatever the others are; None if nothing is. recipe:
+    whose value is worth a try."""
     try:
         cfg.convert(path, value)
     except ConfigError as error:
         nearest = cfg.retyped(path, value, cfg.get(recipe, path))
-        return Broken(path, error.rule, values_for(path, [nearest, cfg.get(recipe, path), field.default]))
+        return Broken(
+            path, error.rule, values_for(path, [nearest, cfg.get(recipe, path), field.default])
+        )
     choices, prefix = field.metadata["choices"], field.metadata["prefix"]
     if choices:
-        return None if value in choices or (prefix and value.startswith(prefix)) else _bad_choice(path, value, choices)
+        return (
+            None
+            if value in choices or (prefix and value.startswith(prefix))
+            else _bad_choice(path, value, choices)
+        )
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _out_of_bounds(path, field, value, recipe)
     if cfg.item_type(field.type) in (int, float):
@@ -34,22 +42,35 @@ def broken_field(path: str, field: dataclasses.Field, value: Any, recipe: Config
         return Broken(path, "has a number that is not above 0", values_for(path, [field.default]))
     if isinstance(value, tuple) and (len(set(value)) < len(value) or "" in value):
         names = tuple(dict.fromkeys(v for v in value if v))
-        return Broken(path, "has an empty or repeated name", values_for(path, [names, field.default]))
+        return Broken(
+            path, "has an empty or repeated name", values_for(path, [names, field.default])
+        )
     return None
 
 
 def _bad_choice(path: str, value: Any, choices: tuple) -> Broken:
     if not isinstance(value, str):
-        return Broken(path, f"is not built: the choices are {_listed(list(choices))}", values_for(path, near(value, choices)))
+        return Broken(
+            path,
+            f"is not built: the choices are {_listed(list(choices))}",
+            values_for(path, near(value, choices)),
+        )
     close = difflib.get_close_matches(value, choices, n=len(choices), cutoff=0.5)
-    return Broken(path, "is unknown", values_for(path, close or choices), show=1 if close else len(choices))
+    return Broken(
+        path, "is unknown", values_for(path, close or choices), show=1 if close else len(choices)
+    )
 
 
-def _out_of_bounds(path: str, field: dataclasses.Field, value: float, recipe: Config) -> Broken | None:
+def _out_of_bounds(
+    path: str, field: dataclasses.Field, value: float, recipe: Config
+) -> Broken | None:
     whole, bounds = field.type is int, field.metadata["bounds"]
     if whole and abs(value) > cfg.LARGEST_INT:
-        values = [cfg.get(recipe, path), field.default, cfg.LARGEST_INT]  # nobody wants the largest size, but perhaps as many steps
-        order = values if path.startswith(("model.", "data.", "mesh.", "pipeline.")) else values[::-1]
+        # nobody wants the largest size, but perhaps as many steps
+        values = [cfg.get(recipe, path), field.default, cfg.LARGEST_INT]
+        order = (
+            values if path.startswith(("model.", "data.", "mesh.", "pipeline.")) else values[::-1]
+        )
         return Broken(path, f"is larger than {cfg.LARGEST_INT}", values_for(path, order))
     if not math.isfinite(value):
         return Broken(path, "is not a finite number", values_for(path, [field.default]))
@@ -63,7 +84,16 @@ def _out_of_bounds(path: str, field: dataclasses.Field, value: float, recipe: Co
     )
     if fits:
         return None
-    rule = "must be " + " and ".join(f"{word} {limit}" for word, limit in words.items() if limit is not None)
-    limits: list[Any] = [limit for limit in (low, high, cfg.get(recipe, path), field.default) if isinstance(limit, int | float)]
-    ends = sorted((int(limit) if whole else float(limit) for limit in limits), key=lambda limit: abs(limit - value))
+    rule = "must be " + " and ".join(
+        f"{word} {limit}" for word, limit in words.items() if limit is not None
+    )
+    limits: list[Any] = [
+        limit
+        for limit in (low, high, cfg.get(recipe, path), field.default)
+        if isinstance(limit, int | float)
+    ]
+    ends = sorted(
+        (int(limit) if whole else float(limit) for limit in limits),
+        key=lambda limit: abs(limit - value),
+    )
     return Broken(path, rule, values_for(path, ends))

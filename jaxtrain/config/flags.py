@@ -1,8 +1,11 @@
-"""Flags: a command's own (`--name=value`) and settings (`--config.group.field=value`), and `--help`, which lists both.
+"""Flags: a command's own (`--name=value`) and settings (`--config.group.field=value`), and
+`--help`, which lists both.
 
-Settings go through ml_collections' config_flags. They cannot override a frozen dataclass, and they answer a bad path, field or type with a
-traceback or with status 0: so each override's name is looked at here first, then its text is read by a ConfigDict of that field alone.
-What is wrong is collected, not raised, for the error's last words are flags that put everything right (cli.py). No jax.
+Settings go through ml_collections' config_flags. They cannot override a frozen dataclass, and they
+answer a bad path, field or type with a traceback or with status 0: so each override's name is
+looked at here first, then its text is read by a ConfigDict of that field alone. What is wrong is
+collected, not raised, for the error's last words are flags that put everything right (cli.py). No
+jax.
 """
 
 import ast
@@ -37,7 +40,8 @@ T = TypeVar("T")
 class Flag:
     """A command's own flag, `--name=value`; its type is its default's (bool, int, float or str).
 
-    The bounds are those of other values than the default, which may be given whatever they are (0 for "not said", say).
+    The bounds are those of other values than the default, which may be given whatever they are (0
+    for "not said", say).
     """
 
     name: str
@@ -48,22 +52,42 @@ class Flag:
 
 
 CLUSTER_FLAGS = (
-    Flag("cpu_devices", 0, "simulate this many CPU devices in each process; 0: the platform's own devices", 0, MOST_CPU_DEVICES),
-    Flag("coordinator", "", "host:port of process 0, for a run of several processes that no cluster manager describes"),
+    Flag(
+        "cpu_devices",
+        0,
+        "simulate this many CPU devices in each process; 0: the platform's own devices",
+        0,
+        MOST_CPU_DEVICES,
+    ),
+    Flag(
+        "coordinator",
+        "",
+        "host:port of process 0, for a run of several processes that no cluster manager describes",
+    ),
     Flag("processes", 1, "number of processes, with --coordinator", 1, MOST_PROCESSES),
     Flag("process_id", 0, "number of this process, with --coordinator", at_least=0),
 )
 SHARED_FLAGS = (
-    Flag("config", DEFAULT_RECIPE, "recipe: a Python file whose get_config() returns a jaxtrain.config.Config, or a shipped one's name"),
-    Flag("workdir", "", "folder of checkpoints and metrics; a checkpoint in it is continued; empty: runs/NAME of the recipe"),
+    Flag(
+        "config",
+        DEFAULT_RECIPE,
+        "recipe: a Python file whose get_config() returns a jaxtrain.config.Config, or a "
+        "shipped one's name",
+    ),
+    Flag(
+        "workdir",
+        "",
+        "folder of checkpoints and metrics; a checkpoint in it is continued; empty: runs/NAME "
+        "of the recipe",
+    ),
     *CLUSTER_FLAGS,
 )
 
 
 @dataclasses.dataclass
 class Reading:
-    """A command line: flag → value, (setting's path, text) in order, words that are no flags, and what is wrong; there the fixes are taken
-    for what was meant."""
+    """A command line: flag → value, (setting's path, text) in order, words that are no flags, and
+    what is wrong; there the fixes are taken for what was meant."""
 
     values: dict[str, Any]
     overrides: list[tuple[str, str]]
@@ -72,8 +96,8 @@ class Reading:
 
     @property
     def namespace(self) -> types.SimpleNamespace:
-        """The flags' values as attributes, `words`, and `refused`: whether the command ends with an error whatever else is found, so that
-        a check need not do what takes long."""
+        """The flags' values as attributes, `words`, and `refused`: whether the command ends with an
+        error whatever else is found, so that a check need not do what takes long."""
         return types.SimpleNamespace(**self.values, words=self.words, refused=bool(self.errors))
 
     def use(self, fixes: Mapping[str, Any]) -> None:
@@ -85,14 +109,21 @@ class Reading:
                 self.values[name] = value
 
 
-# --- flags -----------------------------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------
 
 
-def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], with_config: bool, with_words: bool = False) -> Reading:
+def read_flags(
+    argv: Sequence[str],
+    description: str,
+    flags: Sequence[Flag],
+    with_config: bool,
+    with_words: bool = False,
+) -> Reading:
     """What a command line says, with all errors in it. `--help` ends the process.
 
-    Of a flag given twice the last counts, also where an earlier one is wrong. with_words: whether words that are no flags belong to the
-    command (folders, say); they may stand before, between and after the flags.
+    Of a flag given twice the last counts, also where an earlier one is wrong. with_words: whether
+    words that are no flags belong to the command (folders, say); they may stand before, between and
+    after the flags.
     """
     if "--help" in argv or "-h" in argv:
         print(help_text(description, flags, with_config))
@@ -111,7 +142,11 @@ def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], wit
             reading.words.append(token)
             continue
         if not token.startswith("--") or token in ("--", "--="):
-            continued = texts if before in known and before != "config" and isinstance(known[before].default, str) else {}
+            continued = (
+                texts
+                if before in known and before != "config" and isinstance(known[before].default, str)
+                else {}
+            )
             reading.errors.append(_stray(token, before, continued, reading, with_config))
             if token.startswith("-"):
                 _taken(rest)
@@ -148,11 +183,15 @@ def read_flags(argv: Sequence[str], description: str, flags: Sequence[Flag], wit
 
 
 def _is_known(name: str, known: Mapping[str, Flag], with_config: bool) -> bool:
-    return name in known or (with_config and name.startswith(SETTING) and name.removeprefix(SETTING) in cfg.fields())
+    return name in known or (
+        with_config and name.startswith(SETTING) and name.removeprefix(SETTING) in cfg.fields()
+    )
 
 
 def _default_of(name: str, known: Mapping[str, Flag]) -> Any:
-    return known[name].default if name in known else cfg.fields()[name.removeprefix(SETTING)].default
+    return (
+        known[name].default if name in known else cfg.fields()[name.removeprefix(SETTING)].default
+    )
 
 
 def _taken(rest: list[str]) -> str:
@@ -161,56 +200,85 @@ def _taken(rest: list[str]) -> str:
 
 
 def _next_value(name: str, rest: list[str], default: Any) -> str:
-    """The value of a flag that was given without "=", taken off the arguments after it; a boolean flag may stand alone."""
+    """The value of a flag that was given without "=", taken off the arguments after it; a boolean
+    flag may stand alone."""
     if isinstance(default, bool) and (not rest or rest[0].lower() not in TRUE + FALSE):
         return "true"
     if not rest or rest[0].startswith("--"):
         setting = name.removeprefix(SETTING) if name.startswith(SETTING) else ""
-        raise UsageError(f"--{name} has no value", {} if setting else {name: default}, setting=setting)
+        raise UsageError(
+            f"--{name} has no value", {} if setting else {name: default}, setting=setting
+        )
     return rest.pop(0)
 
 
 def _flag_value(flag: Flag, text: str) -> Any:
-    """A flag's text as its type, within its bounds; its default is always a value that may be given."""
+    """A flag's text as its type, within its bounds; its default is always a value that may be
+    given."""
     kind: Any = type(flag.default)
     if kind is bool:
         if text.lower() in TRUE + FALSE:
             return text.lower() in TRUE
-        raise UsageError(f"--{flag.name}={cfg.shown(text)} is not a boolean", {flag.name: True}, [False])
+        raise UsageError(
+            f"--{flag.name}={cfg.shown(text)} is not a boolean", {flag.name: True}, [False]
+        )
     try:
         value = kind(text)
     except ValueError:
-        raise UsageError(f"--{flag.name}={cfg.shown(text)} is not {cfg.kind_name(kind)}", {flag.name: _nearest(flag, text)}) from None
+        raise UsageError(
+            f"--{flag.name}={cfg.shown(text)} is not {cfg.kind_name(kind)}",
+            {flag.name: _nearest(flag, text)},
+        ) from None
     if value == flag.default:
         return value
     if flag.at_least is not None and not float(value) >= flag.at_least:
-        raise UsageError(f"--{flag.name}={text} must be at least {flag.at_least}", {flag.name: kind(flag.at_least)})
+        raise UsageError(
+            f"--{flag.name}={text} must be at least {flag.at_least}",
+            {flag.name: kind(flag.at_least)},
+        )
     if kind is float and not math.isfinite(value):
         raise UsageError(f"--{flag.name}={text} is not a finite number", {flag.name: flag.default})
     if flag.at_most is not None and value > flag.at_most:  # nobody means the bound
-        raise UsageError(f"--{flag.name}={text} must be at most {flag.at_most}", {flag.name: flag.default})
+        raise UsageError(
+            f"--{flag.name}={text} must be at most {flag.at_most}", {flag.name: flag.default}
+        )
     return value
 
 
 def _nearest(flag: Flag, text: str) -> Any:
-    """The value of the flag's type that is nearest to a text which is none, within its bounds: 20 for 19.8; its default without any."""
+    """The value of the flag's type that is nearest to a text which is none, within its bounds: 20
+    for 19.8; its default without any."""
     number = cfg.number(text) if isinstance(flag.default, int) else None
-    if number is None or abs(number) > cfg.LARGEST_INT or (flag.at_most is not None and number > flag.at_most):
+    if (
+        number is None
+        or abs(number) > cfg.LARGEST_INT
+        or (flag.at_most is not None and number > flag.at_most)
+    ):
         return flag.default
     return max(round(number), int(flag.at_least or 0))
 
 
 def _unknown(name: str, text: str, known: Mapping[str, Flag], with_config: bool) -> UsageError:
-    """The error for a flag that does not exist; `--stage` and `--mesh.stage` mean `--config.mesh.stage`."""
+    """The error for a flag that does not exist; `--stage` and `--mesh.stage` mean
+    `--config.mesh.stage`."""
     if name in ("help", "version"):
-        return UsageError(f"--{name}={cfg.shown(text)} is a flag without a value", advice=f"--{name}")
+        return UsageError(
+            f"--{name}={cfg.shown(text)} is a flag without a value", advice=f"--{name}"
+        )
     if with_config and name.startswith(SETTING):
         path = name.removeprefix(SETTING)
         if path in {p.split(".")[0] for p in cfg.fields()}:
             first = next(p for p in cfg.fields() if p.startswith(path + "."))
-            return UsageError(f"{path}={text!r} is a group of settings, such as {first}", setting=first, advice=f"--config.{first}")
+            return UsageError(
+                f"{path}={text!r} is a group of settings, such as {first}",
+                setting=first,
+                advice=f"--config.{first}",
+            )
         return UsageError(f"{path}={text!r} is an unknown setting", setting=cfg.meant(path))
-    rule, paths = f"--{name[:MOST_SHOWN]} is an unknown flag", list(cfg.fields()) if with_config else []
+    rule, paths = (
+        f"--{name[:MOST_SHOWN]} is an unknown flag",
+        list(cfg.fields()) if with_config else [],
+    )
     name = name.lstrip("-").replace("-", "_")
     meant = [p for p in paths if name == p or p.endswith("." + name)]
     like = difflib.get_close_matches(name, [*known, *(SETTING + p for p in paths)], n=1)
@@ -220,13 +288,23 @@ def _unknown(name: str, text: str, known: Mapping[str, Flag], with_config: bool)
         return UsageError(rule, advice="--help, which lists all flags")
     flag = known[like[0]]
     try:
-        return UsageError(rule, {flag.name: _flag_value(flag, text or ("true" if isinstance(flag.default, bool) else ""))})
+        return UsageError(
+            rule,
+            {
+                flag.name: _flag_value(
+                    flag, text or ("true" if isinstance(flag.default, bool) else "")
+                )
+            },
+        )
     except UsageError as error:
         return UsageError(rule, error.fixes)
 
 
-def _stray(token: str, before: str, texts: dict[str, str], reading: Reading, with_config: bool) -> UsageError:
-    """The error for an argument that belongs to no flag: a setting without dashes, or the rest of a value with blanks in it.
+def _stray(
+    token: str, before: str, texts: dict[str, str], reading: Reading, with_config: bool
+) -> UsageError:
+    """The error for an argument that belongs to no flag: a setting without dashes, or the rest of a
+    value with blanks in it.
 
     before: the name of the flag before it; texts: of the flags whose value it may belong to.
     """
@@ -238,7 +316,12 @@ def _stray(token: str, before: str, texts: dict[str, str], reading: Reading, wit
         return UsageError(rule, setting=path)
     if token.startswith("-"):
         return UsageError(rule, advice=WRITTEN)
-    if with_config and before.startswith(SETTING) and last in cfg.fields() and cfg.fields()[last].type is str:
+    if (
+        with_config
+        and before.startswith(SETTING)
+        and last in cfg.fields()
+        and cfg.fields()[last].type is str
+    ):
         so_far = next((text for path, text in reversed(reading.overrides) if path == last), "")
         reading.overrides.append((last, f"{so_far} {token}".strip()))
         return UsageError(rule, setting=last)
@@ -248,23 +331,31 @@ def _stray(token: str, before: str, texts: dict[str, str], reading: Reading, wit
     return UsageError(rule, advice=WRITTEN)
 
 
-# --- overrides -------------------------------------------------------------------------------------------------------------------
+# --- overrides ------------------------------------------------------------------------------------
 
 
 def apply(config: Config, overrides: Sequence[tuple[str, str]]) -> Config:
-    """A config with (path, text) overrides, of which the last for a path counts. A text that is not of its setting's type stays a text,
-    which the checks refuse."""
-    return cfg.replace(cfg.converted(config), {path: _value(path, text) for path, text in overrides})
+    """A config with (path, text) overrides, of which the last for a path counts. A text that is not
+    of its setting's type stays a text, which the checks refuse."""
+    return cfg.replace(
+        cfg.converted(config), {path: _value(path, text) for path, text in overrides}
+    )
 
 
 def _value(path: str, text: str) -> Any:
-    """A text as its setting's type, by ml_collections' flags; the text itself if it is none of that type."""
+    """A text as its setting's type, by ml_collections' flags; the text itself if it is none of that
+    type."""
     group, name = path.split(".")
     field, values = cfg.fields()[path], absl_flags.FlagValues()
     try:
         item = cfg.item_type(field.type)
         argument = f"--config.{path}={_tuple_text(text, item) if item else text}"
-        config_flags.DEFINE_config_dict("config", ConfigDict({group: {name: field.default}}), flag_values=values, sys_argv=["", argument])
+        config_flags.DEFINE_config_dict(
+            "config",
+            ConfigDict({group: {name: field.default}}),
+            flag_values=values,
+            sys_argv=["", argument],
+        )
         values(["", argument])
         changed: Any = values["config"].value
         return cfg.convert(path, changed.to_dict()[group][name])
@@ -273,22 +364,24 @@ def _value(path: str, text: str) -> Any:
 
 
 def _tuple_text(text: str, item: type) -> str:
-    """`prompt`, `prompt,answer`, `1,2` or a Python literal as the tuple that it means; ValueError or SyntaxError for a broken literal."""
+    """`prompt`, `prompt,answer`, `1,2` or a Python literal as the tuple that it means; ValueError
+    or SyntaxError for a broken literal."""
     if any(mark in text for mark in cfg.TUPLE_MARKS):
         value = ast.literal_eval(text)
         return repr((value,) if isinstance(value, item) else value)
     return repr(tuple(item(name.strip()) for name in text.split(",") if name.strip()))
 
 
-# --- all that is wrong, in one line ----------------------------------------------------------------------------------------------
+# --- all that is wrong, in one line ---------------------------------------------------------------
 
 
 def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | None = None) -> T:
     """What `check` makes of a command line. recipe: instead of the one that --config names.
 
-    Where the command line is wrong, or the check refuses it, what the error has to put it right is taken into the command line, which is
-    then checked again, until it passes: so a suggestion works, and has all that is wrong. Raises UsageError with the first error, these
-    flags, and after them what no flag mends.
+    Where the command line is wrong, or the check refuses it, what the error has to put it right is
+    taken into the command line, which is then checked again, until it passes: so a suggestion
+    works, and has all that is wrong. Raises UsageError with the first error, these flags, and after
+    them what no flag mends.
     """
     errors = reading.errors
     for _ in range(MOST_MENDED):
@@ -298,7 +391,8 @@ def settled(reading: Reading, check: Callable[[Reading], T], recipe: Config | No
             fixes = {name: value for error in errors for name, value in error.fixes.items()}
             errors.append(error if isinstance(error, UsageError) else _usage_error(error))
             if errors[-1].fixes.items() <= fixes.items():
-                errors[-1] = UsageError(errors[-1].rule) if errors[-1].fixes else errors[-1]  # they do not help
+                # they do not help
+                errors[-1] = UsageError(errors[-1].rule) if errors[-1].fixes else errors[-1]
                 raise UsageError(_all_together(errors, reading, recipe)) from None
             reading.use(errors[-1].fixes)
             continue
@@ -315,11 +409,17 @@ def _usage_error(error: cfg.ConfigError) -> UsageError:
 
 
 def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config | None) -> str:
-    """The first error that flags mend, with the flags that mend all of these, and then what they do not mend."""
+    """The first error that flags mend, with the flags that mend all of these, and then what they do
+    not mend."""
     if len(errors) == 1 and not errors[0].setting:
         return str(errors[0])
     flags = {name: value for error in errors for name, value in error.fixes.items()}
-    meant = {SETTING + error.setting: value for error in errors if error.setting for value in _in_the_end(error.setting, reading, recipe)}
+    meant = {
+        SETTING + error.setting: value
+        for error in errors
+        if error.setting
+        for value in _in_the_end(error.setting, reading, recipe)
+    }
     flags = {name: flags[name] for name in flags if not name.startswith(SETTING)} | meant | flags
     use = " ".join(cfg.flag_text(name, value) for name, value in flags.items())
     mended = [error for error in errors if error.fixes or error.setting]
@@ -331,12 +431,19 @@ def _all_together(errors: Sequence[UsageError], reading: Reading, recipe: Config
 def _in_the_end(path: str, reading: Reading, recipe: Config | None) -> list[Any]:
     """The value that a setting has after all flags; none where there is no recipe."""
     try:
-        return [cfg.get(apply(recipe or load_recipe(find_recipe(reading.values["config"])), reading.overrides), path)]
+        return [
+            cfg.get(
+                apply(
+                    recipe or load_recipe(find_recipe(reading.values["config"])), reading.overrides
+                ),
+                path,
+            )
+        ]
     except RecipeError:
         return []
 
 
-# --- help ------------------------------------------------------------------------------------------------------------------------
+# --- help -----------------------------------------------------------------------------------------
 
 
 def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str:
@@ -346,7 +453,11 @@ def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str
     lines += _table([*rows, ("--help", "this text"), ("--version", "jaxtrain's version")])
     if not with_config:
         return "\n".join(lines)
-    lines += ["", "Settings: each is a flag, over the recipe's value. Types and defaults (a recipe has its own values):"]
+    lines += [
+        "",
+        "Settings: each is a flag, over the recipe's value. Types and defaults (a recipe has "
+        "its own values):",
+    ]
     for group in dataclasses.fields(Config):
         kind: Any = group.type
         lines += ["", f"  {group.name}: {kind.__doc__}"]
@@ -354,7 +465,13 @@ def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str
         for field in dataclasses.fields(kind):
             choices = field.metadata["choices"]
             doc = field.metadata["doc"] + (f" [{' | '.join(map(str, choices))}]" if choices else "")
-            rows.append((f"--config.{group.name}.{field.name}: {cfg.plain_type(field.type)} = {_default(field.default)}", doc))
+            rows.append(
+                (
+                    f"--config.{group.name}.{field.name}: {cfg.plain_type(field.type)} = "
+                    f"{_default(field.default)}",
+                    doc,
+                )
+            )
         lines += _table(rows)
     lines += [
         "",
@@ -362,7 +479,8 @@ def help_text(description: str, flags: Sequence[Flag], with_config: bool) -> str
         "  --config=gpt2_124m --workdir=runs/gpt2 --config.data.source=corpus.jsonl",
         "  --config.mesh.data=2 --config.mesh.stage=4 --config.pipeline.microbatches=8",
         "  --config.data.text_fields=prompt,answer --config.data.loss_mask=prompt",
-        "A second run with the same --workdir continues from its newest checkpoint, also on another mesh.",
+        "A second run with the same --workdir continues from its newest checkpoint, also on "
+        "another mesh.",
     ]
     return "\n".join(lines)
 

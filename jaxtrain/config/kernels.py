@@ -1,23 +1,31 @@
-"""The table of kernels: which one attends, which one multiplies rows with their experts, and why the others do not. Standard library only.
+"""The table of kernels: which one attends, which one multiplies rows with their experts, and why
+the others do not. Standard library only.
 
-A row is a kernel, in the order in which they are tried; what it does not take is said by its rules, one line each. The same table checks
-a kernel that was asked for by name, chooses while a step is traced, and writes the start-up text. Attention's, of which `auto` is the first
-that takes the case:
+A row is a kernel, in the order in which they are tried; what it does not take is said by its rules,
+one line each. The same table checks a kernel that was asked for by name, chooses while a step is
+traced, and writes the start-up text. Attention's, of which `auto` is the first that takes the case:
 
-    kernel       devices                   takes                                                        is
-    splash       TPUs                      heads of any size, also of two; sequences in steps of 128    jax's Pallas kernel
-    cudnn        NVIDIA GPUs, 16 bits      heads of up to 128 (256 from compute capability 9.0) in      cuDNN's flash attention
-                                           steps of 8; whole sequences; documents from 9.0 on
-    cudnn_mask   NVIDIA GPUs, 16 bits      the same for parts of sequences, and documents before 9.0    the same, given a mask
-    xla          any                       everything                                                   products and a softmax in XLA
+    kernel      devices               takes                                 is
+    splash      TPUs                  heads of any size, also of two;       jax's Pallas kernel
+                                      sequences in steps of 128
+    cudnn       NVIDIA GPUs, 16 bits  heads of up to 128 (256 from          cuDNN's flash attention
+                                      compute capability 9.0) in steps
+                                      of 8; whole sequences; documents
+                                      from 9.0 on
+    cudnn_mask  NVIDIA GPUs, 16 bits  the same for parts of sequences,      the same, given a mask
+                                      and documents before 9.0
+    xla         any                   everything                            products and a softmax
+                                                                            in XLA
 
-Products of experts (dropless), which go by the devices alone; rows × matrices and the gradients of both take the same one:
+Products of experts (dropless), which go by the devices alone; rows × matrices and the gradients of
+both take the same one:
 
-    megablox     TPUs                      everything                                                   jax's Pallas kernels
-    large_blocks NVIDIA GPUs               everything                                                   a loop over blocks of rows in XLA
-    blocks       any                       everything                                                   the same, of fewer rows
+    megablox      TPUs         everything      jax's Pallas kernels
+    large_blocks  NVIDIA GPUs  everything      a loop over blocks of rows in XLA
+    blocks        any          everything      the same, of fewer rows
 
-What jax checks before it calls cuDNN (check_is_flash_attention in jax._src.cudnn.fused_attention_stablehlo) is where its rules are from.
+What jax checks before it calls cuDNN (check_is_flash_attention in
+jax._src.cudnn.fused_attention_stablehlo) is where its rules are from.
 """
 
 import dataclasses
@@ -38,8 +46,9 @@ LONG = 1024  # keys from which attention is a good part of a step
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The devices that a program is for. platform: "" if not known; of NVIDIA GPUs the compute capability, and cuDNN's version as it says
-    it (91200 for 9.12), None where nobody can be asked: compiled ahead of time, it is taken for what the packages ask for."""
+    """The devices that a program is for. platform: "" if not known; of NVIDIA GPUs the compute
+    capability, and cuDNN's version as it says it (91200 for 9.12), None where nobody can be asked:
+    compiled ahead of time, it is taken for what the packages ask for."""
 
     platform: str = ""
     capability: tuple[int, int] = HOPPER
@@ -47,7 +56,9 @@ class Hardware:
 
     @property
     def name(self) -> str:
-        return {TPU: "a TPU", GPU: "a GPU", CPU: "a CPU"}.get(self.platform, f"platform {self.platform!r}")
+        return {TPU: "a TPU", GPU: "a GPU", CPU: "a CPU"}.get(
+            self.platform, f"platform {self.platform!r}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +67,10 @@ class AttentionCase:
 
     bits: of queries, keys and values
     key_size, value_size: of a head's queries and keys, and of its values
-    queries, keys: tokens of which a query can see any, and of those keys; of a part of a sequence `queries` is its shortest piece
-    context: "" for whole sequences, else how parts of them attend: "all_gather" or "ring" (parallel/context.py), or "cache" in generation
+    queries, keys: tokens of which a query can see any, and of those keys; of a part of a sequence
+        `queries` is its shortest piece
+    context: "" for whole sequences, else how parts of them attend: "all_gather" or "ring"
+        (parallel/context.py), or "cache" in generation
     """
 
     hardware: Hardware
@@ -72,7 +85,8 @@ class AttentionCase:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Why a kernel does not take a case: a rule, read after its name, and the setting that ends it, if one does."""
+    """Why a kernel does not take a case: a rule, read after its name, and the setting that ends it,
+    if one does."""
 
     rule: str
     fixes: tuple[dict[str, Any], ...] = ()
@@ -103,17 +117,30 @@ def _in_steps(case: AttentionCase) -> Refusal | None:
     parts = "" if case.queries == case.keys else ", a context's two chunks on a device too"
     step = SPLASH_STEP * (case.keys // case.queries)
     nearest = max(1, round(case.keys / step)) * step
-    return Refusal(f"takes sequences in steps of {SPLASH_STEP} tokens{parts}, not {case.queries}", ({"data.sequence_length": nearest},))
+    return Refusal(
+        f"takes sequences in steps of {SPLASH_STEP} tokens{parts}, not {case.queries}",
+        ({"data.sequence_length": nearest},),
+    )
 
 
 def _in_16_bits(case: AttentionCase) -> Refusal | None:
-    return None if case.bits == 16 else Refusal("is for 16 bits, not precision.compute='float32'", ({"precision.compute": "bfloat16"},))
+    return (
+        None
+        if case.bits == 16
+        else Refusal(
+            "is for 16 bits, not precision.compute='float32'", ({"precision.compute": "bfloat16"},)
+        )
+    )
 
 
 def _cudnn_heads(case: AttentionCase) -> Refusal | None:
     most = 256 if case.hardware.capability >= HOPPER else 128
     if any(size > most or size % 8 for size in (case.key_size, case.value_size)):
-        sizes = f"{case.key_size}" if case.key_size == case.value_size else f"{case.key_size} and {case.value_size}"
+        sizes = (
+            f"{case.key_size}"
+            if case.key_size == case.value_size
+            else f"{case.key_size} and {case.value_size}"
+        )
         return Refusal(f"is for heads of up to {most} numbers in steps of 8, not {sizes}")
     return None
 
@@ -124,7 +151,10 @@ def _cudnn_two_sizes(case: AttentionCase) -> Refusal | None:
     if case.hardware.capability < HOPPER:
         return Refusal("takes queries and values of two sizes from compute capability 9.0 on")
     if (case.hardware.cudnn or CUDNN_TWO_SIZES) < CUDNN_TWO_SIZES:
-        return Refusal("takes queries and values of two sizes from cuDNN 9.10 on: python -m pip install -U nvidia-cudnn-cu13")
+        return Refusal(
+            "takes queries and values of two sizes from cuDNN 9.10 on: python -m pip install "
+            "-U nvidia-cudnn-cu13"
+        )
     return None
 
 
@@ -145,13 +175,23 @@ def _cudnn_mask(case: AttentionCase) -> Refusal | None:
     if case.context == "cache":
         return Refusal("is for training")
     if case.context == "ring":
-        return Refusal("does not attend to what goes round in a ring", ({"parallel.context": "ulysses"},))
+        return Refusal(
+            "does not attend to what goes round in a ring", ({"parallel.context": "ulysses"},)
+        )
     if case.queries * case.keys > LARGEST_MASK:
-        return Refusal(f"would need a mask of {case.queries:,} × {case.keys:,}", ({"parallel.context": "ulysses"},) if case.context else ())
+        return Refusal(
+            f"would need a mask of {case.queries:,} × {case.keys:,}",
+            ({"parallel.context": "ulysses"},) if case.context else (),
+        )
     return None
 
 
-CUDNN_RULES: tuple[Rule, ...] = (_for(GPU, "NVIDIA GPUs"), _in_16_bits, _cudnn_heads, _cudnn_two_sizes)
+CUDNN_RULES: tuple[Rule, ...] = (
+    _for(GPU, "NVIDIA GPUs"),
+    _in_16_bits,
+    _cudnn_heads,
+    _cudnn_two_sizes,
+)
 TABLE: dict[str, tuple[str, tuple[Rule, ...]]] = {
     SPLASH: ("splash, jax's kernel for TPUs", (_for(TPU, "TPUs"), _in_steps)),
     CUDNN: ("cuDNN's flash attention", (*CUDNN_RULES, _cudnn_whole, _cudnn_documents)),
@@ -174,8 +214,9 @@ def refusal(kernel: str, case: AttentionCase) -> Refusal | None:
 def attention_kernel(case: AttentionCase, wanted: str = "auto") -> Choice:
     """The kernel for a case: the first of the table that takes it, or what was asked for by name.
 
-    `splash` by name is that kernel on any platform, interpreted off a TPU; `cudnn` is either of its two rows. A kernel that was asked for
-    and does not take the case is refused before anything is traced (config/rules.py), so that nothing here has to be raised.
+    `splash` by name is that kernel on any platform, interpreted off a TPU; `cudnn` is either of its
+    two rows. A kernel that was asked for and does not take the case is refused before anything is
+    traced (config/rules.py), so that nothing here has to be raised.
     """
     if wanted in (SPLASH, XLA):
         interpreted = wanted == SPLASH and case.hardware.platform != TPU
@@ -218,20 +259,23 @@ def product_kernel(hardware: Hardware) -> Choice:
 
 
 def describe(config: Config, hardware: Hardware) -> Iterator[str]:
-    """Lines for people: the kernels of a resolved config's step, what was passed over and why, and a warning for each that is slow."""
+    """Lines for people: the kernels of a resolved config's step, what was passed over and why, and
+    a warning for each that is slow."""
     yield from _describe_attention(config, hardware)
     if config.model.experts and not config.model.capacity_factor:
         choice = product_kernel(hardware)
         yield f"products of experts: {choice.words}{_passed_over(choice)}"
         if hardware.platform == GPU:
             yield (
-                "warning: products of experts are no kernel of their own on a GPU, and wait for the host before each block of rows: "
+                "warning: products of experts are no kernel of their own on a GPU, and wait "
+                "for the host before each block of rows: "
                 "--config.model.capacity_factor=1.25 has plain matmuls"
             )
 
 
 def _passed_over(choice: Choice) -> str:
-    """In brackets what was tried before, a rule that several have once; nothing where nothing was."""
+    """In brackets what was tried before, a rule that several have once; nothing where nothing
+    was."""
     rules = {refusal.rule: name for name, refusal in reversed(choice.passed_over.items())}
     passed = ", ".join(f"{name} {rule}" for rule, name in reversed(rules.items()))
     return f" ({passed})" if passed else ""
@@ -243,10 +287,24 @@ def _describe_attention(config: Config, hardware: Hardware) -> Iterator[str]:
     asked = f" (model.attention_kernel={wanted})" if wanted != "auto" else ""
     yield f"attention: {choice.words}{asked}{_passed_over(choice)}"
     if choice.kernel == SPLASH and hardware.platform != TPU:
-        yield f"warning: splash is interpreted on {hardware.name}, for tests: a step takes minutes (--config.model.attention_kernel=auto)"
+        yield (
+            f"warning: splash is interpreted on {hardware.name}, for tests: a step takes minutes "
+            "(--config.model.attention_kernel=auto)"
+        )
     elif choice.kernel in (XLA, CUDNN_MASK) and hardware.platform != CPU and case.keys >= LONG:
         fast = {TPU: SPLASH, GPU: CUDNN}.get(hardware.platform, XLA)
-        refused = choice.passed_over.get(fast) or Refusal("is not asked for", ({"model.attention_kernel": "auto"},))
-        ends = " or ".join(f"--config.{path}={value}" for fix in refused.fixes for path, value in fix.items())
-        slow = "takes several times as long" if choice.kernel == XLA else "computes what its mask hides, too"
-        yield f"warning: attention by {choice.words} {slow} on {hardware.name}: {fast} {refused.rule}{f' ({ends} ends that)' * bool(ends)}"
+        refused = choice.passed_over.get(fast) or Refusal(
+            "is not asked for", ({"model.attention_kernel": "auto"},)
+        )
+        ends = " or ".join(
+            f"--config.{path}={value}" for fix in refused.fixes for path, value in fix.items()
+        )
+        slow = (
+            "takes several times as long"
+            if choice.kernel == XLA
+            else "computes what its mask hides, too"
+        )
+        yield (
+            f"warning: attention by {choice.words} {slow} on {hardware.name}: {fast} "
+            f"{refused.rule}{f' ({ends} ends that)' * bool(ends)}"
+        )

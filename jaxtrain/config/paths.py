@@ -1,4 +1,5 @@
-"""Settings by their paths, such as "mesh.stage": reading, replacing and converting values; a config as JSON. No jax."""
+"""Settings by their paths, such as "mesh.stage": reading, replacing and converting values; a config
+as JSON. No jax."""
 
 import dataclasses
 import difflib
@@ -17,7 +18,13 @@ from jaxtrain.config.settings import LARGEST_INT, Config, with_values
 def fields() -> Mapping[str, dataclasses.Field]:
     """Path → dataclass field of every setting, in order: "model.layers" first."""
     groups = ((g.name, typing.cast(Any, g.type)) for g in dataclasses.fields(Config))
-    return types.MappingProxyType({f"{name}.{field.name}": field for name, group in groups for field in dataclasses.fields(group)})
+    return types.MappingProxyType(
+        {
+            f"{name}.{field.name}": field
+            for name, group in groups
+            for field in dataclasses.fields(group)
+        }
+    )
 
 
 def get(config: Config, path: str) -> Any:
@@ -27,14 +34,20 @@ def get(config: Config, path: str) -> Any:
 
 
 def replace(config: Config, changes: dict[str, Any]) -> Config:
-    """A config with the settings at some paths changed; values are not checked. KeyError for an unknown path."""
+    """A config with the settings at some paths changed; values are not checked. KeyError for an
+    unknown path."""
     groups: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         if path not in fields():
             raise KeyError(path)
         group, name = path.split(".")
         groups.setdefault(group, {})[name] = value
-    return with_values(config, **{group: with_values(getattr(config, group), **values) for group, values in groups.items()})
+    return with_values(
+        config,
+        **{
+            group: with_values(getattr(config, group), **values) for group, values in groups.items()
+        },
+    )
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -43,39 +56,52 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """The config of `to_dict`'s result, also after JSON. A setting that is not there has its default.
+    """The config of `to_dict`'s result, also after JSON. A setting that is not there has its
+    default.
 
-    Raises ConfigError for an unknown group or field and for a value of a wrong type (an integer passes for a float).
+    Raises ConfigError for an unknown group or field and for a value of a wrong type (an integer
+    passes for a float).
     """
     groups = {group.name: typing.cast(Any, group.type) for group in dataclasses.fields(Config)}
     known = fields()
     given = {}
     for group, settings in values.items():
         if group not in groups:
-            raise ConfigError(str(group), settings, "is an unknown group of settings", closest(str(group), groups))
+            raise ConfigError(
+                str(group), settings, "is an unknown group of settings", closest(str(group), groups)
+            )
         if not isinstance(settings, dict):
-            path, rule = next(p for p in known if p.startswith(group + ".")), "is a group of settings, not a value"
+            path, rule = (
+                next(p for p in known if p.startswith(group + ".")),
+                "is a group of settings, not a value",
+            )
             raise ConfigError(group, settings, rule, fixes=[{path: retyped(path, settings)}])
         for name, value in settings.items():
             if f"{group}.{name}" not in known:
                 raise unknown_field(f"{group}.{name}", value)
-        given[group] = groups[group](**{name: convert(f"{group}.{name}", value) for name, value in settings.items()})
+        given[group] = groups[group](
+            **{name: convert(f"{group}.{name}", value) for name, value in settings.items()}
+        )
     return Config(**given)
 
 
 def converted(config: Config) -> Config:
-    """A config with every value as its setting's type, where `convert` can; others stay as they are."""
+    """A config with every value as its setting's type, where `convert` can; others stay as they
+    are."""
     changes = {}
     for path in fields():
         try:
             changes[path] = convert(path, get(config, path))
         except ConfigError:
             continue
-    return replace(config, {path: value for path, value in changes.items() if value is not get(config, path)})
+    return replace(
+        config, {path: value for path, value in changes.items() if value is not get(config, path)}
+    )
 
 
 def convert(path: str, value: Any) -> Any:
-    """A value as its setting's type: int → float and list → tuple, nothing else. ConfigError for any other type."""
+    """A value as its setting's type: int → float and list → tuple, nothing else. ConfigError for
+    any other type."""
     field = fields()[path]
     kind = field.type
     if kind is float and type(value) is int:
@@ -86,11 +112,14 @@ def convert(path: str, value: Any) -> Any:
             return values
     if type(value) is kind:
         return value
-    raise ConfigError(path, value, f"is not {kind_name(kind)}", fixes=[{path: retyped(path, value)}])
+    raise ConfigError(
+        path, value, f"is not {kind_name(kind)}", fixes=[{path: retyped(path, value)}]
+    )
 
 
 def retyped(path: str, value: Any, otherwise: Any = None) -> Any:
-    """The value of the setting's type that is closest to one of another type; where there is none `otherwise`, or the default."""
+    """The value of the setting's type that is closest to one of another type; where there is none
+    `otherwise`, or the default."""
     field = fields()[path]
     item, default = item_type(field.type), field.default if otherwise is None else otherwise
     if item is str and isinstance(value, str):
@@ -128,7 +157,12 @@ def item_type(kind: Any) -> Any:
 
 def kind_name(kind: Any) -> str:
     """A setting's type for people, with its article."""
-    names = {int: "an integer", float: "a number", str: "a string", bool: "a boolean (true or false)"}
+    names = {
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        bool: "a boolean (true or false)",
+    }
     return names.get(kind) or f"a tuple of {names[item_type(kind)].split(' ')[1]}s"
 
 
@@ -147,7 +181,9 @@ def unknown_field(path: str, value: Any) -> ConfigError:
     try:
         value = convert(near, value)
     except ConfigError:
-        return ConfigError(path, value, "is an unknown setting", fixes=[{near: retyped(near, value)}])
+        return ConfigError(
+            path, value, "is an unknown setting", fixes=[{near: retyped(near, value)}]
+        )
     return ConfigError(path, value, "is an unknown setting", fixes=[{near: value}])
 
 

@@ -1,9 +1,11 @@
 """Recipes: found by path or by name, and read. No jax.
 
     --config=mine/run.py                       the file
-    --config=tiny | tiny.py | configs/tiny.py  that file where it exists, else the recipe that came with the package
+    --config=tiny | tiny.py | configs/tiny.py  that file where it exists, else the recipe that came
+                                               with the package
 
-A recipe is a Python file whose get_config() returns a `Config`. What is done with the config is in cli.py.
+A recipe is a Python file whose get_config() returns a `Config`. What is done with the config is in
+cli.py.
 """
 
 import dataclasses
@@ -28,10 +30,13 @@ DEFAULT_RECIPE = "tiny"
 class RecipeError(UsageError):
     """A recipe that is not there or cannot be read; the text is one line.
 
-    rule: what is wrong; nearest: what `--config` works instead, or "", where `advice` says what to do; others: names to choose from.
+    rule: what is wrong; nearest: what `--config` works instead, or "", where `advice` says what to
+    do; others: names to choose from.
     """
 
-    def __init__(self, rule: str, nearest: str = DEFAULT_RECIPE, others: Sequence[str] = (), advice: str = ""):
+    def __init__(
+        self, rule: str, nearest: str = DEFAULT_RECIPE, others: Sequence[str] = (), advice: str = ""
+    ):
         super().__init__(rule, {"config": nearest} if nearest else {}, others, advice=advice)
 
 
@@ -41,48 +46,74 @@ def shipped_recipes() -> dict[str, pathlib.Path]:
 
 
 def find_recipe(name: str) -> pathlib.Path:
-    """The file of `--config`: the Python file of this path, else the shipped recipe of this name, which may be written NAME, NAME.py or
-    configs/NAME.py.
+    """The file of `--config`: the Python file of this path, else the shipped recipe of this name,
+    which may be written NAME, NAME.py or configs/NAME.py.
 
-    What is no Python file hides no recipe: a folder `tiny`, say. Raises RecipeError, which names the nearest recipe, where there is none.
+    What is no Python file hides no recipe: a folder `tiny`, say. Raises RecipeError, which names
+    the nearest recipe, where there is none.
     """
     path = pathlib.Path(os.path.expanduser(name))
-    by_name = path.suffix in ("", ".py") and path.parent in (pathlib.Path("."), pathlib.Path("configs"))
+    by_name = path.suffix in ("", ".py") and path.parent in (
+        pathlib.Path("."),
+        pathlib.Path("configs"),
+    )
     shipped = shipped_recipes().get(path.stem) if by_name else None
     if os.path.isfile(path) and (path.suffix == ".py" or not shipped):
         return path.resolve()
     if shipped:
         return shipped
-    special = "is not a regular file" if os.path.exists(path) else "is neither a file nor a recipe of jaxtrain's"
+    special = (
+        "is not a regular file"
+        if os.path.exists(path)
+        else "is neither a file nor a recipe of jaxtrain's"
+    )
     rule = "is a folder, not a recipe" if os.path.isdir(path) else special
     raise _unknown(f"--config={name!r} {rule}", path)
 
 
 def _unknown(rule: str, path: pathlib.Path) -> RecipeError:
-    """The error for a path that is no recipe, with the recipe most like it. Where none is like it, all that are shipped."""
+    """The error for a path that is no recipe, with the recipe most like it. Where none is like it,
+    all that are shipped."""
     shipped, current = shipped_recipes(), pathlib.Path()
     beside = _recipes_in(path.parent) if path.parent != current else []
     known: dict[str, str] = {}  # the first of several with one name counts
-    for recipe in [*beside, *map(pathlib.Path, shipped), *_recipes_in(current), *_recipes_in(current / "configs")]:
+    for recipe in [
+        *beside,
+        *map(pathlib.Path, shipped),
+        *_recipes_in(current),
+        *_recipes_in(current / "configs"),
+    ]:
         known.setdefault(recipe.stem, str(recipe))
     if near := difflib.get_close_matches(path.stem, known, n=1, cutoff=0.5):
         return RecipeError(rule, known[near[0]])
     if shipped:
-        return RecipeError(rule, DEFAULT_RECIPE, [name for name in shipped if name != DEFAULT_RECIPE])
-    return RecipeError(rule, "", advice="the path of a Python file with a get_config(), for this copy of jaxtrain came without recipes")
+        return RecipeError(
+            rule, DEFAULT_RECIPE, [name for name in shipped if name != DEFAULT_RECIPE]
+        )
+    return RecipeError(
+        rule,
+        "",
+        advice="the path of a Python file with a get_config(), for this copy of jaxtrain came "
+        "without recipes",
+    )
 
 
 def _recipes_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The Python files of a folder that look like recipes; none where it is not there or may not be read."""
+    """The Python files of a folder that look like recipes; none where it is not there or may not be
+    read."""
     if not (folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)):
         return []
-    files = [file for file in sorted(folder.glob("*.py")) if file.is_file() and os.access(file, os.R_OK)]
+    files = [
+        file for file in sorted(folder.glob("*.py")) if file.is_file() and os.access(file, os.R_OK)
+    ]
     return [file for file in files if "def get_config(" in file.read_text(errors="replace")]
 
 
 def load_recipe(path: pathlib.Path) -> Config:
-    """What the file's get_config() returns. RecipeError for whatever goes wrong in it, with the line."""
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a config that is refused leaves nothing behind
+    """What the file's get_config() returns. RecipeError for whatever goes wrong in it, with the
+    line."""
+    # a config that is refused leaves nothing behind
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     name = f"--config={str(path)!r}"
     try:
         spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
@@ -91,19 +122,27 @@ def load_recipe(path: pathlib.Path) -> Config:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if not callable(getattr(module, "get_config", None)):
-            raise RecipeError(f"{name} defines no function get_config(), which returns a jaxtrain.config.Config")
+            raise RecipeError(
+                f"{name} defines no function get_config(), which returns a jaxtrain.config.Config"
+            )
         config = module.get_config()
     except RecipeError:
         raise
     except (Exception, SystemExit) as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(path)
+        ]
         line = error.lineno if isinstance(error, SyntaxError) else (lines[-1] if lines else None)
         where = f", line {line}," if line else ""
         raise RecipeError(f"{name}{where} raises {type(error).__name__}: {error}") from None
     finally:
         sys.dont_write_bytecode = writes
     if not isinstance(config, Config):
-        raise RecipeError(f"{name}: get_config() returns {type(config).__name__}, not a jaxtrain.config.Config")
+        raise RecipeError(
+            f"{name}: get_config() returns {type(config).__name__}, not a jaxtrain.config.Config"
+        )
     for group in dataclasses.fields(Config):
         kind: Any = group.type
         if not isinstance(value := getattr(config, group.name), kind):

@@ -1,8 +1,9 @@
 """Every setting of a run: frozen dataclasses, their meaning, units and bounds.
 
-A recipe (configs/*.py) returns a `Config`; a field's path in it (`mesh.stage`) is its name in flags, errors and logs (paths.py).
-0, or "", in a field whose doc says so means a default that depends on other fields: `Config.resolve()` fills those in.
-Rules between fields are in rules.py and mesh_rules.py, checked by checks.py; flags are in flags.py. No jax.
+A recipe (configs/*.py) returns a `Config`; a field's path in it (`mesh.stage`) is its name in
+flags, errors and logs (paths.py). 0, or "", in a field whose doc says so means a default that
+depends on other fields: `Config.resolve()` fills those in. Rules between fields are in rules.py and
+mesh_rules.py, checked by checks.py; flags are in flags.py. No jax.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ from typing import Any
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats
 
 LARGEST_INT = 2**31 - 1  # steps and token counts live in int32 on the devices
-MOST_LAYERS = MOST_MICROBATCHES = 2**16  # far beyond all models: what is set up for each has to end, and to fit into memory
+# far beyond all models: what is set up for each has to end, and to fit into memory
+MOST_LAYERS = MOST_MICROBATCHES = 2**16
 
 
 def setting(
@@ -26,10 +28,13 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A dataclass field with its doc (one line, with the unit) and what it may be on its own: one of `choices`, or a text that begins
-    with `prefix`; within bounds."""
+    """A dataclass field with its doc (one line, with the unit) and what it may be on its own: one
+    of `choices`, or a text that begins with `prefix`; within bounds."""
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "prefix": prefix, "bounds": bounds})
+    return dataclasses.field(
+        default=default,
+        metadata={"doc": doc, "choices": choices, "prefix": prefix, "bounds": bounds},
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,58 +44,127 @@ class ModelConfig:
     layers: int = setting(4, "transformer layers", at_least=1, at_most=MOST_LAYERS)
     width: int = setting(128, "size of the residual stream", at_least=1)
     heads: int = setting(4, "query heads", at_least=1)
-    kv_heads: int = setting(0, "key/value heads, shared by heads/kv_heads query heads each; 0: as many as heads", at_least=0)
-    head_dim: int = setting(0, "size of one head (mla: of its part without rotation); 0: width/heads", at_least=0)
-    attention: str = setting("gqa", "grouped-query attention, or multi-head latent attention", choices=("gqa", "mla"))
-    query_rank: int = setting(0, "mla: size of the queries' latent; 0: queries straight from the residual stream", at_least=0)
+    kv_heads: int = setting(
+        0,
+        "key/value heads, shared by heads/kv_heads query heads each; 0: as many as heads",
+        at_least=0,
+    )
+    head_dim: int = setting(
+        0, "size of one head (mla: of its part without rotation); 0: width/heads", at_least=0
+    )
+    attention: str = setting(
+        "gqa", "grouped-query attention, or multi-head latent attention", choices=("gqa", "mla")
+    )
+    query_rank: int = setting(
+        0,
+        "mla: size of the queries' latent; 0: queries straight from the residual stream",
+        at_least=0,
+    )
     kv_rank: int = setting(0, "mla: size of the latent of keys and values", at_least=0)
-    rope_head_dim: int = setting(0, "mla: size of the rotated part of a head, whose key all heads share", at_least=0)
+    rope_head_dim: int = setting(
+        0, "mla: size of the rotated part of a head, whose key all heads share", at_least=0
+    )
     value_head_dim: int = setting(0, "mla: size of one head of the values; 0: head_dim", at_least=0)
     mlp_width: int = setting(0, "size of the MLP's hidden layer; 0: 4·width", at_least=0)
-    experts: int = setting(0, "experts of a layer, of which a token takes some, in the place of its MLP; 0: one MLP for all", at_least=0)
+    experts: int = setting(
+        0,
+        "experts of a layer, of which a token takes some, in the place of its MLP; 0: one MLP "
+        "for all",
+        at_least=0,
+    )
     dense_layers: int = setting(
-        0, "layers with one MLP for all, beside and before the `layers` with experts", at_least=0, at_most=MOST_LAYERS
+        0,
+        "layers with one MLP for all, beside and before the `layers` with experts",
+        at_least=0,
+        at_most=MOST_LAYERS,
     )
     experts_per_token: int = setting(2, "experts that a token takes", at_least=1)
     shared_experts: int = setting(0, "experts beside these that all tokens take", at_least=0)
     expert_width: int = setting(0, "size of an expert's hidden layer; 0: mlp_width", at_least=0)
-    router: str = setting("softmax", "an expert's weight: softmax over all, or sigmoid of its own", choices=("softmax", "sigmoid"))
-    router_normalize: str = setting(
-        "auto", "divide the weights of a token's experts by their sum; auto: where it takes several", choices=("auto", "always", "never")
+    router: str = setting(
+        "softmax",
+        "an expert's weight: softmax over all, or sigmoid of its own",
+        choices=("softmax", "sigmoid"),
     )
-    router_scale: float = setting(1.0, "factor of the weights of a token's experts, normalized or not", above=0)
-    router_bias: bool = setting(True, "a bias for each expert, added to its score for the choice alone")
-    router_groups: int = setting(1, "groups of experts (nodes), of which a token takes experts from router_group_limit", at_least=1)
-    router_group_limit: int = setting(1, "groups from which a token takes experts: those of the highest scores", at_least=1)
+    router_normalize: str = setting(
+        "auto",
+        "divide the weights of a token's experts by their sum; auto: where it takes several",
+        choices=("auto", "always", "never"),
+    )
+    router_scale: float = setting(
+        1.0, "factor of the weights of a token's experts, normalized or not", above=0
+    )
+    router_bias: bool = setting(
+        True, "a bias for each expert, added to its score for the choice alone"
+    )
+    router_groups: int = setting(
+        1,
+        "groups of experts (nodes), of which a token takes experts from router_group_limit",
+        at_least=1,
+    )
+    router_group_limit: int = setting(
+        1, "groups from which a token takes experts: those of the highest scores", at_least=1
+    )
     router_group_best: int = setting(
-        2, "best experts of a group, whose scores are added up for the group's (DeepSeek-V3: 2, V2: 1); at most all of them", at_least=1
+        2,
+        "best experts of a group, whose scores are added up for the group's (DeepSeek-V3: 2, "
+        "V2: 1); at most all of them",
+        at_least=1,
     )
     capacity_factor: float = setting(
-        0.0, "most tokens of a sequence for an expert, over an even share: what is beyond is dropped; 0: nothing is", at_least=0
+        0.0,
+        "most tokens of a sequence for an expert, over an even share: what is beyond is "
+        "dropped; 0: nothing is",
+        at_least=0,
     )
     expert_room: float = setting(
         0.0,
-        "room for rows of experts on a device, over their mean number: what is beyond is dropped; 0: room for all that there can be",
+        "room for rows of experts on a device, over their mean number: what is beyond is "
+        "dropped; 0: room for all that there can be",
         at_least=0,
     )
-    balance_rate: float = setting(0.001, "step of router_bias, which evens out the experts' load without a loss; 0: not moved", at_least=0)
-    balance_loss: float = setting(0.0001, "weight of the loss of uneven load in each sequence", at_least=0)
+    balance_rate: float = setting(
+        0.001,
+        "step of router_bias, which evens out the experts' load without a loss; 0: not moved",
+        at_least=0,
+    )
+    balance_loss: float = setting(
+        0.0001, "weight of the loss of uneven load in each sequence", at_least=0
+    )
     z_loss: float = setting(0.0, "weight of the router's z-loss, of large logits", at_least=0)
-    vocab_size: int = setting(257, "token ids that the model knows (257: bytes and the document separator)", at_least=2)
+    vocab_size: int = setting(
+        257, "token ids that the model knows (257: bytes and the document separator)", at_least=2
+    )
     norm: str = setting("rmsnorm", "normalisation", choices=("rmsnorm", "layernorm"))
     norm_epsilon: float = setting(1e-5, "added to the variance in a normalisation", above=0)
-    latent_norm_epsilon: float = setting(0.0, "mla: the same in the norms of the latents; 0: norm_epsilon", at_least=0)
-    activation: str = setting("swiglu", "MLP: gated SiLU (three matrices) or GELU (two)", choices=("swiglu", "gelu"))
-    positions: str = setting("rotary", "rotary embedding of queries and keys, or a learned table", choices=("rotary", "learned"))
+    latent_norm_epsilon: float = setting(
+        0.0, "mla: the same in the norms of the latents; 0: norm_epsilon", at_least=0
+    )
+    activation: str = setting(
+        "swiglu", "MLP: gated SiLU (three matrices) or GELU (two)", choices=("swiglu", "gelu")
+    )
+    positions: str = setting(
+        "rotary",
+        "rotary embedding of queries and keys, or a learned table",
+        choices=("rotary", "learned"),
+    )
     rotary_base: float = setting(10000.0, "base of the rotary wavelengths (theta)", above=1)
-    max_positions: int = setting(0, "rows of the learned position table, in tokens; 0: data.sequence_length", at_least=0)
+    max_positions: int = setting(
+        0, "rows of the learned position table, in tokens; 0: data.sequence_length", at_least=0
+    )
     tied_embeddings: bool = setting(False, "the output matrix is the embedding table")
-    mtp_depth: int = setting(0, "tokens beyond the next that training predicts, each by a module of one layer; 0: none", at_least=0)
+    mtp_depth: int = setting(
+        0,
+        "tokens beyond the next that training predicts, each by a module of one layer; 0: none",
+        at_least=0,
+    )
     mtp_weight: float = setting(0.3, "weight of these predictions' mean loss", above=0)
     biases: bool = setting(False, "biases in the dense layers (and in layernorm)")
     init_std: float = setting(0.02, "standard deviation of the initial weights", above=0)
     attention_kernel: str = setting(
-        "auto", "what computes attention; auto: the best that the devices have", choices=("auto", "xla", "cudnn", "splash")
+        "auto",
+        "what computes attention; auto: the best that the devices have",
+        choices=("auto", "xla", "cudnn", "splash"),
     )
     loss_chunk: int = setting(2048, "tokens per device whose logits exist at a time", at_least=1)
 
@@ -100,33 +174,68 @@ class DataConfig:
     """The corpus and the batch."""
 
     source: str = setting(
-        "stdlib", "folder, or text, JSON, JSONL, Parquet or token file (.bin, .npy), also compressed; stdlib: Python's own sources"
+        "stdlib",
+        "folder, or text, JSON, JSONL, Parquet or token file (.bin, .npy), also compressed; "
+        "stdlib: Python's own sources",
     )
-    tokenizer: str = setting("bytes", "bytes, the path of a Hugging Face tokenizers JSON file, or none: a token file's ids as they are")
+    tokenizer: str = setting(
+        "bytes",
+        "bytes, the path of a Hugging Face tokenizers JSON file, or none: a token file's ids "
+        "as they are",
+    )
     sequence_length: int = setting(128, "tokens that the model sees in a sequence", at_least=1)
-    batch_size: int = setting(16, "sequences in a step, over all devices and microbatches", at_least=1)
+    batch_size: int = setting(
+        16, "sequences in a step, over all devices and microbatches", at_least=1
+    )
     seed: int = setting(0, "seed of the order of sequences", at_least=0)
-    attend_across_documents: bool = setting(True, "tokens attend to earlier documents packed into the same sequence")
-    loss_mask: tuple[str, ...] = setting((), "names of JSON/Parquet fields that are prompt only: no loss on their tokens")
-    text_fields: tuple[str, ...] = setting(("text",), "JSON/Parquet fields that are read, joined in this order; by path too: doc.text")
-    bad_records: str = setting("stop", "a record that cannot be read ends the run, or is left out and counted", choices=("stop", "skip"))
-    validation_fraction: float = setting(0.05, "part of the corpus held out for evaluation", at_least=0, below=1)
-    token_dtype: str = setting("uint16", "integers of a raw token file (.bin)", choices=("uint8", "uint16", "int32", "uint32"))
-    cache: str = setting("", "folder of prepared corpora; empty: $JAXTRAIN_CACHE or ~/.cache/jaxtrain")
+    attend_across_documents: bool = setting(
+        True, "tokens attend to earlier documents packed into the same sequence"
+    )
+    loss_mask: tuple[str, ...] = setting(
+        (), "names of JSON/Parquet fields that are prompt only: no loss on their tokens"
+    )
+    text_fields: tuple[str, ...] = setting(
+        ("text",), "JSON/Parquet fields that are read, joined in this order; by path too: doc.text"
+    )
+    bad_records: str = setting(
+        "stop",
+        "a record that cannot be read ends the run, or is left out and counted",
+        choices=("stop", "skip"),
+    )
+    validation_fraction: float = setting(
+        0.05, "part of the corpus held out for evaluation", at_least=0, below=1
+    )
+    token_dtype: str = setting(
+        "uint16",
+        "integers of a raw token file (.bin)",
+        choices=("uint8", "uint16", "int32", "uint32"),
+    )
+    cache: str = setting(
+        "", "folder of prepared corpora; empty: $JAXTRAIN_CACHE or ~/.cache/jaxtrain"
+    )
     prefetch: int = setting(2, "batches made ahead of the step", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes, slowest network first; their product is the number of devices, and one may be -1: what is left."""
+    """Sizes of the mesh axes, slowest network first; their product is the number of devices, and
+    one may be -1: what is left."""
 
-    replica: int = setting(1, "data parallel over slices or clusters: every step, or with train.diloco_inner_steps now and then")
+    replica: int = setting(
+        1,
+        "data parallel over slices or clusters: every step, or with train.diloco_inner_steps "
+        "now and then",
+    )
     data: int = setting(-1, "data parallel; ZeRO shards over it")
     stage: int = setting(1, "pipeline stages")
     context: int = setting(1, "context parallel: the sequence")
     expert: int = setting(1, "expert parallel: the experts; outside of them the batch")
     model: int = setting(1, "tensor and sequence parallel, inside a node")
-    elastic: bool = setting(False, "with other devices than these sizes ask for, replica and then data give way; the batch stays")
+    elastic: bool = setting(
+        False,
+        "with other devices than these sizes ask for, replica and then data give way; the "
+        "batch stays",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +243,16 @@ class ParallelConfig:
     """How a mesh axis is used."""
 
     zero: int = setting(
-        1, "ZeRO, sharded over mesh.data: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too", choices=(0, 1, 2, 3)
+        1,
+        "ZeRO, sharded over mesh.data: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 "
+        "parameters too",
+        choices=(0, 1, 2, 3),
     )
-    gather: str = setting("layer", "parameters of zero=3: gathered layer by layer, or all once a step", choices=("layer", "step"))
+    gather: str = setting(
+        "layer",
+        "parameters of zero=3: gathered layer by layer, or all once a step",
+        choices=("layer", "step"),
+    )
     reduce: str = setting(
         "auto",
         "gradients cross the data axis once a step or each microbatch; auto: step for zero 0 and 1",
@@ -144,16 +260,20 @@ class ParallelConfig:
     )
     context: str = setting(
         "all_gather",
-        "attention over mesh.context: all_gather, of keys and values; ulysses, exchange of heads; ring, keys go round (one stage)",
+        "attention over mesh.context: all_gather, of keys and values; ulysses, exchange of "
+        "heads; ring, keys go round (one stage)",
         choices=("all_gather", "ulysses", "ring"),
     )
     offload: str = setting(
         "none",
-        "in the host's memory: optimizer, its state; activations, what the forward leaves for the backward; both",
+        "in the host's memory: optimizer, its state; activations, what the forward leaves for "
+        "the backward; both",
         choices=("none", "optimizer", "activations", "both"),
     )
     compiler_options: tuple[str, ...] = setting(
-        (), "XLA's options, NAME=VALUE each, in place of the platform's own (devices/compiler_options.py) or beside them"
+        (),
+        "XLA's options, NAME=VALUE each, in place of the platform's own "
+        "(devices/compiler_options.py) or beside them",
     )
 
 
@@ -162,19 +282,35 @@ class PipelineConfig:
     """The step's table. With mesh.stage=1 it is gradient accumulation."""
 
     schedule: str = setting(
-        "1f1b", "order of ops; auto: the best found; csv:FILE: a table of your own", choices=(*SCHEDULES, "auto"), prefix=CSV
+        "1f1b",
+        "order of ops; auto: the best found; csv:FILE: a table of your own",
+        choices=(*SCHEDULES, "auto"),
+        prefix=CSV,
     )
-    microbatches: int = setting(1, "pieces that a step's batch is cut into", at_least=1, at_most=MOST_MICROBATCHES)
-    repeats: int = setting(0, "chunks of layers on a stage; 0: the fewest of the schedule (auto: 1 or 2)", at_least=0)
+    microbatches: int = setting(
+        1, "pieces that a step's batch is cut into", at_least=1, at_most=MOST_MICROBATCHES
+    )
+    repeats: int = setting(
+        0, "chunks of layers on a stage; 0: the fewest of the schedule (auto: 1 or 2)", at_least=0
+    )
     remat: str = setting(
-        "full", "computed again in the backward: full, all; selective, all but matmuls; none", choices=("full", "selective", "none")
+        "full",
+        "computed again in the backward: full, all; selective, all but matmuls; none",
+        choices=("full", "selective", "none"),
     )
-    layers_per_op: int = setting(0, "layers that an op of a stage runs at a time; 0: a whole chunk", at_least=0)
-    chunk_layers: tuple[int, ...] = setting((), "layers of each chunk, in model order; empty: evenly")
-    layer_costs: tuple[float, ...] = setting((), "relative cost of each layer, by which chunks are cut; empty: all alike")
+    layers_per_op: int = setting(
+        0, "layers that an op of a stage runs at a time; 0: a whole chunk", at_least=0
+    )
+    chunk_layers: tuple[int, ...] = setting(
+        (), "layers of each chunk, in model order; empty: evenly"
+    )
+    layer_costs: tuple[float, ...] = setting(
+        (), "relative cost of each layer, by which chunks are cut; empty: all alike"
+    )
     vocabulary: str = setting(
         "auto",
-        "embedding and head: parallel, over all stages; end_stages; auto: parallel, unless 5 % slower, or with dense_layers or mtp_depth",
+        "embedding and head: parallel, over all stages; end_stages; auto: parallel, unless 5 "
+        "% slower, or with dense_layers or mtp_depth",
         choices=("auto", "parallel", "end_stages"),
     )
     permute: str = setting(
@@ -182,9 +318,20 @@ class PipelineConfig:
         "how rows send their payloads; auto: the fastest for the op times",
         choices=("auto", "late", "aligned", "early", "spaced"),
     )
-    times: tuple[float, ...] = setting((), "times of F,B,W,message (and R, head) of a stage's microbatch; empty: planned")
-    measure_times: bool = setting(False, "measure these times before the first step, once: op_times.json in the run's folder keeps them")
-    memory: float = setting(0.0, "for schedule=auto: most microbatches whose activations a stage holds at once; 0: as in 1f1b", at_least=0)
+    times: tuple[float, ...] = setting(
+        (), "times of F,B,W,message (and R, head) of a stage's microbatch; empty: planned"
+    )
+    measure_times: bool = setting(
+        False,
+        "measure these times before the first step, once: op_times.json in the run's folder "
+        "keeps them",
+    )
+    memory: float = setting(
+        0.0,
+        "for schedule=auto: most microbatches whose activations a stage holds at once; 0: as "
+        "in 1f1b",
+        at_least=0,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,16 +341,30 @@ class OptimizerConfig:
     name: str = setting("adamw", "optimizer", choices=("adamw",))
     learning_rate: float = setting(3e-4, "peak learning rate", above=0)
     warmup_steps: int = setting(0, "steps of linear warm-up from 0", at_least=0)
-    schedule: str = setting("cosine", "after the warm-up; constant may end in a linear decay", choices=("cosine", "linear", "constant"))
-    decay_steps: int = setting(0, "steps of the constant schedule's final decay; 0: none", at_least=0)
-    final_fraction: float = setting(0.1, "learning rate at the end over its peak", at_least=0, at_most=1)
-    weight_decay: float = setting(0.1, "decoupled weight decay of matrices (not of norms and biases)", at_least=0)
+    schedule: str = setting(
+        "cosine",
+        "after the warm-up; constant may end in a linear decay",
+        choices=("cosine", "linear", "constant"),
+    )
+    decay_steps: int = setting(
+        0, "steps of the constant schedule's final decay; 0: none", at_least=0
+    )
+    final_fraction: float = setting(
+        0.1, "learning rate at the end over its peak", at_least=0, at_most=1
+    )
+    weight_decay: float = setting(
+        0.1, "decoupled weight decay of matrices (not of norms and biases)", at_least=0
+    )
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
     b1: float = setting(0.9, "decay of the first moment", at_least=0, below=1)
     b2: float = setting(0.95, "decay of the second moment", at_least=0, below=1)
     epsilon: float = setting(1e-8, "added to the root of the second moment", above=0)
-    outer_learning_rate: float = setting(0.7, "DiLoCo: learning rate of the exchange between replicas", above=0)
-    outer_momentum: float = setting(0.9, "DiLoCo: Nesterov momentum of the exchange", at_least=0, below=1)
+    outer_learning_rate: float = setting(
+        0.7, "DiLoCo: learning rate of the exchange between replicas", above=0
+    )
+    outer_momentum: float = setting(
+        0.9, "DiLoCo: Nesterov momentum of the exchange", at_least=0, below=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +373,14 @@ class PrecisionConfig:
 
     params: str = setting("float32", "parameters and optimizer state", choices=("float32",))
     compute: str = setting("bfloat16", "activations and matmuls", choices=("bfloat16", "float32"))
-    reduce: str = setting("float32", "gradients crossing the data axis", choices=("float32", "bfloat16"))
-    outer: str = setting("float32", "DiLoCo: what replicas exchange; int8: with a scale for each block", choices=("float32", "int8"))
+    reduce: str = setting(
+        "float32", "gradients crossing the data axis", choices=("float32", "bfloat16")
+    )
+    outer: str = setting(
+        "float32",
+        "DiLoCo: what replicas exchange; int8: with a scale for each block",
+        choices=("float32", "int8"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,68 +388,119 @@ class TrainConfig:
     """The run."""
 
     steps: int = setting(100, "optimizer steps", at_least=1)
-    diloco_inner_steps: int = setting(0, "DiLoCo: steps between exchanges of mesh.replica; 0: replicas add up every gradient", at_least=0)
+    diloco_inner_steps: int = setting(
+        0,
+        "DiLoCo: steps between exchanges of mesh.replica; 0: replicas add up every gradient",
+        at_least=0,
+    )
     seed: int = setting(0, "seed of the initial weights", at_least=0)
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", at_least=0)
     eval_batches: int = setting(8, "batches in an evaluation", at_least=1)
     on_nonfinite: str = setting(
         "stop",
-        "a loss or gradients that are not finite: stop; skip the update; rollback: skip it, and go back to a checkpoint if they last",
+        "a loss or gradients that are not finite: stop; skip the update; rollback: skip it, "
+        "and go back to a checkpoint if they last",
         choices=("stop", "skip", "rollback"),
     )
-    nonfinite_limit: int = setting(10, "updates skipped in a row that end the run (skip) or take it back (rollback)", at_least=1)
+    nonfinite_limit: int = setting(
+        10,
+        "updates skipped in a row that end the run (skip) or take it back (rollback)",
+        at_least=1,
+    )
     spike_threshold: float = setting(
         0.0,
-        "rollback: a loss so many robust deviations above the median of those before is a spike; 0: none is",
+        "rollback: a loss so many robust deviations above the median of those before is a "
+        "spike; 0: none is",
         at_least=0,
     )
     spike_steps: int = setting(3, "spikes in a row that take the run back", at_least=1)
     hash_every: int = setting(
-        100, "steps between comparisons of all copies of parameters on different devices, by sums of their bits; 0: never", at_least=0
+        100,
+        "steps between comparisons of all copies of parameters on different devices, by sums "
+        "of their bits; 0: never",
+        at_least=0,
     )
-    rollbacks: int = setting(3, "times that a run goes back to a checkpoint, before it ends", at_least=1)
+    rollbacks: int = setting(
+        3, "times that a run goes back to a checkpoint, before it ends", at_least=1
+    )
     hardware: str = setting(
-        "", "kind of device by which op times and the step are planned, as plan's --hardware; empty: that of the devices at hand"
+        "",
+        "kind of device by which op times and the step are planned, as plan's --hardware; "
+        "empty: that of the devices at hand",
     )
     hang_after: float = setting(
         30.0,
-        "seconds without a finished step (or three times the longest) after which a hung run ends; 0: never",
+        "seconds without a finished step (or three times the longest) after which a hung run "
+        "ends; 0: never",
         at_least=0,
     )
-    profile_steps: int = setting(0, "steps traced by jax.profiler, from the run's third", at_least=0)
+    profile_steps: int = setting(
+        0, "steps traced by jax.profiler, from the run's third", at_least=0
+    )
     sample_prompt: str = setting("", "start of the sample printed at the end")
-    sample_tokens: int = setting(0, "tokens of the sample printed at the end; 0: no sample", at_least=0)
+    sample_tokens: int = setting(
+        0, "tokens of the sample printed at the end; 0: no sample", at_least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are written and how long they stay."""
 
-    every: int = setting(0, "steps between checkpoints; 0: by time alone, and the final one", at_least=0)
-    minutes: float = setting(10.0, "minutes after the last checkpoint until the next, whatever `every` is; 0: never by time", at_least=0)
-    grace: float = setting(0.0, "seconds from SIGTERM until the machine is taken away, for the last save; 0: not known", at_least=0)
-    keep: int = setting(3, "newest checkpoints kept", at_least=1)
-    keep_every: int = setting(0, "checkpoints of steps that this divides are kept for ever; 0: none", at_least=0)
-    keep_best: int = setting(0, "checkpoints of the lowest validation losses kept; 0: none", at_least=0)
-    directory: str = setting("", "where checkpoints lie: a folder, or gs://BUCKET/PATH or s3://BUCKET/PATH; empty: WORKDIR/checkpoints")
-    local: str = setting(
-        "", "folder of each machine's own, on a RAM disk or a local disk, for checkpoints every local_every steps; empty: none"
+    every: int = setting(
+        0, "steps between checkpoints; 0: by time alone, and the final one", at_least=0
     )
-    local_every: int = setting(0, "steps between checkpoints in `local`, of which the newest two are kept", at_least=0)
+    minutes: float = setting(
+        10.0,
+        "minutes after the last checkpoint until the next, whatever `every` is; 0: never by time",
+        at_least=0,
+    )
+    grace: float = setting(
+        0.0,
+        "seconds from SIGTERM until the machine is taken away, for the last save; 0: not known",
+        at_least=0,
+    )
+    keep: int = setting(3, "newest checkpoints kept", at_least=1)
+    keep_every: int = setting(
+        0, "checkpoints of steps that this divides are kept for ever; 0: none", at_least=0
+    )
+    keep_best: int = setting(
+        0, "checkpoints of the lowest validation losses kept; 0: none", at_least=0
+    )
+    directory: str = setting(
+        "",
+        "where checkpoints lie: a folder, or gs://BUCKET/PATH or s3://BUCKET/PATH; empty: "
+        "WORKDIR/checkpoints",
+    )
+    local: str = setting(
+        "",
+        "folder of each machine's own, on a RAM disk or a local disk, for checkpoints every "
+        "local_every steps; empty: none",
+    )
+    local_every: int = setting(
+        0, "steps between checkpoints in `local`, of which the newest two are kept", at_least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
     """What is written while training."""
 
-    log_every: int = setting(10, "steps between rows of metrics.jsonl, which begins with the first", at_least=1)
+    log_every: int = setting(
+        10, "steps between rows of metrics.jsonl, which begins with the first", at_least=1
+    )
     tensorboard: bool = setting(True, "write TensorBoard files too")
-    rows: bool = setting(False, "write which rows each process reads for every step, into rows/: what no number of processes may change")
+    rows: bool = setting(
+        False,
+        "write which rows each process reads for every step, into rows/: what no number of "
+        "processes may change",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A run: what a recipe's `get_config()` returns. Nothing is checked on construction: checks.check(config)."""
+    """A run: what a recipe's `get_config()` returns. Nothing is checked on construction:
+    checks.check(config)."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -301,9 +519,9 @@ class Config:
         return self.data.batch_size // self.pipeline.microbatches
 
     def resolve(self) -> "Config":
-        """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width, expert_width, max_positions,
-        latent_norm_epsilon, router_normalize; reduce; repeats) filled in, and the sizes of latents 0 where there are none. What follows
-        what is in FOLLOWS."""
+        """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width,
+        expert_width, max_positions, latent_norm_epsilon, router_normalize; reduce; repeats) filled
+        in, and the sizes of latents 0 where there are none. What follows what is in FOLLOWS."""
         m = self.model
         head_dim, latent = m.head_dim or m.width // m.heads, m.attention == "mla"
         model = with_values(
@@ -320,8 +538,12 @@ class Config:
             latent_norm_epsilon=(m.latent_norm_epsilon or m.norm_epsilon) * latent,
         )
         if m.experts and m.router_normalize == "auto":
-            model = with_values(model, router_normalize="always" if m.experts_per_token > 1 else "never")
-        pipeline = with_values(self.pipeline, repeats=self.pipeline.repeats or default_repeats(self.pipeline.schedule))
+            model = with_values(
+                model, router_normalize="always" if m.experts_per_token > 1 else "never"
+            )
+        pipeline = with_values(
+            self.pipeline, repeats=self.pipeline.repeats or default_repeats(self.pipeline.schedule)
+        )
         parallel = self.parallel
         if parallel.reduce == "auto":
             parallel = with_values(parallel, reduce="step" if parallel.zero < 2 else "microbatch")
@@ -332,7 +554,9 @@ class Config:
 FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "model.kv_heads": ("model.heads",),
     "model.head_dim": ("model.heads", "model.width"),
-    **{f"model.{name}": ("model.attention",) for name in ("query_rank", "kv_rank", "rope_head_dim")},
+    **{
+        f"model.{name}": ("model.attention",) for name in ("query_rank", "kv_rank", "rope_head_dim")
+    },
     "model.value_head_dim": ("model.attention", "model.head_dim", "model.heads", "model.width"),
     "model.mlp_width": ("model.width",),
     "model.expert_width": ("model.experts", "model.mlp_width", "model.width"),
@@ -345,13 +569,15 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {
 
 
 def ends_with_layers(m: ModelConfig) -> str:
-    """The setting that puts layers beside the embedding or the head, which is then not shared by all stages; "" if none does."""
+    """The setting that puts layers beside the embedding or the head, which is then not shared by
+    all stages; "" if none does."""
     return next((f"model.{name}" for name in ("mtp_depth", "dense_layers") if getattr(m, name)), "")
 
 
 def with_values(record: Any, **values: Any) -> Any:
-    """dataclasses.replace for the records of this module, which check nothing when they are made: fields are not set one by one, for
-    the search for a setting that works makes thousands of configs."""
+    """dataclasses.replace for the records of this module, which check nothing when they are made:
+    fields are not set one by one, for the search for a setting that works makes thousands of
+    configs."""
     copy = object.__new__(type(record))
     copy.__dict__.update(record.__dict__)
     copy.__dict__.update(values)

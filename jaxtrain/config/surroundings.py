@@ -1,4 +1,5 @@
-"""What a config meets beside its own rules: devices, files, a checkpoint, and the rules about these. No jax."""
+"""What a config meets beside its own rules: devices, files, a checkpoint, and the rules about
+these. No jax."""
 
 import dataclasses
 import difflib
@@ -15,7 +16,8 @@ from jaxtrain.costs.hardware import HardwareError
 from jaxtrain.schedule.orders import CSV, SCHEDULES
 from jaxtrain.schedule.search import Report, silent
 
-FILES = (("data.source", "stdlib"), ("data.tokenizer", "bytes"))  # settings that are paths, and the word that they may be
+# settings that are paths, and the word that they may be
+FILES = (("data.source", "stdlib"), ("data.tokenizer", "bytes"))
 FOLDERS = "data.source"  # the one that may be a folder
 
 
@@ -26,7 +28,8 @@ class Surroundings:
     devices:    their number; platform: theirs, as jax names it
     recipe:     the config before the command's flags, whose values are worth a try
     files:      whether files that it names must be there
-    tables:     whether its tables are made; a suggestion's are wherever files are looked for, if they can fail
+    tables:     whether its tables are made; a suggestion's are wherever files are looked for, if
+                they can fail
     checkpoint: the config of the checkpoint that is continued
     report:     is told how far the search for a table has come
     """
@@ -47,7 +50,10 @@ def rules_of(around: Surroundings) -> Iterator[Rule]:
     if around.platform not in ("", "gpu"):
         yield lambda config: _kernel_is_there(config, around.platform)
     if around.files:
-        yield from (lambda config, path=path, word=word: _file_is_there(config, path, word) for path, word in FILES)
+        yield from (
+            lambda config, path=path, word=word: _file_is_there(config, path, word)
+            for path, word in FILES
+        )
         yield _schedule_is_there
         yield _hardware_is_known
 
@@ -56,7 +62,11 @@ def _kernel_is_there(config: Config, platform: str) -> Broken | None:
     path = "model.attention_kernel"
     if config.model.attention_kernel != "cudnn":
         return None
-    return Broken(path, f"is for NVIDIA GPUs, and the devices here are of platform {platform!r}", values_for(path, ["auto"]))
+    return Broken(
+        path,
+        f"is for NVIDIA GPUs, and the devices here are of platform {platform!r}",
+        values_for(path, ["auto"]),
+    )
 
 
 def _file_is_there(config: Config, path: str, word: str) -> Broken | None:
@@ -68,7 +78,11 @@ def _file_is_there(config: Config, path: str, word: str) -> Broken | None:
         return None
     close = itertools.chain(_files_like(file), [word])
     if value and os.path.exists(file):
-        return Broken(path, f"is not a regular file{' or a folder' * (path == FOLDERS)}", values_for(path, close))
+        return Broken(
+            path,
+            f"is not a regular file{' or a folder' * (path == FOLDERS)}",
+            values_for(path, close),
+        )
     return Broken(path, f"is neither {word!r} nor an existing path", values_for(path, close))
 
 
@@ -93,10 +107,17 @@ def _hardware_is_known(config: Config) -> Broken | None:
     if compute in kind.peak_tflops:
         return None
     rule = f"has no peak for precision.compute={compute!r}"
-    return Broken(path, rule, itertools.chain(values_for("precision.compute", kind.peak_tflops), values_for(path, [""])))
+    return Broken(
+        path,
+        rule,
+        itertools.chain(values_for("precision.compute", kind.peak_tflops), values_for(path, [""])),
+    )
 
 
 def _files_like(path: pathlib.Path) -> Iterator[str]:
-    """The path of the file beside one that is not there whose name is most like its name, if one is."""
-    names = {other.name: str(other) for other in path.parent.iterdir()} if path.parent.is_dir() else {}
+    """The path of the file beside one that is not there whose name is most like its name, if one
+    is."""
+    names = (
+        {other.name: str(other) for other in path.parent.iterdir()} if path.parent.is_dir() else {}
+    )
     yield from (names[name] for name in difflib.get_close_matches(path.name, names, n=1))

@@ -1,7 +1,9 @@
-"""Settings that were changed from their defaults and have no use where they stand: notes, not errors.
+"""Settings that were changed from their defaults and have no use where they stand: notes, not
+errors.
 
-A recipe's settings stay when a flag takes away what they are for (`--config.mesh.stage=1` leaves its schedule): that must work, and be
-said. A setting that contradicts another one is an error, and stands in rules.py or mesh_rules.py. Standard library only.
+A recipe's settings stay when a flag takes away what they are for (`--config.mesh.stage=1` leaves
+its schedule): that must work, and be said. A setting that contradicts another one is an error, and
+stands in rules.py or mesh_rules.py. Standard library only.
 """
 
 import dataclasses
@@ -22,7 +24,8 @@ def _under(group: str, names: str | Iterable[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What settings are for. used: whether they have a use in a config whose mesh is known; reason: why not, read after "has no use"."""
+    """What settings are for. used: whether they have a use in a config whose mesh is known; reason:
+    why not, read after "has no use"."""
 
     settings: list[str]
     used: Callable[[Config], object]
@@ -31,7 +34,11 @@ class Use:
 
 USES = (
     Use(
-        _under("pipeline", "schedule repeats layers_per_op chunk_layers layer_costs vocabulary permute times measure_times memory"),
+        _under(
+            "pipeline",
+            "schedule repeats layers_per_op chunk_layers layer_costs vocabulary permute times "
+            "measure_times memory",
+        ),
         lambda c: c.mesh.stage > 1,
         lambda c: "with mesh.stage=1",
     ),
@@ -40,11 +47,27 @@ USES = (
         lambda c: not c.pipeline.schedule.startswith(CSV),
         lambda c: f"with the table of pipeline.schedule={c.pipeline.schedule!r}",
     ),
-    Use(["pipeline.measure_times"], lambda c: not c.pipeline.times, lambda c: "with pipeline.times, which count"),
+    Use(
+        ["pipeline.measure_times"],
+        lambda c: not c.pipeline.times,
+        lambda c: "with pipeline.times, which count",
+    ),
     Use(["parallel.context"], lambda c: c.mesh.context > 1, lambda c: "with mesh.context=1"),
-    Use(["parallel.gather"], lambda c: c.parallel.zero == 3, lambda c: f"with parallel.zero={c.parallel.zero}"),
-    Use(["parallel.gather", "parallel.reduce"], lambda c: c.mesh.data > 1, lambda c: "with mesh.data=1"),
-    Use(["parallel.zero"], lambda c: c.mesh.data > 1 or c.parallel.zero < 2, lambda c: "beyond that of 1 with mesh.data=1"),
+    Use(
+        ["parallel.gather"],
+        lambda c: c.parallel.zero == 3,
+        lambda c: f"with parallel.zero={c.parallel.zero}",
+    ),
+    Use(
+        ["parallel.gather", "parallel.reduce"],
+        lambda c: c.mesh.data > 1,
+        lambda c: "with mesh.data=1",
+    ),
+    Use(
+        ["parallel.zero"],
+        lambda c: c.mesh.data > 1 or c.parallel.zero < 2,
+        lambda c: "beyond that of 1 with mesh.data=1",
+    ),
     Use(
         ["optimizer.outer_learning_rate", "optimizer.outer_momentum", "precision.outer"],
         lambda c: c.train.diloco_inner_steps,
@@ -62,11 +85,25 @@ USES = (
     ),
     Use(_under("model", OF_EXPERTS), lambda c: c.model.experts, lambda c: "with model.experts=0"),
     Use(
-        ["model.router_group_limit", "model.router_group_best"], lambda c: c.model.router_groups > 1, lambda c: "with model.router_groups=1"
+        ["model.router_group_limit", "model.router_group_best"],
+        lambda c: c.model.router_groups > 1,
+        lambda c: "with model.router_groups=1",
     ),
-    Use(["model.expert_room"], lambda c: not c.model.capacity_factor, lambda c: f"with model.capacity_factor={c.model.capacity_factor}"),
-    Use(["model.expert_room"], lambda c: c.mesh.expert > 1, lambda c: "with mesh.expert=1, where all experts' rows have room"),
-    Use(["model.balance_rate"], lambda c: c.model.router_bias or not c.model.balance_rate, lambda c: "with model.router_bias=False"),
+    Use(
+        ["model.expert_room"],
+        lambda c: not c.model.capacity_factor,
+        lambda c: f"with model.capacity_factor={c.model.capacity_factor}",
+    ),
+    Use(
+        ["model.expert_room"],
+        lambda c: c.mesh.expert > 1,
+        lambda c: "with mesh.expert=1, where all experts' rows have room",
+    ),
+    Use(
+        ["model.balance_rate"],
+        lambda c: c.model.router_bias or not c.model.balance_rate,
+        lambda c: "with model.router_bias=False",
+    ),
     Use(
         ["model.mlp_width"],
         lambda c: not c.model.experts or not c.model.expert_width or c.model.dense_layers,
@@ -77,32 +114,75 @@ USES = (
         lambda c: c.model.attention == "mla",
         lambda c: f"with model.attention={c.model.attention!r}",
     ),
-    Use(["model.rotary_base"], lambda c: c.model.positions == "rotary", lambda c: f"with model.positions={c.model.positions!r}"),
-    Use(["model.max_positions"], lambda c: c.model.positions == "learned", lambda c: f"with model.positions={c.model.positions!r}"),
+    Use(
+        ["model.rotary_base"],
+        lambda c: c.model.positions == "rotary",
+        lambda c: f"with model.positions={c.model.positions!r}",
+    ),
+    Use(
+        ["model.max_positions"],
+        lambda c: c.model.positions == "learned",
+        lambda c: f"with model.positions={c.model.positions!r}",
+    ),
     Use(["model.mtp_weight"], lambda c: c.model.mtp_depth, lambda c: "with model.mtp_depth=0"),
     Use(
         ["data.loss_mask", "data.text_fields"],
         lambda c: c.data.source != "stdlib" and not c.data.source.endswith(READY),
         lambda c: f"with data.source={c.data.source!r}",
     ),
-    Use(["data.token_dtype"], lambda c: c.data.source.endswith(".bin"), lambda c: f"with data.source={c.data.source!r}"),
-    Use(["train.eval_batches"], lambda c: c.data.validation_fraction, lambda c: "with data.validation_fraction=0"),
-    Use(["train.nonfinite_limit"], lambda c: c.train.on_nonfinite != "stop", lambda c: "with train.on_nonfinite='stop'"),
-    Use(["train.rollbacks"], lambda c: c.train.on_nonfinite == "rollback", lambda c: f"with train.on_nonfinite={c.train.on_nonfinite!r}"),
-    Use(["train.spike_steps"], lambda c: c.train.spike_threshold, lambda c: "with train.spike_threshold=0"),
-    Use(["train.sample_prompt"], lambda c: c.train.sample_tokens, lambda c: "with train.sample_tokens=0"),
+    Use(
+        ["data.token_dtype"],
+        lambda c: c.data.source.endswith(".bin"),
+        lambda c: f"with data.source={c.data.source!r}",
+    ),
+    Use(
+        ["train.eval_batches"],
+        lambda c: c.data.validation_fraction,
+        lambda c: "with data.validation_fraction=0",
+    ),
+    Use(
+        ["train.nonfinite_limit"],
+        lambda c: c.train.on_nonfinite != "stop",
+        lambda c: "with train.on_nonfinite='stop'",
+    ),
+    Use(
+        ["train.rollbacks"],
+        lambda c: c.train.on_nonfinite == "rollback",
+        lambda c: f"with train.on_nonfinite={c.train.on_nonfinite!r}",
+    ),
+    Use(
+        ["train.spike_steps"],
+        lambda c: c.train.spike_threshold,
+        lambda c: "with train.spike_threshold=0",
+    ),
+    Use(
+        ["train.sample_prompt"],
+        lambda c: c.train.sample_tokens,
+        lambda c: "with train.sample_tokens=0",
+    ),
 )
 
 
 def unused_settings(config: Config) -> list[str]:
-    """A line for every reason why settings that are not at their defaults have no use, such as "pipeline.schedule=interleaved and
-    pipeline.repeats=2 have no use with mesh.stage=1". config: not resolved, with the mesh's -1 filled in."""
+    """A line for every reason why settings that are not at their defaults have no use, such as
+    "pipeline.schedule=interleaved and pipeline.repeats=2 have no use with mesh.stage=1". config:
+    not resolved, with the mesh's -1 filled in."""
     notes, known = [], set[str]()
     for use in USES:
-        changed = [path for path in use.settings if path not in known and cfg.get(config, path) != cfg.fields()[path].default]
+        changed = [
+            path
+            for path in use.settings
+            if path not in known and cfg.get(config, path) != cfg.fields()[path].default
+        ]
         if changed and not use.used(config):
             known |= set(changed)
-            named = [f"{path}={shlex.quote(cfg.value_text(cfg.get(config, path)))}" for path in changed]
+            named = [
+                f"{path}={shlex.quote(cfg.value_text(cfg.get(config, path)))}" for path in changed
+            ]
             subject = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-            notes.append(cfg.one_line(f"{subject} {'have' if len(changed) > 1 else 'has'} no use {use.reason(config)}"))
+            notes.append(
+                cfg.one_line(
+                    f"{subject} {'have' if len(changed) > 1 else 'has'} no use {use.reason(config)}"
+                )
+            )
     return notes

@@ -1,4 +1,5 @@
-"""From a run's config to what costs/ reckons with: the model's sizes, its layout, the framework, as one `StepModel`. No jax."""
+"""From a run's config to what costs/ reckons with: the model's sizes, its layout, the framework, as
+one `StepModel`. No jax."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -13,21 +14,32 @@ from jaxtrain.costs.step_time import StepModel
 from jaxtrain.costs.transformer import Transformer
 
 OURS = "jaxtrain"
-# XLA's CPU backend copies a layer's weights out of their stack, and adds gradients that it has written.
+# XLA's CPU backend copies a layer's weights out of their stack, and adds gradients that it has
+# written.
 WEIGHT_COPIES, SUM_PASSES = 2.0, 3.0
-# Of 16 bits, forward, over scores in 32 bits: a product writes them, a softmax reads them twice and writes them, a product reads them.
+# Of 16 bits, forward, over scores in 32 bits: a product writes them, a softmax reads them twice and
+# writes them, a product reads them.
 SCORE_PASSES = 10.0
-OUTER_BYTES = 8.0  # of a parameter: the last exchange's and its momentum, in 32 bits (training/diloco.py)
+# of a parameter: the last exchange's and its momentum, in 32 bits (training/diloco.py)
+OUTER_BYTES = 8.0
 DIGITS = 4  # of a time for a table
 
 
 def step_model_of(config: Config, hardware: Hardware, assume: str = OURS) -> StepModel:
-    """The step of a resolved config whose mesh is known, on this kind of device, by the framework of that name."""
-    return StepModel(transformer_of(config), layout_of(config), framework_of(config, hardware, assume), hardware, config.precision.compute)
+    """The step of a resolved config whose mesh is known, on this kind of device, by the framework
+    of that name."""
+    return StepModel(
+        transformer_of(config),
+        layout_of(config),
+        framework_of(config, hardware, assume),
+        hardware,
+        config.precision.compute,
+    )
 
 
 def planned_op_times(config: Config, kind: Hardware) -> tuple[float, ...]:
-    """Milliseconds of F, B, W, message, R and head, as `pipeline.times`, of a resolved config whose mesh is known."""
+    """Milliseconds of F, B, W, message, R and head, as `pipeline.times`, of a resolved config whose
+    mesh is known."""
     return milliseconds(step_model_of(config, kind).op_times())
 
 
@@ -37,8 +49,8 @@ def milliseconds(times: Iterable[float]) -> tuple[float, ...]:
 
 
 def kind_at_hand(config: Config, device_kind: str) -> Hardware | None:
-    """The kind of device that `train.hardware` names, or else the one that jax calls so; None where it is not known, as any CPU. Raises
-    HardwareError."""
+    """The kind of device that `train.hardware` names, or else the one that jax calls so; None where
+    it is not known, as any CPU. Raises HardwareError."""
     name = config.train.hardware
     return kinds.load(name) if name else kinds.of_device(device_kind)
 
@@ -73,7 +85,15 @@ def transformer_of(config: Config) -> Transformer:
 def _experts_of(m: ModelConfig) -> dict[str, Any]:
     if not m.experts:
         return {}
-    names = ("experts", "experts_per_token", "shared_experts", "expert_width", "dense_layers", "capacity_factor", "expert_room")
+    names = (
+        "experts",
+        "experts_per_token",
+        "shared_experts",
+        "expert_width",
+        "dense_layers",
+        "capacity_factor",
+        "expert_room",
+    )
     return {name: getattr(m, name) for name in names}
 
 
@@ -87,7 +107,8 @@ def layout_of(config: Config) -> Layout:
         context=mesh.context,
         expert=mesh.expert,
         replica=mesh.replica,
-        microbatch=config.data.batch_size // (mesh.replica * mesh.data * mesh.expert * pipeline.microbatches),
+        microbatch=config.data.batch_size
+        // (mesh.replica * mesh.data * mesh.expert * pipeline.microbatches),
         microbatches=pipeline.microbatches,
         repeats=max(1, pipeline.repeats),
         remat=pipeline.remat,
@@ -98,8 +119,8 @@ def layout_of(config: Config) -> Layout:
 
 
 def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Framework:
-    """The framework of this name, as a resolved config changes it: its kernel of attention, where its vocabulary lies, what it sends,
-    what its replicas have in common."""
+    """The framework of this name, as a resolved config changes it: its kernel of attention, where
+    its vocabulary lies, what it sends, what its replicas have in common."""
     framework = FRAMEWORKS[assume]
     vocabulary = config.pipeline.vocabulary
     if vocabulary != "auto":
@@ -111,7 +132,8 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
         framework = dataclasses.replace(
             framework,
             sent_gradient=sent,
-            imbalance=config.model.capacity_factor or framework.imbalance,  # experts of a capacity have as many rows, be they filled or not
+            # experts of a capacity have as many rows, be they filled or not
+            imbalance=config.model.capacity_factor or framework.imbalance,
             context_by=config.parallel.context,
             gathers_once=config.parallel.gather == "step",
             inner_steps=config.train.diloco_inner_steps,
@@ -120,18 +142,26 @@ def framework_of(config: Config, hardware: Hardware, assume: str = OURS) -> Fram
         if config.train.diloco_inner_steps:
             framework = dataclasses.replace(framework, outer_bytes=OUTER_BYTES)
         if platform_of(hardware) == kernels.CPU:
-            framework = dataclasses.replace(framework, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES)
+            framework = dataclasses.replace(
+                framework, weight_copies=WEIGHT_COPIES, sum_passes=SUM_PASSES
+            )
     if framework.fused_attention and _scores_pass_through_memory(config, hardware, assume):
-        framework = dataclasses.replace(framework, fused_attention=False, attention_passes=framework.attention_passes or SCORE_PASSES)
+        framework = dataclasses.replace(
+            framework,
+            fused_attention=False,
+            attention_passes=framework.attention_passes or SCORE_PASSES,
+        )
     return framework
 
 
 def _scores_pass_through_memory(config: Config, hardware: Hardware, assume: str) -> bool:
-    """Whether no fused kernel attends: plain XLA is asked for, or, in our own framework, all that takes the case."""
+    """Whether no fused kernel attends: plain XLA is asked for, or, in our own framework, all that
+    takes the case."""
     wanted = config.model.attention_kernel
     if wanted != "auto" or assume != OURS:
         return wanted == kernels.XLA
-    if platform_of(hardware) == kernels.CPU:  # a file of `--calibrate`: plain XLA is what it has measured
+    # a file of `--calibrate`: plain XLA is what it has measured
+    if platform_of(hardware) == kernels.CPU:
         return False
     case = kernels.attention_case(config, kernels.Hardware(platform_of(hardware)))
     return kernels.attention_kernel(case).kernel == kernels.XLA
@@ -140,4 +170,7 @@ def _scores_pass_through_memory(config: Config, hardware: Hardware, assume: str)
 def platform_of(hardware: Hardware) -> str:
     """The platform of a kind of device, as jax names it."""
     name = hardware.name.lower()
-    return next((platform for platform in (kernels.TPU, kernels.CPU) if name.startswith(platform)), kernels.GPU)
+    return next(
+        (platform for platform in (kernels.TPU, kernels.CPU) if name.startswith(platform)),
+        kernels.GPU,
+    )

@@ -1,8 +1,8 @@
 """The collectives of a training step, each stated once: its kind, mesh axes, bytes and count.
 
-The step's time (step_time.py), the dry run's communication volume (step_counts.py) and the
-compile check sum what stands here. A function mirrors the code that makes its collectives, which it
-names; a collective that is added there needs its line here. A test compares both with the compiled
+The step's time (step_time.py), the dry run's communication volume (step_counts.py) and the compile
+check sum what stands here. A function mirrors the code that makes its collectives, which it names;
+a collective that is added there needs its line here. A test compares both with the compiled
 program.
 
     F, R, B, W    forward, recomputation, gradient of inputs, gradient of weights; of one layer
@@ -28,7 +28,8 @@ OUTER_BLOCK = 1024  # numbers that share a scale where replicas exchange int8
 
 
 class Collective(NamedTuple):
-    """`times` collectives over mesh `axes`, of `size` bytes each; among `devices` neighbours, or all along the axes if 0."""
+    """`times` collectives over mesh `axes`, of `size` bytes each; among `devices` neighbours, or
+    all along the axes if 0."""
 
     kind: str
     axes: tuple[str, ...]
@@ -75,7 +76,8 @@ class StepCollectives:
     """The collectives of a model's step with a layout.
 
     item:               bytes of an activation's number
-    read, reduced:      bytes of a parameter's number where an op gathers it, and of its gradient in a sum
+    read, reduced:      bytes of a parameter's number where an op gathers it, and of its gradient in
+                        a sum
     updated:            bytes of a parameter's number that is gathered after the update
     context:            `parallel.context`
     explicit:           as our own runtime sends: W gathers its inputs again, latents and shared
@@ -85,8 +87,8 @@ class StepCollectives:
     documents:          tokens attend within their document alone
     loss_cuts:          parts of a microbatch whose logits exist at a time
     imbalance:          rows of the busiest device's experts, over the mean
-    cpu:                as XLA's CPU backend lowers them: 16-bit numbers are summed in 32 bits, and all
-                        room for rows of experts travels
+    cpu:                as XLA's CPU backend lowers them: 16-bit numbers are summed in 32 bits, and
+                        all room for rows of experts travels
     outer_int8:         replicas exchange int8 with scales
     """
 
@@ -128,7 +130,9 @@ class StepCollectives:
 
     # --------------------------------------------------------------------------- layers (models/)
 
-    def layer(self, op: str, last: bool = False, again: bool = False, dense: bool = False) -> Iterator[Collective]:
+    def layer(
+        self, op: str, last: bool = False, again: bool = False, dense: bool = False
+    ) -> Iterator[Collective]:
         """One layer's activations in F, R, B or W.
 
         last:  nothing reads the layer's output
@@ -147,7 +151,9 @@ class StepCollectives:
         if self.model.experts and not dense:
             yield from self._experts(op, last)
 
-    def _tensor(self, op: str, inputs: list[int], again: bool, output: bool = True) -> Iterator[Collective]:
+    def _tensor(
+        self, op: str, inputs: list[int], again: bool, output: bool = True
+    ) -> Iterator[Collective]:
         """A column-parallel product with inputs of these widths and the row-parallel one behind it
         (parallel/tensor.py). Without sequence parallelism two all-reduces send as many bytes."""
         width = self.model.width
@@ -162,7 +168,8 @@ class StepCollectives:
             yield scattered(width)
 
     def _heads(self, op: str, again: bool) -> Iterator[Collective]:
-        """What devices of `model` have each: latents' rotated key, shared key/value heads, vectors."""
+        """What devices of `model` have each: latents' rotated key, shared key/value heads,
+        vectors."""
         m, latents = self.model, 0
         if m.mla:
             latents = m.width * (m.query_rank + m.kv_rank + m.rope_dim)
@@ -180,7 +187,8 @@ class StepCollectives:
             yield Collective(SUM, (MODEL,), latents * self.summed)
 
     def _shared_heads(self, op: str, again: bool) -> Iterator[Collective]:
-        """Columns of key/value heads that several devices of `model` share (tensor.shared_columns)."""
+        """Columns of key/value heads that several devices of `model` share
+        (tensor.shared_columns)."""
         m, devices = self.model, self.layout.model // self.model.kv_heads
         if devices > 1 and not (again and op == "B"):
             kind, number = (SCATTER, self.summed) if op == "W" else (GATHER, self.item)
@@ -211,19 +219,28 @@ class StepCollectives:
                     yield Collective(SCATTER, (CONTEXT,), parts * heads * size * self.item)
         else:
             inputs, result = [queries * key, heads * key, heads * value], [queries * value]
-            # A selective remat keeps nothing that was exchanged: queries, keys and values go again in B, the results in W.
-            exchanged = {"B": [*inputs, *result, *inputs * selective], "W": result}.get(op, [*inputs, *result])
+            # A selective remat keeps nothing that was exchanged: queries, keys and values go again
+            # in B, the results in W.
+            exchanged = {"B": [*inputs, *result, *inputs * selective], "W": result}.get(
+                op, [*inputs, *result]
+            )
             for size in exchanged:
                 yield Collective(EXCHANGE, (CONTEXT,), size * self.item)
 
     def _experts(self, op: str, last: bool) -> Iterator[Collective]:
         """Rows on their way to experts and back, with their weights (parallel/experts.py)."""
-        m, choices, received = self.model, float(self.tokens * self.model.experts_per_token), expert_rows(self.model, self.layout)
+        m, choices, received = (
+            self.model,
+            float(self.tokens * self.model.experts_per_token),
+            expert_rows(self.model, self.layout),
+        )
         selective = self.layout.remat == "selective"
         size = m.width * self.item
         if not self.explicit:  # each device of `model` sends its share
             if op != "W":
-                yield Collective(EXCHANGE, (EXPERT,), choices * self.imbalance / self.layout.model * size, 2)
+                yield Collective(
+                    EXCHANGE, (EXPERT,), choices * self.imbalance / self.layout.model * size, 2
+                )
             return
         if op == "W" and not selective:
             return
@@ -233,7 +250,9 @@ class StepCollectives:
             travelling = received
         elif self.cpu:
             devices = self.layout.expert
-            travelling = devices * min(self.tokens * min(m.experts_per_token, m.experts // devices), received)
+            travelling = devices * min(
+                self.tokens * min(m.experts_per_token, m.experts // devices), received
+            )
         # Selective remat does not keep what was sent: W sends it again.
         for each in [size] if op == "W" else [size, FLOAT32] if last else [size, FLOAT32, size]:
             yield Collective(kind, (EXPERT,), travelling * each)
@@ -250,16 +269,22 @@ class StepCollectives:
 
     def stage_sum(self) -> Collective:
         """One stage's activation brought to all stages, or the sum of all of them."""
-        return Collective(SUM, (STAGE,) if self.shares_vocabulary else (), self.activation / self.layout.model * self.summed)
+        return Collective(
+            SUM,
+            (STAGE,) if self.shares_vocabulary else (),
+            self.activation / self.layout.model * self.summed,
+        )
 
     def lookup(self, table: Parameters) -> Iterator[Collective]:
-        """Embedded tokens. The rows of a table that ZeRO-3 has scattered travel, and not the table."""
+        """Embedded tokens. The rows of a table that ZeRO-3 has scattered travel, and not the
+        table."""
         if self.gathers_in_ops and table.over_data:
             yield from self._rows_of_table()
         yield Collective(SCATTER, (MODEL,), self.activation * self.summed)
 
     def lookup_gradient(self, table: Parameters, same_op: bool) -> Iterator[Collective]:
-        """Gradients of embedded tokens. same_op: tokens that `lookup` has gathered are still there."""
+        """Gradients of embedded tokens. same_op: tokens that `lookup` has gathered are still
+        there."""
         if self.reduces_in_ops and table.over_data:
             yield from self._rows_of_table(tokens=not (same_op and self.gathers_in_ops))
         yield Collective(GATHER, (MODEL,), self.activation * self.item)
@@ -274,7 +299,8 @@ class StepCollectives:
         n, number = self.loss_cuts, self.tokens / self.loss_cuts * FLOAT32
         for axis in (MODEL, STAGE)[: 1 + self.shares_vocabulary]:
             yield Collective(SUM, (axis,), number, n)  # the largest logit
-            yield Collective(SUM, (axis,), 2 * number, n)  # the softmax's sum and the target's logit
+            # the softmax's sum and the target's logit
+            yield Collective(SUM, (axis,), 2 * number, n)
         yield Collective(GATHER, (MODEL,), self.activation / n * self.item, n)
         yield Collective(SCATTER, (MODEL,), self.activation / n * self.summed, n)
         yield Collective(SUM, (MODEL,), self.model.norm_vectors * self.model.width * FLOAT32, n)
@@ -283,7 +309,9 @@ class StepCollectives:
         """Gradients of what joins two streams in a module that predicts a further token."""
         m = self.model
         norms = 3 * m.norm_vectors * m.width
-        return Collective(SUM, (MODEL,), norms * FLOAT32 + (2 * m.width + m.biases) * m.width * self.summed)
+        return Collective(
+            SUM, (MODEL,), norms * FLOAT32 + (2 * m.width + m.biases) * m.width * self.summed
+        )
 
     # ------------------------------------------------------------- parameters (parallel/zero.py)
 
@@ -299,19 +327,26 @@ class StepCollectives:
     def reductions_in_op(self, parameters: Iterable[Parameters]) -> Iterator[Collective]:
         """A microbatch's gradients."""
         if self.reduces_in_ops:
-            yield from (Collective(SCATTER, (DATA,), p.size * self.reduced) for p in parameters if p.over_data)
+            yield from (
+                Collective(SCATTER, (DATA,), p.size * self.reduced)
+                for p in parameters
+                if p.over_data
+            )
 
     def reductions(self, p: Parameters) -> Iterator[Collective]:
         """A gradient after the last microbatch: what the ops have left to do."""
         in_ops = self.reduces_in_ops and p.over_data
         size = p.size * self.reduced / (self.layout.data if in_ops else 1)
-        scatter = tuple(a for a in p.scatter if getattr(self.layout, a) > 1 and not (in_ops and a == DATA))
+        scatter = tuple(
+            a for a in p.scatter if getattr(self.layout, a) > 1 and not (in_ops and a == DATA)
+        )
         if scatter:
             yield Collective(SCATTER, scatter, size)
             size /= self.devices(scatter)
         sums = tuple(a for a in p.sums if getattr(self.layout, a) > 1)
         inside = tuple(a for a in sums if a != REPLICA)
-        if REPLICA in sums and inside:  # inside a replica first; a device's share then crosses (parallel/replicas.py)
+        # inside a replica first; a device's share then crosses (parallel/replicas.py)
+        if REPLICA in sums and inside:
             yield Collective(SCATTER, inside, size)
             yield Collective(SUM, (REPLICA,), size / self.devices(inside))
             yield Collective(GATHER, inside, size)
@@ -319,10 +354,15 @@ class StepCollectives:
             yield Collective(SUM, sums, size)
 
     def after_the_update(self, p: Parameters) -> Iterator[Collective]:
-        """A parameter whose shards are updated where their optimizer state lies (training/step.py)."""
+        """A parameter whose shards are updated where their optimizer state lies
+        (training/step.py)."""
         stays = {DATA} if self.layout.zero == 3 else set()
         if axes := tuple(a for a in p.scatter if a not in stays):
-            yield Collective(GATHER, axes, p.size / self.devices(a for a in p.scatter if a in stays) * self.updated)
+            yield Collective(
+                GATHER,
+                axes,
+                p.size / self.devices(a for a in p.scatter if a in stays) * self.updated,
+            )
 
     # --------------------------------------------- independent replicas (parallel/replicas.py)
 
@@ -333,7 +373,11 @@ class StepCollectives:
         for p in (p for p in parameters if p.size):
             stays = {DATA} & set(p.outer) if self.layout.zero == 3 else set()
             part = math.ceil(p.size / self.devices(p.outer))
-            yield Collective(GATHER, tuple(a for a in p.outer if a not in stays), p.size / self.devices(stays) * FLOAT32)
+            yield Collective(
+                GATHER,
+                tuple(a for a in p.outer if a not in stays),
+                p.size / self.devices(stays) * FLOAT32,
+            )
             copies = tuple(a for a in AXES if a != REPLICA and a not in (*p.split, *p.outer))
             share = -(-part // self.devices(copies))
             block = min(OUTER_BLOCK, -(-share // replicas))
@@ -373,8 +417,9 @@ class Links:
         return by_axis
 
     def tier(self, axes: tuple[str, ...]) -> Tier:
-        """The slowest tier that a ring of these axes crosses. One that does not fit an island, or does
-        not divide it, crosses to the next tier on some device, and the whole ring waits for that one."""
+        """The slowest tier that a ring of these axes crosses. One that does not fit an island, or
+        does not divide it, crosses to the next tier on some device, and the whole ring waits for
+        that one."""
         return self._route(axes).tier
 
     def _each(self, route: "_Route", kind: str, size: float, count: int, one_link: float) -> float:
@@ -393,10 +438,21 @@ class Links:
             return passes * (size / tier.bytes_per_s + latency) / 2
         latency *= 2 * math.log2(count)
         if kind in (EXCHANGE, RAGGED):
-            return max(size * (route.near - 1) / inside.bytes_per_s, size * (count - route.near) / tier.bytes_per_s) / count + latency
+            return (
+                max(
+                    size * (route.near - 1) / inside.bytes_per_s,
+                    size * (count - route.near) / tier.bytes_per_s,
+                )
+                / count
+                + latency
+            )
         bytes_per_s = tier.bytes_per_s
         if tier is not inside:
-            bytes_per_s = bytes_per_s * one_link if one_link else min(bytes_per_s * route.near, inside.bytes_per_s)
+            bytes_per_s = (
+                bytes_per_s * one_link
+                if one_link
+                else min(bytes_per_s * route.near, inside.bytes_per_s)
+            )
         return passes * (size * (count - 1) / count / bytes_per_s + latency)
 
     def _route(self, axes: tuple[str, ...]) -> "_Route":
@@ -409,7 +465,10 @@ class Links:
             if count == 1:
                 continue
             span = count * apart
-            fits = (not t.devices or layout.devices <= t.devices or _sharing(t, span) == span for t in tiers)
+            fits = (
+                not t.devices or layout.devices <= t.devices or _sharing(t, span) == span
+                for t in tiers
+            )
             tier = max(tier, next((n for n, fit in enumerate(fits) if fit), len(tiers) - 1))
             near, devices = near * max(1, _sharing(tiers[0], span) // apart), devices * count
             outermost = outermost or axis
@@ -439,4 +498,8 @@ class _Route(NamedTuple):
 def _sharing(tier: Tier, span: int) -> int:
     """The least number of `span` consecutive devices that share an island, over all starting
     positions. A job may take a power of two of an island with another number: 64 of 72."""
-    return max(math.gcd(span, tier.devices), math.gcd(span, 2 ** int(math.log2(tier.devices)))) if tier.devices else span
+    return (
+        max(math.gcd(span, tier.devices), math.gcd(span, 2 ** int(math.log2(tier.devices))))
+        if tier.devices
+        else span
+    )

@@ -1,4 +1,5 @@
-"""Frameworks that train transformers, by what differs between them in time and memory. Published runs were made by others than ours.
+"""Frameworks that train transformers, by what differs between them in time and memory. Published
+runs were made by others than ours.
 
 Each difference is physical: what is kept, what passes through memory, what waits for what.
 """
@@ -15,25 +16,34 @@ class Framework:
     attention_passes: over the scores, forward, where they do
     sequence_parallel: what lies between products is split over `model`, too
     core_again:       "selective" computes attention's core again; otherwise all that is no product
-    passes:           over a layer's [tokens, width], forward, beside its products: norms, residuals, dropout
+    passes:           over a layer's [tokens, width], forward, beside its products: norms,
+                      residuals, dropout
     inner_passes:     over what products make inside attention and MLP: copies by head, activation
-    logit_passes:     over a microbatch's logits in 32 bits: written, read for the loss, and for its gradient
+    logit_passes:     over a microbatch's logits in 32 bits: written, read for the loss, and for its
+                      gradient
     model_overlap:    part of the time of `model`'s collectives that stands beside products
     data_overlap:     the same of the sums of gradients, beside the backward of the last microbatch
     gather_overlap:   the same of ZeRO-3's gathers, and of its sums, beside all ops
-    one_link:         part of one link's bandwidth that ZeRO-3's collectives reach where they leave an island; 0: all its links, as others
+    one_link:         part of one link's bandwidth that ZeRO-3's collectives reach where they leave
+                      an island; 0: all its links, as others
     stage_overlap:    messages between stages go beside ops
-    weight_bytes, gradient_bytes, state_bytes: of a parameter: of the copy that products use, of its gradient, of optimizer and master copy
-    outer_bytes:      the same of what replicas that train apart have in common, which is shared out over `data` at every stage of ZeRO
+    weight_bytes, gradient_bytes, state_bytes: of a parameter: of the copy that products use, of its
+                      gradient, of optimizer and master copy
+    outer_bytes:      the same of what replicas that train apart have in common, which is shared out
+                      over `data` at every stage of ZeRO
     sent_gradient, sent_weight: bytes of a number that crosses `data`
     split_sends:      messages between stages are split over `model`
     vocabulary_parallel: embedding and head are split over the stages
-    by_dimension:     ZeRO shares out a dimension of each array, so `data` has to divide the width; otherwise it cuts flat buffers anywhere
-    slots:            activations lie in slots of a table (memory.py); with several chunks of layers one is computed again at a time
-    weight_copies:    passes of F, R and B over a layer's weights, where a loop over layers copies them out of their stack
+    by_dimension:     ZeRO shares out a dimension of each array, so `data` has to divide the width;
+                      otherwise it cuts flat buffers anywhere
+    slots:            activations lie in slots of a table (memory.py); with several chunks of layers
+                      one is computed again at a time
+    weight_copies:    passes of F, R and B over a layer's weights, where a loop over layers copies
+                      them out of their stack
     sum_passes:       passes of W over the sums of a layer's gradients, in 32 bits
     fixed_s:          seconds of a step beside all this: its host, the loss, the norm of gradients
-    causal_rates:     its published rates count the half of attention's operations that a causal mask leaves; otherwise all of them
+    causal_rates:     its published rates count the half of attention's operations that a causal
+                      mask leaves; otherwise all of them
     """
 
     name: str
@@ -73,9 +83,12 @@ class Framework:
 
 _MEGATRON_2021 = Framework(
     "megatron2021",
-    "no sequence parallelism; scores pass through memory; tensor's sums, gradients' sums and messages are waited for; dropout",
+    "no sequence parallelism; scores pass through memory; tensor's sums, gradients' sums and "
+    "messages are waited for; dropout",
     fused_attention=False,
-    attention_passes=6.5,  # product, scaled and masked softmax, dropout with its mask, product: written and read, in 16 bits
+    # product, scaled and masked softmax, dropout with its mask, product: written and read, in 16
+    # bits
+    attention_passes=6.5,
     sequence_parallel=False,
     core_again=True,
     passes=14.0,  # two norms (2 each), two residuals with dropout and bias (5 each)
@@ -85,7 +98,8 @@ _MEGATRON_2021 = Framework(
 )
 _TORCHTITAN = Framework(
     "torchtitan",
-    "FSDP with gathers beside products, torch.compile: fused attention, norms and activations in passes of their own",
+    "FSDP with gathers beside products, torch.compile: fused attention, norms and activations "
+    "in passes of their own",
     passes=14.0,
     inner_passes=3.0,
     logit_passes=8.0,
@@ -113,12 +127,14 @@ FRAMEWORKS: dict[str, Framework] = {
         dataclasses.replace(
             _MEGATRON_2021,
             name="megatron2022",
-            text="as megatron2021, with sequence parallelism; selective recomputes attention's core alone",
+            text="as megatron2021, with sequence parallelism; selective recomputes attention's "
+            "core alone",
             sequence_parallel=True,
         ),
         Framework(
             "megatron_core",
-            "sequence parallelism, fused attention, distributed optimizer; tensor's and data's collectives beside products in part",
+            "sequence parallelism, fused attention, distributed optimizer; tensor's and "
+            "data's collectives beside products in part",
             core_again=True,
             passes=14.0,
             inner_passes=3.0,
@@ -130,7 +146,8 @@ FRAMEWORKS: dict[str, Framework] = {
         ),
         Framework(
             "maxtext",
-            "ZeRO-3 (fsdp) with gathers beside products, fused attention, full recomputation but for named matrices",
+            "ZeRO-3 (fsdp) with gathers beside products, fused attention, full recomputation "
+            "but for named matrices",
             data_overlap=0.9,
             gather_overlap=0.95,
             weight_bytes=4.0,
@@ -140,7 +157,8 @@ FRAMEWORKS: dict[str, Framework] = {
         dataclasses.replace(
             _TORCHTITAN,
             name="torchtitan_eager",
-            text="as torchtitan without torch.compile: each operation reads and writes its arrays, casts to 32 bits in norms and rotation",
+            text="as torchtitan without torch.compile: each operation reads and writes its arrays, "
+            "casts to 32 bits in norms and rotation",
             passes=40.0,
             inner_passes=8.0,
             logit_passes=12.0,
@@ -148,14 +166,16 @@ FRAMEWORKS: dict[str, Framework] = {
         dataclasses.replace(
             _TORCHTITAN,
             name="llama3",
-            text="as torchtitan, in a pipeline whose messages go beside ops; tensor's and context's collectives are waited for",
+            text="as torchtitan, in a pipeline whose messages go beside ops; tensor's and "
+            "context's collectives are waited for",
             stage_overlap=True,
             causal_rates=True,
         ),
         dataclasses.replace(
             _MEGATRON_2021,
             name="zero3",
-            text="DeepSpeed's ZeRO-3 of 2021 without tensor parallelism: parameters gathered one by one, over one adapter of each node",
+            text="DeepSpeed's ZeRO-3 of 2021 without tensor parallelism: parameters gathered one "
+            "by one, over one adapter of each node",
             gather_overlap=0.78,
             one_link=0.85,  # many small tensors
         ),

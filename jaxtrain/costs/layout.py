@@ -1,4 +1,5 @@
-"""A layout: how a step is laid over devices, as numbers; and for how many rows of experts a device has room."""
+"""A layout: how a step is laid over devices, as numbers; and for how many rows of experts a device
+has room."""
 
 import dataclasses
 import math
@@ -45,15 +46,17 @@ class Layout:
         return self.batch_shards * self.microbatch * self.microbatches
 
     def neighbours(self, axis: str) -> tuple[int, int]:
-        """(devices along an axis, how far apart in the order of devices): `model` is innermost, `replica` outermost."""
+        """(devices along an axis, how far apart in the order of devices): `model` is innermost,
+        `replica` outermost."""
         apart = math.prod(getattr(self, name) for name in AXES[AXES.index(axis) + 1 :])
         return getattr(self, axis), apart
 
 
 def room_of(tokens: int, choices: int, experts: int, devices: int, room: float) -> int:
-    """Rows of experts that one of `devices` can receive, each of which has so many tokens of so many choices: all rows in the worst case,
-    or `room` times the mean if that is fewer and not 0, and a little more, so that large rooms are cut into equal tiles. A row is a token's
-    choice of an expert (parallel/experts.py)."""
+    """Rows of experts that one of `devices` can receive, each of which has so many tokens of so
+    many choices: all rows in the worst case, or `room` times the mean if that is fewer and not 0,
+    and a little more, so that large rooms are cut into equal tiles. A row is a token's choice of an
+    expert (parallel/experts.py)."""
     worst = devices * tokens * min(choices, experts // devices)
     bound = math.ceil(room * tokens * choices)
     step = 1 << max(bound.bit_length() - 7, 0)
@@ -61,16 +64,26 @@ def room_of(tokens: int, choices: int, experts: int, devices: int, room: float) 
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
-    """An expert's positions for a sequence of so many tokens: `factor` times its share of the choices, at most one for each token."""
+    """An expert's positions for a sequence of so many tokens: `factor` times its share of the
+    choices, at most one for each token."""
     return min(tokens, math.ceil(factor * tokens * choices / experts))
 
 
 def expert_rows(model: Transformer, layout: Layout) -> int:
-    """A microbatch's rows of experts for which a device has room: by capacity if there is one, else by `expert_room`; 0 without experts."""
+    """A microbatch's rows of experts for which a device has room: by capacity if there is one, else
+    by `expert_room`; 0 without experts."""
     if not model.experts:
         return 0
     tokens = model.sequence // layout.context
     if model.capacity_factor:
-        most = capacity_of(model.sequence, model.experts_per_token, model.experts, model.capacity_factor)
+        most = capacity_of(
+            model.sequence, model.experts_per_token, model.experts, model.capacity_factor
+        )
         return model.experts * layout.microbatch * min(most, tokens)
-    return room_of(layout.microbatch * tokens, model.experts_per_token, model.experts, layout.expert, model.expert_room)
+    return room_of(
+        layout.microbatch * tokens,
+        model.experts_per_token,
+        model.experts,
+        layout.expert,
+        model.expert_room,
+    )

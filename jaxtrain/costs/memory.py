@@ -1,12 +1,14 @@
 """What a step holds on the fullest device, by parts, in closed form.
 
 weights, gradients, optimizer   by the stage of ZeRO, of the stage with most parameters
-outer                           of independent replicas: the parameters of the last exchange, and its momentum
-activations                     what layers save of a microbatch, for those that a stage holds at once
-working                         what one layer's backward needs besides: its matrices and their gradients,
-                                its widest results
-logits                          of the tokens whose logits exist at a time: what exceeds `working`, for
-                                head and layers take turns
+outer                           of independent replicas: the parameters of the last exchange, and
+                                its momentum
+activations                     what layers save of a microbatch, for those that a stage holds at
+                                once
+working                         what one layer's backward needs besides: its matrices and their
+                                gradients, its widest results
+logits                          of the tokens whose logits exist at a time: what exceeds `working`,
+                                for head and layers take turns
 
 Activations of our own runtime lie in slots of five pools, each shared by a stage's chunks:
 
@@ -16,9 +18,10 @@ Activations of our own runtime lie in slots of five pools, each shared by a stag
     residual_w     what W needs too
     weight_stash   what B leaves for W
 
-A table says how many slots there are of each (schedule/slots.py); `estimated_slots` has closed forms of
-that. Bytes of a slot are those of the arrays that cross between ops as the layers are traced
-(runtime/backward_split.py), by their widths. With one stage layers keep their inputs, or both residuals.
+A table says how many slots there are of each (schedule/slots.py); `estimated_slots` has closed
+forms of that. Bytes of a slot are those of the arrays that cross between ops as the layers are
+traced (runtime/backward_split.py), by their widths. With one stage layers keep their inputs, or
+both residuals.
 """
 
 import dataclasses
@@ -34,14 +37,16 @@ from jaxtrain.schedule.orders import closed_forms
 # Buffers do not fit without gaps: XLA's peak for H100s over what is live, but for `working`.
 ALLOCATED = 1.01
 LOGIT_BYTES = 10.0  # of a logit: in 32 bits, its gradient, and in 16 bits what products read of it
-# Arrays of a microbatch at once in an op of our runtime: as wide as the layer, and as its hidden layer.
+# Arrays of a microbatch at once in an op of our runtime: as wide as the layer, and as its hidden
+# layer.
 WIDE = 4
 TRANSIT = 2  # slots of what comes and what leaves besides those that wait
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes by part on the fullest device. pools: of the activations, by their pool of slots, if any."""
+    """Bytes by part on the fullest device. pools: of the activations, by their pool of slots, if
+    any."""
 
     parts: Mapping[str, float]
     pools: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -58,7 +63,8 @@ class Slots:
 
     layers:             of the largest unit, for which each slot has room
     stored_layers:      layers for whose parameters a device has room, the same on all stages
-    shares_vocabulary:  tables are split over the stages; otherwise every stage has room for all of them
+    shares_vocabulary:  tables are split over the stages; otherwise every stage has room for all of
+                        them
     """
 
     activation: float
@@ -81,7 +87,9 @@ def memory(step: StepModel, loss_chunk: int = 2048, slots: Slots | None = None) 
         return _own_memory(step, loss_chunk, slots or estimated_slots(step))
     parameters, layout, framework = step.device_parameters().all, step.layout, step.framework
     shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
-    layers = math.ceil(step.model.layers / layout.stage) + step.model.dense_layers * (layout.stage == 1)
+    layers = math.ceil(step.model.layers / layout.stage) + step.model.dense_layers * (
+        layout.stage == 1
+    )
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * step.model.vocab_size / layout.model
     offloaded, working = _offloaded(step), _framework_working(step)
     in_flight = 1.0 if "activations" in offloaded else microbatches_in_flight(step)
@@ -89,7 +97,9 @@ def memory(step: StepModel, loss_chunk: int = 2048, slots: Slots | None = None) 
         {
             "weights": framework.weight_bytes * parameters / shards[3],
             "gradients": framework.gradient_bytes * parameters / shards[2],
-            "optimizer": 0.0 if "optimizer" in offloaded else framework.state_bytes * parameters / shards[1],
+            "optimizer": 0.0
+            if "optimizer" in offloaded
+            else framework.state_bytes * parameters / shards[1],
             "activations": layer_activations(step) * layers * in_flight,
             "working": working,
             "logits": max(0.0, logits - working),
@@ -112,7 +122,9 @@ def _own_memory(step: StepModel, loss_chunk: int, slots: Slots | None) -> Memory
     held = step.device_parameters(slots.stored_layers if slots else 0, shared)
     shards = {stage: step.shards if layout.zero >= stage else 1 for stage in (1, 2, 3)}
     state = (held.layers + held.ends / step.parts_of_ends(layout.zero, shared)) / shards[1]
-    outer = (held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)) / step.shards
+    outer = (
+        held.layers + held.ends / step.parts_of_ends(max(layout.zero, 1), shared)
+    ) / step.shards
     # XLA casts all weights to the type of the products before the loops, once.
     cast = 0 if step.dtype == "float32" else step.item
     pools = _pools(step, slots)
@@ -134,8 +146,8 @@ def _own_memory(step: StepModel, loss_chunk: int, slots: Slots | None) -> Memory
 
 
 def estimated_slots(step: StepModel) -> Slots | None:
-    """Slots of a layout with stages, by the peaks of the named schedules' tables (schedule/orders.py);
-    None with one stage."""
+    """Slots of a layout with stages, by the peaks of the named schedules' tables
+    (schedule/orders.py); None with one stage."""
     layout, p, v = step.layout, step.layout.stage, max(1, step.layout.repeats)
     if p == 1:
         return None
@@ -156,8 +168,8 @@ def estimated_slots(step: StepModel) -> Slots | None:
 
 
 class LayerBytes(NamedTuple):
-    """Bytes on a device that one layer keeps of one microbatch: what crosses from the forward to B alone
-    and to W, from B to W, and the layer's input."""
+    """Bytes on a device that one layer keeps of one microbatch: what crosses from the forward to B
+    alone and to W, from B to W, and the layer's input."""
 
     residual_b: float
     residual_w: float
@@ -166,11 +178,13 @@ class LayerBytes(NamedTuple):
 
 
 def layer_bytes(step: StepModel, dense: bool = False) -> LayerBytes:
-    """Bytes by the widths of the arrays: of a token's attention, of the MLP that it goes through, or of
-    all rows of experts for which a device has room. dense: a layer before those with experts."""
+    """Bytes by the widths of the arrays: of a token's attention, of the MLP that it goes through,
+    or of all rows of experts for which a device has room. dense: a layer before those with
+    experts."""
     model, layout, item = step.model, step.layout, step.item
     width, experts = float(model.width), bool(model.experts) and not dense
-    layer_norm = model.norm_vectors > 1  # keeps its input less the mean in 32 bits; RMSNorm its input
+    # keeps its input less the mean in 32 bits; RMSNorm its input
+    layer_norm = model.norm_vectors > 1
     selective = layout.remat == "selective"
     attention = _attention_widths(step)
     hidden = model.shared_experts * model.expert_width if experts else model.mlp_width
@@ -188,7 +202,8 @@ def layer_bytes(step: StepModel, dense: bool = False) -> LayerBytes:
     else:
         for_w += 2 * width * (FLOAT32 if layer_norm else item)
     gathered = 0.0
-    if layout.model > 1:  # B leaves gradients gathered over `model` as they are; biases need a device's part too
+    # B leaves gradients gathered over `model` as they are; biases need a device's part too
+    if layout.model > 1:
         products = (1 if experts else 2) * item * width
         gathered = products * step.tokens
         stash -= 0.0 if model.biases else products
@@ -207,16 +222,19 @@ def layer_bytes(step: StepModel, dense: bool = False) -> LayerBytes:
 
 
 def _attention_widths(step: StepModel) -> LayerBytes:
-    """Numbers of a token: queries, keys and values, attention's result, and the gradients of the first
-    three. Latent attention has keys and values before they are rotated and spread, what they and queries
-    are made of, and gradients of all of these."""
+    """Numbers of a token: queries, keys and values, attention's result, and the gradients of the
+    first three. Latent attention has keys and values before they are rotated and spread, what they
+    and queries are made of, and gradients of all of these."""
     model = step.model
     query, key = model.heads * model.score_dim, model.kv_heads * model.score_dim
     result, value = model.heads * model.output_dim, model.kv_heads * model.output_dim
     if not model.mla:
         return LayerBytes(query + key + value, result, query + key + value)
     latents = model.query_rank + model.kv_rank
-    spread, rotated = model.heads * (model.head_dim + model.value_dim), model.rope_dim * (1 + model.heads)
+    spread, rotated = (
+        model.heads * (model.head_dim + model.value_dim),
+        model.rope_dim * (1 + model.heads),
+    )
     stash = query + key + value + 2 * latents + rotated
     return LayerBytes(query + spread, result + latents + model.rope_dim, stash)
 
@@ -231,8 +249,8 @@ def _mlp_widths(step: StepModel, hidden: int) -> LayerBytes:
 
 
 def _expert_row_bytes(step: StepModel) -> LayerBytes:
-    """Bytes of all rows of experts on a device: as wide as an expert, which `model` splits, and as the
-    layer, which it does not."""
+    """Bytes of all rows of experts on a device: as wide as an expert, which `model` splits, and as
+    the layer, which it does not."""
     model, layout = step.model, step.layout
     size = step.item * expert_rows(model, layout)
     hidden, width = size * model.expert_width / layout.model, size * model.width
@@ -243,8 +261,9 @@ def _expert_row_bytes(step: StepModel) -> LayerBytes:
 
 
 def masks(step: StepModel) -> float:
-    """Bytes of what hides keys from queries where `context` splits a sequence: a device has two pieces of
-    it, one of which looks at half of the sequence and one at all of it. Devices of `model` have it each."""
+    """Bytes of what hides keys from queries where `context` splits a sequence: a device has two
+    pieces of it, one of which looks at half of the sequence and one at all of it. Devices of
+    `model` have it each."""
     layout, length = step.layout, step.model.sequence
     if layout.context == 1:
         return 0.0
@@ -270,12 +289,12 @@ def _pools(step: StepModel, slots: Slots | None) -> dict[str, float]:
 
 
 def transposed_pools(step: StepModel, slots: Slots) -> float:
-    """Bytes of copies where `model` splits layers: XLA transposes arrays of a whole pool before an op's
-    loop over layers.
+    """Bytes of copies where `model` splits layers: XLA transposes arrays of a whole pool before an
+    op's loop over layers.
 
-    For microbatches of several sequences W transposes a gathered array of the stash, and B what a norm
-    has saved; the ops take turns. For one sequence, W transposes the two gradients that it sums for
-    biases, as wide as the hidden layer and as the layer.
+    For microbatches of several sequences W transposes a gathered array of the stash, and B what a
+    norm has saved; the ops take turns. For one sequence, W transposes the two gradients that it
+    sums for biases, as wide as the hidden layer and as the layer.
     """
     model, layout = step.model, step.layout
     if layout.model == 1:
@@ -295,17 +314,20 @@ def _saved_by_layers(step: StepModel) -> float:
     saved = 0.0
     for dense, layers in ((False, step.model.layers), (True, step.model.dense_layers)):
         layer = layer_bytes(step, dense)
-        saved += layers * (layer.input if step.layout.remat == "full" else layer.residual_b + layer.residual_w)
+        saved += layers * (
+            layer.input if step.layout.remat == "full" else layer.residual_b + layer.residual_w
+        )
     return saved
 
 
 def _layer_working(step: StepModel) -> float:
     """Bytes of what an op of one layer has besides what is saved.
 
-    A matrix and its gradient take turns. With ZeRO-2 all of a layer's gradients are unsharded until they
-    are scattered, in 16 bits and in 32. With ZeRO-3 the layer's matrices and the next one's are gathered:
-    by several stages in B, before W makes the gradients; by one while gradients take the place of
-    matrices and those of the layer before are on their way, as are those of the head, in two layouts.
+    A matrix and its gradient take turns. With ZeRO-2 all of a layer's gradients are unsharded until
+    they are scattered, in 16 bits and in 32. With ZeRO-3 the layer's matrices and the next one's
+    are gathered: by several stages in B, before W makes the gradients; by one while gradients take
+    the place of matrices and those of the layer before are on their way, as are those of the head,
+    in two layouts.
     """
     model, layout, number = step.model, step.layout, step.framework.gradient_bytes
     arrays = WIDE * step.item * _widest(step) + masks(step)
@@ -320,37 +342,49 @@ def _layer_working(step: StepModel) -> float:
 
 
 def _widest(step: StepModel) -> float:
-    """Numbers of a microbatch at the layer's width and at its widest: in attention or an MLP, or in all
-    rows of experts."""
+    """Numbers of a microbatch at the layer's width and at its widest: in attention or an MLP, or in
+    all rows of experts."""
     model, layout = step.model, step.layout
     attention = model.heads * model.score_dim / layout.model
     if not model.experts:
         return step.tokens * (model.width + max(model.hidden() / layout.model, attention))
     shared = model.shared_experts * model.expert_width / layout.model
     routed = expert_rows(model, layout) * (model.width + model.expert_width / layout.model)
-    return max(step.tokens * (model.width + shared) + routed, step.tokens * (model.width + attention))
+    return max(
+        step.tokens * (model.width + shared) + routed, step.tokens * (model.width + attention)
+    )
 
 
 def _columns(step: StepModel) -> float:
     """Columns of a layer's largest matrix on a device; of all experts there together."""
     model, layout = step.model, step.layout
     experts = model.expert_width * max(model.experts / layout.expert, model.shared_experts)
-    return max(experts if model.experts else model.hidden(), model.heads * model.score_dim) / layout.model
+    return (
+        max(experts if model.experts else model.hidden(), model.heads * model.score_dim)
+        / layout.model
+    )
 
 
 def _head_working(step: StepModel, loss_chunk: int, shared: bool) -> float:
-    """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO-2 the gradient of
-    the table. Layers of modules that predict further tokens keep all that they have until after the loss
-    their backward works as any layer's. shared: all stages share the head."""
+    """Bytes of what head and loss have: their input and its gradient, logits, with ZeRO-2 the
+    gradient of the table. Layers of modules that predict further tokens keep all that they have
+    until after the loss their backward works as any layer's. shared: all stages share the head."""
     model, layout = step.model, step.layout
     columns = model.vocab_size / layout.model / (layout.stage if shared else 1)
     logits = LOGIT_BYTES * min(step.tokens, loss_chunk) * columns
-    gradient = step.framework.gradient_bytes * model.width * columns * (layout.zero >= 2 and step.shards > 1)
+    gradient = (
+        step.framework.gradient_bytes
+        * model.width
+        * columns
+        * (layout.zero >= 2 and step.shards > 1)
+    )
     head = WIDE * step.item * step.tokens * model.width + logits + gradient
     if not model.predictions:
         return head
     layer = layer_bytes(dataclasses.replace(step, layout=dataclasses.replace(layout, remat="none")))
-    return model.predictions * (layer.residual_b + layer.residual_w) + max(head, _layer_working(step))
+    return model.predictions * (layer.residual_b + layer.residual_w) + max(
+        head, _layer_working(step)
+    )
 
 
 # --- other frameworks ---------------------------------------------------------------------------
@@ -365,9 +399,12 @@ def layer_activations(step: StepModel) -> float:
             kind = {"selective": "selective_sequence", "none": "sequence"}[kind]
         elif kind == "none" and layout.model > 1:
             kind = "tensor"
-        return activation_bytes(kind, model.sequence, layout.microbatch, model.width, model.heads, layout.model)
+        return activation_bytes(
+            kind, model.sequence, layout.microbatch, model.width, model.heads, layout.model
+        )
     hidden = model.hidden()
-    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim  # queries, keys, values, and the result
+    # queries, keys, values, and the result
+    heads = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     split = layout.model if framework.sequence_parallel else 1
     width = {"full": 1.0, "selective": 2.0, "none": 4.0}[layout.remat] * model.width / split
     arrays = {"full": 0, "selective": 1, "none": 2}[layout.remat] * (2 if model.gated else 1)
@@ -402,13 +439,15 @@ def microbatches_in_flight(step: StepModel) -> float:
 
 
 def _framework_working(step: StepModel) -> float:
-    """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and their
-    gradients before they are scattered, with the head's."""
+    """Bytes of one layer's backward: with ZeRO-3 its matrices and the next one's, gathered, and
+    their gradients before they are scattered, with the head's."""
     model, layout, number = step.model, step.layout, step.framework.gradient_bytes
     attention = (model.heads + 2 * model.kv_heads) * model.head_dim
     widest = max(model.mlp_width * (2 if model.gated else 1), attention) / layout.model
     layer = model.layer().all / layout.model / max(1, layout.expert)
     matrices = ITEM * layer
     if layout.zero >= 3 and layout.data > 1:
-        matrices = (3 * ITEM + number) * layer + number * model.vocab_size * model.width / layout.model / layout.stage
+        matrices = (
+            3 * ITEM + number
+        ) * layer + number * model.vocab_size * model.width / layout.model / layout.stage
     return matrices + ITEM * 4 * step.tokens * widest

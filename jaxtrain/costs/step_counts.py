@@ -10,9 +10,28 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from jaxtrain.costs.collectives import GATHER, MODEL, PERMUTE, STAGE, Collective, Parameters, StepCollectives, sent
+from jaxtrain.costs.collectives import (
+    GATHER,
+    MODEL,
+    PERMUTE,
+    STAGE,
+    Collective,
+    Parameters,
+    StepCollectives,
+    sent,
+)
 from jaxtrain.costs.layout import AXES
-from jaxtrain.schedule.columns import CELL_OPS, EMBED, EMBED_GRADIENT, HEAD, WAY, cell_op, columns, permute_op, permutes
+from jaxtrain.schedule.columns import (
+    CELL_OPS,
+    EMBED,
+    EMBED_GRADIENT,
+    HEAD,
+    WAY,
+    cell_op,
+    columns,
+    permute_op,
+    permutes,
+)
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.schedule.slots import SlottedTable
 from jaxtrain.schedule.table import Permute, wraps
@@ -80,15 +99,23 @@ class StepCounts:
         (tick.Accumulate)."""
         times = self.times(stage)
         if self.table is None:
-            layers, ops = self.collectives.model.layers, "FRBW" if self.collectives.layout.remat == "full" else "FBW"
-            yield from (Run("F" if op == "F" else "B", op, times[op], 0, layers, layers * (op == "R")) for op in ops)
+            layers, ops = (
+                self.collectives.model.layers,
+                "FRBW" if self.collectives.layout.remat == "full" else "FBW",
+            )
+            yield from (
+                Run("F" if op == "F" else "B", op, times[op], 0, layers, layers * (op == "R"))
+                for op in ops
+            )
             return
         for unit in range(self.placement.units_per_stage):
             # A layer that stands outside of the loop over layers makes no output that nobody reads.
             outside = self.placement.stack_size(unit) == 1 or self.collectives.gathers_in_ops
             for name in CELL_OPS:
                 op, layers = "F" if name == "K" else name, self.placement.layer_count(unit, stage)
-                yield Run(op, op, times[cell_op(name, unit)], unit, layers, int(outside and op == "R"))
+                yield Run(
+                    op, op, times[cell_op(name, unit)], unit, layers, int(outside and op == "R")
+                )
 
     # --- communication volume ------------------------------------------------------------------
 
@@ -103,16 +130,26 @@ class StepCounts:
 
     def busiest_stage(self) -> int:
         """The stage whose devices send most."""
-        return max(range(self.collectives.layout.stage), key=lambda stage: sum(entry.bytes for entry in self.volume(stage)))
+        return max(
+            range(self.collectives.layout.stage),
+            key=lambda stage: sum(entry.bytes for entry in self.volume(stage)),
+        )
 
     def _entries(self, ops: Iterable[tuple[str, float, Iterable[Collective]]]) -> list[Entry]:
         counts: collections.Counter = collections.Counter()
         for op, times, collectives in ops:
             for c in collectives:
-                axes = tuple(a for a in AXES if a in c.axes and getattr(self.collectives.layout, a) > 1)
+                axes = tuple(
+                    a for a in AXES if a in c.axes and getattr(self.collectives.layout, a) > 1
+                )
                 if axes and c.size and times:
-                    counts[op, c.kind, axes, c.devices or self.collectives.devices(axes), round(c.size)] += round(times * c.times)
-        return [Entry(op, kind, axes, devices, count, size) for (op, kind, axes, devices, size), count in counts.items()]
+                    counts[
+                        op, c.kind, axes, c.devices or self.collectives.devices(axes), round(c.size)
+                    ] += round(times * c.times)
+        return [
+            Entry(op, kind, axes, devices, count, size)
+            for (op, kind, axes, devices, size), count in counts.items()
+        ]
 
     def _all_parameters(self) -> list[Parameters]:
         """All parameters, layers in their stacks."""
@@ -120,12 +157,17 @@ class StepCounts:
 
     def _step(self, stage: int) -> Iterator[tuple[str, float, Iterable[Collective]]]:
         """(op, how often a step, its collectives)."""
-        c, times, parameters, one_stage = self.collectives, self.times(stage), self._all_parameters(), self.table is None
+        c, times, parameters, one_stage = (
+            self.collectives,
+            self.times(stage),
+            self._all_parameters(),
+            self.table is None,
+        )
         if c.layout.zero == 3 and not c.gathers_in_ops:
             yield "gather", 1, (c.gathered(p) for p in parameters if p.over_data)
         yield EMBED, times[EMBED], self._embed()
-        # On one stage R, B and W are one op, which reads parameters and documents once; B and W still have
-        # what R has gathered.
+        # On one stage R, B and W are one op, which reads parameters and documents once; B and W
+        # still have what R has gathered.
         again = one_stage and c.layout.remat == "full"
         for label, op, runs, unit, layers, unread in self.runs(stage):
             reads = not one_stage or op in "FB"
@@ -137,14 +179,20 @@ class StepCounts:
         yield HEAD, times[HEAD], self._head()
         yield EMBED_GRADIENT, times[EMBED_GRADIENT], self._embed_gradient()
         if self.table:
-            yield "permute", times[permute_op(Permute.EARLY)] + times[permute_op(Permute.LATE)], self._messages(self.table, stage)
+            yield (
+                "permute",
+                times[permute_op(Permute.EARLY)] + times[permute_op(Permute.LATE)],
+                self._messages(self.table, stage),
+            )
         yield "reduce", 1, (each for p in parameters for each in c.reductions(p))
         yield "optimizer", 1, (each for p in parameters for each in c.after_the_update(p))
 
     def _weights(self, op: str, unit: int, reads: bool) -> Iterator[Collective]:
         """Collectives of an op on one layer's parameters: those that it reads, and gradients."""
         layers = self.placement.stack_size(unit)
-        layer = [p._replace(size=p.size // layers) for p in self.parameters[f"layers/{unit}"].values()]
+        layer = [
+            p._replace(size=p.size // layers) for p in self.parameters[f"layers/{unit}"].values()
+        ]
         if reads:
             yield from self.collectives.gathers(p for p in layer if op != "W" or not p.matrix)
         if op == "W":
@@ -179,7 +227,8 @@ class StepCounts:
     def _embed_gradient(self) -> Iterator[Collective]:
         c, embed, one_stage = self.collectives, self.parameters["embed"], self.table is None
         if c.model.dense_layers:  # they are run once more
-            yield from () if one_stage else c.lookup(embed["table"])  # on one stage the embedding is still there
+            # on one stage the embedding is still there
+            yield from () if one_stage else c.lookup(embed["table"])
             yield from self._dense_layers("FBW")
         yield c.stage_sum()
         yield from c.lookup_gradient(embed["table"], same_op=one_stage)

@@ -5,8 +5,10 @@ import functools
 from typing import NamedTuple
 
 TILE = 128  # matrix units want the vocabulary in multiples of this
-COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})  # matrices whose outputs `model` splits
-WHOLE = frozenset({"latent", "router"})  # matrices that it does not split; of all others it splits the inputs
+# matrices whose outputs `model` splits
+COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})
+# matrices that it does not split; of all others it splits the inputs
+WHOLE = frozenset({"latent", "router"})
 
 
 class LayerSizes(NamedTuple):
@@ -78,7 +80,8 @@ class Transformer:
         return self.value_dim or self.score_dim
 
     def hidden(self, dense: bool = False) -> int:
-        """Columns of a layer's hidden layer that a token goes through: an MLP's, or all its experts' together. dense: as in `layer`."""
+        """Columns of a layer's hidden layer that a token goes through: an MLP's, or all its
+        experts' together. dense: as in `layer`."""
         if dense or not self.experts:
             return self.mlp_width
         return (self.experts_per_token + self.shared_experts) * self.expert_width
@@ -93,7 +96,12 @@ class Transformer:
         return self._layer_sizes(False), self._layer_sizes(True)
 
     def _layer_sizes(self, dense: bool) -> LayerSizes:
-        width, heads, hidden, experts = self.width, self.heads, self.hidden(dense), 0 if dense else self.experts
+        width, heads, hidden, experts = (
+            self.width,
+            self.heads,
+            self.hidden(dense),
+            0 if dense else self.experts,
+        )
         if self.mla:
             products = [
                 ("latent", width, self.query_rank + self.kv_rank + self.rope_dim),
@@ -102,16 +110,30 @@ class Transformer:
             ]
         else:
             products = [("query_key_value", width, (heads + 2 * self.kv_heads) * self.head_dim)]
-        products += [("attention_output", heads * self.output_dim, width)] + [("router", width, experts)] * bool(experts)
-        products += [("mlp_in", width, hidden * (2 if self.gated else 1)), ("mlp_out", hidden, width)]
+        products += [("attention_output", heads * self.output_dim, width)] + [
+            ("router", width, experts)
+        ] * bool(experts)
+        products += [
+            ("mlp_in", width, hidden * (2 if self.gated else 1)),
+            ("mlp_out", hidden, width),
+        ]
         per_token = sum(inputs * outputs for _, inputs, outputs in products)
         norms = self.norm_vectors * (2 * width + self.query_rank + self.kv_rank)
         biases = {name: outputs * self.biases for name, _, outputs in products if name != "router"}
         split_biases = sum(biases[name] for name in biases if name in COLUMNS)
-        vectors = norms + sum(biases.values()) - split_biases + experts  # the router counts rows by expert
-        unsplit = vectors + sum(inputs * outputs for name, inputs, outputs in products if name in WHOLE)
-        other_experts = self.expert_parameters() // experts * (experts - self.experts_per_token) if experts else 0
-        return LayerSizes(tuple(products), per_token, per_token + other_experts + split_biases + vectors, unsplit)
+        # the router counts rows by expert
+        vectors = norms + sum(biases.values()) - split_biases + experts
+        unsplit = vectors + sum(
+            inputs * outputs for name, inputs, outputs in products if name in WHOLE
+        )
+        other_experts = (
+            self.expert_parameters() // experts * (experts - self.experts_per_token)
+            if experts
+            else 0
+        )
+        return LayerSizes(
+            tuple(products), per_token, per_token + other_experts + split_biases + vectors, unsplit
+        )
 
     def expert_parameters(self) -> int:
         """Parameters of all experts of one layer."""
@@ -122,15 +144,17 @@ class Transformer:
         tables = self.vocab_size * (1 if self.tied else 2) + self.positions
         return tables * self.width + self.norm_vectors * self.width
 
-    # ----------------------------------------------------------------------------------- on a device
+    # ----------------------------------------------------------------------------------- on a devic
 
     def device_layer_parameters(self, model: int, expert: int, dense: bool = False) -> float:
-        """Parameters of one layer on a device: `expert` splits the experts, `model` all but what it leaves whole."""
+        """Parameters of one layer on a device: `expert` splits the experts, `model` all but what it
+        leaves whole."""
         sizes, experts = self.layer(dense), 0 if dense else self.expert_parameters()
         return sizes.unsplit + (sizes.all - sizes.unsplit - experts * (1 - 1 / expert)) / model
 
     def device_table_parameters(self, model: int, stages: int = 1) -> float:
-        """Parameters of a table of the vocabulary on a device, split over `model` and so many stages."""
+        """Parameters of a table of the vocabulary on a device, split over `model` and so many
+        stages."""
         return padded_vocabulary(self.vocab_size, model * stages) * self.width / (model * stages)
 
     def device_end_parameters(self, model: int, stages: int = 1) -> float:
@@ -139,39 +163,60 @@ class Transformer:
         return tables + (self.positions + self.norm_vectors) * self.width
 
     def joining_parameters(self) -> int:
-        """Parameters of a multi-token prediction module without its layer: the matrix that joins two streams and three norms
-        (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+        """Parameters of a multi-token prediction module without its layer: the matrix that joins
+        two streams and three norms (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
         return 2 * self.width**2 + 3 * self.norm_vectors * self.width
 
     def parameters(self) -> int:
         """Parameters of the model without its multi-token prediction modules."""
-        return self.layers * self.layer().all + self.dense_layers * self.layer(dense=True).all + self.embedding_parameters()
+        return (
+            self.layers * self.layer().all
+            + self.dense_layers * self.layer(dense=True).all
+            + self.embedding_parameters()
+        )
 
     def attention_flops(self) -> float:
-        """Forward operations of attention in one layer and sequence, each token with all tokens; causal attention needs half of them."""
+        """Forward operations of attention in one layer and sequence, each token with all tokens;
+        causal attention needs half of them."""
         return 2.0 * self.sequence**2 * self.heads * (self.score_dim + self.output_dim)
 
     def sequence_flops(self, causal: bool = True) -> float:
-        """Forward operations of a sequence: products with matrices, attention and the head. causal: attention's half counts."""
-        layers = (self.layers + self.predictions) * self.layer().per_token + self.dense_layers * self.layer(dense=True).per_token
+        """Forward operations of a sequence: products with matrices, attention and the head. causal:
+        attention's half counts."""
+        layers = (
+            self.layers + self.predictions
+        ) * self.layer().per_token + self.dense_layers * self.layer(dense=True).per_token
         head = self.vocab_size * self.width * (1 + self.predictions)
         joining = self.predictions * 2 * self.width**2
-        attention = (self.layers + self.dense_layers + self.predictions) * self.attention_flops() * (0.5 if causal else 1.0)
+        attention = (
+            (self.layers + self.dense_layers + self.predictions)
+            * self.attention_flops()
+            * (0.5 if causal else 1.0)
+        )
         return 2.0 * self.sequence * (layers + head + joining) + attention
 
     def training_flops_per_token(self, causal: bool = True) -> float:
-        """Operations of forward and backward for one token, recomputation not counted: the backward takes twice the forward (PaLM,
-        arXiv:2204.02311, appendix B, which counts attention in full). causal: attention's half counts, which makes rates lower."""
+        """Operations of forward and backward for one token, recomputation not counted: the backward
+        takes twice the forward (PaLM, arXiv:2204.02311, appendix B, which counts attention in
+        full). causal: attention's half counts, which makes rates lower."""
         return 3.0 * self.sequence_flops(causal) / self.sequence
 
 
 def padded_vocabulary(vocab_size: int, shards: int) -> int:
-    """Rows of a table held in memory: divisible by the shards, and large vocabularies by whole tiles on each."""
+    """Rows of a table held in memory: divisible by the shards, and large vocabularies by whole
+    tiles on each."""
     unit = shards if vocab_size < 32 * TILE else shards * TILE
     return -(-vocab_size // unit) * unit
 
 
-def gpt(width: int, heads: int, layers: int, sequence: int = 2048, vocabulary: int = 51200, tied: bool = True) -> Transformer:
+def gpt(
+    width: int,
+    heads: int,
+    layers: int,
+    sequence: int = 2048,
+    vocabulary: int = 51200,
+    tied: bool = True,
+) -> Transformer:
     """Megatron's GPT: two matrices in an MLP of four widths, learned positions, biases."""
     return Transformer(
         layers=layers,

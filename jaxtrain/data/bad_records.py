@@ -1,5 +1,5 @@
-"""Records that cannot be read where those around them can, and what is kept of them: `data.bad_records` says whether they end the
-preparation or are left out and counted."""
+"""Records that cannot be read where those around them can, and what is kept of them:
+`data.bad_records` says whether they end the preparation or are left out and counted."""
 
 import dataclasses
 
@@ -9,7 +9,8 @@ PLACES = 5  # of bad records, that are kept
 
 
 class BadRecord(DataError):
-    """A record, or the rest of a file, that cannot be read. The message is one line: where (file and line), what, and what mends it."""
+    """A record, or the rest of a file, that cannot be read. The message is one line: where (file
+    and line), what, and what mends it."""
 
     def __init__(self, where: str, what: str, fix: str = ""):
         self.place, self.fix = f"{where}: {what}", fix
@@ -18,7 +19,9 @@ class BadRecord(DataError):
     def refusal(self) -> DataError:
         """The error that ends the preparation, with the other way."""
         skip = "use --config.data.bad_records=skip to leave out what cannot be read"
-        return DataError(f"{self.place}: {self.fix}, or {skip}" if self.fix else f"{self.place}: {skip}")
+        return DataError(
+            f"{self.place}: {self.fix}, or {skip}" if self.fix else f"{self.place}: {skip}"
+        )
 
 
 @dataclasses.dataclass
@@ -38,6 +41,13 @@ class Skipped:
         """For people: the count and the first places; nothing where there are none."""
         if not self.count:
             return []
-        rest = [f"  and {self.count - len(self.places):,} more"] if self.count > len(self.places) else []
-        head = f"data.bad_records=skip: {self.count:,} bad record{'s'[: self.count > 1]} of data.source={source} left out:"
+        rest = (
+            [f"  and {self.count - len(self.places):,} more"]
+            if self.count > len(self.places)
+            else []
+        )
+        head = (
+            f"data.bad_records=skip: {self.count:,} bad record{'s'[: self.count > 1]} of "
+            f"data.source={source} left out:"
+        )
         return [head, *(f"  {place}" for place in self.places), *rest]

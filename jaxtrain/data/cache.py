@@ -1,7 +1,8 @@
 """Folders that are there whole or not at all: made under another name, then renamed.
 
-Correct without any lock (a rename is atomic, and of two finished folders the first stays); the lock only spares processes of one
-machine from doing the same work at once. What a folder holds is its maker's business.
+Correct without any lock (a rename is atomic, and of two finished folders the first stays); the lock
+only spares processes of one machine from doing the same work at once. What a folder holds is its
+maker's business.
 """
 
 import contextlib
@@ -21,8 +22,13 @@ from jaxtrain.run.exit_status import ExitStatus
 
 
 def folder_of(setting: str) -> pathlib.Path:
-    """The cache's folder for `data.cache`: as named, else $JAXTRAIN_CACHE, else ~/.cache/jaxtrain."""
-    return pathlib.Path(setting or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain").expanduser().resolve()
+    """The cache's folder for `data.cache`: as named, else $JAXTRAIN_CACHE, else
+    ~/.cache/jaxtrain."""
+    return (
+        pathlib.Path(setting or os.environ.get("JAXTRAIN_CACHE") or "~/.cache/jaxtrain")
+        .expanduser()
+        .resolve()
+    )
 
 
 class CacheError(DataError):
@@ -38,15 +44,22 @@ class FullCacheError(CacheError):
 
 
 def refusal(error: OSError, root: pathlib.Path) -> CacheError | None:
-    """What an error of the cache at `root` means: no room there, or no permission; None for an error of other files.
+    """What an error of the cache at `root` means: no room there, or no permission; None for an
+    error of other files.
 
-    What is prepared is written there alone, so errors of too little room are the cache's even where they name no file.
+    What is prepared is written there alone, so errors of too little room are the cache's even where
+    they name no file.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return FullCacheError(f"data.cache={root} is full: {error.strerror}: {_instead(root, full=True)}")
+        return FullCacheError(
+            f"data.cache={root} is full: {error.strerror}: {_instead(root, full=True)}"
+        )
     path = pathlib.Path(os.path.abspath(os.fsdecode(error.filename))) if error.filename else None
     if path and (path.is_relative_to(root) or root.is_relative_to(path)):
-        return CacheError(f"data.cache={root} cannot be written: {path}: {error.strerror}: {_instead(root, full=False)}")
+        return CacheError(
+            f"data.cache={root} cannot be written: {path}: {error.strerror}: "
+            f"{_instead(root, full=False)}"
+        )
     return None
 
 
@@ -54,7 +67,11 @@ def _instead(root: pathlib.Path, full: bool) -> str:
     """Advice for another cache; where this one is full, on another disk."""
     which = "with more room" if full else "that can be written"
     for place in (pathlib.Path("~/.cache/jaxtrain").expanduser(), pathlib.Path("/tmp/jaxtrain")):
-        if place.resolve() != root and not (full and _disk(place) == _disk(root)) and write_trial.of_folder(place) is None:
+        if (
+            place.resolve() != root
+            and not (full and _disk(place) == _disk(root))
+            and write_trial.of_folder(place) is None
+        ):
             return f"use {flag_text('config.data.cache', str(place))} (or another folder {which})"
     return f"name a folder {which} with --config.data.cache"
 
@@ -63,14 +80,22 @@ def _disk(path: pathlib.Path) -> int:
     return next(parent for parent in (path, *path.parents) if parent.exists()).stat().st_dev
 
 
-def ensure(folder: pathlib.Path, complete: Callable[[pathlib.Path], bool], make: Callable[[pathlib.Path], None], progress: bool) -> None:
+def ensure(
+    folder: pathlib.Path,
+    complete: Callable[[pathlib.Path], bool],
+    make: Callable[[pathlib.Path], None],
+    progress: bool,
+) -> None:
     """Leaves `folder` complete, calling make(temporary folder) if it is not.
 
-    Safe with several processes and machines at once and with a kill at any moment. If `make` raises, nothing is left behind.
+    Safe with several processes and machines at once and with a kill at any moment. If `make`
+    raises, nothing is left behind.
     """
     if complete(folder):
         return
-    added_folders = [parent for parent in (folder.parent, *folder.parent.parents) if not parent.exists()]
+    added_folders = [
+        parent for parent in (folder.parent, *folder.parent.parents) if not parent.exists()
+    ]
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with _locked(folder.with_name(folder.name + ".lock"), progress) as alone:
@@ -80,14 +105,21 @@ def ensure(folder: pathlib.Path, complete: Callable[[pathlib.Path], bool], make:
                 _clean(folder)
             _make(folder, complete, make)
     except BaseException:
-        for parent in added_folders:  # those made here, innermost first, unless somebody uses them by now
+        # those made here, innermost first, unless somebody uses them by now
+        for parent in added_folders:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise
 
 
-def _make(folder: pathlib.Path, complete: Callable[[pathlib.Path], bool], make: Callable[[pathlib.Path], None]) -> None:
-    temporary = folder.with_name(f"{folder.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+def _make(
+    folder: pathlib.Path,
+    complete: Callable[[pathlib.Path], bool],
+    make: Callable[[pathlib.Path], None],
+) -> None:
+    temporary = folder.with_name(
+        f"{folder.name}.tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    )
     temporary.mkdir()
     try:
         make(temporary)
@@ -96,21 +128,24 @@ def _make(folder: pathlib.Path, complete: Callable[[pathlib.Path], bool], make: 
         try:
             temporary.rename(folder)
         except OSError:
-            if not complete(folder):  # else another machine was faster: the same content, so theirs stays
+            # else another machine was faster: the same content, so theirs stays
+            if not complete(folder):
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _clean(folder: pathlib.Path) -> None:
-    """Removes what killed processes of this machine left. Only under the lock: then none of them is alive."""
+    """Removes what killed processes of this machine left. Only under the lock: then none of them is
+    alive."""
     for left in folder.parent.glob(f"{folder.name}.tmp-{socket.gethostname()}-*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path, progress: bool) -> Iterator[bool]:
-    """Holds a lock that ends with the process, however it ends. Yields False where the file system has none."""
+    """Holds a lock that ends with the process, however it ends. Yields False where the file system
+    has none."""
     while True:
         with open(path, "w") as file:
             try:

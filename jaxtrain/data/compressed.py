@@ -1,8 +1,9 @@
 """Files as streams of bytes, decompressed where they are compressed: gzip, bzip2, zstd and xz.
 
-What a file begins with decides, not its name: a compressed file that lost its suffix is decompressed, and one that something on its way
-has decompressed already is read as it is. A file may be several compressed streams one after the other, as parallel compressors and `cat`
-make them. Nothing is ever whole in memory.
+What a file begins with decides, not its name: a compressed file that lost its suffix is
+decompressed, and one that something on its way has decompressed already is read as it is. A file
+may be several compressed streams one after the other, as parallel compressors and `cat` make them.
+Nothing is ever whole in memory.
 """
 
 import bz2
@@ -17,15 +18,27 @@ from typing import Any, Protocol
 
 from jaxtrain.data.bad_records import BadRecord
 
-SUFFIXES = {".gz": "gzip", ".gzip": "gzip", ".bz2": "bzip2", ".zst": "zstd", ".zstd": "zstd", ".xz": "xz"}
+SUFFIXES = {
+    ".gz": "gzip",
+    ".gzip": "gzip",
+    ".bz2": "bzip2",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".xz": "xz",
+}
 BLOCK = 1 << 20  # bytes read, and at most decompressed, at a time
 MAGIC = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
-    **{bytes([0x50 + n]) + b"\x2a\x4d\x18": "zstd" for n in range(16)},  # a skippable frame goes before, as pzstd writes it
+    # a skippable frame goes before, as pzstd writes it
+    **{bytes([0x50 + n]) + b"\x2a\x4d\x18": "zstd" for n in range(16)},
     b"\xfd7zXZ\x00": "xz",
     # The level, then the first block, or the end of an empty file.
-    **{f"BZh{level}".encode() + block: "bzip2" for level in range(1, 10) for block in (b"1AY&SY", b"\x17rE8P\x90")},
+    **{
+        f"BZh{level}".encode() + block: "bzip2"
+        for level in range(1, 10)
+        for block in (b"1AY&SY", b"\x17rE8P\x90")
+    },
 }
 HEAD = 512  # bytes by which a file is known
 TOO_WIDE = "requires too much memory"  # in what zstd says of a window that it does not take unasked
@@ -34,7 +47,8 @@ TOO_WIDE = "requires too much memory"  # in what zstd says of a window that it d
 class Reader(io.BufferedReader):
     """The bytes of a file, decompressed; read it by blocks or by lines.
 
-    Raises BadRecord where compressed content is damaged or cut short (what comes before has been read by then), and for archives of files.
+    Raises BadRecord where compressed content is damaged or cut short (what comes before has been
+    read by then), and for archives of files.
     """
 
     def __init__(self, path: str):
@@ -43,7 +57,11 @@ class Reader(io.BufferedReader):
         super().__init__(self._source, BLOCK)
         if archive := _archive(self.peek(HEAD)[:HEAD]):
             self.close()
-            raise BadRecord(path, f"{archive}, not a text", "unpack it into a folder, or let its name begin with a dot")
+            raise BadRecord(
+                path,
+                f"{archive}, not a text",
+                "unpack it into a folder, or let its name begin with a dot",
+            )
 
     def taken(self) -> int:
         """Bytes of the file, as it is on the disk, that were read since this was asked last."""
@@ -127,7 +145,9 @@ class _Bytes(io.RawIOBase):
         if self._kind == "zstd":
             import pyarrow  # half a second, and needed by few: not at the top
 
-            self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(self._file, "r"), "zstd")
+            self._stream = pyarrow.CompressedInputStream(
+                pyarrow.PythonFile(self._file, "r"), "zstd"
+            )
         elif self._kind:
             self._stream = DECOMPRESSORS[self._kind]()
 
@@ -140,7 +160,11 @@ class _Bytes(io.RawIOBase):
             self.position += count
             return count
         try:
-            data = self._stream.read(len(buffer)) if self._kind == "zstd" else self._members(len(buffer))
+            data = (
+                self._stream.read(len(buffer))
+                if self._kind == "zstd"
+                else self._members(len(buffer))
+            )
             self.position = self._file.tell()
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and error.errno:
@@ -149,13 +173,16 @@ class _Bytes(io.RawIOBase):
             if TOO_WIDE in reason:
                 raise BadRecord(
                     self._path,
-                    "its zstd content needs more than 128 MiB of memory to be decompressed (a window of --long=28 or more)",
+                    "its zstd content needs more than 128 MiB of memory to be decompressed (a "
+                    "window of --long=28 or more)",
                     "compress it again with --long=27 or less",
                 ) from error
             raise BadRecord(
                 self._path,
-                f"damaged or cut short: its {self._kind} content ends after {self._delivered:,} bytes of text, "
-                f"at byte {self._file.tell():,} of {os.fstat(self._file.fileno()).st_size:,} ({reason})",
+                f"damaged or cut short: its {self._kind} content ends after "
+                f"{self._delivered:,} bytes of text, "
+                f"at byte {self._file.tell():,} of {os.fstat(self._file.fileno()).st_size:,} "
+                f"({reason})",
                 "get the file again",
             ) from error
         buffer[: len(data)] = data
@@ -163,7 +190,8 @@ class _Bytes(io.RawIOBase):
         return len(data)
 
     def _members(self, most: int) -> bytes:
-        """Up to `most` bytes of one compressed stream after the other; none at the end of the last."""
+        """Up to `most` bytes of one compressed stream after the other; none at the end of the
+        last."""
         while True:
             if self._stream.eof:
                 rest = self._stream.unused_data or self._file.read(BLOCK)
@@ -188,15 +216,24 @@ class _Bytes(io.RawIOBase):
 
 
 def _compression(path: str, head: bytes) -> str | None:
-    """The compression of a file that begins with `head`. BadRecord for a name that promises one, before what is neither that nor text."""
+    """The compression of a file that begins with `head`. BadRecord for a name that promises one,
+    before what is neither that nor text."""
     for magic, kind in MAGIC.items():
         if head.startswith(magic):
             return kind
     claimed = SUFFIXES.get(os.path.splitext(path)[1].lower())
     if head and any(kind == claimed and magic.startswith(head) for magic, kind in MAGIC.items()):
-        raise BadRecord(path, f"cut short: it ends within the first bytes of a {claimed} file", "get the file again")
+        raise BadRecord(
+            path,
+            f"cut short: it ends within the first bytes of a {claimed} file",
+            "get the file again",
+        )
     if claimed and b"\0" in head:
-        raise BadRecord(path, f"does not begin as a {claimed} file does, and is no text", "get it again, or rename it")
+        raise BadRecord(
+            path,
+            f"does not begin as a {claimed} file does, and is no text",
+            "get it again, or rename it",
+        )
     return None
 
 

@@ -1,9 +1,11 @@
 """Documents → ids, on all cores and in their order.
 
-    pieces ── lists of about TASK characters ──► threads: tokenizer ──► arrays of ids, as they were read
+    pieces ── lists of about TASK characters ──► threads: tokenizer
+           ──► arrays of ids, as they were read
 
-A tokenizers file's work is done outside of Python's lock, so threads are enough: several lists are encoded at once, the next ones are read
-and those before are stored meanwhile. The result does not depend on how pieces are put into lists, nor on the number of threads.
+A tokenizers file's work is done outside of Python's lock, so threads are enough: several lists are
+encoded at once, the next ones are read and those before are stored meanwhile. The result does not
+depend on how pieces are put into lists, nor on the number of threads.
 """
 
 import collections
@@ -43,7 +45,8 @@ def cores() -> int:
 
 
 def encode(pieces: Iterable[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Iterator[Encoded]:
-    """The ids of pieces, in their order. Raises DataError for a text that the tokenizer cannot encode, and whatever `pieces` raises."""
+    """The ids of pieces, in their order. Raises DataError for a text that the tokenizer cannot
+    encode, and whatever `pieces` raises."""
     threads = concurrent.futures.ThreadPoolExecutor(cores(), thread_name_prefix="jaxtrain-encode")
     waiting: collections.deque[concurrent.futures.Future[Encoded]] = collections.deque()
     try:
@@ -74,7 +77,10 @@ def _encode(task: list[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Encoded
     parts = tokenizer.encode_batch([piece.text for piece in task])
     flat = np.concatenate(parts)
     if len(flat) and flat.max() >= tokenizer.vocab_size:
-        raise DataError(f"the tokenizer makes id {flat.max()}, beyond its own {tokenizer.vocab_size}: use a whole data.tokenizer")
+        raise DataError(
+            f"the tokenizer makes id {flat.max()}, beyond its own {tokenizer.vocab_size}: use "
+            "a whole data.tokenizer"
+        )
     ends = np.array([piece.ends for piece in task])
     lengths = np.array([len(part) for part in parts]) + ends
     stops = np.cumsum(lengths)[ends]
@@ -83,5 +89,7 @@ def _encode(task: list[Piece], tokenizer: Tokenizer, dtype: np.dtype) -> Encoded
     text[stops - 1] = False
     ids[text] = flat
     mask = np.repeat(np.array([piece.counts for piece in task], np.uint8), lengths)
-    size = sum(len(piece.text) if piece.text.isascii() else len(piece.text.encode()) for piece in task)
+    size = sum(
+        len(piece.text) if piece.text.isascii() else len(piece.text.encode()) for piece in task
+    )
     return Encoded(ids, stops, mask, size, sum(piece.size for piece in task))

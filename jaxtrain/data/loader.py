@@ -1,14 +1,20 @@
-"""Batches as global arrays: which row stands where, in every process and in every batch, from the batch's number alone.
+"""Batches as global arrays: which row stands where, in every process and in every batch, from the
+batch's number alone.
 
-    row i of batch n  = row order[n·B + i] of the split; order = a permutation of all rows for each epoch, from the seed
-    place of row i    = [i // (B / microbatches), i % (B / microbatches)] of arrays [microbatches, B / microbatches, T]
-                        where replicas train apart, so in each replica's part of the batch, its B / replicas consecutive rows
+    row i of batch n  = row order[n·B + i] of the split; order = a permutation of all rows for each
+                        epoch, from the seed
+    place of row i    = [i // (B / microbatches), i % (B / microbatches)]
+                        of arrays [microbatches, B / microbatches, T]
+                        where replicas train apart, so in each replica's part of the batch, its
+                        B / replicas consecutive rows
 
-Packing and shuffling know nothing of meshes, processes or threads; a process then reads those rows that its own devices hold, each
-once. There is no other state: to resume at batch n is to ask for batch n of the same corpus. Step t has batch t − 1, unless the run has
-passed over batches: so a checkpoint has the number of the next batch beside the step.
+Packing and shuffling know nothing of meshes, processes or threads; a process then reads those rows
+that its own devices hold, each once. There is no other state: to resume at batch n is to ask for
+batch n of the same corpus. Step t has batch t − 1, unless the run has passed over batches: so a
+checkpoint has the number of the next batch beside the step.
 
-Legend: B the global batch in rows, T the sequence length. Cutting rows is in packing.py, preparing a corpus in tokens.py.
+Legend: B the global batch in rows, T the sequence length. Cutting rows is in packing.py, preparing
+a corpus in tokens.py.
 """
 
 import collections
@@ -33,15 +39,18 @@ Batch = dict[str, jax.Array]
 class Loader:
     """The batches of one split of a corpus.
 
-    A batch is a dict of arrays [microbatches, B / microbatches, T] with the given sharding: those of packing.Rows.
+    A batch is a dict of arrays [microbatches, B / microbatches, T] with the given sharding: those
+    of packing.Rows.
 
-    The train split goes on for ever, shuffled anew each epoch. The validation split is read in the order of the corpus, whole or, with
-    `batches`, in rows spread evenly over it (its first rows would be one document's); where it ends within a batch, rows of weight 0
-    fill that up.
+    The train split goes on for ever, shuffled anew each epoch. The validation split is read in the
+    order of the corpus, whole or, with `batches`, in rows spread evenly over it (its first rows
+    would be one document's); where it ends within a batch, rows of weight 0 fill that up.
 
     Args:
-      corpus: prepared; its checksum and the number of the next batch are all that a checkpoint needs.
-      data: config; sequence_length, batch_size, seed, attend_across_documents and prefetch are used.
+      corpus: prepared; its checksum and the number of the next batch are all that a checkpoint
+        needs.
+      data: config; sequence_length, batch_size, seed, attend_across_documents and prefetch are
+        used.
       split: "train" or "validation".
       sharding: of [microbatches, rows, T], over any axes of any mesh.
       microbatches: into which the batch is cut; divides B.
@@ -66,17 +75,38 @@ class Loader:
         if split not in ("train", "validation"):
             raise ValueError(f"split {split!r}: use train or validation")
         if data.batch_size % microbatches:
-            raise ValueError(f"{microbatches} microbatches do not divide data.batch_size={data.batch_size}")
+            raise ValueError(
+                f"{microbatches} microbatches do not divide data.batch_size={data.batch_size}"
+            )
         self._corpus = corpus
         self._train, self._batch_size, self._sharding = split == "train", data.batch_size, sharding
-        self._stream, self._split, self._wanted = corpus.train if self._train else corpus.validation, split, data.validation_fraction > 0
-        self._rows = Rows(corpus, self._stream, data.sequence_length, data.attend_across_documents, padded=not self._train)
-        self._name = f"the {split} split of {corpus.source} (checksum {corpus.checksum[:12]}, seed {data.seed})"
+        self._stream, self._split, self._wanted = (
+            corpus.train if self._train else corpus.validation,
+            split,
+            data.validation_fraction > 0,
+        )
+        self._rows = Rows(
+            corpus,
+            self._stream,
+            data.sequence_length,
+            data.attend_across_documents,
+            padded=not self._train,
+        )
+        self._name = (
+            f"the {split} split of {corpus.source} (checksum {corpus.checksum[:12]}, seed "
+            f"{data.seed})"
+        )
         order = grain.MapDataset.range(len(self._rows))
         if self._train:
             if not len(self._rows):
-                rule = f"data.validation_fraction={data.validation_fraction:g} holds out all of the {len(corpus.tokens)} tokens"
-                raise DataError(f"{rule} of data.source={corpus.source}: use --config.data.validation_fraction=0.0")
+                rule = (
+                    f"data.validation_fraction={data.validation_fraction:g} holds out all of the "
+                    f"{len(corpus.tokens)} tokens"
+                )
+                raise DataError(
+                    f"{rule} of data.source={corpus.source}: use "
+                    "--config.data.validation_fraction=0.0"
+                )
             order = order.shuffle(seed=_grain_seed(data.seed)).repeat()
             self.batches = None
         else:
@@ -86,7 +116,9 @@ class Loader:
         self.shape = (microbatches, self._batch_size // microbatches, data.sequence_length)
         self._local, self._place = _local_rows(sharding, self.shape, independent_replicas)
         self._ahead, self._log = data.prefetch, log
-        self._threads = concurrent.futures.ThreadPoolExecutor(max(1, data.prefetch), thread_name_prefix=f"jaxtrain-{split}")
+        self._threads = concurrent.futures.ThreadPoolExecutor(
+            max(1, data.prefetch), thread_name_prefix=f"jaxtrain-{split}"
+        )
 
     def remarks(self) -> list[str]:
         """For people: what is unusual about so little text; nothing where there is enough."""
@@ -95,10 +127,16 @@ class Loader:
         if not self._train:
             return [] if rows or not self._wanted else [f"{few}: there is nothing to evaluate on"]
         if self._rows.repeated:
-            return [f"{few}, and data.sequence_length={length} takes {length + 1}: its documents repeat within a sequence"]
+            return [
+                f"{few}, and data.sequence_length={length} takes {length + 1}: its documents "
+                "repeat within a sequence"
+            ]
         if rows < self._batch_size:
             count = f"{rows} sequence{'s'[: rows > 1]} of {length}"
-            return [f"{few}, which are {count}, and data.batch_size={self._batch_size}: they repeat within a batch"]
+            return [
+                f"{few}, which are {count}, and data.batch_size={self._batch_size}: they "
+                "repeat within a batch"
+            ]
         return []
 
     @property
@@ -108,23 +146,30 @@ class Loader:
 
     def specification(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, types and shardings of a batch, for compiling before there is one."""
-        return {k: jax.ShapeDtypeStruct(self.shape, v.dtype, sharding=self._sharding) for k, v in self._rows.empty().items()}
+        return {
+            k: jax.ShapeDtypeStruct(self.shape, v.dtype, sharding=self._sharding)
+            for k, v in self._rows.empty().items()
+        }
 
     def batch(self, number: int) -> Batch:
         """The batch with a number, from 0, read now."""
         return self.read(number)[1]
 
     def read(self, number: int) -> tuple[dict[int, int | None], Batch]:
-        """The same after place → row of the split, of those rows that this process has read for it."""
+        """The same after place → row of the split, of those rows that this process has read for
+        it."""
         if number < 0 or (self.batches is not None and number >= self.batches):
             raise IndexError(f"batch {number} of {self.batches} of {self._name}")
         self._corpus.check_whole()
         indices = {i: self._index(number * self._batch_size + i) for i in self._local}
-        rows: list[Row] = [self._rows.empty() if index is None else self._rows[index] for index in indices.values()]
+        rows: list[Row] = [
+            self._rows.empty() if index is None else self._rows[index] for index in indices.values()
+        ]
         return indices, {name: self._place_array([row[name] for row in rows]) for name in rows[0]}
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
-        """Batches from number `start` up to `stop` (None: for ever, or all of the validation split), data.prefetch of them read ahead.
+        """Batches from number `start` up to `stop` (None: for ever, or all of the validation
+        split), data.prefetch of them read ahead.
 
         An error in a thread is raised here, at the batch that it belongs to.
         """
@@ -150,7 +195,10 @@ class Loader:
         first = number * self._batch_size
         rows = [self._index(first + i) for i in range(self._batch_size)]
         shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
-        return f"batch {number}: epoch {first // max(1, self.rows)}, rows {shown} of the {self.rows} of {self._name}"
+        return (
+            f"batch {number}: epoch {first // max(1, self.rows)}, rows {shown} of the {self.rows} "
+            f"of {self._name}"
+        )
 
     def close(self) -> None:
         """Ends the threads. Nothing can be iterated afterwards."""
@@ -167,7 +215,11 @@ class Loader:
         if self.batches is None:
             return self._order[i]
         wanted = self.batches * self._batch_size
-        return self._order[i * self.rows // wanted if wanted < self.rows else i] if i < self.rows else None
+        return (
+            self._order[i * self.rows // wanted if wanted < self.rows else i]
+            if i < self.rows
+            else None
+        )
 
     def _taken(self, number: int, rows: dict[int, int | None], batch: Batch) -> Batch:
         if self._log:
@@ -180,7 +232,8 @@ class Loader:
         def block(index: Any) -> np.ndarray:
             return local[self._place[index[:2]]][..., index[2]]
 
-        with jax.transfer_guard_host_to_device("allow"):  # JAX takes this for an implicit transfer, and it is meant
+        # JAX takes this for an implicit transfer, and it is meant
+        with jax.transfer_guard_host_to_device("allow"):
             return jax.make_array_from_callback(self.shape, self._sharding, block)
 
 
@@ -204,10 +257,18 @@ class Feed:
         self.position, self._batches = position, self._loader.iterate(position, position + count)
 
 
-def _local_rows(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], independent_replicas: int) -> tuple[list[int], np.ndarray]:
-    """The rows of a batch that this process's devices hold, ascending; and [microbatches, rows] the place of each in that list, or −1."""
+def _local_rows(
+    sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], independent_replicas: int
+) -> tuple[list[int], np.ndarray]:
+    """The rows of a batch that this process's devices hold, ascending; and [microbatches, rows] the
+    place of each in that list, or −1."""
     microbatches, rows, _ = shape
-    row = np.arange(microbatches * rows).reshape(independent_replicas, microbatches, -1).swapaxes(0, 1).reshape(microbatches, rows)
+    row = (
+        np.arange(microbatches * rows)
+        .reshape(independent_replicas, microbatches, -1)
+        .swapaxes(0, 1)
+        .reshape(microbatches, rows)
+    )
     needed = np.zeros(shape[:2], bool)
     indices: Any = sharding.addressable_devices_indices_map(shape)
     for index in indices.values():
@@ -217,5 +278,6 @@ def _local_rows(sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], in
 
 
 def _grain_seed(seed: int) -> int:
-    """Grain adds the epoch to its seed, so neighbouring seeds would share epochs: spread them over its 32 bits."""
+    """Grain adds the epoch to its seed, so neighbouring seeds would share epochs: spread them over
+    its 32 bits."""
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")

@@ -1,9 +1,10 @@
 """Rows of a fixed length, cut from a split's documents by random access.
 
-Documents stand one after the other; row r holds tokens r·T to r·T + T of the stream, so that its T targets are its T inputs moved on
-by one, and no token but the very last few is left out. With attend_across_documents=False every document in a row is a segment of its
-own, a document cut by the row's beginning starts anew there, and no token is asked to predict the next document's first. Where there
-are too few tokens for one row, the documents repeat in it.
+Documents stand one after the other; row r holds tokens r·T to r·T + T of the stream, so that its T
+targets are its T inputs moved on by one, and no token but the very last few is left out. With
+attend_across_documents=False every document in a row is a segment of its own, a document cut by the
+row's beginning starts anew there, and no token is asked to predict the next document's first. Where
+there are too few tokens for one row, the documents repeat in it.
 
     stream      a b c $ d e $ f g h i …           T = 6
     tokens      a b c $ d e                       targets     b c $ d e $
@@ -24,24 +25,43 @@ Row = dict[str, np.ndarray]
 class Rows:
     """The rows of a stream of a corpus: `len()` and `[r]`.
 
-    A row is a dict of arrays [T]: `tokens` and `targets` int32, `weights` float32 (0 where the target does not count in the loss), and,
-    if attend_across_documents is False, `segments` int32 (1, 2, … along the row) and `positions` int32.
+    A row is a dict of arrays [T]: `tokens` and `targets` int32, `weights` float32 (0 where the
+    target does not count in the loss), and, if attend_across_documents is False, `segments` int32
+    (1, 2, … along the row) and `positions` int32.
 
-    With `padded` the stream's rest is a last row too, filled up with targets of weight 0; otherwise it is left out, or, where it is all
-    there is, repeated. `repeated` says so.
+    With `padded` the stream's rest is a last row too, filled up with targets of weight 0; otherwise
+    it is left out, or, where it is all there is, repeated. `repeated` says so.
 
-    Raises DataError for a row with an id that the corpus's tokenizer does not have: what the corpus was checked for when it was
-    prepared no longer holds.
+    Raises DataError for a row with an id that the corpus's tokenizer does not have: what the corpus
+    was checked for when it was prepared no longer holds.
     """
 
-    def __init__(self, corpus: Corpus, stream: Stream, sequence_length: int, attend_across_documents: bool = True, padded: bool = False):
-        self._corpus, self._stream, self._length, self._across = corpus, stream, sequence_length, attend_across_documents
+    def __init__(
+        self,
+        corpus: Corpus,
+        stream: Stream,
+        sequence_length: int,
+        attend_across_documents: bool = True,
+        padded: bool = False,
+    ):
+        self._corpus, self._stream, self._length, self._across = (
+            corpus,
+            stream,
+            sequence_length,
+            attend_across_documents,
+        )
         # Plain views: a memmap's own slicing costs several times as much.
         self._tokens, self._documents = np.asarray(corpus.tokens), np.asarray(corpus.documents)
         self._mask = None if corpus.mask is None else np.asarray(corpus.mask)
         targets = max(0, len(stream) - 1)
         self.repeated = not padded and 0 < len(stream) <= sequence_length
-        self._count = -(-targets // sequence_length) if padded else 1 if self.repeated else targets // sequence_length
+        self._count = (
+            -(-targets // sequence_length)
+            if padded
+            else 1
+            if self.repeated
+            else targets // sequence_length
+        )
 
     def __len__(self) -> int:
         return self._count
@@ -80,11 +100,17 @@ class Rows:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             bad = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
             source, folder = self._corpus.source, self._corpus.folder
-            rule = f"token {bad} is beyond the {size} ids of its tokenizer, and was not when the corpus was prepared"
-            raise DataError(f"data.source={source}: {rule}: remove {folder}, and it is prepared again")
+            rule = (
+                f"token {bad} is beyond the {size} ids of its tokenizer, and was not when the "
+                "corpus was prepared"
+            )
+            raise DataError(
+                f"data.source={source}: {rule}: remove {folder}, and it is prepared again"
+            )
 
     def _starts(self, begin: int, end: int) -> np.ndarray:
-        """[T + 1] bool: where a segment begins, which is at the row's beginning, at each document's, and at the padding's."""
+        """[T + 1] bool: where a segment begins, which is at the row's beginning, at each
+        document's, and at the padding's."""
         first, done = np.zeros(self._length + 1, bool), 0
         first[0] = True
         for low, high in self._stream.ranges(begin, end):

@@ -1,14 +1,18 @@
-"""Files of records → documents: JSONL, JSON and Parquet, and the fields that `data.text_fields` names in them.
+"""Files of records → documents: JSONL, JSON and Parquet, and the fields that `data.text_fields`
+names in them.
 
     JSONL    a record a line; blank lines are no records
-    JSON     a list of records; or one record; or one a line, which is JSONL by another name; or several, one after the other
+    JSON     a list of records; or one record; or one a line, which is JSONL by another name; or
+             several, one after the other
     Parquet  a record a row
 
-A record is an object, its text that of its fields, joined. A field's name may be a path: `doc.text` is the field `text` of `doc`, and
-`turns.0.text` that of the first of a list; a field whose own name is `doc.text` comes before. Everything is a stream: of a list, the
-items at hand are in memory, not the list.
+A record is an object, its text that of its fields, joined. A field's name may be a path: `doc.text`
+is the field `text` of `doc`, and `turns.0.text` that of the first of a list; a field whose own name
+is `doc.text` comes before. Everything is a stream: of a list, the items at hand are in memory, not
+the list.
 
-Readers yield the pieces of documents and, in the place of a record that cannot be read, a BadRecord. One that is raised ends its file.
+Readers yield the pieces of documents and, in the place of a record that cannot be read, a
+BadRecord. One that is raised ends its file.
 """
 
 import codecs
@@ -24,27 +28,31 @@ from jaxtrain.data.compressed import BLOCK, Reader
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 SPACES = re.compile(r"[ \t\r\n]*")
-CUT = 16  # characters before the end of what was read in which a word or number that is cut there may begin
+# characters before the end of what was read in which a word or number that is cut there may begin
+CUT = 16
 SET_FIELDS = "set data.text_fields"
 ROWS = 256  # of Parquet, read together
 MISSING = object()
 DECODER = json.JSONDecoder()
 
-Runs = list[tuple[bool, tuple[str, ...]]]  # (whether their tokens count in the loss, names of fields)
+# (whether their tokens count in the loss, names of fields)
+Runs = list[tuple[bool, tuple[str, ...]]]
 
 
 class File(NamedTuple):
     """A file of a source. Size in bytes; `modified` in nanoseconds."""
 
     path: str
-    format: str  # text, json, jsonl, parquet, bin, npy, or python: a text that is left out if it is empty or not UTF-8
+    # text, json, jsonl, parquet, bin, npy, or python: a text that is left out if it is empty or not
+    # UTF-8
+    format: str
     size: int
     modified: int
 
 
 class Piece(NamedTuple):
-    """A part of a document: its text, whether its tokens count in the loss, whether the document ends here, and the bytes read for it,
-    as they are in the file."""
+    """A part of a document: its text, whether its tokens count in the loss, whether the document
+    ends here, and the bytes read for it, as they are in the file."""
 
     text: str
     counts: bool
@@ -55,7 +63,7 @@ class Piece(NamedTuple):
 Pieces = Iterator[Piece | BadRecord]
 
 
-# --- JSONL -----------------------------------------------------------------------------------------------------------------------
+# --- JSONL ----------------------------------------------------------------------------------------
 
 
 def read_jsonl(file: File, runs: Runs) -> Pieces:
@@ -87,26 +95,35 @@ def _parse(line: bytes, where: str) -> Any:
         raise not_utf8(where, error.object[error.start], error.reason) from error
     except json.JSONDecodeError as error:
         raise BadRecord(where, f"not valid JSON: {error.msg} (column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested lists
+    # a number of thousands of digits, thousands of nested lists
+    except (ValueError, RecursionError) as error:
         raise BadRecord(where, f"JSON that cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def not_utf8(where: str, byte: int, reason: str) -> BadRecord:
     """What is said of a byte that is not UTF-8."""
-    return BadRecord(where, f"not UTF-8 text (0x{byte:02x}: {reason})", "convert it, or let the file's name begin with a dot")
+    return BadRecord(
+        where,
+        f"not UTF-8 text (0x{byte:02x}: {reason})",
+        "convert it, or let the file's name begin with a dot",
+    )
 
 
 def _check_surrogates(document: list[Piece], where: str) -> None:
-    """BadRecord for half of a surrogate pair: only an escape can bring it into decoded UTF-8, and it has no encoding."""
+    """BadRecord for half of a surrogate pair: only an escape can bring it into decoded UTF-8, and
+    it has no encoding."""
     if any(SURROGATE.search(piece.text) for piece in document):
-        raise BadRecord(where, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+        raise BadRecord(
+            where, "half of a surrogate pair (\\ud800 to \\udfff), which is no character"
+        )
 
 
-# --- JSON ------------------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def read_json(file: File, runs: Runs) -> Pieces:
-    """The records of a JSON file, which is a list of them, or one, or several, one after the other."""
+    """The records of a JSON file, which is a list of them, or one, or several, one after the
+    other."""
     if _has_records_as_lines(file.path):
         yield from read_jsonl(file, runs)
         return
@@ -114,8 +131,18 @@ def read_json(file: File, runs: Runs) -> Pieces:
         text = _JsonText(stream, file.path)
         first = text.peek()
         if first not in ("[", "{"):
-            kind = "nothing" if not first else "text" if first == '"' else f"what begins with {first!r}"
-            raise BadRecord(text.where, f"a JSON file must hold an object, a list of objects, or one object a line, not {kind}")
+            kind = (
+                "nothing"
+                if not first
+                else "text"
+                if first == '"'
+                else f"what begins with {first!r}"
+            )
+            raise BadRecord(
+                text.where,
+                "a JSON file must hold an object, a list of objects, or one object a line, "
+                f"not {kind}",
+            )
         for where, raw, record in _items(text) if first == "[" else _values(text):
             try:
                 _check_bytes(raw, where)
@@ -131,9 +158,11 @@ def read_json(file: File, runs: Runs) -> Pieces:
 
 
 class _JsonText:
-    """The part of a JSON text that is being read: from `at` on, and more of it at its end when that is needed.
+    """The part of a JSON text that is being read: from `at` on, and more of it at its end when that
+    is needed.
 
-    Bytes that are not UTF-8 are in it as lone surrogates, so that their record can be told from the others.
+    Bytes that are not UTF-8 are in it as lone surrogates, so that their record can be told from the
+    others.
     """
 
     def __init__(self, stream: Reader, path: str):
@@ -169,17 +198,24 @@ class _JsonText:
         self._at += 1
 
     def value(self) -> tuple[str, Any]:
-        """The JSON value that begins here, as it stands there and decoded. BadRecord for what is none."""
+        """The JSON value that begins here, as it stands there and decoded. BadRecord for what is
+        none."""
         while True:
             try:
                 value, end = DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                # Not whole yet? A string has no line break in it: one that is not closed is a long one.
-                cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - CUT
+                # Not whole yet? A string has no line break in it: one that is not closed is a long
+                # one.
+                cut = (
+                    error.msg.startswith("Unterminated string")
+                    or error.pos >= len(self._text) - CUT
+                )
                 if not (cut and self._more()):
                     raise self._not_json(error.msg, error.pos) from error
             except (ValueError, RecursionError) as error:
-                raise BadRecord(self.where, f"JSON that cannot be read: {str(error).splitlines()[0]}") from error
+                raise BadRecord(
+                    self.where, f"JSON that cannot be read: {str(error).splitlines()[0]}"
+                ) from error
             else:
                 if end < len(self._text) or not self._more():
                     raw, self._at = self._text[self._at : end], end
@@ -189,14 +225,18 @@ class _JsonText:
         line = self._text.rfind("\n", 0, place) + 1
         column = place - line + 1 + (self._before if not line else 0)
         number = self._line + self._text.count("\n", self._counted, place)
-        return BadRecord(f"{self._path}:{number}", f"not valid JSON: {message} (column {column}), and the rest of the file cannot be read")
+        return BadRecord(
+            f"{self._path}:{number}",
+            f"not valid JSON: {message} (column {column}), and the rest of the file cannot be read",
+        )
 
     def _count_lines(self) -> None:
         self._line += self._text.count("\n", self._counted, self._at)
         self._counted = self._at
 
     def _more(self) -> bool:
-        """Reads as much as is waiting once more, so that a long value is tried a few times only. False at the end of the file."""
+        """Reads as much as is waiting once more, so that a long value is tried a few times only.
+        False at the end of the file."""
         if self._ended:
             return False
         self._count_lines()
@@ -205,12 +245,17 @@ class _JsonText:
         rest = self._text[self._at :]
         block = self._stream.read(max(BLOCK, len(rest)))
         self._ended = not block
-        self._text, self._at, self._counted = rest + self._decoder.decode(block, final=not block), 0, 0
+        self._text, self._at, self._counted = (
+            rest + self._decoder.decode(block, final=not block),
+            0,
+            0,
+        )
         return True
 
 
 def _has_records_as_lines(path: str) -> bool:
-    """Whether a JSON file has an object a line: the first is whole on its line, or was meant to be."""
+    """Whether a JSON file has an object a line: the first is whole on its line, or was meant to
+    be."""
     with Reader(path) as stream:
         text = _JsonText(stream, path)
         if text.peek() != "{":
@@ -243,7 +288,9 @@ def _items(text: _JsonText) -> Iterator[tuple[str, str, Any]]:
             text.peek()
         elif following != "]":
             cut = "the list does not end: the file is cut short"
-            problem = f"{following!r} stands where a comma or the list's end should" if following else cut
+            problem = (
+                f"{following!r} stands where a comma or the list's end should" if following else cut
+            )
             raise BadRecord(text.where, f"not valid JSON: {problem}")
     text.skip()
     if text.peek():
@@ -258,7 +305,7 @@ def _check_bytes(raw: str, where: str) -> None:
         raise not_utf8(where, ord(raw[error.start]) - 0xDC00, "invalid byte") from error
 
 
-# --- Parquet ---------------------------------------------------------------------------------------------------------------------
+# --- Parquet --------------------------------------------------------------------------------------
 
 
 def read_parquet(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
@@ -285,11 +332,14 @@ def read_parquet(file: File, path: pathlib.Path, runs: Runs) -> Pieces:
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise  # of the disk, not of the content
-        raise BadRecord(f"{file.path}: row {row + 1}", f"not readable as Parquet: {str(error).splitlines()[0]}") from error
+        raise BadRecord(
+            f"{file.path}: row {row + 1}", f"not readable as Parquet: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
-    """The columns in which fields are, as pyarrow names them: structs down to the field. BadRecord for a field that is not text."""
+    """The columns in which fields are, as pyarrow names them: structs down to the field. BadRecord
+    for a field that is not text."""
     import pyarrow
 
     # Of lists, the items that a path names.
@@ -297,8 +347,14 @@ def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
 
     def shape_of(kind: Any) -> Any:
         if pyarrow.types.is_struct(kind):
-            return {kind.field(i).name: shape_of(kind.field(i).type) for i in range(kind.num_fields)}
-        if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+            return {
+                kind.field(i).name: shape_of(kind.field(i).type) for i in range(kind.num_fields)
+            }
+        if (
+            pyarrow.types.is_list(kind)
+            or pyarrow.types.is_large_list(kind)
+            or pyarrow.types.is_fixed_size_list(kind)
+        ):
             return dict.fromkeys(indices, shape_of(kind.value_type))
         return kind
 
@@ -309,17 +365,22 @@ def _columns(path: str, schema: Any, fields: list[str]) -> list[str]:
         if column is MISSING:
             raise BadRecord(f"{path}: row 1", _no_field(shape, name), SET_FIELDS)
         value = column.value_type if isinstance(column, pyarrow.DictionaryType) else column
-        if not (value == pyarrow.string() or value == pyarrow.large_string() or value == pyarrow.string_view()):
+        if not (
+            value == pyarrow.string()
+            or value == pyarrow.large_string()
+            or value == pyarrow.string_view()
+        ):
             raise BadRecord(f"{path}: row 1", f"field {name!r} is {_kind(column)}, not text")
         columns += [column for column in shape if name == column or name.startswith(f"{column}.")]
     return list(dict.fromkeys(columns))
 
 
-# --- fields ----------------------------------------------------------------------------------------------------------------------
+# --- fields ---------------------------------------------------------------------------------------
 
 
 def _document(record: dict[str, Any], runs: Runs, where: str, size: int) -> Iterator[Piece]:
-    """The pieces of one record: one for each run of fields with the same mask. A record without any text is no document."""
+    """The pieces of one record: one for each run of fields with the same mask. A record without any
+    text is no document."""
     texts = ["".join(_text_of(record, name, where) for name in names) for _, names in runs]
     if any(texts):
         for i, text in enumerate(texts):
@@ -337,12 +398,16 @@ def _text_of(record: dict[str, Any], name: str, where: str) -> str:
 
 
 def _field(value: Any, name: str) -> Any:
-    """The value of a field of a record, or the type of a column of a schema, by its name or path; MISSING where there is none."""
+    """The value of a field of a record, or the type of a column of a schema, by its name or path;
+    MISSING where there is none."""
     inner = _inner(value)
     if name in inner:
         return inner[name]
     for at in reversed([match.start() for match in re.finditer(r"\.", name)]):
-        if name[:at] in inner and (value_inside := _field(inner[name[:at]], name[at + 1 :])) is not MISSING:
+        if (
+            name[:at] in inner
+            and (value_inside := _field(inner[name[:at]], name[at + 1 :])) is not MISSING
+        ):
             return value_inside
     return MISSING
 
@@ -357,19 +422,33 @@ def _inner(value: Any) -> dict[str, Any]:
 
 
 def _no_field(value: Any, name: str) -> str:
-    """What is said of a field that is missing: the part of its path that is there, and what that has."""
+    """What is said of a field that is missing: the part of its path that is there, and what that
+    has."""
     path = ""
     while True:
         inner = _inner(value)
-        head = next((head for head in sorted(inner, key=len, reverse=True) if name.startswith(f"{head}.")), None)
+        head = next(
+            (head for head in sorted(inner, key=len, reverse=True) if name.startswith(f"{head}.")),
+            None,
+        )
         if head is None:
             break
         path, value, name = f"{path}{head}.", inner[head], name[len(head) + 1 :]
-    fields_present = ", ".join(map(repr, inner)) or ("none" if isinstance(value, dict | list) else f"none: it is {_kind(value)}")
+    fields_present = ", ".join(map(repr, inner)) or (
+        "none" if isinstance(value, dict | list) else f"none: it is {_kind(value)}"
+    )
     inside = f"in {path.removesuffix('.')!r} " if path else ""
     return f"no field {path + name!r} ({inside}there are {fields_present})"
 
 
 def _kind(value: Any) -> str:
-    kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object", type(None): "null"}
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "an object",
+        type(None): "null",
+    }
     return kinds.get(type(value), str(value))

@@ -1,16 +1,20 @@
 """The files of `data.source`, and the documents in them.
 
-    folder   every text, JSON, JSONL and Parquet file below it, in the order of their paths; names that begin with a dot are left out,
-             links to folders are said and not followed; a pipe, a socket or a link to nothing is a file that cannot be read
+    folder   every text, JSON, JSONL and Parquet file below it, in the order of their paths; names
+             that begin with a dot are left out, links to folders are said and not followed; a pipe,
+             a socket or a link to nothing is a file that cannot be read
     text     one document a file; any suffix but those below
-    .jsonl   one document a line, of the fields `data.text_fields`, joined in that order; blank lines are no documents (.ndjson too)
+    .jsonl   one document a line, of the fields `data.text_fields`, joined in that order; blank
+             lines are no documents (.ndjson too)
     .json    one document for each object of a list, or one a line, or one alone, of the same fields
     .parquet one document a row, of the same fields
-    stdlib   the sources of the Python standard library: its *.py files without tests, one document each
+    stdlib   the sources of the Python standard library: its *.py files without tests, one document
+             each
     .bin .npy  tokens (tokens.py reads them): nothing here but their names
 
-Each may be compressed (`.jsonl.gz`, `.txt.zst`, …; compressed.py). Everything is a stream: a long text comes in pieces cut after a line,
-so that no file is ever whole in memory. Records are in records.py; encoding, the end of documents and the prepared corpus in tokens.py.
+Each may be compressed (`.jsonl.gz`, `.txt.zst`, …; compressed.py). Everything is a stream: a long
+text comes in pieces cut after a line, so that no file is ever whole in memory. Records are in
+records.py; encoding, the end of documents and the prepared corpus in tokens.py.
 """
 
 import codecs
@@ -24,15 +28,33 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxtrain.data.bad_records import BadRecord, Skipped
 from jaxtrain.data.compressed import Reader, is_compressed, unpack, without_suffix
-from jaxtrain.data.records import BYTE_ORDER_MARK, File, Piece, Pieces, Runs, not_utf8, read_json, read_jsonl, read_parquet
+from jaxtrain.data.records import (
+    BYTE_ORDER_MARK,
+    File,
+    Piece,
+    Pieces,
+    Runs,
+    not_utf8,
+    read_json,
+    read_jsonl,
+    read_parquet,
+)
 from jaxtrain.data.tokenizer import DataError
 
 STDLIB = "stdlib"
 BLOCK = 1 << 20  # bytes of a text read, and encoded, at a time
 LONGEST = 8 << 20  # characters of a text without a newline after which it is cut all the same
 TOKEN_FORMATS = ("bin", "npy")
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".bin": "bin", ".npy": "npy"}
-RECORD_READERS: dict[str, Callable[[File, Runs], Pieces]] = {"jsonl": read_jsonl, "json": read_json}  # of files read from end to end
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".bin": "bin",
+    ".npy": "npy",
+}
+# of files read from end to end
+RECORD_READERS: dict[str, Callable[[File, Runs], Pieces]] = {"jsonl": read_jsonl, "json": read_json}
 RECORD_FORMATS = {*RECORD_READERS, "parquet"}  # those with fields
 LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -41,7 +63,8 @@ LEFT_OUT_OF_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_t
 class Source:
     """`name` for messages, and the files in the order of the corpus; `root` is what the user named.
 
-    unreadable: paths below a folder that are no files to read: pipes, sockets, devices, links to nothing.
+    unreadable: paths below a folder that are no files to read: pipes, sockets, devices, links to
+        nothing.
     linked_folders: links to folders, which are not followed.
     """
 
@@ -61,30 +84,52 @@ class Source:
 
 
 def find(name: str) -> Source:
-    """The files behind a `data.source`, looked at but not read. Raises DataError if there are none."""
+    """The files behind a `data.source`, looked at but not read. Raises DataError if there are
+    none."""
     if name == STDLIB:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
-        paths = [path for path in _walk(root, LEFT_OUT_OF_STDLIB)[0] if path.endswith(".py")] if root.is_dir() else []
+        paths = (
+            [path for path in _walk(root, LEFT_OUT_OF_STDLIB)[0] if path.endswith(".py")]
+            if root.is_dir()
+            else []
+        )
         if not paths:
-            raise DataError(f"data.source=stdlib: this Python has no sources in {root}: name a folder or a file")
+            raise DataError(
+                f"data.source=stdlib: this Python has no sources in {root}: name a folder or a file"
+            )
         return Source(STDLIB, root, tuple(_stat(path, "python") for path in paths))
     root = pathlib.Path(name).expanduser()
     if not root.exists():
         raise DataError(f"data.source={name}: no such file or folder")
     if not root.is_dir() and not root.is_file():  # a pipe would be waited for, a device has no end
-        raise DataError(f"data.source={name}: not a regular file or a folder: write what it gives into a file, and name that")
+        raise DataError(
+            f"data.source={name}: not a regular file or a folder: write what it gives into a "
+            "file, and name that"
+        )
     root = root.resolve()
     paths, unreadable, linked = _walk(root, frozenset()) if root.is_dir() else ([str(root)], [], [])
     if not paths:
-        what = "links to folders, which are not followed, do" if linked else "those whose names begin with a dot do"
+        what = (
+            "links to folders, which are not followed, do"
+            if linked
+            else "those whose names begin with a dot do"
+        )
         raise (
             unreadable_file(unreadable).refusal()
             if unreadable
             else DataError(f"data.source={name}: the folder holds no files ({what} not count)")
         )
-    files = tuple(_stat(path, FORMATS.get(pathlib.Path(without_suffix(path)).suffix.lower(), "text")) for path in paths)
-    if root.is_dir() and (tokens := next((file.path for file in files if file.format in TOKEN_FORMATS), None)):
-        raise DataError(f"{tokens}: a token file is no document: name it as data.source, or let its name begin with a dot")
+    files = tuple(
+        _stat(path, FORMATS.get(pathlib.Path(without_suffix(path)).suffix.lower(), "text"))
+        for path in paths
+    )
+    if root.is_dir() and (
+        tokens := next((file.path for file in files if file.format in TOKEN_FORMATS), None)
+    ):
+        raise DataError(
+            f"{tokens}: a token file is no document: name it as data.source, or let its name "
+            "begin with a dot"
+        )
     return Source(name, root, files, tuple(unreadable), tuple(linked))
 
 
@@ -98,20 +143,31 @@ def check_files(source: Source) -> None:
 
 
 def pieces(
-    source: Source, fields: tuple[str, ...], prompt_only: tuple[str, ...], scratch: pathlib.Path, skipped: Skipped | None = None
+    source: Source,
+    fields: tuple[str, ...],
+    prompt_only: tuple[str, ...],
+    scratch: pathlib.Path,
+    skipped: Skipped | None = None,
 ) -> Iterator[Piece]:
-    """The documents of a source, piece by piece; a document may be cut anywhere, its last piece ends it.
+    """The documents of a source, piece by piece; a document may be cut anywhere, its last piece
+    ends it.
 
     Args:
-      fields: names or paths of the fields of JSON, JSONL and Parquet whose text is joined, in this order.
+      fields: names or paths of the fields of JSON, JSONL and Parquet whose text is joined, in this
+        order.
       prompt_only: those of them whose tokens do not count in the loss.
       scratch: a folder for what has to be decompressed as a whole.
-      skipped: takes the records that cannot be read, as they come; None: the first of them is raised.
+      skipped: takes the records that cannot be read, as they come; None: the first of them is
+        raised.
 
     Raises DataError, with file and line (or row), for what cannot be read.
     """
-    # Fields are encoded together where nothing tells them apart, and apart where the loss does: as a prompt is when text is generated.
-    runs = [(not masked, tuple(names)) for masked, names in itertools.groupby(fields, lambda name: name in prompt_only)]
+    # Fields are encoded together where nothing tells them apart, and apart where the loss does: as
+    # a prompt is when text is generated.
+    runs = [
+        (not masked, tuple(names))
+        for masked, names in itertools.groupby(fields, lambda name: name in prompt_only)
+    ]
     if skipped is not None:
         for path in source.unreadable:
             skipped.add(unreadable_file([path]))
@@ -144,17 +200,24 @@ def _read(file: File, runs: Runs, scratch: pathlib.Path, whole: bool) -> Pieces:
     return _text(file)
 
 
-def _walk(root: pathlib.Path, left_out: set[str] | frozenset[str]) -> tuple[list[str], list[str], list[str]]:
-    """Regular files below a folder, what cannot be read, and links to folders, which are not followed; each in the order of their paths."""
+def _walk(
+    root: pathlib.Path, left_out: set[str] | frozenset[str]
+) -> tuple[list[str], list[str], list[str]]:
+    """Regular files below a folder, what cannot be read, and links to folders, which are not
+    followed; each in the order of their paths."""
     files: list[str] = []
     others: list[str] = []
     linked: list[str] = []
-    for folder, folders, names in os.walk(root, onerror=lambda error: others.append(error.filename)):
+    for folder, folders, names in os.walk(
+        root, onerror=lambda error: others.append(error.filename)
+    ):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
         linked += [path for name in folders if os.path.islink(path := os.path.join(folder, name))]
         for name in names:
             if not name.startswith("."):
-                (files if os.path.isfile(path := os.path.join(folder, name)) else others).append(path)
+                (files if os.path.isfile(path := os.path.join(folder, name)) else others).append(
+                    path
+                )
     by_parts = lambda path: pathlib.PurePath(path).parts
     return sorted(files, key=by_parts), sorted(others, key=by_parts), sorted(linked, key=by_parts)
 
@@ -166,7 +229,9 @@ def unreadable_file(paths: Sequence[str]) -> BadRecord:
         what = "a link to nothing" if os.path.islink(paths[0]) else "it has gone"
     elif os.path.isdir(paths[0]):
         what = "a folder that may not be read"
-    return BadRecord(paths[0], f"{what}{_others(paths)}", "remove it, or let its name begin with a dot")
+    return BadRecord(
+        paths[0], f"{what}{_others(paths)}", "remove it, or let its name begin with a dot"
+    )
 
 
 def _stat(path: str, format: str) -> File:
@@ -186,7 +251,9 @@ def _text(file: File) -> Iterator[Piece]:
                 text = decoder.decode(block, final=not read)
             except UnicodeDecodeError as error:
                 line = lines + error.object[: error.start].count(b"\n") + 1
-                raise not_utf8(f"{file.path}:{line}", error.object[error.start], error.reason) from error
+                raise not_utf8(
+                    f"{file.path}:{line}", error.object[error.start], error.reason
+                ) from error
             lines += text.count("\n")
             kept += text
             empty &= not text
@@ -205,11 +272,14 @@ def _others(paths: Sequence[str]) -> str:
 
 
 def _is_empty(path: str, others: str = "") -> BadRecord:
-    return BadRecord(f"{path}:1", f"the file is empty{others}", "remove it, or let its name begin with a dot")
+    return BadRecord(
+        f"{path}:1", f"the file is empty{others}", "remove it, or let its name begin with a dot"
+    )
 
 
 def _parquet(file: File, runs: Runs, scratch: pathlib.Path) -> Pieces:
-    """A file that is compressed as a whole is decompressed first: its parts are read in an order of their own."""
+    """A file that is compressed as a whole is decompressed first: its parts are read in an order of
+    their own."""
     if not is_compressed(file.path):
         yield from read_parquet(file, pathlib.Path(file.path), runs)
         return

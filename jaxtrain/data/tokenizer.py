@@ -1,8 +1,8 @@
 """Tokenizers: text ↔ ids, and the description with which a checkpoint finds its tokenizer again.
 
-Three kinds, chosen by `data.tokenizer`: `bytes` (ids 0 to 255, end of document 256), the path of a Hugging Face tokenizers JSON
-file, and `none` for token files whose tokenizer is not at hand (ids stand for themselves). Reading files of text is in sources.py,
-preparing a corpus in tokens.py.
+Three kinds, chosen by `data.tokenizer`: `bytes` (ids 0 to 255, end of document 256), the path of a
+Hugging Face tokenizers JSON file, and `none` for token files whose tokenizer is not at hand (ids
+stand for themselves). Reading files of text is in sources.py, preparing a corpus in tokens.py.
 """
 
 import dataclasses
@@ -19,17 +19,27 @@ import tokenizers
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 # Looked up in this order: what published tokenizers call the end of a document.
-END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
+END_OF_DOCUMENT = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<｜end▁of▁sentence｜>",
+)
 
 
 class DataError(RunError, ValueError):
-    """A corpus, a tokenizer or a data field that cannot be used. The message is one line, with file and line where there are any."""
+    """A corpus, a tokenizer or a data field that cannot be used. The message is one line, with file
+    and line where there are any."""
 
     status = ExitStatus.BAD_DATA
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. `vocab_size` is the largest id plus one; `end_of_document` ends each document (None: there is no such id)."""
+    """Text to ids and back. `vocab_size` is the largest id plus one; `end_of_document` ends each
+    document (None: there is no such id)."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -46,7 +56,8 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids, without the ends of documents. Ids that stand for no text are left out; it raises for none."""
+        """The text of some ids, without the ends of documents. Ids that stand for no text are left
+        out; it raises for none."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -76,15 +87,22 @@ class ByteTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class NoTokenizer:
-    """For token files without a tokenizer: text is written as decimal ids, and no id ends a document."""
+    """For token files without a tokenizer: text is written as decimal ids, and no id ends a
+    document."""
 
     vocab_size: int
     end_of_document: None = None
 
     def encode(self, text: str) -> np.ndarray:
         words = text.split()
-        if bad := next((w for w in words if not w.isdecimal() or len(w) > 18 or int(w) >= self.vocab_size), None):
-            raise DataError(f"data.tokenizer=none takes ids from 0 to {self.vocab_size - 1} separated by spaces as text, not {bad[:40]!r}")
+        if bad := next(
+            (w for w in words if not w.isdecimal() or len(w) > 18 or int(w) >= self.vocab_size),
+            None,
+        ):
+            raise DataError(
+                f"data.tokenizer=none takes ids from 0 to {self.vocab_size - 1} separated by "
+                f"spaces as text, not {bad[:40]!r}"
+            )
         return np.array([int(w) for w in words], np.uint32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -98,32 +116,42 @@ class NoTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizers JSON file. Its own truncation, padding and added marks are switched off.
+    """A Hugging Face tokenizers JSON file. Its own truncation, padding and added marks are switched
+    off.
 
-    Raises DataError if the file is missing, is no tokenizers file or names no token of END_OF_DOCUMENT.
+    Raises DataError if the file is missing, is no tokenizers file or names no token of
+    END_OF_DOCUMENT.
     """
 
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path).expanduser().resolve()
         try:
-            if os.path.exists(self.path) and not os.path.isfile(self.path):  # a pipe would be waited for, a device has no end
+            # a pipe would be waited for, a device has no end
+            if os.path.exists(self.path) and not os.path.isfile(self.path):
                 raise OSError(0, "not a regular file")
             self.content = self.path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"data.tokenizer={path}: {error.strerror}: use --config.data.tokenizer=bytes (or none, or a tokenizers JSON file)"
+                f"data.tokenizer={path}: {error.strerror}: use --config.data.tokenizer=bytes "
+                "(or none, or a tokenizers JSON file)"
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
         except Exception as error:  # the library raises bare Exceptions
-            raise DataError(f"data.tokenizer={path} is not a tokenizers JSON file: {_first_line(error)}") from error
-        # Files made for fine-tuning often carry these; in a corpus they would cut or fill documents silently.
+            raise DataError(
+                f"data.tokenizer={path} is not a tokenizers JSON file: {_first_line(error)}"
+            ) from error
+        # Files made for fine-tuning often carry these; in a corpus they would cut or fill documents
+        # silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = {token: self._tokenizer.token_to_id(token) for token in END_OF_DOCUMENT}
         separators = [i for i in ids.values() if i is not None]
         if not separators:
-            raise DataError(f"data.tokenizer={path} has no end-of-document token: it needs one of {' '.join(END_OF_DOCUMENT)}")
+            raise DataError(
+                f"data.tokenizer={path} has no end-of-document token: it needs one of "
+                f"{' '.join(END_OF_DOCUMENT)}"
+            )
         self.end_of_document: int = separators[0]
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
@@ -140,18 +168,23 @@ class FileTokenizer:
         except UnicodeEncodeError:
             raise
         except Exception as error:  # the library raises bare Exceptions
-            raise DataError(f"data.tokenizer={self.path} cannot encode a text: {_first_line(error)}") from error
+            raise DataError(
+                f"data.tokenizer={self.path} cannot encode a text: {_first_line(error)}"
+            ) from error
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True)
+        return self._tokenizer.decode(
+            [i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True
+        )
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "tokenizers", "path": str(self.path), "sha256": self.sha256}
 
 
 def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer of `data.tokenizer` for a model of `vocab_size` ids. Raises DataError if the model has too few."""
+    """The tokenizer of `data.tokenizer` for a model of `vocab_size` ids. Raises DataError if the
+    model has too few."""
     if name == "bytes":
         tokenizer: Tokenizer = ByteTokenizer()
     elif name == "none":
@@ -161,27 +194,40 @@ def load_tokenizer(name: str, vocab_size: int) -> Tokenizer:
     if tokenizer.vocab_size > vocab_size:
         least = tokenizer.vocab_size
         raise DataError(
-            f"model.vocab_size={vocab_size} is less than the {least} ids of data.tokenizer={name}: use --config.model.vocab_size={least}"
+            f"model.vocab_size={vocab_size} is less than the {least} ids of "
+            f"data.tokenizer={name}: use --config.model.vocab_size={least}"
         )
     return tokenizer
 
 
-def tokenizer_from(description: dict[str, Any], folders: Iterable[str | pathlib.Path] = ()) -> Tokenizer:
+def tokenizer_from(
+    description: dict[str, Any], folders: Iterable[str | pathlib.Path] = ()
+) -> Tokenizer:
     """The tokenizer that `describe()` described.
 
-    A tokenizers file is looked for at its path, then as `tokenizer.json` in each of `folders` (a prepared corpus holds a copy), and is
-    taken where its content is the same. Raises DataError where there is none.
+    A tokenizers file is looked for at its path, then as `tokenizer.json` in each of `folders` (a
+    prepared corpus holds a copy), and is taken where its content is the same. Raises DataError
+    where there is none.
     """
     if description["kind"] == "bytes":
         return ByteTokenizer()
     if description["kind"] == "none":
         return NoTokenizer(description["vocab_size"])
-    paths = [pathlib.Path(description["path"]), *(pathlib.Path(folder) / "tokenizer.json" for folder in folders)]
+    paths = [
+        pathlib.Path(description["path"]),
+        *(pathlib.Path(folder) / "tokenizer.json" for folder in folders),
+    ]
     for path in paths:
-        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == description["sha256"]:
+        if (
+            path.is_file()
+            and hashlib.sha256(path.read_bytes()).hexdigest() == description["sha256"]
+        ):
             return FileTokenizer(path)
     state, old = "has changed" if paths[0].is_file() else "is gone", description["sha256"][:16]
-    raise DataError(f"data.tokenizer={paths[0]} {state} since this run was made: put the old file back (its sha256 begins with {old})")
+    raise DataError(
+        f"data.tokenizer={paths[0]} {state} since this run was made: put the old file back "
+        f"(its sha256 begins with {old})"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -189,18 +235,24 @@ def _first_line(error: Exception) -> str:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
-    """A prompt's ids; an empty one is the end of the document before. DataError for a text or an id that cannot be."""
+    """A prompt's ids; an empty one is the end of the document before. DataError for a text or an id
+    that cannot be."""
     try:
-        text = prompt.encode("utf-8", "surrogateescape").decode()  # a locale of few characters leaves bytes as they are
+        # a locale of few characters leaves bytes as they are
+        text = prompt.encode("utf-8", "surrogateescape").decode()
         ids = [int(i) for i in tokenizer.encode(text)]
     except UnicodeError:
         raise DataError("the prompt holds bytes that are not UTF-8: use UTF-8 text") from None
     if not ids:
         if tokenizer.end_of_document is None:
             raise DataError(
-                "the prompt is empty, and this tokenizer has no end-of-document id to start from: use one id or more, such as 0"
+                "the prompt is empty, and this tokenizer has no end-of-document id to start "
+                "from: use one id or more, such as 0"
             )
         ids = [tokenizer.end_of_document]
     if max(ids) >= vocab_size:
-        raise DataError(f"the prompt has id {max(ids)}, and the model knows {vocab_size}: use the tokenizer that it was trained with")
+        raise DataError(
+            f"the prompt has id {max(ids)}, and the model knows {vocab_size}: use the "
+            "tokenizer that it was trained with"
+        )
     return ids

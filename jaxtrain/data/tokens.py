@@ -2,15 +2,21 @@
 
 A corpus is prepared once, into a folder of the cache that is named by what it was made of:
 
-    <cache>/<source>-<key>/   corpus.json     sizes, checksum, tokenizer, and the bad records that were left out
-                              tokens.bin      uint16 or uint32 [tokens], every document ending with the end-of-document id
-                              documents.bin   int64 [documents + 1]: where each begins, then the number of tokens
-                              mask.bin        uint8 [tokens]: 1 where a token counts in the loss; only with data.loss_mask
+    <cache>/<source>-<key>/   corpus.json     sizes, checksum, tokenizer, and the bad records that
+                                              were left out
+                              tokens.bin      uint16 or uint32 [tokens], every document ending with
+                                              the end-of-document id
+                              documents.bin   int64 [documents + 1]: where each begins, then the
+                                              number of tokens
+                              mask.bin        uint8 [tokens]: 1 where a token counts in the loss;
+                                              only with data.loss_mask
                               tokenizer.json  a copy, if it was a file
 
-A source that is a token file stays where it is and is only checked and indexed; a compressed one is decompressed into the folder.
-Everything is streamed: memory does not grow with the corpus. What files hold is in sources.py, their encoding in encode.py, the held-out
-split in split.py, rows of a fixed length in packing.py, the cache's safety in cache.py. `data` below is the config's group of that name.
+A source that is a token file stays where it is and is only checked and indexed; a compressed one is
+decompressed into the folder. Everything is streamed: memory does not grow with the corpus. What
+files hold is in sources.py, their encoding in encode.py, the held-out split in split.py, rows of a
+fixed length in packing.py, the cache's safety in cache.py. `data` below is the config's group of
+that name.
 """
 
 import contextlib
@@ -34,10 +40,26 @@ from jaxtrain.data.compressed import is_compressed, unpack
 from jaxtrain.data.encode import encode
 from jaxtrain.data.records import File
 from jaxtrain.data.split import Stream, split
-from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, Tokenizer, load_tokenizer, tokenizer_from
+from jaxtrain.data.tokenizer import (
+    ByteTokenizer,
+    DataError,
+    FileTokenizer,
+    NoTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_from,
+)
 from jaxtrain.run import streams, terminal
 
-__all__ = ["Corpus", "DataError", "Tokenizer", "bigram_entropy", "load_tokenizer", "prepare", "tokenizer_from"]
+__all__ = [
+    "Corpus",
+    "DataError",
+    "Tokenizer",
+    "bigram_entropy",
+    "load_tokenizer",
+    "prepare",
+    "tokenizer_from",
+]
 
 FORMAT = 1  # of a prepared folder; part of its key
 CHUNK = 4 << 20  # tokens looked at together
@@ -81,12 +103,16 @@ class Corpus:
         return self._splits[1]
 
     def check_whole(self) -> None:
-        """Raises DataError where a file has been cut short since: to read what was mapped of it would end the process without a word."""
+        """Raises DataError where a file has been cut short since: to read what was mapped of it
+        would end the process without a word."""
         for array in (self.tokens, self.mask):
             if isinstance(array, np.memmap):
                 file: Any = array.base
                 if file.size() < array.offset + array.nbytes:
-                    rule = f"{array.filename}: the file was cut short while it was in use, and {file.size():,} bytes are left"
+                    rule = (
+                        f"{array.filename}: the file was cut short while it was in use, and "
+                        f"{file.size():,} bytes are left"
+                    )
                     raise DataError(f"{rule}: put it back as it was, and start again")
 
 
@@ -94,17 +120,24 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
     """The corpus of a `data` config, prepared now if the cache does not hold it.
 
     Args:
-      data: source, tokenizer, text_fields, loss_mask, bad_records, token_dtype, validation_fraction and cache are used.
+      data: source, tokenizer, text_fields, loss_mask, bad_records, token_dtype, validation_fraction
+        and cache are used.
       vocab_size: of the model; ids must be below it.
-      progress: whether to show a bar on standard error, then how fast it was and which records were left out.
+      progress: whether to show a bar on standard error, then how fast it was and which records were
+        left out.
 
-    Raises DataError, one line naming file and line where there are any; nothing is left behind then.
+    Raises DataError, one line naming file and line where there are any; nothing is left behind
+    then.
     """
     try:
         tokenizer = load_tokenizer(data.tokenizer, vocab_size)
         source = sources.find(data.source)
         _check(data, source, tokenizer)
-        slug = re.sub(r"[^A-Za-z0-9._-]+", "-", source.root.name if source.name != sources.STDLIB else source.name)[:40]
+        slug = re.sub(
+            r"[^A-Za-z0-9._-]+",
+            "-",
+            source.root.name if source.name != sources.STDLIB else source.name,
+        )[:40]
         folder = cache.folder_of(data.cache) / f"{slug}-{_key(data, source, tokenizer)}"
 
         def make(temporary: pathlib.Path) -> None:
@@ -114,23 +147,32 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
                 else:
                     _tokenize(temporary, data, source, tokenizer, progress)
             except (DataError, OSError) as error:
-                if _has_changed(source) and not (isinstance(error, OSError) and cache.refusal(error, cache.folder_of(data.cache))):
+                if _has_changed(source) and not (
+                    isinstance(error, OSError) and cache.refusal(error, cache.folder_of(data.cache))
+                ):
                     raise _changed(data) from error  # which is why it could not be read
                 raise
             if _has_changed(source):
                 raise _changed(data)
 
-        cache.ensure(folder, lambda path: _open(path, data, source, tokenizer) is not None, make, progress)
+        cache.ensure(
+            folder, lambda path: _open(path, data, source, tokenizer) is not None, make, progress
+        )
         corpus = _open(folder, data, source, tokenizer)
         if corpus is None:
             raise _changed(data)
     except OSError as error:
         of_cache = cache.refusal(error, cache.folder_of(data.cache))
-        raise of_cache or DataError(f"{error.filename or data.source}: {error.strerror or error}") from error
+        raise of_cache or DataError(
+            f"{error.filename or data.source}: {error.strerror or error}"
+        ) from error
     if progress:
         streams.say(
             *corpus.skipped.lines(data.source),
-            *(f"data.source={data.source}: {link} is a link to a folder, which is not followed" for link in source.linked_folders),
+            *(
+                f"data.source={data.source}: {link} is a link to a folder, which is not followed"
+                for link in source.linked_folders
+            ),
         )
     return corpus
 
@@ -144,14 +186,18 @@ def _has_changed(source: sources.Source) -> bool:
 
 
 def _changed(data: Any) -> DataError:
-    return DataError(f"data.source={data.source} changed while it was read: try again when it is complete")
+    return DataError(
+        f"data.source={data.source} changed while it was read: try again when it is complete"
+    )
 
 
 def bigram_entropy(corpus: Corpus) -> float | None:
-    """H(next byte | byte) of the training split in nats, from counts of neighbouring tokens; None if its tokens are not bytes.
+    """H(next byte | byte) of the training split in nats, from counts of neighbouring tokens; None
+    if its tokens are not bytes.
 
-    The loss of the best table of 257 × 257 probabilities: a model that is below it has learned more than pairs. Ends of documents count
-    as a byte. At most BIGRAMS pairs are counted, in blocks spread evenly over the split.
+    The loss of the best table of 257 × 257 probabilities: a model that is below it has learned more
+    than pairs. Ends of documents count as a byte. At most BIGRAMS pairs are counted, in blocks
+    spread evenly over the split.
     """
     if not isinstance(corpus.tokenizer, ByteTokenizer) or len(corpus.train) < 2:
         return None
@@ -164,14 +210,17 @@ def bigram_entropy(corpus: Corpus) -> float | None:
     counts = np.zeros(n * n, np.int64)
     corpus.check_whole()
     for block in chosen.tolist():
-        ids = corpus.train.read(corpus.tokens, block * CHUNK, min((block + 1) * CHUNK, pairs) + 1).astype(np.int32)
+        ids = corpus.train.read(
+            corpus.tokens, block * CHUNK, min((block + 1) * CHUNK, pairs) + 1
+        ).astype(np.int32)
         counts += np.bincount(ids[:-1] * n + ids[1:], minlength=n * n)
     table = counts.reshape(n, n)
     before = np.broadcast_to(table.sum(1, keepdims=True), table.shape)
     seen = table > 0
     nats = float(np.sum(table[seen] * np.log(before[seen] / table[seen])) / table.sum())
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):  # a cache that may not be written to: measured again next time
+    # a cache that may not be written to: measured again next time
+    with contextlib.suppress(OSError):
         try:
             temporary.write_text(json.dumps(nats))
             temporary.replace(path)
@@ -184,15 +233,27 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
     """Raises DataError where the fields of `data` do not fit the source."""
     mask, fields, name = ",".join(data.loss_mask), ",".join(data.text_fields), data.source
     if unknown := [field for field in data.loss_mask if field not in data.text_fields]:
-        raise DataError(f"data.loss_mask={mask}: {unknown[0]} is not in data.text_fields={fields}: name it there too")
+        raise DataError(
+            f"data.loss_mask={mask}: {unknown[0]} is not in data.text_fields={fields}: name "
+            "it there too"
+        )
     if data.loss_mask and not source.has_fields:
-        raise DataError(f"data.loss_mask={mask} names fields of JSON, JSONL or Parquet, and data.source={name} has none: leave it empty")
+        raise DataError(
+            f"data.loss_mask={mask} names fields of JSON, JSONL or Parquet, and "
+            f"data.source={name} has none: leave it empty"
+        )
     if not fields and source.has_fields:
-        raise DataError(f"data.text_fields is empty, and data.source={name} has fields: name those that hold the text")
+        raise DataError(
+            f"data.text_fields is empty, and data.source={name} has fields: name those that "
+            "hold the text"
+        )
     if isinstance(tokenizer, NoTokenizer) and not source.holds_tokens:
         least = ByteTokenizer().vocab_size
-        use = f"use {suggestion({'data.tokenizer': 'bytes'} | ({'model.vocab_size': least} if tokenizer.vocab_size < least else {}))}"
-        raise DataError(f"data.tokenizer=none is for token files, and data.source={name} is text: {use}")
+        wider = {"model.vocab_size": least} if tokenizer.vocab_size < least else {}
+        use = f"use {suggestion({'data.tokenizer': 'bytes'} | wider)}"
+        raise DataError(
+            f"data.tokenizer=none is for token files, and data.source={name} is text: {use}"
+        )
     if data.bad_records == "stop":
         sources.check_files(source)
     stored = cache.folder_of(data.cache)
@@ -201,11 +262,15 @@ def _check(data: Any, source: sources.Source, tokenizer: Tokenizer) -> None:
         and stored.is_relative_to(source.root)
         and not any(part.startswith(".") for part in stored.relative_to(source.root).parts)
     ):
-        raise DataError(f"data.cache={stored} lies in data.source={name} and would become part of it: name a folder outside")
+        raise DataError(
+            f"data.cache={stored} lies in data.source={name} and would become part of it: "
+            "name a folder outside"
+        )
 
 
 def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
-    """What a prepared folder depends on, as 16 hexadecimal digits. Of files only names, sizes and times: the checksum has the content."""
+    """What a prepared folder depends on, as 16 hexadecimal digits. Of files only names, sizes and
+    times: the checksum has the content."""
     fields = [data.text_fields, data.loss_mask] if source.has_fields else []
     raw = [_token_dtype(data.token_dtype).str] if source.files[0].format == "bin" else []
     description = {k: v for k, v in tokenizer.describe().items() if k != "path"}
@@ -216,27 +281,46 @@ def _key(data: Any, source: sources.Source, tokenizer: Tokenizer) -> str:
     return digest.hexdigest()[:16]
 
 
-def _open(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer) -> Corpus | None:
+def _open(
+    folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer
+) -> Corpus | None:
     """The corpus in a prepared folder; None if it is not there or not whole."""
     try:
         info = json.loads((folder / "corpus.json").read_text())
         n = info["tokens"]
         if source.holds_tokens:
-            ids = _map_tokens(source.files[0], _token_path(folder, source.files[0]), data.token_dtype)
+            ids = _map_tokens(
+                source.files[0], _token_path(folder, source.files[0]), data.token_dtype
+            )
         else:
             ids = np.memmap(folder / "tokens.bin", info["dtype"], "r")
         documents = np.memmap(folder / "documents.bin", "<i8", "r")
         mask = np.memmap(folder / "mask.bin", np.uint8, "r") if info["masked"] else None
     except (FileNotFoundError, KeyError, ValueError):
         return None
-    if len(ids) != n or len(documents) != info["documents"] + 1 or (mask is not None and len(mask) != n):
+    if (
+        len(ids) != n
+        or len(documents) != info["documents"] + 1
+        or (mask is not None and len(mask) != n)
+    ):
         return None
     skipped = Skipped(**info.get("skipped", {}))  # "skipped" is not there where none could be
-    return Corpus(ids, documents, mask, info["checksum"], tokenizer, folder, data.source, data.validation_fraction, skipped)
+    return Corpus(
+        ids,
+        documents,
+        mask,
+        info["checksum"],
+        tokenizer,
+        folder,
+        data.source,
+        data.validation_fraction,
+        skipped,
+    )
 
 
 class _Writer:
-    """Appends to the files of a prepared folder, with their checksums. A file is made when something is appended to it."""
+    """Appends to the files of a prepared folder, with their checksums. A file is made when
+    something is appended to it."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder, self._files = folder, contextlib.ExitStack()
@@ -248,8 +332,11 @@ class _Writer:
         content = np.ascontiguousarray(array).data.cast("B") if len(array) else memoryview(b"")
         self._digests.setdefault(name, hashlib.sha256()).update(content)
         if store:
-            if name not in self._open:  # without a buffer, which would fail once more when a file on a full disk is closed
-                self._open[name] = self._files.enter_context((self._folder / f"{name}.bin").open("wb", buffering=0))
+            # without a buffer, which would fail once more when a file on a full disk is closed
+            if name not in self._open:
+                self._open[name] = self._files.enter_context(
+                    (self._folder / f"{name}.bin").open("wb", buffering=0)
+                )
             while content:
                 content = content[self._open[name].write(content) :]
 
@@ -259,7 +346,10 @@ class _Writer:
             os.fsync(file.fileno())
         parts = {name: digest.hexdigest() for name, digest in self._digests.items()}
         whole = json.dumps([parts, info["dtype"], tokenizer.end_of_document], sort_keys=True)
-        info |= {"checksum": hashlib.sha256(whole.encode()).hexdigest(), "tokenizer": tokenizer.describe()}
+        info |= {
+            "checksum": hashlib.sha256(whole.encode()).hexdigest(),
+            "tokenizer": tokenizer.describe(),
+        }
         if isinstance(tokenizer, FileTokenizer):
             (self._folder / "tokenizer.json").write_bytes(tokenizer.content)
         (self._folder / "corpus.json").write_text(json.dumps(info, indent=1) + "\n")
@@ -277,8 +367,8 @@ def _amount(size: float) -> str:
 
 
 class _Progress:
-    """How much of a source's files is read, on a terminal in place, with the speed in MB of text (or of token files) a second; at the end
-    a line with it."""
+    """How much of a source's files is read, on a terminal in place, with the speed in MB of text
+    (or of token files) a second; at the end a line with it."""
 
     def __init__(self, name: str, total: int, shown: bool):
         self._name, self._total, self._shown, self._began = name, total, shown, time.perf_counter()
@@ -309,13 +399,18 @@ class _Progress:
         self._line.clear()
 
 
-def _tokenize(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool) -> None:
+def _tokenize(
+    folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool
+) -> None:
     """Encodes a source's documents into a folder."""
     assert tokenizer.end_of_document is not None  # _check: only a token file has no tokenizer
     dtype, n, count = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), 0, 0
     skipped = Skipped() if data.bad_records == "skip" else None
     stream = sources.pieces(source, tuple(data.text_fields), tuple(data.loss_mask), folder, skipped)
-    with _Writer(folder) as writer, _Progress(source.root.name, sum(file.size for file in source.files), progress) as shown:
+    with (
+        _Writer(folder) as writer,
+        _Progress(source.root.name, sum(file.size for file in source.files), progress) as shown,
+    ):
         writer.append("documents", np.zeros(1, "<i8"))
         for part in encode(stream, tokenizer, dtype):
             writer.append("tokens", part.ids)
@@ -326,25 +421,46 @@ def _tokenize(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer
             shown.update(part.size, part.text)
         if not count:
             bad = skipped and skipped.count
-            why = f"{bad:,} bad records were left out, first {skipped.places[0]}" if skipped and bad else "all of its text is empty"
-            raise DataError(f"{source.files[0].path}:1: no documents in data.source={data.source}: {why}")
+            why = (
+                f"{bad:,} bad records were left out, first {skipped.places[0]}"
+                if skipped and bad
+                else "all of its text is empty"
+            )
+            raise DataError(
+                f"{source.files[0].path}:1: no documents in data.source={data.source}: {why}"
+            )
         left_out = {"skipped": dataclasses.asdict(skipped)} if skipped else {}
-        writer.finish(tokenizer, dtype=dtype.str, tokens=n, documents=count, masked=bool(data.loss_mask), **left_out)
+        writer.finish(
+            tokenizer,
+            dtype=dtype.str,
+            tokens=n,
+            documents=count,
+            masked=bool(data.loss_mask),
+            **left_out,
+        )
         shown.finish(n, count)
 
 
-def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool) -> None:
-    """Checks a token file and writes its documents, which end with the end-of-document id, or at the end of the file."""
+def _index(
+    folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: Tokenizer, progress: bool
+) -> None:
+    """Checks a token file and writes its documents, which end with the end-of-document id, or at
+    the end of the file."""
     file = source.files[0]
     if is_compressed(file.path):
         unpack(file.path, folder / f"source.{file.format}")
     path = _token_path(folder, file)
     ids = _map_tokens(file, path, data.token_dtype)
     end, count = tokenizer.end_of_document, 0
-    with _Writer(folder) as writer, _Progress(source.root.name, ids.nbytes, progress) as shown, path.open("rb") as stream:
+    with (
+        _Writer(folder) as writer,
+        _Progress(source.root.name, ids.nbytes, progress) as shown,
+        path.open("rb") as stream,
+    ):
         writer.append("documents", np.zeros(1, "<i8"))
         stream.seek(ids.offset)
-        for first in range(0, len(ids), CHUNK):  # read, not mapped: a mapped file that is cut short meanwhile ends the process
+        # read, not mapped: a mapped file that is cut short meanwhile ends the process
+        for first in range(0, len(ids), CHUNK):
             chunk = np.fromfile(stream, ids.dtype, min(CHUNK, len(ids) - first))
             if first + len(chunk) < min(first + CHUNK, len(ids)):
                 raise _changed(data)
@@ -353,63 +469,96 @@ def _index(folder: pathlib.Path, data: Any, source: sources.Source, tokenizer: T
                 where = f"{file.path}: token {chunk[bad[0]]} at position {first + bad[0]}"
                 raise _beyond(where, ids, file.format != "npy", data, tokenizer)
             writer.append("tokens", chunk, store=False)
-            ends = np.flatnonzero(chunk == end) + first + 1 if end is not None else np.zeros(0, np.int64)
+            ends = (
+                np.flatnonzero(chunk == end) + first + 1
+                if end is not None
+                else np.zeros(0, np.int64)
+            )
             if first + len(chunk) == len(ids) and (not len(ends) or ends[-1] < len(ids)):
                 ends = np.append(ends, len(ids))
             writer.append("documents", ends.astype("<i8"))
             count += len(ends)
             shown.update(chunk.nbytes, chunk.nbytes)
-        writer.finish(tokenizer, dtype=ids.dtype.str, tokens=len(ids), documents=count, masked=False)
+        writer.finish(
+            tokenizer, dtype=ids.dtype.str, tokens=len(ids), documents=count, masked=False
+        )
         shown.finish(len(ids), count)
 
 
-def _beyond(where: str, ids: np.ndarray, is_raw: bool, data: Any, tokenizer: Tokenizer) -> DataError:
-    """What is said of an id of a token file that is none of the tokenizer's, or of the model's where there is no tokenizer.
+def _beyond(
+    where: str, ids: np.ndarray, is_raw: bool, data: Any, tokenizer: Tokenizer
+) -> DataError:
+    """What is said of an id of a token file that is none of the tokenizer's, or of the model's
+    where there is no tokenizer.
 
     is_raw: whether the ids are read by data.token_dtype; an .npy file has its type in it.
     """
-    rule, needed = f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={data.tokenizer}", int(ids.max()) + 1
+    rule, needed = (
+        f"{where} is beyond the {tokenizer.vocab_size} ids of data.tokenizer={data.tokenizer}",
+        int(ids.max()) + 1,
+    )
     if isinstance(tokenizer, NoTokenizer):
         rule = f"{where} is not below model.vocab_size={tokenizer.vocab_size} and at least 0"
     if is_raw and (dtype := _other_dtype(ids, data.token_dtype, tokenizer.vocab_size)):
         return DataError(f"{rule}: use --config.data.token_dtype={dtype}, with which all ids are")
     if ids.min() < 0 or needed > MOST_IDS:
-        what = "what is not written in any data.token_dtype as ids" if is_raw else f"{ids.dtype} numbers, not ids"
-        return DataError(f"{rule}, and no tokenizer makes it: the file holds {what}; name another data.source")
+        what = (
+            "what is not written in any data.token_dtype as ids"
+            if is_raw
+            else f"{ids.dtype} numbers, not ids"
+        )
+        return DataError(
+            f"{rule}, and no tokenizer makes it: the file holds {what}; name another data.source"
+        )
     if isinstance(tokenizer, NoTokenizer):
         return DataError(f"{rule}: use --config.model.vocab_size={needed}")
     return DataError(f"{rule}: name the tokenizer that made it, or none")
 
 
 def _other_dtype(ids: np.ndarray, dtype: str, ids_known: int) -> str:
-    """The type of integers with which all of a raw file's ids are known, "" if there is none. One byte each is no evidence."""
+    """The type of integers with which all of a raw file's ids are known, "" if there is none. One
+    byte each is no evidence."""
     content = ids.view(np.uint8)
     for name in ("uint16", "uint32"):
         size = np.dtype(name).itemsize
-        if size != np.dtype(dtype).itemsize and len(content) % size == 0 and int(content.view(f"<u{size}").max()) < ids_known:
+        if (
+            size != np.dtype(dtype).itemsize
+            and len(content) % size == 0
+            and int(content.view(f"<u{size}").max()) < ids_known
+        ):
             return name
     return ""
 
 
 def _token_path(folder: pathlib.Path, file: File) -> pathlib.Path:
-    """Where the tokens of a token file lie: in the prepared folder if it was decompressed into that."""
+    """Where the tokens of a token file lie: in the prepared folder if it was decompressed into
+    that."""
     unpacked = folder / f"source.{file.format}"
     return unpacked if unpacked.exists() else pathlib.Path(file.path)
 
 
 def _map_tokens(file: File, path: pathlib.Path, token_dtype: str) -> np.memmap:
-    """The tokens of a .bin or .npy file, [n], memory-mapped. Raises DataError if its size, shape or type is not one of tokens."""
+    """The tokens of a .bin or .npy file, [n], memory-mapped. Raises DataError if its size, shape or
+    type is not one of tokens."""
     if file.format == "npy":
         try:
             ids = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
-            raise DataError(f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}") from error
+            raise DataError(
+                f"{file.path}:1: not an .npy file of numbers: {str(error).splitlines()[0]}"
+            ) from error
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-            raise DataError(f"{file.path}:1: holds {ids.dtype} of shape {ids.shape}, and must hold integers of one dimension, at least one")
+            raise DataError(
+                f"{file.path}:1: holds {ids.dtype} of shape {ids.shape}, and must hold "
+                "integers of one dimension, at least one"
+            )
         return ids
     dtype, size = _token_dtype(token_dtype), path.stat().st_size
     if size % dtype.itemsize or not size:
-        raise DataError(f"{file.path}: {size} bytes are no whole number of tokens of data.token_dtype={token_dtype}")
+        raise DataError(
+            f"{file.path}: {size} bytes are no whole number of tokens of "
+            f"data.token_dtype={token_dtype}"
+        )
     return np.memmap(path, dtype, "r")
 
 
@@ -419,5 +568,8 @@ def _token_dtype(name: str) -> np.dtype:
     except TypeError:
         dtype = np.dtype(object)
     if dtype.kind not in "iu":
-        raise DataError(f"data.token_dtype={name} is not an integer type: use --config.data.token_dtype=uint16 (or uint32)")
+        raise DataError(
+            f"data.token_dtype={name} is not an integer type: use "
+            "--config.data.token_dtype=uint16 (or uint32)"
+        )
     return dtype

@@ -1,8 +1,11 @@
-"""Several processes: when jax.distributed is started, which GPUs a process takes, and the few things that processes agree on.
+"""Several processes: when jax.distributed is started, which GPUs a process takes, and the few
+things that processes agree on.
 
-A run has several processes if the flags say so (`--coordinator --processes --process_id`), or the environment does as an engine has set
-it (cluster_environment.py), or the program that trains has started jax.distributed before. jax detects some addresses; what is decided
-here is whether to ask it at all: a single process must never wait for others. Starting processes on one machine is launch.py.
+A run has several processes if the flags say so (`--coordinator --processes --process_id`), or the
+environment does as an engine has set it (cluster_environment.py), or the program that trains has
+started jax.distributed before. jax detects some addresses; what is decided here is whether to ask
+it at all: a single process must never wait for others. Starting processes on one machine is
+launch.py.
 """
 
 import collections
@@ -22,7 +25,9 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax._src import distributed  # its store of keys and values: jax.distributed does not give it out
+
+# its store of keys and values: jax.distributed does not give it out
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.stages import Compiled, Lowered
 
@@ -33,21 +38,30 @@ from jaxtrain.run.peers import Address, Peers, PeersError
 
 _TOLD = "jaxtrain/told"
 BARRIER_MS = 24 * 3600 * 1000  # longer than any compilation
-# Seconds until jax finds out by itself that a process is gone, where the run's own connections (run/peers.py) do not tell.
+# Seconds until jax finds out by itself that a process is gone, where the run's own connections
+# (run/peers.py) do not tell.
 HEARTBEAT_TIMEOUT_S = 50
 MEETING_S = 300  # that processes wait for each other at the start; jax then aborts, with status 134
 NOTICE_S = 10.0  # of waiting for the others, before a line says so
 NAMES_MS = 60_000  # for the others' host names, when all processes have their devices
-OF_A_PEER = ("UNAVAILABLE", "coordination service", "Coordination service", "CoordinationService", "another task died", "DEADLINE_EXCEEDED")
+OF_A_PEER = (
+    "UNAVAILABLE",
+    "coordination service",
+    "Coordination service",
+    "CoordinationService",
+    "another task died",
+    "DEADLINE_EXCEEDED",
+)
 FAULT_OR_PEER_S = 5.0  # seconds in which an error turns out to be the death of another process
 _questions = itertools.count()
 
 
 class DevicesError(RunError):
-    """A process that sees fewer devices than the others, or that has gone before all had told theirs; the text is one line.
+    """A process that sees fewer devices than the others, or that has gone before all had told
+    theirs; the text is one line.
 
-    Its devices have gone, as a peer goes: on another host, or when this one is mended, the same command goes on. An engine that bounds its
-    restarts ends a run whose host stays as it is.
+    Its devices have gone, as a peer goes: on another host, or when this one is mended, the same
+    command goes on. An engine that bounds its restarts ends a run whose host stays as it is.
     """
 
     status = ExitStatus.LOST_PEER
@@ -56,15 +70,22 @@ class DevicesError(RunError):
 def initialize(namespace: types.SimpleNamespace) -> None:
     """Starts jax.distributed if the run has several processes; nothing otherwise, or where it runs.
 
-    Must come before the first use of a device, and before signal handlers are set. Raises ClusterError if the flags leave open what
-    the environment does not say.
+    Must come before the first use of a device, and before signal handlers are set. Raises
+    ClusterError if the flags leave open what the environment does not say.
     """
     environment = os.environ
-    if jax.distributed.is_initialized() or not (several_processes(namespace, environment) or _on_tpu_vm(environment)):
+    if jax.distributed.is_initialized() or not (
+        several_processes(namespace, environment) or _on_tpu_vm(environment)
+    ):
         return
-    # jax's own preemption service takes SIGTERM away from the process; the training loop handles it.
+    # jax's own preemption service takes SIGTERM away from the process; the training loop handles
+    # it.
     jax.config.update("jax_enable_preemption_service", False)
-    devices = None if environment.get("JAX_LOCAL_DEVICE_IDS") else local_gpus(environment, visible_gpus(environment))
+    devices = (
+        None
+        if environment.get("JAX_LOCAL_DEVICE_IDS")
+        else local_gpus(environment, visible_gpus(environment))
+    )
     known = job(namespace, environment)
     with notice_of_waiting(known.get("num_processes"), known.get("coordinator_address", "")):
         jax.distributed.initialize(
@@ -78,12 +99,17 @@ def initialize(namespace: types.SimpleNamespace) -> None:
 
 
 @contextlib.contextmanager
-def notice_of_waiting(processes: int | None, address: str, after: float = NOTICE_S) -> Iterator[None]:
-    """A context in which the processes of a run meet: a line says whom this one waits for if that takes longer than `after` seconds.
+def notice_of_waiting(
+    processes: int | None, address: str, after: float = NOTICE_S
+) -> Iterator[None]:
+    """A context in which the processes of a run meet: a line says whom this one waits for if that
+    takes longer than `after` seconds.
 
     processes: of the run, None where jax alone knows; address: of process 0, "" where jax finds it.
     """
-    whom = f"the {processes} processes of this run" if processes else "the other processes of this run"
+    whom = (
+        f"the {processes} processes of this run" if processes else "the other processes of this run"
+    )
     where = f" at {address}" if address else ""
     line = f"waiting for {whom} to meet{where}; jax gives up after {MEETING_S} s"
     timer = threading.Timer(after, lambda: streams.say(line))
@@ -96,16 +122,21 @@ def notice_of_waiting(processes: int | None, address: str, after: float = NOTICE
 
 
 def check_devices() -> None:
-    """Raises DevicesError, in every process, where some see fewer devices than most, or jax cannot tell since a process has gone.
+    """Raises DevicesError, in every process, where some see fewer devices than most, or jax cannot
+    tell since a process has gone.
 
-    Every process must call this, and before any exchange: jax's own need as many devices of each process.
+    Every process must call this, and before any exchange: jax's own need as many devices of each
+    process.
     """
     try:
         devices = jax.devices()
     except RuntimeError as error:
         if not jax.distributed.is_initialized():
             raise
-        rule = "jax does not find the devices of all processes of this run: one of them has gone, or has none"
+        rule = (
+            "jax does not find the devices of all processes of this run: one of them has gone, or "
+            "has none"
+        )
         raise DevicesError(f"{rule} ({' '.join(str(error).split())[:200]})") from error
     count = collections.Counter(device.process_index for device in devices)
     usual = max(count.values(), key=lambda devices: (list(count.values()).count(devices), devices))
@@ -115,17 +146,29 @@ def check_devices() -> None:
     store = distributed.global_state.client
     assert store is not None, "several processes have a store"
     store.key_value_set(f"jaxtrain/host/{jax.process_index()}", socket.gethostname())
-    hosts = [f"host {store.blocking_key_value_get(f'jaxtrain/host/{process}', NAMES_MS)} (process {process})" for process in few[:4]]
-    seen = [f"{host} sees {count[process]} of {usual} devices" for host, process in zip(hosts, few, strict=False)]
+    hosts = [
+        f"host {store.blocking_key_value_get(f'jaxtrain/host/{process}', NAMES_MS)} (process "
+        f"{process})"
+        for process in few[:4]
+    ]
+    seen = [
+        f"{host} sees {count[process]} of {usual} devices"
+        for host, process in zip(hosts, few, strict=False)
+    ]
     others = f", and {len(few) - len(seen)} further processes" if len(few) > len(seen) else ""
     barrier("hosts are known")  # the store is process 0's, and goes with it
-    raise DevicesError(f"{', '.join(seen)}{others}: each process of a run has as many devices; look after that host, or start without it")
+    raise DevicesError(
+        f"{', '.join(seen)}{others}: each process of a run has as many devices; look after "
+        "that host, or start without it"
+    )
 
 
 def connect_peers() -> Peers | None:
-    """The connections of this process to the others of the run; None where it is alone. Every process must call this.
+    """The connections of this process to the others of the run; None where it is alone. Every
+    process must call this.
 
-    Where process 0 cannot be reached a line says so, and the run goes on without: jax alone then sees that a process has gone.
+    Where process 0 cannot be reached a line says so, and the run goes on without: jax alone then
+    sees that a process has gone.
     """
     if jax.process_count() == 1:
         return None
@@ -139,12 +182,20 @@ def connect_peers() -> Peers | None:
     return peers
 
 
-def _leave_at_once(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """An uncaught error ends the process now: jax's shutdown would wait minutes for the others, which wait for this one's collectives."""
+def _leave_at_once(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
+    """An uncaught error ends the process now: jax's shutdown would wait minutes for the others,
+    which wait for this one's collectives."""
     watchdog.wait_for_ending(FAULT_OR_PEER_S)
-    if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in OF_A_PEER):
-        # Before this process knows the others by connections of its own (connect_peers), the store alone tells that one has gone.
-        streams.write_error(f"error: another process of the run has gone: {' '.join(str(error).split())[:200]}\n")
+    if isinstance(error, jax.errors.JaxRuntimeError) and any(
+        word in str(error) for word in OF_A_PEER
+    ):
+        # Before this process knows the others by connections of its own (connect_peers), the store
+        # alone tells that one has gone.
+        streams.write_error(
+            f"error: another process of the run has gone: {' '.join(str(error).split())[:200]}\n"
+        )
         os._exit(ExitStatus.LOST_PEER)
     traceback.print_exception(kind, error, trace)
     sys.stdout.flush()
@@ -164,7 +215,8 @@ def say(*lines: str) -> None:
 
 
 def compile_everywhere(name: str, program: Lowered) -> Compiled:
-    """The compiled program, when every process has it: none runs it and waits for others that still compile.
+    """The compiled program, when every process has it: none runs it and waits for others that still
+    compile.
 
     name: of the program, used once.
     """
@@ -176,21 +228,29 @@ def compile_everywhere(name: str, program: Lowered) -> Compiled:
 def barrier(name: str) -> None:
     """Waits until every process has come to the barrier of this name, which is used once.
 
-    Not by a collective: on CPU those give up when a process comes 30 s later than another, as it does from a compilation that the
-    other found in its cache (on CPU jax has one for process 0 alone). Ends when a process dies, as the coordination service sees that.
+    Not by a collective: on CPU those give up when a process comes 30 s later than another, as it
+    does from a compilation that the other found in its cache (on CPU jax has one for process 0
+    alone). Ends when a process dies, as the coordination service sees that.
     """
     ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=BARRIER_MS)
 
 
 def least(value: int) -> int:
-    """The least of all processes' values. Every process must call it, at the same point of the program."""
-    return value if jax.process_count() == 1 else int(np.min(multihost_utils.process_allgather(np.int32(value))))
+    """The least of all processes' values. Every process must call it, at the same point of the
+    program."""
+    return (
+        value
+        if jax.process_count() == 1
+        else int(np.min(multihost_utils.process_allgather(np.int32(value))))
+    )
 
 
 def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
-    """What `decide()` returns in process 0, as JSON gives it back, on every process; the others do not call it.
+    """What `decide()` returns in process 0, as JSON gives it back, on every process; the others do
+    not call it.
 
-    Every process must call this, in the same order. A `refusal` that it raises is raised on all of them with the same text.
+    Every process must call this, in the same order. A `refusal` that it raises is raised on all of
+    them with the same text.
     """
 
     def answer() -> dict:
@@ -212,30 +272,37 @@ def from_main(decide: Callable[[], Any], refusal: type[Exception]) -> Any:
 def told_by_main(question: str, decide: Callable[[], Any]) -> Any:
     """What `decide()` returns in process 0, as JSON gives it back, on every process.
 
-    For threads: there is no collective in it, and no order among questions. Every process must ask each question once, in the same
-    words. `decide` must not raise: the others would wait.
+    For threads: there is no collective in it, and no order among questions. Every process must ask
+    each question once, in the same words. `decide` must not raise: the others would wait.
     """
     if jax.process_count() == 1:
         return json.loads(json.dumps(decide()))
     if not is_main():
-        return json.loads(_client().blocking_key_value_get(f"{_TOLD}/{question}/answer", BARRIER_MS))
+        return json.loads(
+            _client().blocking_key_value_get(f"{_TOLD}/{question}/answer", BARRIER_MS)
+        )
     text = json.dumps(decide())
     _client().key_value_set(f"{_TOLD}/{question}/answer", text)
     return json.loads(text)
 
 
 def told_to_main(question: str, report: str) -> list[str]:
-    """The reports of all processes, by process, on process 0; none on the others. For threads, as `told_by_main`."""
+    """The reports of all processes, by process, on process 0; none on the others. For threads, as
+    `told_by_main`."""
     if jax.process_count() == 1:
         return [report]
     _client().key_value_set(f"{_TOLD}/{question}/{jax.process_index()}", report)
     if not is_main():
         return []
-    return [_client().blocking_key_value_get(f"{_TOLD}/{question}/{index}", BARRIER_MS) for index in range(jax.process_count())]
+    return [
+        _client().blocking_key_value_get(f"{_TOLD}/{question}/{index}", BARRIER_MS)
+        for index in range(jax.process_count())
+    ]
 
 
 def forget(question: str) -> None:
-    """Lets go of what was told about a question and those below it, `question/…`. In process 0, when all processes have their answers."""
+    """Lets go of what was told about a question and those below it, `question/…`. In process 0,
+    when all processes have their answers."""
     if jax.process_count() > 1:
         _client().key_value_delete(f"{_TOLD}/{question}/")
 
@@ -256,13 +323,18 @@ def gather(value: Any) -> list[Any]:
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(text.size))
     rows = multihost_utils.process_allgather(np.pad(text, (0, int(sizes.max()) - text.size)))
-    return [json.loads(np.asarray(row, np.uint8)[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return [
+        json.loads(np.asarray(row, np.uint8)[:size].tobytes())
+        for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 def _on_tpu_vm(environment: Mapping[str, str]) -> bool:
-    """Whether this is a TPU machine whose slice may have others: jax then asks the machine itself, also when it is alone.
+    """Whether this is a TPU machine whose slice may have others: jax then asks the machine itself,
+    also when it is alone.
 
-    jax sets its platforms to "tpu,cpu" when it finds TPU chips; a single Kubernetes pod names one host and has nobody to ask.
+    jax sets its platforms to "tpu,cpu" when it finds TPU chips; a single Kubernetes pod names one
+    host and has nobody to ask.
     """
     settings: Any = jax.config  # its attributes have no declared types
     if "tpu" not in (settings.jax_platforms or "").split(","):

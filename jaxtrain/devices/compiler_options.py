@@ -1,7 +1,9 @@
-"""XLA's options by platform, each with its reason: without them the program is not what it should be.
+"""XLA's options by platform, each with its reason: without them the program is not what it should
+be.
 
-They go to the compiler with each program, so neither XLA_FLAGS nor LIBTPU_INIT_ARGS is needed; `parallel.compiler_options` changes them or
-adds others. What was tried, and what else the compilers take: docs/log.md.
+They go to the compiler with each program, so neither XLA_FLAGS nor LIBTPU_INIT_ARGS is needed;
+`parallel.compiler_options` changes them or adds others. What was tried, and what else the compilers
+take: docs/log.md.
 """
 
 import dataclasses
@@ -14,8 +16,9 @@ Value = bool | int | float | str
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """name, value: as XLA takes them; reason: what the program is like without it; generations: the device kinds that it is for, all
-    if empty; for_gathers: it is for steps of one stage whose ops gather the parameters layer by layer, and for no others."""
+    """name, value: as XLA takes them; reason: what the program is like without it; generations: the
+    device kinds that it is for, all if empty; for_gathers: it is for steps of one stage whose ops
+    gather the parameters layer by layer, and for no others."""
 
     name: str
     value: Value
@@ -29,24 +32,28 @@ GPU = (
     Option(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
-        "collectives start where their operands are ready and end where their result is read; without it each is waited for",
+        "collectives start where their operands are ready and end where their result is read; "
+        "without it each is waited for",
     ),
     Option(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         1024,
-        "an op with collectives in it is put beside another collective only if all together stay below this limit: early permutes then "
+        "an op with collectives in it is put beside another collective only if all together "
+        "stay below this limit: early permutes then "
         "run beside a tick's ops",
     ),
     Option(
         "xla_gpu_experimental_collective_start_as_early_as_possible",
         True,
-        "the next layer's parameters are gathered from the beginning of a layer on; in the backward most began after its last product",
+        "the next layer's parameters are gathered from the beginning of a layer on; in the "
+        "backward most began after its last product",
         for_gathers=True,
     ),
     Option(
         "xla_gpu_enable_while_loop_double_buffering",
         True,
-        "two layers a trip, whose gathered parameters have two places by turns: what a loop carries has one, to which they were copied",
+        "two layers a trip, whose gathered parameters have two places by turns: what a loop "
+        "carries has one, to which they were copied",
         for_gathers=True,
     ),
 )
@@ -54,26 +61,36 @@ TPU = (
     Option(
         "xla_tpu_scoped_vmem_limit_kib",
         32768,
-        "a fusion's tiles may take 32 of the 64 MiB of vector memory: with the default of 16 products that are fused with what surrounds "
-        "them run at 40 to 80 % of the peak by libtpu's own estimate, with this at 80 to 97; with 64 no reduce-scatter finds room",
+        "a fusion's tiles may take 32 of the 64 MiB of vector memory: with the default of 16 "
+        "products that are fused with what surrounds "
+        "them run at 40 to 80 % of the peak by libtpu's own estimate, with this at 80 to 97; "
+        "with 64 no reduce-scatter finds room",
         generations=V5P,
     ),
     Option(
         "xla_tpu_enable_async_ragged_all_to_all",
         True,
-        "tokens go to their experts and come back beside what does not wait for them, as shared experts; without it they are waited for",
+        "tokens go to their experts and come back beside what does not wait for them, as "
+        "shared experts; without it they are waited for",
         generations=V5P,
     ),
 )
-PLATFORMS = {"gpu": GPU, "cuda": GPU, "tpu": TPU}  # devices that are only described call themselves cuda
+# devices that are only described call themselves cuda
+PLATFORMS = {"gpu": GPU, "cuda": GPU, "tpu": TPU}
 
 
-def compiler_options(device: jax.Device, gathers: bool, changes: Sequence[str] = ()) -> dict[str, Value]:
-    """XLA's options for a device; gathers: for a step of one stage whose ops gather the parameters; `changes`: NAME=VALUE, in place of
-    the platform's own or beside them."""
+def compiler_options(
+    device: jax.Device, gathers: bool, changes: Sequence[str] = ()
+) -> dict[str, Value]:
+    """XLA's options for a device; gathers: for a step of one stage whose ops gather the parameters;
+    `changes`: NAME=VALUE, in place of the platform's own or beside them."""
     options = [o for o in PLATFORMS.get(device.platform, ()) if gathers or not o.for_gathers]
-    chosen = {o.name: o.value for o in options if not o.generations or device.device_kind in o.generations}
-    return chosen | {name: _value(text) for name, _, text in (change.partition("=") for change in changes)}
+    chosen = {
+        o.name: o.value for o in options if not o.generations or device.device_kind in o.generations
+    }
+    return chosen | {
+        name: _value(text) for name, _, text in (change.partition("=") for change in changes)
+    }
 
 
 def _value(text: str) -> Value:

@@ -26,10 +26,19 @@ from jax.sharding import AxisType, Mesh
 
 from jaxtrain.config.kernels import GPU, Hardware
 
-REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES = ("replica", "data", "stage", "context", "expert", "model")
+REPLICA, DATA, STAGE, CONTEXT, EXPERT, MODEL = AXES = (
+    "replica",
+    "data",
+    "stage",
+    "context",
+    "expert",
+    "model",
+)
 BATCH_AXES = (REPLICA, DATA, EXPERT)
-SUM_AXES = (*BATCH_AXES, CONTEXT)  # devices with tokens of their own: losses and gradients are summed over them
-MANUAL_AXES = (REPLICA, DATA, STAGE, CONTEXT, EXPERT)  # the runtime's own; `model` is left to the partitioner
+# devices with tokens of their own: losses and gradients are summed over them
+SUM_AXES = (*BATCH_AXES, CONTEXT)
+# the runtime's own; `model` is left to the partitioner
+MANUAL_AXES = (REPLICA, DATA, STAGE, CONTEXT, EXPERT)
 
 DEVICE_PART = "device_part"  # the name of a call that is a function of a device's part over `model`
 
@@ -47,13 +56,16 @@ def sizes_of(mesh: Any) -> tuple[int, ...]:
 def make_mesh(sizes: Sequence[int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of the six axes in AXES' order over `devices` (default: all), `model` innermost.
 
-    TPUs are ordered by their torus, several slices with `replica` (then `data`) across them; all others by process and
-    device id, so that neighbours on the innermost axes share a node. Raises ValueError if the sizes do not multiply to
-    the number of devices.
+    TPUs are ordered by their torus, several slices with `replica` (then `data`) across them; all
+    others by process and device id, so that neighbours on the innermost axes share a node. Raises
+    ValueError if the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     if int(np.prod(sizes)) != len(devices):
-        raise ValueError(f"a mesh of {'×'.join(map(str, sizes))} needs {int(np.prod(sizes))} devices, not {len(devices)}")
+        raise ValueError(
+            f"a mesh of {'×'.join(map(str, sizes))} needs {int(np.prod(sizes))} devices, not "
+            f"{len(devices)}"
+        )
     return Mesh(_order(tuple(sizes), devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -69,36 +81,57 @@ def _order(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
         left //= across[i]
     if left > 1:
         raise ValueError(
-            f"{slices} slices cannot be laid over a mesh of {'×'.join(map(str, sizes))}: make mesh.replica a multiple of {slices}"
+            f"{slices} slices cannot be laid over a mesh of {'×'.join(map(str, sizes))}: make "
+            f"mesh.replica a multiple of {slices}"
         )
     inside = tuple(n // a for n, a in zip(sizes, across, strict=True))
-    return mesh_utils.create_hybrid_device_mesh(inside, tuple(across), devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(
+        inside, tuple(across), devices, allow_split_physical_axes=True
+    )
 
 
 def describe(mesh: Mesh) -> list[str]:
-    """Lines for people: the mesh, and what each axis of more than one device spans (devices of a process, or processes)."""
-    shape = " × ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1) or "one device"
+    """Lines for people: the mesh, and what each axis of more than one device spans (devices of a
+    process, or processes)."""
+    shape = (
+        " × ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+        or "one device"
+    )
     device = mesh.devices.flat[0]
     processes = len({d.process_index for d in mesh.devices.flat})
-    lines = [f"mesh: {shape} ({mesh.size} × {device.device_kind}, {processes} process{'es'[: 2 * (processes > 1)]})"]
+    lines = [
+        f"mesh: {shape} ({mesh.size} × {device.device_kind}, {processes} "
+        f"process{'es'[: 2 * (processes > 1)]})"
+    ]
     for i, name in enumerate(AXES):
         if mesh.shape[name] > 1:
             along = np.moveaxis(mesh.devices, i, 0).reshape(mesh.shape[name], -1)[:, 0]
             per_process = collections.Counter(d.process_index for d in along)
-            where = "inside a process" if len(per_process) == 1 else f"across {len(per_process)} processes"
-            lines.append(f"  {name}: {where}, devices {', '.join(str(d.id) for d in along[:8])}{' …' if len(along) > 8 else ''}")
+            where = (
+                "inside a process"
+                if len(per_process) == 1
+                else f"across {len(per_process)} processes"
+            )
+            lines.append(
+                f"  {name}: {where}, devices "
+                f"{', '.join(str(d.id) for d in along[:8])}{' …' if len(along) > 8 else ''}"
+            )
     return lines
 
 
 def manual_axes(mesh: Mesh) -> set[str]:
-    """The axes that are the runtime's own: all of them where `model` has one device, for then the partitioner has nothing to decide, and
-    jax writes no sharding constraint behind every operation (a third of a step's program)."""
+    """The axes that are the runtime's own: all of them where `model` has one device, for then the
+    partitioner has nothing to decide, and jax writes no sharding constraint behind every operation
+    (a third of a step's program)."""
     return set(AXES if mesh.shape[MODEL] == 1 else MANUAL_AXES)
 
 
 def manual_size(axis: str) -> int:
-    """The devices along an axis that is manual here; 1 where it is not, or where there is no mesh."""
-    return jax.sharding.get_abstract_mesh().shape[axis] if _axis_type(axis) == AxisType.Manual else 1
+    """The devices along an axis that is manual here; 1 where it is not, or where there is no
+    mesh."""
+    return (
+        jax.sharding.get_abstract_mesh().shape[axis] if _axis_type(axis) == AxisType.Manual else 1
+    )
 
 
 def _axis_type(axis: str) -> AxisType | None:
@@ -121,31 +154,39 @@ def _as_call(fn: Callable) -> Callable:
 
 
 def over_model(fn: Callable, in_specs, out_specs) -> Callable:
-    """fn on each device's part over `model`; the other axes stay as they are. Left to the partitioner, a collective over another axis
-    gathers the whole array over `model` first, whatever the constraints around it. Where it does not decide, fn as it is: in the manual
-    region as a call, so that it stays one equation when a layer is cut into ops (runtime/backward_split.py)."""
+    """fn on each device's part over `model`; the other axes stay as they are. Left to the
+    partitioner, a collective over another axis gathers the whole array over `model` first, whatever
+    the constraints around it. Where it does not decide, fn as it is: in the manual region as a
+    call, so that it stays one equation when a layer is cut into ops (runtime/backward_split.py)."""
     if not partitioned():
         return _as_call(fn) if _axis_type(MODEL) == AxisType.Manual else fn
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False)
+    return jax.shard_map(
+        fn, in_specs=in_specs, out_specs=out_specs, axis_names={MODEL}, check_vma=False
+    )
 
 
 def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Inside a manual region: the sum over those of the mesh axes that have more than one device (the partitioner refuses
-    a collective over none)."""
+    """Inside a manual region: the sum over those of the mesh axes that have more than one device
+    (the partitioner refuses a collective over none)."""
     wide = tuple(a for a in axes if jax.lax.axis_size(a) > 1)
     return _summed(x, lambda x: jax.lax.psum(x, wide)) if wide else x
 
 
-def psum_scatter(x: jax.Array, axes: str | Sequence[str], dim: int, groups: Sequence[Sequence[int]] | None = None) -> jax.Array:
-    """Inside a manual region: the sum over the mesh axes, of which each device keeps its part along `dim`; in `groups` of their devices
-    where given."""
-    # Of [1, T, D] along T XLA's TPU compiler makes an all-reduce and a slice, of [T, D] a reduce-scatter.
+def psum_scatter(
+    x: jax.Array, axes: str | Sequence[str], dim: int, groups: Sequence[Sequence[int]] | None = None
+) -> jax.Array:
+    """Inside a manual region: the sum over the mesh axes, of which each device keeps its part along
+    `dim`; in `groups` of their devices where given."""
+    # Of [1, T, D] along T XLA's TPU compiler makes an all-reduce and a slice, of [T, D] a
+    # reduce-scatter.
     kept = [d for d, size in enumerate(x.shape) if size > 1 or d == dim]
     along = kept.index(dim)
 
     def scatter(x: jax.Array) -> jax.Array:
         if not _by_gloo():
-            return jax.lax.psum_scatter(x, axes, scatter_dimension=along, tiled=True, axis_index_groups=groups)
+            return jax.lax.psum_scatter(
+                x, axes, scatter_dimension=along, tiled=True, axis_index_groups=groups
+            )
         parts = len(groups[0]) if groups else jax.lax.axis_size(axes)
         every = jax.lax.all_to_all(x, axes, along, along, tiled=True, axis_index_groups=groups)
         return every.reshape(*x.shape[:along], parts, -1, *x.shape[along + 1 :]).sum(along)
@@ -155,7 +196,8 @@ def psum_scatter(x: jax.Array, axes: str | Sequence[str], dim: int, groups: Sequ
 
 
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Inside a manual region: the parts of all devices of the mesh axis, one behind the other along `dim`. It may be differentiated."""
+    """Inside a manual region: the parts of all devices of the mesh axis, one behind the other along
+    `dim`. It may be differentiated."""
     return (_all_gather if _by_gloo() else _all_gather.fun)(x, axis, dim)
 
 
@@ -164,22 +206,28 @@ def _all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-_all_gather.defvjp(lambda x, axis, dim: (_all_gather(x, axis, dim), None), lambda axis, dim, _, g: (psum_scatter(g, axis, dim),))
+_all_gather.defvjp(
+    lambda x, axis, dim: (_all_gather(x, axis, dim), None),
+    lambda axis, dim, _, g: (psum_scatter(g, axis, dim),),
+)
 
 
 def _by_gloo() -> bool:
-    """Whether XLA's CPU backend gives collectives to gloo, whose reduce-scatter is wrong at times, without an error: it may send what has
-    been overwritten (https://github.com/jax-ml/jax/issues/40830)."""
+    """Whether XLA's CPU backend gives collectives to gloo, whose reduce-scatter is wrong at times,
+    without an error: it may send what has been overwritten
+    (https://github.com/jax-ml/jax/issues/40830)."""
     return on_cpu() and jax.distributed.is_initialized()
 
 
-_TRACED_FOR: contextvars.ContextVar[jax.Device | None] = contextvars.ContextVar("traced_for", default=None)
+_TRACED_FOR: contextvars.ContextVar[jax.Device | None] = contextvars.ContextVar(
+    "traced_for", default=None
+)
 
 
 @contextlib.contextmanager
 def traced_for(mesh: Mesh) -> Iterator[None]:
-    """A context in which a program for a mesh is traced: `hardware()` is then that of its devices. They may be of a platform that is not
-    there, where the program is compiled ahead of time."""
+    """A context in which a program for a mesh is traced: `hardware()` is then that of its devices.
+    They may be of a platform that is not there, where the program is compiled ahead of time."""
     token = _TRACED_FOR.set(mesh.devices.flat[0])
     try:
         yield

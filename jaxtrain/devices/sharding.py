@@ -1,8 +1,9 @@
 """Logical axis names → mesh axes: one table, for parameters and activations alike.
 
-Model code names what a dimension is ("heads", "sequence"); this table alone says where it lies. Inside the runtime's
-manual region only the partitioner's axes may be named, so `constrain` leaves out what is manual there: the same model
-code runs on one device, under jit on a mesh, and inside the pipeline.
+Model code names what a dimension is ("heads", "sequence"); this table alone says where it lies.
+Inside the runtime's manual region only the partitioner's axes may be named, so `constrain` leaves
+out what is manual there: the same model code runs on one device, under jit on a mesh, and inside
+the pipeline.
 """
 
 import functools
@@ -36,19 +37,24 @@ RULES: dict[str, tuple[str, ...]] = {
     "token": (),  # inside a block: the whole sequence, split by heads or MLP columns
 }
 
-BATCH_SPEC = PartitionSpec(None, BATCH_AXES, CONTEXT)  # of a batch's arrays [microbatches, sequences, tokens]
+# of a batch's arrays [microbatches, sequences, tokens]
+BATCH_SPEC = PartitionSpec(None, BATCH_AXES, CONTEXT)
 
 Axes = tuple[str | None, ...]
 
 
 def spec(axes: Axes) -> PartitionSpec:
-    """The PartitionSpec of logical axes. Raises KeyError for an unknown name, ValueError if two dimensions want one mesh axis."""
+    """The PartitionSpec of logical axes. Raises KeyError for an unknown name, ValueError if two
+    dimensions want one mesh axis."""
     parts = [RULES[a] if a is not None else () for a in axes]
     used: dict[str, str | None] = {}
     for name, part in zip(axes, parts, strict=True):
         for mesh_axis in part:
             if mesh_axis in used:
-                raise ValueError(f"colliding axes in {axes}: {used[mesh_axis]!r} and {name!r} are both laid on mesh axis {mesh_axis!r}")
+                raise ValueError(
+                    f"colliding axes in {axes}: {used[mesh_axis]!r} and {name!r} are both "
+                    f"laid on mesh axis {mesh_axis!r}"
+                )
             used[mesh_axis] = name
     return PartitionSpec(*[part[0] if len(part) == 1 else part or None for part in parts])
 
@@ -76,16 +82,22 @@ def restricted(whole: PartitionSpec, names: Container[str]) -> PartitionSpec:
 
 
 def _partitioner_spec(axes: Axes) -> PartitionSpec | None:
-    """The spec restricted to what the partitioner may split at this point of the trace; None if that is nothing."""
+    """The spec restricted to what the partitioner may split at this point of the trace; None if
+    that is nothing."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
-    free = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Auto and mesh.shape[n] > 1}
+    free = {
+        n
+        for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if t == AxisType.Auto and mesh.shape[n] > 1
+    }
     return restricted(spec(axes), free) if free else None
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
-    """Lays `x` out by its logical axes, as far as the partitioner decides here; the identity on one device."""
+    """Lays `x` out by its logical axes, as far as the partitioner decides here; the identity on one
+    device."""
     partition = _partitioner_spec(axes)
     return x if partition is None else lax.with_sharding_constraint(x, partition)
 
@@ -95,7 +107,9 @@ def shards(axis: str) -> int:
     partition = _partitioner_spec((axis,))
     if partition is None or partition[0] is None:
         return 1
-    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in mesh_axes(partition[0]))
+    return math.prod(
+        jax.sharding.get_abstract_mesh().shape[name] for name in mesh_axes(partition[0])
+    )
 
 
 def is_split(axis: str) -> bool:
@@ -107,8 +121,8 @@ def is_split(axis: str) -> bool:
 def reshard(x: jax.Array, before: Axes, after: Axes) -> jax.Array:
     """Moves `x` from one layout to the other, and its gradient back the same way.
 
-    The constraint's own transpose would ask for the gradient in `after`: a whole all-reduce where the sequence-sharded
-    gradient needs a reduce-scatter.
+    The constraint's own transpose would ask for the gradient in `after`: a whole all-reduce where
+    the sequence-sharded gradient needs a reduce-scatter.
     """
     return constrain(x, after)
 
@@ -117,7 +131,9 @@ def _reshard_forward(x: jax.Array, before: Axes, after: Axes) -> tuple[jax.Array
     return constrain(x, after), None
 
 
-def _reshard_backward(before: Axes, after: Axes, residuals: None, gradient: jax.Array) -> tuple[jax.Array]:
+def _reshard_backward(
+    before: Axes, after: Axes, residuals: None, gradient: jax.Array
+) -> tuple[jax.Array]:
     return (constrain(gradient, before),)
 
 

@@ -1,4 +1,5 @@
-"""The start of jax in a command: simulated devices, XLA's flags, the compilation cache, other processes."""
+"""The start of jax in a command: simulated devices, XLA's flags, the compilation cache, other
+processes."""
 
 import os
 import types
@@ -11,58 +12,95 @@ from jaxtrain.run import streams, write_trial
 
 
 def start_jax(namespace: types.SimpleNamespace, config: Config | None = None) -> None:
-    """Sets up jax's devices, compilation cache and, in a run of several processes, jax.distributed. Call it before jax is used.
+    """Sets up jax's devices, compilation cache and, in a run of several processes, jax.distributed.
+    Call it before jax is used.
 
-    `--cpu_devices=N` simulates N CPU devices. Where nothing asks for a number of devices, jax finds no accelerator and the run is a
-    single process, 8 are simulated, and a line on stdout says so. `config`: of what will run, if known.
+    `--cpu_devices=N` simulates N CPU devices. Where nothing asks for a number of devices, jax finds
+    no accelerator and the run is a single process, 8 are simulated, and a line on stdout says so.
+    `config`: of what will run, if known.
 
     Raises ClusterError or DevicesError where the processes of a run cannot work together.
     """
-    set_xla_flags(os.environ, config is not None and (config.model.experts or config.model.mtp_depth) > 0)
-    import jax  # not before the config is known to be right: this takes a second, and a mistake should not
+    set_xla_flags(
+        os.environ, config is not None and (config.model.experts or config.model.mtp_depth) > 0
+    )
+    # not before the config is known to be right: this takes a second, and a mistake should not
+    import jax
 
     from jaxtrain.devices import cluster
 
     settings: Any = jax.config  # its attributes have no declared types
-    asked = "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"] or settings.jax_num_cpu_devices >= 0
+    asked = (
+        "xla_force_host_platform_device_count" in os.environ["XLA_FLAGS"]
+        or settings.jax_num_cpu_devices >= 0
+    )
     if namespace.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", namespace.cpu_devices)
-    elif not asked and not several_processes(namespace, os.environ) and not jax.distributed.is_initialized():
-        # This is the number of devices of jax's CPU platform alone: beside an accelerator it changes nothing.
+    elif (
+        not asked
+        and not several_processes(namespace, os.environ)
+        and not jax.distributed.is_initialized()
+    ):
+        # This is the number of devices of jax's CPU platform alone: beside an accelerator it
+        # changes nothing.
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
     cluster.initialize(namespace)
     cluster.check_devices()
     use_compilation_cache()
-    if not asked and not namespace.cpu_devices and jax.process_count() == 1 and jax.default_backend() == "cpu":
-        streams.say(f"no accelerator found: simulating {jax.device_count()} CPU devices (--cpu_devices=N for another number)")
+    if (
+        not asked
+        and not namespace.cpu_devices
+        and jax.process_count() == 1
+        and jax.default_backend() == "cpu"
+    ):
+        streams.say(
+            f"no accelerator found: simulating {jax.device_count()} CPU devices "
+            "(--cpu_devices=N for another number)"
+        )
 
 
 # Files that a machine has with an accelerator → what it is, and the extra of jax's package for it.
-ACCELERATORS = {"/dev/nvidia0": ("an NVIDIA GPU", "cuda13"), "/dev/accel0": ("a TPU", "tpu"), "/dev/vfio/0": ("a TPU", "tpu")}
+ACCELERATORS = {
+    "/dev/nvidia0": ("an NVIDIA GPU", "cuda13"),
+    "/dev/accel0": ("a TPU", "tpu"),
+    "/dev/vfio/0": ("a TPU", "tpu"),
+}
 
 
-def unused_accelerator(namespace: types.SimpleNamespace, files: Callable[[str], bool] = os.path.exists) -> str:
-    """What is wrong, in one line, where this machine has an accelerator and jax no package for it: CPU devices would be simulated, and a
-    run would take days. "" where all is well, or where CPU devices are asked for. Call it when jax has its devices."""
+def unused_accelerator(
+    namespace: types.SimpleNamespace, files: Callable[[str], bool] = os.path.exists
+) -> str:
+    """What is wrong, in one line, where this machine has an accelerator and jax no package for it:
+    CPU devices would be simulated, and a run would take days. "" where all is well, or where CPU
+    devices are asked for. Call it when jax has its devices."""
     import jax
 
     if jax.default_backend() != "cpu" or namespace.cpu_devices or os.environ.get("JAX_PLATFORMS"):
         return ""
-    accelerator = next((accelerator for file, accelerator in ACCELERATORS.items() if files(file)), None)
+    accelerator = next(
+        (accelerator for file, accelerator in ACCELERATORS.items() if files(file)), None
+    )
     if accelerator is None:
         return ""
     name, extra = accelerator
-    installs = f"JAXTRAIN_EXTRAS={extra} scripts/train.sh, or python -m pip install 'jaxtrain[{extra}]'"
-    return f"{name} is here, and jax has no working package for it: {installs}; --cpu_devices={SIMULATED_DEVICES} runs without it"
+    installs = (
+        f"JAXTRAIN_EXTRAS={extra} scripts/train.sh, or python -m pip install 'jaxtrain[{extra}]'"
+    )
+    return (
+        f"{name} is here, and jax has no working package for it: {installs}; "
+        f"--cpu_devices={SIMULATED_DEVICES} runs without it"
+    )
 
 
 def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
-    """Gives XLA's CPU collectives time and threads, where the user does not say how much: simulated devices share a few cores, and XLA ends
-    the process when a collective waits too long (40 s) for its slowest device.
+    """Gives XLA's CPU collectives time and threads, where the user does not say how much: simulated
+    devices share a few cores, and XLA ends the process when a collective waits too long (40 s) for
+    its slowest device.
 
-    side_by_side: an op may have several collectives that do not depend on each other. One that waits holds a thread, and XLA makes as many
-    threads as there are devices: where all wait, none is left for those waited for. More threads cost a tenth of a step's CPU time.
+    side_by_side: an op may have several collectives that do not depend on each other. One that
+    waits holds a thread, and XLA makes as many threads as there are devices: where all wait, none
+    is left for those waited for. More threads cost a tenth of a step's CPU time.
     """
     words = environment.get("XLA_FLAGS", "").split()
     names = {word.partition("=")[0] for word in words}
@@ -76,11 +114,12 @@ def set_xla_flags(environment: Any, side_by_side: bool = False) -> None:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs for the next start, but not those of several CPU devices. Call it when jax has its devices.
+    """Keeps compiled programs for the next start, but not those of several CPU devices. Call it
+    when jax has its devices.
 
-    A program of XLA's CPU backend that comes out of the cache no longer keeps its collectives in one order (in the compiled one a
-    shared resource of the thunks does): two devices may then enter two collectives in opposite order and wait for ever
-    (docs/log.md, 2026-11-21).
+    A program of XLA's CPU backend that comes out of the cache no longer keeps its collectives in
+    one order (in the compiled one a shared resource of the thunks does): two devices may then enter
+    two collectives in opposite order and wait for ever (docs/log.md, 2026-11-21).
     """
     import jax
 
@@ -96,6 +135,9 @@ def use_compilation_cache() -> None:
 
 
 def compilation_cache(environment: Any) -> str:
-    """The folder of compiled programs: $JAXTRAIN_CACHE/xla or ~/.cache/jaxtrain/xla ($JAX_COMPILATION_CACHE_DIR wins, in jax itself)."""
-    base = environment.get("JAXTRAIN_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "jaxtrain")
+    """The folder of compiled programs: $JAXTRAIN_CACHE/xla or ~/.cache/jaxtrain/xla
+    ($JAX_COMPILATION_CACHE_DIR wins, in jax itself)."""
+    base = environment.get("JAXTRAIN_CACHE") or os.path.join(
+        os.path.expanduser("~"), ".cache", "jaxtrain"
+    )
     return os.path.join(base, "xla")

@@ -1,16 +1,18 @@
 """The model over a cache: a few tokens at a time, after those that are in the cache already.
 
-      cache      keys and values, [L, B, S, K, H] each, or latents [L, B, S, C]; slot s holds the token at position s
+      cache      keys and values, [L, B, S, K, H] each, or latents [L, B, S, C]; slot s holds the
+                 token at position s
                  ┌────────────────┬───────────┬──────────────┐
                  │ 0 … start − 1  │ T tokens  │ unused       │
                  └────────────────┴───────────┴──────────────┘
-Every query sees the slots up to its own. So what lies beyond the newest token (padding of an earlier call) is never read, and is
-written over when its turn comes.
+Every query sees the slots up to its own. So what lies beyond the newest token (padding of an
+earlier call) is never read, and is written over when its turn comes.
 
-Which token follows is chosen in generation/sampling.py; whole sequences without a cache go through transformer.logits.
+Which token follows is chosen in generation/sampling.py; whole sequences without a cache go through
+transformer.logits.
 
-Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/value heads, H head dimension, C latent and rotated key,
-D width, V vocabulary.
+Shape suffixes: L layers, B batch, S slots of the cache, T new tokens, K key/value heads, H head
+dimension, C latent and rotated key, D width, V vocabulary.
 """
 
 import dataclasses
@@ -49,20 +51,28 @@ def cache_axes(cfg: ModelConfig) -> tuple[Axes, ...]:
 
 def empty_cache(cfg: ModelConfig, batch: int, slots: int, dtype: jnp.dtype) -> Cache:
     """The cache of no token, of `dtype`, for a resolved model config."""
-    arrays = (jnp.zeros((cfg.dense_layers + cfg.layers, batch, slots, *kept.shape), dtype) for kept in _kept(cfg))
+    arrays = (
+        jnp.zeros((cfg.dense_layers + cfg.layers, batch, slots, *kept.shape), dtype)
+        for kept in _kept(cfg)
+    )
     return tuple(map(constrain, arrays, cache_axes(cfg)))
 
 
-def extend(parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start: jax.Array, dtype) -> tuple[jax.Array, Cache]:
-    """The residual stream [B, T, D] of T tokens at positions start, start + 1, … behind the blocks, and the cache with them in it.
+def extend(
+    parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start: jax.Array, dtype
+) -> tuple[jax.Array, Cache]:
+    """The residual stream [B, T, D] of T tokens at positions start, start + 1, … behind the blocks,
+    and the cache with them in it.
 
-    params: {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}. start + T must not be beyond S: XLA would move the tokens back.
-    Where the sequence is split over devices, T must divide by their number.
+    params: {"embed", "first" if any, "layers" (leaves [L, ...]), "head"}. start + T must not be
+    beyond S: XLA would move the tokens back. Where the sequence is split over devices, T must
+    divide by their number.
     """
     t = tokens_BT.shape[1]
     positions_1T = start + jnp.arange(t, dtype=jnp.int32)[None]
     if parts.cfg.positions == "learned":
-        # Tokens that only fill up a call may lie beyond the table, and must be finite: a weight of 0 does not hide a NaN.
+        # Tokens that only fill up a call may lie beyond the table, and must be finite: a weight of
+        # 0 does not hide a NaN.
         positions_1T = jnp.minimum(positions_1T, parts.cfg.max_positions - 1)
     x_BTD = parts.embed(params["embed"], tokens_BT, positions_1T, dtype)
 
@@ -71,10 +81,14 @@ def extend(parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start
         index, weights = index_and_weights
         of_layer = [lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in cache]
         x_BTD, of_layer = block(weights, x_BTD, positions_1T, of_layer, start, method="cached")
-        # Only the T slots of these tokens go back into the cache: the carried arrays are updated in place, not copied layer by layer.
+        # Only the T slots of these tokens go back into the cache: the carried arrays are updated in
+        # place, not copied layer by layer.
         written = [lax.dynamic_slice_in_dim(array, start, t, 1) for array in of_layer]
         at = lambda array: (index, 0, start, *(0,) * (array.ndim - 3))
-        cache = tuple(lax.dynamic_update_slice(array, part[None], at(array)) for array, part in zip(cache, written, strict=True))
+        cache = tuple(
+            lax.dynamic_update_slice(array, part[None], at(array))
+            for array, part in zip(cache, written, strict=True)
+        )
         return (x_BTD, cache), None
 
     for index in range(parts.cfg.dense_layers):
@@ -85,14 +99,18 @@ def extend(parts: Parts, params: dict, tokens_BT: jax.Array, cache: Cache, start
 
 
 def tied_table(parts: Parts, params: dict, dtype) -> jax.Array | None:
-    """The embedding table [V, D] as the head multiplies with it, None where the head has its own; made once, before a loop over tokens."""
+    """The embedding table [V, D] as the head multiplies with it, None where the head has its own;
+    made once, before a loop over tokens."""
     return params["embed"]["table"].astype(dtype) if parts.cfg.tied_embeddings else None
 
 
-def next_logits(parts: Parts, params: dict, x_BTD: jax.Array, table_VD: jax.Array | None) -> jax.Array:
+def next_logits(
+    parts: Parts, params: dict, x_BTD: jax.Array, table_VD: jax.Array | None
+) -> jax.Array:
     """Float32 logits [B, V] of what follows the first token of a residual stream [B, T, D].
 
-    They are whole on every device, and without the rows that pad the vocabulary. table_VD: `tied_table`.
+    They are whole on every device, and without the rows that pad the vocabulary. table_VD:
+    `tied_table`.
     """
     first_B1D = constrain(x_BTD, ("batch", "token", None))[:, :1]
     logits_B1V = parts.head(params["head"], first_B1D, table_VD)

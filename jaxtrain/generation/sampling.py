@@ -1,10 +1,13 @@
-"""Ids from a model: the choice of the next token, a prompt read into the key/value cache, and the loop over tokens.
+"""Ids from a model: the choice of the next token, a prompt read into the key/value cache, and the
+loop over tokens.
 
-      prompt's ids ── prefill: all but the last, in pieces ──► cache ── decode: up to BURST tokens a call ──► ids as they come
+      prompt's ids ── prefill: all but the last, in pieces ──► cache
+                   ── decode: up to BURST tokens a call ──► ids as they come
 
-Both programs depend on rounded sizes alone, so prompts of different lengths share them. The random numbers depend on seed, position,
-sample and token id, never on the mesh or on how the vocabulary is padded. The model over the cache is in generation/decode.py, ids and
-text in generation/text.py, flags and printing in generate.py.
+Both programs depend on rounded sizes alone, so prompts of different lengths share them. The random
+numbers depend on seed, position, sample and token id, never on the mesh or on how the vocabulary is
+padded. The model over the cache is in generation/decode.py, ids and text in generation/text.py,
+flags and printing in generate.py.
 
 Shape suffixes: B sequences (samples, rounded up to the mesh), T tokens, V vocabulary.
 """
@@ -27,7 +30,8 @@ from jaxtrain.generation.decode import cache_axes, empty_cache, extend, next_log
 from jaxtrain.models.transformer import Parts
 
 BURST = 32  # most tokens that one call of the decoding program makes
-PIECE = 1024  # most tokens of a prompt that one call reads: its attention scores are [heads, PIECE, slots]
+# most tokens of a prompt that one call reads: its attention scores are [heads, PIECE, slots]
+PIECE = 1024
 SLOTS = 128  # the cache's length is a multiple of this
 PATIENCE = 0.05  # seconds between pieces of streamed text, where the model is fast enough
 
@@ -38,7 +42,8 @@ class Sampling:
 
     temperature: divides the logits; 0 takes the most likely token always
     top_k: only the k most likely tokens can be chosen; 0 means all
-    top_p: only the most likely tokens that together have at least this probability (Holtzman et al. 2020), after top_k
+    top_p: only the most likely tokens that together have at least this probability (Holtzman et al.
+        2020), after top_k
     seed: of the random numbers, below 2³²
     """
 
@@ -90,7 +95,8 @@ class Rule:
 
 
 def likely(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Which tokens top-k and then top-p leave, bool [B, V]: at least the most likely one. Of equal logits the smaller ids come first."""
+    """Which tokens top-k and then top-p leave, bool [B, V]: at least the most likely one. Of equal
+    logits the smaller ids come first."""
     order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
     ranked_BV = jnp.take_along_axis(logits_BV, order_BV, -1)
     rank_V = jnp.arange(logits_BV.shape[-1])
@@ -102,7 +108,15 @@ def likely(logits_BV: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
     return jnp.zeros_like(kept_BV).at[sequence_B1, order_BV].set(kept_BV)
 
 
-def choose(logits_BV: jax.Array, keys_B: jax.Array, temperature, top_k, top_p, greedy: bool = False, filtered: bool = True) -> jax.Array:
+def choose(
+    logits_BV: jax.Array,
+    keys_B: jax.Array,
+    temperature,
+    top_k,
+    top_p,
+    greedy: bool = False,
+    filtered: bool = True,
+) -> jax.Array:
     """A token id for each sequence, int32 [B], from float32 logits (−inf: never).
 
     `greedy` and `filtered` are fixed when compiled: they leave out what `Sampling` does not need.
@@ -110,7 +124,8 @@ def choose(logits_BV: jax.Array, keys_B: jax.Array, temperature, top_k, top_p, g
     if greedy:
         return jnp.argmax(logits_BV, -1).astype(jnp.int32)
     scaled_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / temperature
-    scaled_BV = jnp.where(jnp.isneginf(logits_BV), -jnp.inf, scaled_BV)  # also for an infinite temperature
+    # also for an infinite temperature
+    scaled_BV = jnp.where(jnp.isneginf(logits_BV), -jnp.inf, scaled_BV)
     if filtered:
         scaled_BV = jnp.where(likely(scaled_BV, top_k, top_p), scaled_BV, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys_B, scaled_BV).astype(jnp.int32)
@@ -121,17 +136,23 @@ class Sampler:
 
     Args:
       parts: the model, built for as many vocabulary shards as the parameters are padded for.
-      params: {"embed", "layers" (leaves [L, ...]), "head"}, on one device or on a mesh of the six axes.
+      params: {"embed", "layers" (leaves [L, ...]), "head"}, on one device or on a mesh of the six
+        axes.
       dtype: of activations, matmuls and the cache.
     """
 
     def __init__(self, parts: Parts, params: dict, dtype=jnp.float32):
         self.parts, self.params, self.dtype = parts, params, jnp.dtype(dtype)
         sharding = jax.tree.leaves(params)[0].sharding
-        on_mesh = isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.axis_names == AXES
-        self.mesh = sharding.mesh if on_mesh else make_mesh((1,) * len(AXES), list(sharding.device_set))
+        on_mesh = (
+            isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.axis_names == AXES
+        )
+        self.mesh = (
+            sharding.mesh if on_mesh else make_mesh((1,) * len(AXES), list(sharding.device_set))
+        )
         with jax.set_mesh(self.mesh):
-            # A call must divide over the devices that split the batch and the sequence: spare sequences and tokens fill it up.
+            # A call must divide over the devices that split the batch and the sequence: spare
+            # sequences and tokens fill it up.
             self._batch_unit, self._width = shards("batch"), shards("sequence")
         cache = tuple(named(self.mesh, axes) for axes in cache_axes(parts.cfg))
         of_batch, whole = named(self.mesh, ("batch",)), named(self.mesh, ())
@@ -156,7 +177,8 @@ class Sampler:
         stop: int | None = None,
         vocabulary: int | None = None,
     ) -> Iterator[np.ndarray]:
-        """An iterator that makes tokens as it is asked for them; before it comes back the prompt is read and all is compiled.
+        """An iterator that makes tokens as it is asked for them; before it comes back the prompt is
+        read and all is compiled.
 
         Args:
           prompt: at least one id of the model's vocabulary.
@@ -166,16 +188,21 @@ class Sampler:
           vocabulary: ids from here on are never chosen, as those that only pad the vocabulary.
 
         Yields:
-          int32 [samples, n], n up to BURST: the next ids, −1 from `stop` on. It ends early when all samples have.
+          int32 [samples, n], n up to BURST: the next ids, −1 from `stop` on. It ends early when all
+          samples have.
 
         Raises:
-          ValueError: no prompt, ids that the model does not know, or more tokens than learned positions.
+          ValueError: no prompt, ids that the model does not know, or more tokens than learned
+            positions.
         """
         cfg, ids = self.parts.cfg, np.asarray(prompt, np.int64)
         if ids.ndim != 1 or not ids.size or ids.min() < 0 or ids.max() >= cfg.vocab_size:
             raise ValueError(f"a prompt is one or more ids from 0 to {cfg.vocab_size - 1}")
         if tokens < 1 or tokens > room(cfg, len(ids)):
-            raise ValueError(f"{tokens} tokens after a prompt of {len(ids)} must be from 1 to {room(cfg, len(ids))}")
+            raise ValueError(
+                f"{tokens} tokens after a prompt of {len(ids)} must be from 1 to "
+                f"{room(cfg, len(ids))}"
+            )
         state = self._read_prompt(ids, tokens, samples)
         rule = Rule(
             np.uint32(sampling.seed),
@@ -185,7 +212,9 @@ class Sampler:
             stop=np.int32(-1 if stop is None else stop),
             vocabulary=np.int32(cfg.vocab_size if vocabulary is None else vocabulary),
         )
-        decode = functools.partial(self._decode, self.params, rule=rule, greedy=sampling.greedy, filtered=sampling.filtered)
+        decode = functools.partial(
+            self._decode, self.params, rule=rule, greedy=sampling.greedy, filtered=sampling.filtered
+        )
         with jax.set_mesh(self.mesh):
             state, no_tokens = decode(state=state, limit=np.int32(0))
         jax.block_until_ready(no_tokens)  # compiled, and the prompt read, when this is done
@@ -202,7 +231,9 @@ class Sampler:
                 state = self._prefill(self.params, state, piece[None], np.int32(count))
             return self._spread(state, np.int32(ids[-1]), np.int32(samples), batch=batch)
 
-    def _tokens(self, decode: Callable, state: DecodeState, tokens: int, samples: int) -> Iterator[np.ndarray]:
+    def _tokens(
+        self, decode: Callable, state: DecodeState, tokens: int, samples: int
+    ) -> Iterator[np.ndarray]:
         """The iterator of `start`: bursts get longer while the model is faster than a reader."""
         left, size = tokens, 1
         while left:
@@ -219,59 +250,92 @@ class Sampler:
                 return
             left -= count
 
-    # --- the programs ----------------------------------------------------------------------------------------------------------------
+    # --- the programs -----------------------------------------------------------------------------
 
     def _begin_program(self, slots: int) -> DecodeState:
         """The state before the prompt: as few sequences as the mesh allows."""
         batch = self._batch_unit
         cache = empty_cache(self.parts.cfg, batch, slots, self.dtype)
-        return DecodeState(cache, last=jnp.zeros(batch, jnp.int32), done=jnp.zeros(batch, bool), position=jnp.int32(0))
+        return DecodeState(
+            cache,
+            last=jnp.zeros(batch, jnp.int32),
+            done=jnp.zeros(batch, bool),
+            position=jnp.int32(0),
+        )
 
-    def _prefill_program(self, params: dict, state: DecodeState, tokens_1T: jax.Array, count: jax.Array) -> DecodeState:
+    def _prefill_program(
+        self, params: dict, state: DecodeState, tokens_1T: jax.Array, count: jax.Array
+    ) -> DecodeState:
         """`count` tokens of the prompt into the cache; the rest of T is padding."""
         tokens_BT = jnp.broadcast_to(tokens_1T, (self._batch_unit, tokens_1T.shape[1]))
         _, cache = extend(self.parts, params, tokens_BT, state.cache, state.position, self.dtype)
         return dataclasses.replace(state, cache=cache, position=state.position + count)
 
-    def _spread_program(self, state: DecodeState, last: jax.Array, samples: jax.Array, batch: int) -> DecodeState:
-        """The prompt's state for a whole batch, of which the first `samples` are wanted; `last` is the prompt's last token."""
+    def _spread_program(
+        self, state: DecodeState, last: jax.Array, samples: jax.Array, batch: int
+    ) -> DecodeState:
+        """The prompt's state for a whole batch, of which the first `samples` are wanted; `last` is
+        the prompt's last token."""
         cache = tuple(jnp.repeat(c, batch // self._batch_unit, 1) for c in state.cache)
-        return dataclasses.replace(state, cache=cache, last=jnp.full(batch, last), done=jnp.arange(batch) >= samples)
+        return dataclasses.replace(
+            state, cache=cache, last=jnp.full(batch, last), done=jnp.arange(batch) >= samples
+        )
 
     def _decode_program(
-        self, params: dict, state: DecodeState, limit: jax.Array, rule: Rule, greedy: bool, filtered: bool
+        self,
+        params: dict,
+        state: DecodeState,
+        limit: jax.Array,
+        rule: Rule,
+        greedy: bool,
+        filtered: bool,
     ) -> tuple[DecodeState, jax.Array]:
-        """Up to `limit` more tokens: the state after them, and the ids, int32 [B, BURST], −1 where there is none."""
+        """Up to `limit` more tokens: the state after them, and the ids, int32 [B, BURST], −1 where
+        there is none."""
         batch, table_VD = state.last.shape[0], tied_table(self.parts, params, self.dtype)
 
         def unfinished(carry: tuple[jax.Array, DecodeState, jax.Array]) -> jax.Array:
             count, state, _ = carry
             return (count < limit) & ~state.done.all()
 
-        def token(carry: tuple[jax.Array, DecodeState, jax.Array]) -> tuple[jax.Array, DecodeState, jax.Array]:
+        def token(
+            carry: tuple[jax.Array, DecodeState, jax.Array],
+        ) -> tuple[jax.Array, DecodeState, jax.Array]:
             count, state, burst = carry
             tokens_BT = jnp.broadcast_to(state.last[:, None], (batch, self._width))
-            x_BTD, cache = extend(self.parts, params, tokens_BT, state.cache, state.position, self.dtype)
+            x_BTD, cache = extend(
+                self.parts, params, tokens_BT, state.cache, state.position, self.dtype
+            )
             logits_BV = next_logits(self.parts, params, x_BTD, table_VD)
-            logits_BV = jnp.where(jnp.arange(logits_BV.shape[1]) < rule.vocabulary, logits_BV, -jnp.inf)
+            logits_BV = jnp.where(
+                jnp.arange(logits_BV.shape[1]) < rule.vocabulary, logits_BV, -jnp.inf
+            )
             key = jax.random.fold_in(jax.random.key(rule.seed), state.position)
             keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
-            chosen_B = choose(logits_BV, keys_B, rule.temperature, rule.top_k, rule.top_p, greedy, filtered)
+            chosen_B = choose(
+                logits_BV, keys_B, rule.temperature, rule.top_k, rule.top_p, greedy, filtered
+            )
             done = state.done | (chosen_B == rule.stop)
-            burst = lax.dynamic_update_slice(burst, jnp.where(done, -1, chosen_B)[:, None], (0, count))
+            burst = lax.dynamic_update_slice(
+                burst, jnp.where(done, -1, chosen_B)[:, None], (0, count)
+            )
             return count + 1, DecodeState(cache, chosen_B, done, state.position + 1), burst
 
-        _, state, burst = lax.while_loop(unfinished, token, (jnp.int32(0), state, jnp.full((batch, BURST), -1, jnp.int32)))
+        _, state, burst = lax.while_loop(
+            unfinished, token, (jnp.int32(0), state, jnp.full((batch, BURST), -1, jnp.int32))
+        )
         return state, burst
 
 
 def room(cfg: ModelConfig, prompt: int) -> int:
-    """How many tokens can follow a prompt of this many: a learned position table ends, rotary positions do not."""
+    """How many tokens can follow a prompt of this many: a learned position table ends, rotary
+    positions do not."""
     return max(0, cfg.max_positions - prompt) if cfg.positions == "learned" else 2**30 - prompt
 
 
 def _pieces(ids: np.ndarray, width: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Pairs of a zero-padded array and how many of it are ids; the arrays have few different lengths, all multiples of `width`."""
+    """Pairs of a zero-padded array and how many of it are ids; the arrays have few different
+    lengths, all multiples of `width`."""
     largest = -(-PIECE // width) * width
     for at in range(0, len(ids), largest):
         piece = ids[at : at + largest]

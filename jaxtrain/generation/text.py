@@ -12,24 +12,29 @@ NOT_TEXT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """The text of ids as soon as it is certain: a character whose bytes are not all there is held back.
+    """The text of ids as soon as it is certain: a character whose bytes are not all there is held
+    back.
 
-    A tokenizer may put spaces or nothing before a token, depending on the one before. So each piece is what the text has grown by.
+    A tokenizer may put spaces or nothing before a token, depending on the one before. So each piece
+    is what the text has grown by.
     """
 
-    CONTEXT = 8  # ids decoded again, so that long texts are not decoded from their beginning each time
+    # ids decoded again, so that long texts are not decoded from their beginning each time
+    CONTEXT = 8
 
     def __init__(self, tokenizer: Tokenizer, context: Iterable[int] = ()):
         """context: ids of the text before, which is not part of what is given out."""
         self._tokenizer = tokenizer
         self._ids = list(context)[-self.CONTEXT :]
-        self._given = len(tokenizer.decode(self._ids))  # characters of the text of these ids that are given out
+        # characters of the text of these ids that are given out
+        self._given = len(tokenizer.decode(self._ids))
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that has become certain with these ids."""
         self._ids += [int(i) for i in ids]
         text = self._tokenizer.decode(self._ids)
-        # A character's first bytes are one mark, or up to three where the tokenizer has a token for each byte.
+        # A character's first bytes are one mark, or up to three where the tokenizer has a token for
+        # each byte.
         held = min(3, len(text) - len(text.rstrip(NOT_TEXT)))
         certain = text[self._given : len(text) - held]
         self._given = max(self._given, len(text) - held)
@@ -55,10 +60,12 @@ def sample_text(
     top_p: float = 1.0,
     dtype=jnp.float32,
 ) -> str:
-    """The text that the model continues a prompt with (without the prompt), up to `tokens` long or to the end of its document.
+    """The text that the model continues a prompt with (without the prompt), up to `tokens` long or
+    to the end of its document.
 
-    parts, params and dtype as in `Sampler`. Where a learned position table is too short, the prompt's beginning is left out first and
-    then fewer tokens are made. Raises DataError as `prompt_ids`.
+    parts, params and dtype as in `Sampler`. Where a learned position table is too short, the
+    prompt's beginning is left out first and then fewer tokens are made. Raises DataError as
+    `prompt_ids`.
     """
     ids = prompt_ids(tokenizer, prompt, parts.cfg.vocab_size)
     if parts.cfg.positions == "learned":
@@ -68,5 +75,7 @@ def sample_text(
         return ""
     stream = TextStream(tokenizer, ids)
     sampling = Sampling(temperature, top_k, top_p, seed)
-    bursts = Sampler(parts, params, dtype).start(ids, tokens, sampling, stop=tokenizer.end_of_document, vocabulary=tokenizer.vocab_size)
+    bursts = Sampler(parts, params, dtype).start(
+        ids, tokens, sampling, stop=tokenizer.end_of_document, vocabulary=tokenizer.vocab_size
+    )
     return "".join([*(stream.push(burst[0]) for burst in bursts), stream.finish()])

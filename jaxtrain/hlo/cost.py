@@ -56,7 +56,9 @@ class Costs:
     def in_float32(self, i: Instruction) -> bool:
         """Whether one of an instruction's products has operands of 32 bits."""
         fused = self.program.below(i.calls["calls"]) if "calls" in i.calls else [i]
-        products = (j for j in fused if j.opcode in ("dot", "convolution", "custom-call") and j.operands)
+        products = (
+            j for j in fused if j.opcode in ("dot", "convolution", "custom-call") and j.operands
+        )
         return any(self.program.operands(j)[0].types[0] == "f32" for j in products if self.flops(j))
 
     def _convolution(self, i: Instruction) -> int:
@@ -73,15 +75,23 @@ class Costs:
         window = dict(part.split("=") for part in written[1].split()) if written else {}
         flops = 2 * kernel["i"] * outputs["b"] * outputs["f"]
         for n, d in enumerate(sorted(filter(str.isdigit, inputs))):
-            numbers = (window[key].split("x")[n] if key in window else usual for key, usual in WINDOW)
-            flops *= _meetings(inputs[d], outputs[d], kernel[d], *(int(number.split("_")[0]) for number in numbers))
+            numbers = (
+                window[key].split("x")[n] if key in window else usual for key, usual in WINDOW
+            )
+            flops *= _meetings(
+                inputs[d], outputs[d], kernel[d], *(int(number.split("_")[0]) for number in numbers)
+            )
         return flops
 
-    # ------------------------------------------------------------------ bytes of the device's memory
+    # ------------------------------------------------------------------ bytes of the device's memor
 
     def bytes(self, i: Instruction) -> int:
         """Bytes that an instruction reads and writes; something asynchronous does at its start."""
-        if i.opcode in COSTLESS or i.opcode.endswith(("-done", "-update")) or target(i) == "AllocateBuffer":
+        if (
+            i.opcode in COSTLESS
+            or i.opcode.endswith(("-done", "-update"))
+            or target(i) == "AllocateBuffer"
+        ):
             return 0
         if i.opcode in ("fusion", "fusion-start"):
             operands = self.program.operands(i)
@@ -99,12 +109,18 @@ class Costs:
 
     def _in_memory(self, i: Instruction) -> int:
         """Bytes of an instruction's arrays that are in the device's memory."""
-        return sum(size for size, space in zip(i.bytes_of_each, i.spaces, strict=True) if space in self.memory)
+        return sum(
+            size
+            for size, space in zip(i.bytes_of_each, i.spaces, strict=True)
+            if space in self.memory
+        )
 
     def _parameters(self, fusion: Instruction) -> dict[int, Instruction]:
         """The parameters of a fused computation by the number of the operand."""
         fused = self.program.computations[fusion.calls["calls"]]
-        numbers = ((re.search(r" parameter\((\d+)\)", i.text), i) for i in fused if i.opcode == "parameter")
+        numbers = (
+            (re.search(r" parameter\((\d+)\)", i.text), i) for i in fused if i.opcode == "parameter"
+        )
         return {int(number[1]): i for number, i in numbers if number}
 
     def _used(self, value: Instruction) -> int:
@@ -119,7 +135,11 @@ class Costs:
                 used += self._used(user)
             elif user.opcode == "fusion":
                 parameters = self._parameters(user)
-                used += sum(self._used(parameters[n]) for n, name in enumerate(user.operands) if name == value.name)
+                used += sum(
+                    self._used(parameters[n])
+                    for n, name in enumerate(user.operands)
+                    if name == value.name
+                )
             elif user.opcode != "dynamic-update-slice" or user.operands[0] != value.name:
                 return value.bytes
         return used
@@ -130,7 +150,11 @@ class Costs:
         results = self.program.operands(root) if root.opcode == "tuple" else [root]
         if len(results) != len(fusion.sizes):  # an asynchronous fusion's tuple has its operands too
             return sum(result.bytes for result in results)
-        return sum(self._update(r) for r, space in zip(results, fusion.spaces, strict=True) if space in self.memory)
+        return sum(
+            self._update(r)
+            for r, space in zip(results, fusion.spaces, strict=True)
+            if space in self.memory
+        )
 
     def _update(self, result: Instruction) -> int:
         source = result

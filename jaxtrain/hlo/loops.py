@@ -42,7 +42,9 @@ class StepLoops:
     expert_tokens: tokens of a microbatch that reach a device's experts; None: their capacity
     """
 
-    def __init__(self, program: Program, setup: Setup, stage: int = 0, expert_tokens: int | None = None):
+    def __init__(
+        self, program: Program, setup: Setup, stage: int = 0, expert_tokens: int | None = None
+    ):
         self.program, self.setup = program, setup
         self.stage, self.expert_tokens = stage, expert_tokens
         table = columns(setup.train) if setup.train else None

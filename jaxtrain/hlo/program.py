@@ -31,7 +31,9 @@ BYTES = {
 # first that an attribute or the line's end follows: others are of layouts.
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(, [\w\-]+=.*|)$")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
-_CALL = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_CALL = re.compile(
+    r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
@@ -67,7 +69,10 @@ class Instruction:
     @property
     def bytes_of_each(self) -> list[int]:
         """Bytes of each array; BYTES lacks eight-bit floats, whose types have many names."""
-        return [int(size * BYTES.get(kind, 1)) for size, kind in zip(self.sizes, self.types, strict=True)]
+        return [
+            int(size * BYTES.get(kind, 1))
+            for size, kind in zip(self.sizes, self.types, strict=True)
+        ]
 
     @property
     def spaces(self) -> list[int]:
@@ -100,7 +105,8 @@ class Instruction:
         if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", self.text):
             ids = _iota(*iota.group(2, 3)).reshape(_integers(iota[1]))
         elif mesh := re.search(
-            rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{('\w+'(?:,'\w+')*)\}}",
+            rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? "
+            rf"\{{('\w+'(?:,'\w+')*)\}}",
             self.text,
         ):
             sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
@@ -215,12 +221,17 @@ class Program:
         return None if start is None or limit is None else max(0, limit - start)
 
     def _constant(self, i: Instruction, loop: Instruction | None = None) -> int | None:
-        """The integer constant that an instruction is, if any; in a condition, at the loop's begin."""
+        """The integer constant that an instruction is, if any; in a condition, at the loop's
+        begin."""
         if i.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
             return self._constant(self.operands(i)[0], loop)
         if i.opcode == "get-tuple-element":
             index, values = re.search(r"index=(\d+)", i.text), self.operands(loop or i)[0]
-            return self._constant(self.operands(values)[int(index[1])]) if index and values.opcode == "tuple" else None
+            return (
+                self._constant(self.operands(values)[int(index[1])])
+                if index and values.opcode == "tuple"
+                else None
+            )
         number = re.search(r"constant\((-?\d+)\)", i.text) if i.opcode == "constant" else None
         return int(number[1]) if number else None
 

@@ -88,7 +88,11 @@ class StepFigures:
 
     def kernel(self, i: Instruction) -> str:
         """The name of a custom call that is a kernel of its own; "" for other instructions."""
-        if i.opcode != "custom-call" or NO_KERNELS.search(name := target(i)) or self.costs.cycles(i):
+        if (
+            i.opcode != "custom-call"
+            or NO_KERNELS.search(name := target(i))
+            or self.costs.cycles(i)
+        ):
             return ""
         if name == "tpu_custom_call":
             named = re.search(r'kernel_name="?([\w.]+)', i.text)
@@ -119,7 +123,11 @@ class StepFigures:
             return 2.0 * min(capacity, self._expert_tokens) * stack[1] * stack[2]
         length = self.config.data.sequence_length
         arrays = [o.shapes[0] for o in operands if o.shapes[0].count(length) < 2]
-        results = [shape for shape, kind in zip(i.shapes, i.types, strict=True) if kind in FLOATS and len(shape) > 2]
+        results = [
+            shape
+            for shape, kind in zip(i.shapes, i.types, strict=True)
+            if kind in FLOATS and len(shape) > 2
+        ]
         # A backward reads queries, keys, values, the gradient, and what the forward left.
         products = {1: 3, 2: 4}.get(len(results), 5) if len(arrays) > 4 else 2
         keys = length // (self.config.mesh.context if self.config.parallel.context == "ring" else 1)
@@ -136,7 +144,9 @@ class StepFigures:
         if i.collective or not run.times:
             return 0.0
         if self.kernel(i):
-            return run.times * self.kernel_flops(i) / (self.hardware.peak() * self.kernel_efficiency)
+            return (
+                run.times * self.kernel_flops(i) / (self.hardware.peak() * self.kernel_efficiency)
+            )
         if self.tpu:
             return run.times * self.costs.cycles(i) / (1e9 * self.hardware.clock_ghz)
         products = self.costs.flops(i)
@@ -153,7 +163,11 @@ class StepFigures:
         overlapped = self._overlapped_flops()
         for run in self.runs:
             flops = overlapped.get((run.instruction.computation, run.instruction.name))
-            for c in collectives(self.program, run.instruction, self.mesh, self.stage) if run.times else ():
+            for c in (
+                collectives(self.program, run.instruction, self.mesh, self.stage)
+                if run.times
+                else ()
+            ):
                 traffic = by_kind[run.op, c.kind, c.dtype, "·".join(c.axes)]
                 size = run.times * c.size
                 traffic.times += run.times
@@ -170,13 +184,17 @@ class StepFigures:
 
         A loop in between counts with its mean number of trips.
         """
-        times = {(run.instruction.computation, run.instruction.name): run.times for run in self.runs}
+        times = {
+            (run.instruction.computation, run.instruction.name): run.times for run in self.runs
+        }
 
         def flops(i: Instruction) -> float:
             reached = times.get((i.computation, i.name))
             if i.opcode != "while" or not reached:
                 return self.product_flops(i)
-            runs = self.loops.below(i.calls["body"], reached * float(self.loops.trips(i, reached)), "", 0)
+            runs = self.loops.below(
+                i.calls["body"], reached * float(self.loops.trips(i, reached)), "", 0
+            )
             return sum(run.times * self.product_flops(run.instruction) for run in runs) / reached
 
         overlapped = {}

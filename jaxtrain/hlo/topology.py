@@ -108,7 +108,9 @@ class Platform:
     @property
     def form(self) -> str:
         """How its topologies are written."""
-        return f"{self.name}:{'NODESx8' if self.backend == 'gpu' else 'x'.join('ABC'[: self.sizes])}"
+        return (
+            f"{self.name}:{'NODESx8' if self.backend == 'gpu' else 'x'.join('ABC'[: self.sizes])}"
+        )
 
     @property
     def largest_slice(self) -> int:
@@ -120,7 +122,11 @@ class Platform:
         """What its topologies have in common."""
         if self.backend == "gpu":
             return "1, 2, 4 or 8 GPUs in a node, 8 in each of several"
-        most = f"of at most {POD_SIDE} chips" if self.sizes == 2 else f"with at most {self.largest_slice} chips in all"
+        most = (
+            f"of at most {POD_SIDE} chips"
+            if self.sizes == 2
+            else f"with at most {self.largest_slice} chips in all"
+        )
         return f"the first two dimensions are even, for a host has 2 × 2 chips; {most}"
 
 
@@ -204,7 +210,9 @@ def parse(text: str) -> Topology:
     if name not in PLATFORMS:
         near = (difflib.get_close_matches(name, PLATFORMS, 1, 0.5) or ["v5p"])[0]
         forms = ", ".join(platform.form for platform in PLATFORMS.values())
-        raise TopologyError(f"--topology={text!r} is none of {forms}", {"topology": fitting(near, EXAMPLE).text})
+        raise TopologyError(
+            f"--topology={text!r} is none of {forms}", {"topology": fitting(near, EXAMPLE).text}
+        )
     platform = PLATFORMS[name]
     if not re.fullmatch(r"\d{1,6}(x\d{1,6})*", sizes) or sizes.count("x") != platform.sizes - 1:
         rule = f"--topology={text!r} is not written as {platform.form}"
@@ -297,7 +305,9 @@ def compile_config(
         # A file, for a command line has a limit.
         pathlib.Path(folder, "request.json").write_text(json.dumps(request | {"program": program}))
         words = [sys.executable, "-m", "jaxtrain.hlo.topology", folder]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LONGEST)
+        done = subprocess.run(
+            words, env=environment, capture_output=True, text=True, timeout=LONGEST
+        )
         if done.returncode:
             raise Refused(f"{devices.text} {program}\n{done.stderr[-6000:]}")
         figures = json.loads(pathlib.Path(folder, "figures.json").read_text())
@@ -336,7 +346,9 @@ def main(folder: str) -> None:
     state = step.abstract_state()
     with jax.set_mesh(mesh), jax.default_device(devices[0]):
         begin = time.time()
-        lowered = getattr(step, program).lower(state if program == "train" else state.params, abstract_batch(config, step))
+        lowered = getattr(step, program).lower(
+            state if program == "train" else state.params, abstract_batch(config, step)
+        )
         traced = time.time()
         compiled = lowered.compile(compiler_options=request["options"])
         done = time.time()

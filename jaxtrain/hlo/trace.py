@@ -54,7 +54,9 @@ def read(folder: pathlib.Path, module: str) -> Events:
     try:
         events = events_of(ProfileData.from_file(str(files[-1])), module)
     except RuntimeError as error:  # of the parser, which is C++
-        raise TraceError(f"{files[-1]} cannot be read ({' '.join(str(error).split())[:120]})") from None
+        raise TraceError(
+            f"{files[-1]} cannot be read ({' '.join(str(error).split())[:120]})"
+        ) from None
     if not events:
         raise TraceError(f"{files[-1]} has no event of {module}")
     return events
@@ -78,8 +80,14 @@ def _of_plane(plane: Any, module: str, device: int | None) -> Iterator[tuple[int
     """
     lines = {line.name: line for line in plane.lines}
     if device is not None and OPS in lines:
-        modules, ops, async_ops = (lines[name].events if name in lines else () for name in (MODULES, OPS, ASYNC_OPS))
-        runs = [(e.start_ns, e.start_ns + e.duration_ns) for e in modules if e.name.split("(")[0] == module]
+        modules, ops, async_ops = (
+            lines[name].events if name in lines else () for name in (MODULES, OPS, ASYNC_OPS)
+        )
+        runs = [
+            (e.start_ns, e.start_ns + e.duration_ns)
+            for e in modules
+            if e.name.split("(")[0] == module
+        ]
         for event in itertools.chain(ops, async_ops):
             if any(begin <= event.start_ns < end for begin, end in runs):
                 yield device, _event(event, instruction_of(event.name))
@@ -99,4 +107,6 @@ def instruction_of(name: str) -> str:
 
 
 def _event(event: Any, instruction: str) -> Event:
-    return Event(instruction, event.name, NS * event.start_ns, NS * (event.start_ns + event.duration_ns))
+    return Event(
+        instruction, event.name, NS * event.start_ns, NS * (event.start_ns + event.duration_ns)
+    )

@@ -31,7 +31,9 @@ class CompiledCollective:
     sent: float
 
 
-def collectives(program: Program, i: Instruction, mesh: Mapping[str, int], stage: int = 0) -> Iterator[CompiledCollective]:
+def collectives(
+    program: Program, i: Instruction, mesh: Mapping[str, int], stage: int = 0
+) -> Iterator[CompiledCollective]:
     """The collectives of an instruction for a device of a stage: itself, or those that it fuses.
 
     Arrays of at most FEW bytes are left out.
@@ -57,4 +59,6 @@ def collectives(program: Program, i: Instruction, mesh: Mapping[str, int], stage
             device = int(np.ravel_multi_index(place, tuple(mesh.values())))
             if device not in dict(pairs(inner.text)):
                 sending = 0.0
-        yield CompiledCollective(inner, kind, operands[0].types[0], axes, devices, size, sent(kind, sending, devices))
+        yield CompiledCollective(
+            inner, kind, operands[0].types[0], axes, devices, size, sent(kind, sending, devices)
+        )

@@ -1,1 +1,2 @@
-"""Single-device Flax NNX transformers with logical axis names; nothing here knows about parallelism."""
+"""Single-device Flax NNX transformers with logical axis names; nothing here knows about
+parallelism."""

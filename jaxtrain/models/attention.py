@@ -14,7 +14,8 @@ from jaxtrain.parallel.tensor import heads_here, shared_columns
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with N query heads in K groups. over: how it goes over a split sequence (parallel/context.py)."""
+    """Causal self-attention with N query heads in K groups. over: how it goes over a split sequence
+    (parallel/context.py)."""
 
     def __init__(self, cfg, residual_std, over="all_gather"):
         self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads, cfg.head_dim
@@ -27,8 +28,8 @@ class Attention(nnx.Module):
         self.out = Dense(n, d, ("heads", "width"), residual_std, cfg.biases)
 
     def project(self, x_BTD, positions_BT):
-        """Queries, keys and values by head, rotated where positions are rotary; of the latter at least one head for each device that
-        heads are split over."""
+        """Queries, keys and values by head, rotated where positions are rotary; of the latter at
+        least one head for each device that heads are split over."""
         split = lambda y, n: y.reshape(*y.shape[:2], n, self.head_dim)
         change = lambda layer, a: a if layer is self.query else shared_columns(a, self.kv_heads)
         q, k, v = map(row_major, columns(x_BTD, self.query, self.key, self.value, change=change))
@@ -45,10 +46,14 @@ class Attention(nnx.Module):
         return self.out.rows(y.reshape(*y.shape[:2], -1))
 
     def cached(self, x_BTD, positions_BT, cache, start):
-        """T more tokens at `start` after those in the cache (keys and values, each [B, S, K, H]) → output, new cache."""
+        """T more tokens at `start` after those in the cache (keys and values, each [B, S, K, H]) →
+        output, new cache."""
         q, k, v = self.project(x_BTD, positions_BT)
         cache = [
-            jax.lax.dynamic_update_slice_in_dim(old, fresh.astype(old.dtype), start, 1) for old, fresh in zip(cache, (k, v), strict=True)
+            jax.lax.dynamic_update_slice_in_dim(old, fresh.astype(old.dtype), start, 1)
+            for old, fresh in zip(cache, (k, v), strict=True)
         ]
-        y = attend_cached(q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.implementation)
+        y = attend_cached(
+            q, cache[0].astype(q.dtype), cache[1].astype(q.dtype), start, self.implementation
+        )
         return self.out.rows(y.reshape(*y.shape[:2], -1)), cache

@@ -1,6 +1,7 @@
 """Norms, dense products, rotary positions and the MLP.
 
-Shape suffixes: B batch, T tokens of a sequence, D width, F MLP columns, N heads, K key/value heads, H head dimension.
+Shape suffixes: B batch, T tokens of a sequence, D width, F MLP columns, N heads, K key/value heads,
+H head dimension.
 """
 
 import functools
@@ -19,7 +20,8 @@ WHOLE = ("batch", "token", None)  # inside a block
 
 
 class Norm(nnx.Module):
-    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension, computed in float32."""
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last dimension,
+    computed in float32."""
 
     def __init__(self, cfg, size=0, axis="width", epsilon=0.0):
         self.kind, self.epsilon = cfg.norm, epsilon or cfg.norm_epsilon
@@ -39,8 +41,9 @@ class Norm(nnx.Module):
 def contract_rows(a_TM: jax.Array, b_TN: jax.Array, precision=None) -> jax.Array:
     """aᵀ b, [M, N]: the form of every weight's gradient.
 
-    On CPU the transpose is written out, behind a barrier that keeps XLA from folding it into the product again: its backend
-    multiplies a transposed left side 1.1 to 1.5 times more slowly than it transposes and multiplies (docs/log.md).
+    On CPU the transpose is written out, behind a barrier that keeps XLA from folding it into the
+    product again: its backend multiplies a transposed left side 1.1 to 1.5 times more slowly than
+    it transposes and multiplies (docs/log.md).
     """
     if not on_cpu():
         return jax.lax.dot_general(a_TM, b_TN, (((0,), (0,)), ((), ())), precision=precision)
@@ -48,14 +51,18 @@ def contract_rows(a_TM: jax.Array, b_TN: jax.Array, precision=None) -> jax.Array
 
 
 def _flat(x: jax.Array) -> jax.Array:
-    """With the tokens in one dimension a weight's gradient is one plain matmul, not one with two contracted dimensions, which costs a
-    transposed copy (measured on CPU: 9.1 → 6.4 CPU-seconds a step)."""
+    """With the tokens in one dimension a weight's gradient is one plain matmul, not one with two
+    contracted dimensions, which costs a transposed copy (measured on CPU: 9.1 → 6.4 CPU-seconds a
+    step)."""
     return x.reshape(-1, x.shape[-1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul(x_TI: jax.Array, weight_IO: jax.Array, precision: jax.lax.Precision | None = None) -> jax.Array:
-    """x @ weight, whose backward takes the weight's gradient by `contract_rows`; of all three products the precision."""
+def matmul(
+    x_TI: jax.Array, weight_IO: jax.Array, precision: jax.lax.Precision | None = None
+) -> jax.Array:
+    """x @ weight, whose backward takes the weight's gradient by `contract_rows`; of all three
+    products the precision."""
     return jnp.matmul(x_TI, weight_IO, precision=precision)
 
 
@@ -69,18 +76,24 @@ matmul.defvjp(lambda x, w, precision: (matmul(x, w, precision), (x, w)), _matmul
 
 @jax.custom_vjp
 def by_columns(x_BTD: jax.Array, weights: tuple) -> tuple:
-    """x @ weight for each, over all tokens [B, T, columns]; x arrives split along the sequence and is gathered once for all of them."""
+    """x @ weight for each, over all tokens [B, T, columns]; x arrives split along the sequence and
+    is gathered once for all of them."""
     return _by_columns(x_BTD, weights)[0]
 
 
 def _by_columns(x_BTD, weights):
     whole_BTD = gather_sequence(x_BTD)
-    return tuple((_flat(whole_BTD) @ w).reshape(*x_BTD.shape[:-1], -1) for w in weights), (whole_BTD, weights)
+    return tuple((_flat(whole_BTD) @ w).reshape(*x_BTD.shape[:-1], -1) for w in weights), (
+        whole_BTD,
+        weights,
+    )
 
 
 def _by_columns_backward(kept, gradients):
     whole_BTD, weights = kept
-    return own_tokens(gradients, weights, 1), tuple(contract_rows(_flat(whole_BTD), _flat(g)) for g in gradients)
+    return own_tokens(gradients, weights, 1), tuple(
+        contract_rows(_flat(whole_BTD), _flat(g)) for g in gradients
+    )
 
 
 by_columns.defvjp(_by_columns, _by_columns_backward)
@@ -95,14 +108,17 @@ def by_rows(x_BTI: jax.Array, weight_IO: jax.Array) -> jax.Array:
 def _by_rows_backward(kept, g_BTO):
     x_BTI, weight_IO = kept
     whole_BTO = all_tokens(g_BTO)
-    return (_flat(whole_BTO) @ weight_IO.T).reshape(x_BTI.shape), contract_rows(_flat(x_BTI), _flat(whole_BTO))
+    return (_flat(whole_BTO) @ weight_IO.T).reshape(x_BTI.shape), contract_rows(
+        _flat(x_BTI), _flat(whole_BTO)
+    )
 
 
 by_rows.defvjp(lambda x, w: (by_rows(x, w), (x, w)), _by_rows_backward)
 
 
 class Dense(nnx.Module):
-    """A matrix [in, out] with its bias, if any; how it is split over devices decides between `columns` and `rows`."""
+    """A matrix [in, out] with its bias, if any; how it is split over devices decides between
+    `columns` and `rows`."""
 
     def __init__(self, n_in, n_out, axes, std, bias):
         self.weight = parameter((n_in, n_out), axes, std=std)
@@ -124,11 +140,18 @@ class Dense(nnx.Module):
 
 
 def columns(x_BTD: jax.Array, *layers: Dense, change=lambda layer, a: a) -> list[jax.Array]:
-    """Column parallel: x [B, T, D], split along the sequence → each layer's product with all tokens. change(layer, a): what is multiplied
-    or added in place of a layer's weight or bias `a`."""
+    """Column parallel: x [B, T, D], split along the sequence → each layer's product with all
+    tokens. change(layer, a): what is multiplied or added in place of a layer's weight or bias
+    `a`."""
     weights = tuple(change(layer, layer.weight[...].astype(x_BTD.dtype)) for layer in layers)
-    biases = [None if layer.bias is None else change(layer, layer.bias[...].astype(x_BTD.dtype)) for layer in layers]
-    return [y if bias is None else y + bias for y, bias in zip(by_columns(x_BTD, weights), biases, strict=True)]
+    biases = [
+        None if layer.bias is None else change(layer, layer.bias[...].astype(x_BTD.dtype))
+        for layer in layers
+    ]
+    return [
+        y if bias is None else y + bias
+        for y, bias in zip(by_columns(x_BTD, weights), biases, strict=True)
+    ]
 
 
 def gather_sequence(x_BTD: jax.Array) -> jax.Array:
@@ -143,7 +166,11 @@ class MLP(nnx.Module):
         self.activation = cfg.activation
         d, f = cfg.width, cfg.mlp_width
         self.up = Dense(d, f, ("width", "mlp"), cfg.init_std, cfg.biases)
-        self.gate = Dense(d, f, ("width", "mlp"), cfg.init_std, cfg.biases) if cfg.activation == "swiglu" else None
+        self.gate = (
+            Dense(d, f, ("width", "mlp"), cfg.init_std, cfg.biases)
+            if cfg.activation == "swiglu"
+            else None
+        )
         self.down = Dense(f, d, ("mlp", "width"), residual_std, cfg.biases)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -156,7 +183,8 @@ class MLP(nnx.Module):
 
 
 def rotary(x_BTNH: jax.Array, positions_BT: jax.Array, base: float) -> jax.Array:
-    """Rotary positions (Su et al. 2021), the two halves of a head rotated against each other, angles in float32.
+    """Rotary positions (Su et al. 2021), the two halves of a head rotated against each other,
+    angles in float32.
 
     positions_BT: int32 [B, T] or [1, T].
     """

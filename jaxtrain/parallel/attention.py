@@ -1,7 +1,9 @@
-"""The one function through which all attention goes, `attend_whole`: by which kernel, and how over a split sequence.
+"""The one function through which all attention goes, `attend_whole`: by which kernel, and how over
+a split sequence.
 
-The table of config/kernels.py says which kernel. Whole sequences go to it as they are; over `context` by gathering, by heads (ulysses) or
-by the ring (parallel/context.py). `attend` is attention in plain XLA with all its scores: of short sequences, and through a cache.
+The table of config/kernels.py says which kernel. Whole sequences go to it as they are; over
+`context` by gathering, by heads (ulysses) or by the ring (parallel/context.py). `attend` is
+attention in plain XLA with all its scores: of short sequences, and through a cache.
 
 Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension.
 """
@@ -11,7 +13,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.kernels import CUDNN, CUDNN_MASK, SPLASH, TPU, XLA, AttentionCase, attention_kernel
+from jaxtrain.config.kernels import (
+    CUDNN,
+    CUDNN_MASK,
+    SPLASH,
+    TPU,
+    XLA,
+    AttentionCase,
+    attention_kernel,
+)
 from jaxtrain.devices.mesh import hardware
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.parallel import blockwise, context, cudnn, flash, ring, splash
@@ -20,14 +30,17 @@ from jaxtrain.parallel.heads import on_each_device, over_heads
 
 HEADS = ("batch", "token", "heads", None)
 KV_HEADS = ("batch", "token", "kv_heads", None)
-SCOPE = "attention"  # of names in the program: who reads a profile tells its products from others (plan/measured_step.py)
+# of names in the program: who reads a profile tells its products from others
+# (plan/measured_step.py)
+SCOPE = "attention"
 
 
 def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array:
-    """Scaled dot-product attention in plain XLA → [B, T, N, a value's H]. Causal (then T = S), or by `mask` (bool [B or 1, 1, T, S]: may
-    look) if given.
+    """Scaled dot-product attention in plain XLA → [B, T, N, a value's H]. Causal (then T = S), or
+    by `mask` (bool [B or 1, 1, T, S]: may look) if given.
 
-    `causal` says of a mask that it is that as well (T = S): most of the scores above the diagonal are then not even computed.
+    `causal` says of a mask that it is that as well (T = S): most of the scores above the diagonal
+    are then not even computed.
     """
     return constrain(grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask, causal), HEADS)
 
@@ -35,29 +48,33 @@ def attend(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array
 def attend_by_cudnn(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
     """The same by cuDNN, which gets the mask as numbers to add to the scores.
 
-    jax takes heads of one size alone: smaller ones are filled up with zeros, which change no score, and whose results are left away.
+    jax takes heads of one size alone: smaller ones are filled up with zeros, which change no score,
+    and whose results are left away.
     """
     (size, of_values), scale = (q_BTNH.shape[-1], v_BSKH.shape[-1]), q_BTNH.shape[-1] ** -0.5
     filled = lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, max(size, of_values) - a.shape[-1])))
 
     def kernel(q, k, v, m):
-        result = jax.nn.dot_product_attention(*map(filled, (q, k, v)), mask=m, scale=scale, implementation="cudnn")
+        result = jax.nn.dot_product_attention(
+            *map(filled, (q, k, v)), mask=m, scale=scale, implementation="cudnn"
+        )
         return result[..., :of_values]
 
     return constrain(over_heads(kernel, q_BTNH, k_BSKH, v_BSKH, mask), HEADS)
 
 
 def causal_blocks(tokens: int) -> int:
-    """Into how many blocks of queries causal attention is cut, each with the keys up to its end alone: with n of them it computes
-    (n + 1) / 2n of the scores. Up to 4, of at least 128 tokens."""
+    """Into how many blocks of queries causal attention is cut, each with the keys up to its end
+    alone: with n of them it computes (n + 1) / 2n of the scores. Up to 4, of at least 128
+    tokens."""
     return next(n for n in (4, 2, 1) if n == 1 or (tokens % n == 0 and tokens // n >= 128))
 
 
 def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -> jax.Array:
     """`attend` in plain XLA.
 
-    `jax.nn.dot_product_attention` keeps the group as a fifth dimension and transposes around it: 5 % of a whole training
-    step on CPU (benchmarks/README.md).
+    `jax.nn.dot_product_attention` keeps the group as a fifth dimension and transposes around it: 5
+    % of a whole training step on CPU (benchmarks/README.md).
     """
     t, s = q_BTNH.shape[1], k_BSKH.shape[1]
     if mask is not None and not causal:
@@ -65,30 +82,44 @@ def grouped_attention(q_BTNH, k_BSKH, v_BSKH, mask=None, causal: bool = False) -
     mask = jnp.tril(jnp.ones((t, s), bool))[None, None] if mask is None else mask
     n = causal_blocks(t)
     blocks = [(i * t // n, (i + 1) * t // n) for i in range(n)]
-    out = [_block_attention(q_BTNH[:, a:b], k_BSKH[:, :b], v_BSKH[:, :b], mask[:, :, a:b, :b]) for a, b in blocks]
+    out = [
+        _block_attention(q_BTNH[:, a:b], k_BSKH[:, :b], v_BSKH[:, :b], mask[:, :, a:b, :b])
+        for a, b in blocks
+    ]
     return jnp.concatenate(out, 1) if n > 1 else out[0]
 
 
 def _block_attention(q_BTNH, k_BSKH, v_BSKH, mask) -> jax.Array:
-    """Softmax in float32, divided by its sum after the product with the values, which has fewer columns. The query heads of a group
-    are rows of one matmul with their keys."""
+    """Softmax in float32, divided by its sum after the product with the values, which has fewer
+    columns. The query heads of a group are rows of one matmul with their keys."""
     b, t, n, h = q_BTNH.shape
     s, k = k_BSKH.shape[1:3]
-    q_BKRH = q_BTNH.reshape(b, t, k, n // k, h).transpose(0, 2, 3, 1, 4).reshape(b, k, n // k * t, h)  # rows R: group, token
-    scores = jnp.einsum("bkrh,bskh->bkrs", q_BKRH, k_BSKH, preferred_element_type=jnp.float32) * h**-0.5
-    scores = jnp.where(mask[:, :, None], scores.reshape(b, k, n // k, t, s), -1e30).reshape(scores.shape)
+    # rows R: group, token
+    q_BKRH = (
+        q_BTNH.reshape(b, t, k, n // k, h).transpose(0, 2, 3, 1, 4).reshape(b, k, n // k * t, h)
+    )
+    scores = (
+        jnp.einsum("bkrh,bskh->bkrs", q_BKRH, k_BSKH, preferred_element_type=jnp.float32) * h**-0.5
+    )
+    scores = jnp.where(mask[:, :, None], scores.reshape(b, k, n // k, t, s), -1e30).reshape(
+        scores.shape
+    )
     weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    out_BKRH = jnp.einsum("bkrs,bskh->bkrh", weights.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32)
+    out_BKRH = jnp.einsum(
+        "bkrs,bskh->bkrh", weights.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=jnp.float32
+    )
     out_BKRH = (out_BKRH / weights.sum(-1, keepdims=True)).astype(v_BSKH.dtype)
     return out_BKRH.reshape(b, k, n // k, t, -1).transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
 
 
 @functools.partial(jax.named_call, name=SCOPE)
 def attend_whole(q, k, v, segments_BT, over: str, wanted: str) -> jax.Array:
-    """Causal self-attention over whole sequences, also where `context` splits them (over: parallel/context.py); with segments a token
-    sees its own segment alone. All arrays [B, T, heads, size of a head], of this device's tokens.
+    """Causal self-attention over whole sequences, also where `context` splits them (over:
+    parallel/context.py); with segments a token sees its own segment alone. All arrays [B, T, heads,
+    size of a head], of this device's tokens.
 
-    wanted: model.attention_kernel, from which config/kernels.py chooses for the devices that the program is traced for.
+    wanted: model.attention_kernel, from which config/kernels.py chooses for the devices that the
+    program is traced for.
     """
     parts = context.size()
     in_pieces = parts > 1 and over != "ulysses"
@@ -112,18 +143,34 @@ def attend_whole(q, k, v, segments_BT, over: str, wanted: str) -> jax.Array:
     if over == "ring":  # in XLA what goes round is attended to by blocks, however short
         return constrain(ring.attend(kernel or blockwise.KERNEL, q, k, v, segments_BT), HEADS)
     if kernel:
-        return constrain(context.attend_by_gather(functools.partial(flash.attend, kernel), q, k, v, segments_BT), HEADS)
-    return context.attend_by_halves(attend_by_cudnn if chosen == CUDNN_MASK else attend, q, k, v, segments_BT)
+        return constrain(
+            context.attend_by_gather(functools.partial(flash.attend, kernel), q, k, v, segments_BT),
+            HEADS,
+        )
+    return context.attend_by_halves(
+        attend_by_cudnn if chosen == CUDNN_MASK else attend, q, k, v, segments_BT
+    )
 
 
 def attend_cached(q, k, v, start, wanted: str) -> jax.Array:
-    """Attention of T tokens to S slots of a cache: query t sees those up to start + t. By splash where there are enough tokens, as of a
-    prompt that is read; in plain XLA else."""
+    """Attention of T tokens to S slots of a cache: query t sees those up to start + t. By splash
+    where there are enough tokens, as of a prompt that is read; in plain XLA else."""
     (t, s), devices = (q.shape[1], k.shape[1]), hardware()
-    case = AttentionCase(devices, 8 * q.dtype.itemsize, q.shape[-1], v.shape[-1], queries=t, keys=s, documents=False, context="cache")
+    case = AttentionCase(
+        devices,
+        8 * q.dtype.itemsize,
+        q.shape[-1],
+        v.shape[-1],
+        queries=t,
+        keys=s,
+        documents=False,
+        context="cache",
+    )
     if attention_kernel(case, wanted).kernel == SPLASH and splash.takes(t, s):
         kernel = splash.kernel(interpret=devices.platform != TPU)
-        run = lambda q, k, v, start: kernel.forward(q, k, v, context.Sight((0,), start=start), dtype=v.dtype)[0]
+        run = lambda q, k, v, start: kernel.forward(
+            q, k, v, context.Sight((0,), start=start), dtype=v.dtype
+        )[0]
         return constrain(on_each_device(run, (q, k, v), (start,)), HEADS)
     mask = jnp.arange(s)[None, None, None, :] <= start + jnp.arange(t)[None, None, :, None]
     return attend(q, k, v, mask)
@@ -132,15 +179,27 @@ def attend_cached(q, k, v, start, wanted: str) -> jax.Array:
 def _whole(kernel: Kernel | None, chosen: str, q, k, v, segments) -> jax.Array:
     """Over whole sequences that are here."""
     if kernel:
-        return constrain(flash.attend(kernel, q, k, v, context.CAUSAL, None if segments is None else (segments, segments)), HEADS)
+        return constrain(
+            flash.attend(
+                kernel, q, k, v, context.CAUSAL, None if segments is None else (segments, segments)
+            ),
+            HEADS,
+        )
     mask, t = None, q.shape[1]
     if segments is not None:
-        mask = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(jnp.ones((t, t), bool))
-    return attend_by_cudnn(q, k, v, mask) if chosen == CUDNN_MASK else attend(q, k, v, mask, causal=True)
+        mask = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(
+            jnp.ones((t, t), bool)
+        )
+    return (
+        attend_by_cudnn(q, k, v, mask)
+        if chosen == CUDNN_MASK
+        else attend(q, k, v, mask, causal=True)
+    )
 
 
 def _flash_kernel(chosen: str, shape: tuple[int, ...], case: AttentionCase) -> Kernel | None:
-    """The kernel that makes no array of all scores, for queries [B, T, N, H]; None for XLA where there are few, and for cuDNN's mask."""
+    """The kernel that makes no array of all scores, for queries [B, T, N, H]; None for XLA where
+    there are few, and for cuDNN's mask."""
     rows = shape[0] * shape[2] * shape[1] // case.keys if not case.context else shape[0] * shape[2]
     if chosen == SPLASH:
         return splash.kernel(interpret=case.hardware.platform != TPU)

@@ -1,13 +1,15 @@
 """Causal attention block by block in plain XLA: memory does not grow with queries × keys.
 
-FlashAttention-2 (Dao 2023, section 3.1): a loop goes over the pairs of a block of queries and a block of keys of which any query sees any
-key. Forward (algorithm 1): a block of scores at a time, the softmax's largest score and sum carried along. Backward (algorithm 2, whose
-formulas are in parallel/flash.py): the scores once more, and the sums of the gradients. Statistics and sums are float32, matmuls in the
-arrays' type. The loop is a `while`, not a scan: runtime/backward_split.py leaves it whole, one equation in the forward and one in the
-backward.
+FlashAttention-2 (Dao 2023, section 3.1): a loop goes over the pairs of a block of queries and a
+block of keys of which any query sees any key. Forward (algorithm 1): a block of scores at a time,
+the softmax's largest score and sum carried along. Backward (algorithm 2, whose formulas are in
+parallel/flash.py): the scores once more, and the sums of the gradients. Statistics and sums are
+float32, matmuls in the arrays' type. The loop is a `while`, not a scan: runtime/backward_split.py
+leaves it whole, one equation in the forward and one in the backward.
 
-Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension of queries and keys, V of values;
-in blocks I of queries and J of keys: X tokens of a block, R rows (the heads of a group × tokens).
+Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
+of queries and keys, V of values; in blocks I of queries and J of keys: X tokens of a block, R rows
+(the heads of a group × tokens).
 """
 
 import math
@@ -20,16 +22,26 @@ from jax import lax
 from jaxtrain.parallel.context import Sight
 from jaxtrain.parallel.flash import MASKED, Kernel, delta
 
-LEAST_KEYS = 1024  # from so many on attention goes block by block: where that was no slower on CPU (benchmarks/README.md)
+# from so many on attention goes block by block: where that was no slower on CPU
+# (benchmarks/README.md)
+LEAST_KEYS = 1024
 LEAST_BLOCK = 64  # tokens
 SCORES = 1 << 24  # at a time, over the batch and the heads
 
 
 def block_size(rows: int, chunk: int, keys: int) -> int:
-    """Tokens of a block, which divide a chunk: a 64th of the keys, at least 256, but no more than make SCORES for `rows` (batch × heads).
-    A chunk that has no such divisor of LEAST_BLOCK or more is one block."""
+    """Tokens of a block, which divide a chunk: a 64th of the keys, at least 256, but no more than
+    make SCORES for `rows` (batch × heads). A chunk that has no such divisor of LEAST_BLOCK or more
+    is one block."""
     most = max(LEAST_BLOCK, min(max(256, keys // 64), math.isqrt(SCORES // rows)))
-    return next((n for n in range(min(chunk, most), 0, -1) if chunk % n == 0 and n >= min(chunk, LEAST_BLOCK)), chunk)
+    return next(
+        (
+            n
+            for n in range(min(chunk, most), 0, -1)
+            if chunk % n == 0 and n >= min(chunk, LEAST_BLOCK)
+        ),
+        chunk,
+    )
 
 
 def is_long(rows: int, chunk: int, keys: int) -> bool:
@@ -49,38 +61,56 @@ class _Blocks:
         n = chunk // self.size
         self.steps = sight.pairs * n * n + (n * (n + 1) // 2 * len(whole) if sight.diagonal else 0)
         on_diagonal = jnp.arange(1, chunk + 1) if sight.diagonal else jnp.zeros(chunk, jnp.int32)
-        self.limit_IX = (whole[:, None] * chunk + on_diagonal).reshape(-1, self.size)  # a query sees so many keys: the first ones
+        # a query sees so many keys: the first ones
+        self.limit_IX = (whole[:, None] * chunk + on_diagonal).reshape(-1, self.size)
         counts = -(-self.limit_IX[:, -1] // self.size)
-        self._of_queries = jnp.repeat(jnp.arange(len(counts)), counts, total_repeat_length=self.steps)
+        self._of_queries = jnp.repeat(
+            jnp.arange(len(counts)), counts, total_repeat_length=self.steps
+        )
         self._of_keys = jnp.arange(self.steps) - (jnp.cumsum(counts) - counts)[self._of_queries]
         cut = lambda a: jnp.swapaxes(a.reshape(self.batch, -1, self.size), 0, 1)
         self._segments = None if segments is None else [cut(a) for a in segments]
 
     def queries(self, a_BTNH):
         """[B, T, N, …] → [I, B, K, R, …]."""
-        a = a_BTNH.reshape(self.batch, -1, self.size, self.groups, self.heads // self.groups, *a_BTNH.shape[3:])
+        a = a_BTNH.reshape(
+            self.batch, -1, self.size, self.groups, self.heads // self.groups, *a_BTNH.shape[3:]
+        )
         a = jnp.moveaxis(a, (1, 0, 3, 4, 2), range(5))
         return a.reshape(*a.shape[:3], -1, *a.shape[5:])
 
     def whole_queries(self, a_IBKR):
         """The opposite."""
-        a = a_IBKR.reshape(*a_IBKR.shape[:3], self.heads // self.groups, self.size, *a_IBKR.shape[4:])
-        return jnp.moveaxis(a, range(5), (1, 0, 3, 4, 2)).reshape(self.batch, self.tokens, self.heads, *a_IBKR.shape[4:])
+        a = a_IBKR.reshape(
+            *a_IBKR.shape[:3], self.heads // self.groups, self.size, *a_IBKR.shape[4:]
+        )
+        return jnp.moveaxis(a, range(5), (1, 0, 3, 4, 2)).reshape(
+            self.batch, self.tokens, self.heads, *a_IBKR.shape[4:]
+        )
 
     def keys(self, a_BSKH):
         """[B, S, K, H] → [J, B, K, X, H]."""
-        return jnp.transpose(a_BSKH.reshape(self.batch, -1, self.size, *a_BSKH.shape[2:]), (1, 0, 3, 2, 4))
+        return jnp.transpose(
+            a_BSKH.reshape(self.batch, -1, self.size, *a_BSKH.shape[2:]), (1, 0, 3, 2, 4)
+        )
 
     def whole_keys(self, a_JBKXH):
         """The opposite."""
-        return a_JBKXH.transpose(1, 0, 3, 2, 4).reshape(self.batch, -1, self.groups, a_JBKXH.shape[-1])
+        return a_JBKXH.transpose(1, 0, 3, 2, 4).reshape(
+            self.batch, -1, self.groups, a_JBKXH.shape[-1]
+        )
 
     def scores(self, q_BKRH, k_BKXH, i, j):
         """float32 [B, K, R, X]."""
-        s = jnp.einsum("bkrh,bkxh->bkrx", q_BKRH, k_BKXH, preferred_element_type=jnp.float32) * self.head_dim**-0.5
+        s = (
+            jnp.einsum("bkrh,bkxh->bkrx", q_BKRH, k_BKXH, preferred_element_type=jnp.float32)
+            * self.head_dim**-0.5
+        )
         seen = j * self.size + jnp.arange(self.size) < self.limit_IX[i][:, None]
         if self._segments is not None:
-            of_queries, of_keys = (a[n][:, None, None] for a, n in zip(self._segments, (i, j), strict=True))
+            of_queries, of_keys = (
+                a[n][:, None, None] for a, n in zip(self._segments, (i, j), strict=True)
+            )
             seen = seen & (of_queries[..., :, None] == of_keys[..., None, :])
         by_head = s.reshape(self.batch, self.groups, -1, self.size, self.size)
         return jnp.where(seen, by_head, MASKED).reshape(s.shape)
@@ -96,8 +126,11 @@ class _Blocks:
         return lax.while_loop(lambda state: state[0] < self.steps, body, (0, carry))[1]
 
 
-def output_and_lse(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
-    """→ output [B, T, N, V] of `dtype`, log-sum-exp of the scores float32 [B, T, N]: of a query that sees nothing, next to −∞."""
+def output_and_lse(
+    q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32
+) -> tuple[jax.Array, jax.Array]:
+    """→ output [B, T, N, V] of `dtype`, log-sum-exp of the scores float32 [B, T, N]: of a query
+    that sees nothing, next to −∞."""
     blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
     q, k, v = blocks.queries(q_BTNH), blocks.keys(k_BSKH), blocks.keys(v_BSKV)
     rows = q.shape[:4]
@@ -105,31 +138,61 @@ def output_and_lse(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jn
 
     def step(i, j, first, carry):
         *held, out, lse = carry
-        sums, top, total = (jnp.where(first, start, previous) for start, previous in zip(begin, held, strict=True))
+        sums, top, total = (
+            jnp.where(first, start, previous) for start, previous in zip(begin, held, strict=True)
+        )
         scores = blocks.scores(q[i], k[j], i, j)
         highest = jnp.maximum(top, scores.max(-1))
         powers, shrink = jnp.exp(scores - highest[..., None]), jnp.exp(top - highest)
         total = total * shrink + powers.sum(-1)
-        update = jnp.einsum("bkrx,bkxv->bkrv", powers.astype(v.dtype), v[j], preferred_element_type=jnp.float32)
+        update = jnp.einsum(
+            "bkrx,bkxv->bkrv", powers.astype(v.dtype), v[j], preferred_element_type=jnp.float32
+        )
         sums = sums * shrink[..., None] + update
-        return sums, highest, total, out.at[i].set((sums / total[..., None]).astype(dtype)), lse.at[i].set(highest + jnp.log(total))
+        return (
+            sums,
+            highest,
+            total,
+            out.at[i].set((sums / total[..., None]).astype(dtype)),
+            lse.at[i].set(highest + jnp.log(total)),
+        )
 
-    *_, out, lse = blocks.loop(step, (*begin, jnp.zeros((*rows, v.shape[-1]), dtype), jnp.full(rows, MASKED)))
+    *_, out, lse = blocks.loop(
+        step, (*begin, jnp.zeros((*rows, v.shape[-1]), dtype), jnp.full(rows, MASKED))
+    )
     return blocks.whole_queries(out), blocks.whole_queries(lse)
 
 
-def gradients(q_BTNH, k_BSKH, v_BSKV, g_BTNV, out_BTNV, lse_BTN, sight: Sight, segments=None, dtype=jnp.float32):
-    """→ gradients of queries, of `dtype`, and of keys and values, float32. Output and `lse` may be those of more keys than
-    these."""
+def gradients(
+    q_BTNH,
+    k_BSKH,
+    v_BSKV,
+    g_BTNV,
+    out_BTNV,
+    lse_BTN,
+    sight: Sight,
+    segments=None,
+    dtype=jnp.float32,
+):
+    """→ gradients of queries, of `dtype`, and of keys and values, float32. Output and `lse` may be
+    those of more keys than these."""
     blocks = _Blocks(q_BTNH, k_BSKH, sight, segments)
-    q, g, lse, inner = (blocks.queries(a) for a in (q_BTNH, g_BTNV, lse_BTN, delta(g_BTNV, out_BTNV)))
+    q, g, lse, inner = (
+        blocks.queries(a) for a in (q_BTNH, g_BTNV, lse_BTN, delta(g_BTNV, out_BTNV))
+    )
     k, v = blocks.keys(k_BSKH), blocks.keys(v_BSKV)
-    product = lambda subscripts, a, b: jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+    product = lambda subscripts, a, b: jnp.einsum(
+        subscripts, a, b, preferred_element_type=jnp.float32
+    )
 
     def step(i, j, first, carry):
         dq_block, dq, dk, dv = carry
         weights = jnp.exp(blocks.scores(q[i], k[j], i, j) - lse[i][..., None])
-        by_scores = weights * (product("bkrv,bkxv->bkrx", g[i], v[j]) - inner[i][..., None]) * blocks.head_dim**-0.5
+        by_scores = (
+            weights
+            * (product("bkrv,bkxv->bkrx", g[i], v[j]) - inner[i][..., None])
+            * blocks.head_dim**-0.5
+        )
         weights, by_scores = weights.astype(g.dtype), by_scores.astype(q.dtype)
         dq_block = jnp.where(first, 0.0, dq_block) + product("bkrx,bkxh->bkrh", by_scores, k[j])
         dk = dk.at[j].add(product("bkrx,bkrh->bkxh", by_scores, q[i]))

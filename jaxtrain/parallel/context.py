@@ -1,15 +1,18 @@
 """Context parallelism: the sequence split over the `context` axis, and attention over all of it.
 
-Device i of c holds chunks i and 2c − 1 − i of the 2c that a sequence is cut into (zigzag, as for Llama 3, Dubey et al. 2024, section
-3.3.2), so that under a causal mask all have the same work. Everything but attention is local to a token. Three ways to attend:
+Device i of c holds chunks i and 2c − 1 − i of the 2c that a sequence is cut into (zigzag, as for
+Llama 3, Dubey et al. 2024, section 3.3.2), so that under a causal mask all have the same work.
+Everything but attention is local to a token. Three ways to attend:
 
-    all_gather  keys and values of the whole sequence come to every device, whose queries stay; again in the backward, so that no device
-                keeps them. The first chunk's queries see the first half of the sequence at most: three quarters of the scores are computed
-    ulysses     queries, keys and values are exchanged for all tokens of a part of the heads, and the results back (Jacobs et al. 2023)
+    all_gather  keys and values of the whole sequence come to every device, whose queries stay;
+                again in the backward, so that no device keeps them. The first chunk's queries see
+                the first half of the sequence at most: three quarters of the scores are computed
+    ulysses     queries, keys and values are exchanged for all tokens of a part of the heads, and
+                the results back (Jacobs et al. 2023)
     ring        keys and values go round (parallel/ring.py)
 
-Inside the runtime's manual region these functions speak of the device's own part; where the context has one device, and outside of
-the region, sequences are whole and they do nothing.
+Inside the runtime's manual region these functions speak of the device's own part; where the context
+has one device, and outside of the region, sequences are whole and they do nothing.
 """
 
 import dataclasses
@@ -25,13 +28,19 @@ from jaxtrain.devices.mesh import CONTEXT, all_gather, manual_size
 from jaxtrain.parallel.heads import by_heads
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["whole", "start"], meta_fields=["pairs", "diagonal"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["whole", "start"],
+    meta_fields=["pairs", "diagonal"],
+)
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """Which keys queries see, both in the order of chunks of one length: of each chunk of queries, the first `whole` chunks of keys, and
-    with `diagonal`, of the next one the keys up to each query's own place.
+    """Which keys queries see, both in the order of chunks of one length: of each chunk of queries,
+    the first `whole` chunks of keys, and with `diagonal`, of the next one the keys up to each
+    query's own place.
 
-    whole: int32 [chunks of queries], as an array or numbers; pairs: their sum, which is the same on every device
+    whole: int32 [chunks of queries], as an array or numbers; pairs: their sum, which is the same on
+        every device
     start: int32, keys before those, which all queries see; for splash alone
     """
 
@@ -99,15 +108,16 @@ def _whole(k, v, segments):
 
 
 def attend_by_gather(attend: Callable, q, k, v, segments):
-    """attend(q, k, v, sight, segments of queries and of keys) with the whole sequence's keys; q, k, v are this device's
-    [B, T, heads, head dimension]."""
+    """attend(q, k, v, sight, segments of queries and of keys) with the whole sequence's keys; q, k,
+    v are this device's [B, T, heads, head dimension]."""
     parts, i = size(), lax.axis_index(CONTEXT)
     k, v, documents = _whole(k, v, segments)
     return attend(q, k, v, Sight(jnp.stack([i, 2 * parts - 1 - i]), 2 * parts - 1), documents)
 
 
 def attend_by_halves(attend: Callable, q, k, v, segments) -> jax.Array:
-    """The same for attend(q, k, v, mask): each chunk of queries by itself, the first with the keys that it sees on any device."""
+    """The same for attend(q, k, v, mask): each chunk of queries by itself, the first with the keys
+    that it sees on any device."""
     t, query_positions = q.shape[1], positions(q.shape[1])
     k, v, documents = _whole(k, v, segments)
     out = []

@@ -1,19 +1,25 @@
-"""Attention on NVIDIA GPUs by cuDNN, documents by their places in the sequence: no mask of queries × keys is made.
+"""Attention on NVIDIA GPUs by cuDNN, documents by their places in the sequence: no mask of queries
+× keys is made.
 
-To cuDNN a document is a sequence of its own that begins somewhere in the arrays ("ragged offsets", in numbers from their beginning), and
-of which it knows the length. There is room for a fixed number of documents in a sequence, DOCUMENTS or one for each TOKENS. A loop calls
-cuDNN until there are no more: once, unless a sequence has more documents than that. A call's results are taken for the documents it was
-about. What it keeps for the backward has a row of T numbers for each document that there is room for; only a document's own cross.
+To cuDNN a document is a sequence of its own that begins somewhere in the arrays ("ragged offsets",
+in numbers from their beginning), and of which it knows the length. There is room for a fixed number
+of documents in a sequence, DOCUMENTS or one for each TOKENS. A loop calls cuDNN until there are no
+more: once, unless a sequence has more documents than that. A call's results are taken for the
+documents it was about. What it keeps for the backward has a row of T numbers for each document that
+there is room for; only a document's own cross.
 
     tokens      a a a a b b | c c d e e e       B = 2, T = 6, M = 4 documents
     lengths     4 2 2 1 | 3 0 0 0               of all documents of the call, one after the other
-    starts      0 4 6 8 9 | 12 12 12 12 12      tokens from the batch's beginning; times the heads' numbers in a token: offsets
+    starts      0 4 6 8 9 | 12 12 12 12 12      tokens from the batch's beginning; times the heads'
+                                                numbers in a token: offsets
 
-jax's own function for this (jax._src.cudnn.fused_attention_stablehlo.dot_product_attention) is left aside, its two primitives are used:
-it multiplies the places of keys with the queries' heads before jax 0.12 (pull request 39521), keeps the rows of all documents, and asks
-the local devices what they can, which are not there when a step is compiled ahead of time; config/kernels.py does.
+jax's own function for this (jax._src.cudnn.fused_attention_stablehlo.dot_product_attention) is left
+aside, its two primitives are used: it multiplies the places of keys with the queries' heads before
+jax 0.12 (pull request 39521), keeps the rows of all documents, and asks the local devices what they
+can, which are not there when a step is compiled ahead of time; config/kernels.py does.
 
-Shape suffixes: B batch, T tokens, N heads, K key/value heads, H head dimension of queries and keys, V of values, M documents.
+Shape suffixes: B batch, T tokens, N heads, K key/value heads, H head dimension of queries and keys,
+V of values, M documents.
 """
 
 import dataclasses
@@ -55,7 +61,8 @@ class _Documents:
     """The documents of a call, M of each sequence.
 
     lengths: int32 [B, M], starts: int32 [B, M + 1], as above
-    here_BT: whether a token is in one of them; row_BT: in which, counted through the batch, B · M for none; place_BT: its place there
+    here_BT: whether a token is in one of them; row_BT: in which, counted through the batch, B · M
+        for none; place_BT: its place there
     """
 
     lengths: jax.Array
@@ -80,7 +87,10 @@ def _documents(segments_BT: jax.Array, m: int, call: jax.Array | int = 0) -> _Do
     (b, t), index_BT = segments_BT.shape, _index(segments_BT) - call * m
     at = jnp.arange(t, dtype=jnp.int32)
     changes = index_BT[:, 1:] != index_BT[:, :-1]
-    begins, ends = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True), jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)
+    begins, ends = (
+        jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True),
+        jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True),
+    )
     place_BT = at - lax.cummax(jnp.where(begins, at, 0), 1)
     here_BT = (index_BT >= 0) & (index_BT < m)
     number_B = jnp.clip(index_BT[:, -1] + 1, 0, m)
@@ -89,14 +99,24 @@ def _documents(segments_BT: jax.Array, m: int, call: jax.Array | int = 0) -> _Do
     def write(where_BT, shape: tuple[int, int], rest: int, x_BT) -> jax.Array:
         """An entry for each document; that of none goes to a place that does not exist."""
         size = math.prod(shape)
-        return jnp.full(size, rest, jnp.int32).at[jnp.where(where_BT & here_BT, row_BT, size)].set(x_BT, mode="drop").reshape(shape)
+        return (
+            jnp.full(size, rest, jnp.int32)
+            .at[jnp.where(where_BT & here_BT, row_BT, size)]
+            .set(x_BT, mode="drop")
+            .reshape(shape)
+        )
 
     starts = write(begins, (b, m + 1), b * t, at + t * jnp.arange(b, dtype=jnp.int32)[:, None])
     return _Documents(write(ends, (b, m), 0, place_BT + 1), starts, here_BT, row_BT, place_BT)
 
 
-def _in_calls(segments_BT: jax.Array, call: Callable[[_Documents], tuple], results: Sequence[jax.ShapeDtypeStruct]) -> tuple:
-    """call(documents) for all of them, M of each sequence at a time → arrays [B, T, …] of these shapes."""
+def _in_calls(
+    segments_BT: jax.Array,
+    call: Callable[[_Documents], tuple],
+    results: Sequence[jax.ShapeDtypeStruct],
+) -> tuple:
+    """call(documents) for all of them, M of each sequence at a time → arrays [B, T, …] of these
+    shapes."""
     m = room(segments_BT.shape[1])
     calls = (_index(segments_BT)[:, -1].max() // m) + 1
 
@@ -104,14 +124,19 @@ def _in_calls(segments_BT: jax.Array, call: Callable[[_Documents], tuple], resul
         n, *before = state
         documents = _documents(segments_BT, m, n)
         now = lambda a: documents.here_BT.reshape(documents.here_BT.shape + (1,) * (a.ndim - 2))
-        return n + 1, *(jnp.where(now(a), a, b) for a, b in zip(call(documents), before, strict=True))
+        return n + 1, *(
+            jnp.where(now(a), a, b) for a, b in zip(call(documents), before, strict=True)
+        )
 
     begin = (jnp.zeros((), jnp.int32), *(jnp.zeros(a.shape, a.dtype) for a in results))
-    with jax.named_scope("document_calls"):  # mostly one: who reads the compiled program counts them so (hlo/loops.py)
+    # mostly one: who reads the compiled program counts them so (hlo/loops.py)
+    with jax.named_scope("document_calls"):
         return tuple(lax.while_loop(lambda state: state[0] < calls, step, begin)[1:])
 
 
-def _places(q: jax.Array, k: jax.Array, documents: _Documents | None) -> tuple[list[jax.Array], dict[str, Any]]:
+def _places(
+    q: jax.Array, k: jax.Array, documents: _Documents | None
+) -> tuple[list[jax.Array], dict[str, Any]]:
     """The operands of both primitives after queries, keys and values, and parameters."""
     unused = jnp.zeros(0, q.dtype)
     if documents is None:
@@ -122,9 +147,13 @@ def _places(q: jax.Array, k: jax.Array, documents: _Documents | None) -> tuple[l
 
 
 def _of_one_size(segments, *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays whose heads have one size: with documents, values and keys share their places in memory."""
+    """Arrays whose heads have one size: with documents, values and keys share their places in
+    memory."""
     size = max(a.shape[-1] for a in arrays)
-    return [a if segments is None else jnp.pad(a, ((0, 0),) * 3 + ((0, size - a.shape[-1]),)) for a in arrays]
+    return [
+        a if segments is None else jnp.pad(a, ((0, 0),) * 3 + ((0, size - a.shape[-1]),))
+        for a in arrays
+    ]
 
 
 def _forward(q_BTNH, k_BTKH, v_BTKV, sight: Sight, segments=None, dtype=jnp.float32):
@@ -134,21 +163,41 @@ def _forward(q_BTNH, k_BTKH, v_BTKV, sight: Sight, segments=None, dtype=jnp.floa
 
     def call(documents: _Documents | None) -> tuple:
         operands, parameters = _places(q, k, documents)
-        out, rows = cudnn._dot_product_attention_fwd_p.bind(q, k, v, *operands, **parameters, scale=scale, is_training=True)
+        out, rows = cudnn._dot_product_attention_fwd_p.bind(
+            q, k, v, *operands, **parameters, scale=scale, is_training=True
+        )
         out = out[..., : v_BTKV.shape[-1]].astype(dtype)
         if documents is None:
             return out, rows.swapaxes(1, 2)
-        return out, rows.at[documents.row_BT, :, documents.place_BT].get(mode="fill", fill_value=0.0)
+        return out, rows.at[documents.row_BT, :, documents.place_BT].get(
+            mode="fill", fill_value=0.0
+        )
 
     if segments is None:
         return call(None)
     shape = (*q_BTNH.shape[:3], v_BTKV.shape[-1])
-    return _in_calls(segments[0], call, (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)))
+    return _in_calls(
+        segments[0],
+        call,
+        (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)),
+    )
 
 
-def _backward(q_BTNH, k_BTKH, v_BTKV, g_BTNV, out_BTNV, lse_BTN, sight: Sight, segments=None, dtype=jnp.float32):
+def _backward(
+    q_BTNH,
+    k_BTKH,
+    v_BTKV,
+    g_BTNV,
+    out_BTNV,
+    lse_BTN,
+    sight: Sight,
+    segments=None,
+    dtype=jnp.float32,
+):
     given = q_BTNH, k_BTKH, v_BTKV
-    q, k, v, g, out = _of_one_size(segments, *given, g_BTNV.astype(q_BTNH.dtype), out_BTNV.astype(q_BTNH.dtype))
+    q, k, v, g, out = _of_one_size(
+        segments, *given, g_BTNV.astype(q_BTNH.dtype), out_BTNV.astype(q_BTNH.dtype)
+    )
     scale = q_BTNH.shape[-1] ** -0.5
 
     def call(documents: _Documents | None) -> tuple:
@@ -157,8 +206,12 @@ def _backward(q_BTNH, k_BTKH, v_BTKV, g_BTNV, out_BTNV, lse_BTN, sight: Sight, s
         if documents is not None:
             rows = jnp.zeros((documents.count, *rows.shape[1:]), jnp.float32)
             rows = rows.at[documents.row_BT, :, documents.place_BT].set(lse_BTN, mode="drop")
-        gradients = cudnn._dot_product_attention_bwd_p.bind(q, k, v, *operands, rows, out, g, **parameters, scale=scale)
-        return tuple(d[..., : a.shape[-1]].astype(dtype) for d, a in zip(gradients, given, strict=True))
+        gradients = cudnn._dot_product_attention_bwd_p.bind(
+            q, k, v, *operands, rows, out, g, **parameters, scale=scale
+        )
+        return tuple(
+            d[..., : a.shape[-1]].astype(dtype) for d, a in zip(gradients, given, strict=True)
+        )
 
     if segments is None:
         return call(None)

@@ -1,23 +1,27 @@
 """Experts: tokens go to the devices that hold the experts they chose, and come back.
 
-The experts lie over the `expert` axis, over which the batch is split outside of them, and each is cut by columns over `model`. A token's
-choice of an expert is a row. There are two ways for rows to travel:
+The experts lie over the `expert` axis, over which the batch is split outside of them, and each is
+cut by columns over `model`. A token's choice of an expert is a row. There are two ways for rows to
+travel:
 
-    dropless    in a ragged all-to-all, as many rows as there are. What arrives is sorted by expert, and groups of rows are multiplied
-                with their experts (grouped.py, megablox.py). There is room for all choices that can fall on a device: those of all
-                devices' tokens, of each the fewer of its choices and the experts of a device. Or there is less, `expert_room` times
-                the mean; then the largest groups (one device's rows for one expert) are cut to a level at which all fit, and who
-                comes late in such a group is dropped. XLA's CPU backend has no ragged all-to-all: a plain one, in which each device
-                sends to each as many rows as can arrive
-    capacity    in a plain all-to-all, for each expert and sequence a number of positions; who comes late in the sequence finds them
-                taken and is dropped
+    dropless    in a ragged all-to-all, as many rows as there are. What arrives is sorted by expert,
+                and groups of rows are multiplied with their experts (grouped.py, megablox.py).
+                There is room for all choices that can fall on a device: those of all devices'
+                tokens, of each the fewer of its choices and the experts of a device. Or there is
+                less, `expert_room` times the mean; then the largest groups (one device's rows for
+                one expert) are cut to a level at which all fit, and who comes late in such a group
+                is dropped. XLA's CPU backend has no ragged all-to-all: a plain one, in which each
+                device sends to each as many rows as can arrive
+    capacity    in a plain all-to-all, for each expert and sequence a number of positions; who comes
+                late in the sequence finds them taken and is dropped
 
-Everything that is split over `model` has a leading dimension for it, [M, …], with one part on each device: what experts make there is
-a part of a sum, which `collect` makes of tokens again. Sending and receiving are each other's transposes, so the backward of one is the
-other. Inside the runtime's manual region `expert` counts; elsewhere all experts are here.
+Everything that is split over `model` has a leading dimension for it, [M, …], with one part on each
+device: what experts make there is a part of a sum, which `collect` makes of tokens again. Sending
+and receiving are each other's transposes, so the backward of one is the other. Inside the runtime's
+manual region `expert` counts; elsewhere all experts are here.
 
-Shape suffixes: M parts over model, B batch, T tokens, K choices of a token, D width, E experts here, S positions of what is sent,
-R rows of experts.
+Shape suffixes: M parts over model, B batch, T tokens, K choices of a token, D width, E experts
+here, S positions of what is sent, R rows of experts.
 """
 
 import functools
@@ -31,13 +35,23 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.kernels import BLOCKS, LARGE_BLOCKS, MEGABLOX, product_kernel
 from jaxtrain.costs.layout import capacity_of, room_of
-from jaxtrain.devices.mesh import CONTEXT, EXPERT, MODEL, hardware, manual_size, over_model, psum, psum_scatter
+from jaxtrain.devices.mesh import (
+    CONTEXT,
+    EXPERT,
+    MODEL,
+    hardware,
+    manual_size,
+    over_model,
+    psum,
+    psum_scatter,
+)
 from jaxtrain.devices.sharding import constrain, is_split
 from jaxtrain.parallel import grouped, megablox
 from jaxtrain.parallel.context import in_text_order, own_chunks
 
 PART, WHOLE = P(MODEL), P()
-COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)  # of experts' matrices [E, in, out]: who is cut over model
+# of experts' matrices [E, in, out]: who is cut over model
+COLUMNS, ROWS = P(None, None, MODEL), P(None, MODEL)
 
 
 class Size(NamedTuple):
@@ -51,10 +65,12 @@ class Size(NamedTuple):
 class Routing(NamedTuple):
     """Where rows lie, as int32.
 
-    choice:   [S] which of the choices (token by token) is sent at a position; their number where it is empty
+    choice:   [S] which of the choices (token by token) is sent at a position; their number where it
+              is empty
     position: [choices] the position of a choice; S where it was dropped
     sizes:    [E] rows of each expert; None where all have as many
-    travel:   [devices, devices] rows from each to each; None where they are fixed, or where there is one device
+    travel:   [devices, devices] rows from each to each; None where they are fixed, or where there
+              is one device
     source:   [R] as which row a row of the experts has arrived; None where they arrive in order
     row:      [R] the opposite
     """
@@ -68,29 +84,37 @@ class Routing(NamedTuple):
 
 
 def counts(chosen: jax.Array, experts: int) -> jax.Array:
-    """chosen int32 [B, T, K] → how often a sequence has chosen each expert, float32 [B, experts]; of its part on this device."""
+    """chosen int32 [B, T, K] → how often a sequence has chosen each expert, float32 [B, experts];
+    of its part on this device."""
     return (chosen[..., None] == jnp.arange(experts)).sum((1, 2), dtype=jnp.float32)
 
 
-# --- where rows lie ---------------------------------------------------------------------------------------------------------------
+# --- where rows lie -------------------------------------------------------------------------------
 
 
 def _inverse(order: jax.Array) -> jax.Array:
-    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    return (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    )
 
 
 def _sorted(keys: jax.Array, number: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """keys int32 [n] below `number` → (their order, the keys in it, where each key begins [number + 1])."""
+    """keys int32 [n] below `number` → (their order, the keys in it, where each key begins [number +
+    1])."""
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     ordered = keys[order]
     return order, ordered, jnp.searchsorted(ordered, jnp.arange(number + 1)).astype(jnp.int32)
 
 
 def _fitting(sizes: jax.Array, room: int) -> jax.Array:
-    """sizes int32 [from, to, expert] of groups of rows → what of each is let through, so that no more than `room` come to a device.
+    """sizes int32 [from, to, expert] of groups of rows → what of each is let through, so that no
+    more than `room` come to a device.
 
-    All groups that go to a device are cut to one level, the highest at which they fit: the sum of min(size, level) over the groups is, for
-    sizes in ascending order, the least over j of the j smallest and `level` times the others.
+    All groups that go to a device are cut to one level, the highest at which they fit: the sum of
+    min(size, level) over the groups is, for sizes in ascending order, the least over j of the j
+    smallest and `level` times the others.
     """
     by_device = sizes.swapaxes(0, 1).reshape(sizes.shape[1], -1)
     ascending = jnp.sort(by_device, -1)
@@ -101,8 +125,9 @@ def _fitting(sizes: jax.Array, room: int) -> jax.Array:
 
 
 def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routing, jax.Array]:
-    """chosen int32 [B, T, K], of all experts; room: over the mean number of rows on a device, 0 for all that there can be. → (routing,
-    float32 [experts]: how many of this device's choices of each were dropped)."""
+    """chosen int32 [B, T, K], of all experts; room: over the mean number of rows on a device, 0 for
+    all that there can be. → (routing, float32 [experts]: how many of this device's choices of each
+    were dropped)."""
     b, t, k = chosen.shape
     devices = manual_size(EXPERT)
     local_experts = experts // devices
@@ -119,7 +144,9 @@ def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routin
         all_sizes = _fitting(all_sizes, rows)
         kept = all_sizes[me].reshape(-1)
         rank = jnp.arange(order.size, dtype=jnp.int32) - begin[ordered]
-        place = jnp.where(rank < kept[ordered], (jnp.cumsum(kept) - kept)[ordered] + rank, order.size)
+        place = jnp.where(
+            rank < kept[ordered], (jnp.cumsum(kept) - kept)[ordered] + rank, order.size
+        )
         position = jnp.zeros_like(order).at[order].set(place, unique_indices=True)
         choice = jnp.full_like(order, order.size).at[place].set(order, mode="drop")
         dropped = (sizes - kept).astype(jnp.float32)
@@ -133,32 +160,43 @@ def dropless(chosen: jax.Array, experts: int, room: float = 0.0) -> tuple[Routin
 
 
 def by_capacity(chosen: jax.Array, experts: int, factor: float) -> tuple[Routing, jax.Array]:
-    """→ (routing, float32 [experts]: how many choices of each were dropped). A sequence that is split over devices is still one."""
+    """→ (routing, float32 [experts]: how many choices of each were dropped). A sequence that is
+    split over devices is still one."""
     b, t, k = chosen.shape
     parts = manual_size(CONTEXT)
     limit = capacity_of(t * parts, k, experts, factor)
     local_limit, halves = min(limit, t), 2 if parts > 1 else 1
     half = jnp.arange(t, dtype=jnp.int32) // (t // halves)
-    run = (jnp.arange(b, dtype=jnp.int32)[:, None] * halves + half)[..., None]  # of tokens that follow each other
+    # of tokens that follow each other
+    run = (jnp.arange(b, dtype=jnp.int32)[:, None] * halves + half)[..., None]
     keys = (run * experts + chosen).reshape(-1)
     order, ordered, begin = _sorted(keys, b * halves * experts)
-    rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32) - begin[ordered], unique_indices=True)
+    rank = (
+        jnp.zeros_like(order)
+        .at[order]
+        .set(jnp.arange(order.size, dtype=jnp.int32) - begin[ordered], unique_indices=True)
+    )
     number = jnp.diff(begin).reshape(b, halves, experts)
     before = jnp.zeros_like(number)
     if parts > 1:
         every = in_text_order(lax.all_gather(number, CONTEXT, axis=1, tiled=True), parts)
         before = own_chunks(jnp.cumsum(every, 1) - every, parts)
     kept = jnp.clip(limit - before, 0, number)
-    first = jnp.concatenate([jnp.zeros_like(kept[:, :1]), kept[:, :-1]], 1)  # positions taken by the half before, on this device
+    # positions taken by the half before, on this device
+    first = jnp.concatenate([jnp.zeros_like(kept[:, :1]), kept[:, :-1]], 1)
     place = chosen * b + jnp.arange(b, dtype=jnp.int32)[:, None, None]
     positions = experts * b * local_limit
     position = place.reshape(-1) * local_limit + first.reshape(-1)[keys] + rank
     position = jnp.where(rank < kept.reshape(-1)[keys], position, positions)
-    choice = jnp.full((positions,), position.size, jnp.int32).at[position].set(jnp.arange(position.size, dtype=jnp.int32), mode="drop")
+    choice = (
+        jnp.full((positions,), position.size, jnp.int32)
+        .at[position]
+        .set(jnp.arange(position.size, dtype=jnp.int32), mode="drop")
+    )
     return Routing(choice, position), (number - kept).sum((0, 1)).astype(jnp.float32)
 
 
-# --- to the experts and back, on one device's part ----------------------------------------------------------------------------------
+# --- to the experts and back, on one device's part ------------------------------------------------
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -166,11 +204,12 @@ def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _ragged(rows: jax.Array, travel: jax.Array, room: int, most: int) -> jax.Array:
-    """Rows [n, …] for each device one after the other, of which `travel` [from, to] says the numbers, none over `most` → those that came,
-    [room, …]."""
+    """Rows [n, …] for each device one after the other, of which `travel` [from, to] says the
+    numbers, none over `most` → those that came, [room, …]."""
     me, devices = lax.axis_index(EXPERT), travel.shape[0]
     before = lambda a, axis: jnp.cumsum(a, axis) - a
-    starts, lands = before(travel, 1), before(travel, 0)  # where they lie at their device, and at the one they go to
+    # where they lie at their device, and at the one they go to
+    starts, lands = before(travel, 1), before(travel, 0)
     to, from_ = travel[me], travel[:, me]
 
     def exactly(rows):
@@ -178,11 +217,23 @@ def _ragged(rows: jax.Array, travel: jax.Array, room: int, most: int) -> jax.Arr
         return lax.ragged_all_to_all(rows, out, starts[me], to, lands[me], from_, axis_name=EXPERT)
 
     def padded(rows):
-        sent = _take(rows, jnp.where(jnp.arange(most) < to[:, None], starts[me][:, None] + jnp.arange(most), rows.shape[0]).reshape(-1))
+        sent = _take(
+            rows,
+            jnp.where(
+                jnp.arange(most) < to[:, None],
+                starts[me][:, None] + jnp.arange(most),
+                rows.shape[0],
+            ).reshape(-1),
+        )
         sent = lax.all_to_all(sent, EXPERT, 0, 0, tiled=True)
         row = jnp.arange(room)
         device = jnp.searchsorted(jnp.cumsum(from_), row, side="right")
-        return _take(sent, jnp.where(device < devices, device * most + row - _take(lands[:, me], device), sent.shape[0]))
+        return _take(
+            sent,
+            jnp.where(
+                device < devices, device * most + row - _take(lands[:, me], device), sent.shape[0]
+            ),
+        )
 
     return lax.platform_dependent(rows, cpu=padded, default=exactly)
 
@@ -196,7 +247,10 @@ def _most(routing: Routing, size: Size) -> int:
     """The rows from a device to another at most."""
     assert routing.source is not None
     tokens = size.batch * size.tokens
-    return min(tokens * min(routing.position.size // tokens, size.experts // manual_size(EXPERT)), routing.source.size)
+    return min(
+        tokens * min(routing.position.size // tokens, size.experts // manual_size(EXPERT)),
+        routing.source.size,
+    )
 
 
 def _arrives_sorted(size: Size) -> bool:
@@ -213,7 +267,11 @@ def _arrive(sent: jax.Array, routing: Routing, size: Size) -> jax.Array:
     if routing.sizes is not None:
         return sent
     devices = manual_size(EXPERT)
-    by_expert = _exchange(sent).reshape(devices, size.experts // devices, -1, *sent.shape[1:]).swapaxes(0, 1)
+    by_expert = (
+        _exchange(sent)
+        .reshape(devices, size.experts // devices, -1, *sent.shape[1:])
+        .swapaxes(0, 1)
+    )
     return by_expert.reshape(size.experts // devices, -1, *sent.shape[1:])
 
 
@@ -233,7 +291,9 @@ def _leave(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
 def _out(x_BTD: jax.Array, routing: Routing, size: Size) -> jax.Array:
     """Tokens → rows."""
     tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
-    return _arrive(_take(tokens, routing.choice // (routing.position.size // tokens.shape[0])), routing, size)
+    return _arrive(
+        _take(tokens, routing.choice // (routing.position.size // tokens.shape[0])), routing, size
+    )
 
 
 def _back(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
@@ -242,27 +302,44 @@ def _back(rows: jax.Array, routing: Routing, size: Size) -> jax.Array:
     return choices.reshape(size.batch, size.tokens, -1, rows.shape[-1]).sum(2)
 
 
-# --- the same on all parts, with gradients -----------------------------------------------------------------------------------------
+# --- the same on all parts, with gradients --------------------------------------------------------
 
 
 def _run(fn, in_specs, out_specs, routing: Routing, *args):
-    return over_model(lambda routing, *a: fn(routing, *a), (jax.tree.map(lambda _: WHOLE, routing), *in_specs), out_specs)(routing, *args)
+    return over_model(
+        lambda routing, *a: fn(routing, *a),
+        (jax.tree.map(lambda _: WHOLE, routing), *in_specs),
+        out_specs,
+    )(routing, *args)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def send(x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing, size: Size) -> tuple[jax.Array, jax.Array]:
-    """→ rows of the experts here [M, R, D] (or [M, E, R, D] by capacity), and the weight of each."""
+def send(
+    x_MBTD: jax.Array, gates_BTK: jax.Array, routing: Routing, size: Size
+) -> tuple[jax.Array, jax.Array]:
+    """→ rows of the experts here [M, R, D] (or [M, E, R, D] by capacity), and the weight of
+    each."""
     rows = _run(lambda p, x: _out(x[0], p, size)[None], (PART,), PART, routing, x_MBTD)
-    return rows, _run(lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size), (WHOLE,), WHOLE, routing, gates_BTK)
+    return rows, _run(
+        lambda p, g: _arrive(_take(g.reshape(-1), p.choice), p, size),
+        (WHOLE,),
+        WHOLE,
+        routing,
+        gates_BTK,
+    )
 
 
 def _send_backward(size, routing, gradients):
     rows, gates = gradients
-    to_gates = lambda p, g: _take(_leave(g, p, size), p.position).reshape(size.batch, size.tokens, -1)
+    to_gates = lambda p, g: _take(_leave(g, p, size), p.position).reshape(
+        size.batch, size.tokens, -1
+    )
     return receive(rows, routing, size), _run(to_gates, (WHOLE,), WHOLE, routing, gates), None
 
 
-send.defvjp(lambda x, gates, routing, size: (send(x, gates, routing, size), routing), _send_backward)
+send.defvjp(
+    lambda x, gates, routing, size: (send(x, gates, routing, size), routing), _send_backward
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -275,7 +352,9 @@ def _receive_backward(size, routing, g):
     return _run(lambda p, g: _out(g[0], p, size)[None], (PART,), PART, routing, g), None
 
 
-receive.defvjp(lambda rows, routing, size: (receive(rows, routing, size), routing), _receive_backward)
+receive.defvjp(
+    lambda rows, routing, size: (receive(rows, routing, size), routing), _receive_backward
+)
 
 
 @jax.custom_vjp
@@ -289,7 +368,8 @@ after.defvjp(lambda routing, x: (after(routing, x), None), lambda _, g: (None, g
 
 @jax.custom_vjp
 def weigh(rows: jax.Array, gates: jax.Array) -> jax.Array:
-    """rows [M, …, F] by the weight of each, […]; the gradient of the weights is summed over the parts."""
+    """rows [M, …, F] by the weight of each, […]; the gradient of the weights is summed over the
+    parts."""
     return rows * gates[None, ..., None].astype(rows.dtype)
 
 
@@ -306,7 +386,7 @@ def _weigh_backward(kept, g):
 weigh.defvjp(lambda rows, gates: (weigh(rows, gates), (rows, gates)), _weigh_backward)
 
 
-# --- products ------------------------------------------------------------------------------------------------------------------------
+# --- products -------------------------------------------------------------------------------------
 
 
 class Products(NamedTuple):
@@ -320,7 +400,9 @@ class Products(NamedTuple):
 BY_BLOCKS = Products(grouped.product, grouped.rows_gradient, grouped.weights_gradient)
 KERNELS = {
     BLOCKS: BY_BLOCKS,
-    LARGE_BLOCKS: Products(*(functools.partial(form, most_rows=grouped.MOST_ROWS_ON_GPU) for form in BY_BLOCKS)),
+    LARGE_BLOCKS: Products(
+        *(functools.partial(form, most_rows=grouped.MOST_ROWS_ON_GPU) for form in BY_BLOCKS)
+    ),
     MEGABLOX: Products(megablox.product, megablox.rows_gradient, megablox.weights_gradient),
 }
 
@@ -331,24 +413,40 @@ def _by_groups() -> Products:
 
 def _product(rows, weights, sizes):
     """rows [R, I] or [E, R, I], weights [E, I, O] → rows of O."""
-    return jnp.einsum("eri,eio->ero", rows, weights) if sizes is None else _by_groups().product(rows, weights, sizes)
+    return (
+        jnp.einsum("eri,eio->ero", rows, weights)
+        if sizes is None
+        else _by_groups().product(rows, weights, sizes)
+    )
 
 
 def _rows_gradient(g, weights, sizes):
-    return jnp.einsum("ero,eio->eri", g, weights) if sizes is None else _by_groups().rows_gradient(g, weights, sizes)
+    return (
+        jnp.einsum("ero,eio->eri", g, weights)
+        if sizes is None
+        else _by_groups().rows_gradient(g, weights, sizes)
+    )
 
 
 def _weights_gradient(rows, g, sizes):
-    return jnp.einsum("eri,ero->eio", rows, g) if sizes is None else _by_groups().weights_gradient(rows, g, sizes)
+    return (
+        jnp.einsum("eri,ero->eio", rows, g)
+        if sizes is None
+        else _by_groups().weights_gradient(rows, g, sizes)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array | None, cut: P) -> jax.Array:
-    """Rows [M, R, I] sorted by expert, of which each has `sizes`, or [M, E, R, I], times their experts' weights [E, I, O] → rows of O.
+    """Rows [M, R, I] sorted by expert, of which each has `sizes`, or [M, E, R, I], times their
+    experts' weights [E, I, O] → rows of O.
 
-    The weights are cut over model: COLUMNS (outputs are cut), or ROWS (inputs are cut, outputs are parts of a sum).
+    The weights are cut over model: COLUMNS (outputs are cut), or ROWS (inputs are cut, outputs are
+    parts of a sum).
     """
-    return _by_part(lambda r, w, s: _product(r[0], w, s)[None], (PART, cut), PART, sizes, rows, weights)
+    return _by_part(
+        lambda r, w, s: _product(r[0], w, s)[None], (PART, cut), PART, sizes, rows, weights
+    )
 
 
 def _by_part(fn, in_specs, out_specs, sizes, *args):
@@ -359,22 +457,27 @@ def _by_part(fn, in_specs, out_specs, sizes, *args):
 
 def _product_backward(cut, kept, g):
     rows, weights, sizes = kept
-    dx = _by_part(lambda g, w, s: _rows_gradient(g[0], w, s)[None], (PART, cut), PART, sizes, g, weights)
-    dw = _by_part(lambda r, g, s: _weights_gradient(r[0], g[0], s), (PART, PART), cut, sizes, rows, g)
+    dx = _by_part(
+        lambda g, w, s: _rows_gradient(g[0], w, s)[None], (PART, cut), PART, sizes, g, weights
+    )
+    dw = _by_part(
+        lambda r, g, s: _weights_gradient(r[0], g[0], s), (PART, PART), cut, sizes, rows, g
+    )
     return dx, dw, None
 
 
 product.defvjp(lambda r, w, s, cut: (product(r, w, s, cut), (r, w, s)), _product_backward)
 
 
-# --- tokens over model ---------------------------------------------------------------------------------------------------------------
+# --- tokens over model ----------------------------------------------------------------------------
 
 SPLIT, TOGETHER = ("batch", "sequence", None), ("batch", "token", None)
 
 
 @jax.custom_vjp
 def spread(x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x, split along the sequence → it whole, and the same as [M, B, T, D]: what is made of the latter on each part adds up."""
+    """x, split along the sequence → it whole, and the same as [M, B, T, D]: what is made of the
+    latter on each part adds up."""
     whole = constrain(x_BTD, TOGETHER)
     return whole, over_model(lambda x: x[None], (WHOLE,), PART)(whole)
 

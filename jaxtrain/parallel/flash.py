@@ -1,13 +1,16 @@
 """Attention that never has all scores at once: what a kernel for it can do, and its gradient.
 
-A kernel gives the output and the log-sum-exp (lse) of each query's scores. They are all that the backward needs of the forward: with
-delta = Σ gradient · output of each query it makes the scores once more, a block at a time (FlashAttention-2, Dao 2023, algorithm 2),
+A kernel gives the output and the log-sum-exp (lse) of each query's scores. They are all that the
+backward needs of the forward: with delta = Σ gradient · output of each query it makes the scores
+once more, a block at a time (FlashAttention-2, Dao 2023, algorithm 2),
 
     P = exp(S − lse)    dV = Pᵀ dO    dS = P ∘ (dO Vᵀ − delta)    dQ = dS K    dK = dSᵀ Q
 
-Kernels are parallel/blockwise.py, in plain XLA, parallel/splash.py for TPUs and parallel/cudnn.py for NVIDIA GPUs.
+Kernels are parallel/blockwise.py, in plain XLA, parallel/splash.py for TPUs and parallel/cudnn.py
+for NVIDIA GPUs.
 
-Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension of queries and keys, V of values.
+Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
+of queries and keys, V of values.
 """
 
 import dataclasses
@@ -27,13 +30,14 @@ MASKED = -1e30  # the log-sum-exp of a query that sees nothing
 class Kernel:
     """Attention to some of the keys, on a device's own heads.
 
-    forward: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], sight, segments, dtype) → output [B, T, N, V] of `dtype`, lse float32
-        [B, T, N]; of a query that sees nothing 0 and MASKED.
-    backward: (q, k, v, gradient of the output [B, T, N, V], output, lse, sight, segments, dtype) → gradients of q, of `dtype`, and of k
-        and v. Output and lse may be those of more keys than these.
+    forward: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], sight, segments, dtype) → output [B,
+        T, N, V] of `dtype`, lse float32 [B, T, N]; of a query that sees nothing 0 and MASKED.
+    backward: (q, k, v, gradient of the output [B, T, N, V], output, lse, sight, segments, dtype) →
+        gradients of q, of `dtype`, and of k and v. Output and lse may be those of more keys than
+        these.
 
-    sight: which keys queries see (context.Sight). segments: None, or int32 ([B, T] of the queries, [B, S] of the keys): a query sees its
-    own segment alone.
+    sight: which keys queries see (context.Sight). segments: None, or int32 ([B, T] of the queries,
+    [B, S] of the keys): a query sees its own segment alone.
     """
 
     forward: Callable
@@ -52,14 +56,18 @@ def attend(kernel: Kernel, q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None) 
 
 
 def _attend(kernel, q, k, v, sight, segments):
-    out, lse = by_heads(functools.partial(kernel.forward, dtype=v.dtype), (q, k, v), (sight, segments))
+    out, lse = by_heads(
+        functools.partial(kernel.forward, dtype=v.dtype), (q, k, v), (sight, segments)
+    )
     out = row_major(out)
     return out, (q, k, v, sight, segments, out, lse)
 
 
 def _attend_backward(kernel, kept, g):
     q, k, v, sight, segments, out, lse = kept
-    run = lambda q, k, v, g, out, lse, *fixed: kernel.backward(q, k, v, g, out, lse, *fixed, dtype=q.dtype)
+    run = lambda q, k, v, g, out, lse, *fixed: kernel.backward(
+        q, k, v, g, out, lse, *fixed, dtype=q.dtype
+    )
     by_inputs = by_heads(run, (q, k, v, g, out, lse), (sight, segments))
     return *(d.astype(a.dtype) for d, a in zip(by_inputs, (q, k, v), strict=True)), None, None
 

@@ -1,15 +1,19 @@
-"""Products by groups in plain XLA: rows sorted by group, each group with a matrix of its own, at a cost that follows the rows.
+"""Products by groups in plain XLA: rows sorted by group, each group with a matrix of its own, at a
+cost that follows the rows.
 
-A group is cut into blocks of rows. One loop goes over the groups and takes each matrix once, a loop inside it over the blocks that the
-group has: as many as its size says, so an empty group costs nothing and rows that belong to no group cost nothing. A group's last block
-is computed whole. With r rows in a group that is up to one block too many, which `block_rows` keeps small beside r.
+A group is cut into blocks of rows. One loop goes over the groups and takes each matrix once, a loop
+inside it over the blocks that the group has: as many as its size says, so an empty group costs
+nothing and rows that belong to no group cost nothing. A group's last block is computed whole. With
+r rows in a group that is up to one block too many, which `block_rows` keeps small beside r.
 
     product           rows [R, I] × weights [E, I, O] → [R, O]
-    rows_gradient     gradients [R, O] × weights [E, I, O], contracted over O as they lie in memory → [R, I]
+    rows_gradient     gradients [R, O] × weights [E, I, O], contracted over O as they lie in memory
+                      → [R, I]
     weights_gradient  rowsᵀ [I, R] × gradients [R, O], group by group → [E, I, O], summed in float32
 
-`most_rows` bounds a block. None of the three is differentiated: experts.product, which calls them, has its gradient written by hand. The
-outer loop is a `while`: one equation when a layer is cut into ops (runtime/backward_split.py).
+`most_rows` bounds a block. None of the three is differentiated: experts.product, which calls them,
+has its gradient written by hand. The outer loop is a `while`: one equation when a layer is cut into
+ops (runtime/backward_split.py).
 
 Shape suffixes: R rows, E groups, I input columns, O output columns, X rows of a block.
 """
@@ -20,19 +24,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-MOST_ROWS = 256  # of a block: a matmul unit is busy with so many, and a group of 2,000 rows computes 6 % too many on average
-MOST_ROWS_ON_GPU = 1024  # the host waits there for each block's turn, some 20 µs, in which an H100 multiplies 100 rows of 4096 × 14336
+# of a block: a matmul unit is busy with so many, and a group of 2,000 rows computes 6 % too many on
+# average
+MOST_ROWS = 256
+# the host waits there for each block's turn, some 20 µs, in which an H100 multiplies 100 rows of
+# 4096 × 14336
+MOST_ROWS_ON_GPU = 1024
 BLOCKS = 16  # in a group of mean size, where there are rows enough
 
 
 def block_rows(rows: int, groups: int, at_most: int = MOST_ROWS) -> int:
-    """Rows of a block: a power of two, a sixteenth of a group's mean or less, and `at_most`; never under 8, nor over all rows."""
+    """Rows of a block: a power of two, a sixteenth of a group's mean or less, and `at_most`; never
+    under 8, nor over all rows."""
     most = max(8, min(at_most, rows // groups // BLOCKS))
     return min(rows, 1 << (most.bit_length() - 1))
 
 
 def _by_group(result: jax.Array, sizes_E: jax.Array, body: Callable) -> jax.Array:
-    """`result` after body(group, its first row, the row after its last, result) of every group, in order."""
+    """`result` after body(group, its first row, the row after its last, result) of every group, in
+    order."""
     ends_E = jnp.cumsum(sizes_E)
 
     def step(state):
@@ -40,14 +50,17 @@ def _by_group(result: jax.Array, sizes_E: jax.Array, body: Callable) -> jax.Arra
         end = ends_E[group]
         return group + 1, body(group, end - sizes_E[group], end, result)
 
-    # With a number of trips that is known, fori_loop is a scan, which the backward split would unroll.
+    # With a number of trips that is known, fori_loop is a scan, which the backward split would
+    # unroll.
     return lax.while_loop(lambda state: state[0] < sizes_E.size, step, (jnp.int32(0), result))[1]
 
 
 def _by_block(begin, end, rows: int, groups: int, size: int, state, body: Callable):
-    """`state` after body(where a block begins, bool [X]: which of its rows are new, state) of every block of the rows begin … end.
+    """`state` after body(where a block begins, bool [X]: which of its rows are new, state) of every
+    block of the rows begin … end.
 
-    A block that would reach beyond the last of all `rows` begins earlier; what it has of rows before is not new.
+    A block that would reach beyond the last of all `rows` begins earlier; what it has of rows
+    before is not new.
     """
 
     def step(i, state):
@@ -61,8 +74,11 @@ def _by_block(begin, end, rows: int, groups: int, size: int, state, body: Callab
         return lax.fori_loop(0, (end - begin + size - 1) // size, step, state)
 
 
-def _times_matrices(rows_RK: jax.Array, weights: jax.Array, sizes_E: jax.Array, contracted: int, most_rows: int) -> jax.Array:
-    """Each row times its group's matrix, of which dimension `contracted` meets the row's; zeros for rows of no group."""
+def _times_matrices(
+    rows_RK: jax.Array, weights: jax.Array, sizes_E: jax.Array, contracted: int, most_rows: int
+) -> jax.Array:
+    """Each row times its group's matrix, of which dimension `contracted` meets the row's; zeros for
+    rows of no group."""
     rows, groups = rows_RK.shape[0], weights.shape[0]
     size = block_rows(rows, groups, most_rows)
 
@@ -73,24 +89,35 @@ def _times_matrices(rows_RK: jax.Array, weights: jax.Array, sizes_E: jax.Array, 
             x_XK = lax.dynamic_slice_in_dim(rows_RK, start, size)
             y = lax.dot_general(x_XK, matrix, (((1,), (contracted,)), ((), ())))
             before = lax.dynamic_slice_in_dim(out, start, size)
-            return lax.dynamic_update_slice_in_dim(out, jnp.where(new_X[:, None], y, before), start, 0)
+            return lax.dynamic_update_slice_in_dim(
+                out, jnp.where(new_X[:, None], y, before), start, 0
+            )
 
         return _by_block(begin, end, rows, groups, size, out, block)
 
-    return _by_group(jnp.zeros((rows, weights.shape[2 - contracted]), rows_RK.dtype), sizes_E, group)
+    return _by_group(
+        jnp.zeros((rows, weights.shape[2 - contracted]), rows_RK.dtype), sizes_E, group
+    )
 
 
-def product(rows_RI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS) -> jax.Array:
+def product(
+    rows_RI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS
+) -> jax.Array:
     """→ [R, O], of the rows' type; zeros for rows after those of the last group."""
     return _times_matrices(rows_RI, weights_EIO, sizes_E, 0, most_rows)
 
 
-def rows_gradient(g_RO: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS) -> jax.Array:
-    """→ [R, I], of the gradients' type; zeros for rows after those of the last group. No matrix is transposed in memory."""
+def rows_gradient(
+    g_RO: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS
+) -> jax.Array:
+    """→ [R, I], of the gradients' type; zeros for rows after those of the last group. No matrix is
+    transposed in memory."""
     return _times_matrices(g_RO, weights_EIO, sizes_E, 1, most_rows)
 
 
-def weights_gradient(rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS) -> jax.Array:
+def weights_gradient(
+    rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, most_rows: int = MOST_ROWS
+) -> jax.Array:
     """→ [E, I, O], of the rows' type, summed in float32; zeros for groups without rows."""
     (rows, i), o, groups = rows_RI.shape, g_RO.shape[1], sizes_E.size
     size = block_rows(rows, groups, most_rows)
@@ -99,7 +126,9 @@ def weights_gradient(rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, mo
         def block(start, new_X, total_IO):
             x_XI, g_XO = (lax.dynamic_slice_in_dim(a, start, size) for a in (rows_RI, g_RO))
             x_XI, g_XO = (jnp.where(new_X[:, None], a, 0) for a in (x_XI, g_XO))
-            return total_IO + lax.dot_general(x_XI, g_XO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            return total_IO + lax.dot_general(
+                x_XI, g_XO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            )
 
         total_IO = _by_block(begin, end, rows, groups, size, jnp.zeros((i, o), jnp.float32), block)
         return lax.dynamic_update_index_in_dim(out_EIO, total_IO.astype(out_EIO.dtype), e, 0)

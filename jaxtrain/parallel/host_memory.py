@@ -1,7 +1,8 @@
-"""Arrays in the memory of the host, of the kind that devices copy from and to by themselves (`pinned_host`).
+"""Arrays in the memory of the host, of the kind that devices copy from and to by themselves
+(`pinned_host`).
 
-Inside jit an array's type says in which memory it lies. Computation is the device's alone: what lies on the host is only moved, whole or
-(`jax.lax.dynamic_slice` and its update) in parts.
+Inside jit an array's type says in which memory it lies. Computation is the device's alone: what
+lies on the host is only moved, whole or (`jax.lax.dynamic_slice` and its update) in parts.
 """
 
 import jax
@@ -14,8 +15,9 @@ KIND = "pinned_host"
 
 
 def missing(mesh: Mesh) -> str:
-    """The memories of this mesh's devices, as text, where the host's is not among them; else "". Devices that are only described, for
-    compiling ahead of time, may name none: there XLA decides."""
+    """The memories of this mesh's devices, as text, where the host's is not among them; else "".
+    Devices that are only described, for compiling ahead of time, may name none: there XLA
+    decides."""
     kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
     return ", ".join(kinds) if kinds and KIND not in kinds else ""
 
@@ -30,9 +32,12 @@ def is_host(sharding: jax.sharding.Sharding) -> bool:
 
 
 def zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Outside jit: zeros of this shape and sharding, made by the host; each device's process makes its own parts."""
+    """Outside jit: zeros of this shape and sharding, made by the host; each device's process makes
+    its own parts."""
     shape = like.sharding.shard_shape(like.shape)
-    return jax.make_array_from_callback(like.shape, like.sharding, lambda _: np.zeros(shape, like.dtype))
+    return jax.make_array_from_callback(
+        like.shape, like.sharding, lambda _: np.zeros(shape, like.dtype)
+    )
 
 
 def to_host(tree):
@@ -46,9 +51,13 @@ def to_device(tree):
 
 
 def empty_pool(shape: tuple[int, ...], dtype, on_host: bool) -> jax.Array:
-    """Inside jit: an array of which nothing is read before it is written; zeros, but XLA fills none in on the host."""
-    # Of a scalar there, not zeros that are moved there: those would be in the device's memory first.
-    return lax.broadcast(to_host(jnp.zeros((), dtype)), shape) if on_host else jnp.zeros(shape, dtype)
+    """Inside jit: an array of which nothing is read before it is written; zeros, but XLA fills none
+    in on the host."""
+    # Of a scalar there, not zeros that are moved there: those would be in the device's memory
+    # first.
+    return (
+        lax.broadcast(to_host(jnp.zeros((), dtype)), shape) if on_host else jnp.zeros(shape, dtype)
+    )
 
 
 def is_on_host(a: jax.Array) -> bool:
@@ -73,5 +82,6 @@ def read_at(a: jax.Array, i) -> jax.Array:
 
 
 def write_at(a: jax.Array, value: jax.Array, i) -> jax.Array:
-    """Inside jit: `a`, wherever it lies, with a[i] replaced by a value on the device, cast to its dtype."""
+    """Inside jit: `a`, wherever it lies, with a[i] replaced by a value on the device, cast to its
+    dtype."""
     return write(a, value[None].astype(a.dtype), (i, *[0] * (a.ndim - 1)))

@@ -1,9 +1,12 @@
-"""Products by groups on TPUs: jax's megablox kernels (jax.experimental.pallas.ops.tpu.megablox) as grouped.py's three functions.
+"""Products by groups on TPUs: jax's megablox kernels (jax.experimental.pallas.ops.tpu.megablox) as
+grouped.py's three functions.
 
-A kernel goes over a grid of tiles: of the rows, in the groups that have any, of input and of output columns. The number of row tiles is
-known when it runs, so rows of no group cost nothing; a tile that two groups share is computed once for each. The matrices stay as they lie
-in memory, also where the gradient of the rows contracts their output columns; XLA's own kernel for `ragged_dot` wants them transposed
-there, which is a copy of all of them, and has none for the gradient of the weights: it multiplies all rows for every group.
+A kernel goes over a grid of tiles: of the rows, in the groups that have any, of input and of output
+columns. The number of row tiles is known when it runs, so rows of no group cost nothing; a tile
+that two groups share is computed once for each. The matrices stay as they lie in memory, also where
+the gradient of the rows contracts their output columns; XLA's own kernel for `ragged_dot` wants
+them transposed there, which is a copy of all of them, and has none for the gradient of the weights:
+it multiplies all rows for every group.
 
 Shape suffixes: R rows, E groups, I input columns, O output columns.
 """
@@ -16,7 +19,9 @@ from jaxtrain.parallel.grouped import block_rows
 
 MOST_ROWS = 512  # of a tile
 LANES = 128  # numbers in a row of a TPU's registers
-TILE_BYTES = 2048  # of a tile's columns: with 1,024 columns of 16 bits all tiles fit the 16 MB that a kernel has, twice 1,024 do not
+# of a tile's columns: with 1,024 columns of 16 bits all tiles fit the 16 MB that a kernel has,
+# twice 1,024 do not
+TILE_BYTES = 2048
 SUBLANES = 16  # a tile has a multiple of so many rows
 
 
@@ -29,14 +34,17 @@ def tile_rows(rows: int, groups: int) -> int:
 
 
 def tile_columns(columns: int, itemsize: int) -> int:
-    """Columns of a tile: all where they are few, or else the largest multiple of LANES within bounds that divides them, if one does."""
+    """Columns of a tile: all where they are few, or else the largest multiple of LANES within
+    bounds that divides them, if one does."""
     most = TILE_BYTES // itemsize
     if columns <= most:
         return columns
     return next((n for n in range(most, most // 4, -LANES) if columns % n == 0), most)
 
 
-def _tiles(rows: int, groups: int, contracted: int, made: int, itemsize: int) -> tuple[int, int, int]:
+def _tiles(
+    rows: int, groups: int, contracted: int, made: int, itemsize: int
+) -> tuple[int, int, int]:
     return tile_rows(rows, groups), tile_columns(contracted, itemsize), tile_columns(made, itemsize)
 
 
@@ -46,28 +54,48 @@ def _whole_tiles(array_R: jax.Array) -> jax.Array:
     return jnp.pad(array_R, ((0, missing), (0, 0))) if missing else array_R
 
 
-def _times_matrices(rows_RK: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, transposed: bool, interpret: bool) -> jax.Array:
+def _times_matrices(
+    rows_RK: jax.Array,
+    weights_EIO: jax.Array,
+    sizes_E: jax.Array,
+    transposed: bool,
+    interpret: bool,
+) -> jax.Array:
     given = _whole_tiles(rows_RK)
     k, made = given.shape[1], weights_EIO.shape[1 if transposed else 2]
     tiles = _tiles(given.shape[0], sizes_E.size, k, made, given.dtype.itemsize)
     taken = sizes_E.sum()
     some_E = sizes_E.at[0].add((taken == 0).astype(sizes_E.dtype))  # a grid has a tile
-    out = gmm(given, weights_EIO, some_E, given.dtype, tiles, transpose_rhs=transposed, interpret=interpret)
+    out = gmm(
+        given,
+        weights_EIO,
+        some_E,
+        given.dtype,
+        tiles,
+        transpose_rhs=transposed,
+        interpret=interpret,
+    )
     # The kernel writes no tile without rows: what is in memory there may be anything.
     return jnp.where(jnp.arange(rows_RK.shape[0])[:, None] < taken, out[: rows_RK.shape[0]], 0)
 
 
-def product(rows_RI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
+def product(
+    rows_RI: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, interpret: bool = False
+) -> jax.Array:
     """→ [R, O], of the rows' type; zeros for rows after those of the last group."""
     return _times_matrices(rows_RI, weights_EIO, sizes_E, False, interpret)
 
 
-def rows_gradient(g_RO: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
+def rows_gradient(
+    g_RO: jax.Array, weights_EIO: jax.Array, sizes_E: jax.Array, interpret: bool = False
+) -> jax.Array:
     """→ [R, I], of the gradients' type; zeros for rows after those of the last group."""
     return _times_matrices(g_RO, weights_EIO, sizes_E, True, interpret)
 
 
-def weights_gradient(rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
+def weights_gradient(
+    rows_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, interpret: bool = False
+) -> jax.Array:
     """→ [E, I, O], of the rows' type, summed in float32; zeros for groups without rows."""
     rows, g = _whole_tiles(rows_RI), _whole_tiles(g_RO)
     tiles = _tiles(rows.shape[0], sizes_E.size, rows.shape[1], g.shape[1], rows.dtype.itemsize)

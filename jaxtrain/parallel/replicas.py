@@ -1,8 +1,9 @@
 """Copies of the model across slow links: what crosses `replica`, and how little of it.
 
-Devices of one replica that hold the same numbers each carry a share of them across, and gather the result inside: a number crosses once
-each way, whatever the replica's own layout. Replicas may also train apart, each with parameters of its own, in arrays with a leading
-dimension [replicas]; they then meet in an exchange alone (Douillard et al. 2023; in int8: Douillard et al. 2025).
+Devices of one replica that hold the same numbers each carry a share of them across, and gather the
+result inside: a number crosses once each way, whatever the replica's own layout. Replicas may also
+train apart, each with parameters of its own, in arrays with a leading dimension [replicas]; they
+then meet in an exchange alone (Douillard et al. 2023; in int8: Douillard et al. 2025).
 """
 
 import itertools
@@ -37,7 +38,9 @@ def leading(spec: PartitionSpec) -> PartitionSpec:
 def each(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """All replicas' arrays as one, from one's, which has a NamedSharding."""
     sharding = one.sharding.update(spec=leading(one.sharding.spec))
-    return jax.ShapeDtypeStruct((count(one.sharding.mesh), *one.shape), one.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(
+        (count(one.sharding.mesh), *one.shape), one.dtype, sharding=sharding
+    )
 
 
 def copies(tree, mesh: Mesh):
@@ -50,7 +53,7 @@ def in_each(fn: Callable) -> Callable:
     return jax.vmap(fn, spmd_axis_name=REPLICA)
 
 
-# --- inside a manual region ------------------------------------------------------------------------------------------------------
+# --- inside a manual region -----------------------------------------------------------------------
 
 
 def sum_inside_first(x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -58,7 +61,9 @@ def sum_inside_first(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     inside = _wide([a for a in axes if a != REPLICA])
     if not (inside and _wide([a for a in axes if a == REPLICA])):
         return psum(x, axes)
-    return _gathered(psum(psum_scatter(_padded(x, _size(inside)), inside, 0), (REPLICA,)), inside, x)
+    return _gathered(
+        psum(psum_scatter(_padded(x, _size(inside)), inside, 0), (REPLICA,)), inside, x
+    )
 
 
 def _wide(axes: Sequence[str]) -> tuple[str, ...]:
@@ -79,53 +84,88 @@ def _gathered(share: jax.Array, axes: tuple[str, ...], like: jax.Array) -> jax.A
     return whole[: like.size].reshape(like.shape)
 
 
-# --- the exchange ----------------------------------------------------------------------------------------------------------------
+# --- the exchange ---------------------------------------------------------------------------------
 
 
 def mean_across(tree, like, dtype: str):
-    """The replicas' means of arrays [replicas, …] float32, laid out as `like`: abstract arrays whose shardings do not name `replica`.
+    """The replicas' means of arrays [replicas, …] float32, laid out as `like`: abstract arrays
+    whose shardings do not name `replica`.
 
-    dtype: what crosses: "float32", or "int8" with a float32 scale for each block of numbers, before the sum and after it.
+    dtype: what crosses: "float32", or "int8" with a float32 scale for each block of numbers, before
+    the sum and after it.
     """
     specs = jax.tree.map(lambda a: a.sharding.spec, like)
-    mean = _mean_int8 if dtype == "int8" else lambda shares: [psum(x, (REPLICA,)) / lax.axis_size(REPLICA) for x in shares]
+    mean = (
+        _mean_int8
+        if dtype == "int8"
+        else lambda shares: [psum(x, (REPLICA,)) / lax.axis_size(REPLICA) for x in shares]
+    )
 
     def body(tree):
         parts = [a[0] for a in jax.tree.leaves(tree)]
-        copies = [_wide([a for a in AXES if a not in {REPLICA, *itertools.chain(*map(mesh_axes, s))}]) for s in jax.tree.leaves(specs)]
-        shares = [_padded(x, _size(axes)).reshape(_size(axes), -1) for x, axes in zip(parts, copies, strict=True)]
-        device_shares = [x[lax.axis_index(axes) if axes else 0] for x, axes in zip(shares, copies, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(tree), map(_gathered, mean(device_shares), copies, parts))
+        copies = [
+            _wide([a for a in AXES if a not in {REPLICA, *itertools.chain(*map(mesh_axes, s))}])
+            for s in jax.tree.leaves(specs)
+        ]
+        shares = [
+            _padded(x, _size(axes)).reshape(_size(axes), -1)
+            for x, axes in zip(parts, copies, strict=True)
+        ]
+        device_shares = [
+            x[lax.axis_index(axes) if axes else 0] for x, axes in zip(shares, copies, strict=True)
+        ]
+        return jax.tree.unflatten(
+            jax.tree.structure(tree), map(_gathered, mean(device_shares), copies, parts)
+        )
 
     mesh = jax.tree.leaves(like)[0].sharding.mesh
     each_spec = jax.tree.map(leading, specs)
-    return jax.shard_map(body, mesh=mesh, in_specs=(each_spec,), out_specs=specs, axis_names=set(AXES), check_vma=False)(tree)
+    return jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(each_spec,),
+        out_specs=specs,
+        axis_names=set(AXES),
+        check_vma=False,
+    )(tree)
 
 
 def _mean_int8(shares: list[jax.Array]) -> list[jax.Array]:
-    """Arrays [n] → the replicas' means. Each replica sums a part of every array: an all-to-all and an all-gather of int8, which together
-    are a quarter of a float32 all-reduce's bytes."""
+    """Arrays [n] → the replicas' means. Each replica sums a part of every array: an all-to-all and
+    an all-gather of int8, which together are a quarter of a float32 all-reduce's bytes."""
     n = lax.axis_size(REPLICA)
-    parts = [_padded(x, n * block).reshape(n, -1, block) for x in shares for block in [min(OUTER_BLOCK, -(-x.size // n))]]
+    parts = [
+        _padded(x, n * block).reshape(n, -1, block)
+        for x in shares
+        for block in [min(OUTER_BLOCK, -(-x.size // n))]
+    ]
     sums = _moved(lambda a: lax.all_to_all(a, REPLICA, 0, 0, tiled=True), parts)
-    means = _moved(lambda a: lax.all_gather(a, REPLICA, tiled=True), [a.mean(0, keepdims=True) for a in sums])
+    means = _moved(
+        lambda a: lax.all_gather(a, REPLICA, tiled=True), [a.mean(0, keepdims=True) for a in sums]
+    )
     return [a.reshape(-1)[: x.size] for a, x in zip(means, shares, strict=True)]
 
 
 def _moved(move: Callable, parts: list[jax.Array]) -> list[jax.Array]:
-    """Arrays [replicas or 1, blocks, block] through a collective over the first dimension, in int8; all of them in one message."""
+    """Arrays [replicas or 1, blocks, block] through a collective over the first dimension, in int8;
+    all of them in one message."""
     kinds = zip(*map(quantise, parts), strict=True)
     numbers, scales = ([*kind] for kind in kinds)
     arrived = []
     for arrays in (numbers, scales):
         ends = np.cumsum([a[0].size for a in arrays])[:-1]
-        pieces = jnp.split(move(jnp.concatenate([a.reshape(a.shape[0], -1) for a in arrays], 1)), ends, 1)
-        arrived.append([piece.reshape(-1, *a.shape[1:]) for piece, a in zip(pieces, arrays, strict=True)])
+        pieces = jnp.split(
+            move(jnp.concatenate([a.reshape(a.shape[0], -1) for a in arrays], 1)), ends, 1
+        )
+        arrived.append(
+            [piece.reshape(-1, *a.shape[1:]) for piece, a in zip(pieces, arrays, strict=True)]
+        )
     return [dequantise(*pair) for pair in zip(*arrived, strict=True)]
 
 
 def quantise(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 [..., block] → int8, and the scale of each block, float32 [..., 1]: its largest value is ±127."""
+    """float32 [..., block] → int8, and the scale of each block, float32 [..., 1]: its largest value
+    is ±127."""
     scale = jnp.abs(x).max(-1, keepdims=True) / 127
     return jnp.round(x / jnp.where(scale > 0, scale, 1)).astype(jnp.int8), scale
 

@@ -1,14 +1,17 @@
-"""Ring attention (Liu et al. 2023): keys and values go round the `context` axis, and each device attends to those that it holds.
+"""Ring attention (Liu et al. 2023): keys and values go round the `context` axis, and each device
+attends to those that it holds.
 
-Device i of c has chunks i and 2c − 1 − i of the sequence (parallel/context.py). Of another device's keys, r's, its queries see
+Device i of c has chunks i and 2c − 1 − i of the sequence (parallel/context.py). Of another device's
+keys, r's, its queries see
 
     r < i    all queries the first chunk
     r > i    the second chunk's queries both chunks
 
-so every device computes two of the four pairs in every step, and nothing that is masked. What a step finds is merged by log-sum-exp. The
-next keys are on their way while the present ones are at work; in the backward the gradients of keys and values go round with them, a step
-behind, in float32. A device keeps its own keys alone. The permutes stand where attention does, so all devices must run it together: with
-several stages they do not.
+so every device computes two of the four pairs in every step, and nothing that is masked. What a
+step finds is merged by log-sum-exp. The next keys are on their way while the present ones are at
+work; in the backward the gradients of keys and values go round with them, a step behind, in
+float32. A device keeps its own keys alone. The permutes stand where attention does, so all devices
+must run it together: with several stages they do not.
 """
 
 import functools
@@ -28,7 +31,8 @@ OWN = Sight((0, 1), 1)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(kernel: Kernel, q, k, v, segments=None) -> jax.Array:
-    """Causal attention over whole sequences, of which q, k, v [B, T, heads, head dimension] and segments [B, T] are this device's."""
+    """Causal attention over whole sequences, of which q, k, v [B, T, heads, head dimension] and
+    segments [B, T] are this device's."""
     return _attend(kernel, q, k, v, segments)[0]
 
 
@@ -41,7 +45,9 @@ def _attend(kernel, q, k, v, segments):
 
 def _attend_backward(kernel, kept, g):
     *arrays, segments = kept
-    gradients = by_heads(functools.partial(_backward, kernel), (*arrays, g), (lax.axis_index(CONTEXT), segments))
+    gradients = by_heads(
+        functools.partial(_backward, kernel), (*arrays, g), (lax.axis_index(CONTEXT), segments)
+    )
     return *(d.astype(a.dtype) for d, a in zip(gradients, arrays[:3], strict=True)), None
 
 
@@ -51,7 +57,9 @@ attend.defvjp(_attend, _attend_backward)
 def _next(held):
     """What the device before holds."""
     c = lax.axis_size(CONTEXT)
-    return jax.tree.map(lambda a: lax.ppermute(a, CONTEXT, [(n, (n + 1) % c) for n in range(c)]), held)
+    return jax.tree.map(
+        lambda a: lax.ppermute(a, CONTEXT, [(n, (n + 1) % c) for n in range(c)]), held
+    )
 
 
 def _sight(i, step) -> Sight:
@@ -60,7 +68,8 @@ def _sight(i, step) -> Sight:
 
 
 def _round(held, first: Callable, following: Callable):
-    """result = first(held), then following(step, result, held) with each of the other devices', the next on its way meanwhile."""
+    """result = first(held), then following(step, result, held) with each of the other devices', the
+    next on its way meanwhile."""
     c = lax.axis_size(CONTEXT)
     coming, result = _next(held), first(held)
 
@@ -82,7 +91,9 @@ def _forward(kernel: Kernel, q, k, v, i, segments):
     def merge(n, merged, held):
         (out, lse), (step_out, step_lse) = merged, some(_sight(i, n), *held)
         total = jnp.logaddexp(lse, step_lse)
-        return out * jnp.exp(lse - total)[..., None] + step_out * jnp.exp(step_lse - total)[..., None], total
+        return out * jnp.exp(lse - total)[..., None] + step_out * jnp.exp(step_lse - total)[
+            ..., None
+        ], total
 
     return _round((k, v, segments), lambda held: some(OWN, *held), merge)
 
@@ -91,7 +102,9 @@ def _backward(kernel: Kernel, q, k, v, out, lse, g, i, segments):
     """→ gradients of queries, keys and values, float32."""
 
     def some(sight, k, v, of_keys):
-        dq, dk, dv = kernel.backward(q, k, v, g, out, lse, sight, None if segments is None else (segments, of_keys))
+        dq, dk, dv = kernel.backward(
+            q, k, v, g, out, lse, sight, None if segments is None else (segments, of_keys)
+        )
         return dq, (dk, dv)
 
     def add(n, sums, held):

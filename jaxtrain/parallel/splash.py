@@ -1,19 +1,24 @@
-"""Attention on TPUs by the splash kernel that comes with jax (jax.experimental.pallas.ops.tpu.splash_attention).
+"""Attention on TPUs by the splash kernel that comes with jax
+(jax.experimental.pallas.ops.tpu.splash_attention).
 
-The kernel goes over a grid of heads × blocks of queries × blocks of keys, one sequence at a time. Here a batch is one sequence to it: all
-sequences behind one another, and for each block of queries the blocks of keys of its own sequence. Which of them are computed is an array:
+The kernel goes over a grid of heads × blocks of queries × blocks of keys, one sequence at a time.
+Here a batch is one sequence to it: all sequences behind one another, and for each block of queries
+the blocks of keys of its own sequence. Which of them are computed is an array:
 
-    run[query block, key block]   any query of the block sees any key of the block by position, and their documents overlap
+    run[query block, key block]   any query of the block sees any key of the block by position, and
+                                  their documents overlap
 
-so what lies above the diagonal or in other documents costs nothing, also on a device of a context, whose place decides what it sees. Inside
-a block the kernel compares positions and segments, so no mask is ever made. `next` says of each step of the grid which block is needed
-next: it is fetched meanwhile.
+so what lies above the diagonal or in other documents costs nothing, also on a device of a context,
+whose place decides what it sees. Inside a block the kernel compares positions and segments, so no
+mask is ever made. `next` says of each step of the grid which block is needed next: it is fetched
+meanwhile.
 
-jax's own gradient of the kernel is left aside: it keeps everything in the kernel's layout, and cannot be given the log-sum-exp of more
-keys, as the ring needs it. Off a TPU the kernel is interpreted, which is for tests: a step takes minutes.
+jax's own gradient of the kernel is left aside: it keeps everything in the kernel's layout, and
+cannot be given the log-sum-exp of more keys, as the ring needs it. Off a TPU the kernel is
+interpreted, which is for tests: a step takes minutes.
 
-Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension of queries and keys, V of values;
-X, Y blocks of queries, of keys in a sequence.
+Shape suffixes: B batch, T query tokens, S key tokens, N heads, K key/value heads, H head dimension
+of queries and keys, V of values; X, Y blocks of queries, of keys in a sequence.
 """
 
 import dataclasses
@@ -35,8 +40,11 @@ MOST = 1024  # tokens of a block
 
 
 def block_size(tokens: int, most: int = MOST) -> int:
-    """The largest multiple of LANES that divides so many tokens and is no more than `most`; 0 if none does."""
-    return next((n for n in range(min(tokens, most) // LANES * LANES, 0, -LANES) if tokens % n == 0), 0)
+    """The largest multiple of LANES that divides so many tokens and is no more than `most`; 0 if
+    none does."""
+    return next(
+        (n for n in range(min(tokens, most) // LANES * LANES, 0, -LANES) if tokens % n == 0), 0
+    )
 
 
 def takes(queries: int, keys: int) -> bool:
@@ -51,9 +59,11 @@ def _sees(last_key: jax.Array, key: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """How queries and keys meet, of arrays of these sizes: T a multiple of `queries`, S of `keys`, tokens of a block.
+    """How queries and keys meet, of arrays of these sizes: T a multiple of `queries`, S of `keys`,
+    tokens of a block.
 
-    last_T: the last key that a query sees, −1 for none; run_BXY: which blocks of queries meet which blocks of keys.
+    last_T: the last key that a query sees, −1 for none; run_BXY: which blocks of queries meet which
+    blocks of keys.
     """
 
     queries: int
@@ -74,27 +84,36 @@ class _Blocks:
     def of_queries(self) -> mask_info.MaskInfo:
         """For kernels that go through the keys for a block of queries: steps [1, B · X, Y]."""
         b, x, y = self.run_BXY.shape
-        following, first = _next_of(self.run_BXY.reshape(b * x, y), jnp.repeat(self._starts_B, x) * y)
-        after = jnp.roll(first, -1)[:, None]  # the next block of queries, or the first one of the next head
-        return self._info(self.run_BXY.reshape(b * x, y), jnp.where(following < 0, after, following), b * y)
+        following, first = _next_of(
+            self.run_BXY.reshape(b * x, y), jnp.repeat(self._starts_B, x) * y
+        )
+        # the next block of queries, or the first one of the next head
+        after = jnp.roll(first, -1)[:, None]
+        return self._info(
+            self.run_BXY.reshape(b * x, y), jnp.where(following < 0, after, following), b * y
+        )
 
     def of_keys(self) -> mask_info.MaskInfo:
         """For the kernel that goes through the queries for a block of keys: steps [1, X, B · Y]."""
         b, x, y = self.run_BXY.shape
         run = self.run_BXY.transpose(0, 2, 1).reshape(b * y, x)
         following, first = _next_of(run, jnp.repeat(self._starts_B, y) * x)
-        return self._info(run.T, jnp.where(following < 0, first[:, None], following).T, b * x)  # the same again for the next head
+        # the same again for the next head
+        return self._info(run.T, jnp.where(following < 0, first[:, None], following).T, b * x)
 
     def _info(self, run, following, blocks: int) -> mask_info.MaskInfo:
         """What the kernel reads before its steps: small integers, as they lie in scalar memory."""
         small = jnp.int8 if blocks <= 1 << 7 else jnp.int16 if blocks <= 1 << 15 else jnp.int32
         positions: Any = self._positions
-        return mask_info.MaskInfo(following[None].astype(small), None, run[None].astype(jnp.int8), None, positions)
+        return mask_info.MaskInfo(
+            following[None].astype(small), None, run[None].astype(jnp.int8), None, positions
+        )
 
 
 def _next_of(run: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bool [rows, steps] → of each step itself or the next of its row that is run, −1 for none, and the first of each row that is run (its
-    last one for none): block `start` [rows] and so many further."""
+    """bool [rows, steps] → of each step itself or the next of its row that is run, −1 for none, and
+    the first of each row that is run (its last one for none): block `start` [rows] and so many
+    further."""
     steps = run.shape[1]
     at = lax.cummin(jnp.where(run, jnp.arange(steps, dtype=jnp.int32), steps), 1, reverse=True)
     return jnp.where(at < steps, at + start[:, None], -1), start + jnp.minimum(at[:, 0], steps - 1)
@@ -104,12 +123,16 @@ def _blocks(q, k, sight: Sight, segments, most_queries: int, most_keys: int) -> 
     tokens, keys, whole = q.shape[1], k.shape[1], jnp.asarray(sight.whole, jnp.int32)
     chunk = tokens // len(whole)
     by_query = jnp.arange(chunk, dtype=jnp.int32) if sight.diagonal else jnp.full(chunk, -1)
-    last_T = (whole[:, None] * chunk + by_query).reshape(-1) + (0 if sight.start is None else sight.start)
+    last_T = (whole[:, None] * chunk + by_query).reshape(-1) + (
+        0 if sight.start is None else sight.start
+    )
     x, y = block_size(chunk, most_queries), block_size(keys, most_keys)
     run_XY = jnp.arange(keys // y) * y <= last_T.reshape(-1, x)[:, -1:]
     run_BXY = jnp.broadcast_to(run_XY, (len(q), *run_XY.shape))
     if segments is not None:
-        of_queries, of_keys = (a.reshape(len(q), -1, size) for a, size in zip(segments, (x, y), strict=True))
+        of_queries, of_keys = (
+            a.reshape(len(q), -1, size) for a, size in zip(segments, (x, y), strict=True)
+        )
         earliest = of_queries.min(-1)[:, :, None] <= of_keys.max(-1)[:, None]
         run_BXY &= earliest & (of_queries.max(-1)[:, :, None] >= of_keys.min(-1)[:, None])
     return _Blocks(x, y, last_T, run_BXY, keys)
@@ -135,13 +158,22 @@ def _segment_ids(segments) -> splash.SegmentIds | None:
     return None if segments is None else splash.SegmentIds(*(a.reshape(-1) for a in segments))
 
 
-COMMON: dict[str, Any] = {"mask_value": splash.DEFAULT_MASK_VALUE, "is_mqa": False, "mask_function": _sees, "attn_logits_soft_cap": None}
+COMMON: dict[str, Any] = {
+    "mask_value": splash.DEFAULT_MASK_VALUE,
+    "is_mqa": False,
+    "mask_function": _sees,
+    "attn_logits_soft_cap": None,
+}
 LAYOUTS = {f"{name}_layout": splash.QKVLayout.HEAD_DIM_MINOR for name in "qkv"}
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32, *, interpret: bool):
+def _forward(
+    q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.float32, *, interpret: bool
+):
     blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, MOST)
-    sizes = splash.BlockSizes(block_q=blocks.queries, block_kv=blocks.keys, block_kv_compute=block_size(blocks.keys, 512))
+    sizes = splash.BlockSizes(
+        block_q=blocks.queries, block_kv=blocks.keys, block_kv_compute=block_size(blocks.keys, 512)
+    )
     run: Any = splash._splash_attention_forward
     out, (lse,) = run(
         blocks.of_queries(),
@@ -159,13 +191,34 @@ def _forward(q_BTNH, k_BSKH, v_BSKV, sight: Sight, segments=None, dtype=jnp.floa
     return jnp.where(sees_any[..., None], out, 0).astype(dtype), jnp.where(sees_any, lse, MASKED)
 
 
-def _backward(q_BTNH, k_BSKH, v_BSKV, g_BTNV, out_BTNV, lse_BTN, sight: Sight, segments=None, dtype=jnp.float32, *, interpret: bool):
-    arrays = _scaled(q_BTNH), k_BSKH, v_BSKV, g_BTNV.astype(q_BTNH.dtype), lse_BTN, delta(g_BTNV, out_BTNV)
+def _backward(
+    q_BTNH,
+    k_BSKH,
+    v_BSKV,
+    g_BTNV,
+    out_BTNV,
+    lse_BTN,
+    sight: Sight,
+    segments=None,
+    dtype=jnp.float32,
+    *,
+    interpret: bool,
+):
+    arrays = (
+        _scaled(q_BTNH),
+        k_BSKH,
+        v_BSKV,
+        g_BTNV.astype(q_BTNH.dtype),
+        lse_BTN,
+        delta(g_BTNV, out_BTNV),
+    )
     q, k, v, g, lse, inner = map(_to_kernel, arrays)
     given = q, k, v, _segment_ids(segments), None, lse, g, inner
     common = COMMON | LAYOUTS | {"interpret": interpret}
     blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, 512)
-    dq = splash._splash_attention_bwd_dq(*given, bq=blocks.queries, bkv=blocks.keys, mask_info=blocks.of_queries(), **common)
+    dq = splash._splash_attention_bwd_dq(
+        *given, bq=blocks.queries, bkv=blocks.keys, mask_info=blocks.of_queries(), **common
+    )
     blocks = _blocks(q_BTNH, k_BSKH, sight, segments, MOST, MOST)
     _, dk, dv = splash._splash_attention_bwd_dkv(
         *given,
@@ -183,4 +236,7 @@ def _backward(q_BTNH, k_BSKH, v_BSKV, g_BTNV, out_BTNV, lse_BTN, sight: Sight, s
 @functools.cache
 def kernel(interpret: bool) -> Kernel:
     """The kernel; interpreted: off a TPU."""
-    return Kernel(functools.partial(_forward, interpret=interpret), functools.partial(_backward, interpret=interpret))
+    return Kernel(
+        functools.partial(_forward, interpret=interpret),
+        functools.partial(_backward, interpret=interpret),
+    )

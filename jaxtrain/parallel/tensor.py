@@ -1,9 +1,11 @@
-"""Tensor parallelism with a split sequence (Korthikanti et al. 2022, section 4.2.2): the collectives over `model` around a product.
+"""Tensor parallelism with a split sequence (Korthikanti et al. 2022, section 4.2.2): the
+collectives over `model` around a product.
 
-A matrix that is split by its columns multiplies all tokens, which are gathered before; one that is split by its rows leaves a sum over
-`model`, of which each device keeps its own tokens. Written out, because the partitioner reduces each product by itself before it adds
-several, and XLA's CPU backend makes a whole all-reduce of a reduce-scatter of its own. None of these is differentiated: the layers'
-backward calls them (models/layers.py).
+A matrix that is split by its columns multiplies all tokens, which are gathered before; one that is
+split by its rows leaves a sum over `model`, of which each device keeps its own tokens. Written out,
+because the partitioner reduces each product by itself before it adds several, and XLA's CPU backend
+makes a whole all-reduce of a reduce-scatter of its own. None of these is differentiated: the
+layers' backward calls them (models/layers.py).
 """
 
 import functools
@@ -28,30 +30,42 @@ def all_tokens(x_BTD: jax.Array) -> jax.Array:
 
 
 def own_tokens(xs: Sequence[jax.Array], weights: Sequence[jax.Array], dim: int) -> jax.Array:
-    """Σ x · weight over all pairs, split along the sequence: each x is [B, T, I] with split columns, its weight has I as dimension
-    `dim` (of 2), split too. The products of a device are added up before one reduce-scatter."""
+    """Σ x · weight over all pairs, split along the sequence: each x is [B, T, I] with split
+    columns, its weight has I as dimension `dim` (of 2), split too. The products of a device are
+    added up before one reduce-scatter."""
 
     def product(xs, weights):
-        flat = [lax.dot_general(x.reshape(-1, x.shape[-1]), w, (((1,), (dim,)), ((), ()))) for x, w in zip(xs, weights, strict=True)]
+        flat = [
+            lax.dot_general(x.reshape(-1, x.shape[-1]), w, (((1,), (dim,)), ((), ())))
+            for x, w in zip(xs, weights, strict=True)
+        ]
         return sum(flat[1:], flat[0]).reshape(*xs[0].shape[:2], -1)
 
     if not is_split("sequence"):
         return product(xs, weights)
     local = lambda xs, weights: psum_scatter(product(xs, weights), MODEL, dim=1)
-    return over_model(local, (COLUMNS, P(MODEL) if dim == 0 else P(None, MODEL)), TOKENS)(tuple(xs), tuple(weights))
+    return over_model(local, (COLUMNS, P(MODEL) if dim == 0 else P(None, MODEL)), TOKENS)(
+        tuple(xs), tuple(weights)
+    )
 
 
 def heads_here(kv_heads: int) -> int:
-    """Key/value heads as attention sees them: at least one for each device of `model`, copies where there are fewer."""
+    """Key/value heads as attention sees them: at least one for each device of `model`, copies where
+    there are fewer."""
     return max(kv_heads, shards("kv_heads"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def shared_columns(weight: jax.Array, kv_heads: int) -> jax.Array:
-    """[…, columns of the key/value heads] → those of `heads_here`, each copy beside its devices' queries: where there are fewer heads
-    than devices, the devices of a head gather its columns, and their gradients meet in a reduce-scatter."""
+    """[…, columns of the key/value heads] → those of `heads_here`, each copy beside its devices'
+    queries: where there are fewer heads than devices, the devices of a head gather its columns, and
+    their gradients meet in a reduce-scatter."""
     return _among_sharers(
-        lambda a, groups: lax.all_gather(a, MODEL, axis=a.ndim - 1, tiled=True, axis_index_groups=groups), weight, kv_heads
+        lambda a, groups: lax.all_gather(
+            a, MODEL, axis=a.ndim - 1, tiled=True, axis_index_groups=groups
+        ),
+        weight,
+        kv_heads,
     )
 
 
@@ -66,5 +80,7 @@ def _among_sharers(fn: Callable, weight: jax.Array, kv_heads: int) -> jax.Array:
 
 shared_columns.defvjp(
     lambda weight, kv_heads: (shared_columns(weight, kv_heads), None),
-    lambda kv_heads, _, g: (_among_sharers(lambda a, groups: psum_scatter(a, MODEL, a.ndim - 1, groups), g, kv_heads),),
+    lambda kv_heads, _, g: (
+        _among_sharers(lambda a, groups: psum_scatter(a, MODEL, a.ndim - 1, groups), g, kv_heads),
+    ),
 )

@@ -1,13 +1,15 @@
-"""ZeRO (Rajbhandari et al. 2020): what the data axis shares out, and the collectives that this takes.
+"""ZeRO (Rajbhandari et al. 2020): what the data axis shares out, and the collectives that this
+takes.
 
     stage 0   nothing
     stage 1   the optimizer's state
     stage 2   the gradients' sums too: every microbatch's gradients are reduced as they are made
     stage 3   the parameters too: gathered layer by layer inside an op, or all of them once a step
 
-A parameter is shared out along one of its own dimensions. Where embedding and head are the same on every stage, their optimizer state is
-shared out over `stage` as well. The functions below run inside the runtime's manual region, on a device's part of one parameter (with
-or without the leading dimensions of a stack of layers).
+A parameter is shared out along one of its own dimensions. Where embedding and head are the same on
+every stage, their optimizer state is shared out over `stage` as well. The functions below run
+inside the runtime's manual region, on a device's part of one parameter (with or without the leading
+dimensions of a stack of layers).
 """
 
 import dataclasses
@@ -26,8 +28,9 @@ from jaxtrain.parallel.replicas import sum_inside_first
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """What is done when. stage: 0 to 3; gather: parameters of stage 3, by "layer" inside ops or all once a "step"; reduce: gradients once
-    a "step", or each "microbatch"; dtype: of gradients on their way."""
+    """What is done when. stage: 0 to 3; gather: parameters of stage 3, by "layer" inside ops or all
+    once a "step"; reduce: gradients once a "step", or each "microbatch"; dtype: of gradients on
+    their way."""
 
     stage: int = 1
     gather: str = "layer"
@@ -48,7 +51,8 @@ class Reduction:
     """Where a parameter's gradient and optimizer state lie, and how the gradient gets there.
 
     sum_axes:     mesh axes over which the gradient is only summed
-    scatter_axes: mesh axes over which the sum is left scattered, along dimension `dim` of the parameter's own; data comes first
+    scatter_axes: mesh axes over which the sum is left scattered, along dimension `dim` of the
+        parameter's own; data comes first
     lead:         dimensions before the parameter's own (stage, layer)
     whole:        the parameter's sharding if nothing is shared out
     sharded:      its sharding if it is shared out over data
@@ -83,12 +87,15 @@ def reduction_of(
     sum_axes: tuple[str, ...] = SUM_AXES,
     counts: bool = False,
 ) -> Reduction:
-    """The reduction of a gradient, or of `counts`, with logical `axes` and `shape`, whose first `lead` dimensions are not the parameter's
-    own (stage, layer), over `sum_axes`, and `stage` where all stages hold it. Where no dimension divides, it is summed and stays whole."""
+    """The reduction of a gradient, or of `counts`, with logical `axes` and `shape`, whose first
+    `lead` dimensions are not the parameter's own (stage, layer), over `sum_axes`, and `stage` where
+    all stages hold it. Where no dimension divides, it is summed and stays whole."""
     whole = spec(axes)
     taken = {name for part in whole for name in mesh_axes(part)}
     copies = tuple(name for name in (*sum_axes, STAGE) if name not in taken)
-    candidates: list[tuple[str, ...]] = [(DATA, STAGE), (DATA,), (STAGE,)] if STAGE in copies else [(DATA,)]
+    candidates: list[tuple[str, ...]] = (
+        [(DATA, STAGE), (DATA,), (STAGE,)] if STAGE in copies else [(DATA,)]
+    )
 
     def shared(dim: int, names: tuple[str, ...]) -> PartitionSpec:
         parts = list(whole)
@@ -102,7 +109,9 @@ def reduction_of(
             if size > 1 and whole[dim] is None and shape[dim] % size == 0:
                 rest = tuple(a for a in copies if a not in names)
                 sharded = shared(dim, tuple(n for n in names if n == DATA))
-                return Reduction(rest, names, dim - lead, lead, whole, sharded, shared(dim, names), counts)
+                return Reduction(
+                    rest, names, dim - lead, lead, whole, sharded, shared(dim, names), counts
+                )
     return Reduction(copies, (), 0, lead, whole, whole, whole, counts)
 
 
@@ -112,7 +121,12 @@ def _on_parts(fn: Callable, split: PartitionSpec, x: jax.Array) -> jax.Array:
 
 def _model_split(reduction: Reduction, x: jax.Array) -> PartitionSpec:
     """How `model` splits a parameter's array, a stack's or a layer's."""
-    return PartitionSpec(*(MODEL if MODEL in mesh_axes(part) else None for part in reduction.whole[len(reduction.whole) - x.ndim :]))
+    return PartitionSpec(
+        *(
+            MODEL if MODEL in mesh_axes(part) else None
+            for part in reduction.whole[len(reduction.whole) - x.ndim :]
+        )
+    )
 
 
 def gather(part: jax.Array, reduction: Reduction) -> jax.Array:
@@ -120,11 +134,16 @@ def gather(part: jax.Array, reduction: Reduction) -> jax.Array:
     if not reduction.over_data:
         return part
     dim = reduction.axis(part.ndim)
-    return _on_parts(lambda a: lax.all_gather(a, DATA, axis=dim, tiled=True), _model_split(reduction, part), part)
+    return _on_parts(
+        lambda a: lax.all_gather(a, DATA, axis=dim, tiled=True), _model_split(reduction, part), part
+    )
 
 
-def reduce(gradient: jax.Array, reduction: Reduction, dtype, axes: tuple[str, ...] | None = None) -> jax.Array:
-    """This device's sum → float32, the sum over all devices, this device's part where that is scattered; over these mesh `axes` alone.
+def reduce(
+    gradient: jax.Array, reduction: Reduction, dtype, axes: tuple[str, ...] | None = None
+) -> jax.Array:
+    """This device's sum → float32, the sum over all devices, this device's part where that is
+    scattered; over these mesh `axes` alone.
 
     Inside a replica first, so that only the scattered part crosses to others."""
     scatter = tuple(a for a in reduction.scatter_axes if axes is None or a in axes)
@@ -140,18 +159,24 @@ def reduce(gradient: jax.Array, reduction: Reduction, dtype, axes: tuple[str, ..
 
 
 def reduce_in_op(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:
-    """A microbatch's gradient, summed over `data`: this device's part of it. What is not shared out over `data` stays as it is."""
+    """A microbatch's gradient, summed over `data`: this device's part of it. What is not shared out
+    over `data` stays as it is."""
     return reduce(gradient, reduction, dtype, (DATA,)) if reduction.over_data else gradient
 
 
 def reduce_rest(gradient: jax.Array, reduction: Reduction, dtype) -> jax.Array:
     """After the step, what `reduce_in_op` left to do."""
-    rest = tuple(a for a in (*reduction.scatter_axes, *reduction.sum_axes) if not (reduction.over_data and a == DATA))
+    rest = tuple(
+        a
+        for a in (*reduction.scatter_axes, *reduction.sum_axes)
+        if not (reduction.over_data and a == DATA)
+    )
     return reduce(gradient, reduction, dtype, rest)
 
 
 def whole_shape(shape: tuple[int, ...], reduction: Reduction, shards: int) -> tuple[int, ...]:
-    """The shape on a device of a parameter that is whole over `data`, from that of one of its `shards` parts."""
+    """The shape on a device of a parameter that is whole over `data`, from that of one of its
+    `shards` parts."""
     return _resized(shape, reduction, lambda size: size * shards)
 
 
@@ -160,12 +185,14 @@ def part_shape(shape: tuple[int, ...], reduction: Reduction, shards: int) -> tup
     return _resized(shape, reduction, lambda size: size // shards)
 
 
-def _resized(shape: tuple[int, ...], reduction: Reduction, resize: Callable[[int], int]) -> tuple[int, ...]:
+def _resized(
+    shape: tuple[int, ...], reduction: Reduction, resize: Callable[[int], int]
+) -> tuple[int, ...]:
     dim = reduction.axis(len(shape))
     return (*shape[:dim], resize(shape[dim]), *shape[dim + 1 :]) if reduction.over_data else shape
 
 
-# --- a table shared out by columns: the tokens' rows travel, not the table --------------------------------------------------------------
+# --- a table shared out by columns: the tokens' rows travel, not the table ------------------------
 
 
 def all_sequences(x: jax.Array) -> jax.Array:
@@ -178,7 +205,8 @@ def _activation(x: jax.Array) -> PartitionSpec:
 
 
 def to_own_sequences(x: jax.Array) -> jax.Array:
-    """This device's columns of all shards' sequences → all columns of its own: [shards · batch, T, D/shards] → [batch, T, D]."""
+    """This device's columns of all shards' sequences → all columns of its own: [shards · batch, T,
+    D/shards] → [batch, T, D]."""
     return _on_parts(lambda a: lax.all_to_all(a, DATA, 0, 2, tiled=True), _activation(x), x)
 
 

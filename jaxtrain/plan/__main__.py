@@ -39,29 +39,42 @@ from jaxtrain.plan.what_if import advise
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
-DESCRIPTION = """usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N] [--recipe=FILE] [--json]
-       jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --layout=KEY=VALUE,… [--tokens=N] [--json]
-       jaxtrain plan --calibrate --out=FILE                          measures this machine's devices, as a file for --hardware
+DESCRIPTION = """\
+usage: jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --devices=N [--tokens=N]
+                     [--recipe=FILE] [--json]
+       jaxtrain plan --config=NAME|FILE --hardware=NAME|FILE --layout=KEY=VALUE,… [--tokens=N]
+                     [--json]
+       jaxtrain plan --calibrate --out=FILE
+                     measures this machine's devices, as a file for --hardware
        jaxtrain plan --compile --topology=DEVICES --config=NAME|FILE [--layout=…]
-                                                                     what the compiler says of a step for devices that are not there
-       (or python -m jaxtrain.plan …; --calibrate --help and --compile --help have the flags of these two)
+                     what the compiler says of a step for devices that are not there
+       (or python -m jaxtrain.plan …; --calibrate --help and --compile --help have the flags of
+       these two)
 
-Says what a run needs and how fast it is on devices that need not be there, and how to lay it over them, such as
+Says what a run needs and how fast it is on devices that need not be there, and how to lay it over
+them, such as
   jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --devices=1024 --tokens=300e9
-  jaxtrain plan --config=gpt3_175b --hardware=a100-80gb --layout=data=8,stage=16,model=8,microbatch=1
+  jaxtrain plan --config=gpt3_175b --hardware=a100-80gb \\
+      --layout=data=8,stage=16,model=8,microbatch=1
 
---layout is in the place of the recipe's mesh, microbatches, repeats, remat, ZeRO stage and schedule:
-  data, stage, model, context, expert, replica            sizes of the mesh's axes; 1 where not named
+--layout is in the place of the recipe's mesh, microbatches, repeats, remat, ZeRO stage and
+schedule:
+  data, stage, model, context, expert, replica            sizes of the mesh's axes; 1 where not
+                                                          named
   microbatch                                              sequences of a microbatch on a data shard
-  repeats, remat, zero, schedule, offload, vocabulary     as in a recipe, whose they are where not named
-A layout that does not fit is evaluated all the same. Without --layout all layouts are searched, by closed forms. A layout, or the ten
-best that fit, are timed by the exact clock of their tables, where the framework is our own.
+  repeats, remat, zero, schedule, offload, vocabulary     as in a recipe, whose they are where not
+                                                          named
+A layout that does not fit is evaluated all the same. Without --layout all layouts are searched, by
+closed forms. A layout, or the ten best that fit, are timed by the exact clock of their tables,
+where the framework is our own.
 
 What --json prints, of the layout or of the best:
   step_time_s                   of a step
-  model_tflops_per_device       of the model alone; hardware_tflops_per_device, with what is computed again
+  model_tflops_per_device       of the model alone; hardware_tflops_per_device, with what is
+                                computed again
   mfu, hfu                      the same over the peak; a run's metrics.jsonl has the same mfu
-  attention_flops               counted in these: causal, the half that a causal mask leaves, or full, as --assume's own papers do
+  attention_flops               counted in these: causal, the half that a causal mask leaves, or
+                                full, as --assume's own papers do
   memory_gib_per_device         of the fullest; fits, whether it has so much
   bubble_fraction               of the whole step
   tokens_per_s, train_days      days without a stop, null without --tokens
@@ -72,15 +85,31 @@ WIDTH = 98  # of the call that makes a group of a recipe's settings, without its
 MOST_TRIED = 128  # layouts over groups, where one that works is looked for
 FLAGS = (
     next(flag for flag in SHARED_FLAGS if flag.name == "config"),
-    Flag("hardware", "", f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own; NAME:N,NAME:N: groups; empty: h100"),
-    Flag("devices", 0, "number of devices; 0: those of --layout, or of the recipe's mesh", 1, cfg.LARGEST_INT),
+    Flag(
+        "hardware",
+        "",
+        f"kind of device: {', '.join(hardware.known())}, or a JSON file of your own; "
+        "NAME:N,NAME:N: groups; empty: h100",
+    ),
+    Flag(
+        "devices",
+        0,
+        "number of devices; 0: those of --layout, or of the recipe's mesh",
+        1,
+        cfg.LARGEST_INT,
+    ),
     Flag("layout", "", "evaluate this layout: KEY=VALUE,…; empty: search"),
     Flag("assume", OURS, f"the framework that trains: {', '.join(FRAMEWORKS)}"),
     Flag("tokens", 0.0, "tokens of the whole run, for days; 0: not known", at_least=0),
     Flag("price", 0.0, "US dollars for a device and hour; 0: not known", at_least=0),
     Flag("kwh_price", 0.0, "US dollars for a kilowatt-hour; 0: not known", at_least=0),
     Flag("recipe", "", "write the layout's config to this file, as a recipe that train takes"),
-    Flag("advise", "", "say what the records of the run in this folder suggest to change; with --hardware, what is planned to be faster"),
+    Flag(
+        "advise",
+        "",
+        "say what the records of the run in this folder suggest to change; with --hardware, "
+        "what is planned to be faster",
+    ),
     Flag("png", "", "draw memory and time by part to this file; of groups of devices, by stage"),
     Flag("json", False, "print the figures as one JSON object"),
 )
@@ -120,15 +149,23 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
     Raises UsageError or ConfigError."""
     if flags.advise:
         _refuse_others(flags, ("config", "advise", "hardware"), "--advise")
-        return Output(advise(flags.advise, _read(hardware.load, flags.hardware) if flags.hardware else None))
+        return Output(
+            advise(flags.advise, _read(hardware.load, flags.hardware) if flags.hardware else None)
+        )
     if flags.assume not in FRAMEWORKS:
         near = difflib.get_close_matches(flags.assume, FRAMEWORKS, 1, 0.0)[0]
-        raise UsageError(f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(FRAMEWORKS)})", {"assume": near})
+        raise UsageError(
+            f"--assume={cfg.shown(flags.assume)} is not known ({', '.join(FRAMEWORKS)})",
+            {"assume": near},
+        )
     for flag, otherwise in FILES.items():
         cli.check_output(flag, getattr(flags, flag), otherwise)
     if heterogeneous.is_groups(flags.hardware):
         return _planned_groups(flags, config, recipe)
-    space, tokens = _space(config, recipe, flags, _read(hardware.load, flags.hardware or DEFAULT_HARDWARE)), flags.tokens or None
+    space, tokens = (
+        _space(config, recipe, flags, _read(hardware.load, flags.hardware or DEFAULT_HARDWARE)),
+        flags.tokens or None,
+    )
     if flags.layout:
         plans = [plan_of(_laid_out(space, flags.layout), space.hardware, flags.assume, tokens)]
     elif flags.refused:
@@ -145,29 +182,58 @@ def planned(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Out
 
 def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config) -> Output:
     """The output for a layout over groups of devices. Raises UsageError or ConfigError."""
-    _refuse_others(flags, ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "png", "json"), "groups of devices")
+    _refuse_others(
+        flags,
+        ("config", "hardware", "devices", "layout", "assume", "tokens", "recipe", "png", "json"),
+        "groups of devices",
+    )
     groups = _read(heterogeneous.parse, flags.hardware)
-    space, count = [_space(config, recipe, flags, group.hardware) for group in groups][0], sum(group.devices for group in groups)
+    space, count = (
+        [_space(config, recipe, flags, group.hardware) for group in groups][0],
+        sum(group.devices for group in groups),
+    )
     if flags.devices not in (0, count):
-        raise UsageError(f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}", {"devices": count})
+        raise UsageError(
+            f"--devices={flags.devices} is not the {count} of --hardware={flags.hardware!r}",
+            {"devices": count},
+        )
     search.check(space)
     values = layout_flag.read(flags.layout)
     refused = lambda rule: _layout_of_groups(rule, space, groups, values, flags.hardware)
     if not flags.layout:
-        raise refused(f"--hardware={flags.hardware!r} names groups, over which a --layout is planned, and none is searched")
+        raise refused(
+            f"--hardware={flags.hardware!r} names groups, over which a --layout is planned, "
+            "and none is searched"
+        )
     if layout_flag.devices(values) != count:
-        raise refused(f"--layout is for {layout_flag.devices(values)} devices, and --hardware={flags.hardware!r} names {count}")
+        raise refused(
+            f"--layout is for {layout_flag.devices(values)} devices, and "
+            f"--hardware={flags.hardware!r} names {count}"
+        )
     laid_out = _laid_out(space, flags.layout)
     try:
         plan = heterogeneous.plan(laid_out.resolve(), groups, flags.assume)
     except (ConfigError, UsageError):
         raise
     except ValueError as error:
-        raise refused(f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}") from None
+        raise refused(
+            f"--layout={flags.layout!r} does not go with --hardware={flags.hardware!r}: {error}"
+        ) from None
     figures = plan.figures(flags.tokens or None)
     run = [run_time(flags.tokens, figures["tokens_per_s"])] if flags.tokens else []
-    trained, lines = cfg.replace(laid_out, dict(plan.settings())), lambda: [*heterogeneous.describe(plan), *run]
-    return _output(flags, trained, recipe, flags.hardware, figures, lines, lambda model: picture.of_groups(plan, model))
+    trained, lines = (
+        cfg.replace(laid_out, dict(plan.settings())),
+        lambda: [*heterogeneous.describe(plan), *run],
+    )
+    return _output(
+        flags,
+        trained,
+        recipe,
+        flags.hardware,
+        figures,
+        lines,
+        lambda model: picture.of_groups(plan, model),
+    )
 
 
 def _output(
@@ -192,12 +258,19 @@ def _output(
         files[flags.png] = picture.png(image(model))
     if flags.json:
         return Output([json.dumps(figures)], files)
-    command = f"python -m jaxtrain.train {cfg.flag_text('config', flags.config)} {flags_of(config, recipe)}"
+    command = (
+        f"python -m jaxtrain.train {cfg.flag_text('config', flags.config)} "
+        f"{flags_of(config, recipe)}"
+    )
     return Output([*lines(), "to train it:", f"  {command}"], files)
 
 
 def _layout_of_groups(
-    rule: str, space: Space, groups: Sequence[heterogeneous.Group], values: layout_flag.Values, text_of_groups: str
+    rule: str,
+    space: Space,
+    groups: Sequence[heterogeneous.Group],
+    values: layout_flag.Values,
+    text_of_groups: str,
 ) -> LayoutError:
     """The error with the nearest layout over these groups that works, one that fits before others;
     if none works, with the devices of the first group only."""
@@ -205,7 +278,9 @@ def _layout_of_groups(
     for tried in itertools.islice(heterogeneous.layouts(space.config, groups, values), MOST_TRIED):
         with contextlib.suppress(LayoutError, ConfigError):
             working.append((text := layout_flag.text_of(tried), _laid_out(space, text).resolve()))
-    for text, config in sorted(working, key=lambda layout: not heterogeneous.has_room(layout[1], groups, space.assume)):
+    for text, config in sorted(
+        working, key=lambda layout: not heterogeneous.has_room(layout[1], groups, space.assume)
+    ):
         with contextlib.suppress(ConfigError, ValueError):
             heterogeneous.plan(config, groups, space.assume)
             return LayoutError(rule, {"layout": text})
@@ -217,7 +292,9 @@ def _read(read: Callable[[str], T], text: str) -> T:
     try:
         return read(text)
     except HardwareError as error:
-        raise UsageError(f"--hardware={cfg.shown(text)} {error.rule}", {"hardware": error.use}) from None
+        raise UsageError(
+            f"--hardware={cfg.shown(text)} {error.rule}", {"hardware": error.use}
+        ) from None
 
 
 def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str) -> None:
@@ -225,15 +302,26 @@ def _refuse_others(flags: types.SimpleNamespace, known: Sequence[str], what: str
     for flag in FLAGS:
         value = getattr(flags, flag.name)
         if flag.name not in known and value != flag.default:
-            raise UsageError(f"{cfg.flag_text(flag.name, value)} has no meaning for {what}", {flag.name: flag.default})
+            raise UsageError(
+                f"{cfg.flag_text(flag.name, value)} has no meaning for {what}",
+                {flag.name: flag.default},
+            )
 
 
 def _space(config: Config, recipe: Config, flags: types.SimpleNamespace, kind: Hardware) -> Space:
     """The space of the flags on this hardware. Raises UsageError for a type without a peak."""
     compute = config.precision.compute
-    if compute not in kind.peak_tflops and compute in cfg.fields()["precision.compute"].metadata["choices"]:
-        dtype = next((dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16")
-        raise UsageError(f"precision.compute={compute!r} has no peak on {kind.name}", {"config.precision.compute": dtype})
+    if (
+        compute not in kind.peak_tflops
+        and compute in cfg.fields()["precision.compute"].metadata["choices"]
+    ):
+        dtype = next(
+            (dtype for dtype in ("bfloat16", "float32") if dtype in kind.peak_tflops), "bfloat16"
+        )
+        raise UsageError(
+            f"precision.compute={compute!r} has no peak on {kind.name}",
+            {"config.precision.compute": dtype},
+        )
     return Space(config, recipe, kind, flags.devices, flags.assume)
 
 
@@ -243,7 +331,9 @@ def _laid_out(space: Space, text: str) -> Config:
     count = layout_flag.devices(values)
     if space.devices and space.devices != count:
         data, rest = divmod(space.devices, count // values.get("data", 1))
-        rule = f"--devices={space.devices} and --layout, which is for {count}, are not the same number"
+        rule = (
+            f"--devices={space.devices} and --layout, which is for {count}, are not the same number"
+        )
         raise LayoutError(rule, {"devices": count}, [] if rest else [f"data={data} in --layout"])
     config = layout_flag.apply(space.config, values)
     layout_flag.check(config, values, platform_of(space.hardware), space.recipe)
@@ -258,7 +348,10 @@ def _with_devices(space: Space) -> Space:
     sizes = [getattr(space.config.mesh, axis) for axis in AXES]
     known = [size for size in sizes if isinstance(size, int) and size > 0]
     if len(known) < len(sizes):
-        raise UsageError("--devices is not given, and the recipe's mesh leaves the number open", {"devices": math.prod(known)})
+        raise UsageError(
+            "--devices is not given, and the recipe's mesh leaves the number open",
+            {"devices": math.prod(known)},
+        )
     return dataclasses.replace(space, devices=math.prod(sizes))
 
 
@@ -267,16 +360,36 @@ def _with_devices(space: Space) -> Space:
 
 def recipe_text(config: Config, doc: str) -> str:
     """The file's text: every setting that is not the default. doc: one line about it."""
-    changed = [field.name for field in dataclasses.fields(config) if getattr(config, field.name) != type(getattr(config, field.name))()]
+    changed = [
+        field.name
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != type(getattr(config, field.name))()
+    ]
     kinds = sorted(["Config", *(type(getattr(config, name)).__name__ for name in changed)])
     lines = ["from jaxtrain.config import (", *(f"    {kind}," for kind in kinds), ")"]
     body = [f"        {name}={_group(getattr(config, name))}," for name in changed]
-    return "\n".join([f'"""{doc}"""', "", *lines, "", "", "def get_config() -> Config:", "    return Config(", *body, "    )", ""])
+    return "\n".join(
+        [
+            f'"""{doc}"""',
+            "",
+            *lines,
+            "",
+            "",
+            "def get_config() -> Config:",
+            "    return Config(",
+            *body,
+            "    )",
+            "",
+        ]
+    )
 
 
 def _group(group: Any) -> str:
     """A group of settings as the call that makes it, over several lines where one is not enough."""
-    values = ((field.name, getattr(group, field.name), field.default) for field in dataclasses.fields(group))
+    values = (
+        (field.name, getattr(group, field.name), field.default)
+        for field in dataclasses.fields(group)
+    )
     arguments = [
         f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
         for name, value, default in values
@@ -285,7 +398,9 @@ def _group(group: Any) -> str:
     name, line = type(group).__name__, ", ".join(arguments)
     if len(name) + len(line) <= WIDTH:
         return f"{name}({line})"
-    return "\n".join([f"{name}(", *(f"            {argument}," for argument in arguments), "        )"])
+    return "\n".join(
+        [f"{name}(", *(f"            {argument}," for argument in arguments), "        )"]
+    )
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
     products     a sweep over m, n and k, in bfloat16 and float32
     attention    by the kernel that the trainer would take, forward and backward
-    memory       passes over arrays of several sizes; operations so small that only their launch counts
+    memory       passes over arrays of several sizes; operations so small that only their launch
+                 counts
     collectives  of several sizes over groups of the devices that are here
 
-Every measurement is one SPMD program on all devices at once, as a training step is (bench.py). So the
-figures are those of one of N devices that all work, which matters where they share something. A
+Every measurement is one SPMD program on all devices at once, as a training step is (bench.py). So
+the figures are those of one of N devices that all work, which matters where they share something. A
 simulated CPU device that works while the others wait is `alone` times as fast.
 
 Times of products and collectives are sums of known terms (costs/hardware.py: Matmul.reached,
@@ -80,7 +81,12 @@ class Sizes:
 
 def _sweep(*sizes: int) -> tuple[tuple[int, int, int], ...]:
     """Every size beside every other one; the largest product last."""
-    return tuple(sorted(((m, n, k) for m in sizes for n in sizes for k in sizes), key=lambda size: (math.prod(size), size)))
+    return tuple(
+        sorted(
+            ((m, n, k) for m in sizes for n in sizes for k in sizes),
+            key=lambda size: (math.prod(size), size),
+        )
+    )
 
 
 CPU = Sizes(
@@ -116,38 +122,61 @@ def fit_products(measured: Sequence[Product], launch: float) -> tuple[float, Mat
     """(operations a second of a product of any size, the part of that which sizes leave, median
     relative error). launch: seconds of an operation that does nothing."""
     seconds = [without(product.seconds, launch) for product in measured]
-    factors, error = fit([[p.flops * factor for factor in (1.0, 1 / p.m, 1 / p.n, 1 / p.k)] for p in measured], seconds)
-    first = factors[0] or min(s / p.flops for s, p in zip(seconds, measured, strict=True))  # all of it by their sizes
+    factors, error = fit(
+        [[p.flops * factor for factor in (1.0, 1 / p.m, 1 / p.n, 1 / p.k)] for p in measured],
+        seconds,
+    )
+    # all of it by their sizes
+    first = factors[0] or min(s / p.flops for s, p in zip(seconds, measured, strict=True))
     m, n, k = (factor / first for factor in factors[1:])
     return 1 / first, Matmul(1.0, (m, n, k)), error
 
 
-def fit_links(measured: Sequence[Exchange], hardware: Hardware, name: str, devices: int) -> tuple[Tier, float]:
+def fit_links(
+    measured: Sequence[Exchange], hardware: Hardware, name: str, devices: int
+) -> tuple[Tier, float]:
     """The tier that joins the devices of these exchanges, and the median relative error; all of its
     bandwidth is reached."""
-    units = [dataclasses.replace(hardware, tiers=(Tier(name, 0, *unit),)) for unit in ((1.0, 1.0, 0.0), (math.inf, 1.0, 1.0))]
-    terms = [[Links(Layout(data=e.devices), unit).seconds(e.collectives)[DATA] for unit in units] for e in measured]
+    units = [
+        dataclasses.replace(hardware, tiers=(Tier(name, 0, *unit),))
+        for unit in ((1.0, 1.0, 0.0), (math.inf, 1.0, 1.0))
+    ]
+    terms = [
+        [Links(Layout(data=e.devices), unit).seconds(e.collectives)[DATA] for unit in units]
+        for e in measured
+    ]
     (bandwidth, latency), error = fit(terms, [exchange.seconds for exchange in measured])
     fastest = FIGURES["gb_per_s"][1]  # where no byte took time
-    return Tier(name, devices, min(fastest, 1 / bandwidth) if bandwidth else fastest, 1.0, latency), error
+    return Tier(
+        name, devices, min(fastest, 1 / bandwidth) if bandwidth else fastest, 1.0, latency
+    ), error
 
 
 # --- the file -----------------------------------------------------------------------------------
 
 
-def calibrate(sizes: Sizes | None = None, report: Callable[[str, float], None] = lambda what, done: None) -> Hardware:
-    """The kind of this process's devices, as measured now, when jax has its devices; takes under a minute.
+def calibrate(
+    sizes: Sizes | None = None, report: Callable[[str, float], None] = lambda what, done: None
+) -> Hardware:
+    """The kind of this process's devices, as measured now, when jax has its devices; takes under a
+    minute.
 
-    report: is told what begins, and which part of the whole is behind. Raises CalibrationError where
-    devices cannot be measured.
+    report: is told what begins, and which part of the whole is behind. Raises CalibrationError
+    where devices cannot be measured.
     """
     devices = jax.devices()
     known = kinds.of_device(devices[0].device_kind)
     if jax.process_count() > 1:
-        raise CalibrationError("--calibrate measures one process's devices: start it on one machine, without --processes")
+        raise CalibrationError(
+            "--calibrate measures one process's devices: start it on one machine, without "
+            "--processes"
+        )
     if len(devices) == 1 and known is None:
         kind = devices[0].device_kind
-        raise CalibrationError(f"--calibrate needs two devices to measure links, and {kind!r} is one of no known kind: use --cpu_devices=8")
+        raise CalibrationError(
+            f"--calibrate needs two devices to measure links, and {kind!r} is one of no known "
+            "kind: use --cpu_devices=8"
+        )
     sizes = sizes or (CPU if devices[0].platform == "cpu" else ACCELERATOR)
     bench = Bench(devices, sizes.seconds)
     call, launch = bench.call(), bench.launch()
@@ -166,7 +195,9 @@ def calibrate(sizes: Sizes | None = None, report: Callable[[str, float], None] =
     report("passes over memory", 0.7)
     passes = [bench.streaming(size, call) for size in sizes.passes][-2:]
     base = _as_fast_as_measured(
-        known or _unknown(devices), peaks, sum(moved for moved, _ in passes) / sum(seconds for _, seconds in passes)
+        known or _unknown(devices),
+        peaks,
+        sum(moved for moved, _ in passes) / sum(seconds for _, seconds in passes),
     )
     alone = len(devices) / bench.watch.cores if bench.watch.cores else 1.0
     tiers = base.tiers
@@ -174,7 +205,10 @@ def calibrate(sizes: Sizes | None = None, report: Callable[[str, float], None] =
         exchanges: list[Exchange] = []
         tried = [(group, size) for group in groups_of(len(devices)) for size in sizes.collectives]
         for i, (group, size) in enumerate(tried):
-            report(f"collectives of {size >> 10} KiB over {group} devices", 0.75 + 0.25 * i / len(tried))
+            report(
+                f"collectives of {size >> 10} KiB over {group} devices",
+                0.75 + 0.25 * i / len(tried),
+            )
             exchanges += bench.exchanges(group, size, call)
         here = (tiers[0].name if tiers else "local", len(devices) if len(tiers) > 1 else 0)
         tier, error = fit_links(exchanges, dataclasses.replace(base, alone=alone), *here)
@@ -184,7 +218,8 @@ def calibrate(sizes: Sizes | None = None, report: Callable[[str, float], None] =
     reached = peak / base.peak(sizes.dtype)
     return dataclasses.replace(
         base,
-        name=f"{devices[0].device_kind}{f', {len(devices)} simulated devices on {cores} cores' * bool(cores)}",
+        name=f"{devices[0].device_kind}"
+        f"{f', {len(devices)} simulated devices on {cores} cores' * bool(cores)}",
         matmul=dataclasses.replace(matmul, peak=min(1.0, reached)),
         attention_forward=min(1.0, forward * reached),
         attention_backward=min(1.0, backward * reached),
@@ -195,16 +230,23 @@ def calibrate(sizes: Sizes | None = None, report: Callable[[str, float], None] =
     )
 
 
-def _attention(bench: Bench, sizes: Sizes, peak: float, call: float, report: Any) -> tuple[float, float]:
+def _attention(
+    bench: Bench, sizes: Sizes, peak: float, call: float, report: Any
+) -> tuple[float, float]:
     """Parts of `peak` that attention reaches, forward and backward: geometric means over the sizes,
     half of the scores counted."""
     parts = []
     for i, (sequences, tokens, heads, size) in enumerate(sizes.attention):
-        report(f"attention, {heads} heads of {size}, {tokens} tokens", 0.6 + 0.1 * i / len(sizes.attention))
+        report(
+            f"attention, {heads} heads of {size}, {tokens} tokens",
+            0.6 + 0.1 * i / len(sizes.attention),
+        )
         flops = 0.5 * 4.0 * sequences * heads * tokens**2 * size
         forward, backward = bench.attention(sequences, tokens, heads, size, sizes.dtype, call)
         parts.append((flops / forward / peak, ATTENTION_BACKWARD * flops / backward / peak))
-    return statistics.geometric_mean(p for p, _ in parts), statistics.geometric_mean(p for _, p in parts)
+    return statistics.geometric_mean(p for p, _ in parts), statistics.geometric_mean(
+        p for _, p in parts
+    )
 
 
 def _unknown(devices: Sequence[jax.Device]) -> Hardware:
@@ -213,30 +255,67 @@ def _unknown(devices: Sequence[jax.Device]) -> Hardware:
     if not limit and devices[0].platform == "cpu":
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
     none = dict.fromkeys((BFLOAT16, FLOAT32), 0.0)
-    return Hardware("", none, limit / GIB, MEMORY_USABLE, 0.0, 1.0, Matmul(1.0, (0.0, 0.0, 0.0)), 1.0, 1.0, 0.0, (), 0.0, ())
+    return Hardware(
+        "",
+        none,
+        limit / GIB,
+        MEMORY_USABLE,
+        0.0,
+        1.0,
+        Matmul(1.0, (0.0, 0.0, 0.0)),
+        1.0,
+        1.0,
+        0.0,
+        (),
+        0.0,
+        (),
+    )
 
 
 def _as_fast_as_measured(kind: Hardware, peaks: dict[str, float], streaming: float) -> Hardware:
-    """The kind with its peaks as high as those that were measured, for none reaches more than all of
-    them, and the part of the memory's bandwidth that passes reach."""
-    tflops = {dtype: max(peak, peaks.get(dtype, 0.0) / 1e12) for dtype, peak in kind.peak_tflops.items()}
+    """The kind with its peaks as high as those that were measured, for none reaches more than all
+    of them, and the part of the memory's bandwidth that passes reach."""
+    tflops = {
+        dtype: max(peak, peaks.get(dtype, 0.0) / 1e12) for dtype, peak in kind.peak_tflops.items()
+    }
     gb_per_s = max(kind.memory_gb_per_s, streaming / 1e9)
-    return dataclasses.replace(kind, peak_tflops=tflops, memory_gb_per_s=gb_per_s, memory_reached=min(1.0, streaming / (1e9 * gb_per_s)))
+    return dataclasses.replace(
+        kind,
+        peak_tflops=tflops,
+        memory_gb_per_s=gb_per_s,
+        memory_reached=min(1.0, streaming / (1e9 * gb_per_s)),
+    )
 
 
-def _sources(devices: Sequence[jax.Device], cores: int, sizes: Sizes, fitted: Sequence[str], known: Hardware | None) -> tuple[str, ...]:
-    """When, where and with what it was measured, how well the fits hold, and what was not measured."""
+def _sources(
+    devices: Sequence[jax.Device],
+    cores: int,
+    sizes: Sizes,
+    fitted: Sequence[str],
+    known: Hardware | None,
+) -> tuple[str, ...]:
+    """When, where and with what it was measured, how well the fits hold, and what was not
+    measured."""
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     seconds = f"CPU-seconds of the process over {cores} cores" if cores else "seconds of the wall"
     sources = [
-        f"measured by --calibrate, {when}, on {platform.node() or 'a machine without a name'}: {len(devices)} × {devices[0].device_kind}, "
-        f"jax {jax.__version__}, {seconds}; products and attention in {sizes.dtype}, all devices at once",
+        f"measured by --calibrate, {when}, on "
+        f"{platform.node() or 'a machine without a name'}: {len(devices)} × "
+        f"{devices[0].device_kind}, "
+        f"jax {jax.__version__}, {seconds}; products and attention in {sizes.dtype}, all "
+        "devices at once",
         f"median relative errors of the fits: {', '.join(fitted)}",
     ]
     if known:
-        rest = "peaks, memory and power" if len(devices) > 1 else "peaks, memory, power and all links"
-        farther = "; links beyond these devices" if len(devices) > 1 and len(known.tiers) > 1 else ""
-        sources.append(f"{rest} of {known.name}'s file{farther}, not measured: {'; '.join(known.sources)}")
+        rest = (
+            "peaks, memory and power" if len(devices) > 1 else "peaks, memory, power and all links"
+        )
+        farther = (
+            "; links beyond these devices" if len(devices) > 1 and len(known.tiers) > 1 else ""
+        )
+        sources.append(
+            f"{rest} of {known.name}'s file{farther}, not measured: {'; '.join(known.sources)}"
+        )
     return tuple(sources)
 
 
@@ -246,10 +325,16 @@ def summary(hardware: Hardware) -> list[str]:
     m, n, k = hardware.matmul.half
     return [
         f"{hardware.name}: TFLOP/s {peaks}",
-        f"products reach {hardware.matmul.peak:.0%}, half of it at m {m:.0f}, n {n:.0f} or k {k:.0f}",
-        f"attention reaches {hardware.attention_forward:.0%} forward, {hardware.attention_backward:.0%} backward",
-        f"memory {hardware.streaming / 1e9:.3g} GB/s, an operation's launch {hardware.launch_us:.1f} µs",
-        *(f"{t.name}: {t.bytes_per_s / 1e9:.3g} GB/s, {t.latency_us:.1f} µs" for t in hardware.tiers),
+        f"products reach {hardware.matmul.peak:.0%}, half of it at m {m:.0f}, n {n:.0f} or k "
+        f"{k:.0f}",
+        f"attention reaches {hardware.attention_forward:.0%} forward, "
+        f"{hardware.attention_backward:.0%} backward",
+        f"memory {hardware.streaming / 1e9:.3g} GB/s, an operation's launch "
+        f"{hardware.launch_us:.1f} µs",
+        *(
+            f"{t.name}: {t.bytes_per_s / 1e9:.3g} GB/s, {t.latency_us:.1f} µs"
+            for t in hardware.tiers
+        ),
     ]
 
 
@@ -257,19 +342,28 @@ def summary(hardware: Hardware) -> list[str]:
 
 DESCRIPTION = """usage: python -m jaxtrain.plan.calibrate --out=FILE [--cpu_devices=N]
 
-Measures this machine's devices, all at once, and writes a hardware file for the planner: --hardware=FILE."""
+Measures this machine's devices, all at once, and writes a hardware file for the planner:
+--hardware=FILE."""
 FLAGS = (
     Flag("out", "hardware.json", "the file that is written"),
-    Flag("cpu_devices", 0, "simulate this many CPU devices; 0: the platform's own devices", 0, MOST_CPU_DEVICES),
+    Flag(
+        "cpu_devices",
+        0,
+        "simulate this many CPU devices; 0: the platform's own devices",
+        0,
+        MOST_CPU_DEVICES,
+    ),
 )
 
 
 def check_flags(flags: types.SimpleNamespace) -> types.SimpleNamespace:
-    """The flags. Raises UsageError unless a file of that name can be written and read again, before a minute is spent."""
+    """The flags. Raises UsageError unless a file of that name can be written and read again, before
+    a minute is spent."""
     path = pathlib.Path(flags.out)
     if path.suffix != ".json":
         raise UsageError(
-            f"--out={shown(flags.out)} is no JSON file", {"out": str(path.with_suffix(".json")) if path.name else "hardware.json"}
+            f"--out={shown(flags.out)} is no JSON file",
+            {"out": str(path.with_suffix(".json")) if path.name else "hardware.json"},
         )
     cli.check_output("out", flags.out, "hardware.json")
     return flags
@@ -285,7 +379,10 @@ def main(argv: Sequence[str]) -> int:
             raise CalibrationError(unused)
         with SearchProgress("calibrating") as progress:
             hardware = calibrate(report=progress)
-        cli.write_output(flags.out, (json.dumps(kinds.to_json(hardware), indent=2, ensure_ascii=False) + "\n").encode())
+        cli.write_output(
+            flags.out,
+            (json.dumps(kinds.to_json(hardware), indent=2, ensure_ascii=False) + "\n").encode(),
+        )
     except (RunError, cli.FlagsError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG

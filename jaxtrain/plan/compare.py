@@ -19,13 +19,15 @@ from jaxtrain.plan.predict import Prediction, exactly, predict
 
 PLANNED = "planned.json"
 WORTH = 0.02  # of the step: smaller parts are not listed
-COMMUNICATION, WAITING = "communication", "waiting"  # parts that are measured and not planned (measured_step.py)
+# parts that are measured and not planned (measured_step.py)
+COMMUNICATION, WAITING = "communication", "waiting"
 WAITED = (BUBBLE, FIXED, "stage")  # a stage that waits for another does so in a message
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanAtHand:
-    """The plan for the devices at hand, or None with a reason (empty for CPU, where no plan is expected)."""
+    """The plan for the devices at hand, or None with a reason (empty for CPU, where no plan is
+    expected)."""
 
     prediction: Prediction | None
     why_not: str = ""
@@ -43,21 +45,33 @@ class PlanAtHand:
         plan = self.prediction
         if plan is None:
             return [f"planned step: {self.why_not}"] if self.why_not else []
-        parts = ", ".join(f"{name} {seconds / plan.seconds:.0%}" for name, seconds in listed(plan.time.exposed))
+        parts = ", ".join(
+            f"{name} {seconds / plan.seconds:.0%}" for name, seconds in listed(plan.time.exposed)
+        )
         hardware, rate = plan.work.hardware, f"{plan.tokens_per_s:,.0f} tokens/s"
-        needs = f"; it needs {plan.memory.bytes / GIB:.1f} GiB a device, and {hardware.memory / GIB:.1f} are there"
-        return [f"planned step: {plan.seconds:.4g} s for {hardware.name}, {rate}: {parts}{needs * (not plan.fits)}"]
+        needs = (
+            f"; it needs {plan.memory.bytes / GIB:.1f} GiB a device, and "
+            f"{hardware.memory / GIB:.1f} are there"
+        )
+        return [
+            f"planned step: {plan.seconds:.4g} s for {hardware.name}, {rate}: "
+            f"{parts}{needs * (not plan.fits)}"
+        ]
 
 
 def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
-    """The plan of a resolved config whose mesh is known, on `train.hardware` or else the devices that jax
-    calls `device_kind`. Raises HardwareError."""
+    """The plan of a resolved config whose mesh is known, on `train.hardware` or else the devices
+    that jax calls `device_kind`. Raises HardwareError."""
     kind = kind_at_hand(config, device_kind)
     if kind is None:
         use = "python -m jaxtrain.plan --calibrate --out=FILE measures it, for train.hardware=FILE"
-        return PlanAtHand(None, "" if device_kind == "cpu" else f"{device_kind!r} is not known: {use}")
+        return PlanAtHand(
+            None, "" if device_kind == "cpu" else f"{device_kind!r} is not known: {use}"
+        )
     if config.precision.compute not in kind.peak_tflops:
-        return PlanAtHand(None, f"{kind.name} has no peak for precision.compute={config.precision.compute}")
+        return PlanAtHand(
+            None, f"{kind.name} has no peak for precision.compute={config.precision.compute}"
+        )
     return PlanAtHand(exactly(predict(config, kind)))
 
 
@@ -118,39 +132,55 @@ class PlannedStep:
         return self.step_time_s / self.planned_step_time_s
 
     def misses(self) -> list[Miss]:
-        """Each part as planned and as traced, the largest difference first; nothing without a trace.
+        """Each part as planned and as traced, the largest difference first; nothing without a
+        trace.
 
-        Bubble, messages between stages and other waits are one part, since a collective of a stage that
-        waits for another lasts as long as the wait. So is all communication if the trace does not tell
-        its axes.
+        Bubble, messages between stages and other waits are one part, since a collective of a stage
+        that waits for another lasts as long as the wait. So is all communication if the trace does
+        not tell its axes.
         """
         if self.trace is None:
             return []
         merged = COMMUNICATION in self.trace.exposed
         planned, measured = _grouped(self.planned, merged), _grouped(self.trace.exposed, merged)
-        parts = [Miss(part, planned.get(part, 0.0), measured.get(part, 0.0)) for part in planned | measured]
+        parts = [
+            Miss(part, planned.get(part, 0.0), measured.get(part, 0.0))
+            for part in planned | measured
+        ]
         return sorted(parts, key=lambda miss: -abs(miss.seconds))
 
     def lines(self) -> list[str]:
         """The comparison as lines of text."""
-        text = f"planned step {self.planned_step_time_s:.4g} s ({self.hardware}), measured {self.step_time_s:.4g} s ({self.ratio:.2f} x)"
+        text = (
+            f"planned step {self.planned_step_time_s:.4g} s ({self.hardware}), measured "
+            f"{self.step_time_s:.4g} s ({self.ratio:.2f} x)"
+        )
         if self.trace is None:
             return [f"{text}; --config.train.profile_steps=2 measures its parts"]
         misses = self.misses()
         least = WORTH * max(self.planned_step_time_s, self.trace.step_time_s)
         shown = [miss for miss in misses if max(miss.planned_s, miss.measured_s) >= least]
-        parts = ", ".join(f"{miss.part} {miss.planned_s:.3g} → {miss.measured_s:.3g}" for miss in shown)
+        parts = ", ".join(
+            f"{miss.part} {miss.planned_s:.3g} → {miss.measured_s:.3g}" for miss in shown
+        )
         largest = misses[0]
         return [
             text,
-            f"parts in s, planned → measured in traced steps of {self.trace.step_time_s:.4g} s: {parts}",
-            f"largest miss: {largest.part}, {abs(largest.seconds):.3g} s {'more' if largest.seconds > 0 else 'less'} than planned",
+            f"parts in s, planned → measured in traced steps of {self.trace.step_time_s:.4g} "
+            f"s: {parts}",
+            f"largest miss: {largest.part}, {abs(largest.seconds):.3g} s "
+            f"{'more' if largest.seconds > 0 else 'less'} than planned",
         ]
 
     def as_json(self) -> str:
         """The text of planned.json, which also has what follows from its figures."""
         largest = next(map(dataclasses.asdict, self.misses()), None)
-        return json.dumps(dataclasses.asdict(self) | {"ratio": self.ratio, "largest_miss": largest}, indent=1) + "\n"
+        return (
+            json.dumps(
+                dataclasses.asdict(self) | {"ratio": self.ratio, "largest_miss": largest}, indent=1
+            )
+            + "\n"
+        )
 
 
 def read(folder: pathlib.Path) -> PlannedStep | None:
@@ -158,7 +188,9 @@ def read(folder: pathlib.Path) -> PlannedStep | None:
     try:
         values: dict[str, Any] = json.loads((folder / PLANNED).read_bytes())
         values["trace"] = Trace(**values["trace"]) if values["trace"] else None
-        return PlannedStep(**{field.name: values[field.name] for field in dataclasses.fields(PlannedStep)})
+        return PlannedStep(
+            **{field.name: values[field.name] for field in dataclasses.fields(PlannedStep)}
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -167,6 +199,12 @@ def _grouped(parts: Mapping[str, float], merged: bool) -> dict[str, float]:
     """Seconds of the parts that can be compared. merged: all communication is one part."""
     grouped: dict[str, float] = collections.defaultdict(float)
     for part, seconds in parts.items():
-        name = WAITING if part in WAITED else COMMUNICATION if merged and part in COMMUNICATION_AXES else part
+        name = (
+            WAITING
+            if part in WAITED
+            else COMMUNICATION
+            if merged and part in COMMUNICATION_AXES
+            else part
+        )
         grouped[name] += seconds
     return dict(grouped)

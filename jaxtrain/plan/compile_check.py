@@ -1,14 +1,16 @@
-"""The compile check: the train step compiled for devices that need not be there, compared with its plan.
+"""The compile check: the train step compiled for devices that need not be there, compared with its
+plan.
 
-    python -m jaxtrain.plan --compile --config=llama3_8b --topology=v5p:4x4x4 [--layout=data=16,model=4 …]
-                            [--config.… …] [--json]
+    python -m jaxtrain.plan --compile --config=llama3_8b --topology=v5p:4x4x4
+                            [--layout=data=16,model=4 …] [--config.… …] [--json]
 
-    memory        XLA's figures for a device, and those of costs/memory.py with the table's slots, by part
-    collectives   bytes that a device of the busiest stage sends in a step, compiled and planned; which
-                  fraction is asynchronous, and which has products beside it
+    memory        XLA's figures for a device, and those of costs/memory.py with the table's slots,
+                  by part
+    collectives   bytes that a device of the busiest stage sends in a step, compiled and planned;
+                  which fraction is asynchronous, and which has products beside it
 
-Nothing is run. The TPU compiler refuses a step that does not fit; the GPU compiler never does, so its
-figure is compared with the memory.
+Nothing is run. The TPU compiler refuses a step that does not fit; the GPU compiler never does, so
+its figure is compared with the memory.
 """
 
 import collections
@@ -31,7 +33,15 @@ from jaxtrain.devices.mesh import sizes_of
 from jaxtrain.hlo import topology
 from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.step_figures import StepFigures
-from jaxtrain.hlo.topology import INSTALL_COMMAND, Compiled, Refused, Topology, TopologyError, compile_config, compilers
+from jaxtrain.hlo.topology import (
+    INSTALL_COMMAND,
+    Compiled,
+    Refused,
+    Topology,
+    TopologyError,
+    compile_config,
+    compilers,
+)
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.explain import aligned
 from jaxtrain.plan.predict import predict, with_op_times
@@ -40,13 +50,24 @@ from jaxtrain.run.exit_status import ExitStatus
 from jaxtrain.training.step import step_counts
 
 GIB = 2**30
-# The planner's part → the kind of `training.step.state_memory` that the compiled program holds of it.
-PARTS = {"weights": "parameters", "gradients": "accumulators", "optimizer": "moments", "activations": "slots"}
+# The planner's part → the kind of `training.step.state_memory` that the compiled program holds of
+# it.
+PARTS = {
+    "weights": "parameters",
+    "gradients": "accumulators",
+    "optimizer": "moments",
+    "activations": "slots",
+}
 REST = "rest"
 AGREES = 0.1  # of the compiler's memory
 FLAGS = (
     Flag("config", DEFAULT_RECIPE, "recipe: a Python file, or a shipped one's name"),
-    Flag("topology", "", "devices to compile for: " + ", ".join(platform.form for platform in topology.PLATFORMS.values())),
+    Flag(
+        "topology",
+        "",
+        "devices to compile for: "
+        + ", ".join(platform.form for platform in topology.PLATFORMS.values()),
+    ),
     Flag("layout", "", "compile this layout: KEY=VALUE,… as in planning; empty: the recipe's"),
     Flag("json", False, "print one JSON object"),
 )
@@ -63,7 +84,8 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Collectives:
-    """Collectives of a kind over mesh axes: bytes that a device sends in a step, compiled and planned.
+    """Collectives of a kind over mesh axes: bytes that a device sends in a step, compiled and
+    planned.
 
     asynchronous: fraction of the compiled ones that have a start and a done
     beside:       fraction of them that have products in between
@@ -79,7 +101,8 @@ class Collectives:
 
 @dataclasses.dataclass(frozen=True)
 class CompileCheck:
-    """A resolved config's step, compiled and planned. stage: the busiest, whose collectives are listed."""
+    """A resolved config's step, compiled and planned. stage: the busiest, whose collectives are
+    listed."""
 
     topology: Topology
     compiler: str
@@ -108,8 +131,13 @@ class CompileCheck:
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison as JSON, in bytes and seconds."""
-        planned = {part.name: None if math.isnan(part.planned) else part.planned for part in self.parts}
-        kinds = {"kinds": dict(self.compiled.kinds), "pools": {kind: list(pool) for kind, pool in self.compiled.pools.items()}}
+        planned = {
+            part.name: None if math.isnan(part.planned) else part.planned for part in self.parts
+        }
+        kinds = {
+            "kinds": dict(self.compiled.kinds),
+            "pools": {kind: list(pool) for kind, pool in self.compiled.pools.items()},
+        }
         return {
             "topology": self.topology.text,
             "devices": self.topology.devices,
@@ -135,10 +163,15 @@ class CompileCheck:
     def lines(self) -> list[str]:
         """The comparison as lines of text."""
         where, jax = self.topology, importlib.metadata.version("jax")
-        seconds = f"traced in {self.compiled.tracing:.0f} s, compiled in {self.compiled.compiling:.0f} s"
+        seconds = (
+            f"traced in {self.compiled.tracing:.0f} s, compiled in {self.compiled.compiling:.0f} s"
+        )
         rings = sum(map(bool, where.wrap[: len(where.sizes)]))
         links = f", links that go round along {rings} of {len(where.sizes)} dimensions"
-        devices = f"{where.devices} × {where.platform.device_kind}{links * (where.platform.backend != 'gpu')}"
+        devices = (
+            f"{where.devices} × "
+            f"{where.platform.device_kind}{links * (where.platform.backend != 'gpu')}"
+        )
         return [
             f"{where.text}: {devices}; {self.compiler}, jax {jax}: {seconds}",
             *self._memory_lines(),
@@ -148,39 +181,62 @@ class CompileCheck:
     def _memory_lines(self) -> list[str]:
         unit, name = (GIB, "GiB") if self.total.compiled >= GIB else (2**20, "MiB")
         text = lambda n: "–" if math.isnan(n) else f"{n / unit:,.2f}"
-        cells = [(f"  {part.name}", text(part.compiled), text(part.planned)) for part in (*self.parts, self.total)]
-        split = ", ".join(f"{kind} {self.compiled.memory[kind] / unit:,.2f}" for kind in ("argument", "temp"))
+        cells = [
+            (f"  {part.name}", text(part.compiled), text(part.planned))
+            for part in (*self.parts, self.total)
+        ]
+        split = ", ".join(
+            f"{kind} {self.compiled.memory[kind] / unit:,.2f}" for kind in ("argument", "temp")
+        )
         agrees = "within" if abs(self.error) <= AGREES else "not within"
         fits = "fits" if self.fits else "does not fit"
         below = "below" if self.error < 0 else "above"
         return [
             *aligned([(f"memory per device, {name}", "compiler", "planner"), *cells], words=1),
-            f"  the planner is {abs(self.error):.1%} {below} the compiler, {agrees} {AGREES:.0%}; as compiled it {fits} "
+            f"  the planner is {abs(self.error):.1%} {below} the compiler, {agrees} "
+            f"{AGREES:.0%}; as compiled it {fits} "
             f"the {self.usable / GIB:,.1f} GiB that a device has for arrays ({split} {name})",
         ]
 
     def _collective_lines(self) -> list[str]:
         whose = f" of stage {self.stage}" if self.stages > 1 else ""
-        compiled, planned = sum(c.compiled for c in self.collectives), sum(c.planned for c in self.collectives)
+        compiled, planned = (
+            sum(c.compiled for c in self.collectives),
+            sum(c.planned for c in self.collectives),
+        )
         unit, name = (1e9, "GB") if compiled >= 1e9 else (1e6, "MB")
         title = f"collectives: {name} that a device{whose} sends in a step"
         cells = [(title, "compiler", "planner", "asynchronous", "beside products")]
         for c in self.collectives:
             parts = (f"{c.asynchronous:.0%}", f"{c.beside:.0%}") if c.compiled else ("–", "–")
-            cells.append((f"  {c.kind} over {c.axes}", f"{c.compiled / unit:,.3f}", f"{c.planned / unit:,.3f}", *parts))
+            cells.append(
+                (
+                    f"  {c.kind} over {c.axes}",
+                    f"{c.compiled / unit:,.3f}",
+                    f"{c.planned / unit:,.3f}",
+                    *parts,
+                )
+            )
         cells.append(("  in all", f"{compiled / unit:,.3f}", f"{planned / unit:,.3f}", "", ""))
         return [line.rstrip() for line in aligned(cells, words=1)]
 
 
-def compile_check(config: Config, text: str, write: Callable[[str], object] = print) -> CompileCheck:
-    """The compile check of a resolved config, whose mesh is known, on the topology of a text like v5p:8x8x8.
+def compile_check(
+    config: Config, text: str, write: Callable[[str], object] = print
+) -> CompileCheck:
+    """The compile check of a resolved config, whose mesh is known, on the topology of a text like
+    v5p:8x8x8.
 
-    write: gets a line that it takes minutes. Raises TopologyError for devices that are unknown, that the
-    mesh does not use, or whose compiler is missing; Refused with the compiler's words if it rejects the step.
+    write: gets a line that it takes minutes. Raises TopologyError for devices that are unknown,
+    that the mesh does not use, or whose compiler is missing; Refused with the compiler's words if
+    it rejects the step.
     """
     devices = check_topology(config, text)
     compiler = f"{devices.platform.package} {devices.platform.version}"
-    write(f"compiling the step for {devices.text} with {compiler}: a few minutes at most, nothing is run")
+    write(
+        f"compiling the step for {devices.text} with {compiler}: a few minutes at most, "
+        "nothing is run"
+    )
     return compare(config, devices, compile_config(devices, config))
 
 
@@ -196,7 +252,10 @@ def check_topology(config: Config, text: str) -> Topology:
         raise TopologyError(rule, {"topology": fitting.text})
     if devices.platform.missing:
         where = f"neither installed nor in {compilers()} ($JAXTRAIN_COMPILERS)"
-        raise TopologyError(f"--topology={devices.text} needs {devices.platform.package}, which is {where}: {INSTALL_COMMAND}")
+        raise TopologyError(
+            f"--topology={devices.text} needs {devices.platform.package}, which is {where}: "
+            f"{INSTALL_COMMAND}"
+        )
     return devices
 
 
@@ -218,21 +277,35 @@ def compare(config: Config, devices: Topology, compiled: Compiled) -> CompileChe
 
 
 def _parts(compiled: Compiled, planned: Memory) -> list[Part]:
-    """Memory by the planner's parts, as far as the program tells them apart: with one stage, not saved
-    activations."""
-    known = {part: float(compiled.kinds[kind]) for part, kind in PARTS.items() if kind in compiled.kinds and part in planned.parts}
+    """Memory by the planner's parts, as far as the program tells them apart: with one stage, not
+    saved activations."""
+    known = {
+        part: float(compiled.kinds[kind])
+        for part, kind in PARTS.items()
+        if kind in compiled.kinds and part in planned.parts
+    }
     if "weights" in known:
         known["weights"] += cast_bytes(compiled.program)
     parts = [Part(part, n, planned.parts[part]) for part, n in known.items()]
-    others = [kind for kind in compiled.kinds if kind not in PARTS.values() and not kind.endswith("on the host")]
+    others = [
+        kind
+        for kind in compiled.kinds
+        if kind not in PARTS.values() and not kind.endswith("on the host")
+    ]
     parts += [Part(kind, float(compiled.kinds[kind]), math.nan) for kind in others]
     rest = ", ".join([*(name for name in planned.parts if name not in known), "gaps"])
     planned_rest = planned.bytes - sum(planned.parts[part] for part in known)
-    return [*parts, Part(f"{REST} ({rest})", compiled.total - sum(part.compiled for part in parts), planned_rest)]
+    return [
+        *parts,
+        Part(
+            f"{REST} ({rest})", compiled.total - sum(part.compiled for part in parts), planned_rest
+        ),
+    ]
 
 
 def cast_bytes(program: Program) -> int:
-    """Bytes of the weights that a step casts to bfloat16 for its products once, before all loops."""
+    """Bytes of the weights that a step casts to bfloat16 for its products once, before all
+    loops."""
     cast = 0
     for i in program.inline(program.entry):
         if i.opcode not in ("fusion", "convert"):
@@ -244,13 +317,17 @@ def cast_bytes(program: Program) -> int:
             if source.opcode == "parameter":
                 sizes.add(source.sizes[0])
         results = zip(i.sizes, i.types, i.bytes_of_each, strict=True)
-        cast += sum(size for elements, kind, size in results if kind == "bf16" and elements in sizes)
+        cast += sum(
+            size for elements, kind, size in results if kind == "bf16" and elements in sizes
+        )
     return cast
 
 
 def _collectives(config: Config, figures: StepFigures) -> list[Collectives]:
     """Collectives of the busiest stage, those with most bytes first."""
-    sent, bytes_, asynchronous, beside, planned = (collections.Counter[tuple[str, str]]() for _ in range(5))
+    sent, bytes_, asynchronous, beside, planned = (
+        collections.Counter[tuple[str, str]]() for _ in range(5)
+    )
     for (_, kind, _, axes), traffic in figures.collectives().items():
         sent[kind, axes] += round(traffic.sent)
         bytes_[kind, axes] += round(traffic.bytes)
@@ -260,15 +337,24 @@ def _collectives(config: Config, figures: StepFigures) -> list[Collectives]:
         planned[entry.kind, "·".join(entry.axes)] += entry.bytes
     keys = sorted({*sent, *planned}, key=lambda key: (-max(sent[key], planned[key]), key))
     fraction = lambda count, key: count[key] / bytes_[key] if bytes_[key] else 0.0
-    return [Collectives(*key, sent[key], planned[key], fraction(asynchronous, key), fraction(beside, key)) for key in keys]
+    return [
+        Collectives(
+            *key, sent[key], planned[key], fraction(asynchronous, key), fraction(beside, key)
+        )
+        for key in keys
+    ]
 
 
 def _requested(reading: Reading) -> tuple[Topology, Config]:
-    """The devices and the resolved config of a command line, with the op times by which they would train it.
+    """The devices and the resolved config of a command line, with the op times by which they would
+    train it.
 
     Raises UsageError or ConfigError.
     """
-    devices, recipe = topology.parse(reading.values["topology"]), load_recipe(find_recipe(reading.values["config"]))
+    devices, recipe = (
+        topology.parse(reading.values["topology"]),
+        load_recipe(find_recipe(reading.values["config"])),
+    )
     platform, config = devices.platform, apply(recipe, reading.overrides)
     if text := reading.values["layout"]:
         values = layout_flag.read(text)
@@ -285,7 +371,9 @@ def main(argv: Sequence[str]) -> int:
     reading = read_flags(argv, __doc__ or "", FLAGS, with_config=True)
     try:
         devices, config = settled(reading, _requested)
-        check = compile_check(config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True))
+        check = compile_check(
+            config, devices.text, write=lambda line: print(line, file=sys.stderr, flush=True)
+        )
     except (ConfigError, UsageError) as error:
         print(one_line(f"error: {error}"), file=sys.stderr)
         return ExitStatus.BAD_CONFIG

@@ -37,7 +37,15 @@ SETTINGS = {
 }
 KEYS = tuple(SETTINGS)
 BATCH_AXES = ("replica", "data", "expert")
-OTHER_NAMES = {"dp": "data", "fsdp": "data", "pp": "stage", "pipeline": "stage", "tp": "model", "tensor": "model", "ep": "expert"}
+OTHER_NAMES = {
+    "dp": "data",
+    "fsdp": "data",
+    "pp": "stage",
+    "pipeline": "stage",
+    "tp": "model",
+    "tensor": "model",
+    "ep": "expert",
+}
 MOST_TRIED = 16  # layouts near one whose batch does not divide
 Values = dict[str, Any]  # by key
 
@@ -48,7 +56,11 @@ class LayoutError(UsageError):
 
 def whole_number(text: str) -> int | None:
     """The number of a text of digits, up to the largest of a setting; None for any other text."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= cfg.LARGEST_INT else None
+    return (
+        int(text)
+        if text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= cfg.LARGEST_INT
+        else None
+    )
 
 
 def read(text: str) -> Values:
@@ -57,7 +69,9 @@ def read(text: str) -> Values:
     words = list(filter(None, (word.strip() for word in text.split(","))))
     for at, word in enumerate(words):
         key, equals, value = (part.strip() for part in word.partition("="))
-        instead = lambda *meant, at=at: {"layout": ",".join([*words[:at], *meant, *words[at + 1 :]])}
+        instead = lambda *meant, at=at: {
+            "layout": ",".join([*words[:at], *meant, *words[at + 1 :]])
+        }
         if key not in KEYS:
             meant = OTHER_NAMES.get(key) or difflib.get_close_matches(key, KEYS, 1, 0.0)[0]
             taken, wrong = _converted(meant, value)
@@ -69,7 +83,9 @@ def read(text: str) -> Values:
             raise LayoutError(f"--layout has no value for {key}", instead(f"{key}={_example(key)}"))
         values[key], rule = _converted(key, value)
         if rule:
-            raise LayoutError(f"--layout has {key}={cfg.shown(value)}, {rule}", instead(f"{key}={values[key]}"))
+            raise LayoutError(
+                f"--layout has {key}={cfg.shown(value)}, {rule}", instead(f"{key}={values[key]}")
+            )
     return values
 
 
@@ -87,7 +103,9 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
         if value in choices or (prefix and text.startswith(prefix)):
             return value, ""
         names = [str(choice) for choice in choices]
-        return difflib.get_close_matches(text, names, 1, 0.0)[0], f"and the choices are {', '.join(names)}"
+        return difflib.get_close_matches(text, names, 1, 0.0)[
+            0
+        ], f"and the choices are {', '.join(names)}"
     least = int(key != "repeats")  # repeats=0: as many as the schedule chooses
     if number is not None and number >= least:
         return number, ""
@@ -97,7 +115,9 @@ def _converted(key: str, text: str) -> tuple[Any, str]:
 def of(config: Config) -> Values:
     """The layout of a resolved config whose mesh is known and whose batch divides: every key."""
     values = {key: cfg.get(config, path) for key, path in SETTINGS.items()}
-    return values | {MICROBATCH: config.data.batch_size // (shards(values) * config.pipeline.microbatches)}
+    return values | {
+        MICROBATCH: config.data.batch_size // (shards(values) * config.pipeline.microbatches)
+    }
 
 
 def text_of(values: Mapping[str, Any]) -> str:
@@ -122,7 +142,9 @@ def apply(config: Config, values: Values) -> Config:
         microbatches = _microbatches(config, values)
         if not microbatches:
             raise _undivided(config, values)
-    settings = {SETTINGS[axis]: 1 for axis in AXES} | {SETTINGS[key]: value for key, value in values.items()}
+    settings = {SETTINGS[axis]: 1 for axis in AXES} | {
+        SETTINGS[key]: value for key, value in values.items()
+    }
     settings |= {"mesh.elastic": False, SETTINGS[MICROBATCH]: microbatches}
     schedule = settings.get("pipeline.schedule", config.pipeline.schedule)
     if "repeats" not in values and not fits_repeats(schedule, config.pipeline.repeats):
@@ -140,16 +162,31 @@ def _microbatches(config: Config, values: Values) -> int:
 def _undivided(config: Config, values: Values) -> LayoutError:
     """Why the batch does not divide, and the nearest layout with which it does."""
     batch, parts, asked = config.data.batch_size, shards(values), config.pipeline.microbatches
-    over = " · ".join(f"{axis}={values[axis]}" for axis in BATCH_AXES if values.get(axis, 1) > 1) or "data=1"
+    over = (
+        " · ".join(f"{axis}={values[axis]}" for axis in BATCH_AXES if values.get(axis, 1) > 1)
+        or "data=1"
+    )
     if batch % parts:
-        rule = f"--layout cuts data.batch_size={batch} by {over}, that is {parts}, which does not divide it"
+        rule = (
+            f"--layout cuts data.batch_size={batch} by {over}, that is {parts}, which does not "
+            "divide it"
+        )
     elif MICROBATCH in values:
-        rule = f"--layout: microbatch={values[MICROBATCH]} does not divide the {batch // parts} sequences of a shard, "
+        rule = (
+            f"--layout: microbatch={values[MICROBATCH]} does not divide the {batch // parts} "
+            "sequences of a shard, "
+        )
         rule += f"data.batch_size={batch} over {over}"
     else:
-        rule = f"--layout: the recipe's pipeline.microbatches={asked} do not divide the {batch // parts} sequences of a shard"
+        rule = (
+            f"--layout: the recipe's pipeline.microbatches={asked} do not divide the "
+            f"{batch // parts} sequences of a shard"
+        )
     near_by = list(itertools.islice(_dividing(config, values), MOST_TRIED))
-    if use := next((layout for layout in near_by if _keeps_rules(config, layout)), near_by[0] if near_by else None):
+    if use := next(
+        (layout for layout in near_by if _keeps_rules(config, layout)),
+        near_by[0] if near_by else None,
+    ):
         return LayoutError(rule, {"layout": text_of(use)})
     multiple = parts * values.get(MICROBATCH, max(1, asked))
     return LayoutError(rule, {"config.data.batch_size": -(-batch // multiple) * multiple})
@@ -171,7 +208,10 @@ def _dividing(config: Config, values: Values) -> Iterator[Values]:
 
 def _keeps_rules(config: Config, values: Values, around: Surroundings = NOTHING) -> bool:
     """Whether the batch divides, and no rule of training is broken."""
-    return bool(_microbatches(config, values)) and checks.first_broken(apply(config, values), around) is None
+    return (
+        bool(_microbatches(config, values))
+        and checks.first_broken(apply(config, values), around) is None
+    )
 
 
 def check(config: Config, values: Values, platform: str, recipe: Config) -> None:
@@ -183,17 +223,27 @@ def check(config: Config, values: Values, platform: str, recipe: Config) -> None
         raise _in_layout(error, config, values, around)
 
 
-def _in_layout(error: ConfigError, config: Config, values: Values, around: Surroundings) -> LayoutError | ConfigError:
+def _in_layout(
+    error: ConfigError, config: Config, values: Values, around: Surroundings
+) -> LayoutError | ConfigError:
     """The error with settings that --layout has in --layout; with its microbatch, if that works."""
     changes = error.fixes[0] if error.fixes else {}
     others = {path: value for path, value in changes.items() if path not in SETTINGS.values()}
     if len(others) == len(changes):
         return error
     fixed = of(filled(cfg.replace(config, changes), devices(values)).resolve())
-    named = {key: fixed[key] for key in KEYS if (SETTINGS[key] in changes or key in values) and key != MICROBATCH}
+    named = {
+        key: fixed[key]
+        for key in KEYS
+        if (SETTINGS[key] in changes or key in values) and key != MICROBATCH
+    }
     own = {MICROBATCH: values[MICROBATCH]} if MICROBATCH in values else {}
     tried = (named | own, named | {MICROBATCH: fixed[MICROBATCH]})
     changed_config = cfg.replace(config, others)
-    use = next((layout for layout in tried if _keeps_rules(changed_config, layout, around)), tried[-1])
+    use = next(
+        (layout for layout in tried if _keeps_rules(changed_config, layout, around)), tried[-1]
+    )
     rule = str(error).rpartition(": use ")[0]
-    return LayoutError(rule, {"layout": text_of(use)} | {f"config.{path}": value for path, value in others.items()})
+    return LayoutError(
+        rule, {"layout": text_of(use)} | {f"config.{path}": value for path, value in others.items()}
+    )

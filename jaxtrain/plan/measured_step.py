@@ -4,24 +4,25 @@ A listener of the loop times the steps after warm-up, once in each start of the 
 writes them with the planned step. That takes the loop's time, but not the steps' (Part.OTHER); the
 other processes wait outside of any step, which would count as hung.
 
-TimeBreakdown are read from the trace's events (hlo/trace.py) and the compiled program (hlo/program.py). At each
-moment the device computes, if any event does; else it communicates, which is then exposed; else it
-waits. What computes at the same moment shares it. So a step's parts add up to its time.
+TimeBreakdown are read from the trace's events (hlo/trace.py) and the compiled program
+(hlo/program.py). At each moment the device computes, if any event does; else it communicates, which
+is then exposed; else it waits. What computes at the same moment shares it. So a step's parts add up
+to its time.
 
     matmuls      products, grouped ones of experts too
     attention    its kernels, and all else under that name
     optimizer    the update
     memory       all other computation
     host         copies to and from the host's memory
-    AXIS         communication over a mesh axis, the one with the slowest links if there are several;
-                 `communication` if no axis is known
+    AXIS         communication over a mesh axis, the one with the slowest links if there are
+                 several; `communication` if no axis is known
     waiting      no event: bubbles, the time between kernels, the host
     other        a loop that became one kernel, in which nothing can be told apart
 
-A device waits in a collective for those that come later: between stages that is the bubble. The last
-device does not wait, so a collective takes as long as on the device of this process where it is
-shortest, and the rest is waiting. Devices of other processes are not seen: the wait for them counts as
-communication.
+A device waits in a collective for those that come later: between stages that is the bubble. The
+last device does not wait, so a collective takes as long as on the device of this process where it
+is shortest, and the rest is waiting. Devices of other processes are not seen: the wait for them
+counts as communication.
 """
 
 import collections
@@ -93,7 +94,9 @@ class Kinds:
         self.program, self.mesh = Program(text), mesh
         self.costs = Costs(self.program)
         self._axes = [name for name, size in mesh.items() if size > 1]
-        self._named = {i.name: i for instructions in self.program.computations.values() for i in instructions}
+        self._named = {
+            i.name: i for instructions in self.program.computations.values() for i in instructions
+        }
         self._kinds: dict[tuple[str, str], Kind | None] = {}
 
     def of(self, event: Event) -> Kind | None:
@@ -101,7 +104,9 @@ class Kinds:
         key = event.instruction, "" if event.instruction in self._named else event.kernel
         if key not in self._kinds:
             instruction = self._named.get(key[0])
-            self._kinds[key] = self._of(instruction) if instruction else self._of_kernel(event.kernel)
+            self._kinds[key] = (
+                self._of(instruction) if instruction else self._of_kernel(event.kernel)
+            )
         return self._kinds[key]
 
     def _of_kernel(self, name: str) -> Kind:
@@ -116,7 +121,9 @@ class Kinds:
             return None
         if i.opcode == "call":
             return Kind(OTHER, Rank.ENCLOSES)
-        start = self._named.get(i.operands[0]) if i.opcode.endswith("-done") and i.operands else None
+        start = (
+            self._named.get(i.operands[0]) if i.opcode.endswith("-done") and i.operands else None
+        )
         start = start or i
         called = [name for role, name in start.calls.items() if role == "calls"]
         inside = [start, *(j for name in called for j in self.program.below(name))]
@@ -137,20 +144,24 @@ class Kinds:
         op_name = i.op_name
         if not op_name and i.opcode == "fusion":
             op_name = self.program.root(i.calls["calls"]).op_name
-        kernels = (j for j in inside if j.opcode == "custom-call" and not NO_KERNELS.search(target(j)))
+        kernels = (
+            j for j in inside if j.opcode == "custom-call" and not NO_KERNELS.search(target(j))
+        )
         kernel = next(kernels, None)
         if op_in(op_name) == OPTIMIZER:
             return OPTIMIZER
         if kernel is not None and GROUPED.search(f"{target(kernel)} {kernel.text}"):
             return MATMULS
-        if NAMED_ATTENTION.search(op_name) or (kernel is not None and target(kernel) == "tpu_custom_call"):
+        if NAMED_ATTENTION.search(op_name) or (
+            kernel is not None and target(kernel) == "tpu_custom_call"
+        ):
             return ATTENTION
         return MATMULS if products else MEMORY
 
 
 def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float) -> Trace:
-    """Seconds by part in a trace of `steps` steps, which took `step_time_s` each, on the device that
-    computes most. The exposed parts, `waiting` among them, add up to the step.
+    """Seconds by part in a trace of `steps` steps, which took `step_time_s` each, on the device
+    that computes most. The exposed parts, `waiting` among them, add up to the step.
 
     Raises TraceError where no event is of a known kind.
     """
@@ -158,7 +169,10 @@ def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float)
         device: [(e.begin, e.end, kind) for e in of_device if (kind := kinds.of(e)) is not None]
         for device, of_device in without_waiting(events, kinds).items()
     }
-    busy = {device: sum(end - begin for begin, end, kind in of_device if kind.rank is Rank.COMPUTES) for device, of_device in spans.items()}
+    busy = {
+        device: sum(end - begin for begin, end, kind in of_device if kind.rank is Rank.COMPUTES)
+        for device, of_device in spans.items()
+    }
     if not any(busy.values()):
         raise TraceError("the trace has no work of a device")
     device = max(busy, key=lambda number: busy[number])
@@ -170,10 +184,13 @@ def measured_parts(events: Events, kinds: Kinds, steps: int, step_time_s: float)
 def without_waiting(events: Events, kinds: Kinds) -> Events:
     """The events in order, each collective from when the last of these devices has come to it.
 
-    The n-th event of an instruction is the same collective on all devices that run it equally often:
-    stages run the collectives of their ops as often as their tables say.
+    The n-th event of an instruction is the same collective on all devices that run it equally
+    often: stages run the collectives of their ops as often as their tables say.
     """
-    ordered = {device: sorted(of_device, key=lambda event: event.begin) for device, of_device in events.items()}
+    ordered = {
+        device: sorted(of_device, key=lambda event: event.begin)
+        for device, of_device in events.items()
+    }
     collectives: dict[tuple[int, str], list[Event]] = collections.defaultdict(list)
     for device, of_device in ordered.items():
         for event in of_device:
@@ -183,7 +200,9 @@ def without_waiting(events: Events, kinds: Kinds) -> Events:
     same: dict[tuple[str, int], list[list[float]]] = collections.defaultdict(list)
     for (_, name), of_name in collectives.items():
         same[name, len(of_name)].append([event.end - event.begin for event in of_name])
-    shortest = {key: [min(each) for each in zip(*durations, strict=True)] for key, durations in same.items()}
+    shortest = {
+        key: [min(each) for each in zip(*durations, strict=True)] for key, durations in same.items()
+    }
     seconds = {key: iter(shortest[key[1], len(of_name)]) for key, of_name in collectives.items()}
     return {
         device: [
@@ -207,7 +226,9 @@ def shared_out(spans: Sequence[tuple[float, float, Kind]]) -> TimeBreakdown:
     for moment, kind, change in sorted(changes, key=lambda change: change[0]):
         if active and moment > since:
             least = min(at.rank for at in active)
-            share = (moment - since) / sum(count for at, count in active.items() if at.rank is least)
+            share = (moment - since) / sum(
+                count for at, count in active.items() if at.rank is least
+            )
             for at, count in active.items():
                 if at.rank is least:
                     exposed[at.part] += share * count
@@ -282,7 +303,16 @@ class AfterWarmUp:
         with self._clock.part(Part.OTHER):
             if cluster.is_main():
                 time, name = plan.time, plan.work.hardware.name
-                step = PlannedStep(at, name, plan.seconds, time.exposed, time.hidden, len(laps), statistics.median(laps), self._trace())
+                step = PlannedStep(
+                    at,
+                    name,
+                    plan.seconds,
+                    time.exposed,
+                    time.hidden,
+                    len(laps),
+                    statistics.median(laps),
+                    self._trace(),
+                )
                 for line in step.lines():
                     self._say(line)
                 with warned(self._folder / PLANNED, self._say):
@@ -291,7 +321,8 @@ class AfterWarmUp:
                 cluster.barrier("the profile is read")
 
     def _trace(self) -> Trace | None:
-        """The profile's steps by part; None if none were traced, or with a warning if they cannot be read."""
+        """The profile's steps by part; None if none were traced, or with a warning if they cannot
+        be read."""
         seconds = self._profile.step_time_s
         if seconds is None:
             return None
@@ -302,5 +333,8 @@ class AfterWarmUp:
             mesh = dict(zip(AXES, sizes_of(self._config.mesh), strict=True))
             return measured_parts(events, Kinds(text, mesh), self._profile.count, seconds)
         except Exception as error:  # XLA's texts change with its version: no reason to end a run
-            self._say(f"warning: the profile cannot be read by part ({type(error).__name__}: {' '.join(str(error).split())[:200]})")
+            self._say(
+                f"warning: the profile cannot be read by part ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:200]})"
+            )
             return None

@@ -1,4 +1,5 @@
-"""Memory and time of plans as stacked bars: one a layout, or one a stage of groups of devices. No jax."""
+"""Memory and time of plans as stacked bars: one a layout, or one a stage of groups of devices. No
+jax."""
 
 import io
 import textwrap
@@ -12,7 +13,16 @@ from jaxtrain.plan.predict import Prediction
 from jaxtrain.plan.search import Plan
 
 # What a bar is named by, where it is not this.
-USUAL = {"data": 1, "stage": 1, "model": 1, "context": 1, "expert": 1, "replica": 1, "repeats": 1, "offload": "none"}
+USUAL = {
+    "data": 1,
+    "stage": 1,
+    "model": 1,
+    "context": 1,
+    "expert": 1,
+    "replica": 1,
+    "repeats": 1,
+    "offload": "none",
+}
 BAR, LEAST_WIDTH, MOST_WIDTH = 0.9, 7.0, 24.0  # inches of a bar with its margins, and of a picture
 LETTERS = 9  # of a title in an inch
 LEAST_BARS = 4  # whose width the axes have at least
@@ -29,15 +39,24 @@ def png(figure: Any) -> bytes:
 
 
 def of_layouts(plans: Sequence[Plan], model: str) -> Any:
-    """Memory of a device and time of a step, a bar for each layout, with the capacity and the fastest marked.
+    """Memory of a device and time of a step, a bar for each layout, with the capacity and the
+    fastest marked.
 
     model: its name in the title.
     """
     predictions = [plan.prediction for plan in plans]
     hardware = predictions[0].work.hardware
-    figure, (above, below) = _figure(len(plans), f"{model} on {predictions[0].devices:,} × {hardware.name}")
+    figure, (above, below) = _figure(
+        len(plans), f"{model} on {predictions[0].devices:,} × {hardware.name}"
+    )
     _bars(above, [{name: size / GIB for name, size in p.memory.parts.items()} for p in predictions])
-    above.axhline(hardware.memory / GIB, color="black", linestyle="--", linewidth=1, label="memory of a device")
+    above.axhline(
+        hardware.memory / GIB,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+        label="memory of a device",
+    )
     above.set_ylabel("GiB of the fullest device")
     seconds = [p.time.exposed for p in predictions]
     _bars(below, seconds)
@@ -47,7 +66,15 @@ def of_layouts(plans: Sequence[Plan], model: str) -> Any:
     for i, parts in enumerate(seconds):
         is_marked, height = i == fastest and len(plans) > 1, sum(parts.values())
         weight = "bold" if is_marked else "normal"
-        below.text(i, height, f"{height:.3g} s" + "\nfastest" * is_marked, ha="center", va="bottom", fontsize=8, fontweight=weight)
+        below.text(
+            i,
+            height,
+            f"{height:.3g} s" + "\nfastest" * is_marked,
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            fontweight=weight,
+        )
     below.set_xticks(range(len(plans)), [_name(p) for p in predictions], fontsize=7)
     margin = max(1.0, (LEAST_BARS - len(plans)) / 2)  # keeps a single bar narrow
     below.set_xlim(-margin, len(plans) - 1 + margin)
@@ -60,19 +87,35 @@ def of_groups(plan: HeterogeneousPlan, model: str) -> Any:
     """Memory and time of each stage of a layout over groups of devices, in its group's colour."""
     stages, each = len(plan.layers), sum(group.devices for group in plan.groups) // len(plan.layers)
     groups = " and ".join(f"{group.devices:,} × {group.hardware.name}" for group in plan.groups)
-    figure, (above, below) = _figure(stages / 2, f"{model} on {groups}: a step of {plan.seconds:.3g} s")
+    figure, (above, below) = _figure(
+        stages / 2, f"{model} on {groups}: a step of {plan.seconds:.3g} s"
+    )
     start = 0
     for number, group in enumerate(plan.groups):
         members = range(start, start + group.devices // each)
         start = members.stop
         color, name = f"C{number}", group.hardware.name
         bars = {"width": 0.7, "color": color}
-        above.bar(members, [plan.memory[stage] / GIB for stage in members], label=f"needed on {name}", **bars)
+        above.bar(
+            members,
+            [plan.memory[stage] / GIB for stage in members],
+            label=f"needed on {name}",
+            **bars,
+        )
         line = {"color": color, "linestyle": "--", "label": f"memory of {name}"}
         above.hlines(group.hardware.memory / GIB, members.start - 0.5, members.stop - 0.5, **line)
-        below.bar(members, [plan.stage_s[stage] for stage in members], label=f"work on {name}", **bars)
+        below.bar(
+            members, [plan.stage_s[stage] for stage in members], label=f"work on {name}", **bars
+        )
     waits = [plan.seconds - busy for busy in plan.stage_s]
-    below.bar(range(stages), waits, bottom=plan.stage_s, width=0.7, color="#dddddd", label="waiting, and what is beside the table")
+    below.bar(
+        range(stages),
+        waits,
+        bottom=plan.stage_s,
+        width=0.7,
+        color="#dddddd",
+        label="waiting, and what is beside the table",
+    )
     above.set_ylabel("GiB of the fullest device")
     below.set_ylabel("seconds of a step")
     shown = range(0, stages, -(-stages // MOST_LABELS))
@@ -98,7 +141,9 @@ def _legends(*axes: Any) -> None:
     for each in axes:
         handles, labels = each.get_legend_handles_labels()
         wrapped = [textwrap.fill(label, 32) for label in labels]
-        each.legend(handles, wrapped, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True)
+        each.legend(
+            handles, wrapped, loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True
+        )
 
 
 def _bars(axes: Any, columns: Sequence[Mapping[str, float]]) -> None:
@@ -114,5 +159,10 @@ def _bars(axes: Any, columns: Sequence[Mapping[str, float]]) -> None:
 def _name(prediction: Prediction) -> str:
     values = layout_flag.of(prediction.config)
     sizes = [f"{key} {values[key]}" for key, usual in USUAL.items() if values[key] != usual]
-    choices = (f"zero {values['zero']}", f"microbatch {values['microbatch']}", values["schedule"], f"remat {values['remat']}")
+    choices = (
+        f"zero {values['zero']}",
+        f"microbatch {values['microbatch']}",
+        values["schedule"],
+        f"remat {values['remat']}",
+    )
     return "\n".join([*sizes, *choices])

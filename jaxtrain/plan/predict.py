@@ -100,16 +100,38 @@ class Prediction:
 
     def figures(self) -> dict[str, Any]:
         """What --json prints."""
-        peak, bubble_s = self.work.hardware.peak(self.work.dtype), self.time.exposed.get(BUBBLE, 0.0)
-        return step_figures(self.config, self.work, self.seconds, peak, self.memory.bytes, self.fits, bubble_s, self.tokens)
+        peak, bubble_s = (
+            self.work.hardware.peak(self.work.dtype),
+            self.time.exposed.get(BUBBLE, 0.0),
+        )
+        return step_figures(
+            self.config,
+            self.work,
+            self.seconds,
+            peak,
+            self.memory.bytes,
+            self.fits,
+            bubble_s,
+            self.tokens,
+        )
 
 
 def step_figures(
-    config: Config, work: StepModel, seconds: float, peak: float, held: float, fits: bool, bubble_s: float, tokens: float | None
+    config: Config,
+    work: StepModel,
+    seconds: float,
+    peak: float,
+    held: float,
+    fits: bool,
+    bubble_s: float,
+    tokens: float | None,
 ) -> dict[str, Any]:
     """What --json prints of a step of so many seconds. peak: the mean of all devices' peaks; held:
     bytes of the fullest one."""
-    model, hardware = (flops / seconds / work.layout.devices for flops in (work.model_flops(), work.hardware_flops()))
+    model, hardware = (
+        flops / seconds / work.layout.devices
+        for flops in (work.model_flops(), work.hardware_flops())
+    )
     tokens_per_s = work.layout.batch * work.model.sequence / seconds
     return {
         "step_time_s": seconds,
@@ -122,19 +144,24 @@ def step_figures(
         "fits": fits,
         "bubble_fraction": bubble_s / seconds,
         "tokens_per_s": tokens_per_s,
-        "train_days": min(tokens / tokens_per_s / DAY, sys.float_info.max) if tokens else None,  # JSON has no infinity
+        # JSON has no infinity
+        "train_days": min(tokens / tokens_per_s / DAY, sys.float_info.max) if tokens else None,
         "layout": layout_flag.of(config),
     }
 
 
-def predict(config: Config, hardware: Hardware, assume: str = OURS, tokens: float | None = None) -> Prediction:
+def predict(
+    config: Config, hardware: Hardware, assume: str = OURS, tokens: float | None = None
+) -> Prediction:
     """The prediction for a resolved config whose mesh is known and whose rules are kept.
 
     Raises ConfigError where our own runtime has no table for it.
     """
     work = step_model_of(config, hardware, assume)
     slots = slots_of(with_op_times(config, work)) if work.framework.slots else None
-    return Prediction(config, work, work.step(), memory(work, config.model.loss_chunk, slots), tokens)
+    return Prediction(
+        config, work, work.step(), memory(work, config.model.loss_chunk, slots), tokens
+    )
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -161,14 +188,20 @@ def part_of(config: Config) -> Config:
         return config
     config = cfg.replace(config, {"pipeline.microbatches": most})
     if auto and pipeline.vocabulary == "auto":
-        settings = {"pipeline.schedule": ZERO_BUBBLE[0], "pipeline.repeats": 1, "pipeline.chunk_layers": ()}
+        settings = {
+            "pipeline.schedule": ZERO_BUBBLE[0],
+            "pipeline.repeats": 1,
+            "pipeline.chunk_layers": (),
+        }
         config = with_microbatches(config, most, make_setup(cfg.replace(config, settings)).table)
     return config
 
 
 def with_microbatches(config: Config, microbatches: int, table: Table) -> Config:
     """The config with this number of microbatches, and the vocabulary where this table has it."""
-    return cfg.replace(config, {"pipeline.microbatches": microbatches, "pipeline.vocabulary": table.vocabulary})
+    return cfg.replace(
+        config, {"pipeline.microbatches": microbatches, "pipeline.vocabulary": table.vocabulary}
+    )
 
 
 def slots_of(config: Config) -> Slots | None:
@@ -211,13 +244,17 @@ class TableCounts:
     early: float
 
     def __add__(self, other: "TableCounts") -> "TableCounts":
-        return TableCounts(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return TableCounts(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
     def __mul__(self, times: float) -> "TableCounts":
         return TableCounts(*(times * value for value in vars(self).values()))
 
 
-def table_counts(config: Config, times: Times, shorter: Callable[[TableCounts, float], TableCounts] | None = None) -> TableCounts:
+def table_counts(
+    config: Config, times: Times, shorter: Callable[[TableCounts, float], TableCounts] | None = None
+) -> TableCounts:
     """Counts of a step whose ops take these times, linear in its microbatches: of the part of them
     that `part_of` gives, and extrapolated from that part and about half of it.
 
@@ -229,8 +266,14 @@ def table_counts(config: Config, times: Times, shorter: Callable[[TableCounts, f
     if timed == config.pipeline.microbatches:
         return counts
     fewer = timed // config.mesh.stage // 2 * config.mesh.stage
-    half = shorter(counts, fewer / timed) if shorter else _counts(with_microbatches(part, fewer, make_setup(part).table), times)
-    return counts + (counts + half * -1.0) * ((config.pipeline.microbatches - timed) / (timed - fewer))
+    half = (
+        shorter(counts, fewer / timed)
+        if shorter
+        else _counts(with_microbatches(part, fewer, make_setup(part).table), times)
+    )
+    return counts + (counts + half * -1.0) * (
+        (config.pipeline.microbatches - timed) / (timed - fewer)
+    )
 
 
 def exactly(prediction: Prediction) -> Prediction:
@@ -255,8 +298,12 @@ def exactly(prediction: Prediction) -> Prediction:
         waits = max(0.0, counts.seconds - busy.seconds)
         hidden = {part: s for part, s in prediction.time.hidden.items() if part == STAGE}
     time = busy + work.end_collectives(table.vocabulary == "parallel") * layout.microbatches
-    time += TimeBreakdown({BUBBLE: waits}, hidden) + work.outside_microbatches(busy, times.F, times.B + times.W)
-    return dataclasses.replace(prediction, time=time, in_flight=max(peak_residuals(table)) / max(1, layout.repeats))
+    time += TimeBreakdown({BUBBLE: waits}, hidden) + work.outside_microbatches(
+        busy, times.F, times.B + times.W
+    )
+    return dataclasses.replace(
+        prediction, time=time, in_flight=max(peak_residuals(table)) / max(1, layout.repeats)
+    )
 
 
 def _without_waits(work: StepModel, counts: TableCounts, part: float) -> TableCounts:
@@ -271,9 +318,18 @@ def _counts(config: Config, times: Times) -> TableCounts:
     setup = make_setup(config)
     table, shares = setup.table, np.array([*setup.shares, 0.0])
     ops = np.array([np.where(table.op == op, shares[table.unit], 0.0).sum(0) for op in OPS])
-    heads = np.full(table.stages, 1 / table.stages) if table.vocabulary == "parallel" else np.arange(table.stages) == table.stage_of[-1]
-    early, late = (len(permutes(table)) * int((table.permute == when).sum()) for when in (Permute.EARLY, Permute.LATE))
-    return TableCounts(walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early)
+    heads = (
+        np.full(table.stages, 1 / table.stages)
+        if table.vocabulary == "parallel"
+        else np.arange(table.stages) == table.stage_of[-1]
+    )
+    early, late = (
+        len(permutes(table)) * int((table.permute == when).sum())
+        for when in (Permute.EARLY, Permute.LATE)
+    )
+    return TableCounts(
+        walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early
+    )
 
 
 def _stages(work: StepModel, counts: TableCounts, dense: bool = True) -> list[TimeBreakdown]:
@@ -291,7 +347,10 @@ def _on_shared_cores(work: StepModel, counts: TableCounts) -> tuple[TimeBreakdow
     """(work of the cores, seconds that they wait): a mean over the stages, with all messages, which
     overlap with nothing."""
     copied = EARLY_PASSES * work.message_bytes() / work.hardware.streaming
-    busy, stages = TimeBreakdown({STAGE: work.message() * counts.messages + copied * counts.early}), _stages(work, counts)
+    busy, stages = (
+        TimeBreakdown({STAGE: work.message() * counts.messages + copied * counts.early}),
+        _stages(work, counts),
+    )
     for parts in stages:
         busy += parts * (1 / len(stages))
     return busy, work.hardware.waited(busy.seconds, max(0.0, counts.seconds - busy.seconds))

@@ -1,7 +1,8 @@
-"""The dry run: mesh, table, memory as compiled and communication volume of a step that does not run.
+"""The dry run: mesh, table, memory as compiled and communication volume of a step that does not
+run.
 
-`--dry_run` compiles the step for the devices at hand and stops: no array is made, no corpus read and
-nothing written. The lines come as text or as one object.
+`--dry_run` compiles the step for the devices at hand and stops: no array is made, no corpus read
+and nothing written. The lines come as text or as one object.
 """
 
 import dataclasses
@@ -25,7 +26,14 @@ from jaxtrain.plan.explain import aligned
 from jaxtrain.run import start_up
 from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.training.state import bytes_per_device
-from jaxtrain.training.step import Step, abstract_batch, make_step, slot_pools, state_memory, step_counts
+from jaxtrain.training.step import (
+    Step,
+    abstract_batch,
+    make_step,
+    slot_pools,
+    state_memory,
+    step_counts,
+)
 
 
 def mebibytes(n: float) -> str:
@@ -36,18 +44,26 @@ def introduction(config: Config, step: Step) -> list[str]:
     """Lines about a step that need not be compiled yet: mesh, model, table, slots."""
     d, m, device = config.data, config.model, step.mesh.devices.flat[0]
     lines = meshes.describe(step.mesh)
-    lines.append(f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}")
-    parts = f"{config.pipeline.microbatches} microbatches of {config.sequences_per_microbatch} sequences of {d.sequence_length}"
+    lines.append(
+        f"model: {step.parts.parameter_count:,} parameters; {step.layout.placement.describe()}"
+    )
+    parts = (
+        f"{config.pipeline.microbatches} microbatches of {config.sequences_per_microbatch} "
+        f"sequences of {d.sequence_length}"
+    )
     lines.append(f"step: {d.batch_size * d.sequence_length:,} tokens in {parts}")
     if every := config.train.diloco_inner_steps:
         lines.append(
-            f"replicas: {config.mesh.replica} train apart and exchange {config.precision.outer} every {every} steps and after the last"
+            f"replicas: {config.mesh.replica} train apart and exchange "
+            f"{config.precision.outer} every {every} steps and after the last"
         )
     lines += kernels.describe(config, meshes.hardware_of(device))
     if (unsharded := unsharded_over_data(step)) >= 0.01:
         data = config.mesh.data
         why = f"mesh.data={data} divides no free dimension of theirs (model.width={m.width})"
-        lines.append(f"ZeRO: {unsharded:.0%} of the parameters stay whole on all {data} data shards: {why}")
+        lines.append(
+            f"ZeRO: {unsharded:.0%} of the parameters stay whole on all {data} data shards: {why}"
+        )
     if m.experts and not m.capacity_factor and config.mesh.expert > 1:
         lines.append(_expert_capacity(config))
     lines.append(f"table: {step.setup.describe()}")
@@ -56,9 +72,20 @@ def introduction(config: Config, step: Step) -> list[str]:
         total = sum(n * each for n, each in pools.values())
         listed = ", ".join(f"{kind} {n} × {each / 2**20:,.2f}" for kind, (n, each) in pools.items())
         lines.append(f"slots: {listed} MiB, {mebibytes(total)} in all")
-    lies = [f"{mebibytes(bytes_per_device(step.abstract_state(), host=True))} MiB of the optimizer's state"] if step.layout.offload else []
+    lies = (
+        [
+            f"{mebibytes(bytes_per_device(step.abstract_state(), host=True))} MiB of the "
+            "optimizer's state"
+        ]
+        if step.layout.offload
+        else []
+    )
     if config.parallel.offload in ("activations", "both"):
-        lies.append(f"slots {', '.join(step.host_pools)}" if step.setup.train else "what layers keep for the backward")
+        lies.append(
+            f"slots {', '.join(step.host_pools)}"
+            if step.setup.train
+            else "what layers keep for the backward"
+        )
     if lies:
         lines.append(f"in the host's memory, for each device: {'; '.join(lies)}")
     return lines + plan_at_hand(config, device.device_kind).lines()
@@ -69,38 +96,57 @@ def _expert_capacity(config: Config) -> str:
     m, model, layout = config.model, transformer_of(config), layout_of(config)
     rows = expert_rows(model, layout)
     mean = layout.microbatch * (model.sequence // layout.context) * m.experts_per_token
-    beyond = f"model.expert_room={m.expert_room:g}; what is beyond is dropped" if m.expert_room else "all that there can be"
-    return f"experts: room for {rows:,} rows on a device, {rows / mean:.2f} times the mean ({beyond})"
+    beyond = (
+        f"model.expert_room={m.expert_room:g}; what is beyond is dropped"
+        if m.expert_room
+        else "all that there can be"
+    )
+    return (
+        f"experts: room for {rows:,} rows on a device, {rows / mean:.2f} times the mean ({beyond})"
+    )
 
 
 def as_compiled(step: Step, compiled: Compiled, tracing: float, compiling: float) -> list[str]:
-    """Lines about a compiled step: memory if the platform reports it, seconds to trace and to compile."""
+    """Lines about a compiled step: memory if the platform reports it, seconds to trace and to
+    compile."""
     lines = [f"traced in {tracing:.1f} s, compiled in {compiling:.1f} s"]
     if memory := compiled_memory(compiled):
-        state, temporary = mebibytes(bytes_per_device(step.abstract_state())), mebibytes(memory["temporary"])
+        state, temporary = (
+            mebibytes(bytes_per_device(step.abstract_state())),
+            mebibytes(memory["temporary"]),
+        )
         split = f"{state} of state, {temporary} temporary"
-        lines.insert(0, f"memory per device as compiled: {mebibytes(memory['total'])} MiB ({split})")
+        lines.insert(
+            0, f"memory per device as compiled: {mebibytes(memory['total'])} MiB ({split})"
+        )
     return lines
 
 
 def unsharded_over_data(step: Step) -> float:
-    """Fraction of the parameters that ZeRO leaves unsharded because `data` divides no dimension of theirs."""
+    """Fraction of the parameters that ZeRO leaves unsharded because `data` divides no dimension of
+    theirs."""
     layout = step.layout
     if not layout.zero or step.mesh.shape[DATA] == 1:
         return 0.0
     reductions = jax.tree.leaves(layout.reductions, is_leaf=lambda x: isinstance(x, Reduction))
     sizes = [math.prod(array.shape) for array in jax.tree.leaves(layout.shapes)]
-    return sum(size for reduction, size in zip(reductions, sizes, strict=True) if not reduction.over_data) / sum(sizes)
+    return sum(
+        size for reduction, size in zip(reductions, sizes, strict=True) if not reduction.over_data
+    ) / sum(sizes)
 
 
 def compiled_memory(compiled: Compiled) -> dict[str, int] | None:
-    """Bytes on a device: arguments, temporary, results that reuse no argument's memory, and the total;
-    None if the platform does not report them."""
+    """Bytes on a device: arguments, temporary, results that reuse no argument's memory, and the
+    total; None if the platform does not report them."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    parts = {"arguments": memory.argument_size_in_bytes, "temporary": memory.temp_size_in_bytes, "results": results}
+    parts = {
+        "arguments": memory.argument_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "results": results,
+    }
     return parts | {"total": sum(parts.values())}
 
 
@@ -119,8 +165,14 @@ class DryRun:
 
     def lines(self) -> list[str]:
         """The dry run as lines of text."""
-        kinds = ", ".join(f"{kind} {mebibytes(n)}" for kind, n in self.record["memory"]["state"].items())
-        whose = f" of stage {self.record['stage']}, which sends most" if self.record["mesh"]["stage"] > 1 else ""
+        kinds = ", ".join(
+            f"{kind} {mebibytes(n)}" for kind, n in self.record["memory"]["state"].items()
+        )
+        whose = (
+            f" of stage {self.record['stage']}, which sends most"
+            if self.record["mesh"]["stage"] > 1
+            else ""
+        )
         return [
             *self.introduction,
             f"memory per device by kind, MiB: {kinds}",
@@ -148,7 +200,10 @@ def dry_run(config: Config, setup: Setup, clock: WallClock) -> DryRun:
             compiled = lowered.compile()
         seconds = clock.spent(Part.TRACING), clock.spent(Part.COMPILING)
         lines = [*introduction(config, step), *as_compiled(step, compiled, *seconds)]
-    counts, device = step_counts(config, jax.default_backend() == "cpu"), mesh.devices.flat[0].device_kind
+    counts, device = (
+        step_counts(config, jax.default_backend() == "cpu"),
+        mesh.devices.flat[0].device_kind,
+    )
     stage = counts.busiest_stage()
     entries = counts.volume(stage)
     sizes = {name: int(size) for name, size in mesh.shape.items()}
@@ -172,6 +227,16 @@ def _table(entries: list[Entry]) -> list[str]:
     cells = [("op", "collective", "over", "devices", "times", "KiB each", "MiB sent")]
     for entry in entries:
         size, sent = f"{entry.size / 1024:,.1f}", mebibytes(entry.bytes)
-        cells.append((entry.op, entry.kind, "·".join(entry.axes), str(entry.devices), f"{entry.count:,}", size, sent))
+        cells.append(
+            (
+                entry.op,
+                entry.kind,
+                "·".join(entry.axes),
+                str(entry.devices),
+                f"{entry.count:,}",
+                size,
+                sent,
+            )
+        )
     cells.append(("in all", "", "", "", "", "", mebibytes(sum(entry.bytes for entry in entries))))
     return [f"  {line}" for line in aligned(cells, words=3)]

@@ -1,6 +1,7 @@
 """The best layouts of a number of devices, or the nearest request that has any. No jax.
 
-    meshes          sizes of the six axes whose product is the number of devices and which keep the rules
+    meshes          sizes of the six axes whose product is the number of devices and which keep the
+                    rules
     × microbatch    divisors of a shard's sequences
     × remat         × zero × schedule × repeats; offload only where nothing fits without
 
@@ -42,7 +43,12 @@ MOST_TIMES = 4096  # times as many devices, among which a number that works is l
 MOST_NUMBERS, MOST_STAGES = 64, 512  # numbers of devices that are tried in turn; their stages
 REMATS = ("none", "selective", "full")
 OFFLOADS = ("none", "optimizer", "activations", "both")
-TABLE_SETTINGS = {"pipeline.chunk_layers": (), "pipeline.times": (), "pipeline.memory": 0.0, "pipeline.layer_costs": ()}
+TABLE_SETTINGS = {
+    "pipeline.chunk_layers": (),
+    "pipeline.times": (),
+    "pipeline.memory": 0.0,
+    "pipeline.layer_costs": (),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +114,13 @@ def check(space: Space) -> None:
     for path in TABLE_SETTINGS:
         if (value := cfg.get(space.config, path)) != cfg.get(space.recipe, path):
             use = {f"config.{path}": cfg.get(space.recipe, path)}
-            rule = f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is to find"
-            raise LayoutError(rule, use, text=f"{LayoutError(rule, use)}, or a --layout of one kind of devices")
+            rule = (
+                f"{cfg.flag_text(f'config.{path}', value)} is of one layout, which the planner is "
+                "to find"
+            )
+            raise LayoutError(
+                rule, use, text=f"{LayoutError(rule, use)}, or a --layout of one kind of devices"
+            )
     layout = _smallest(space, Layout(replica=_replicas(space)))
     checks.check(laid_out(space, layout), _environment(space, layout))
 
@@ -117,7 +128,9 @@ def check(space: Space) -> None:
 def _smallest(space: Space, mesh: Layout) -> Layout:
     """A mesh with the smallest microbatch of which a step may have as many as that makes."""
     batch = space.config.data.batch_size
-    each = batch // mesh.batch_shards if isinstance(batch, int) and 0 < batch <= cfg.LARGEST_INT else 1
+    each = (
+        batch // mesh.batch_shards if isinstance(batch, int) and 0 < batch <= cfg.LARGEST_INT else 1
+    )
     size = next((size for size in divisors(max(1, each)) if each // size <= MOST_MICROBATCHES), 1)
     return dataclasses.replace(mesh, microbatch=size, microbatches=each // size)
 
@@ -149,7 +162,9 @@ def _search(space: Space, offload: str) -> list[Candidate]:
     can be among the best."""
     best: dict[tuple, Candidate] = {}
     bound = math.inf
-    for least, work in sorted(((_lower_bound(work), work) for work in _cuts(space, offload)), key=lambda pair: pair[0]):
+    for least, work in sorted(
+        ((_lower_bound(work), work) for work in _cuts(space, offload)), key=lambda pair: pair[0]
+    ):
         if least >= bound:
             break
         for layout in _tables(work):
@@ -157,13 +172,21 @@ def _search(space: Space, offload: str) -> list[Candidate]:
             below = min(bound, best[group].seconds if group in best else math.inf)
             if candidate := _evaluated(space, work, layout, below):
                 best[group] = candidate
-                bound = sorted(candidate.seconds for candidate in best.values())[BEST - 1] if len(best) >= BEST else math.inf
+                bound = (
+                    sorted(candidate.seconds for candidate in best.values())[BEST - 1]
+                    if len(best) >= BEST
+                    else math.inf
+                )
     ranked = sorted(best.values(), key=lambda candidate: candidate.seconds)[:BEST]
-    return sorted((_with_replicas(space, candidate) for candidate in ranked), key=lambda candidate: candidate.seconds)
+    return sorted(
+        (_with_replicas(space, candidate) for candidate in ranked),
+        key=lambda candidate: candidate.seconds,
+    )
 
 
 def _evaluated(space: Space, work: StepModel, layout: Layout, below: float) -> Candidate | None:
-    """The layout with its step's seconds, if it fits, keeps the rules and takes less than `below`."""
+    """The layout with its step's seconds, if it fits, keeps the rules and takes less than
+    `below`."""
     work = dataclasses.replace(work, layout=layout)
     if memory(work, space.config.model.loss_chunk).bytes > space.hardware.memory:
         return None
@@ -197,7 +220,11 @@ def _lower_bound(work: StepModel) -> float:
     layout, layers = work.layout, work.model.layers
     chunks = max(1, min(MOST_REPEATS, layers // layout.stage))
     least = dataclasses.replace(work, layout=dataclasses.replace(layout, repeats=chunks, zero=3))
-    return math.ceil(layers / layout.stage) * layout.microbatches * sum(op.seconds for op in least.layer().values())
+    return (
+        math.ceil(layers / layout.stage)
+        * layout.microbatches
+        * sum(op.seconds for op in least.layer().values())
+    )
 
 
 def least_memory(space: Space) -> tuple[float, Layout] | None:
@@ -207,7 +234,9 @@ def least_memory(space: Space) -> tuple[float, Layout] | None:
     for work in _works(space):
         smallest = dataclasses.replace(_smallest(space, work.layout), remat="full", offload="both")
         for layout in _tables(dataclasses.replace(work, layout=smallest)):
-            size = memory(dataclasses.replace(work, layout=layout), space.config.model.loss_chunk).bytes
+            size = memory(
+                dataclasses.replace(work, layout=layout), space.config.model.loss_chunk
+            ).bytes
             if not least or size < least[0]:
                 least = size, layout
     return least
@@ -221,9 +250,14 @@ def _works(space: Space) -> Iterator[StepModel]:
     resolved = space.config.resolve()
     # `context` may decide about the kernel of attention.
     with_context = lambda context: cfg.replace(resolved, {"mesh.context": context})
-    framework = functools.cache(lambda context: framework_of(with_context(context), space.hardware, space.assume))
+    framework = functools.cache(
+        lambda context: framework_of(with_context(context), space.hardware, space.assume)
+    )
     model, dtype = transformer_of(resolved), resolved.precision.compute
-    yield from (StepModel(model, mesh, framework(mesh.context), space.hardware, dtype) for mesh in meshes(space))
+    yield from (
+        StepModel(model, mesh, framework(mesh.context), space.hardware, dtype)
+        for mesh in meshes(space)
+    )
 
 
 def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
@@ -232,7 +266,12 @@ def _cuts(space: Space, offload: str) -> Iterator[StepModel]:
         each = space.config.data.batch_size // work.layout.batch_shards
         sizes = [size for size in divisors(each) if size <= MOST_SEQUENCES]
         for size, remat in itertools.product(sizes, REMATS):
-            cut: dict[str, Any] = {"microbatch": size, "microbatches": each // size, "remat": remat, "offload": offload}
+            cut: dict[str, Any] = {
+                "microbatch": size,
+                "microbatches": each // size,
+                "remat": remat,
+                "offload": offload,
+            }
             yield dataclasses.replace(work, layout=dataclasses.replace(work.layout, **cut))
 
 
@@ -240,13 +279,17 @@ def meshes(space: Space) -> Iterator[Layout]:
     """Every mesh of so many devices that keeps the rules, as a layout."""
     m, data, n, replicas = space.config.model, space.config.data, space.devices, _replicas(space)
     models = [size for size in divisors(n) if size <= MOST_MODEL and m.heads % size == 0]
-    contexts = [size for size in divisors(n) if size == 1 or data.sequence_length // size >= LEAST_TOKENS]
+    contexts = [
+        size for size in divisors(n) if size == 1 or data.sequence_length // size >= LEAST_TOKENS
+    ]
     experts = [size for size in divisors(n) if m.experts and m.experts % size == 0] or [1]
     for model, context, expert in itertools.product(models, contexts, experts):
         inside = Layout(model=model, context=context, expert=expert, replica=replicas)
         if n % (model * context * expert) or not _cuts_evenly(space, inside):
             continue
-        for stage in (size for size in divisors(n // (model * context * expert)) if size <= m.layers):
+        for stage in (
+            size for size in divisors(n // (model * context * expert)) if size <= m.layers
+        ):
             shards = n // (model * context * expert * stage)
             if shards % replicas == 0 and data.batch_size % (shards * expert) == 0:
                 yield dataclasses.replace(inside, data=shards // replicas, stage=stage)
@@ -272,8 +315,15 @@ def _tables(work: StepModel) -> Iterator[Layout]:
             continue
         for name, schedule in SCHEDULES.items():
             for repeats in range(1, MOST_REPEATS + 1):
-                even = layers % (layout.stage * repeats) == 0 or (repeats == schedule.least_repeats and layers % layout.stage)
-                if name not in GROWING and schedule.fits(repeats) and layout.stage * repeats <= layers and even:
+                even = layers % (layout.stage * repeats) == 0 or (
+                    repeats == schedule.least_repeats and layers % layout.stage
+                )
+                if (
+                    name not in GROWING
+                    and schedule.fits(repeats)
+                    and layout.stage * repeats <= layers
+                    and even
+                ):
                     yield dataclasses.replace(layout, zero=zero, schedule=name, repeats=repeats)
 
 
@@ -283,26 +333,52 @@ def _tables(work: StepModel) -> Iterator[Layout]:
 def _none_fits(space: Space) -> LayoutError:
     """Why a search found nothing, and the nearest request that works: with other devices, a larger
     batch, fewer layers, shorter sequences."""
-    least, batch, layers = least_memory(space), space.config.data.batch_size, space.config.model.layers
+    least, batch, layers = (
+        least_memory(space),
+        space.config.data.batch_size,
+        space.config.model.layers,
+    )
     requests: list[dict[str, Any]] = []
     if least is None:
-        rule = f"--devices={space.devices}: no layout uses so many devices with data.batch_size={batch} and model.layers={layers}"
-        requests += [{"devices": number} for number in itertools.islice(_usable_numbers(space), MOST_NUMBERS)]
+        rule = (
+            f"--devices={space.devices}: no layout uses so many devices with "
+            f"data.batch_size={batch} and model.layers={layers}"
+        )
+        requests += [
+            {"devices": number} for number in itertools.islice(_usable_numbers(space), MOST_NUMBERS)
+        ]
         sequences = max(1, batch // space.devices)  # of a device
         requests += [{"config.data.batch_size": space.devices * sequences}]
     else:
         size, layout = least
-        parts = ", ".join(f"{axis}={getattr(layout, axis)}" for axis in ("stage", "model", "data", "expert") if getattr(layout, axis) > 1)
-        rule = f"--devices={space.devices}: no layout fits into {space.hardware.memory / GIB:.1f} GiB of {space.hardware.name}"
+        parts = ", ".join(
+            f"{axis}={getattr(layout, axis)}"
+            for axis in ("stage", "model", "data", "expert")
+            if getattr(layout, axis) > 1
+        )
+        rule = (
+            f"--devices={space.devices}: no layout fits into {space.hardware.memory / GIB:.1f} "
+            f"GiB of {space.hardware.name}"
+        )
         if size > space.hardware.memory:
             rule += f": the smallest{f', {parts},' * bool(parts)} needs {size / GIB:.1f} GiB"
-        multiples = sorted(base << power for base in (2, 3) for power in range(MOST_TIMES.bit_length()))
-        requests += [{"devices": space.devices * times} for times in multiples if times <= MOST_TIMES]
+        multiples = sorted(
+            base << power for base in (2, 3) for power in range(MOST_TIMES.bit_length())
+        )
+        requests += [
+            {"devices": space.devices * times} for times in multiples if times <= MOST_TIMES
+        ]
     kinds = sorted(map(hardware.load, hardware.known()), key=lambda kind: kind.memory)
     requests += [{"hardware": kind.name} for kind in kinds]
     requests += [{"config.model.layers": fewer} for fewer in _halves(layers)]
-    requests += [{"config.model.layers": 1, "config.data.sequence_length": n} for n in _halves(space.config.data.sequence_length)]
-    return LayoutError(rule, next((flags for flags in requests if _fits(_with_flags(space, flags))), {"config": "tiny"}))
+    requests += [
+        {"config.model.layers": 1, "config.data.sequence_length": n}
+        for n in _halves(space.config.data.sequence_length)
+    ]
+    return LayoutError(
+        rule,
+        next((flags for flags in requests if _fits(_with_flags(space, flags))), {"config": "tiny"}),
+    )
 
 
 def _halves(number: int) -> list[int]:
@@ -314,18 +390,30 @@ def _usable_numbers(space: Space) -> list[int]:
     """Numbers of devices whose data shards divide the batch, the nearest to the requested first."""
     m, data = space.config.model, space.config.data
     models = [size for size in divisors(m.heads) if size <= MOST_MODEL]
-    contexts = [size for size in divisors(data.sequence_length) if size == 1 or data.sequence_length // size >= LEAST_TOKENS]
+    contexts = [
+        size
+        for size in divisors(data.sequence_length)
+        if size == 1 or data.sequence_length // size >= LEAST_TOKENS
+    ]
     inside = {model * context for model in models for context in contexts}
     stages = {size * stage for size in inside for stage in range(1, min(m.layers, MOST_STAGES) + 1)}
-    return near(space.devices, {size * shards for size in stages for shards in divisors(data.batch_size)})
+    return near(
+        space.devices, {size * shards for size in stages for shards in divisors(data.batch_size)}
+    )
 
 
 def _with_flags(space: Space, flags: dict[str, Any]) -> Space:
     """The space of a request with these flags."""
-    settings = {name.removeprefix("config."): value for name, value in flags.items() if name.startswith("config.")}
+    settings = {
+        name.removeprefix("config."): value
+        for name, value in flags.items()
+        if name.startswith("config.")
+    }
     kind = hardware.load(flags["hardware"]) if "hardware" in flags else space.hardware
     config = cfg.replace(space.config, settings)
-    return dataclasses.replace(space, config=config, hardware=kind, devices=flags.get("devices", space.devices))
+    return dataclasses.replace(
+        space, config=config, hardware=kind, devices=flags.get("devices", space.devices)
+    )
 
 
 def _fits(space: Space) -> bool:

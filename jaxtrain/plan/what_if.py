@@ -1,9 +1,11 @@
-"""Single changes of a plan and their gain, and `plan --advise WORKDIR`: advice from a run's records. No jax.
+"""Single changes of a plan and their gain, and `plan --advise WORKDIR`: advice from a run's
+records. No jax.
 
-Advice has three sources: goodput.jsonl, the fraction of wall time that went elsewhere than into steps;
-planned.json, the part of the step that takes longer than planned; and, if the hardware is given, the
-planner: the step with its parts, and the layouts that differ in one choice. A measured step that is far
-from the planned one is reported first: a plan that is wrong for a machine gives poor advice.
+Advice has three sources: goodput.jsonl, the fraction of wall time that went elsewhere than into
+steps; planned.json, the part of the step that takes longer than planned; and, if the hardware is
+given, the planner: the step with its parts, and the layouts that differ in one choice. A measured
+step that is far from the planned one is reported first: a plan that is wrong for a machine gives
+poor advice.
 """
 
 import dataclasses
@@ -33,7 +35,8 @@ from jaxtrain.run.metrics import METRICS_FILE, read_metrics
 from jaxtrain.schedule.orders import INTERLEAVED, ZERO_BUBBLE
 
 REMATS, ZEROS = ("none", "selective", "full"), (0, 1, 2, 3)
-HALVED_FOR = (("model", "data"), ("stage", "data"), ("data", "model"), ("stage", "model"))  # (axis of half as many, of twice as many)
+# (axis of half as many, of twice as many)
+HALVED_FOR = (("model", "data"), ("stage", "data"), ("data", "model"), ("stage", "model"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +69,13 @@ def single_changes(prediction: Prediction) -> list[Change]:
             continue
         resolved = changed.resolve()
         other = step_model_of(resolved, work.hardware, work.framework.name)
-        differs = {key: value for key, value in layout_flag.of(resolved).items() if value != layout[key]}
+        differs = {
+            key: value for key, value in layout_flag.of(resolved).items() if value != layout[key]
+        }
         needs = memory(other, config.model.loss_chunk).bytes
-        changes.append(Change(settings, layout_flag.text_of(differs), exact * other.step().seconds, needs))
+        changes.append(
+            Change(settings, layout_flag.text_of(differs), exact * other.step().seconds, needs)
+        )
     return sorted(changes, key=lambda change: change.seconds)
 
 
@@ -78,14 +85,26 @@ def _candidates(config: Config) -> Iterator[dict[str, Any]]:
     yield from ({"pipeline.remat": remat} for remat in REMATS if remat != pipeline.remat)
     if mesh.data > 1:
         yield from ({"parallel.zero": zero} for zero in ZEROS if zero != config.parallel.zero)
-    yield from ({"pipeline.microbatches": n} for n in (2 * pipeline.microbatches, pipeline.microbatches // 2) if n)
+    yield from (
+        {"pipeline.microbatches": n}
+        for n in (2 * pipeline.microbatches, pipeline.microbatches // 2)
+        if n
+    )
     if mesh.stage > 1:
         yield {"pipeline.schedule": INTERLEAVED, "pipeline.repeats": 2 * max(1, pipeline.repeats)}
-        yield from ({"pipeline.schedule": name, "pipeline.repeats": 0} for name in ZERO_BUBBLE if name != pipeline.schedule)
+        yield from (
+            {"pipeline.schedule": name, "pipeline.repeats": 0}
+            for name in ZERO_BUBBLE
+            if name != pipeline.schedule
+        )
     for fewer, more in HALVED_FOR:
         sizes = {axis: getattr(mesh, axis) for axis in (fewer, more)}
         if sizes[fewer] % 2 == 0:
-            yield {f"mesh.{fewer}": sizes[fewer] // 2, f"mesh.{more}": 2 * sizes[more], "pipeline.repeats": 0}
+            yield {
+                f"mesh.{fewer}": sizes[fewer] // 2,
+                f"mesh.{more}": 2 * sizes[more],
+                "pipeline.repeats": 0,
+            }
 
 
 def _pieces(config: Config) -> int:
@@ -94,21 +113,28 @@ def _pieces(config: Config) -> int:
     return mesh.replica * mesh.data * mesh.expert * config.pipeline.microbatches
 
 
-# --- advice from a run's records --------------------------------------------------------------------
+# --- advice from a run's records ------------------------------------------------------------------
 
 T = TypeVar("T")
-FAR = 1.5  # ratio of measured and planned step, either way, from which on the plan is not of this machine
+# ratio of measured and planned step, either way, from which on the plan is not of this machine
+FAR = 1.5
 MOST = 5  # changes that are listed
 WORTH = 0.02  # fraction of the step or of the wall time, from which on a change is listed
 
 # Part of the wall time → what is to be done about it.
 REMEDIES: Mapping[str, str] = {
-    Part.WAITING.value: "the step waits for batches: raise data.prefetch, put the corpus on a local disk, or give hosts more cores",
-    Part.SAVING.value: "saves hold the loop: raise checkpoint.every or .minutes, with checkpoint.local for the frequent ones",
-    Part.EVALUATING.value: "evaluation takes long: raise train.eval_every, or lower train.eval_batches",
-    Part.COMPILING.value: "starts compile: keep the cache of programs ($JAXTRAIN_CACHE) on a disk that outlives them, and start less often",
-    REDONE: "steps are done again after stops: save more often, or beside that every few steps into checkpoint.local",
-    Part.ROLLING_BACK.value: "the run goes back often: look at its warnings, and at optimizer.learning_rate",
+    Part.WAITING.value: "the step waits for batches: raise data.prefetch, put the corpus on a "
+    "local disk, or give hosts more cores",
+    Part.SAVING.value: "saves hold the loop: raise checkpoint.every or .minutes, with "
+    "checkpoint.local for the frequent ones",
+    Part.EVALUATING.value: "evaluation takes long: raise train.eval_every, or lower "
+    "train.eval_batches",
+    Part.COMPILING.value: "starts compile: keep the cache of programs ($JAXTRAIN_CACHE) on a "
+    "disk that outlives them, and start less often",
+    REDONE: "steps are done again after stops: save more often, or beside that every few steps "
+    "into checkpoint.local",
+    Part.ROLLING_BACK.value: "the run goes back often: look at its warnings, and at "
+    "optimizer.learning_rate",
 }
 
 
@@ -133,36 +159,55 @@ class Measured:
 
 
 def read(workdir: str | os.PathLike) -> Measured:
-    """The records of a run's folder. Raises AdviceError for records that are missing or not a run's."""
+    """The records of a run's folder. Raises AdviceError for records that are missing or not a
+    run's."""
     folder, shown = pathlib.Path(workdir), cfg.shown(str(workdir))
-    for name in (CONFIG, METRICS_FILE, GOODPUT_FILE, compare.PLANNED):  # a pipe would be waited for, a device has no end
+    # a pipe would be waited for, a device has no end
+    for name in (CONFIG, METRICS_FILE, GOODPUT_FILE, compare.PLANNED):
         if os.path.exists(folder / name) and not os.path.isfile(folder / name):
-            raise AdviceError(f"--advise={str(workdir)!r}: its {name} is not a regular file: name the folder of a run")
+            raise AdviceError(
+                f"--advise={str(workdir)!r}: its {name} is not a regular file: name the "
+                "folder of a run"
+            )
     try:
         config = cfg.from_dict(json.loads((folder / CONFIG).read_bytes()))
     except OSError as error:
-        raise AdviceError(f"--advise={shown} has no {CONFIG} ({error.strerror}): name the folder of a run") from None
+        raise AdviceError(
+            f"--advise={shown} has no {CONFIG} ({error.strerror}): name the folder of a run"
+        ) from None
     except (ValueError, ConfigError, TypeError, AttributeError, RecursionError) as error:
         what = f"its {CONFIG} is no config ({' '.join(str(error).split())[:100]})"
         raise AdviceError(f"--advise={shown}: {what}: name the folder of a run") from None
-    rows = [row for row in _records(workdir, METRICS_FILE, read_metrics) if _is_seconds(row.get("step_time_s")) and row["step_time_s"]]
+    rows = [
+        row
+        for row in _records(workdir, METRICS_FILE, read_metrics)
+        if _is_seconds(row.get("step_time_s")) and row["step_time_s"]
+    ]
     later = rows[len(rows) // 2 :] if len(rows) > 2 else rows[1:]
     if not later:
-        raise AdviceError(f"--advise={shown} has {len(rows)} rows with a step's time: let it run for some steps more")
+        raise AdviceError(
+            f"--advise={shown} has {len(rows)} rows with a step's time: let it run for some "
+            "steps more"
+        )
     seconds = statistics.median(row["step_time_s"] for row in later)
     goodput = _records(workdir, GOODPUT_FILE, lambda folder: Goodput(read_goodput(folder)))
     return Measured(config, seconds, len(later), goodput, rows[-1])
 
 
-def _records(workdir: str | os.PathLike, name: str, read_file: Callable[[str | os.PathLike], T]) -> T:
-    """The records of one file. Raises AdviceError if it cannot be read or has what no run writes."""
+def _records(
+    workdir: str | os.PathLike, name: str, read_file: Callable[[str | os.PathLike], T]
+) -> T:
+    """The records of one file. Raises AdviceError if it cannot be read or has what no run
+    writes."""
     try:
         return read_file(workdir)
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError):
         what = "is not what a run writes"
-    raise AdviceError(f"--advise={cfg.shown(str(workdir))}: its {name} {what}: name the folder of a run")
+    raise AdviceError(
+        f"--advise={cfg.shown(str(workdir))}: its {name} {what}: name the folder of a run"
+    )
 
 
 def _is_seconds(value: object) -> bool:
@@ -170,54 +215,92 @@ def _is_seconds(value: object) -> bool:
 
 
 def advise(workdir: str | os.PathLike, hardware: Hardware | None = None) -> list[str]:
-    """Advice as lines of text, from the records alone if the run's hardware is None. Raises AdviceError."""
+    """Advice as lines of text, from the records alone if the run's hardware is None. Raises
+    AdviceError."""
     measured = read(workdir)
     goodput = measured.goodput
-    lines = [f"a step takes {measured.seconds:.4g} s, the median of {measured.rows} rows of metrics.jsonl"]
+    lines = [
+        f"a step takes {measured.seconds:.4g} s, the median of {measured.rows} rows of "
+        "metrics.jsonl"
+    ]
     if goodput.starts:
         lines.append(goodput.summary())
     if (wall_s := goodput.wall_s()) > 0:
-        losses = {name: seconds / wall_s for name, seconds in goodput.parts().items() if name in REMEDIES}
-        listed = sorted((name for name in losses if losses[name] >= WORTH), key=lambda name: -losses[name])
+        losses = {
+            name: seconds / wall_s for name, seconds in goodput.parts().items() if name in REMEDIES
+        }
+        listed = sorted(
+            (name for name in losses if losses[name] >= WORTH), key=lambda name: -losses[name]
+        )
         lines += [f"{losses[name]:.1%} of the wall time: {REMEDIES[name]}" for name in listed]
-    slowest, behind_s = (measured.last.get(name) for name in ("slowest_process", "slowest_behind_s"))
+    slowest, behind_s = (
+        measured.last.get(name) for name in ("slowest_process", "slowest_behind_s")
+    )
     if isinstance(slowest, int) and _is_seconds(behind_s):
         lines.append(f"process {slowest} is behind the others by {behind_s:.3g} s a step")
     if record := compare.read(pathlib.Path(workdir)):
-        lines += [f"after warm-up: {line}" for line in _records(workdir, compare.PLANNED, lambda folder: record.lines())]
+        lines += [
+            f"after warm-up: {line}"
+            for line in _records(workdir, compare.PLANNED, lambda folder: record.lines())
+        ]
     if hardware is None:
         return [*lines, "with --hardware=NAME the planner says what else the step could be"]
     _check(workdir, measured.config, hardware)
     now = exactly(predict(measured.config.resolve(), hardware))
     ratio = measured.seconds / now.seconds
-    lines.append(f"planned for {hardware.name}: {now.seconds:.4g} s; measured {ratio:.3g} times that")
+    lines.append(
+        f"planned for {hardware.name}: {now.seconds:.4g} s; measured {ratio:.3g} times that"
+    )
     if not 1 / FAR <= ratio <= FAR:
-        lines.append("that is far: a profile (train.profile_steps) says where the time goes; is this the device, and is it alone?")
-    parts = ", ".join(f"{name} {seconds / now.seconds:.0%}" for name, seconds in compare.listed(now.time.exposed))
+        lines.append(
+            "that is far: a profile (train.profile_steps) says where the time goes; is this "
+            "the device, and is it alone?"
+        )
+    parts = ", ".join(
+        f"{name} {seconds / now.seconds:.0%}" for name, seconds in compare.listed(now.time.exposed)
+    )
     lines.append(f"planned parts: {parts}")
-    gainful = (c for c in single_changes(now) if c.bytes <= hardware.memory and c.seconds <= now.seconds * (1 - WORTH))
+    gainful = (
+        c
+        for c in single_changes(now)
+        if c.bytes <= hardware.memory and c.seconds <= now.seconds * (1 - WORTH)
+    )
     changes = list(itertools.islice(gainful, MOST))
     if not changes:
         return [*lines, "no single change of the layout is planned to make it faster and to fit"]
     lines.append("planned to be faster, one change at a time:")
     for change in changes:
         flags = " ".join(f"--config.{path}={value}" for path, value in change.settings.items())
-        lines.append(f"  {flags}: {1 - change.seconds / now.seconds:.0%} less time, {change.bytes / GIB:.1f} GiB a device")
+        lines.append(
+            f"  {flags}: {1 - change.seconds / now.seconds:.0%} less time, "
+            f"{change.bytes / GIB:.1f} GiB a device"
+        )
     return lines
 
 
 def _check(workdir: str | os.PathLike, config: Config, hardware: Hardware) -> None:
     """Raises AdviceError for a config that the planner cannot take on this hardware."""
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    unknown = [f"mesh.{axis}={size}" for axis, size in sizes.items() if not isinstance(size, int) or size < 1]
+    unknown = [
+        f"mesh.{axis}={size}"
+        for axis, size in sizes.items()
+        if not isinstance(size, int) or size < 1
+    ]
     if unknown:
         rule = f"its {CONFIG} has {unknown[0]}, which is no size that the planner could take"
     elif refusal := checks.refusal(config, Surroundings(None, platform_of(hardware), config)):
         rule = f"its {CONFIG} is no run's: {str(refusal).partition(': use ')[0]}"
     elif config.data.batch_size % _pieces(config):
-        rule = f"its {CONFIG} cuts data.batch_size={config.data.batch_size} into {_pieces(config)} pieces"
+        rule = (
+            f"its {CONFIG} cuts data.batch_size={config.data.batch_size} into {_pieces(config)} "
+            "pieces"
+        )
     elif config.precision.compute not in hardware.peak_tflops:
         rule = f"precision.compute={config.precision.compute!r} has no peak on {hardware.name}"
     else:
         return
-    raise AdviceError(f"--advise={cfg.shown(str(workdir))}: {rule}", {"hardware": ""}, advice="for what the records alone say")
+    raise AdviceError(
+        f"--advise={cfg.shown(str(workdir))}: {rule}",
+        {"hardware": ""},
+        advice="for what the records alone say",
+    )

@@ -1,4 +1,5 @@
-"""How a command ends: a status for what starts runs again (Slurm, JobSet, Ray, `jaxtrain.launch --restarts`), and the error that has it.
+"""How a command ends: a status for what starts runs again (Slurm, JobSet, Ray, `jaxtrain.launch
+--restarts`), and the error that has it.
 
 docs/operations.md has the table of these for people. Standard library only.
 """
@@ -9,10 +10,11 @@ from typing import ClassVar
 
 
 class ExitStatus(enum.IntEnum):
-    """The exit statuses of `jaxtrain.train`, and of every command that ends for one of these reasons.
+    """The exit statuses of `jaxtrain.train`, and of every command that ends for one of these
+    reasons.
 
-    64 to 78 have the meaning that sysexits.h gives them; what it does not know follows it. A process that a signal ends has 128 and the
-    signal's number, as shells count.
+    64 to 78 have the meaning that sysexits.h gives them; what it does not know follows it. A
+    process that a signal ends has 128 and the signal's number, as shells count.
     """
 
     FINISHED = 0
@@ -20,19 +22,27 @@ class ExitStatus(enum.IntEnum):
     BAD_CONFIG = 2  # flags, recipe or settings
     BAD_DATA = 65  # EX_DATAERR: the corpus
     STORAGE = 74  # EX_IOERR: what is stored cannot be read or written
-    STOPPED = 75  # EX_TEMPFAIL: on request (SIGTERM, preemption), with the step saved: the same command goes on
+    # EX_TEMPFAIL: on request (SIGTERM, preemption), with the step saved: the same command goes on
+    STOPPED = 75
     HUNG = 79  # no step for longer than a step can last
     LOST_PEER = 80  # another process of the run has gone
-    BAD_NUMBERS = 81  # a loss, gradients or parameters that are not finite, or copies of parameters that differ
+    # a loss, gradients or parameters that are not finite, or copies of parameters that differ
+    BAD_NUMBERS = 81
     INTERRUPTED = 128 + signal.SIGINT  # Ctrl-C, with the step saved if there was one
 
     @property
     def goes_on(self) -> bool:
         """Whether the same command, started again, can be expected to come further."""
-        return self in (ExitStatus.STORAGE, ExitStatus.STOPPED, ExitStatus.HUNG, ExitStatus.LOST_PEER)
+        return self in (
+            ExitStatus.STORAGE,
+            ExitStatus.STOPPED,
+            ExitStatus.HUNG,
+            ExitStatus.LOST_PEER,
+        )
 
 
 class RunError(Exception):
-    """What ends a command and is no fault in the program: its text is one line, shown without a traceback; `status` is the command's."""
+    """What ends a command and is no fault in the program: its text is one line, shown without a
+    traceback; `status` is the command's."""
 
     status: ClassVar[ExitStatus] = ExitStatus.FAULT

@@ -1,7 +1,10 @@
-"""Parts of a command's wall time: each moment belongs to one part, so the parts add up to the whole.
+"""Parts of a command's wall time: each moment belongs to one part, so the parts add up to the
+whole.
 
-imports · table · data · tracing · compiling · state │ stepping  awaiting  data wait  stepping  saving … ending
-└───────────────── the start ───────────────────────┘ └────────────────── the loop ─────────────────┘
+imports · table · data · tracing · compiling · state │
+└──────────────────── the start ────────────────────┘
+    │ stepping  awaiting  data wait  stepping  saving … ending
+    └─────────────────────── the loop ───────────────────────┘
 """
 
 import contextlib
@@ -55,7 +58,8 @@ class _Moment:
 
 
 class WallClock:
-    """The wall time of a command by parts. One thread changes parts; any thread may ask at any moment, without waiting.
+    """The wall time of a command by parts. One thread changes parts; any thread may ask at any
+    moment, without waiting.
 
     Args:
       began: when the command and its first part, the imports, began, by `clock`; now if not given.
@@ -74,7 +78,8 @@ class WallClock:
 
     @contextlib.contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """A context that is the part's; the part around it goes on afterwards. What is inside a part inside is not this part's."""
+        """A context that is the part's; the part around it goes on afterwards. What is inside a
+        part inside is not this part's."""
         around = self._moment.part
         self.enter(part)
         try:
@@ -109,7 +114,8 @@ class WallClock:
         return sum(seconds.get(part, 0.0) for part in parts)
 
     def seconds(self) -> dict[Part, float]:
-        """The seconds of each part that there was, in the order in which they began; their sum is the time since `began`."""
+        """The seconds of each part that there was, in the order in which they began; their sum is
+        the time since `began`."""
         return _added(self._moment, self._clock())
 
 

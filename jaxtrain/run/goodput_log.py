@@ -1,18 +1,25 @@
-"""Goodput of a run over all its starts: which share of their wall time went into steps that count. goodput.jsonl and goodput.png.
+"""Goodput of a run over all its starts: which share of their wall time went into steps that count.
+goodput.jsonl and goodput.png.
 
-    goodput.jsonl    one JSON object a line, appended as a start goes on, so that a start that is killed has left its parts
-      {"start": 2, "began": 1763786000.1, "time": 1763786012.6, "step": 47, "seconds": {"imports": 2.01, …, "stepping": 4.5}}
+    goodput.jsonl    one JSON object a line, appended as a start goes on, so that a start that is
+                     killed has left its parts
+      {"start": 2, "began": 1763786000.1, "time": 1763786012.6, "step": 47,
+       "seconds": {"imports": 2.01, …, "stepping": 4.5}}
 
     start      from 1
-    began      Unix seconds at which the start's command began, by the clock of the start's machine then
-    time       began and how long the start has lasted since: a clock that is put right meanwhile changes nothing
-    step       the last step whose results were there; in a start's first line the step that it goes on from
+    began      Unix seconds at which the start's command began, by the clock of the start's machine
+               then
+    time       began and how long the start has lasted since: a clock that is put right meanwhile
+               changes nothing
+    step       the last step whose results were there; in a start's first line the step that it goes
+               on from
     seconds    of each part since `began` (goodput.py); they add up to time - began
 
-A start that goes on from step 40 takes what steps after 40 have cost earlier starts out of what counts: those steps are redone. So does
-a roll-back in a start, where `step` falls from one line to the next. Down time is what lies between a start's last line and the beginning
-of the next one; it is shown beside, and is no part of the run's wall time. A start that ends before its first line, in the imports, is
-down time too.
+A start that goes on from step 40 takes what steps after 40 have cost earlier starts out of what
+counts: those steps are redone. So does a roll-back in a start, where `step` falls from one line to
+the next. Down time is what lies between a start's last line and the beginning of the next one; it
+is shown beside, and is no part of the run's wall time. A start that ends before its first line, in
+the imports, is down time too.
 """
 
 import dataclasses
@@ -26,7 +33,8 @@ from collections.abc import Callable, Iterable
 from jaxtrain.run.goodput import Part, WallClock
 
 GOODPUT_FILE, GOODPUT_PLOT = "goodput.jsonl", "goodput.png"
-# A line is due when a start has lasted so much longer than at its last line: a kill loses no more of it.
+# A line is due when a start has lasted so much longer than at its last line: a kill loses no more
+# of it.
 GROWTH, SHORTEST, LONGEST = 0.01, 0.05, 60.0  # a part of the start's time; seconds
 BEFORE_STATE = {Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING}
 KEPT_LINES = 50  # about so many of each start are kept once another start follows
@@ -52,7 +60,8 @@ class Line:
 
 @dataclasses.dataclass
 class Start:
-    """A start as its last line has it. redone_s: of its stepping, what was done again or thrown away."""
+    """A start as its last line has it. redone_s: of its stepping, what was done again or thrown
+    away."""
 
     last: Line
     redone_s: float = 0.0
@@ -62,13 +71,16 @@ class Start:
 
     def parts(self) -> dict[str, float]:
         """Seconds by part, where stepping is split into what counts and what does not."""
-        others = {name: seconds for name, seconds in self.last.seconds.items() if name not in STEPPING}
+        others = {
+            name: seconds for name, seconds in self.last.seconds.items() if name not in STEPPING
+        }
         return {USEFUL: self.last.stepping() - self.redone_s, REDONE: self.redone_s} | others
 
 
 @dataclasses.dataclass
 class _Stretch:
-    """Steps that count so far: those after `begin` up to `end`, and the seconds that they took their start."""
+    """Steps that count so far: those after `begin` up to `end`, and the seconds that they took
+    their start."""
 
     begin: int
     end: int
@@ -131,14 +143,23 @@ class Goodput:
     def summary(self) -> str:
         """For people, in a line."""
         wall_s, parts = self.wall_s(), self.parts()
-        shares = {name: parts[name] / wall_s for name in sorted(parts, key=lambda name: -parts[name])} if wall_s > 0 else {}
-        text = ", ".join(f"{name.replace('_', ' ')} {100 * share:.1f} %" for name, share in shares.items() if share >= SHOWN)
+        shares = (
+            {name: parts[name] / wall_s for name in sorted(parts, key=lambda name: -parts[name])}
+            if wall_s > 0
+            else {}
+        )
+        text = ", ".join(
+            f"{name.replace('_', ' ')} {100 * share:.1f} %"
+            for name, share in shares.items()
+            if share >= SHOWN
+        )
         starts = f"{len(self.starts)} start{'s'[: len(self.starts) > 1]}"
         down = f"; {self.down_s:.1f} s down between them" if len(self.starts) > 1 else ""
         return f"goodput {100 * self.share():.1f} % of {wall_s:.1f} s in {starts}: {text}{down}"
 
     def _forget_after(self, step: int) -> None:
-        """What came after a step does not count: whole stretches, and of the one around it a part."""
+        """What came after a step does not count: whole stretches, and of the one around it a
+        part."""
         while self._stretches and (last := self._stretches[-1]).begin >= step:
             last.start.redone_s += last.seconds
             self._stretches.pop()
@@ -153,7 +174,8 @@ def _text(line: Line) -> str:
 
 
 def read_goodput(workdir: str | os.PathLike) -> list[Line]:
-    """The lines of a run in order, none if there is no file. A line that a kill has cut off is left out."""
+    """The lines of a run in order, none if there is no file. A line that a kill has cut off is left
+    out."""
     path = pathlib.Path(workdir) / GOODPUT_FILE
     if not path.is_file():
         return []
@@ -167,26 +189,41 @@ def read_goodput(workdir: str | os.PathLike) -> list[Line]:
 
 
 def thinned(lines: list[Line]) -> list[Line]:
-    """So few of the lines that each start has some KEPT_LINES, with its first and last one and those around a roll-back."""
-    whole = {line.start: sum(line.seconds.values()) for line in lines}  # the last of each start has all
+    """So few of the lines that each start has some KEPT_LINES, with its first and last one and
+    those around a roll-back."""
+    # the last of each start has all
+    whole = {line.start: sum(line.seconds.values()) for line in lines}
     kept: list[Line] = []
     for before, line, after in zip([None, *lines], lines, [*lines[1:], None], strict=False):
-        ends = (before is None or before.start != line.start, after is None or after.start != line.start)
-        back = (before is not None and line.step < before.step, after is not None and after.step < line.step)
-        grown = bool(kept) and sum(line.seconds.values()) - sum(kept[-1].seconds.values()) > whole[line.start] / KEPT_LINES
+        ends = (
+            before is None or before.start != line.start,
+            after is None or after.start != line.start,
+        )
+        back = (
+            before is not None and line.step < before.step,
+            after is not None and after.step < line.step,
+        )
+        grown = (
+            bool(kept)
+            and sum(line.seconds.values()) - sum(kept[-1].seconds.values())
+            > whole[line.start] / KEPT_LINES
+        )
         if any(ends) or any(back) or grown:
             kept.append(line)
     return kept
 
 
 class GoodputLog:
-    """Writes goodput.jsonl for a start, from a thread of its own: also while the loop compiles, saves or hangs.
+    """Writes goodput.jsonl for a start, from a thread of its own: also while the loop compiles,
+    saves or hangs.
 
     Args:
-      workdir: made if need be. None: nothing is written (for the processes that keep no log), and no other start is known.
+      workdir: made if need be. None: nothing is written (for the processes that keep no log), and
+        no other start is known.
       clock: of the command.
       step: the step that the start goes on from.
-      ran_before: seconds that the run had run when the checkpoint was saved that it goes on from; the file may know of more.
+      ran_before: seconds that the run had run when the checkpoint was saved that it goes on from;
+        the file may know of more.
       now: Unix seconds; asked once.
     """
 
@@ -255,8 +292,13 @@ class GoodputLog:
         self.discard()
 
     def discard(self) -> None:
-        """Removes the file of a run that ends, by a signal or an error, before it has a state: such a run leaves nothing. Any thread."""
-        if self._path is not None and self._is_first and self.clock.seconds().keys() <= BEFORE_STATE:
+        """Removes the file of a run that ends, by a signal or an error, before it has a state: such
+        a run leaves nothing. Any thread."""
+        if (
+            self._path is not None
+            and self._is_first
+            and self.clock.seconds().keys() <= BEFORE_STATE
+        ):
             self._ended.set()
             self._path.unlink(missing_ok=True)
 
@@ -266,10 +308,17 @@ class GoodputLog:
 
     def _line(self) -> Line:
         seconds = {part.value: round(seconds, 4) for part, seconds in self.clock.seconds().items()}
-        return Line(self._start, round(self._began, 3), round(self._began + sum(seconds.values()), 3), self._step, seconds)
+        return Line(
+            self._start,
+            round(self._began, 3),
+            round(self._began + sum(seconds.values()), 3),
+            self._step,
+            seconds,
+        )
 
     def _write(self) -> None:
-        """Appends a line. One that has no room on the disk is left out: what is measured must not end what it measures."""
+        """Appends a line. One that has no room on the disk is left out: what is measured must not
+        end what it measures."""
         with self._writing:  # the loop's thread writes too where the run goes back
             self._append()
 
@@ -294,8 +343,10 @@ class GoodputLog:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             lines = read_goodput(self._path.parent)
-            if len(few := thinned(lines)) < len(lines):  # over hundreds of starts the file would grow without end
-                beside = self._path.with_suffix(".new")  # then renamed: a kill in between must not lose what was
+            # over hundreds of starts the file would grow without end
+            if len(few := thinned(lines)) < len(lines):
+                # then renamed: a kill in between must not lose what was
+                beside = self._path.with_suffix(".new")
                 beside.write_text("".join(map(_text, few)))
                 os.replace(beside, self._path)
             self._cut = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
@@ -309,9 +360,11 @@ class GoodputLog:
             self._write()
 
 
-LEAST_STARTS, MOST_LABELS = 6, 20  # for which goodput.png has room at least, and of which each has its number
+# for which goodput.png has room at least, and of which each has its number
+LEAST_STARTS, MOST_LABELS = 6, 20
 
-# The parts of every start, from the bottom up, with their colours: what counts is dark, what is lost is red.
+# The parts of every start, from the bottom up, with their colours: what counts is dark, what is
+# lost is red.
 COLOURS = {
     USEFUL: "#1b6e3c",
     REDONE: "#c0392b",
@@ -331,7 +384,8 @@ COLOURS = {
 
 
 def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
-    """Draws goodput.png, from goodput.jsonl: each start's seconds by part, and the share of each over all. None if there is nothing."""
+    """Draws goodput.png, from goodput.jsonl: each start's seconds by part, and the share of each
+    over all. None if there is nothing."""
     goodput = Goodput(read_goodput(workdir))
     if not goodput.wall_s():
         return None
@@ -347,16 +401,32 @@ def plot_goodput(workdir: str | os.PathLike) -> pathlib.Path | None:
         if not total.get(name):
             continue
         share = 100 * total[name] / goodput.wall_s()
-        whole.bar([0], [share], bottom=[height], color=COLOURS.get(name), label=f"{name.replace('_', ' ')} {share:.1f} %")
+        whole.bar(
+            [0],
+            [share],
+            bottom=[height],
+            color=COLOURS.get(name),
+            label=f"{name.replace('_', ' ')} {share:.1f} %",
+        )
         seconds = [start.parts().get(name, 0.0) for start in goodput.starts]
         each.bar(numbers, seconds, bottom=heights, color=COLOURS.get(name))
-        height, heights = height + share, [low + more for low, more in zip(heights, seconds, strict=True)]
+        height, heights = (
+            height + share,
+            [low + more for low, more in zip(heights, seconds, strict=True)],
+        )
     whole.set(xticks=[], ylabel="% of the wall time of all starts", ylim=(0, 100))
     each.set(xlabel="start", ylabel="seconds")
-    beside = max(0.5, (LEAST_STARTS - (numbers[-1] - numbers[0])) / 2)  # so that a bar of few is no wall
+    # so that a bar of few is no wall
+    beside = max(0.5, (LEAST_STARTS - (numbers[-1] - numbers[0])) / 2)
     each.set_xlim(numbers[0] - beside, numbers[-1] + beside)
-    each.xaxis.set_major_locator(MaxNLocator(integer=True) if len(numbers) > MOST_LABELS else FixedLocator(numbers))
-    figure.legend(*(reversed(labels) for labels in whole.get_legend_handles_labels()), loc="outside right upper", fontsize="small")
+    each.xaxis.set_major_locator(
+        MaxNLocator(integer=True) if len(numbers) > MOST_LABELS else FixedLocator(numbers)
+    )
+    figure.legend(
+        *(reversed(labels) for labels in whole.get_legend_handles_labels()),
+        loc="outside right upper",
+        fontsize="small",
+    )
     figure.suptitle(goodput.summary().partition(":")[0])
     path = pathlib.Path(workdir) / GOODPUT_PLOT
     figure.savefig(path)

@@ -1,21 +1,29 @@
 """What a run leaves about itself: metrics.jsonl, TensorBoard, loss.png.
 
-    metrics.jsonl    one JSON object a line, the record of everything; a number that is not finite is null
-      {"step": 10, "time": 1763786000.123, "wall_s": 12.5, "loss": 3.21, "grad_norm": 0.8, "learning_rate": 3e-4, "tokens": 20480,
-       "batch": 9, "step_time_s": 0.1, "tokens_per_s": …, "mfu": …, "goodput": 0.7}
+    metrics.jsonl    one JSON object a line, the record of everything; a number that is not finite
+                     is null
+      {"step": 10, "time": 1763786000.123, "wall_s": 12.5, "loss": 3.21, "grad_norm": 0.8,
+       "learning_rate": 3e-4, "tokens": 20480, "batch": 9, "step_time_s": 0.1, "tokens_per_s": …,
+       "mfu": …, "goodput": 0.7}
       {"step": 100, "time": …, "wall_s": …, "validation_loss": 3.4, …}
-      {"step": 1, "time": …, "wall_s": …, "start_up_s": 9.1, "imports_s": 2.0, …}     once a start (start_up.py)
-      {"step": 60, "time": …, "wall_s": …, "rolled_back_from": 75, "next_batch": 75, "why": …, "rollbacks": 1}
-    metrics.rolled_back.jsonl    the records of steps 61 to 75 of before, when the run went back to step 60
+      {"step": 1, "time": …, "wall_s": …, "start_up_s": 9.1, "imports_s": 2.0, …}     once a start
+                                                                                (start_up.py)
+      {"step": 60, "time": …, "wall_s": …, "rolled_back_from": 75, "next_batch": 75, "why": …,
+       "rollbacks": 1}
+    metrics.rolled_back.jsonl    the records of steps 61 to 75 of before, when the run went back to
+                                 step 60
 
     batch           the number of the step's batch, from 0
     skipped         updates skipped so far, where the run skips those whose numbers are not finite
     time            Unix seconds at which the record was written
-    wall_s          seconds that the run has run: all its starts, compiling and what a kill has cost too, without the time between starts
+    wall_s          seconds that the run has run: all its starts, compiling and what a kill has cost
+                    too, without the time between starts
     goodput         the share of wall_s that went into steps which count (goodput_log.py)
-    step_time_s …   means over the steps since the training record before, without evaluations and saves
+    step_time_s …   means over the steps since the training record before, without evaluations and
+                    saves
 
-Values are made elsewhere; nothing here touches a device. Libraries that are slow to import are imported where they are used.
+Values are made elsewhere; nothing here touches a device. Libraries that are slow to import are
+imported where they are used.
 """
 
 import json
@@ -35,7 +43,8 @@ LONGEST_TITLE = 70  # characters that fit above loss.png
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict]:
-    """The records of a run in the order of their lines, none if there is no file. A line that a kill has cut off is left out."""
+    """The records of a run in the order of their lines, none if there is no file. A line that a
+    kill has cut off is left out."""
     path = pathlib.Path(workdir) / METRICS_FILE
     if not path.is_file():
         return []
@@ -51,13 +60,16 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict]:
 
 
 class MetricsWriter:
-    """Appends records to metrics.jsonl and TensorBoard. A line is on its way to the disk when `write` returns, if there is room on it.
+    """Appends records to metrics.jsonl and TensorBoard. A line is on its way to the disk when
+    `write` returns, if there is room on it.
 
     Args:
       workdir: made if need be. None: nothing is written (for the processes that keep no log).
       tensorboard: whether event files are written too.
-      resume_step: the step that the run goes on from: records of later steps are dropped, for they will come again. 0 begins anew.
-      wall_s: seconds that the run has run by now, all its starts together; the writer's own if not given.
+      resume_step: the step that the run goes on from: records of later steps are dropped, for they
+        will come again. 0 begins anew.
+      wall_s: seconds that the run has run by now, all its starts together; the writer's own if not
+        given.
       say: gets a line, once, where files cannot be written.
     """
 
@@ -83,19 +95,23 @@ class MetricsWriter:
         self._open(resume_step, read_metrics(workdir) if resume_step > 0 else [])
 
     def _open(self, step: int, records: list[dict]) -> None:
-        """Begins the files anew, with those of these records that are not of later steps than this."""
+        """Begins the files anew, with those of these records that are not of later steps than
+        this."""
         path = self._workdir / METRICS_FILE
         # A file beside, then renamed: a kill in between must not lose the run's history.
         beside = path.with_suffix(".new")
         with warned(path, self._say):
-            beside.write_text("".join(json.dumps(record) + "\n" for record in records if record["step"] <= step))
+            beside.write_text(
+                "".join(json.dumps(record) + "\n" for record in records if record["step"] <= step)
+            )
             os.replace(beside, path)
         self._file = LineFile(path, self._say)
         if self._tensorboard:
             self._events = _event_files(self._workdir / TENSORBOARD_FOLDER, step + 1, self._say)
 
     def go_back(self, step: int, **values: float | int | str | None) -> None:
-        """The run stands at an earlier step: records of later ones move to ROLLED_BACK_FILE; one about this takes their place."""
+        """The run stands at an earlier step: records of later ones move to ROLLED_BACK_FILE; one
+        about this takes their place."""
         if self._file is None:
             return
         self.close()
@@ -103,15 +119,20 @@ class MetricsWriter:
         self._open(step, records)
         rolled_back = self._workdir / ROLLED_BACK_FILE
         with warned(rolled_back, self._say), rolled_back.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records if record["step"] > step)
+            file.writelines(
+                json.dumps(record) + "\n" for record in records if record["step"] > step
+            )
         self.write(step, **values)
 
     def write(self, step: int, **values: float | int | str | None) -> None:
-        """One record, with `time` and `wall_s` in front. Numbers that are not finite become null: JSON has no others."""
+        """One record, with `time` and `wall_s` in front. Numbers that are not finite become null:
+        JSON has no others."""
         if self._file is None:
             return
         now, wall_s = round(time.time(), 3), round(self._wall_s(), 3)
-        record = {"step": step, "time": now, "wall_s": wall_s} | {k: _finite(v) for k, v in values.items()}
+        record = {"step": step, "time": now, "wall_s": wall_s} | {
+            k: _finite(v) for k, v in values.items()
+        }
         self._file.write(json.dumps(record, allow_nan=False))
         if self._events is not None:
             group = "validation" if any(k.startswith("validation") for k in values) else "train"
@@ -130,7 +151,8 @@ class MetricsWriter:
 
 
 def _event_files(folder: pathlib.Path, first_step: int, say: Callable[[str], object]) -> Any:
-    """TensorBoard's writer, None where there is no room for one. Its thread would end at an error, and `add_scalar` then wait for ever."""
+    """TensorBoard's writer, None where there is no room for one. Its thread would end at an error,
+    and `add_scalar` then wait for ever."""
     from tensorboardX import SummaryWriter
 
     with warned(folder, say):
@@ -161,7 +183,8 @@ def _finite(value: Any) -> Any:
 
 
 def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
-    """Draws loss.png, training and validation loss over steps, from metrics.jsonl. None if there is nothing to draw.
+    """Draws loss.png, training and validation loss over steps, from metrics.jsonl. None if there is
+    nothing to draw.
 
     Its title is the run's name, that of its folder.
     """
@@ -183,7 +206,9 @@ def plot_losses(workdir: str | os.PathLike) -> pathlib.Path | None:
             axes.plot(*zip(*points), marker=marker, markersize=4, linewidth=1.5, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     name = pathlib.Path(workdir).resolve().name
-    axes.set_title(name if len(name) <= LONGEST_TITLE else f"{name[: LONGEST_TITLE - 1]}…", parse_math=False)
+    axes.set_title(
+        name if len(name) <= LONGEST_TITLE else f"{name[: LONGEST_TITLE - 1]}…", parse_math=False
+    )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()

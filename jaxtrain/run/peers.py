@@ -1,14 +1,18 @@
-"""What the processes of a run tell each other beside their collectives: that they live, how far they are, and why one ends. No jax.
+"""What the processes of a run tell each other beside their collectives: that they live, how far
+they are, and why one ends. No jax.
 
 Process 0 listens, every other process holds one connection to it. Lines of JSON go both ways:
 
-    process i → 0     who it is, once; then a beat a second: its step and what it is at; "bye" with its status before it ends
+    process i → 0     who it is, once; then a beat a second: its step and what it is at; "bye" with
+                      its status before it ends
     process 0 → all   a beat a second; an ending, which ends all
 
-A connection that closes without a bye is a process that has died: the kernel closes it at once, also after `kill -9`. A connection that
-stays open and is silent is a process that is stopped or a machine that cannot be reached.
+A connection that closes without a bye is a process that has died: the kernel closes it at once,
+also after `kill -9`. A connection that stays open and is silent is a process that is stopped or a
+machine that cannot be reached.
 
-Nothing here waits, has a thread or ends a process: the watchdog (watchdog.py) calls `poll` from its own thread.
+Nothing here waits, has a thread or ends a process: the watchdog (watchdog.py) calls `poll` from its
+own thread.
 """
 
 import contextlib
@@ -30,8 +34,9 @@ LARGEST_LINE = 2**16
 class Beat:
     """What a process says of itself.
 
-    step: the last that is finished; part: what it is at (goodput.Part), and for how many seconds; own_s: seconds since it began that it did
-    not await the devices in its steps, of which data_wait_s it waited for data.
+    step: the last that is finished; part: what it is at (goodput.Part), and for how many seconds;
+    own_s: seconds since it began that it did not await the devices in its steps, of which
+    data_wait_s it waited for data.
     """
 
     step: int = 0
@@ -43,7 +48,8 @@ class Beat:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """Why a process or the whole run ends: the status, and one line for people. process: who says so, or of whom it is said."""
+    """Why a process or the whole run ends: the status, and one line for people. process: who says
+    so, or of whom it is said."""
 
     status: int
     text: str
@@ -52,7 +58,8 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where process 0 listens, what it is, and what it wants to hear from the others; JSON can hold it."""
+    """Where process 0 listens, what it is, and what it wants to hear from the others; JSON can hold
+    it."""
 
     hosts: tuple[str, ...]
     port: int
@@ -62,7 +69,8 @@ class Address:
 
 @dataclasses.dataclass
 class Peer:
-    """Another process, as it is known here. heard: when it last said something, by the clock; bye: why it has ended, if it said so."""
+    """Another process, as it is known here. heard: when it last said something, by the clock; bye:
+    why it has ended, if it said so."""
 
     process: int
     host: str
@@ -98,19 +106,24 @@ class Peers:
         self._listener: socket.socket | None = None
         self._token = ""
 
-    # --- beginning ---------------------------------------------------------------------------------------------------------------
+    # --- beginning --------------------------------------------------------------------------------
 
     def listen(self) -> Address:
         """Process 0 begins to listen. Gives what the others need to connect."""
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6)
+        self._listener = socket.create_server(
+            ("", 0), family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
+        )
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._token = secrets.token_hex(8)
-        return Address(tuple(_own_addresses()), self._listener.getsockname()[1], self._token, os.getpid())
+        return Address(
+            tuple(_own_addresses()), self._listener.getsockname()[1], self._token, os.getpid()
+        )
 
     def connect(self, address: Address, host: str) -> None:
-        """Another process connects. host: its name, for people. Raises PeersError if no address of process 0 answers."""
+        """Another process connects. host: its name, for people. Raises PeersError if no address of
+        process 0 answers."""
         tried = []
         for name in address.hosts:
             try:
@@ -119,14 +132,18 @@ class Peers:
                 tried.append(f"{name}: {error.strerror or error}")
                 continue
             self._add(connection, Peer(0, address.hosts[0], address.pid, self._clock()))
-            self._send(connection, {"token": address.token, "process": self.process, "host": host, "pid": os.getpid()})
+            self._send(
+                connection,
+                {"token": address.token, "process": self.process, "host": host, "pid": os.getpid()},
+            )
             return
         raise PeersError(f"port {address.port} of process 0 cannot be reached ({'; '.join(tried)})")
 
-    # --- every so often ----------------------------------------------------------------------------------------------------------
+    # --- every so often ---------------------------------------------------------------------------
 
     def poll(self, seconds: float) -> None:
-        """Takes what has come, waiting for it at most so long: `peers` and `ending` are then up to date."""
+        """Takes what has come, waiting for it at most so long: `peers` and `ending` are then up to
+        date."""
         for key, _ in self._selector.select(max(0.0, seconds)):
             connection: Any = key.fileobj
             if connection is self._listener:
@@ -139,7 +156,8 @@ class Peers:
         self._broadcast({"beat": dataclasses.asdict(beat)})
 
     def end_all(self, ending: Ending) -> None:
-        """Process 0 tells all others why the run ends, which ends them; another process tells process 0."""
+        """Process 0 tells all others why the run ends, which ends them; another process tells
+        process 0."""
         self._broadcast({"end" if self.process == 0 else "bye": dataclasses.asdict(ending)})
 
     def say_bye(self, ending: Ending) -> None:
@@ -156,7 +174,7 @@ class Peers:
             connection.close()
         self._selector.close()
 
-    # --- connections -------------------------------------------------------------------------------------------------------------
+    # --- connections ------------------------------------------------------------------------------
 
     def _add(self, connection: socket.socket, peer: Peer | None) -> None:
         connection.setblocking(False)
@@ -194,7 +212,12 @@ class Peers:
             if peer is None:
                 if message["token"] != self._token:
                     return False
-                peer = Peer(int(message["process"]), str(message["host"]), int(message["pid"]), self._clock())
+                peer = Peer(
+                    int(message["process"]),
+                    str(message["host"]),
+                    int(message["pid"]),
+                    self._clock(),
+                )
                 self._peer_of[connection] = self.peers[peer.process] = peer
             peer.heard = self._clock()
             if "beat" in message:
@@ -219,16 +242,19 @@ class Peers:
             self._send(connection, message)
 
     def _send(self, connection: socket.socket, message: dict) -> None:
-        # A peer that does not read has a full buffer some day. It misses beats then; what is sent is too short to be cut in between.
+        # A peer that does not read has a full buffer some day. It misses beats then; what is sent
+        # is too short to be cut in between.
         with contextlib.suppress(OSError):
             connection.send(json.dumps(message).encode() + b"\n")
 
 
 def _own_addresses() -> Iterable[str]:
-    """The names by which other machines may reach this one; the last is for those of this machine."""
+    """The names by which other machines may reach this one; the last is for those of this
+    machine."""
     found = [socket.gethostname()]
     for family, elsewhere in ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))  # nothing is sent: the system says which of its addresses it would use
+            # nothing is sent: the system says which of its addresses it would use
+            probe.connect((elsewhere, 9))
             found.append(probe.getsockname()[0])
     return dict.fromkeys([*found, "localhost"])

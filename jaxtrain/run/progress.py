@@ -1,9 +1,12 @@
 """How far a run is and how fast: the bar of a terminal, the lines of a log.
 
-    12/150 |██▏            | loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left      as much of it as the terminal is wide
-    step 12/150 · loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left                  elsewhere and in a log, every few seconds
+    12/150 |██▏            | loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left
+        as much of it as the terminal is wide
+    step 12/150 · loss 3.2134 · 12.3k tokens/s · MFU 41.0 % · 4:50 left
+        elsewhere and in a log, every few seconds
 
-What lasts, metrics.jsonl and the like, is in metrics.py; the progress of a search for a table is in search_progress.py.
+What lasts, metrics.jsonl and the like, is in metrics.py; the progress of a search for a table is in
+search_progress.py.
 """
 
 import collections
@@ -24,16 +27,20 @@ DOT = " · "
 class StepTimer:
     """Seconds a step.
 
-    Call `lap` when the devices have finished a step: dispatch alone takes no time. A single lap says little, since a host that was late for
-    one result finds the next one there; so both figures are means over several laps where there are several.
+    Call `lap` when the devices have finished a step: dispatch alone takes no time. A single lap
+    says little, since a host that was late for one result finds the next one there; so both figures
+    are means over several laps where there are several.
 
     Args:
       step: the step that the run begins with.
       window: seconds that `recent` looks back.
-      clock: seconds, of those that count: of a clock that stands still in evaluations and saves, say.
+      clock: seconds, of those that count: of a clock that stands still in evaluations and saves,
+        say.
     """
 
-    def __init__(self, step: int, window: float = WINDOW, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, step: int, window: float = WINDOW, clock: Callable[[], float] = time.perf_counter
+    ):
         self._clock, self._window = clock, window
         # (step, time): the newest lap that is a window old or older, and all since.
         self._laps = collections.deque([(step, clock())])
@@ -47,16 +54,19 @@ class StepTimer:
             self._laps.popleft()
 
     def recent(self) -> float:
-        """Seconds a step: the mean over the steps that ended in the last seconds, over one step where that took longer."""
+        """Seconds a step: the mean over the steps that ended in the last seconds, over one step
+        where that took longer."""
         return _seconds_a_step(self._laps[0], self._laps[-1])
 
     def since_asked(self) -> float:
-        """Seconds a step: the mean over the steps since this was asked before, or since the beginning."""
+        """Seconds a step: the mean over the steps since this was asked before, or since the
+        beginning."""
         before, self._asked = self._asked, self._laps[-1]
         return _seconds_a_step(before, self._asked)
 
     def restart(self, step: int) -> None:
-        """The run stands at this step now, whatever it was: nothing that was timed before counts."""
+        """The run stands at this step now, whatever it was: nothing that was timed before
+        counts."""
         self._laps.clear()
         self._laps.append((step, self._clock()))
         self._asked = self._laps[0]
@@ -70,7 +80,8 @@ def _seconds_a_step(first: tuple[int, float], last: tuple[int, float]) -> float:
 
 
 class Progress:
-    """A progress bar where standard error is a terminal; a line every few seconds where the log is none.
+    """A progress bar where standard error is a terminal; a line every few seconds where the log is
+    none.
 
     Args:
       total: the run's last step.
@@ -101,7 +112,14 @@ class Progress:
         if self._bar:
             self._draw()
 
-    def update(self, step: int, *, loss: float | None = None, tokens_per_s: float | None = None, mfu: float | None = None) -> None:
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        tokens_per_s: float | None = None,
+        mfu: float | None = None,
+    ) -> None:
         """`step` is done. What is not given stays as it was."""
         figures = {"loss": loss, "tokens_per_s": tokens_per_s, "mfu": mfu}
         self._status |= {name: figure for name, figure in figures.items() if figure is not None}
@@ -133,7 +151,10 @@ class Progress:
     def _draw(self) -> None:
         """Draws the bar over the line as it was."""
         self._last = self._clock()
-        terminal.draw(self._stream, bar_line(self._step, self._total, self._parts(), terminal.width(self._stream)))
+        terminal.draw(
+            self._stream,
+            bar_line(self._step, self._total, self._parts(), terminal.width(self._stream)),
+        )
 
     def say(self, text: str) -> None:
         """Prints a line as `streams.say`, without breaking the bar."""
@@ -154,7 +175,8 @@ class Progress:
 
 
 def bar_line(step: int, total: int, parts: dict[str, str], width: int) -> str:
-    """One line of at most `width` characters: how far, a bar, and those parts that there is room for, the least important left out first.
+    """One line of at most `width` characters: how far, a bar, and those parts that there is room
+    for, the least important left out first.
 
     parts: name → text, in the order shown; names as `_IMPORTANT` has them.
     """

@@ -1,20 +1,23 @@
 """The lock of a run's folder: one run at a time, also where hosts share the file system. No jax.
 
-    run.lock    one line of JSON: the process that holds it, and a count that a thread of that process raises every BEAT_S seconds
+    run.lock    one line of JSON: the process that holds it, and a count that a thread of that
+                process raises every BEAT_S seconds
 
 The file is created with O_EXCL. Whoever finds one watches it:
 
     the holder is of this host and gone            taken over at once
     the bytes change                               refused: it lives
-    no change for SILENCE_S, holder of this host   refused: it is there, though stuck (or stopped: refused at once)
+    no change for SILENCE_S, holder of this host   refused: it is there, though stuck (or stopped:
+                                                   refused at once)
     no change for SILENCE_S, any other holder      taken over
 
-Clocks of two hosts are never compared: only the newcomer's own counts. A file that was half written when its process died has no holder,
-and falls silent like any other.
+Clocks of two hosts are never compared: only the newcomer's own counts. A file that was half written
+when its process died has no holder, and falls silent like any other.
 
-A dead lock is taken over in two moves: `run.lock.DIGEST`, named after the dead lock's bytes, is created with O_EXCL, and renamed to
-run.lock if that is still the dead one. So of several newcomers one wins. A newcomer that dies in between leaves a dead lock of the
-same form, which is taken over in the same way.
+A dead lock is taken over in two moves: `run.lock.DIGEST`, named after the dead lock's bytes, is
+created with O_EXCL, and renamed to run.lock if that is still the dead one. So of several newcomers
+one wins. A newcomer that dies in between leaves a dead lock of the same form, which is taken over
+in the same way.
 """
 
 import contextlib
@@ -43,24 +46,26 @@ LOOK_S = 0.25  # seconds between two looks of a newcomer
 
 
 class FolderError(RunError):
-    """A folder that this run may not use: it cannot be locked, or another run is at work in it; the text is one line."""
+    """A folder that this run may not use: it cannot be locked, or another run is at work in it; the
+    text is one line."""
 
     status = ExitStatus.BAD_CONFIG
 
 
 class LostLockError(RunError):
-    """A lock that somebody has removed while its run is at work; the text is one line. Started again, the run takes a new one, or is
-    refused by whoever has taken one meanwhile."""
+    """A lock that somebody has removed while its run is at work; the text is one line. Started
+    again, the run takes a new one, or is refused by whoever has taken one meanwhile."""
 
     status = ExitStatus.STORAGE
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process, told from all others: of other hosts, of other containers of this host, and of those that had its number before.
+    """A process, told from all others: of other hosts, of other containers of this host, and of
+    those that had its number before.
 
-    boot: the kernel's random id of this boot; namespace: of process numbers; start: clock ticks from boot to the process's start. Empty
-    or 0 where there is no /proc.
+    boot: the kernel's random id of this boot; namespace: of process numbers; start: clock ticks
+    from boot to the process's start. Empty or 0 where there is no /proc.
     """
 
     host: str
@@ -72,7 +77,11 @@ class Process:
     def shares_pids_with(self, other: "Process") -> bool:
         """Whether both see each other under their numbers."""
         known = self.host and self.boot and self.namespace
-        return bool(known) and (self.host, self.boot, self.namespace) == (other.host, other.boot, other.namespace)
+        return bool(known) and (self.host, self.boot, self.namespace) == (
+            other.host,
+            other.boot,
+            other.namespace,
+        )
 
 
 def this_process() -> Process:
@@ -87,7 +96,8 @@ def this_process() -> Process:
 
 @dataclasses.dataclass(frozen=True)
 class _ProcEntry:
-    """What /proc says about a process: its state as a letter (man 5 proc), and its start in clock ticks from boot."""
+    """What /proc says about a process: its state as a letter (man 5 proc), and its start in clock
+    ticks from boot."""
 
     state: str
     start: int
@@ -113,7 +123,8 @@ class Fate(enum.Enum):
 def fate(process: Process) -> Fate:
     """What has become of a process that shares its numbers with this one."""
     try:
-        with contextlib.suppress(PermissionError):  # of a process that is another user's, but is there
+        # of a process that is another user's, but is there
+        with contextlib.suppress(PermissionError):
             os.kill(process.pid, 0)
     except (ProcessLookupError, OverflowError):
         return Fate.GONE
@@ -127,7 +138,8 @@ def fate(process: Process) -> Fate:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """What a lock says about its holder. since: UTC, for people; silence: seconds after which it counts as dead where nobody can look."""
+    """What a lock says about its holder. since: UTC, for people; silence: seconds after which it
+    counts as dead where nobody can look."""
 
     process: Process
     since: str
@@ -139,18 +151,31 @@ class Holder:
 
     def line(self, beat: int) -> bytes:
         """The lock's bytes: as many for every beat, since they are overwritten in place."""
-        rest = {"process": dataclasses.asdict(self.process), "since": self.since, "token": self.token, "silence_s": self.silence}
+        rest = {
+            "process": dataclasses.asdict(self.process),
+            "since": self.since,
+            "token": self.token,
+            "silence_s": self.silence,
+        }
         return f'{{"beat": {beat:12}, {json.dumps(rest)[1:]}\n'.encode()
 
 
 def read_holder(text: bytes) -> Holder | None:
-    """The holder that a lock's bytes name; None for bytes that were not written to their end, or by something else."""
+    """The holder that a lock's bytes name; None for bytes that were not written to their end, or by
+    something else."""
     try:
         values = json.loads(text)
         process = Process(**values["process"])
         silence = min(max(float(values["silence_s"]), 1.0), 60.0)
-        well_typed = all(isinstance(getattr(process, f.name), f.type) for f in dataclasses.fields(process))  # type: ignore[arg-type]
-        return Holder(process, str(values["since"]), str(values["token"]), silence) if well_typed and process.pid > 0 else None
+        well_typed = all(
+            isinstance(getattr(process, f.name), f.type)  # type: ignore[arg-type]
+            for f in dataclasses.fields(process)
+        )
+        return (
+            Holder(process, str(values["since"]), str(values["token"]), silence)
+            if well_typed and process.pid > 0
+            else None
+        )
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -176,8 +201,11 @@ class _File:
 def _read(path: pathlib.Path) -> _File | None:
     """None where there is no such file."""
     try:
-        # Opened anew each time: that is when NFS asks the server. A FIFO is opened without waiting for somebody who writes.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        # Opened anew each time: that is when NFS asks the server. A FIFO is opened without waiting
+        # for somebody who writes.
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, f"{path} is no file")
@@ -188,7 +216,8 @@ def _read(path: pathlib.Path) -> _File | None:
 
 @dataclasses.dataclass
 class _Watch:
-    """What a newcomer has seen of a lock: the first look, and for how many seconds of looking nothing has changed."""
+    """What a newcomer has seen of a lock: the first look, and for how many seconds of looking
+    nothing has changed."""
 
     first: _File
     last_look: float
@@ -210,7 +239,8 @@ class RunLock:
       folder: made if need be.
       me: the process that takes it.
       clock, sleep: seconds of this host.
-      lost: called from the thread that beats with what `beat` returns when the lock is lost. Default: ends the process with its status.
+      lost: called from the thread that beats with what `beat` returns when the lock is lost.
+        Default: ends the process with its status.
     """
 
     def __init__(
@@ -229,14 +259,20 @@ class RunLock:
         self._beats = 0
         self._watches: dict[pathlib.Path, _Watch] = {}
         self._made_folders: list[pathlib.Path] = []  # the innermost first
-        self._held, self._over, self._thread = False, threading.Event(), threading.Thread(target=self._beat, daemon=True)
+        self._held, self._over, self._thread = (
+            False,
+            threading.Event(),
+            threading.Thread(target=self._beat, daemon=True),
+        )
 
-    # --- taking ------------------------------------------------------------------------------------------------------------------
+    # --- taking -----------------------------------------------------------------------------------
 
     def take(self, say: Callable[[str], object] = lambda text: None) -> None:
-        """Returns when this process holds the lock. Waits for a holder elsewhere that gives no sign of life, and says so.
+        """Returns when this process holds the lock. Waits for a holder elsewhere that gives no sign
+        of life, and says so.
 
-        Raises FolderError, in one line, where another run holds it, or where the folder cannot be written.
+        Raises FolderError, in one line, where another run holds it, or where the folder cannot be
+        written.
         """
         told = self._clock()
         try:
@@ -244,15 +280,22 @@ class RunLock:
                 if self._clock() - told > 2 * BEAT_S and (silent := self._silent_holder()):
                     told = self._clock()
                     begins = f"this run begins in {silent.left:.0f} s"
-                    say(f"waiting: {self._folder} is locked by {silent.who}; it gives no sign of life, and {begins}")
+                    say(
+                        f"waiting: {self._folder} is locked by {silent.who}; it gives no sign "
+                        f"of life, and {begins}"
+                    )
                 self._sleep(LOOK_S)
         except OSError as error:
-            raise FolderError(f"--workdir={str(self._folder)!r} cannot be locked ({error.strerror}): use another --workdir") from None
+            raise FolderError(
+                f"--workdir={str(self._folder)!r} cannot be locked ({error.strerror}): use "
+                "another --workdir"
+            ) from None
         self._held = True
         self._thread.start()
 
     def _silent_holder(self) -> "_SilentHolder | None":
-        """The lock's holder elsewhere; None for a holder of this host, or while it may still beat."""
+        """The lock's holder elsewhere; None for a holder of this host, or while it may still
+        beat."""
         watch = self._watches.get(self._path)
         if watch is None or watch.silent < BEAT_S:
             return None
@@ -260,7 +303,9 @@ class RunLock:
         if holder and holder.process.shares_pids_with(self._me):
             return None
         who = f"the run of {holder}" if holder else "a process that has not written who it is"
-        return _SilentHolder(who, max((holder.silence if holder else SILENCE_S) - watch.silent, 0.0))
+        return _SilentHolder(
+            who, max((holder.silence if holder else SILENCE_S) - watch.silent, 0.0)
+        )
 
     def _try(self, path: pathlib.Path) -> bool:
         """Whether this process now holds the lock at `path`. FolderError where a live one does."""
@@ -284,7 +329,8 @@ class RunLock:
         self._make_folder()
         try:
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except (FileExistsError, FileNotFoundError):  # FileNotFoundError: another run has just removed the folder that it had made
+        # FileNotFoundError: another run has just removed the folder that it had made
+        except (FileExistsError, FileNotFoundError):
             return False
         try:
             os.write(file, self._holder.line(self._beats))
@@ -297,28 +343,37 @@ class RunLock:
 
     def _make_folder(self) -> None:
         """Makes the run's folder, and remembers which ones were not there."""
-        missing = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
+        missing = [
+            folder for folder in (self._folder, *self._folder.parents) if not folder.exists()
+        ]
         self._folder.mkdir(parents=True, exist_ok=True)
         self._made_folders = self._made_folders or missing
 
     def _is_dead(self, path: pathlib.Path, file: _File) -> bool:
-        """Whether nobody holds this lock any more; False while that is open. FolderError where its holder lives."""
+        """Whether nobody holds this lock any more; False while that is open. FolderError where its
+        holder lives."""
         now, holder = self._clock(), file.holder
-        known_fate = fate(holder.process) if holder and holder.process.shares_pids_with(self._me) else None
+        known_fate = (
+            fate(holder.process) if holder and holder.process.shares_pids_with(self._me) else None
+        )
         if known_fate is Fate.GONE:
             return True
         watch = self._watches.get(path)
         if watch is None or not file.continues(watch.first):
             watch = self._watches[path] = _Watch(file, now)
-        # This process may have been stopped between two looks, or the file system away: that is no silence of the holder's.
+        # This process may have been stopped between two looks, or the file system away: that is no
+        # silence of the holder's.
         watch.silent += min(now - watch.last_look, 2 * LOOK_S)
         watch.last_look = now
         silent = watch.silent >= (holder.silence if holder else SILENCE_S)
         if file != watch.first or known_fate is Fate.STOPPED or (silent and known_fate):
-            raise FolderError(f"--workdir={str(self._folder)!r} is in use by the run of {holder}: stop that run, or use another --workdir")
+            raise FolderError(
+                f"--workdir={str(self._folder)!r} is in use by the run of {holder}: stop that "
+                "run, or use another --workdir"
+            )
         return silent
 
-    # --- holding -----------------------------------------------------------------------------------------------------------------
+    # --- holding ----------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         """Beats until the lock is released, or lost."""
@@ -326,14 +381,17 @@ class RunLock:
             try:
                 loss = self.beat()
             except OSError:
-                continue  # the file system's, which may pass; whoever takes the folder meanwhile is seen at the next beat
+                # the file system's, which may pass; whoever takes the folder meanwhile is seen at
+                # the next beat
+                continue
             if loss and not self._over.is_set():
                 self._lost(loss)
                 return
 
     def beat(self) -> RunError | None:
-        """Raises the count in the lock. None; where the lock is no longer this process's, the error that the run ends with: FolderError
-        where another run has taken it over, LostLockError where it is gone or no lock any more.
+        """Raises the count in the lock. None; where the lock is no longer this process's, the error
+        that the run ends with: FolderError where another run has taken it over, LostLockError where
+        it is gone or no lock any more.
 
         Raises OSError where the file cannot be read or written just now.
         """
@@ -342,12 +400,16 @@ class RunLock:
         except FileNotFoundError:
             return self._loss("is gone")
         try:
-            # What is written goes into the file that was read, even if the name has come to mean another one.
+            # What is written goes into the file that was read, even if the name has come to mean
+            # another one.
             holder = read_holder(os.read(file, 4096))
             if holder is None:
                 return self._loss("was overwritten")
             if holder.token != self._holder.token:
-                return FolderError(f"{self._folder} was taken over by the run of {holder}: this run ends without saving")
+                return FolderError(
+                    f"{self._folder} was taken over by the run of {holder}: this run ends "
+                    "without saving"
+                )
             self._beats += 1
             os.pwrite(file, self._holder.line(self._beats), 0)
             return None
@@ -356,11 +418,13 @@ class RunLock:
 
     def _loss(self, what: str) -> LostLockError:
         return LostLockError(
-            f"{self._path} {what}, so another run may use the folder: this run ends without saving; the same command goes on"
+            f"{self._path} {what}, so another run may use the folder: this run ends without "
+            "saving; the same command goes on"
         )
 
     def release(self) -> None:
-        """Removes the lock, and the folders that `take` has made as far as they are empty. Nothing where the lock is not held."""
+        """Removes the lock, and the folders that `take` has made as far as they are empty. Nothing
+        where the lock is not held."""
         self._over.set()
         if self._held:
             self._held = False

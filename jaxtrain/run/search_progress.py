@@ -1,4 +1,5 @@
-"""How far a search has come, while it lasts: in place where standard error is a terminal, elsewhere a line every few seconds. No JAX here.
+"""How far a search has come, while it lasts: in place where standard error is a terminal, elsewhere
+a line every few seconds. No JAX here.
 
 terminal    tables [########............] 40 % list late, 2 chunks a stage, 0:12
 elsewhere   tables: 40 %, list late, 2 chunks a stage, 0:12
@@ -50,7 +51,9 @@ class SearchProgress:
         text = f"{what}, {minutes}:{seconds:02}"
         if self._line.is_live:
             filled = int(BAR * done)
-            self._line.draw(f"{self._title} [{'#' * filled}{'.' * (BAR - filled)}] {done:4.0%} {text}", now)
+            self._line.draw(
+                f"{self._title} [{'#' * filled}{'.' * (BAR - filled)}] {done:4.0%} {text}", now
+            )
         else:
             print(f"{self._title}: {done:.0%}, {text}", file=self._log, flush=True)
             self._next = now + EVERY
@@ -58,5 +61,10 @@ class SearchProgress:
     def __enter__(self) -> "SearchProgress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._line.clear()

@@ -1,10 +1,12 @@
-"""SIGTERM, Ctrl-C and SIGHUP during a run: at first they end the process, later they ask the loop to stop. No jax.
+"""SIGTERM, Ctrl-C and SIGHUP during a run: at first they end the process, later they ask the loop
+to stop. No jax.
 
-SIGHUP, which comes when a terminal or a connection is closed, is SIGTERM by another name; under `nohup` it is ignored.
+SIGHUP, which comes when a terminal or a connection is closed, is SIGTERM by another name; under
+`nohup` it is ignored.
 
-Python runs a signal's handler when its main thread comes back from C code, and that may compile for minutes or wait for a device that
-will never answer. So the handlers here do nothing; the interpreter writes each signal's number into a pipe at once, and a thread
-reads it there.
+Python runs a signal's handler when its main thread comes back from C code, and that may compile for
+minutes or wait for a device that will never answer. So the handlers here do nothing; the
+interpreter writes each signal's number into a pipe at once, and a thread reads it there.
 """
 
 import contextlib
@@ -28,10 +30,12 @@ def _nothing(number: int, frame: Any) -> None:
 
 
 class Signals:
-    """A context in which SIGTERM, Ctrl-C and SIGHUP end the process by that signal, after `before_end()`; inside `deferred()` they do not.
+    """A context in which SIGTERM, Ctrl-C and SIGHUP end the process by that signal, after
+    `before_end()`; inside `deferred()` they do not.
 
-    A signal that is ignored, or has a handler of its own, keeps that until `deferred()`, and an ignored SIGHUP there too. Entered in
-    another thread than the main one, which alone may change handlers, the context leaves all signals as they are.
+    A signal that is ignored, or has a handler of its own, keeps that until `deferred()`, and an
+    ignored SIGHUP there too. Entered in another thread than the main one, which alone may change
+    handlers, the context leaves all signals as they are.
 
     Args:
       before_end: called from another thread.
@@ -55,7 +59,9 @@ class Signals:
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        self._before = {n: signal.signal(n, _nothing) for n in NUMBERS if signal.getsignal(n) == signal.SIG_DFL}
+        self._before = {
+            n: signal.signal(n, _nothing) for n in NUMBERS if signal.getsignal(n) == signal.SIG_DFL
+        }
         _active.append(self)
         return self
 
@@ -108,7 +114,8 @@ class Signals:
 
 
 def _end(number: int) -> None:
-    """Ends the process by a signal, from any thread: Python changes handlers in the main thread alone."""
+    """Ends the process by a signal, from any thread: Python changes handlers in the main thread
+    alone."""
     ctypes.CDLL(None).signal(number, 0)  # SIG_DFL
     os.kill(os.getpid(), number)
     os._exit(128 + number)  # the first process of a container does not die by signals

@@ -13,9 +13,12 @@ SHOWN = 0.05  # seconds; a part that took less is not in the line
 
 
 def record(clock: WallClock) -> dict[str, float]:
-    """Seconds of the whole and of each part so far, as metrics.jsonl has them: {"start_up_s": 9.1, "imports_s": 2.0, …}."""
+    """Seconds of the whole and of each part so far, as metrics.jsonl has them: {"start_up_s": 9.1,
+    "imports_s": 2.0, …}."""
     seconds = clock.seconds()
-    return {"start_up_s": round(sum(seconds.values()), 3)} | {f"{part.value}_s": round(s, 3) for part, s in seconds.items()}
+    return {"start_up_s": round(sum(seconds.values()), 3)} | {
+        f"{part.value}_s": round(s, 3) for part, s in seconds.items()
+    }
 
 
 def line(clock: WallClock) -> str:
@@ -27,10 +30,12 @@ def line(clock: WallClock) -> str:
 
 @contextlib.contextmanager
 def imports_without_collection() -> Iterator[None]:
-    """A context for imports: Python's garbage collector neither runs in it nor looks at what it leaves ever after.
+    """A context for imports: Python's garbage collector neither runs in it nor looks at what it
+    leaves ever after.
 
-    jax and what a run needs beside it are some 1,700 modules for as long as the process lives; going through their objects again and
-    again takes half a second of a start, and later stops the loop.
+    jax and what a run needs beside it are some 1,700 modules for as long as the process lives;
+    going through their objects again and again takes half a second of a start, and later stops the
+    loop.
     """
     was_on = gc.isenabled()
     gc.disable()

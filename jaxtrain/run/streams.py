@@ -1,13 +1,16 @@
-"""The standard streams of a command: closed, full, on a terminal that has hung up, of an encoding with few characters.
+"""The standard streams of a command: closed, full, on a terminal that has hung up, of an encoding
+with few characters.
 
 What becomes of a command (`run`):
 
     a stream that is closed at the start (`>&-`)    no file that is opened later takes its place
     a character that a stream cannot encode         something in ASCII stands in for it
     standard error cannot be written                the command goes on without it
-    standard output cannot be written               the command ends: without a word where a reader has seen enough (`| head`),
-                                                    else with a line and status 74
-    the same of a training run (`outlive`)          the run goes on without its log, and says so on the other stream
+    standard output cannot be written               the command ends: without a word where a reader
+                                                    has seen enough (`| head`), else with a line and
+                                                    status 74
+    the same of a training run (`outlive`)          the run goes on without its log, and says so on
+                                                    the other stream
 
 Standard library only.
 """
@@ -26,14 +29,26 @@ from jaxtrain.run import terminal
 from jaxtrain.run.exit_status import ExitStatus
 
 NAMES = {1: "standard output", 2: "standard error"}
-CLOSED = {errno.EPIPE, errno.EIO, errno.EBADF}  # a pipe without a reader, a terminal that has hung up, no stream: for good
-IN_ASCII = {"×": "x", "·": ".", "→": "->", "…": "...", "–": "-", "−": "-", "µ": "u", "≥": ">=", "≤": "<="}
+# a pipe without a reader, a terminal that has hung up, no stream: for good
+CLOSED = {errno.EPIPE, errno.EIO, errno.EBADF}
+IN_ASCII = {
+    "×": "x",
+    "·": ".",
+    "→": "->",
+    "…": "...",
+    "–": "-",
+    "−": "-",
+    "µ": "u",
+    "≥": ">=",
+    "≤": "<=",
+}
 IN_ASCII |= dict(zip("▏▎▍▌▋▊▉█", "   #####"))
 STAND_IN = "jaxtrain.stand_in"  # the name of `_stand_in` among the codecs' error handlers
 
 
 def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
-    """The exit status of a command, whose standard streams are made safe for the rest of the process. Ctrl-C ends it with 130."""
+    """The exit status of a command, whose standard streams are made safe for the rest of the
+    process. Ctrl-C ends it with 130."""
     _make_safe()
     try:
         status = main(argv) or ExitStatus.FINISHED
@@ -50,7 +65,8 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
 
 
 def outlive() -> None:
-    """From now on this process goes on where its standard output cannot be written: what it does matters more than what it says."""
+    """From now on this process goes on where its standard output cannot be written: what it does
+    matters more than what it says."""
     global _outlives
     _outlives = True
 
@@ -62,7 +78,8 @@ def say(*lines: str) -> None:
 
 
 def write_error(text: str) -> None:
-    """Writes on standard error at once, beside Python's own buffers and locks: for a thread that ends the process. Never raises."""
+    """Writes on standard error at once, beside Python's own buffers and locks: for a thread that
+    ends the process. Never raises."""
     _write_past(2, text)
 
 
@@ -71,7 +88,8 @@ _outputs: list["_Output"] = []
 
 
 class _Output(io.FileIO):
-    """A standard stream's file descriptor. A write that fails is no OSError: it ends the command, or is said once and passed over.
+    """A standard stream's file descriptor. A write that fails is no OSError: it ends the command,
+    or is said once and passed over.
 
     Where there is room again later, a line says that others are missing before it.
     """
@@ -109,34 +127,49 @@ class _Output(io.FileIO):
         self._is_closed = self._is_closed or error.errno in CLOSED
         what = f"{NAMES[self.fileno()]} cannot be written ({self._why})"
         if _outlives and not said_before:
-            rest = "its log; metrics.jsonl has the losses" if self.fileno() == 1 else "warnings and errors"
+            rest = (
+                "its log; metrics.jsonl has the losses"
+                if self.fileno() == 1
+                else "warnings and errors"
+            )
             _write_past(3 - self.fileno(), f"warning: {what}: this run goes on without {rest}\n")
         elif self.fileno() == 1 and not _outlives:
             self._is_closed = True
-            self.ends_with = ExitStatus.FINISHED if error.errno == errno.EPIPE else ExitStatus.STORAGE
+            self.ends_with = (
+                ExitStatus.FINISHED if error.errno == errno.EPIPE else ExitStatus.STORAGE
+            )
             if self.ends_with:
                 write_error(f"error: {what}: what this command says is lost\n")
             raise SystemExit(self.ends_with)
 
 
 def _make_safe() -> None:
-    """Opens what is closed of the three descriptors, and puts safe streams in the place of Python's own, where those still stand."""
+    """Opens what is closed of the three descriptors, and puts safe streams in the place of Python's
+    own, where those still stand."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free, which is this one
+            # the lowest number that is free, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):
             output = _Output(descriptor, stream is None)
             encoding = stream.encoding if stream else "utf-8"
-            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(output), encoding, STAND_IN, line_buffering=True))
+            setattr(
+                sys,
+                name,
+                io.TextIOWrapper(
+                    io.BufferedWriter(output), encoding, STAND_IN, line_buffering=True
+                ),
+            )
             _outputs.append(output)
 
 
 def _flush() -> ExitStatus:
-    """Writes what is left, and gives what the loss of a stream has ended the command with, in whichever thread."""
+    """Writes what is left, and gives what the loss of a stream has ended the command with, in
+    whichever thread."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(SystemExit):  # `ends_with` has its status
             stream.flush()
@@ -144,15 +177,19 @@ def _flush() -> ExitStatus:
 
 
 def _write_past(descriptor: int, text: str) -> None:
-    """Writes a line to a descriptor, over a progress bar if one is there, and whatever becomes of it."""
+    """Writes a line to a descriptor, over a progress bar if one is there, and whatever becomes of
+    it."""
     stream = sys.stderr if descriptor == 2 else sys.stdout
     erase = f"\r{terminal.ERASE}" if stream and terminal.redraws(stream) else ""
     with contextlib.suppress(OSError):  # nobody is left to be told
-        os.write(descriptor, (erase + text).encode((stream and stream.encoding) or "ascii", STAND_IN))
+        os.write(
+            descriptor, (erase + text).encode((stream and stream.encoding) or "ascii", STAND_IN)
+        )
 
 
 def _stand_in(error: UnicodeError) -> tuple[str, int]:
-    """ASCII for the characters that cannot be encoded, also for those that stand for bytes of a name that is no UTF-8."""
+    """ASCII for the characters that cannot be encoded, also for those that stand for bytes of a
+    name that is no UTF-8."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(map(_in_ascii, error.object[error.start : error.end])), error.end

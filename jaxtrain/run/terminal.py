@@ -16,9 +16,11 @@ def redraws(stream: TextIO) -> bool:
 
 
 def width(stream: TextIO) -> int:
-    """The characters that a line may have, at least 1. A column is left free: a full line makes some terminals begin the next one."""
+    """The characters that a line may have, at least 1. A column is left free: a full line makes
+    some terminals begin the next one."""
     try:
-        columns = os.get_terminal_size(stream.fileno()).columns or COLUMNS  # a pseudo-terminal that nobody has given a size has 0
+        # a pseudo-terminal that nobody has given a size has 0
+        columns = os.get_terminal_size(stream.fileno()).columns or COLUMNS
     except (OSError, ValueError):
         columns = COLUMNS
     return max(columns - 1, 1)
@@ -38,10 +40,12 @@ class Line:
         self._next, self._is_drawn = -math.inf, False
 
     def draw(self, text: str, now: float | None = None) -> None:
-        """Draws the text, unless one was drawn just before. now: by time.monotonic, or by another clock at each call."""
+        """Draws the text, unless one was drawn just before. now: by time.monotonic, or by another
+        clock at each call."""
         now = time.monotonic() if now is None else now
         if self.is_live and now >= self._next:
-            self._is_drawn, self._next = True, now + REDRAW  # before it is: Ctrl-C may come in between
+            # before it is: Ctrl-C may come in between
+            self._is_drawn, self._next = True, now + REDRAW
             draw(self._stream, text)
 
     def clear(self) -> None:
@@ -52,7 +56,8 @@ class Line:
 
 
 def draw(stream: TextIO, line: str) -> None:
-    """Writes as much of a line as there is room for over the one that is there, and leaves the cursor behind it."""
+    """Writes as much of a line as there is room for over the one that is there, and leaves the
+    cursor behind it."""
     print(f"\r{line[: width(stream)]}{ERASE}", end="", file=stream, flush=True)
 
 

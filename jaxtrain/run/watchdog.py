@@ -1,12 +1,15 @@
-"""The watchdog: a thread that ends a process when its run cannot come further, with a status that says why. No jax.
+"""The watchdog: a thread that ends a process when its run cannot come further, with a status that
+says why. No jax.
 
     a peer's connection closes without a bye      LOST_PEER, at once
     a peer ends with a bye and a status           the same status
-    no step is finished for longer than one       HUNG: each process writes the stacks of its threads to WORKDIR/hang/, and process 0
+    no step is finished for longer than one       HUNG: each process writes the stacks of its
+                                                  threads to WORKDIR/hang/, and process 0
     can last; or a peer is silent                 names who is behind
 
-How long a step can last is learned from the run's own: three times the longest so far, and never less than `train.hang_after`. Saves,
-evaluations and the like have limits of their own, learned in the same way. Compiling has none.
+How long a step can last is learned from the run's own: three times the longest so far, and never
+less than `train.hang_after`. Saves, evaluations and the like have limits of their own, learned in
+the same way. Compiling has none.
 
 A process that holds Python's lock for good can say nothing: the others find it silent.
 """
@@ -33,14 +36,26 @@ from jaxtrain.run.stragglers import Stragglers
 
 BEAT_S = 1.0  # seconds between two beats
 TIMES_LONGEST = 3.0  # how many times the longest step so far a step may last
-OTHER_PART = 20  # times hang_after: the least limit of a start's first step, and of a part that is no step
+# times hang_after: the least limit of a start's first step, and of a part that is no step
+OTHER_PART = 20
 # A peer that is silent ends these too.
-ENDLESS = (Part.IMPORTS, Part.TABLE, Part.DATA, Part.TRACING, Part.COMPILING, Part.STATE, Part.ROLLING_BACK)
+ENDLESS = (
+    Part.IMPORTS,
+    Part.TABLE,
+    Part.DATA,
+    Part.TRACING,
+    Part.COMPILING,
+    Part.STATE,
+    Part.ROLLING_BACK,
+)
 HEAD_START_S = 5.0  # seconds that another process leaves process 0, which knows who is behind
 WRITING_S = 5.0  # seconds for the stacks: the file system may be what hangs
-OWN_WORD_S = 2.0  # seconds in which what ended a peer may end this process too, with a line of its own
+# seconds in which what ended a peer may end this process too, with a line of its own
+OWN_WORD_S = 2.0
 ABORT_S = 5.0  # seconds that an abort waits for the watchdog
-GOODBYE_S = 5.0  # seconds that process 0 waits for the others, whose runtime would abort them without its coordinator
+# seconds that process 0 waits for the others, whose runtime would abort them without its
+# coordinator
+GOODBYE_S = 5.0
 
 
 class Patience:
@@ -85,8 +100,13 @@ class Patience:
         if current.part in ENDLESS:
             return float("inf")
         if current.part in STEPS:
-            return max(self._hang_after * (1 if self._has_stepped else OTHER_PART), TIMES_LONGEST * self._longest.get(None, 0.0))
-        return max(self._hang_after * OTHER_PART, TIMES_LONGEST * self._longest.get(current.part, 0.0))
+            return max(
+                self._hang_after * (1 if self._has_stepped else OTHER_PART),
+                TIMES_LONGEST * self._longest.get(None, 0.0),
+            )
+        return max(
+            self._hang_after * OTHER_PART, TIMES_LONGEST * self._longest.get(current.part, 0.0)
+        )
 
     def _note(self, part: object, seconds: float) -> None:
         self._longest[part] = max(self._longest.get(part, 0.0), seconds)
@@ -97,7 +117,8 @@ class Watchdog:
 
     Args:
       folder: the run's; stacks are written below it.
-      peers: the connections to the other processes, which belong to the watchdog from now on; None for a run of one process.
+      peers: the connections to the other processes, which belong to the watchdog from now on; None
+        for a run of one process.
       clock: what this process is at.
       hang_after: seconds, as `train.hang_after`; 0: nothing counts as hung.
       before_end: called before the process is ended, from the watchdog's thread.
@@ -122,7 +143,8 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator["Watchdog"]:
-        """A context in which the process is watched. Leaving it tells the others by what it is left."""
+        """A context in which the process is watched. Leaving it tells the others by what it is
+        left."""
         _active.append(self)
         self._thread.start()
         try:
@@ -154,17 +176,23 @@ class Watchdog:
             self._peers.end_all(Ending(int(status), text, self._peers.process))
 
     def _leave(self, error: BaseException) -> None:
-        """Tells the others of what ends this process. Without process 0 they are aborted: it waits for them to go."""
+        """Tells the others of what ends this process. Without process 0 they are aborted: it waits
+        for them to go."""
         if isinstance(error, RunError | ConfigError):
             status = error.status if isinstance(error, RunError) else ExitStatus.BAD_CONFIG
             self.say_bye(status, one_line(str(error)))
         else:
             self.say_bye(ExitStatus.FAULT, one_line(f"{type(error).__name__}: {error}"))
         end = time.monotonic() + GOODBYE_S
-        while self._peers and self._peers.process == 0 and not self._peers.all_gone() and time.monotonic() < end:
+        while (
+            self._peers
+            and self._peers.process == 0
+            and not self._peers.all_gone()
+            and time.monotonic() < end
+        ):
             time.sleep(0.05)
 
-    # --- the thread --------------------------------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         before = next_beat = time.monotonic()
@@ -174,7 +202,8 @@ class Watchdog:
             else:
                 self._over.wait(BEAT_S)
             now = time.monotonic()
-            if now - before > BEAT_S + self._hang_after / 2:  # the process was stopped and goes on, or the machine slept
+            # the process was stopped and goes on, or the machine slept
+            if now - before > BEAT_S + self._hang_after / 2:
                 self._patience.suspended(now - before)
                 self._heard_all(now)
             before = now
@@ -182,7 +211,9 @@ class Watchdog:
                 next_beat = now + BEAT_S
                 self._peers.beat(self._beat())
                 if self._peers.process == 0 and len(self._peers.peers) == self._peers.processes - 1:
-                    self.stragglers.take({peer.process: (str(peer), peer.beat) for peer in self._all()}, now)
+                    self.stragglers.take(
+                        {peer.process: (str(peer), peer.beat) for peer in self._all()}, now
+                    )
             ending = None if self._over.is_set() else self._look(now)
             if ending:
                 return self._carry_out(ending)
@@ -199,28 +230,50 @@ class Watchdog:
         if not self._hang_after:
             return None
         silent = self._silent(now)
-        if silent and (waited > self._hang_after or current.part not in STEPS):  # a step that goes on all the same is well
-            return self._hung(f"nothing was heard of {_names(silent)} for {now - min(p.heard for p in silent):.0f} s")
+        # a step that goes on all the same is well
+        if silent and (waited > self._hang_after or current.part not in STEPS):
+            return self._hung(
+                f"nothing was heard of {_names(silent)} for "
+                f"{now - min(p.heard for p in silent):.0f} s"
+            )
         if waited > limit + (HEAD_START_S if self._peers and self._peers.process > 0 else 0.0):
             return self._hung(
-                f"no step was finished for {waited:.0f} s" if current.part in STEPS else f"{current.part.value} took {waited:.0f} s"
+                f"no step was finished for {waited:.0f} s"
+                if current.part in STEPS
+                else f"{current.part.value} took {waited:.0f} s"
             )
         return None
 
     def _of_a_peer(self, now: float) -> Ending | None:
         for peer in self._peers.peers.values() if self._peers else ():
-            if peer.bye and peer.bye.status != ExitStatus.FINISHED and now - peer.heard > OWN_WORD_S:
+            if (
+                peer.bye
+                and peer.bye.status != ExitStatus.FINISHED
+                and now - peer.heard > OWN_WORD_S
+            ):
                 status = f"{peer} ended with status {peer.bye.status}"
-                return Ending(peer.bye.status, f"{status}: {peer.bye.text}" if peer.bye.text else status, peer.process)
+                return Ending(
+                    peer.bye.status,
+                    f"{status}: {peer.bye.text}" if peer.bye.text else status,
+                    peer.process,
+                )
             if peer.gone and not peer.bye:
                 step = max(peer.beat.step, self._patience.step)
-                return Ending(ExitStatus.LOST_PEER, f"{peer} has gone without a word, after step {step}", peer.process)
+                return Ending(
+                    ExitStatus.LOST_PEER,
+                    f"{peer} has gone without a word, after step {step}",
+                    peer.process,
+                )
         return None
 
     def _silent(self, now: float) -> list[Peer]:
         """The peers that have not been heard of for too long, though they are connected."""
         peers = self._peers.peers.values() if self._peers else ()
-        return [peer for peer in peers if not peer.gone and not peer.bye and now - peer.heard > self._hang_after]
+        return [
+            peer
+            for peer in peers
+            if not peer.gone and not peer.bye and now - peer.heard > self._hang_after
+        ]
 
     def _heard_all(self, now: float) -> None:
         for peer in self._peers.peers.values() if self._peers else ():
@@ -228,7 +281,10 @@ class Watchdog:
 
     def _hung(self, what: str) -> Ending:
         stacks = f"the stacks of all threads are in {self._folder / 'hang'}"
-        return Ending(ExitStatus.HUNG, f"hung after step {self._patience.step}: {what}; {self._who_is_behind()}; {stacks}")
+        return Ending(
+            ExitStatus.HUNG,
+            f"hung after step {self._patience.step}: {what}; {self._who_is_behind()}; {stacks}",
+        )
 
     def _who_is_behind(self) -> str:
         """Which process the others wait for, as far as it can be told from here."""
@@ -236,7 +292,10 @@ class Watchdog:
             current = self._clock.current
             return f"it is at {current.part.value}"
         if silent := self._silent(time.monotonic()):
-            return f"{_names(silent)} {'is' if len(silent) == 1 else 'are'} behind: stopped, or out of reach"
+            return (
+                f"{_names(silent)} {'is' if len(silent) == 1 else 'are'} behind: stopped, or out "
+                "of reach"
+            )
         if self._peers.process > 0:
             return "process 0 knows who is behind, and says nothing"
         current, processes = self._clock.current, self._all()
@@ -244,14 +303,31 @@ class Watchdog:
         late = [peer for peer in processes if peer.beat.step == least]
         if len(late) == len(processes):
             parts = {peer.beat.part for peer in processes}
-            late = [p for p in processes if p.beat.part != max(parts, key=[q.beat.part for q in processes].count)]
+            late = [
+                p
+                for p in processes
+                if p.beat.part != max(parts, key=[q.beat.part for q in processes].count)
+            ]
         if not late:
             return f"all {len(processes)} processes are at {current.part.value} after step {least}"
-        return f"{_names(late)} {'is' if len(late) == 1 else 'are'} behind, at {late[0].beat.part} after step {late[0].beat.step}"
+        return (
+            f"{_names(late)} {'is' if len(late) == 1 else 'are'} behind, at {late[0].beat.part} "
+            f"after step {late[0].beat.step}"
+        )
 
     def _beat(self) -> Beat:
-        current, own_s, data_wait_s = self._clock.current, self._clock.spent(*OWN), self._clock.spent(Part.WAITING)
-        return Beat(self._patience.step, current.part.value, round(current.seconds, 1), round(own_s, 4), round(data_wait_s, 4))
+        current, own_s, data_wait_s = (
+            self._clock.current,
+            self._clock.spent(*OWN),
+            self._clock.spent(Part.WAITING),
+        )
+        return Beat(
+            self._patience.step,
+            current.part.value,
+            round(current.seconds, 1),
+            round(own_s, 4),
+            round(data_wait_s, 4),
+        )
 
     def _all(self) -> list[Peer]:
         """Process 0 itself, and all others."""
@@ -284,7 +360,10 @@ class Watchdog:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"step-{self._patience.step}-process-{process}.txt").open("w") as file:
-                file.write(f"process {process}, after step {self._patience.step}, at {current.part.value} for {current.seconds:.0f} s\n\n")
+                file.write(
+                    f"process {process}, after step {self._patience.step}, at "
+                    f"{current.part.value} for {current.seconds:.0f} s\n\n"
+                )
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
@@ -300,15 +379,16 @@ _active: list[Watchdog] = []
 
 
 def wait_for_ending(seconds: float) -> None:
-    """Gives a watchdog, if there is one, so much time to end this process: what looks like a fault may be a peer's death."""
+    """Gives a watchdog, if there is one, so much time to end this process: what looks like a fault
+    may be a peer's death."""
     end = time.monotonic() + seconds
     while _active and time.monotonic() < end:
         time.sleep(0.05)
 
 
 def end_process(error: RunError) -> NoReturn:
-    """Ends this process by an error, and with it the others of its run, from any thread. Not by an exception: the thread that trains may
-    be anywhere, and must not write any more."""
+    """Ends this process by an error, and with it the others of its run, from any thread. Not by an
+    exception: the thread that trains may be anywhere, and must not write any more."""
     for each in _active:
         each.end_others(error.status, str(error))
     streams.write_error(f"error: {one_line(str(error))}\n")
@@ -316,8 +396,9 @@ def end_process(error: RunError) -> NoReturn:
 
 
 def outlive_abort() -> None:
-    """Lets a watchdog end a process that is about to abort. jax's runtime aborts all processes, with status 134 and a stack of its own, as
-    soon as the one that coordinates them dies; our line and status say who has died. For the rest of the process."""
+    """Lets a watchdog end a process that is about to abort. jax's runtime aborts all processes,
+    with status 134 and a stack of its own, as soon as the one that coordinates them dies; our line
+    and status say who has died. For the rest of the process."""
     libc = ctypes.CDLL(None)
 
     def on_abort(number: int) -> None:

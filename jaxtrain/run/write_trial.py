@@ -1,6 +1,8 @@
-"""Whether something can be written in a place, tried by writing. Nothing is left behind. Standard library only.
+"""Whether something can be written in a place, tried by writing. Nothing is left behind. Standard
+library only.
 
-Rights say little: root may write where they forbid it, and nobody may on a disk that is mounted to be read alone.
+Rights say little: root may write where they forbid it, and nobody may on a disk that is mounted to
+be read alone.
 """
 
 import contextlib
@@ -14,9 +16,21 @@ import stat
 TRIAL_BYTES = 4096  # a disk without room takes an empty file
 TRIAL_NAME = ".can_be_written"
 TRIALS = 100  # processes that try one new folder together remove it from under each other
-# What may be otherwise when the same command is started again, be it elsewhere: a disk that is full, or does not answer.
-PASSES = {getattr(errno, name) for name in "ENOSPC EDQUOT EIO ESTALE ETIMEDOUT EHOSTDOWN EHOSTUNREACH ENOTCONN EREMOTEIO".split()}
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+# What may be otherwise when the same command is started again, be it elsewhere: a disk that is
+# full, or does not answer.
+PASSES = {
+    getattr(errno, name)
+    for name in (
+        "ENOSPC EDQUOT EIO ESTALE ETIMEDOUT EHOSTDOWN EHOSTUNREACH ENOTCONN EREMOTEIO"
+    ).split()
+}
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +42,8 @@ class Refusal:
 
 
 def of_folder(folder: str | os.PathLike) -> Refusal | None:
-    """Why nothing can be written in a folder, which may have to be made first; None where it can."""
+    """Why nothing can be written in a folder, which may have to be made first; None where it
+    can."""
     path = pathlib.Path(os.path.abspath(folder))
     missing = [each for each in (path, *path.parents) if not os.path.lexists(each)]
     trial = path / f"{TRIAL_NAME}.{secrets.token_hex(8)}"
@@ -59,7 +74,8 @@ def _write(trial: pathlib.Path) -> None:
 
 
 def of_file(file: str | os.PathLike) -> Refusal | None:
-    """Why a file in a folder that can be written cannot be; None where it can. Nothing of it is changed."""
+    """Why a file in a folder that can be written cannot be; None where it can. Nothing of it is
+    changed."""
     path = pathlib.Path(file)
     try:
         mode = path.stat().st_mode

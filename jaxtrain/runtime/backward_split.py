@@ -3,15 +3,19 @@
     output_and_residuals(params, x, extra)              → y, residuals                 F
     input_gradient(params, extra, residuals, g)         → gradient of x, weight stash  B
     weight_gradient(params, extra, for_w, weight_stash) → gradients of params          W
-    gradients(params, extra, residuals, g)              → gradients of params, of x    B and W at once, where nothing comes between
+    gradients(params, extra, residuals, g)              → gradients of params, of x    B and W
+                                                                       at once, where nothing
+                                                                       comes between
 
-Residuals cross from the forward to the backward: no weights, nor anything made from weights, positions and constants alone, no masks,
-reshapes, broadcasts or transposes, no sums and products of other residuals; a `KeepRule` decides about the rest, and what it does not let
-cross is computed again. The weight stash crosses from B to W: the gradients that W multiplies with, and what B had to compute again for
-itself.
+Residuals cross from the forward to the backward: no weights, nor anything made from weights,
+positions and constants alone, no masks, reshapes, broadcasts or transposes, no sums and products of
+other residuals; a `KeepRule` decides about the rest, and what it does not let cross is computed
+again. The weight stash crosses from B to W: the gradients that W multiplies with, and what B had to
+compute again for itself.
 
-Calls are inlined and inner scans unrolled; an inner `while` or kernel is one equation and stays whole (parallel/flash.py). What
-`jax.checkpoint` inside the layer computes again stays in the backward.
+Calls are inlined and inner scans unrolled; an inner `while` or kernel is one equation and stays
+whole (parallel/flash.py). What `jax.checkpoint` inside the layer computes again stays in the
+backward.
 """
 
 import contextlib
@@ -30,21 +34,33 @@ from jaxtrain.parallel import attention
 
 # Values that cost no arithmetic: what they were made from crosses in their place.
 VIEWS = frozenset(
-    "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice split concatenate sharding_constraint layout_constraint "
+    "broadcast_in_dim reshape transpose neg squeeze copy pvary pcast iota slice split "
+    "concatenate sharding_constraint layout_constraint "
     "all_gather "  # costs no arithmetic either: a device keeps its own part
     "eq ne ge gt le lt and or not optimization_barrier".split()
 )
-# Values that cost one pass over their operands, which fuses with what reads them: not kept beside all of those.
-CHEAP = VIEWS | frozenset("add sub mul div max min select_n integer_pow square one_minus_square convert_element_type add_any".split())
+# Values that cost one pass over their operands, which fuses with what reads them: not kept beside
+# all of those.
+CHEAP = VIEWS | frozenset(
+    "add sub mul div max min select_n integer_pow square one_minus_square "
+    "convert_element_type add_any".split()
+)
 PRODUCTS = frozenset({"dot_general"})
 GATHERS = frozenset({"all_gather"})
-# Attention by parallel/blockwise.py, splash.py, cudnn.py, and by jax's own function for cuDNN; products by groups.
-KERNELS = frozenset("while pallas_call dot_product_attention_fwd dot_product_attention_fwd_wrapper".split())
+# Attention by parallel/blockwise.py, splash.py, cudnn.py, and by jax's own function for cuDNN;
+# products by groups.
+KERNELS = frozenset(
+    "while pallas_call dot_product_attention_fwd dot_product_attention_fwd_wrapper".split()
+)
 SUMS = frozenset("reduce_scatter add convert_element_type".split())
-CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat2 checkpoint".split())
+CALLS = frozenset(
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr "
+    "remat2 checkpoint".split()
+)
 AGAIN = "computed_again"  # the name scope of what jax.checkpoint computes again in the backward
 
-KeepRule = Callable[..., bool]  # equation → whether what it makes may cross from the forward to the backward
+# equation → whether what it makes may cross from the forward to the backward
+KeepRule = Callable[..., bool]
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +71,8 @@ class Residuals:
     for_b: what B alone reads
     for_w: what W reads; B may read it, too
 
-    The lists hold arrays of one layer and microbatch, their shapes and dtypes (`LayerSplit.residuals`), or pools of slots for them.
+    The lists hold arrays of one layer and microbatch, their shapes and dtypes
+    (`LayerSplit.residuals`), or pools of slots for them.
     """
 
     for_b: list[Any]
@@ -63,7 +80,8 @@ class Residuals:
 
 
 class LayerOp(enum.Enum):
-    """What is run of one layer. WHOLE: the layer as it is written, not its trace; BACKWARD: B and W at once."""
+    """What is run of one layer. WHOLE: the layer as it is written, not its trace; BACKWARD: B and W
+    at once."""
 
     WHOLE = enum.auto()
     FORWARD = enum.auto()
@@ -78,26 +96,33 @@ def keep_everything(equation) -> bool:
 
 
 def keep_products(equation) -> bool:
-    """`remat` selective: results of products with weights cross, and those of a kernel or a loop, which is attention (its output and
-    log-sum-exp, so that it attends once) or products by groups. Other attention's inside and elementwise work are computed again
-    (Korthikanti et al. 2022, section 5). A router's choices cross, too: rows that cross lie in their order, and choices made again could
-    differ by a rounding."""
+    """`remat` selective: results of products with weights cross, and those of a kernel or a loop,
+    which is attention (its output and log-sum-exp, so that it attends once) or products by groups.
+    Other attention's inside and elementwise work are computed again (Korthikanti et al. 2022,
+    section 5). A router's choices cross, too: rows that cross lie in their order, and choices made
+    again could differ by a rounding."""
     name = equation.primitive.name
     if _has(equation, KERNELS):
         return True
     if _is_part(equation):  # a product on each device's part, perhaps with its sum over devices
         return _is(equation, VIEWS | PRODUCTS | SUMS) and not _is(equation, VIEWS | SUMS)
-    return name == "top_k" or name in PRODUCTS and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
+    return (
+        name == "top_k"
+        or name in PRODUCTS
+        and not (name == "dot_general" and equation.params["dimension_numbers"][1][0])
+    )
 
 
-# --- flattening ------------------------------------------------------------------------------------------------------------------
+# --- flattening -----------------------------------------------------------------------------------
 
 
 def _bind(equation, values):
     """Evaluates one equation; of the names that it has, attention's goes with it."""
     named = attention.SCOPE in str(equation.source_info.name_stack)
     with jax.named_scope(attention.SCOPE) if named else contextlib.nullcontext():
-        out = equation.primitive.bind(*values, **equation.primitive.get_bind_params(equation.params))
+        out = equation.primitive.bind(
+            *values, **equation.primitive.get_bind_params(equation.params)
+        )
     return out if equation.primitive.multiple_results else [out]
 
 
@@ -108,14 +133,22 @@ def _value(atom, env: dict):
 
 def _inline(jaxpr, consts, args):
     """Evaluates a jaxpr, going into calls and scans: traced again, it is flat."""
-    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
+        zip(jaxpr.invars, args, strict=True)
+    )
     for equation in jaxpr.eqns:
-        values, params, name = [_value(a, env) for a in equation.invars], equation.params, equation.primitive.name
+        values, params, name = (
+            [_value(a, env) for a in equation.invars],
+            equation.params,
+            equation.primitive.name,
+        )
         inner = next((params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in params), None)
         if name == "scan":
             out = _unrolled(params, values)
         elif name in CALLS and inner is not None and not _is_part(equation):
-            body, inner_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            body, inner_consts = (
+                (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            )
             if params.get("differentiated"):
                 with jax.named_scope(AGAIN):
                     out = _inline(body, inner_consts, values)
@@ -133,11 +166,19 @@ def _unrolled(params, values) -> list:
         fixed, carried, _ = map(len, params["ft_in"].unpack())
     else:
         fixed, carried = params["num_consts"], params["num_carry"]
-    consts, carry, stacked = values[:fixed], list(values[fixed : fixed + carried]), values[fixed + carried :]
+    consts, carry, stacked = (
+        values[:fixed],
+        list(values[fixed : fixed + carried]),
+        values[fixed + carried :],
+    )
     body, results = params["jaxpr"], []
     order = range(params["length"])
     for i in reversed(order) if params["reverse"] else order:
-        out = _inline(body.jaxpr, body.consts, [*consts, *carry, *(jax.lax.index_in_dim(x, i, keepdims=False) for x in stacked)])
+        out = _inline(
+            body.jaxpr,
+            body.consts,
+            [*consts, *carry, *(jax.lax.index_in_dim(x, i, keepdims=False) for x in stacked)],
+        )
         carry = out[:carried]
         results.append(out[carried:])
     if params["reverse"]:
@@ -146,19 +187,26 @@ def _unrolled(params, values) -> list:
 
 
 def _is(equation, names: frozenset) -> bool:
-    """Whether it is one of these, or is nothing but these on each device (a layout in memory, for one)."""
+    """Whether it is one of these, or is nothing but these on each device (a layout in memory, for
+    one)."""
     name = equation.primitive.name
-    return name in names or (_is_part(equation) and all(_is(e, names) for inner in _inner(equation) for e in inner.eqns))
+    return name in names or (
+        _is_part(equation) and all(_is(e, names) for inner in _inner(equation) for e in inner.eqns)
+    )
 
 
 def _has(equation, names: frozenset) -> bool:
     """Whether it is one of these, or one of these is in what each device does."""
     name = equation.primitive.name
-    return name in names or (name in CALLS | {"shard_map"} and any(_has(e, names) for inner in _inner(equation) for e in inner.eqns))
+    return name in names or (
+        name in CALLS | {"shard_map"}
+        and any(_has(e, names) for inner in _inner(equation) for e in inner.eqns)
+    )
 
 
 def _is_part(equation) -> bool:
-    """Whether it is a function of each device's part over `model` (devices/mesh.py: over_model), which stays one equation."""
+    """Whether it is a function of each device's part over `model` (devices/mesh.py: over_model),
+    which stays one equation."""
     name = equation.primitive.name
     return name == "shard_map" or (name in CALLS and equation.params.get("name") == DEVICE_PART)
 
@@ -189,7 +237,7 @@ def _shapes(values: Iterable) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in values]
 
 
-# --- the partition ---------------------------------------------------------------------------------------------------------------
+# --- the partition --------------------------------------------------------------------------------
 
 
 class LayerSplit:
@@ -197,19 +245,23 @@ class LayerSplit:
 
     Args:
       fn: the layer; y has the shape and dtype of x.
-      params, x, extra: examples, pytrees of arrays or ShapeDtypeStructs; only shapes and dtypes matter.
+      params, x, extra: examples, pytrees of arrays or ShapeDtypeStructs; only shapes and dtypes
+        matter.
       keep: what may cross from the forward to the backward.
 
     residuals: Residuals of the shapes and dtypes of what the forward leaves
-    weight_stash: shapes and dtypes of what B leaves for W; `gathered` says of each whether B has gathered it, so that the devices of
-        `model` hold the same
+    weight_stash: shapes and dtypes of what B leaves for W; `gathered` says of each whether B has
+        gathered it, so that the devices of `model` hold the same
     """
 
     def __init__(self, fn: Callable, params, x, extra, keep: KeepRule = keep_everything):
         self._trace(fn, params, x, extra)
         kept = self._without_cheap(self._kept_values(keep))
         self._stashed, for_weights = self._crossing_to_weights(kept)
-        self._for_b, self._for_w = [a for a in kept if a not in for_weights], [a for a in kept if a in for_weights]
+        self._for_b, self._for_w = (
+            [a for a in kept if a not in for_weights],
+            [a for a in kept if a in for_weights],
+        )
         self.residuals = Residuals(_shapes(self._for_b), _shapes(self._for_w))
         self.weight_stash = _shapes(self._stashed)
         self.gathered = [a in self._maker and _has(self._maker[a], GATHERS) for a in self._stashed]
@@ -221,14 +273,19 @@ class LayerSplit:
         }
 
     def _trace(self, fn: Callable, params, x, extra) -> None:
-        """Traces the layer and its vjp to one flat jaxpr, and sorts its values: what every op can make, and what the backward makes."""
+        """Traces the layer and its vjp to one flat jaxpr, and sorts its values: what every op can
+        make, and what the backward makes."""
         leaves, self._tree = jax.tree.flatten(params)
         extras, self._extra_tree = jax.tree.flatten(extra)
         n, e = len(leaves), len(extras)
 
         def output_and_gradients(*args):
             given = jax.tree.unflatten(self._extra_tree, args[n : n + e])
-            y, vjp = jax.vjp(lambda p, x: fn(jax.tree.unflatten(self._tree, p), x, given), list(args[:n]), args[n + e])
+            y, vjp = jax.vjp(
+                lambda p, x: fn(jax.tree.unflatten(self._tree, p), x, given),
+                list(args[:n]),
+                args[n + e],
+            )
             gradients, dx = vjp(args[-1])
             return [y, dx, *gradients]
 
@@ -242,11 +299,14 @@ class LayerSplit:
         self._maker = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
         self._order = {id(equation): i for i, equation in enumerate(jaxpr.eqns)}
         self._y, self._dx, *self._dp = jaxpr.outvars
-        self._free = {*self._params, *self._extras, *jaxpr.constvars}  # what every op can make by itself
+        # what every op can make by itself
+        self._free = {*self._params, *self._extras, *jaxpr.constvars}
         self._late = {self._g}  # what depends on the incoming gradient, or is computed again
         for equation in jaxpr.eqns:
             inputs = _variables(equation.invars)
-            if AGAIN in str(equation.source_info.name_stack) or any(a in self._late for a in inputs):
+            if AGAIN in str(equation.source_info.name_stack) or any(
+                a in self._late for a in inputs
+            ):
                 self._late.update(equation.outvars)
             elif all(a in self._free for a in inputs):
                 self._free.update(equation.outvars)
@@ -257,7 +317,8 @@ class LayerSplit:
         return self._order[id(self._maker[value])] if value in self._maker else -1
 
     def _back(self, values: Iterable, goes_on: Callable) -> None:
-        """Goes back from values to what they are made from, past each that `goes_on(value)` is true of; never to what every op can make."""
+        """Goes back from values to what they are made from, past each that `goes_on(value)` is true
+        of; never to what every op can make."""
         todo, seen = list(values), set()
         while todo:
             value = todo.pop()
@@ -267,11 +328,17 @@ class LayerSplit:
 
     def _kept_values(self, keep: KeepRule) -> set:
         """What the forward leaves, so that the backward can make all that it reads."""
-        backward = [eq for eq in self._needed([self._dx, *self._dp], ()) if any(o in self._late for o in eq.outvars)]
+        backward = [
+            eq
+            for eq in self._needed([self._dx, *self._dp], ())
+            if any(o in self._late for o in eq.outvars)
+        ]
         kept = set()
 
         def goes_on(value) -> bool:
-            crosses = value is self._x or (keep(self._maker[value]) and not _is_view(self._maker[value]))
+            crosses = value is self._x or (
+                keep(self._maker[value]) and not _is_view(self._maker[value])
+            )
             if crosses:
                 kept.add(value)
             return not crosses
@@ -281,7 +348,8 @@ class LayerSplit:
         return kept
 
     def _without_cheap(self, kept: set) -> list:
-        """`kept` without what a pass over other values of it makes, in the order of their making."""
+        """`kept` without what a pass over other values of it makes, in the order of their
+        making."""
         left = set(kept)
         for value in sorted(kept, key=self._position, reverse=True):
             if value is not self._x and self._sources(value, left - {value}) is not None:
@@ -306,8 +374,9 @@ class LayerSplit:
     def _crossing_to_weights(self, kept: list) -> tuple[list, set]:
         """(what B leaves for W, the residuals that W reads).
 
-        Where a residual or a few make a value that W reads, the fewer bytes are held on from B to W: the value, or they. A tenth more
-        is given for not stashing: B need not make the value then.
+        Where a residual or a few make a value that W reads, the fewer bytes are held on from B to
+        W: the value, or they. A tenth more is given for not stashing: B need not make the value
+        then.
         """
         crossing, in_b = set(kept), {o for eq in self._needed([self._dx], kept) for o in eq.outvars}
         stash, residuals, sources_of = set(), set(), {}
@@ -315,8 +384,11 @@ class LayerSplit:
         def goes_on(value) -> bool:
             if value in crossing:
                 residuals.add(value)
-            elif value is self._g or (value in in_b and value in self._late and _has(self._maker[value], GATHERS)):
-                stash.add(value)  # a gradient that B gathers is not gathered twice, as it is made late and ends soon
+            elif value is self._g or (
+                value in in_b and value in self._late and _has(self._maker[value], GATHERS)
+            ):
+                # a gradient that B gathers is not gathered twice, as it is made late and ends soon
+                stash.add(value)
             elif _is_view(self._maker[value]):
                 return True
             elif (sources := self._sources(value, crossing)) is not None:
@@ -353,7 +425,13 @@ class LayerSplit:
         env = self._consts | dict(zip(self._params, jax.tree.leaves(params), strict=True))
         env |= dict(zip(self._extras, jax.tree.leaves(extra), strict=True)) | values
         for equation in self._equations[op]:
-            env.update(zip(equation.outvars, _bind(equation, [_value(a, env) for a in equation.invars]), strict=True))
+            env.update(
+                zip(
+                    equation.outvars,
+                    _bind(equation, [_value(a, env) for a in equation.invars]),
+                    strict=True,
+                )
+            )
         return [_value(a, env) for a in outputs]
 
     def reads(self, op: LayerOp) -> list[bool]:
@@ -362,23 +440,37 @@ class LayerSplit:
         return [op is LayerOp.WHOLE or p in used for p in self._params]
 
     def _by_variable(self, residuals: Residuals) -> dict:
-        return dict(zip(self._for_b, residuals.for_b, strict=True)) | dict(zip(self._for_w, residuals.for_w, strict=True))
+        return dict(zip(self._for_b, residuals.for_b, strict=True)) | dict(
+            zip(self._for_w, residuals.for_w, strict=True)
+        )
 
     def output_and_residuals(self, params, x: jax.Array, extra) -> tuple[jax.Array, Residuals]:
         """(y, which has the shape of x; what the backward reads)."""
-        y, *kept = self._run(LayerOp.FORWARD, params, extra, {self._x: x}, [self._y, *self._for_b, *self._for_w])
+        y, *kept = self._run(
+            LayerOp.FORWARD, params, extra, {self._x: x}, [self._y, *self._for_b, *self._for_w]
+        )
         return y, Residuals(kept[: len(self._for_b)], kept[len(self._for_b) :])
 
-    def input_gradient(self, params, extra, residuals: Residuals, g: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    def input_gradient(
+        self, params, extra, residuals: Residuals, g: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
         """(the gradient of x, the weight stash), from the gradient g of y."""
         values = {self._g: g, **self._by_variable(residuals)}
-        dx, *stash = self._run(LayerOp.INPUT_GRADIENT, params, extra, values, [self._dx, *self._stashed])
+        dx, *stash = self._run(
+            LayerOp.INPUT_GRADIENT, params, extra, values, [self._dx, *self._stashed]
+        )
         return dx, stash
 
-    def weight_gradient(self, params, extra, for_w: Sequence[jax.Array], weight_stash: Sequence[jax.Array]):
+    def weight_gradient(
+        self, params, extra, for_w: Sequence[jax.Array], weight_stash: Sequence[jax.Array]
+    ):
         """The gradients of params, from the residuals' `for_w` and what B has left."""
-        values = dict(zip(self._for_w, for_w, strict=True)) | dict(zip(self._stashed, weight_stash, strict=True))
-        return jax.tree.unflatten(self._tree, self._run(LayerOp.WEIGHT_GRADIENT, params, extra, values, self._dp))
+        values = dict(zip(self._for_w, for_w, strict=True)) | dict(
+            zip(self._stashed, weight_stash, strict=True)
+        )
+        return jax.tree.unflatten(
+            self._tree, self._run(LayerOp.WEIGHT_GRADIENT, params, extra, values, self._dp)
+        )
 
     def gradients(self, params, extra, residuals: Residuals, g: jax.Array) -> tuple[Any, jax.Array]:
         """(the gradients of params, the gradient of x), from the gradient g of y."""

@@ -1,12 +1,14 @@
-"""One tick of the table: an ordered list of ops (schedule/columns.py), each a loop of zero trips or one.
+"""One tick of the table: an ordered list of ops (schedule/columns.py), each a loop of zero trips or
+one.
 
-A stage that does not want an op pays nothing, and what an op writes is updated in place. Three rules keep XLA from
-undoing that (tests read them off the compiled program):
+A stage that does not want an op pays nothing, and what an op writes is updated in place. Three
+rules keep XLA from undoing that (tests read them off the compiled program):
 
-  · an op's body begins with an optimization barrier, or loop-invariant code motion lifts its matmuls into every tick;
-  · state that an op only reads is carried through its loop as well, or nothing orders the reader before the next writer
-    and whole pools are copied;
-  · no permute stands inside an op: stages run different ops in one tick, and XLA's CPU backend waits for all devices.
+  · an op's body begins with an optimization barrier, or loop-invariant code motion lifts its
+  matmuls into every tick; · state that an op only reads is carried through its loop as well, or
+    nothing orders the reader before the next writer and whole pools are copied;
+  · no permute stands inside an op: stages run different ops in one tick, and XLA's CPU backend
+  waits for all devices.
 
 The state and the constants are in tick_state.py.
 """
@@ -43,7 +45,9 @@ from jaxtrain.schedule.columns import (
 from jaxtrain.schedule.table import Op, Permute, wraps
 
 # Here, as schedule/ does without JAX.
-jax.tree_util.register_dataclass(TickColumns, data_fields=sorted(fields(TickColumns)), meta_fields=[])
+jax.tree_util.register_dataclass(
+    TickColumns, data_fields=sorted(fields(TickColumns)), meta_fields=[]
+)
 
 Run = Callable[[TickState, Constants, TickColumns], TickState]
 
@@ -55,7 +59,8 @@ class TickOp:
     name: its column in `TickColumns.runs`, and its scope in a profile
     reads: fields of `TickState` and `Constants`
     writes: fields of `TickState`
-    run: the state and the constants with nothing but these fields, the tick's columns → that state, changed
+    run: the state and the constants with nothing but these fields, the tick's columns → that state,
+        changed
 
     Raises ValueError for a name that is no field.
     """
@@ -70,13 +75,22 @@ class TickOp:
         for field in (*self.reads, *self.writes):
             known = state if field in self.writes else state | constants
             if keys_of(field)[0] not in known:
-                verb, records = ("writes", "TickState") if field in self.writes else ("reads", "TickState or Constants")
-                raise ValueError(f"op {self.name} {verb} {field!r}, which is no field of {records}: use one of {', '.join(sorted(known))}")
+                verb, records = (
+                    ("writes", "TickState")
+                    if field in self.writes
+                    else ("reads", "TickState or Constants")
+                )
+                raise ValueError(
+                    f"op {self.name} {verb} {field!r}, which is no field of {records}: use "
+                    f"one of {', '.join(sorted(known))}"
+                )
 
     @property
     def carried(self) -> tuple[Field, ...]:
         """What goes through its loop: the state that it reads or writes."""
-        return tuple(field for field in (*self.reads, *self.writes) if keys_of(field)[0] in fields(TickState))
+        return tuple(
+            field for field in (*self.reads, *self.writes) if keys_of(field)[0] in fields(TickState)
+        )
 
     @property
     def fixed(self) -> tuple[Field, ...]:
@@ -99,7 +113,8 @@ class Accumulate:
 
     def _constants(self, columns: TickColumns) -> tuple[Constants, jax.Array]:
         """(the constants, the microbatch)."""
-        if self.embedding_and_head.zero.gathers_in_ops:  # or XLA gathers once, before the scan, what does not depend on the microbatch
+        # or XLA gathers once, before the scan, what does not depend on the microbatch
+        if self.embedding_and_head.zero.gathers_in_ops:
             return lax.optimization_barrier((self.constants, columns.microbatch))
         return self.constants, columns.microbatch
 
@@ -112,34 +127,56 @@ class Accumulate:
         with jax.named_scope(cell_op("F", 0)):
             y = self.stack.output(constants.params["layers"]["0"], x, extra)
         with jax.named_scope(HEAD):
-            return dataclasses.replace(state, loss=state.loss + self.embedding_and_head.loss(constants, microbatch, y))
+            return dataclasses.replace(
+                state, loss=state.loss + self.embedding_and_head.loss(constants, microbatch, y)
+            )
 
     def add_gradients(self, state: TickState, columns: TickColumns) -> TickState:
         """The state with the microbatch's losses and gradients."""
         constants, microbatch = self._constants(columns)
-        params, extra = constants.params["layers"]["0"], self.embedding_and_head.extra(constants.batch, microbatch)
+        params, extra = (
+            constants.params["layers"]["0"],
+            self.embedding_and_head.extra(constants.batch, microbatch),
+        )
         with jax.named_scope(EMBED):
             x = self.embedding_and_head.embed(constants, microbatch)
         with jax.named_scope(cell_op("F", 0)):
-            keeping: Callable = self.stack.output_keeping_inputs if self.recompute else self.stack.output_keeping_residuals
+            keeping: Callable = (
+                self.stack.output_keeping_inputs
+                if self.recompute
+                else self.stack.output_keeping_residuals
+            )
             y, kept = keeping(params, x, extra, self.on_host)
         with jax.named_scope(HEAD):
             state, g = self.embedding_and_head.loss_and_gradients(state, constants, microbatch, y)
         if self.embedding_and_head.zero.reduces_in_ops and hardware().platform == TPU:
-            # There a sum beside products needs room of its own: the head's, left to wait, 0.6 of 11.3 GB for Llama 3 8B on 64 chips.
+            # There a sum beside products needs room of its own: the head's, left to wait, 0.6 of
+            # 11.3 GB for Llama 3 8B on 64 chips.
             state, g = lax.optimization_barrier((state, g))
         with jax.named_scope(cell_op("B", 0)):
-            gradients_from: Callable = self.stack.gradients_from_inputs if self.recompute else self.stack.gradients_from_residuals
+            gradients_from: Callable = (
+                self.stack.gradients_from_inputs
+                if self.recompute
+                else self.stack.gradients_from_residuals
+            )
             sums, g = gradients_from(params, state.gradients["layers"]["0"], extra, kept, g)
         with jax.named_scope(EMBED_GRADIENT):
-            embedding = self.embedding_and_head.embed_gradient(state.gradients, constants, microbatch, g)
+            embedding = self.embedding_and_head.embed_gradient(
+                state.gradients, constants, microbatch, g
+            )
         return merged(state, TickState(gradients={"layers": {"0": sums}, **embedding}))
 
 
 class Tick:
     """tick(state, columns) → state, for the columns of one tick."""
 
-    def __init__(self, embedding_and_head: EmbeddingAndHead, stacks: list[LayerStack], ticks: TickTable, constants: Constants):
+    def __init__(
+        self,
+        embedding_and_head: EmbeddingAndHead,
+        stacks: list[LayerStack],
+        ticks: TickTable,
+        constants: Constants,
+    ):
         self.embedding_and_head, self.stacks, self.constants = embedding_and_head, stacks, constants
         self.ticks, self.table = ticks, ticks.slotted.table
         self._stage = lax.axis_index(STAGE)
@@ -153,21 +190,32 @@ class Tick:
         if not self.ticks.columns.runs[permute_op(Permute.EARLY)].all():
             state = self._run(self._ops, self._permute(Permute.EARLY, state, columns), columns)
             return self._permute(Permute.LATE, state, columns)
-        # What arrived last is in its slot before anything is sent: then what arrives next lands where that was. What is sent lies apart
-        # from what the ops write: or XLA makes two copies of it, or has a permute finished before the ops.
-        sent, rest = lax.optimization_barrier((self._departing(state), only(state, ("activation", "gradient", *self.ticks.permutes))))
+        # What arrived last is in its slot before anything is sent: then what arrives next lands
+        # where that was. What is sent lies apart from what the ops write: or XLA makes two copies
+        # of it, or has a permute finished before the ops.
+        sent, rest = lax.optimization_barrier(
+            (self._departing(state), only(state, ("activation", "gradient", *self.ticks.permutes)))
+        )
         state = merged(state, rest)
-        arrived = only(self._permute(Permute.EARLY, merged(state, sent), columns), [ARRIVED[way] for way in self.ticks.permutes])
-        # One loop around all ops: XLA's TPU scheduler starts a permute as late as the loops behind it take, were they to run, and the
-        # last ones mostly do not. Only as a whole do they stand beside it.
+        arrived = only(
+            self._permute(Permute.EARLY, merged(state, sent), columns),
+            [ARRIVED[way] for way in self.ticks.permutes],
+        )
+        # One loop around all ops: XLA's TPU scheduler starts a permute as late as the loops behind
+        # it take, were they to run, and the last ones mostly do not. Only as a whole do they stand
+        # beside it.
         carried = only(state, fields(TickState) - set(ARRIVED.values()))
-        carried = lax.fori_loop(0, columns.busy, lambda _, carried: self._run(self._ops, carried, columns), carried)
-        # Without this XLA's GPU compiler moves the permutes, which nothing else in the tick reads, in front of the next tick's ops.
+        carried = lax.fori_loop(
+            0, columns.busy, lambda _, carried: self._run(self._ops, carried, columns), carried
+        )
+        # Without this XLA's GPU compiler moves the permutes, which nothing else in the tick reads,
+        # in front of the next tick's ops.
         arrived, loss = lax.optimization_barrier((arrived, carried.loss))
         return merged(state, merged(carried, dataclasses.replace(arrived, loss=loss)))
 
     def _departing(self, state: TickState) -> TickState:
-        """The payloads once more. XLA takes a copy away again, but not a sum: with a zero that it does not know to be one."""
+        """The payloads once more. XLA takes a copy away again, but not a sum: with a zero that it
+        does not know to be one."""
         zero = lax.optimization_barrier(jnp.zeros((), jnp.float32))
         return jax.tree.map(lambda a: a + -zero.astype(a.dtype), only(state, self.ticks.permutes))
 
@@ -179,7 +227,8 @@ class Tick:
         return state
 
     def _once(self, op: TickOp, state: TickState, columns: TickColumns) -> TickState:
-        """Runs the op where the tick wants it. An op that no stage ever wants, or every stage always, needs no loop."""
+        """Runs the op where the tick wants it. An op that no stage ever wants, or every stage
+        always, needs no loop."""
         column = self.ticks.columns.runs[op.name]
         if not column.any():
             return state
@@ -207,7 +256,11 @@ class Tick:
             arrived = {}
             with jax.named_scope(name):
                 for way, step in ways.items():
-                    pairs = [(i, (i + step) % stages) for i in range(stages) if closed or 0 <= i + step < stages]
+                    pairs = [
+                        (i, (i + step) % stages)
+                        for i in range(stages)
+                        if closed or 0 <= i + step < stages
+                    ]
                     arrived[ARRIVED[way]] = lax.ppermute(getattr(state, way), STAGE, pairs)
             return TickState(**arrived)
 
@@ -215,14 +268,15 @@ class Tick:
             return merged(state, send(state))
 
         def body(i, _):
-            # No trip changes what is sent: without the barrier it would be sent before the loop, in every tick.
+            # No trip changes what is sent: without the barrier it would be sent before the loop, in
+            # every tick.
             _, sources = lax.optimization_barrier((i, only(state, ways)))
             return send(sources)
 
         carried = only(state, [ARRIVED[way] for way in ways])
         return merged(state, lax.fori_loop(0, columns.runs[name], body, carried))
 
-    # ------------------------------------------------------------------ the ops: names, what they read and write
+    # ------------------------------------------------------------------ the ops: names, what they r
 
     def _copy_op(self, copy: Copy) -> TickOp:
         return TickOp(copy.op, (copy.source,), (copy.target,), functools.partial(self._copy, copy))
@@ -237,15 +291,29 @@ class Tick:
         output, input_gradient = (self.ticks.result_buffers[op, unit] for op in (Op.F, Op.B))
         residuals = ("residual_b", "residual_w")
 
-        def cell(kind: str, reads: tuple[Field, ...], writes: tuple[Field, ...], run: Callable) -> TickOp:
-            return TickOp(cell_op(kind, unit), (*fixed, *reads), writes, functools.partial(run, unit))
+        def cell(
+            kind: str, reads: tuple[Field, ...], writes: tuple[Field, ...], run: Callable
+        ) -> TickOp:
+            return TickOp(
+                cell_op(kind, unit), (*fixed, *reads), writes, functools.partial(run, unit)
+            )
 
         return [
             cell("F", ("activation",), (output,), self._forward),
             cell("K", ("activation",), (output, *residuals), self._forward_keeping),
             cell("R", ("activation",), residuals, self._recompute),
-            cell("B", ("gradient", *residuals), (input_gradient, "weight_stash"), self._input_gradient),
-            cell("W", ("residual_w", "weight_stash"), (("gradients", "layers", str(unit)),), self._weight_gradient),
+            cell(
+                "B",
+                ("gradient", *residuals),
+                (input_gradient, "weight_stash"),
+                self._input_gradient,
+            ),
+            cell(
+                "W",
+                ("residual_w", "weight_stash"),
+                (("gradients", "layers", str(unit)),),
+                self._weight_gradient,
+            ),
         ]
 
     def _end_ops(self) -> list[TickOp]:
@@ -258,7 +326,10 @@ class Tick:
         if cfg.tied_embeddings or cfg.mtp_depth:
             writes += (("gradients", "embed"),)
         if cfg.mtp_depth:
-            head, writes = (*head, ("params", "predictors")), (*writes, "mtp_loss", ("gradients", "predictors"))
+            head, writes = (
+                (*head, ("params", "predictors")),
+                (*writes, "mtp_loss", ("gradients", "predictors")),
+            )
         first = ("first",) if cfg.dense_layers else ()
         dense = (("params", "embed"), ("params", "first")) if first else ()
         sums = tuple(("gradients", name) for name in ("embed", *first))
@@ -269,15 +340,22 @@ class Tick:
 
     # ------------------------------------------------------------------ the ops: what they do
 
-    def _copy(self, copy: Copy, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+    def _copy(
+        self, copy: Copy, state: TickState, constants: Constants, columns: TickColumns
+    ) -> TickState:
         value = getattr(state, copy.source)
         if copy.slot:
             value = write_at(getattr(state, copy.target), value, columns.slots[copy.slot])
         return dataclasses.replace(state, **{copy.target: value})
 
     def _on_stage(self, result, kept, stage: int):
-        """Of an op that all stages share: its result on the stage that keeps it, on the others what they kept before."""
-        return jnp.where(self._stage == stage, result.astype(kept.dtype), kept) if self.embedding_and_head.shared else result
+        """Of an op that all stages share: its result on the stage that keeps it, on the others what
+        they kept before."""
+        return (
+            jnp.where(self._stage == stage, result.astype(kept.dtype), kept)
+            if self.embedding_and_head.shared
+            else result
+        )
 
     def _embed(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
         slot, pool = columns.slots["embed_activation"], state.activation
@@ -285,54 +363,95 @@ class Tick:
         x = self._on_stage(x, read_at(pool, slot), self.table.stage_of[0])
         return dataclasses.replace(state, activation=write_at(pool, x, slot))
 
-    def _embed_gradient(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+    def _embed_gradient(
+        self, state: TickState, constants: Constants, columns: TickColumns
+    ) -> TickState:
         g = read_at(state.gradient, columns.slots["embed_gradient_gradient"])
-        sums = self.embedding_and_head.embed_gradient(state.gradients, constants, columns.embed_gradient_microbatch, g)
+        sums = self.embedding_and_head.embed_gradient(
+            state.gradients, constants, columns.embed_gradient_microbatch, g
+        )
         return dataclasses.replace(state, gradients=sums)
 
     def _loss(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
         y = read_at(state.activation, columns.slots["head_activation"])
-        return dataclasses.replace(state, loss=state.loss + self.embedding_and_head.loss(constants, columns.head_microbatch, y))
+        return dataclasses.replace(
+            state,
+            loss=state.loss + self.embedding_and_head.loss(constants, columns.head_microbatch, y),
+        )
 
-    def _loss_and_gradients(self, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
-        slot, y = columns.slots["head_gradient"], read_at(state.activation, columns.slots["head_activation"])
-        state, g = self.embedding_and_head.loss_and_gradients(state, constants, columns.head_microbatch, y)
+    def _loss_and_gradients(
+        self, state: TickState, constants: Constants, columns: TickColumns
+    ) -> TickState:
+        slot, y = (
+            columns.slots["head_gradient"],
+            read_at(state.activation, columns.slots["head_activation"]),
+        )
+        state, g = self.embedding_and_head.loss_and_gradients(
+            state, constants, columns.head_microbatch, y
+        )
         g = self._on_stage(g, read_at(state.gradient, slot), self.table.stage_of[-1])
         return dataclasses.replace(state, gradient=write_at(state.gradient, g, slot))
 
     def _extra(self, constants: Constants, columns: TickColumns):
         return self.embedding_and_head.extra(constants.batch, columns.microbatch)
 
-    def _forward(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
-        x, extra = read_at(state.activation, columns.slots["activation"]), self._extra(constants, columns)
+    def _forward(
+        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
+    ) -> TickState:
+        x, extra = (
+            read_at(state.activation, columns.slots["activation"]),
+            self._extra(constants, columns),
+        )
         y = self.stacks[unit].output(constants.params["layers"][str(unit)], x, extra)
         return dataclasses.replace(state, **{self.ticks.result_buffers[Op.F, unit]: y})
 
-    def _output_and_residuals(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> tuple[jax.Array, TickState]:
+    def _output_and_residuals(
+        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
+    ) -> tuple[jax.Array, TickState]:
         """(the unit's output, the state with its residuals)."""
-        x, extra = read_at(state.activation, columns.slots["activation"]), self._extra(constants, columns)
+        x, extra = (
+            read_at(state.activation, columns.slots["activation"]),
+            self._extra(constants, columns),
+        )
         pools, slots = Residuals(state.residual_b, state.residual_w), self._residual_slots(columns)
-        y, pools = self.stacks[unit].output_and_residuals(constants.params["layers"][str(unit)], x, extra, pools, slots)
+        y, pools = self.stacks[unit].output_and_residuals(
+            constants.params["layers"][str(unit)], x, extra, pools, slots
+        )
         return y, dataclasses.replace(state, residual_b=pools.for_b, residual_w=pools.for_w)
 
     def _residual_slots(self, columns: TickColumns) -> ResidualSlots:
         return ResidualSlots(columns.slots["residual_b"], columns.slots["residual_w"])
 
-    def _forward_keeping(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+    def _forward_keeping(
+        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
+    ) -> TickState:
         y, state = self._output_and_residuals(unit, state, constants, columns)
         return dataclasses.replace(state, **{self.ticks.result_buffers[Op.F, unit]: y})
 
-    def _recompute(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+    def _recompute(
+        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
+    ) -> TickState:
         return self._output_and_residuals(unit, state, constants, columns)[1]
 
-    def _input_gradient(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+    def _input_gradient(
+        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
+    ) -> TickState:
         pools, slots = Residuals(state.residual_b, state.residual_w), self._residual_slots(columns)
-        g, extra = read_at(state.gradient, columns.slots["gradient"]), self._extra(constants, columns)
+        g, extra = (
+            read_at(state.gradient, columns.slots["gradient"]),
+            self._extra(constants, columns),
+        )
         params, slot = constants.params["layers"][str(unit)], columns.slots["weight_stash"]
-        g, weight_stash = self.stacks[unit].input_gradient(params, extra, pools, slots, g, state.weight_stash, slot)
-        return dataclasses.replace(state, weight_stash=weight_stash, **{self.ticks.result_buffers[Op.B, unit]: g})
+        g, weight_stash = self.stacks[unit].input_gradient(
+            params, extra, pools, slots, g, state.weight_stash, slot
+        )
+        return dataclasses.replace(
+            state, weight_stash=weight_stash, **{self.ticks.result_buffers[Op.B, unit]: g}
+        )
 
-    def _weight_gradient(self, unit: int, state: TickState, constants: Constants, columns: TickColumns) -> TickState:
+    def _weight_gradient(
+        self, unit: int, state: TickState, constants: Constants, columns: TickColumns
+    ) -> TickState:
         sums = self.stacks[unit].weight_gradient(
             constants.params["layers"][str(unit)],
             state.gradients["layers"][str(unit)],

@@ -1,10 +1,12 @@
 """Tables by name: what `pipeline.schedule` means.
 
-    make_table(TableSpec(schedule, stages, repeats, microbatches, …))   gpipe, 1f1b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v, auto,
-                                                                        csv:FILE
+    make_table(TableSpec(schedule, stages, repeats, microbatches, …))   gpipe, 1f1b, interleaved,
+                                                                        zb_h1, zb_h2, zb_v,
+                                                                        dualpipe_v, auto, csv:FILE
     make_forward_table(stage_of, stages, microbatches, …)               evaluation
 
-The orders are in orders.py, their packing into ticks in packing.py, the search in search.py. No JAX here.
+The orders are in orders.py, their packing into ticks in packing.py, the search in search.py. No JAX
+here.
 """
 
 from jaxtrain.schedule import orders as orders_
@@ -20,18 +22,23 @@ PERMUTES = ("auto", *PACKINGS)
 
 
 def check_repeats(schedule: str, stages: int, repeats: int) -> None:
-    """Raises ValueError for a number of chunks a stage that a named schedule is not made for; with one stage any works."""
+    """Raises ValueError for a number of chunks a stage that a named schedule is not made for; with
+    one stage any works."""
     if stages == 1 or fits_repeats(schedule, repeats):
         return
     rule, least = SCHEDULES[schedule].repeats_rule, SCHEDULES[schedule].least_repeats
-    raise ValueError(f"repeats={repeats} does not fit schedule={schedule!r}, which has {rule} on a stage: use {least}")
+    raise ValueError(
+        f"repeats={repeats} does not fit schedule={schedule!r}, which has {rule} on a stage: "
+        f"use {least}"
+    )
 
 
 def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
     """The training table that a spec wants. `report` is told how far the search has come.
 
-    On one stage every schedule is gradient accumulation. Raises ValueError for numbers that do not fit the schedule, for a name that is
-    no schedule's, and for a file that cannot be read or has a wrong table.
+    On one stage every schedule is gradient accumulation. Raises ValueError for numbers that do not
+    fit the schedule, for a name that is no schedule's, and for a file that cannot be read or has a
+    wrong table.
     """
     for name in ("stages", "repeats", "microbatches"):
         if getattr(spec, name) < 1:
@@ -43,7 +50,9 @@ def make_table(spec: TableSpec, report: search.Report = search.silent) -> Table:
     if spec.schedule == "auto":
         return search.search([spec], report)
     if spec.schedule not in SCHEDULES:
-        raise ValueError(f"schedule={spec.schedule!r} is unknown: use {', '.join(NAMES)} or csv:FILE")
+        raise ValueError(
+            f"schedule={spec.schedule!r} is unknown: use {', '.join(NAMES)} or csv:FILE"
+        )
     check_repeats(spec.schedule, spec.stages, spec.repeats)
     return search.named(spec, report)
 
@@ -54,15 +63,29 @@ def _read(spec: TableSpec) -> Table:
     table = read_csv(path)
     for name in ("stages", "microbatches"):
         if getattr(table, name) != getattr(spec, name):
-            raise ValueError(f"{path} is a table of {name}={getattr(table, name)}, not {getattr(spec, name)}: use {getattr(table, name)}")
+            raise ValueError(
+                f"{path} is a table of {name}={getattr(table, name)}, not "
+                f"{getattr(spec, name)}: use {getattr(table, name)}"
+            )
     return table
 
 
 def make_forward_table(
-    stage_of: tuple[int, ...], stages: int, microbatches: int, *, permute: str = "late", vocabulary: str = "parallel"
+    stage_of: tuple[int, ...],
+    stages: int,
+    microbatches: int,
+    *,
+    permute: str = "late",
+    vocabulary: str = "parallel",
 ) -> Table:
-    """Forwards and losses alone, for evaluation, of units on these stages: those of the training table. `permute`: one of PACKINGS."""
+    """Forwards and losses alone, for evaluation, of units on these stages: those of the training
+    table. `permute`: one of PACKINGS."""
     shape = TableShape(
-        name="forward", stage_of=stage_of, stages=stages, microbatches=microbatches, forward_only=True, vocabulary=vocabulary
+        name="forward",
+        stage_of=stage_of,
+        stages=stages,
+        microbatches=microbatches,
+        forward_only=True,
+        vocabulary=vocabulary,
     )
     return pack_into_ticks(Tasks(orders_.forward(stage_of, stages, microbatches), shape), permute)

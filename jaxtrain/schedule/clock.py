@@ -1,4 +1,5 @@
-"""What both clocks of simulate.py need: the times of ops, the parts of a tick, and the events of a timeline. No JAX here."""
+"""What both clocks of simulate.py need: the times of ops, the parts of a tick, and the events of a
+timeline. No JAX here."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,8 +16,10 @@ class Times:
 
     F, B, W, R:  of one microbatch on a whole stage
     message:     of a message from a stage to its neighbour
-    head, embed: of one microbatch on one stage, the whole head with loss and gradients; the embedding, and as much for its gradient
-    tick:        of every tick of the table beside its ops, also of an idle one, by the coupled clock
+    head, embed: of one microbatch on one stage, the whole head with loss and gradients; the
+        embedding, and as much for its gradient
+    tick:        of every tick of the table beside its ops, also of an idle one, by the coupled
+                 clock
     """
 
     F: float = 1.0
@@ -31,8 +34,8 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """An op's time on a stage. `name` is F, R, B, W, H for the head or E for the embedding and its gradient, which have `unit` −1; other
-    units are in model order."""
+    """An op's time on a stage. `name` is F, R, B, W, H for the head or E for the embedding and its
+    gradient, which have `unit` −1; other units are in model order."""
 
     stage: int
     name: str
@@ -47,7 +50,8 @@ NAMES = ("", "F", "R", "B", "W", "H", "E")  # of events, by number: those of the
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline(Iterable[Event]):
-    """Events as arrays of one length, int64 and, of times, float64; iterated, as Events. `name` is a place in NAMES."""
+    """Events as arrays of one length, int64 and, of times, float64; iterated, as Events. `name` is
+    a place in NAMES."""
 
     stage: np.ndarray
     name: np.ndarray
@@ -80,8 +84,10 @@ EMBED, CELL, HEAD, EMBED_GRADIENT = range(4)  # the parts of a tick, in this ord
 class ColumnOp:
     """An op that a column of the table names, and not a cell.
 
-    column: int32 [ticks], its microbatch in each tick or −1; name: of its events, a place in NAMES; time: on a stage
-    home: the stage that has it; together: whether instead all stages take part and wait for each other
+    column: int32 [ticks], its microbatch in each tick or −1; name: of its events, a place in NAMES;
+        time: on a stage
+    home: the stage that has it; together: whether instead all stages take part and wait for each
+        other
     """
 
     column: np.ndarray
@@ -91,7 +97,8 @@ class ColumnOp:
     together: bool
 
     def run(self, clock: np.ndarray, lag: float) -> tuple[float, np.ndarray]:
-        """(when it begins, the stages' clocks after it). lag: what the home stage's value takes to come to all, where all take part."""
+        """(when it begins, the stages' clocks after it). lag: what the home stage's value takes to
+        come to all, where all take part."""
         if self.together:
             begin = max(clock.max(), clock[self.home] + lag)
             return begin, np.full(len(clock), begin + self.time)
@@ -106,9 +113,19 @@ def column_ops(table: Table, times: Times) -> dict[int, ColumnOp]:
     first, last = table.stage_of[0], table.stage_of[-1]
     head, embed = NAMES.index("H"), NAMES.index("E")
     return {
-        EMBED: ColumnOp(table.embed, embed, times.embed / sharing, first, sharing > 1 and times.embed > 0),
-        HEAD: ColumnOp(table.head, head, times.head / sharing, last, sharing > 1 and times.head > 0),
-        EMBED_GRADIENT: ColumnOp(table.embed_gradient, embed, times.embed / sharing, first, sharing > 1 and times.embed > 0),
+        EMBED: ColumnOp(
+            table.embed, embed, times.embed / sharing, first, sharing > 1 and times.embed > 0
+        ),
+        HEAD: ColumnOp(
+            table.head, head, times.head / sharing, last, sharing > 1 and times.head > 0
+        ),
+        EMBED_GRADIENT: ColumnOp(
+            table.embed_gradient,
+            embed,
+            times.embed / sharing,
+            first,
+            sharing > 1 and times.embed > 0,
+        ),
     }
 
 

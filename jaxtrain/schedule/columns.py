@@ -1,4 +1,5 @@
-"""What a tick reads of the table: for each op whether this stage runs it in this tick, and with which microbatch and slots.
+"""What a tick reads of the table: for each op whether this stage runs it in this tick, and with
+which microbatch and slots.
 
 The ops of a tick, in order:
 
@@ -6,14 +7,17 @@ The ops of a tick, in order:
                                       what the last permute brought goes into its slot
     permute_EARLY
     embed                             the first unit's input
-    F, K, R, B, W of each unit        forward; forward that keeps what the backward reads; recompute; gradients
-    send_up, send_down                a result that goes by another buffer than its op writes, into that buffer
-    stay_activation_…, stay_gradient_…    a result that stays on its stage, from the buffer `up`, `down` or `result` into its slot
+    F, K, R, B, W of each unit        forward; forward that keeps what the backward reads;
+                                      recompute; gradients
+    send_up, send_down                a result that goes by another buffer than its op writes, into
+                                      that buffer
+    stay_activation_…, stay_gradient_…    a result that stays on its stage, from the buffer `up`,
+                                          `down` or `result` into its slot
     head, embed_gradient
     permute_LATE
 
-F, K and B write their result into the buffer by which it leaves, `up` or `down`, where the table allows that for the unit on every
-stage, and into `result` where it does not. No JAX here.
+F, K and B write their result into the buffer by which it leaves, `up` or `down`, where the table
+allows that for the unit on every stage, and into `result` where it does not. No JAX here.
 """
 
 import dataclasses
@@ -26,9 +30,11 @@ from jaxtrain.schedule.table import Op, Permute, Table, directions
 from jaxtrain.schedule.transport import waiting
 
 RESULT = "result"
-WAY = {"up": 1, "down": -1}  # buffer by which a message leaves → the step from its stage to the other one
+# buffer by which a message leaves → the step from its stage to the other one
+WAY = {"up": 1, "down": -1}
 BUFFERS = (*WAY, RESULT)
-ARRIVED = {"up": "up_arrived", "down": "down_arrived"}  # that buffer → the one in which its message is found on the other stage
+# that buffer → the one in which its message is found on the other stage
+ARRIVED = {"up": "up_arrived", "down": "down_arrived"}
 CELL_OPS = ("F", "K", "R", "B", "W")
 EMBED, HEAD, EMBED_GRADIENT = "embed", "head", "embed_gradient"
 
@@ -45,7 +51,8 @@ def permute_op(when: Permute) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """An op that moves a message on its stage. source, target: buffers, or pools; slot: of the pool, as `TickColumns.slots` has it."""
+    """An op that moves a message on its stage. source, target: buffers, or pools; slot: of the
+    pool, as `TickColumns.slots` has it."""
 
     op: str
     source: str
@@ -53,17 +60,27 @@ class Copy:
     slot: str = ""
 
 
-TAKES = tuple(Copy(f"take_{way}_{message}", ARRIVED[way], message, f"{way}_{message}") for message in MESSAGES for way in WAY)
+TAKES = tuple(
+    Copy(f"take_{way}_{message}", ARRIVED[way], message, f"{way}_{message}")
+    for message in MESSAGES
+    for way in WAY
+)
 SENDS = tuple(Copy(f"send_{way}", RESULT, way) for way in WAY)
-STAYS = tuple(Copy(f"stay_{message}_{buffer}", buffer, message, f"stay_{message}") for message in MESSAGES for buffer in BUFFERS)
-TICK_SLOTS = (*POOLS, *dict.fromkeys(copy.slot for copy in (*TAKES, *STAYS)))  # the slots that differ between stages
+STAYS = tuple(
+    Copy(f"stay_{message}_{buffer}", buffer, message, f"stay_{message}")
+    for message in MESSAGES
+    for buffer in BUFFERS
+)
+# the slots that differ between stages
+TICK_SLOTS = (*POOLS, *dict.fromkeys(copy.slot for copy in (*TAKES, *STAYS)))
 
 Array = Any  # numpy's or JAX's
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TickColumns:
-    """A table by ops: int32 arrays [ticks, stages]; [ticks] inside the runtime, where a device has its own stage's; scalars inside a tick.
+    """A table by ops: int32 arrays [ticks, stages]; [ticks] inside the runtime, where a device has
+    its own stage's; scalars inside a tick.
 
     microbatch:  of the cell
     embed_microbatch, head_microbatch, embed_gradient_microbatch: of these ops
@@ -71,7 +88,8 @@ class TickColumns:
     busy:        1 where it runs any but those that take in what has arrived, and permutes
     slots:       name of a slot in `SlottedTable` → the slot
 
-    Microbatches and slots are 0 where there are none. On one stage, where a tick is a microbatch, there is nothing but `microbatch`.
+    Microbatches and slots are 0 where there are none. On one stage, where a tick is a microbatch,
+    there is nothing but `microbatch`.
     """
 
     microbatch: Array
@@ -152,8 +170,12 @@ def _columns(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> TickC
         HEAD: of_all(table.head >= 0) & _takes_part(table, table.stage_of[-1]),
         EMBED_GRADIENT: of_all(table.embed_gradient >= 0) & _takes_part(table, table.stage_of[0]),
     }
-    sends = {permute_op(when): of_all(table.permute == when) for when in (Permute.EARLY, Permute.LATE)}
-    slots = {name: getattr(slotted, name) for name in TICK_SLOTS} | {name: of_all(getattr(slotted, name)) for name in SHARED_SLOTS}
+    sends = {
+        permute_op(when): of_all(table.permute == when) for when in (Permute.EARLY, Permute.LATE)
+    }
+    slots = {name: getattr(slotted, name) for name in TICK_SLOTS} | {
+        name: of_all(getattr(slotted, name)) for name in SHARED_SLOTS
+    }
     return TickColumns(
         _numbers(table.microbatch),
         _numbers(of_all(table.embed)),
@@ -170,7 +192,8 @@ def _numbers(column: np.ndarray) -> np.ndarray:
 
 
 def _takes_part(table: Table, stage: int) -> np.ndarray:
-    """bool [1, stages]: whether a stage takes part in the embedding or the head, whose end stage this is."""
+    """bool [1, stages]: whether a stage takes part in the embedding or the head, whose end stage
+    this is."""
     return (np.arange(table.stages) == stage)[None] | (table.vocabulary == "parallel")
 
 
@@ -180,7 +203,13 @@ def _cells(table: Table) -> dict[str, np.ndarray]:
     keeps = (table.op == Op.F) & ~recomputed[table.unit]
     runs: dict[str, np.ndarray] = {}
     for u in range(units(table)):
-        kinds = {"F": (table.op == Op.F) & ~keeps, "K": keeps, "R": table.op == Op.R, "B": table.op == Op.B, "W": table.op == Op.W}
+        kinds = {
+            "F": (table.op == Op.F) & ~keeps,
+            "K": keeps,
+            "R": table.op == Op.R,
+            "B": table.op == Op.B,
+            "W": table.op == Op.W,
+        }
         runs |= {cell_op(kind, u): kinds[kind] & (table.local_unit == u) for kind in CELL_OPS}
     return runs
 
@@ -192,4 +221,6 @@ def _copies(slotted: SlottedTable, buffers: dict[tuple[Op, int], str]) -> dict[s
     for (op, u), buffer in buffers.items():
         written[buffer] |= (table.op == op) & (table.local_unit == u)
     sends = {copy.op: (slotted.send == WAY[copy.target]) & written[copy.source] for copy in SENDS}
-    return sends | {copy.op: (getattr(slotted, copy.slot) >= 0) & written[copy.source] for copy in STAYS}
+    return sends | {
+        copy.op: (getattr(slotted, copy.slot) >= 0) & written[copy.source] for copy in STAYS
+    }

@@ -1,4 +1,5 @@
-"""The independent clock: each stage goes through its cells on its own and waits for messages only. No JAX here."""
+"""The independent clock: each stage goes through its cells on its own and waits for messages only.
+No JAX here."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,12 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.schedule.clock import CELL, EMBED, HEAD, ColumnOp, Timeline, Times, column_ops, durations, records
+from jaxtrain.schedule.clock import (
+    CELL,
+    EMBED,
+    HEAD,
+    ColumnOp,
+    Timeline,
+    Times,
+    column_ops,
+    durations,
+    records,
+)
 from jaxtrain.schedule.table import Cell, Op, Table, cell_name, message_ways
 
 
-def independent(table: Table, times: Times, shares: Sequence[float] | None = None, fused_backward: bool = False) -> Timeline:
-    """The timeline of stages that wait for messages only, each in its own order; events stand by stage and time."""
+def independent(
+    table: Table, times: Times, shares: Sequence[float] | None = None, fused_backward: bool = False
+) -> Timeline:
+    """The timeline of stages that wait for messages only, each in its own order; events stand by
+    stage and time."""
     messages = _Messages(table.units, table.microbatches)
     parts = [_cell_steps(table, times, shares, messages, fused_backward)]
     meetings = 0
@@ -48,12 +62,14 @@ STEP = np.dtype(
 
 
 class NotFused(ValueError):
-    """A table whose W's stand apart, and a gradient that is to leave after W; the text is one line."""
+    """A table whose W's stand apart, and a gradient that is to leave after W; the text is one
+    line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Messages:
-    """Numbers of messages: activations for units 0 … units (the head), gradients for units −1 (the embedding's) … units − 1."""
+    """Numbers of messages: activations for units 0 … units (the head), gradients for units −1 (the
+    embedding's) … units − 1."""
 
     units: int
     microbatches: int
@@ -72,15 +88,31 @@ class _Messages:
         return (self.units + 2 + unit) * self.microbatches + microbatch
 
 
-def _cell_steps(table: Table, times: Times, shares: Sequence[float] | None, messages: _Messages, fused_backward: bool) -> np.ndarray:
+def _cell_steps(
+    table: Table,
+    times: Times,
+    shares: Sequence[float] | None,
+    messages: _Messages,
+    fused_backward: bool,
+) -> np.ndarray:
     """The steps of the cells, STEP [cells]."""
     tick, stage = np.nonzero(table.op)
-    op, unit, microbatch = (array[tick, stage] for array in (table.op, table.unit, table.microbatch))
+    op, unit, microbatch = (
+        array[tick, stage] for array in (table.op, table.unit, table.microbatch)
+    )
     ways = message_ways(table.stage_of, table.stages)
     way = ways[op, unit]
     forward, backward = op == Op.F, op == Op.B
-    needs = np.select([forward, backward], [messages.activation(unit, microbatch), messages.gradient(unit, microbatch)], -1)
-    gives = np.select([forward, backward], [messages.activation(unit + 1, microbatch), messages.gradient(unit - 1, microbatch)], -1)
+    needs = np.select(
+        [forward, backward],
+        [messages.activation(unit, microbatch), messages.gradient(unit, microbatch)],
+        -1,
+    )
+    gives = np.select(
+        [forward, backward],
+        [messages.activation(unit + 1, microbatch), messages.gradient(unit - 1, microbatch)],
+        -1,
+    )
     if fused_backward:  # what moves leaves after W
         gives[backward & (way != 0)] = -1
         weights = op == Op.W
@@ -103,15 +135,21 @@ def _cell_steps(table: Table, times: Times, shares: Sequence[float] | None, mess
     )
 
 
-def _column_steps(table: Table, times: Times, part: int, op: ColumnOp, messages: _Messages, meetings: int) -> np.ndarray:
-    """The steps of a column's op, STEP [stages that take part · microbatches]; meetings are numbered from `meetings` on."""
+def _column_steps(
+    table: Table, times: Times, part: int, op: ColumnOp, messages: _Messages, meetings: int
+) -> np.ndarray:
+    """The steps of a column's op, STEP [stages that take part · microbatches]; meetings are
+    numbered from `meetings` on."""
     ticks = np.flatnonzero(op.column >= 0)
     microbatch = op.column[ticks]
     needs, gives = np.full(len(ticks), -1), np.full(len(ticks), -1)
     if part == EMBED:
         gives = messages.activation(0, microbatch)
     elif part == HEAD:
-        needs, gives = messages.activation(table.units, microbatch), messages.gradient(table.units - 1, microbatch)
+        needs, gives = (
+            messages.activation(table.units, microbatch),
+            messages.gradient(table.units - 1, microbatch),
+        )
     else:
         needs = messages.gradient(-1, microbatch)
     stages = np.arange(table.stages) if op.together else np.array([op.home])
@@ -136,16 +174,26 @@ def _check_fused(table: Table, steps: np.ndarray) -> None:
     """NotFused for a B whose W is not the next cell of its stage."""
     cells = steps[steps["part"] == CELL]
     following = np.roll(cells, -1)
-    same = np.all([cells[name] == following[name] for name in ("stage", "unit", "microbatch")], axis=0)
+    same = np.all(
+        [cells[name] == following[name] for name in ("stage", "unit", "microbatch")], axis=0
+    )
     alone = cells[(cells["name"] == Op.B) & ~(same & (following["name"] == Op.W))]
     if len(alone):
         cell = Cell(int(Op.B), int(alone[0]["unit"]), int(alone[0]["microbatch"]))
-        raise NotFused(f"fused_backward needs W right after its B; {table.name} has {cell_name(cell, table.stage_of)} on its own")
+        raise NotFused(
+            f"fused_backward needs W right after its B; {table.name} has "
+            f"{cell_name(cell, table.stage_of)} on its own"
+        )
 
 
 def _run(table: Table, steps: np.ndarray, messages: int, meetings: int) -> np.ndarray:
-    """float64 [steps]: when each step starts. Lists and one loop: there are hundreds of thousands of steps, each waits for others."""
-    needs, gives, meeting = steps["needs"].tolist(), steps["gives"].tolist(), steps["meeting"].tolist()
+    """float64 [steps]: when each step starts. Lists and one loop: there are hundreds of thousands
+    of steps, each waits for others."""
+    needs, gives, meeting = (
+        steps["needs"].tolist(),
+        steps["gives"].tolist(),
+        steps["meeting"].tolist(),
+    )
     lag, delay, time = steps["lag"].tolist(), steps["delay"].tolist(), steps["time"].tolist()
     bounds = np.searchsorted(steps["stage"], np.arange(table.stages + 1)).tolist()
     readable = [-1.0] * messages  # when each message can be read
@@ -167,7 +215,11 @@ def _run(table: Table, steps: np.ndarray, messages: int, meetings: int) -> np.nd
                 if meeting[step] >= 0:
                     together = meeting[step]
                     if not counted[step]:
-                        counted[step], arrived[together], begins[together] = True, arrived[together] + 1, max(begins[together], begin)
+                        counted[step], arrived[together], begins[together] = (
+                            True,
+                            arrived[together] + 1,
+                            max(begins[together], begin),
+                        )
                     if arrived[together] < table.stages:
                         break
                     begin = begins[together]
@@ -178,6 +230,8 @@ def _run(table: Table, steps: np.ndarray, messages: int, meetings: int) -> np.nd
                 step += 1
             clock[stage], following[stage] = now, step
         if following == before:
-            raise ValueError(f"{table.name}: stages {unfinished} wait for each other; check the table first")
+            raise ValueError(
+                f"{table.name}: stages {unfinished} wait for each other; check the table first"
+            )
         unfinished = [stage for stage in unfinished if following[stage] < bounds[stage + 1]]
     return np.array(start)

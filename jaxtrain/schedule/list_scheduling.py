@@ -1,4 +1,5 @@
-"""Orders of ops by list scheduling: stages on their own clocks, each taking the best op that it can begin, within a bound on residuals."""
+"""Orders of ops by list scheduling: stages on their own clocks, each taking the best op that it can
+begin, within a bound on residuals."""
 
 import collections
 
@@ -12,17 +13,24 @@ Choice = tuple[float, int, int]
 
 
 def list_schedule(
-    stage_of: tuple[int, ...], stages: int, microbatches: int, bound: int, times: Times, patience: float, forward_first: bool
+    stage_of: tuple[int, ...],
+    stages: int,
+    microbatches: int,
+    bound: int,
+    times: Times,
+    patience: float,
+    forward_first: bool,
 ) -> Orders | None:
     """Each stage's ops on chunks, in order; None if the bound leaves a stage nothing to do.
 
     stage_of:      of each chunk
     times:         of one chunk's ops (F, B, W) and of a message
-    bound:         the most chunks' residuals on a stage, from F to the end of W; the chunks that come later on a stage have room kept for
-                   them
+    bound:         the most chunks' residuals on a stage, from F to the end of W; the chunks that
+                   come later on a stage have room kept for them
     patience:      how long, in W's, a stage with a W to do waits for a B or F that is on its way
-    forward_first: whether F and B take turns where both can begin; otherwise B goes first. Of several B's the one of the earliest
-                   microbatch is taken, of several F's the one furthest through the model.
+    forward_first: whether F and B take turns where both can begin; otherwise B goes first. Of
+                   several B's the one of the earliest microbatch is taken, of several F's the one
+                   furthest through the model.
     """
     state = _State(stage_of, stages, microbatches, bound, times)
     wait, last_op = patience * times.W, [F] * stages
@@ -40,7 +48,11 @@ def list_schedule(
                 forward = choice if forward is None or chunk > forward[2] else forward
             elif op == B:
                 # Of B's of one microbatch, the chunk furthest through the model.
-                backward = choice if backward is None or state.next_b[chunk] <= state.next_b[backward[2]] else backward
+                backward = (
+                    choice
+                    if backward is None or state.next_b[chunk] <= state.next_b[backward[2]]
+                    else backward
+                )
             else:
                 weights = choice
         turn = forward_first and last_op[stage] != F
@@ -54,32 +66,47 @@ def list_schedule(
 class _State:
     """What has been done, and when."""
 
-    def __init__(self, stage_of: tuple[int, ...], stages: int, microbatches: int, bound: int, times: Times):
+    def __init__(
+        self, stage_of: tuple[int, ...], stages: int, microbatches: int, bound: int, times: Times
+    ):
         chunks = len(stage_of)
         self.stage_of, self.last, self.message = stage_of, chunks - 1, times.message
         self.ways, self.chunks_of = directions(stage_of, stages), units_of(stage_of, stages)
         # Of each chunk, the residuals that its stage may hold before another F of it.
         local = local_unit_of(stage_of)
-        self.room = [bound - (len(self.chunks_of[stage]) - 1 - index) for stage, index in zip(stage_of, local, strict=True)]
+        self.room = [
+            bound - (len(self.chunks_of[stage]) - 1 - index)
+            for stage, index in zip(stage_of, local, strict=True)
+        ]
         self.time_f, self.time_b, self.time_w = times.F, times.B, times.W
-        # The next microbatch of each chunk; and, by microbatch, when what F and B need can be read: it comes in order.
+        # The next microbatch of each chunk; and, by microbatch, when what F and B need can be read:
+        # it comes in order.
         self.next_f, self.next_b = [0] * chunks, [0] * chunks
         self.came_f: list[list[float]] = [[0.0] * microbatches, *([] for _ in stage_of[1:])]
         self.came_b: list[list[float]] = [[] for _ in stage_of]
         self.held, self.clock = [0] * stages, [0.0] * stages
-        self.weights: list[collections.deque[tuple[int, int]]] = [collections.deque() for _ in range(stages)]  # (chunk, microbatch)
+        # (chunk, microbatch)
+        self.weights: list[collections.deque[tuple[int, int]]] = [
+            collections.deque() for _ in range(stages)
+        ]
         self.orders: Orders = [[] for _ in range(stages)]
-        self.choices: list[list[Choice]] = [[] for _ in range(stages)]  # what each stage could do next
+        # what each stage could do next
+        self.choices: list[list[Choice]] = [[] for _ in range(stages)]
         self.begin = [NO_TIME] * stages  # and when it could do something
         self.look(stage_of[0])
 
     def look(self, stage: int) -> None:
         """Finds a stage's choices, each from the time at which it could begin."""
         clock, held = self.clock[stage], self.held[stage]
-        choices: list[Choice] = [(clock, W, self.weights[stage][0][0])] if self.weights[stage] else []
+        choices: list[Choice] = (
+            [(clock, W, self.weights[stage][0][0])] if self.weights[stage] else []
+        )
         earliest = clock if choices else NO_TIME
         for chunk in self.chunks_of[stage]:
-            for op, came, microbatch in ((F, self.came_f[chunk], self.next_f[chunk]), (B, self.came_b[chunk], self.next_b[chunk])):
+            for op, came, microbatch in (
+                (F, self.came_f[chunk], self.next_f[chunk]),
+                (B, self.came_b[chunk], self.next_b[chunk]),
+            ):
                 if microbatch < len(came) and (op == B or held < self.room[chunk]):
                     begin = came[microbatch]
                     begin = begin if begin > clock else clock

@@ -1,12 +1,16 @@
-"""The named schedules: small functions from the sizes of a pipeline to the order of each stage's ops.
+"""The named schedules: small functions from the sizes of a pipeline to the order of each stage's
+ops.
 
     order(p, v, m) → for each stage its tasks (op, chunk, microbatch), chunks in model order
 
-The letters are those of the papers: p stages, v chunks on a stage, m microbatches; s is a stage, c a chunk, k a microbatch.
+The letters are those of the papers: p stages, v chunks on a stage, m microbatches; s is a stage, c
+a chunk, k a microbatch.
 
-Chunks are placed round a circle (chunk c on stage c mod p) or, for `zb_v` and `dualpipe_v`, in a V: down the stages and back up, so that
-the last chunk is on stage 0 and the message stays where the V turns. Nothing here says in which tick a task stands: packing.py does. The
-figures are in unit times (F = B = W, no message time); the peak is the most residuals at once, in chunks', of tables with late permutes:
+Chunks are placed round a circle (chunk c on stage c mod p) or, for `zb_v` and `dualpipe_v`, in a V:
+down the stages and back up, so that the last chunk is on stage 0 and the message stays where the V
+turns. Nothing here says in which tick a task stands: packing.py does. The figures are in unit times
+(F = B = W, no message time); the peak is the most residuals at once, in chunks', of tables with
+late permutes:
 
               placement   idle time of the whole step                peak
     gpipe     circular    2 (p − 1)                                  m v
@@ -25,7 +29,8 @@ from collections.abc import Callable
 
 from jaxtrain.schedule.table import Op
 
-Task = tuple[int, int, int]  # op, chunk or unit, microbatch: no table.Cell, since a search makes millions of them
+# op, chunk or unit, microbatch: no table.Cell, since a search makes millions of them
+Task = tuple[int, int, int]
 Orders = list[list[Task]]
 F, B, W = int(Op.F), int(Op.B), int(Op.W)
 
@@ -36,7 +41,8 @@ def circular(stages: int, chunks: int) -> tuple[int, ...]:
 
 
 def v_shape(stages: int, chunks: int) -> tuple[int, ...]:
-    """Down the stages and back up (Qi et al. 2024): 0 … p − 1, p − 1 … 0, and again for every two chunks."""
+    """Down the stages and back up (Qi et al. 2024): 0 … p − 1, p − 1 … 0, and again for every two
+    chunks."""
     down = list(range(stages))
     return tuple(s for c in range(chunks) for s in (down if c % 2 == 0 else down[::-1]))
 
@@ -44,11 +50,12 @@ def v_shape(stages: int, chunks: int) -> tuple[int, ...]:
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"circular": circular, "v": v_shape}
 
 
-# --- circular placement ----------------------------------------------------------------------------------------------------------
+# --- circular placement ---------------------------------------------------------------------------
 
 
 def gpipe(p: int, v: int, m: int) -> Orders:
-    """All forwards, then all backwards (Huang et al. 2019); with more chunks the forwards go round the circle chunk by chunk."""
+    """All forwards, then all backwards (Huang et al. 2019); with more chunks the forwards go round
+    the circle chunk by chunk."""
     return [
         [(F, c * p + s, k) for c in range(v) for k in range(m)]
         + [(op, c * p + s, k) for c in reversed(range(v)) for k in range(m) for op in (B, W)]
@@ -57,24 +64,29 @@ def gpipe(p: int, v: int, m: int) -> Orders:
 
 
 def one_f_one_b(p: int, v: int, m: int) -> Orders:
-    """1F1B (Narayanan et al. 2019, PipeDream-Flush): stage s has at most p − s microbatches in flight."""
+    """1F1B (Narayanan et al. 2019, PipeDream-Flush): stage s has at most p − s microbatches in
+    flight."""
     return [_steady(s, m, p - s, 0) for s in range(p)]
 
 
 def zb_h1(p: int, v: int, m: int) -> Orders:
-    """ZB-H1 (Qi et al. 2023, section 2.2): as 1F1B, but stage s is s microbatches behind with W, which it does when others are idle."""
+    """ZB-H1 (Qi et al. 2023, section 2.2): as 1F1B, but stage s is s microbatches behind with W,
+    which it does when others are idle."""
     return [_steady(s, m, p - s, s) for s in range(p)]
 
 
 def zb_h2(p: int, v: int, m: int) -> Orders:
-    """ZB-H2 (Qi et al. 2023, section 2.3): 2 (p − s) − 1 forwards first and 2 s microbatches behind with W, so that no stage idles."""
+    """ZB-H2 (Qi et al. 2023, section 2.3): 2 (p − s) − 1 forwards first and 2 s microbatches behind
+    with W, so that no stage idles."""
     return [_steady(s, m, 2 * (p - s) - 1, 2 * s) for s in range(p)]
 
 
 def between(p: int, m: int, bound: int) -> Orders:
-    """The order of this family for a bound on the chunks' residuals: ZB-H1 at p, ZB-H2 at 2 p − 1, fewer forwards first than 1F1B below p.
+    """The order of this family for a bound on the chunks' residuals: ZB-H1 at p, ZB-H2 at 2 p − 1,
+    fewer forwards first than 1F1B below p.
 
-    Stage s holds warm-up plus W's put off; what there is beyond p goes first to the warm-up and then, down the stages, to the W's.
+    Stage s holds warm-up plus W's put off; what there is beyond p goes first to the warm-up and
+    then, down the stages, to the W's.
     """
     orders = []
     for s in range(p):
@@ -97,10 +109,12 @@ def _steady(s: int, m: int, warmup: int, behind: int) -> list[Task]:
 
 
 def interleaved(p: int, v: int, m: int) -> Orders:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): microbatches go through the chunks in groups of p.
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): microbatches go through the chunks in
+    groups of p.
 
-    Where the microbatches do not divide, the last group takes the rest as well: groups of p to 2p − 1 keep the idle time at 1/v of
-    1F1B's. With fewer microbatches than stages there is one short group: right, but with more idle time.
+    Where the microbatches do not divide, the last group takes the rest as well: groups of p to 2p −
+    1 keep the idle time at 1/v of 1F1B's. With fewer microbatches than stages there is one short
+    group: right, but with more idle time.
     """
     groups = _groups(p, m)
     forward = [(c, k) for group in groups for c in range(v) for k in group]
@@ -119,16 +133,18 @@ def interleaved(p: int, v: int, m: int) -> Orders:
 
 
 def _groups(p: int, m: int) -> list[range]:
-    """The microbatches in groups of p, the last of p to 2p − 1, or all in one if they are fewer than p."""
+    """The microbatches in groups of p, the last of p to 2p − 1, or all in one if they are fewer
+    than p."""
     count = max(1, m // p)
     return [range(i * p, (i + 1) * p if i < count - 1 else m) for i in range(count)]
 
 
-# --- V placement -----------------------------------------------------------------------------------------------------------------
+# --- V placement ----------------------------------------------------------------------------------
 
 
 class _CountedOrder:
-    """A stage's order, of ops on chunks; each takes its next microbatch. `count`: how many of each there are."""
+    """A stage's order, of ops on chunks; each takes its next microbatch. `count`: how many of each
+    there are."""
 
     def __init__(self) -> None:
         self._tasks: list[Task] = []
@@ -146,11 +162,13 @@ class _CountedOrder:
 
 
 def zb_v(p: int, v: int, m: int) -> Orders:
-    """ZB-V (Qi et al. 2023, section 6; 2024): every stage has a chunk on the way down and one on the way back.
+    """ZB-V (Qi et al. 2023, section 6; 2024): every stage has a chunk on the way down and one on
+    the way back.
 
-    Stage s starts with 2 (p − s) − 1 forwards of its first chunk, passes on s microbatches of each, and is then never idle: B and W of
-    the returning chunk fill what is left of the warm-up, W's are put off at the end. Made for m ≥ 2p − 1; with fewer microbatches it is
-    that order without the tasks of those that are not there.
+    Stage s starts with 2 (p − s) − 1 forwards of its first chunk, passes on s microbatches of each,
+    and is then never idle: B and W of the returning chunk fill what is left of the warm-up, W's are
+    put off at the end. Made for m ≥ 2p − 1; with fewer microbatches it is that order without the
+    tasks of those that are not there.
     """
     full = max(m, 2 * p - 1)
     orders = []
@@ -173,10 +191,11 @@ def zb_v(p: int, v: int, m: int) -> Orders:
 
 
 def dualpipe_v(p: int, v: int, m: int) -> Orders:
-    """DualPipe in a V (DeepSeek-V3 2024, section 3.2.1, cut in half as its authors later published): one copy of the parameters.
+    """DualPipe in a V (DeepSeek-V3 2024, section 3.2.1, cut in half as its authors later
+    published): one copy of the parameters.
 
-    In the steady state each forward of one chunk is followed by a backward of the other. Made for m ≥ 2p; with fewer microbatches it is
-    that order without the tasks of those that are not there.
+    In the steady state each forward of one chunk is followed by a backward of the other. Made for m
+    ≥ 2p; with fewer microbatches it is that order without the tasks of those that are not there.
     """
     full = max(m, 2 * p)
     orders = []
@@ -202,13 +221,15 @@ def dualpipe_v(p: int, v: int, m: int) -> Orders:
 
 
 def accumulate(p: int, v: int, m: int) -> Orders:
-    """One stage: every microbatch forward through all chunks and back, which is gradient accumulation."""
+    """One stage: every microbatch forward through all chunks and back, which is gradient
+    accumulation."""
     back = [(op, c) for c in reversed(range(v)) for op in (B, W)]
     return [[(op, c, k) for k in range(m) for op, c in [*((F, c) for c in range(v)), *back]]]
 
 
 def forward(stage_of: tuple[int, ...], p: int, m: int) -> Orders:
-    """Evaluation, an order of units: each stage takes what is furthest through the model of what has come, so that none collects inputs."""
+    """Evaluation, an order of units: each stage takes what is furthest through the model of what
+    has come, so that none collects inputs."""
     ready: list[list[tuple[int, int]]] = [[] for _ in range(p)]  # heaps of (−unit, microbatch)
     ready[stage_of[0]] = [(0, k) for k in range(m)]
     orders: Orders = [[] for _ in range(p)]
@@ -224,7 +245,7 @@ def forward(stage_of: tuple[int, ...], p: int, m: int) -> Orders:
     return orders
 
 
-# --- all of them -----------------------------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,12 +264,14 @@ class StageTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A named schedule: its order, and what is known of its tables without making one, for p stages, v chunks on each, m microbatches.
+    """A named schedule: its order, and what is known of its tables without making one, for p
+    stages, v chunks on each, m microbatches.
 
     placement:     circular or v
-    least_repeats, most_repeats: the numbers of chunks on a stage that it is made for; most_repeats 0: any
-    idle:          (p, v, times) → seconds of a step that a stage waits (Narayanan et al. 2021; Qi et al. 2023 and 2024 where B and W are
-                   separate ops)
+    least_repeats, most_repeats: the numbers of chunks on a stage that it is made for; most_repeats
+        0: any
+    idle:          (p, v, times) → seconds of a step that a stage waits (Narayanan et al. 2021; Qi
+                   et al. 2023 and 2024 where B and W are separate ops)
     residuals:     (p, v, m) → chunks whose residuals a stage holds at once, at most
     stashes:       p → chunks whose W is yet to come, at most
     gradients:     (p, m) → arrived gradients that wait for their B
@@ -273,7 +296,9 @@ class Schedule:
     def repeats_rule(self) -> str:
         """The numbers of chunks in words, such as "exactly 1 chunk"."""
         exactly, count = self.least_repeats == self.most_repeats, self.least_repeats
-        return f"exactly {count} chunk{'s'[: count != 1]}" if exactly else f"at least {count} chunks"
+        return (
+            f"exactly {count} chunk{'s'[: count != 1]}" if exactly else f"at least {count} chunks"
+        )
 
 
 def _idle_fused(p: int, v: int, t: StageTimes) -> float:
@@ -293,35 +318,67 @@ INTERLEAVED = "interleaved"
 ONE_CHUNK = "1f1b"  # for one chunk on a stage, and for one stage
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(
-        gpipe, "circular", 1, 0, lambda p, v, t: (p - 1) * t.all, lambda p, v, m: m * v, lambda p: 1, lambda p, m: m, fused=True
+        gpipe,
+        "circular",
+        1,
+        0,
+        lambda p, v, t: (p - 1) * t.all,
+        lambda p, v, m: m * v,
+        lambda p: 1,
+        lambda p, m: m,
+        fused=True,
     ),
-    ONE_CHUNK: Schedule(one_f_one_b, "circular", 1, 1, _idle_fused, lambda p, v, m: p, lambda p: 1, fused=True),
+    ONE_CHUNK: Schedule(
+        one_f_one_b, "circular", 1, 1, _idle_fused, lambda p, v, m: p, lambda p: 1, fused=True
+    ),
     INTERLEAVED: Schedule(
-        interleaved, "circular", 2, 0, _idle_fused, lambda p, v, m: p * v + p - 1, lambda p: 1, lambda p, m: p / 2, fused=True
+        interleaved,
+        "circular",
+        2,
+        0,
+        _idle_fused,
+        lambda p, v, m: p * v + p - 1,
+        lambda p: 1,
+        lambda p, m: p / 2,
+        fused=True,
     ),
     "zb_h1": Schedule(zb_h1, "circular", 1, 1, _idle_filled(1), lambda p, v, m: p, lambda p: p),
-    "zb_h2": Schedule(zb_h2, "circular", 1, 1, _idle_filled(2), lambda p, v, m: 2 * p - 1, lambda p: 2 * p - 1),
+    "zb_h2": Schedule(
+        zb_h2, "circular", 1, 1, _idle_filled(2), lambda p, v, m: 2 * p - 1, lambda p: 2 * p - 1
+    ),
     "zb_v": Schedule(zb_v, "v", 2, 2, _idle_filled(2), lambda p, v, m: 2 * p, lambda p: 2 * p - 1),
-    "dualpipe_v": Schedule(dualpipe_v, "v", 2, 2, _idle_dualpipe, lambda p, v, m: 2 * p + 1, lambda p: p),
+    "dualpipe_v": Schedule(
+        dualpipe_v, "v", 2, 2, _idle_dualpipe, lambda p, v, m: 2 * p + 1, lambda p: p
+    ),
 }
 CSV = "csv:"  # before the path of a file with a schedule
 AUTO = "auto"  # the best table found
 FUSED = tuple(name for name, schedule in SCHEDULES.items() if schedule.fused)
-ZERO_BUBBLE = tuple(name for name, schedule in SCHEDULES.items() if not schedule.fused and schedule.placement == "circular")
-GROWING = tuple(name for name, schedule in SCHEDULES.items() if schedule.residuals(2, 1, 64) > schedule.residuals(2, 1, 32))
+ZERO_BUBBLE = tuple(
+    name
+    for name, schedule in SCHEDULES.items()
+    if not schedule.fused and schedule.placement == "circular"
+)
+GROWING = tuple(
+    name
+    for name, schedule in SCHEDULES.items()
+    if schedule.residuals(2, 1, 64) > schedule.residuals(2, 1, 32)
+)
 
 
 def closed_forms(name: str) -> Schedule:
-    """The schedule of this name; for `auto` and a file, whose tables are not known yet, the one with several chunks of any number. Raises
-    KeyError for another name."""
+    """The schedule of this name; for `auto` and a file, whose tables are not known yet, the one
+    with several chunks of any number. Raises KeyError for another name."""
     return SCHEDULES[INTERLEAVED if name == AUTO or name.startswith(CSV) else name]
 
 
 def fits_repeats(schedule: str, repeats: int) -> bool:
-    """Whether a schedule is made for this number of chunks on a stage; `auto` and a file are for any."""
+    """Whether a schedule is made for this number of chunks on a stage; `auto` and a file are for
+    any."""
     return schedule not in SCHEDULES or SCHEDULES[schedule].fits(repeats)
 
 
 def default_repeats(schedule: str) -> int:
-    """The chunks on a stage of a schedule that is told none: the fewest it is made for; 0 for `auto` and a file, which choose."""
+    """The chunks on a stage of a schedule that is told none: the fewest it is made for; 0 for
+    `auto` and a file, which choose."""
     return SCHEDULES[schedule].least_repeats if schedule in SCHEDULES else 0

@@ -1,18 +1,27 @@
-"""From the order of each stage's ops to a table: chunks become units, cells get their ticks and ticks their permutes.
+"""From the order of each stage's ops to a table: chunks become units, cells get their ticks and
+ticks their permutes.
 
 Four ways to pack an order into ticks, for the coupled clock of simulate.py:
 
-    late      every tick that makes messages ends with a permute. The fewest ticks; a tick lasts as long as the longest op near it
-    early     every tick begins with a permute, under its ops; what it brings is read a tick later. A stage waits for its neighbours'
-              starts alone, so ops of different lengths run side by side
-    spaced    as early, with an idle tick after every F. The tick costs no time; F takes two ticks, then, and B with its W takes two, so
-              that neighbours keep step, one at its F and the other at its B and W: their ticks begin at nearly the same time
-    aligned   F and B stand in pairs of ticks, W and R in ticks after them: late permute, none, then an early one under the W's
+    late      every tick that makes messages ends with a permute. The fewest ticks; a tick lasts as
+              long as the longest op near it
+    early     every tick begins with a permute, under its ops; what it brings is read a tick later.
+              A stage waits for its neighbours' starts alone, so ops of different lengths run side
+              by side
+    spaced    as early, with an idle tick after every F. The tick costs no time; F takes two ticks,
+              then, and B with its W takes two, so that neighbours keep step, one at its F and the
+              other at its B and W: their ticks begin at nearly the same time
+    aligned   F and B stand in pairs of ticks, W and R in ticks after them: late permute, none, then
+              an early one under the W's
 
-    1f1b, 3 stages, 4 microbatches   late                                      spaced
-    stage 0   F0 F1 F2 .  .  B0 W0 F3 B1 W1 .  B2 W2 .  B3 W3    F0 .  F1 .  F2 .  .  .  .  .  B0 W0 F3 .  B1 W1 .  .  B2 W2 .  .  B3 W3
-    stage 1   .  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3 .     .  .  F0 .  F1 .  .  .  B0 W0 F2 .  B1 W1 F3 .  B2 W2 .  .  B3 W3 .  .
-    stage 2   .  .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .  .     .  .  .  .  F0 .  B0 W0 F1 .  B1 W1 F2 .  B2 W2 F3 .  B3 W3 .  .  .  .
+    1f1b, 3 stages, 4 microbatches
+
+    late     stage 0   F0 F1 F2 .  .  B0 W0 F3 B1 W1 .  B2 W2 .  B3 W3
+             stage 1   .  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3 .
+             stage 2   .  .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .  .
+    spaced   stage 0   F0 .  F1 .  F2 .  .  .  .  .  B0 W0 F3 .  B1 W1 .  .  B2 W2 .  .  B3 W3
+             stage 1   .  .  F0 .  F1 .  .  .  B0 W0 F2 .  B1 W1 F3 .  B2 W2 .  .  B3 W3 .  .
+             stage 2   .  .  .  .  F0 .  B0 W0 F1 .  B1 W1 F2 .  B2 W2 F3 .  B3 W3 .  .  .  .
 
 Each stage keeps its order of F and B; in `aligned` W's and R's may move by one. No JAX here.
 """
@@ -24,20 +33,34 @@ from typing import NoReturn
 import numpy as np
 
 from jaxtrain.schedule.orders import Orders, Task
-from jaxtrain.schedule.table import Op, Permute, Table, TableError, TableShape, cell_name, from_arrays, message_ways
+from jaxtrain.schedule.table import (
+    Op,
+    Permute,
+    Table,
+    TableError,
+    TableShape,
+    cell_name,
+    from_arrays,
+    message_ways,
+)
 from jaxtrain.schedule.transport import NEVER, delays, read_after
 
 PACKINGS = ("late", "aligned", "early", "spaced")
-IN_ORDER = ("late", "early", "spaced")  # those that keep each stage's order, so that they all hold as many residuals
+# those that keep each stage's order, so that they all hold as many residuals
+IN_ORDER = ("late", "early", "spaced")
 PAIR = 2  # ticks of F and B between two ticks of W in `aligned`
 MOST_IDLE_TICKS = 3  # one after the other, in a table that ends
 
 
-def cut_into_units(orders: Orders, groups: Sequence[int], recompute: bool, recompute_last: bool = False) -> tuple[Orders, tuple[int, ...]]:
-    """(orders of units, the chunk of each unit) from orders of chunks and the number of units that each chunk is cut into.
+def cut_into_units(
+    orders: Orders, groups: Sequence[int], recompute: bool, recompute_last: bool = False
+) -> tuple[Orders, tuple[int, ...]]:
+    """(orders of units, the chunk of each unit) from orders of chunks and the number of units that
+    each chunk is cut into.
 
-    With `recompute` units have R ops, the last one only with `recompute_last`. A chunk's W follows its B at once or later; at once, and
-    with R, unit by unit: R, B, W, so that one unit is rebuilt at a time.
+    With `recompute` units have R ops, the last one only with `recompute_last`. A chunk's W follows
+    its B at once or later; at once, and with R, unit by unit: R, B, W, so that one unit is rebuilt
+    at a time.
     """
     first_unit = [sum(groups[:chunk]) for chunk in range(len(groups) + 1)]
     last = first_unit[-1] - 1
@@ -64,22 +87,27 @@ def cut_into_units(orders: Orders, groups: Sequence[int], recompute: bool, recom
                 if w_at_once:
                     done_with_its_b = (Op.W, chunk, microbatch)
         orders_of_units.append(tasks)
-    return orders_of_units, tuple(chunk for chunk, units_of_chunk in enumerate(groups) for _ in range(units_of_chunk))
+    return orders_of_units, tuple(
+        chunk for chunk, units_of_chunk in enumerate(groups) for _ in range(units_of_chunk)
+    )
 
 
-# Facts are numbers, (kind · units + unit) · microbatches + microbatch: that F's or B's message can be read; from DONE + op on, that a task
-# is done.
+# Facts are numbers, (kind · units + unit) · microbatches + microbatch: that F's or B's message can
+# be read; from DONE + op on, that a task is done.
 ACTIVATION, GRADIENT, DONE = 0, 1, 2
 
 
 class Tasks:
-    """Every stage's tasks one after the other, and what each waits for, as a shape's table wants them.
+    """Every stage's tasks one after the other, and what each waits for, as a shape's table wants
+    them.
 
     Arrays have an entry a task, and one more after each stage's own, which is never ready.
 
     first, end      int [stages]: each stage's first task, and the entry after its last
-    op, unit, microbatch, way   int [tasks]: the task, and the way that its message goes (0: it stays, or there is none)
-    reads, follows  int [tasks]: the facts that must hold before it: a message can be read, an earlier op of its own is done
+    op, unit, microbatch, way   int [tasks]: the task, and the way that its message goes (0: it
+                                stays, or there is none)
+    reads, follows  int [tasks]: the facts that must hold before it: a message can be read, an
+                    earlier op of its own is done
     sends, does     int [tasks]: the facts that it brings about
     known           int64 [facts]: the tick from which on each holds
     """
@@ -92,7 +120,9 @@ class Tasks:
         self.op, self.unit, self.microbatch = np.concatenate(closed).T.copy()
         self.way = message_ways(shape.stage_of, shape.stages)[self.op, self.unit].astype(np.int64)
         kinds = DONE + len(Op)
-        self._always, self._never, self._unread = (kinds * shape.units * shape.microbatches + extra for extra in range(3))
+        self._always, self._never, self._unread = (
+            kinds * shape.units * shape.microbatches + extra for extra in range(3)
+        )
         self.reads, self.follows = self._waits()
         self.sends, self.does = self._sends(), self._fact(DONE + self.op, self.unit)
         self.forget()
@@ -103,17 +133,26 @@ class Tasks:
 
     def _waits(self) -> tuple[np.ndarray, np.ndarray]:
         """`reads` and `follows`."""
-        idle, forward, recompute, backward, weights = (self.op == op for op in (Op.IDLE, Op.F, Op.R, Op.B, Op.W))
+        idle, forward, recompute, backward, weights = (
+            self.op == op for op in (Op.IDLE, Op.F, Op.R, Op.B, Op.W)
+        )
         from_before = np.where(self.unit == 0, self._always, self._fact(ACTIVATION, self.unit))
         from_after = self._fact(GRADIENT, self.unit)
-        reads = np.select([idle, forward, backward], [np.full(len(idle), self._never), from_before, from_after], self._always)
+        reads = np.select(
+            [idle, forward, backward],
+            [np.full(len(idle), self._never), from_before, from_after],
+            self._always,
+        )
         f_done, b_done = self._fact(DONE + Op.F, self.unit), self._fact(DONE + Op.B, self.unit)
         return reads, np.select([backward | recompute, weights], [f_done, b_done], self._always)
 
     def _sends(self) -> np.ndarray:
-        """The head is in the tick of the last unit's F, which so stands for the gradient that the head makes."""
+        """The head is in the tick of the last unit's F, which so stands for the gradient that the
+        head makes."""
         last = self.unit == self.shape.units - 1
-        forward = np.where(last, self._fact(GRADIENT, self.unit), self._fact(ACTIVATION, self.unit + 1))
+        forward = np.where(
+            last, self._fact(GRADIENT, self.unit), self._fact(ACTIVATION, self.unit + 1)
+        )
         backward = np.where(self.unit == 0, self._unread, self._fact(GRADIENT, self.unit - 1))
         return np.select([self.op == Op.F, self.op == Op.B], [forward, backward], self._unread)
 
@@ -123,7 +162,8 @@ class Tasks:
         self.known[self._always] = 0
 
     def ready(self, tasks: np.ndarray, tick: int) -> np.ndarray:
-        """bool [tasks]: whether a tick may hold each of these tasks, as far as its message and its own earlier op go."""
+        """bool [tasks]: whether a tick may hold each of these tasks, as far as its message and its
+        own earlier op go."""
         return (self.known[self.reads[tasks]] <= tick) & (self.known[self.follows[tasks]] <= tick)
 
     def table(self, packed: "Packed") -> Table:
@@ -139,11 +179,18 @@ class Tasks:
         return from_arrays(shape, op, unit, microbatch, permute=packed.permutes)
 
     def refuse_endless(self, tick: int, waiting: np.ndarray) -> NoReturn:
-        """TableError for tasks, one a stage, that wait in a tick while nothing can come any more."""
+        """TableError for tasks, one a stage, that wait in a tick while nothing can come any
+        more."""
         stage = int(np.flatnonzero(self.op[waiting])[0])
-        op, unit, microbatch = (int(array[waiting[stage]]) for array in (self.op, self.unit, self.microbatch))
+        op, unit, microbatch = (
+            int(array[waiting[stage]]) for array in (self.op, self.unit, self.microbatch)
+        )
         name = cell_name((op, unit, microbatch), self.shape.stage_of)
-        raise TableError(f"the order of {self.shape.name!r} never finishes: {name} is next and waits for ever", tick, stage)
+        raise TableError(
+            f"the order of {self.shape.name!r} never finishes: {name} is next and waits for ever",
+            tick,
+            stage,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,7 +202,8 @@ class Packed:
 
 
 def pack_into_ticks(tasks: Tasks, packing: str) -> Table:
-    """The table of an order of units, by one of PACKINGS. Raises TableError for an order that can never finish."""
+    """The table of an order of units, by one of PACKINGS. Raises TableError for an order that can
+    never finish."""
     tasks.forget()
     if packing == "aligned":
         return tasks.table(_pack_aligned(tasks))
@@ -164,9 +212,11 @@ def pack_into_ticks(tasks: Tasks, packing: str) -> Table:
 
 
 def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
-    """Every task in the first tick in which it is ready, in order; an F keeps its stage for `ticks_of_f` ticks.
+    """Every task in the first tick in which it is ready, in order; an F keeps its stage for
+    `ticks_of_f` ticks.
 
-    Every tick that makes messages sends them, at its end or, if `when` is early, at the next one's start: no buffer is ever in the way.
+    Every tick that makes messages sends them, at its end or, if `when` is early, at the next one's
+    start: no buffer is ever in the way.
     """
     ticks = np.full(len(tasks.op), -1)
     following, free, known = tasks.first.copy(), np.zeros(len(tasks.first), int), tasks.known
@@ -192,11 +242,15 @@ def _pack_in_order(tasks: Tasks, when: Permute, ticks_of_f: int) -> Packed:
 
 
 class _Lane:
-    """The tasks of some ops, in order, each stage's followed by one that is never ready; `at` is the place of each stage's next one."""
+    """The tasks of some ops, in order, each stage's followed by one that is never ready; `at` is
+    the place of each stage's next one."""
 
     def __init__(self, tasks: Tasks, *ops: Op):
         self.tasks = np.flatnonzero(np.isin(tasks.op, (*ops, Op.IDLE)))
-        self.first, self.end = np.searchsorted(self.tasks, tasks.first), np.searchsorted(self.tasks, tasks.end)
+        self.first, self.end = (
+            np.searchsorted(self.tasks, tasks.first),
+            np.searchsorted(self.tasks, tasks.end),
+        )
         self.at = self.first.copy()
 
     @property
@@ -206,24 +260,36 @@ class _Lane:
 
 
 class _Lanes:
-    """Each stage's order cut in three for `aligned`: F and B; W; and R, which is done in time for its B."""
+    """Each stage's order cut in three for `aligned`: F and B; W; and R, which is done in time for
+    its B."""
 
     def __init__(self, tasks: Tasks):
         self._tasks = tasks
-        self.main, self.weights, self.recomputes = _Lane(tasks, Op.F, Op.B), _Lane(tasks, Op.W), _Lane(tasks, Op.R)
-        # Of each task of `main`: the W's and R's before it in its stage's order, as places in their lanes.
+        self.main, self.weights, self.recomputes = (
+            _Lane(tasks, Op.F, Op.B),
+            _Lane(tasks, Op.W),
+            _Lane(tasks, Op.R),
+        )
+        # Of each task of `main`: the W's and R's before it in its stage's order, as places in their
+        # lanes.
         self._weights_before = np.searchsorted(self.weights.tasks, self.main.tasks)
         self._recomputes_before = np.searchsorted(self.recomputes.tasks, self.main.tasks)
         self._is_f = tasks.op[self.main.tasks] == Op.F
-        self._buffered = np.zeros((len(tasks.first), 2), bool)  # whether a message waits in the send buffer down, up
+        # whether a message waits in the send buffer down, up
+        self._buffered = np.zeros((len(tasks.first), 2), bool)
         self._waiting: list[np.ndarray] = []  # what those messages are
 
     def quiet(self, tick: int) -> np.ndarray:
-        """int [stages]: an R that one of the next two tasks of the stage's order needs, else a W, if there is one to do; −1: none."""
+        """int [stages]: an R that one of the next two tasks of the stage's order needs, else a W,
+        if there is one to do; −1: none."""
         tasks, main = self._tasks, self.main
         second = np.minimum(main.at + PAIR, main.end) - 1
         r, w = self.recomputes.following, self.weights.following
-        needed = (main.end > main.first) & (self._recomputes_before[second] > self.recomputes.at) & tasks.ready(r, tick)
+        needed = (
+            (main.end > main.first)
+            & (self._recomputes_before[second] > self.recomputes.at)
+            & tasks.ready(r, tick)
+        )
         return np.where(needed, r, np.where(tasks.ready(w, tick), w, -1))
 
     def busy(self, tick: int) -> np.ndarray:
@@ -237,7 +303,9 @@ class _Lanes:
         way = tasks.way[candidates]
         blocked = (way != 0) & self._buffered[np.arange(len(at)), (way > 0).astype(int)]
         recomputed = self._recomputes_before[at] <= self.recomputes.at
-        return np.where(tasks.ready(candidates, tick) & ~behind & ~blocked & recomputed, candidates, -1)
+        return np.where(
+            tasks.ready(candidates, tick) & ~behind & ~blocked & recomputed, candidates, -1
+        )
 
     def do(self, chosen: np.ndarray, tick: int) -> np.ndarray:
         """Does a tick's tasks, int [stages], −1 for none → those that are some."""
@@ -267,16 +335,21 @@ class _Lanes:
 
     def unfinished(self) -> bool:
         """Whether any stage has an F, B or W to do."""
-        return bool(self._tasks.op[self.main.following].any() or self._tasks.op[self.weights.following].any())
+        return bool(
+            self._tasks.op[self.main.following].any()
+            or self._tasks.op[self.weights.following].any()
+        )
 
 
 def _pack_aligned(tasks: Tasks) -> Packed:
-    """Two ticks of F and B (or of W and R where there is none to do), then a tick of W and R; with recompute, two."""
+    """Two ticks of F and B (or of W and R where there is none to do), then a tick of W and R; with
+    recompute, two."""
     lanes = _Lanes(tasks)
     quiet_ticks = 2 if (tasks.op == Op.R).any() else 1
     ticks = np.full(len(tasks.op), -1)
     permutes: list[int] = []
-    # Ticks of F and B since the last tick of W, ticks of W since then, idle ticks since the last other one.
+    # Ticks of F and B since the last tick of W, ticks of W since then, idle ticks since the last
+    # other one.
     since, quiet, idle = 0, 0, 0
     waiting = lanes.quiet(0)
     while lanes.unfinished():
@@ -292,7 +365,11 @@ def _pack_aligned(tasks: Tasks) -> Packed:
             since, quiet = since + 1, 0
             waiting = lanes.quiet(tick + 1)
             # A tick of W and R follows, and sends at its start.
-            when = Permute.NONE if since >= PAIR and (waiting >= 0).any() else lanes.send(tick, Permute.LATE)
+            when = (
+                Permute.NONE
+                if since >= PAIR and (waiting >= 0).any()
+                else lanes.send(tick, Permute.LATE)
+            )
         ticks[done] = tick
         permutes.append(when)
         idle = 0 if len(done) else idle + 1

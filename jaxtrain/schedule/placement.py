@@ -1,8 +1,9 @@
 """Which layer lives where: layers → chunks → units → stages.
 
-A model of L layers is cut into consecutive chunks, each chunk into one or more units (an op's layers), and unit u lies on stage
-`stage_of[u]`. In memory the u-th units of all stages are one stacked array [stages, stack_size(u), ...]. A stage with fewer layers there,
-or without such a unit, has unused rows, which are zero, have no gradient, and are in no count, norm or checkpoint.
+A model of L layers is cut into consecutive chunks, each chunk into one or more units (an op's
+layers), and unit u lies on stage `stage_of[u]`. In memory the u-th units of all stages are one
+stacked array [stages, stack_size(u), ...]. A stage with fewer layers there, or without such a unit,
+has unused rows, which are zero, have no gradient, and are in no count, norm or checkpoint.
 
       L = 7, stages = 2, chunks = 2          stage 0     stage 1
                                     unit 0   0 1         2 3
@@ -20,7 +21,8 @@ from jaxtrain.schedule.table import units_of
 
 
 class _Cut(NamedTuple):
-    """A cut of the first layers into chunks: the cost of the dearest chunk, and the layer at which the last one begins."""
+    """A cut of the first layers into chunks: the cost of the dearest chunk, and the layer at which
+    the last one begins."""
 
     cost: float
     begin: int
@@ -29,19 +31,26 @@ class _Cut(NamedTuple):
 def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, ...]:
     """The number of layers of each chunk, at least one each.
 
-    Without `costs` evenly, the first chunks one more where they do not divide. With a cost for every layer, so that the dearest chunk
-    costs least; among those cuts, the later chunks are filled first.
+    Without `costs` evenly, the first chunks one more where they do not divide. With a cost for
+    every layer, so that the dearest chunk costs least; among those cuts, the later chunks are
+    filled first.
     """
     if not costs:
         size, longer = divmod(layers, chunks)
         return tuple(size + (chunk < longer) for chunk in range(chunks))
     total = np.concatenate([[0.0], np.cumsum(costs)])
-    cuts = [{0: _Cut(0.0, 0)}]  # of so many chunks: the first layers that they hold → how best to cut these
+    # of so many chunks: the first layers that they hold → how best to cut these
+    cuts = [{0: _Cut(0.0, 0)}]
     for count in range(1, chunks + 1):
         fewer, best = cuts[-1], {}
         for end in range(count, layers - (chunks - count) + 1):
             begins = (begin for begin in range(count - 1, end) if begin in fewer)
-            best[end] = _Cut(*min((max(fewer[begin].cost, float(total[end] - total[begin])), begin) for begin in begins))
+            best[end] = _Cut(
+                *min(
+                    (max(fewer[begin].cost, float(total[end] - total[begin])), begin)
+                    for begin in begins
+                )
+            )
         cuts.append(best)
     sizes, end = [], layers
     for count in range(chunks, 0, -1):
@@ -52,20 +61,25 @@ def spread(layers: int, chunks: int, costs: Sequence[float] = ()) -> tuple[int, 
 
 
 def cut(chunks: Sequence[int], layers_per_op: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(into how many units each chunk is cut, the layers of every unit in model order); 0 layers per op: a chunk is one unit.
+    """(into how many units each chunk is cut, the layers of every unit in model order); 0 layers
+    per op: a chunk is one unit.
 
     A chunk whose layers do not divide has units as equal as can be.
     """
     groups = tuple(-(-size // layers_per_op) if layers_per_op else 1 for size in chunks)
-    return groups, tuple(size for chunk, units in zip(chunks, groups, strict=True) for size in spread(chunk, units))
+    return groups, tuple(
+        size for chunk, units in zip(chunks, groups, strict=True) for size in spread(chunk, units)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Layers over stages.
 
-    units_per_stage: units on a stage, the most of all stages; the circular placement has exactly so many on each
-    stage_of: the stage of each unit, in model order; left out: circular, unit u on stage u mod stages
+    units_per_stage: units on a stage, the most of all stages; the circular placement has exactly so
+        many on each
+    stage_of: the stage of each unit, in model order; left out: circular, unit u on stage u mod
+        stages
     sizes:    the layers of each unit, in model order; left out: evenly
 
     Raises ValueError if there are more units than layers.
@@ -81,20 +95,28 @@ class Placement:
         stages, units_per_stage = self.stages, self.units_per_stage
         stage_of = self.stage_of or tuple(unit % stages for unit in range(stages * units_per_stage))
         if len(stage_of) > self.layers:
-            raise ValueError(f"{stages} stages of {units_per_stage} chunks need at least {len(stage_of)} layers, not {self.layers}")
+            raise ValueError(
+                f"{stages} stages of {units_per_stage} chunks need at least {len(stage_of)} "
+                f"layers, not {self.layers}"
+            )
         sizes = self.sizes or spread(self.layers, len(stage_of))
         if len(sizes) != len(stage_of) or sum(sizes) != self.layers or min(sizes) < 1:
-            raise ValueError(f"units of {sizes} layers on stages {stage_of} are not {self.layers} layers")
+            raise ValueError(
+                f"units of {sizes} layers on stages {stage_of} are not {self.layers} layers"
+            )
         object.__setattr__(self, "stage_of", stage_of)
         object.__setattr__(self, "sizes", sizes)
-        object.__setattr__(self, "units_per_stage", max(stage_of.count(stage) for stage in range(stages)))
+        object.__setattr__(
+            self, "units_per_stage", max(stage_of.count(stage) for stage in range(stages))
+        )
 
     @functools.cached_property
     def _units(self) -> tuple[tuple[int, ...], ...]:
         return units_of(self.stage_of, self.stages)
 
     def unit_at(self, local_unit: int, stage: int) -> int | None:
-        """The unit, in model order, that is a stage's `local_unit`-th; None if the stage has fewer."""
+        """The unit, in model order, that is a stage's `local_unit`-th; None if the stage has
+        fewer."""
         units = self._units[stage]
         return units[local_unit] if local_unit < len(units) else None
 
@@ -113,7 +135,8 @@ class Placement:
         return max(self.layer_count(local_unit, stage) for stage in range(self.stages))
 
     def layer_index(self, local_unit: int) -> np.ndarray:
-        """int32 [stages, stack_size(local_unit)]: the layer in each row of the stacked array, −1 in an unused row."""
+        """int32 [stages, stack_size(local_unit)]: the layer in each row of the stacked array, −1 in
+        an unused row."""
         index = np.full((self.stages, self.stack_size(local_unit)), -1, np.int32)
         for stage in range(self.stages):
             first, count = self.first_layer(local_unit, stage), self.layer_count(local_unit, stage)
@@ -124,7 +147,12 @@ class Placement:
         """One line for people: the number of layers on each stage, unit by unit."""
         if self.stages == 1 and self.units_per_stage == 1:
             return f"{self.layers} layers on one stage"
-        counts = [[self.layer_count(unit, stage) for unit in range(self.units_per_stage)] for stage in range(self.stages)]
-        listed = ", ".join("+".join(str(count) for count in of_stage if count) for of_stage in counts)
+        counts = [
+            [self.layer_count(unit, stage) for unit in range(self.units_per_stage)]
+            for stage in range(self.stages)
+        ]
+        listed = ", ".join(
+            "+".join(str(count) for count in of_stage if count) for of_stage in counts
+        )
         chunks = f"{self.units_per_stage} chunk{'s'[: self.units_per_stage != 1]}"
         return f"{self.layers} layers over {self.stages} stages × {chunks}: {listed}"

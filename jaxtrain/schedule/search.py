@@ -1,18 +1,23 @@
-"""Tables for given op times: the best way to pack a named schedule, and `auto`, the best table found under a memory bound.
+"""Tables for given op times: the best way to pack a named schedule, and `auto`, the best table
+found under a memory bound.
 
 `auto` compares, by the coupled clock (coupled_clock.walk),
-    - every named schedule that fits, packed in every way: so it never does worse than one of them with the same memory;
+    - every named schedule that fits, packed in every way: so it never does worse than one of them
+      with the same memory;
     - the orders between 1F1B, ZB-H1 and ZB-H2 that use just the memory there is;
     - orders made for the op times by list scheduling (list_schedule), under several rules.
-No randomness and no clock: a spec has one table, in every process and after every restart. What is compared depends on its size alone,
-the tasks of each op, stages · chunks a stage · microbatches; the larger it is, the fewer list schedules (`RULES`):
+No randomness and no clock: a spec has one table, in every process and after every restart. What is
+compared depends on its size alone, the tasks of each op, stages · chunks a stage · microbatches;
+the larger it is, the fewer list schedules (`RULES`):
 
     tasks of an op     rules of list scheduling      ways to pack their orders
     up to 2^15         4                             all
-    up to 2^18         2                             all but aligned, which was never the best for them
+    up to 2^18         2                             all but aligned, which was never the best for
+                       them
     more               1                             all but aligned
 
-Memory is counted with what B leaves for W: table.peak_residuals with `count_weight_stash`. No JAX here.
+Memory is counted with what B leaves for W: table.peak_residuals with `count_weight_stash`. No JAX
+here.
 """
 
 import dataclasses
@@ -30,7 +35,9 @@ from jaxtrain.schedule.table_spec import TableSpec
 
 ANY_REPEATS = (1, 2)  # what `auto` tries where the number of chunks a stage is left to it
 ROOM = 1e-9
-MOST_KEPT = 2  # microbatches whose residuals the last chunk's F may keep for their Bs under full recomputation: more have an R there too
+# microbatches whose residuals the last chunk's F may keep for their Bs under full recomputation:
+# more have an R there too
+MOST_KEPT = 2
 Report = Callable[[str, float], None]  # is told what is tried next, and which part of all is done
 
 
@@ -66,17 +73,23 @@ class MemoryTooSmall(ValueError):
         self.least = least
 
 
-# --- one order -------------------------------------------------------------------------------------------------------------------
+# --- one order ------------------------------------------------------------------------------------
 
 
 def unit_tasks(spec: TableSpec, name: str, placement: str, orders: Orders) -> Tasks:
-    """An order of chunks, cut into units as a spec says, ready to be packed. Raises ValueError for `groups` of another number of chunks."""
+    """An order of chunks, cut into units as a spec says, ready to be packed. Raises ValueError for
+    `groups` of another number of chunks."""
     stage_of_chunk = PLACEMENTS[placement](spec.stages, spec.repeats)
     chunks = len(stage_of_chunk)
     if spec.groups is not None and len(spec.groups) != chunks:
-        raise ValueError(f"groups has {len(spec.groups)} numbers, and {name} has {chunks} chunks: give one number for each")
+        raise ValueError(
+            f"groups has {len(spec.groups)} numbers, and {name} has {chunks} chunks: give one "
+            "number for each"
+        )
     recompute_last = spec.remat_full and _most_kept(orders, chunks - 1) > MOST_KEPT
-    orders_of_units, chunk_of = cut_into_units(orders, spec.groups or [1] * chunks, spec.remat_full, recompute_last)
+    orders_of_units, chunk_of = cut_into_units(
+        orders, spec.groups or [1] * chunks, spec.remat_full, recompute_last
+    )
     shape = TableShape(
         name=name,
         stage_of=tuple(stage_of_chunk[chunk] for chunk in chunk_of),
@@ -101,7 +114,8 @@ def _most_kept(orders: Orders, chunk: int) -> int:
 
 
 class Cost(NamedTuple):
-    """What tables are compared by, in this order: coupled step time, memory as `memory_of` has it, ticks."""
+    """What tables are compared by, in this order: coupled step time, memory as `memory_of` has it,
+    ticks."""
 
     time: float
     memory: float
@@ -114,15 +128,19 @@ def cost(table: Table, spec: TableSpec) -> Cost:
 
 
 def memory_of(table: Table) -> float:
-    """The most residuals that any stage holds at once, in those of a chunk, with what B leaves for W."""
+    """The most residuals that any stage holds at once, in those of a chunk, with what B leaves for
+    W."""
     return max(peak_residuals(table, count_weight_stash=True))
 
 
 def named(spec: TableSpec, report: Report = silent) -> Table:
-    """A named schedule's table, packed in the way of least coupled time that takes no more memory than late permutes do."""
+    """A named schedule's table, packed in the way of least coupled time that takes no more memory
+    than late permutes do."""
     known = SCHEDULES[spec.schedule]
     order = known.order if spec.stages > 1 else orders_.accumulate
-    tasks = unit_tasks(spec, spec.schedule, known.placement, order(spec.stages, spec.repeats, spec.microbatches))
+    tasks = unit_tasks(
+        spec, spec.schedule, known.placement, order(spec.stages, spec.repeats, spec.microbatches)
+    )
     tables = []
     for index, packing in enumerate(spec.packings):
         report(f"{spec.schedule} {packing}", index / len(spec.packings))
@@ -130,15 +148,22 @@ def named(spec: TableSpec, report: Report = silent) -> Table:
     if len(tables) == 1:
         return tables[0]
     costs = [cost(table, spec) for table in tables]
-    return tables[min((price, index) for index, price in enumerate(costs) if price.memory <= costs[0].memory + ROOM)[1]]
+    return tables[
+        min(
+            (price, index)
+            for index, price in enumerate(costs)
+            if price.memory <= costs[0].memory + ROOM
+        )[1]
+    ]
 
 
-# --- auto ------------------------------------------------------------------------------------------------------------------------
+# --- auto -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """An order that `search` compares, packed in each of these ways; `orders` makes it, None where there is no such order."""
+    """An order that `search` compares, packed in each of these ways; `orders` makes it, None where
+    there is no such order."""
 
     name: str
     spec: TableSpec
@@ -157,17 +182,20 @@ class _Packed:
 
 
 def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
-    """`auto`: the table of least coupled time found for any of these specs, whose stages never hold more than `memory`.
+    """`auto`: the table of least coupled time found for any of these specs, whose stages never hold
+    more than `memory`.
 
-    specs: of one pipeline with several numbers of chunks on a stage; they differ in `repeats` and `groups` alone.
-    Raises MemoryTooSmall, with the least memory found, if nothing fits.
+    specs: of one pipeline with several numbers of chunks on a stage; they differ in `repeats` and
+    `groups` alone. Raises MemoryTooSmall, with the least memory found, if nothing fits.
     """
     best: tuple[Cost, Table] | None = None
     least = float("inf")
     tried = [candidate for spec in _sorted(specs) for candidate in candidates(spec)]
     whole, done = sum(candidate.spec.repeats for candidate in tried), 0
     for candidate in tried:
-        for packed in _packed(candidate, part_of(report, done / whole, candidate.spec.repeats / whole)):
+        for packed in _packed(
+            candidate, part_of(report, done / whole, candidate.spec.repeats / whole)
+        ):
             least = min(least, packed.memory)
             if packed.fits:
                 price = cost(packed.table, candidate.spec)
@@ -180,13 +208,15 @@ def search(specs: Sequence[TableSpec], report: Report = silent) -> Table:
 
 
 def _sorted(specs: Sequence[TableSpec]) -> Sequence[TableSpec]:
-    """The specs by their chunks on a stage; on one stage, where chunks change nothing, the first of these alone."""
+    """The specs by their chunks on a stage; on one stage, where chunks change nothing, the first of
+    these alone."""
     by_repeats = sorted(specs, key=lambda spec: spec.repeats)
     return by_repeats if specs[0].stages > 1 else by_repeats[:1]
 
 
 def _packed(candidate: Candidate, report: Report) -> Iterator[_Packed]:
-    """A candidate's tables. Where an order holds too much as it stands, it is packed no more in ways that keep it."""
+    """A candidate's tables. Where an order holds too much as it stands, it is packed no more in
+    ways that keep it."""
     spec = candidate.spec
     chunks = f"{spec.repeats} chunk{'s'[: spec.repeats != 1]} a stage"
     report(f"{candidate.name}, {chunks}", 0.0)
@@ -207,7 +237,8 @@ def _packed(candidate: Candidate, report: Report) -> Iterator[_Packed]:
 
 
 def candidates(spec: TableSpec) -> list[Candidate]:
-    """Everything that `search` compares for a spec, in its order: of tables that cost the same, the first is taken."""
+    """Everything that `search` compares for a spec, in its order: of tables that cost the same, the
+    first is taken."""
     stages, repeats, microbatches = spec.stages, spec.repeats, spec.microbatches
     if stages == 1:
         orders = functools.partial(orders_.accumulate, 1, repeats, microbatches)
@@ -227,19 +258,28 @@ def candidates(spec: TableSpec) -> list[Candidate]:
 def _list_schedules(spec: TableSpec, bound: int) -> Iterator[Candidate]:
     """Orders by list scheduling, as many as `RULES` has for their size."""
     stages, repeats, microbatches, times = spec.stages, spec.repeats, spec.microbatches, spec.times
-    of_chunk = dataclasses.replace(times, F=times.F / repeats, B=(times.B + times.R) / repeats, W=times.W / repeats)
-    rules = next(rules for most, rules in RULES if most is None or stages * repeats * microbatches <= most)
+    of_chunk = dataclasses.replace(
+        times, F=times.F / repeats, B=(times.B + times.R) / repeats, W=times.W / repeats
+    )
+    rules = next(
+        rules for most, rules in RULES if most is None or stages * repeats * microbatches <= most
+    )
     packings = spec.packings
     if rules != RULES[0][1]:
         packings = [packing for packing in packings if packing != "aligned"] or packings
     for placement in PLACEMENTS if repeats > 1 else ["circular"]:
         stage_of = PLACEMENTS[placement](stages, repeats)
         for rule in rules:
-            orders = functools.partial(list_schedule, stage_of, stages, microbatches, bound, of_chunk, *rule)
+            orders = functools.partial(
+                list_schedule, stage_of, stages, microbatches, bound, of_chunk, *rule
+            )
             yield Candidate("list", spec, placement, packings, orders)
 
 
 def _bound(spec: TableSpec) -> int:
-    """The number of chunks' residuals to make orders for: all that there is, and no more than twice what 1F1B takes."""
+    """The number of chunks' residuals to make orders for: all that there is, and no more than twice
+    what 1F1B takes."""
     most = min(spec.microbatches, 2 * spec.stages - 1) * spec.repeats
-    return most if spec.memory is None else max(1, min(most, int(spec.memory * spec.repeats + ROOM)))
+    return (
+        most if spec.memory is None else max(1, min(most, int(spec.memory * spec.repeats + ROOM)))
+    )

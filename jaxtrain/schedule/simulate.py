@@ -1,14 +1,18 @@
 """What a table costs in time and memory, by two clocks.
 
-    independent   each stage goes through its cells on its own and waits for messages only: what the papers on schedules assume
-    coupled       the ticks as this runtime executes them: a permute is one operation of all stages, so a stage waits for its neighbours
+    independent   each stage goes through its cells on its own and waits for messages only: what the
+                  papers on schedules assume
+    coupled       the ticks as this runtime executes them: a permute is one operation of all stages,
+                  so a stage waits for its neighbours
 
-A tick's head takes `head` on the last unit's stage if that computes it alone. With the vocabulary over all stages it begins when all have
-come to it and the last unit's output has arrived (`message`), and takes head / stages on each. The embedding and its gradient likewise,
-with the first unit's stage and `embed`. What takes no time is no event and makes nobody wait. independent_clock.py and coupled_clock.py
-have the clocks.
+A tick's head takes `head` on the last unit's stage if that computes it alone. With the vocabulary
+over all stages it begins when all have come to it and the last unit's output has arrived
+(`message`), and takes head / stages on each. The embedding and its gradient likewise, with the
+first unit's stage and `embed`. What takes no time is no event and makes nobody wait.
+independent_clock.py and coupled_clock.py have the clocks.
 
-Times are of one microbatch on a whole stage; an op on a unit takes its share, by default stages / units. No JAX here.
+Times are of one microbatch on a whole stage; an op on a unit takes its share, by default stages /
+units. No JAX here.
 """
 
 import dataclasses
@@ -28,11 +32,13 @@ class Simulation:
 
     step_time, step_time_coupled       by the independent and by the coupled clock
     bubble_fraction                    1 − busiest stage's work / step_time
-    bubble_fraction_span               1 − busiest stage's work / longest time from a stage's first op to the end of its last one
-                                       (Qi et al. 2023: the optimizer's step follows on each stage without a barrier)
+    bubble_fraction_span               1 − busiest stage's work / longest time from a stage's first
+                                       op to the end of its last one (Qi et al. 2023: the
+                                       optimizer's step follows on each stage without a barrier)
     bubble_fraction_coupled            1 − busiest stage's work / step_time_coupled
     imbalance                          busiest stage's work / mean work of a stage
-    peak_residuals                     of each stage, by `table.peak_residuals`: in chunks', from F to the end of B
+    peak_residuals                     of each stage, by `table.peak_residuals`: in chunks', from F
+                                       to the end of B
     peak_residuals_with_weight_stash   the same, to the end of W
     timeline, timeline_coupled         by each clock
     """
@@ -49,12 +55,19 @@ class Simulation:
     timeline_coupled: Timeline
 
 
-def simulate(table: Table, times: Times, *, shares: Sequence[float] | None = None, fused_backward: bool = False) -> Simulation:
+def simulate(
+    table: Table,
+    times: Times,
+    *,
+    shares: Sequence[float] | None = None,
+    fused_backward: bool = False,
+) -> Simulation:
     """Times a table by both clocks.
 
     shares: of each unit, its part of a stage's work, where units differ (uneven layers).
-    fused_backward: the gradient leaves after W and not after B, as where both are one op. It concerns the independent clock, and needs
-    tables whose every W is the next cell after its B. Raises ValueError for others.
+    fused_backward: the gradient leaves after W and not after B, as where both are one op. It
+        concerns the independent clock, and needs tables whose every W is the next cell after its B.
+        Raises ValueError for others.
     """
     timeline = independent(table, times, shares, fused_backward)
     timeline_coupled = coupled(table, times, shares)

@@ -5,10 +5,12 @@
     F0.0,,,late,,0,
     F0.1,F0.0,,late,,1,
 
-A line is a tick. A cell is op, local unit, a dot, microbatch, or empty. The four columns at the end may be left out, one by one: permutes
-are then late wherever a message moves, and head, embed and embed_gradient stand in the ticks of the last unit's F, the first unit's F and
-the first unit's B. So may the settings in the comment: `place`, the stage of each unit (also `circular` or `v`; default circular),
-`chunk`, the chunk of each unit, `name` (default: the file's), `vocabulary`. Other lines that begin with # are comments. No JAX here.
+A line is a tick. A cell is op, local unit, a dot, microbatch, or empty. The four columns at the end
+may be left out, one by one: permutes are then late wherever a message moves, and head, embed and
+embed_gradient stand in the ticks of the last unit's F, the first unit's F and the first unit's B.
+So may the settings in the comment: `place`, the stage of each unit (also `circular` or `v`; default
+circular), `chunk`, the chunk of each unit, `name` (default: the file's), `vocabulary`. Other lines
+that begin with # are comments. No JAX here.
 """
 
 import csv
@@ -43,7 +45,10 @@ NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*", re.ASCII)
 
 def to_csv(table: Table) -> str:
     """The text of a table's CSV file."""
-    settings = [f"name={re.sub(r'[^A-Za-z0-9_.-]', '_', table.name)}", f"place={_numbers(table.stage_of)}"]
+    settings = [
+        f"name={re.sub(r'[^A-Za-z0-9_.-]', '_', table.name)}",
+        f"place={_numbers(table.stage_of)}",
+    ]
     if table.chunk_of != tuple(range(table.units)):
         settings.append(f"chunk={_numbers(table.chunk_of)}")
     lines = [f"# {' '.join([*settings, f'vocabulary={table.vocabulary}'])}"]
@@ -52,15 +57,23 @@ def to_csv(table: Table) -> str:
         names = [cell_name(cell, table.stage_of) if cell else "" for cell in cells]
         permute = Permute(int(table.permute[tick])).name.lower()
         microbatches = [int(getattr(table, name)[tick]) for name in COLUMNS[1:]]
-        lines.append(",".join([*names, permute, *("" if microbatch < 0 else str(microbatch) for microbatch in microbatches)]))
+        lines.append(
+            ",".join(
+                [
+                    *names,
+                    permute,
+                    *("" if microbatch < 0 else str(microbatch) for microbatch in microbatches),
+                ]
+            )
+        )
     return "\n".join(lines) + "\n"
 
 
 def read_csv(path: str) -> Table:
     """The checked table of a CSV file.
 
-    Raises ValueError, in one line, with file, line as an editor counts, column and what would be right, also for a file that cannot be
-    read.
+    Raises ValueError, in one line, with file, line as an editor counts, column and what would be
+    right, also for a file that cannot be read.
     """
     lines: list[int] = []  # the line in the file of each tick
     try:
@@ -74,8 +87,13 @@ def read_csv(path: str) -> Table:
             where.append(f"line {lines[error.tick]} (tick {error.tick})")
         if error.stage >= 0 or error.column:
             where.append(f"column {error.column or f'stage {error.stage}'!r}")
-        named = [f"line {lines[tick]}" if tick < len(lines) else f"a line after {lines[-1]}" for tick in error.ticks]
-        raise ValueError(f"{', '.join(where)}: {error.rule.format(*named) if named else error.rule}") from None
+        named = [
+            f"line {lines[tick]}" if tick < len(lines) else f"a line after {lines[-1]}"
+            for tick in error.ticks
+        ]
+        raise ValueError(
+            f"{', '.join(where)}: {error.rule.format(*named) if named else error.rule}"
+        ) from None
     return table
 
 
@@ -89,12 +107,21 @@ class _FileError(ValueError):
 
 
 def _read(path: str) -> str:
-    """A file's text, without the mark that some editors put before it, lines ended by one newline each."""
+    """A file's text, without the mark that some editors put before it, lines ended by one newline
+    each."""
     if not path:
-        raise ValueError("csv: names no file: use csv:FILE, a file that python -m jaxtrain.schedule --csv=FILE writes")
+        raise ValueError(
+            "csv: names no file: use csv:FILE, a file that python -m jaxtrain.schedule "
+            "--csv=FILE writes"
+        )
     try:
-        piped = path.startswith(("/dev/stdin", "/dev/fd/", "/proc/self/fd/")) and pathlib.Path(path).is_fifo()  # `|` or `<(…)`
-        if os.path.exists(path) and not (os.path.isfile(path) or piped):  # a pipe would be waited for, a device has no end
+        # `|` or `<(…)`
+        piped = (
+            path.startswith(("/dev/stdin", "/dev/fd/", "/proc/self/fd/"))
+            and pathlib.Path(path).is_fifo()
+        )
+        # a pipe would be waited for, a device has no end
+        if os.path.exists(path) and not (os.path.isfile(path) or piped):
             raise OSError(0, "it is not a regular file")
         data = pathlib.Path(path).read_bytes()
         text = data.decode("utf-8-sig")
@@ -105,7 +132,10 @@ def _read(path: str) -> str:
         utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")
         reason = "it is text in UTF-16: save it as UTF-8" if utf16 else "it is no text in UTF-8"
     if reason:
-        raise ValueError(f"{path!r} cannot be read ({reason}): use a file that python -m jaxtrain.schedule --csv=FILE writes")
+        raise ValueError(
+            f"{path!r} cannot be read ({reason}): use a file that python -m jaxtrain.schedule "
+            "--csv=FILE writes"
+        )
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -130,7 +160,8 @@ class _Setting(NamedTuple):
 
 @dataclasses.dataclass
 class _Body:
-    """The lines under a header: of each tick, its line in the file, and its cells; the values of each column that the file has, by tick."""
+    """The lines under a header: of each tick, its line in the file, and its cells; the values of
+    each column that the file has, by tick."""
 
     lines: list[int]
     cells: list[list[_LocalCell | None]]
@@ -148,11 +179,18 @@ def _parse(text: str, stem: str, lines: list[int]) -> Table:
             table_lines.append((number, _split(line, number)))
     if not table_lines:
         what = "has comments alone" if text.strip() else "is empty"
-        raise _FileError(f"the file {what}: write a header line such as 'stage 0,stage 1' and one line for each tick of the table")
+        raise _FileError(
+            f"the file {what}: write a header line such as 'stage 0,stage 1' and one line for "
+            "each tick of the table"
+        )
     (header_line, header), rest = table_lines[0], table_lines[1:]
     stages = _stages(header, header_line)
     if not rest:
-        raise _FileError("no ticks follow the header: write one line for each tick of the table, such as 'F0.0,'", header_line)
+        raise _FileError(
+            "no ticks follow the header: write one line for each tick of the table, such as "
+            "'F0.0,'",
+            header_line,
+        )
     body = _Body(lines, [], {name: [] for name in header[stages:]})
     for number, fields in rest:
         _read_tick(body, number, fields, header)
@@ -167,7 +205,9 @@ def _read_tick(body: _Body, number: int, fields: list[str], header: list[str]) -
         counts = f"{_count(len(fields), 'cell')} under a header of {len(header)}"
         raise _FileError(f"{counts}: use one for each column, empty or not", number)
     stages = len(header) - len(body.columns)
-    body.cells.append([_cell(field, number, header[stage]) for stage, field in enumerate(fields[:stages])])
+    body.cells.append(
+        [_cell(field, number, header[stage]) for stage, field in enumerate(fields[:stages])]
+    )
     for name, field in zip(body.columns, fields[stages:], strict=True):
         body.columns[name].append(_column_value(name, field, number))
 
@@ -182,10 +222,17 @@ def _table(body: _Body, header: list[str], settings: dict[str, _Setting], stem: 
     for name, values in body.columns.items():
         for number, microbatch in zip(body.lines, values, strict=True):
             if name != "permute" and microbatch >= microbatches:
-                raise _FileError(f"microbatch {microbatch} is in no cell: use {_range(microbatches)}", number, name)
+                raise _FileError(
+                    f"microbatch {microbatch} is in no cell: use {_range(microbatches)}",
+                    number,
+                    name,
+                )
     vocabulary, number = settings.get("vocabulary", ("parallel", 0))
     if vocabulary not in VOCABULARIES:
-        raise _FileError(f"vocabulary={vocabulary!r} is unknown: use {_nearest(vocabulary, VOCABULARIES)}", number)
+        raise _FileError(
+            f"vocabulary={vocabulary!r} is unknown: use {_nearest(vocabulary, VOCABULARIES)}",
+            number,
+        )
     recomputed = {cell.unit for tick in in_model_order for cell in tick if cell and cell.op == Op.R}
     shape = TableShape(
         name=settings.get("name", _Setting(stem, 0)).value,
@@ -202,7 +249,9 @@ def _table(body: _Body, header: list[str], settings: dict[str, _Setting], stem: 
     return from_cells(shape, in_model_order, permute=body.columns.get("permute"), columns=columns)
 
 
-def _in_model_order(body: _Body, header: list[str], stage_of: tuple[int, ...]) -> list[list[Cell | None]]:
+def _in_model_order(
+    body: _Body, header: list[str], stage_of: tuple[int, ...]
+) -> list[list[Cell | None]]:
     """The cells with units in model order."""
     units = units_of(stage_of, len(header) - len(body.columns))
     in_model_order: list[list[Cell | None]] = []
@@ -212,9 +261,14 @@ def _in_model_order(body: _Body, header: list[str], stage_of: tuple[int, ...]) -
             count = len(units[stage])
             if cell and cell.local_unit >= count:
                 fix = f"use unit {_range(count)}, or" if count else "leave it empty, or"
-                rule = f"there is no local unit {cell.local_unit} on a stage with {count}: {fix} say place=… in a comment"
+                rule = (
+                    f"there is no local unit {cell.local_unit} on a stage with {count}: {fix} say "
+                    "place=… in a comment"
+                )
                 raise _FileError(rule, number, header[stage])
-            in_model_order[-1].append(Cell(cell.op, units[stage][cell.local_unit], cell.microbatch) if cell else None)
+            in_model_order[-1].append(
+                Cell(cell.op, units[stage][cell.local_unit], cell.microbatch) if cell else None
+            )
     return in_model_order
 
 
@@ -230,7 +284,7 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
 
 
-# --- lines -----------------------------------------------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 
 def _split(line: str, number: int) -> list[str]:
@@ -247,10 +301,16 @@ SETTINGS = ("name", "place", "chunk", "vocabulary")
 def _read_settings(line: str, number: int, settings: dict[str, _Setting]) -> None:
     """Adds the settings of a comment, each with its line; what is not like one is a remark."""
     for name, value in re.findall(r"(\w+)=(\S*)", line):
-        if name not in SETTINGS and (near := difflib.get_close_matches(name.lower(), SETTINGS, n=1, cutoff=0.75)):
+        if name not in SETTINGS and (
+            near := difflib.get_close_matches(name.lower(), SETTINGS, n=1, cutoff=0.75)
+        ):
             raise _FileError(f"the setting {name!r} is unknown: use {near[0]}", number)
         if name in settings and name in SETTINGS and settings[name].value != value:
-            raise _FileError(f"{name}={value!r} is another value than in line {settings[name].line}: leave one of them out", number)
+            raise _FileError(
+                f"{name}={value!r} is another value than in line {settings[name].line}: leave "
+                "one of them out",
+                number,
+            )
         settings[name] = _Setting(value, number)
 
 
@@ -273,7 +333,10 @@ def _stages(header: list[str], number: int) -> int:
         raise _FileError(f"the cells are separated by {separator}: use commas", number)
     if any(CELL.fullmatch(name) for name in header):
         example = ",".join(f"stage {stage}" for stage in range(len(header)))
-        raise _FileError(f"a tick stands where the header should: write a line such as {example!r} before it", number)
+        raise _FileError(
+            f"a tick stands where the header should: write a line such as {example!r} before it",
+            number,
+        )
     if all(name.isdecimal() for name in header if name not in COLUMNS):
         style = "{}"  # bare numbers
     else:
@@ -288,7 +351,9 @@ def _stages(header: list[str], number: int) -> int:
     if not stages:
         raise _FileError("the header has no stage: use 'stage 0' first", number)
     if header[:stages] != known:
-        raise _FileError(f"the stages do not come first and in order: use {','.join(known)}", number)
+        raise _FileError(
+            f"the stages do not come first and in order: use {','.join(known)}", number
+        )
     return stages
 
 
@@ -308,7 +373,7 @@ def _like_a_column(name: str) -> bool:
     return bool(difflib.get_close_matches(name.lower(), COLUMNS, n=1, cutoff=0.7))
 
 
-# --- cells -----------------------------------------------------------------------------------------------------------------------
+# --- cells ----------------------------------------------------------------------------------------
 
 
 def _cell(field: str, number: int, column: str) -> _LocalCell | None:
@@ -317,26 +382,42 @@ def _cell(field: str, number: int, column: str) -> _LocalCell | None:
         return None
     if match := CELL.fullmatch(field):
         return _LocalCell(int(Op[match[1]]), int(match[2]), int(match[3]))
-    separator = next((name for mark, name in SEPARATORS.items() if mark in field), "a space" if len(field.split()) > 1 else None)
+    separator = next(
+        (name for mark, name in SEPARATORS.items() if mark in field),
+        "a space" if len(field.split()) > 1 else None,
+    )
     if separator and all(CELL.fullmatch(part) for part in re.split(r"[;\t|\s]+", field) if part):
-        raise _FileError(f"{field!r}: cells are separated by {separator}: use commas", number, column)
+        raise _FileError(
+            f"{field!r}: cells are separated by {separator}: use commas", number, column
+        )
     if match := re.fullmatch(r"([A-Za-z]+)(\d{1,6})\.(\d{1,6})", field, re.ASCII):
         op = match[1].upper() if match[1].upper() in Op.__members__ else ""
         fix = f"use {op}{match[2]}.{match[3]}" if op else "use F, R, B or W"
         raise _FileError(f"{field!r} has the unknown op {match[1]!r}: {fix}", number, column)
     if re.fullmatch(r"[FRBW]\d+", field):
         raise _FileError(
-            f"{field!r} has no microbatch: write op, unit, dot, microbatch, such as {field[0]}0.{field[1:][:6]}", number, column
+            f"{field!r} has no microbatch: write op, unit, dot, microbatch, such as "
+            f"{field[0]}0.{field[1:][:6]}",
+            number,
+            column,
         )
-    raise _FileError(f"{field[:40]!r} is no cell: write op, unit, dot, microbatch, such as F0.3", number, column)
+    raise _FileError(
+        f"{field[:40]!r} is no cell: write op, unit, dot, microbatch, such as F0.3", number, column
+    )
 
 
 def _column_value(name: str, field: str, number: int) -> int:
     """The Permute or the microbatch that a field of a column says, −1 for none."""
     if name == "permute":
         if (field or "none").upper() not in Permute.__members__:
-            near = difflib.get_close_matches(field.lower(), ("late", "early", "none"), n=1, cutoff=0.6)
-            raise _FileError(f"{field!r} is no permute: use {near[0] if near else 'late, early or none'}", number, name)
+            near = difflib.get_close_matches(
+                field.lower(), ("late", "early", "none"), n=1, cutoff=0.6
+            )
+            raise _FileError(
+                f"{field!r} is no permute: use {near[0] if near else 'late, early or none'}",
+                number,
+                name,
+            )
         return int(Permute[(field or "none").upper()])
     if field and not re.fullmatch(r"\d{1,6}", field, re.ASCII):
         raise _FileError(f"{field[:40]!r} is no microbatch: use a number or nothing", number, name)
@@ -344,11 +425,14 @@ def _column_value(name: str, field: str, number: int) -> int:
 
 
 def _check_numbers(body: _Body, header: list[str]) -> None:
-    """_FileError for a microbatch or a unit far from all others: whatever the file's numbers are, none is left out below the largest."""
+    """_FileError for a microbatch or a unit far from all others: whatever the file's numbers are,
+    none is left out below the largest."""
     for name, noun in (("microbatch", "microbatch"), ("local_unit", "unit")):
         present = {getattr(cell, name) for cells in body.cells for cell in cells if cell}
         if not present:
-            raise _FileError("every cell is empty: write tasks such as F0.0, op, unit, dot, microbatch")
+            raise _FileError(
+                "every cell is empty: write tasks such as F0.0, op, unit, dot, microbatch"
+            )
         gap = next(number for number in range(len(present) + 1) if number not in present)
         if gap > max(present):
             continue
@@ -359,10 +443,12 @@ def _check_numbers(body: _Body, header: list[str]) -> None:
                     written = f"{Op(cell.op).name}{cell.local_unit}.{cell.microbatch}"
                     missing = f"{written} has {noun} {beyond}, and {noun} {gap} is in no cell"
                     fix = f"use {_range(gap)}" if gap else "use 0"
-                    raise _FileError(f"{missing}: {fix}, or write the tasks of {gap} too", line, column)
+                    raise _FileError(
+                        f"{missing}: {fix}, or write the tasks of {gap} too", line, column
+                    )
 
 
-# --- settings --------------------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 def _stage_of(settings: dict[str, _Setting], stages: int, repeats: int) -> tuple[int, ...]:
@@ -372,7 +458,11 @@ def _stage_of(settings: dict[str, _Setting], stages: int, repeats: int) -> tuple
         return PLACEMENTS[text](stages, repeats)
     if not NUMBERS.fullmatch(text):
         near = difflib.get_close_matches(text.lower(), PLACEMENTS, n=1, cutoff=0.6)
-        fix = near[0] if near else "circular, v, or the stage of each unit with commas between and no spaces"
+        fix = (
+            near[0]
+            if near
+            else "circular, v, or the stage of each unit with commas between and no spaces"
+        )
         raise _FileError(f"place={text!r} is no place: use {fix}", number)
     stage_of = tuple(map(int, text.split(",")))
     if max(stage_of) >= stages:
@@ -394,5 +484,7 @@ def _chunk_of(settings: dict[str, _Setting], stage_of: tuple[int, ...]) -> tuple
     steps = [following - chunk for chunk, following in zip(chunk_of, chunk_of[1:], strict=False)]
     if len(chunk_of) != len(stage_of) or chunk_of[0] != 0 or set(steps) - {0, 1}:
         numbers = _count(len(stage_of), "number")
-        raise _FileError(f"chunk={text!r}: use {numbers}, from 0 on, each the one before or one more", number)
+        raise _FileError(
+            f"chunk={text!r}: use {numbers}, from 0 on, each the one before or one more", number
+        )
     return chunk_of

@@ -1,4 +1,5 @@
-"""What a table is wanted for: the one record that goes from whoever asks for a table to what packs it. No JAX here."""
+"""What a table is wanted for: the one record that goes from whoever asks for a table to what packs
+it. No JAX here."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,13 +15,17 @@ class TableSpec:
     schedule:   a name of orders.SCHEDULES, `auto` or `csv:FILE`
     repeats:    chunks on each stage
     times:      what `permute="auto"` and `schedule="auto"` make the table for
-    permute:    how ticks send messages, one of packing.PACKINGS; auto: the packing of least coupled time
-    remat_full: whether F keeps a unit's input alone and R rebuilds what B needs, but for the last unit
-    groups:     the number of units that each chunk, in model order, is cut into (`layers_per_op`); None: one
+    permute:    how ticks send messages, one of packing.PACKINGS; auto: the packing of least coupled
+                time
+    remat_full: whether F keeps a unit's input alone and R rebuilds what B needs, but for the last
+        unit
+    groups:     the number of units that each chunk, in model order, is cut into (`layers_per_op`);
+                None: one
     shares:     of each unit, its part of a stage's work; None: stages / units
     vocabulary: one of table.VOCABULARIES
-    memory:     for `auto`, the most residuals at once on a stage, with what B leaves for W, in those of a whole stage for one microbatch:
-                a chunk's count 1 / repeats. None: no bound
+    memory:     for `auto`, the most residuals at once on a stage, with what B leaves for W, in
+                those of a whole stage for one microbatch: a chunk's count 1 / repeats. None: no
+                bound
     """
 
     schedule: str

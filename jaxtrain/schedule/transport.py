@@ -1,8 +1,9 @@
 """When a message leaves its stage, and from which tick on it can be read: the one place that knows.
 
-A message that stays on its stage can be read from the tick after its op's. One that moves waits in its stage's send buffer, one for each
-direction, until a permute sends it. A late permute comes after the ops of its tick and sends what these have made, too; an early one comes
-before them and sends only what earlier ticks have made. What a permute sends can be read from the tick after it on.
+A message that stays on its stage can be read from the tick after its op's. One that moves waits in
+its stage's send buffer, one for each direction, until a permute sends it. A late permute comes
+after the ops of its tick and sends what these have made, too; an early one comes before them and
+sends only what earlier ticks have made. What a permute sends can be read from the tick after it on.
 
     tick                0           1           2           3
     op of stage 0       F0
@@ -24,31 +25,39 @@ Ticks = TypeVar("Ticks", int, np.ndarray)
 
 
 def read_after(tick: Ticks) -> Ticks:
-    """The first tick in which can be read what a tick's permute sends, or what its ops make and what stays on its stage: the next one."""
+    """The first tick in which can be read what a tick's permute sends, or what its ops make and
+    what stays on its stage: the next one."""
     return tick + 1
 
 
 def departures(permute: np.ndarray) -> np.ndarray:
-    """int64 [ticks]: the tick whose permute sends what each tick's ops make, NEVER where none does. `permute`: int [ticks], of Permute."""
+    """int64 [ticks]: the tick whose permute sends what each tick's ops make, NEVER where none does.
+    `permute`: int [ticks], of Permute."""
     ticks = np.arange(len(permute))
     leaves = np.full(len(permute), NEVER, np.int64)
-    for when, side in ((Permute.LATE, "left"), (Permute.EARLY, "right")):  # an early permute of the op's own tick is before the op
+    # an early permute of the op's own tick is before the op
+    for when, side in ((Permute.LATE, "left"), (Permute.EARLY, "right")):
         permutes = np.append(np.flatnonzero(permute == when), NEVER)
         leaves = np.minimum(leaves, permutes[np.searchsorted(permutes, ticks, side=side)])  # type: ignore[call-overload]
     return leaves
 
 
 def readable_from(ticks: np.ndarray, ways: np.ndarray, permute: np.ndarray) -> np.ndarray:
-    """int [messages]: the first tick in which each message can be read, NEVER for one that no permute sends.
+    """int [messages]: the first tick in which each message can be read, NEVER for one that no
+    permute sends.
 
-    ticks, ways: int [messages], the tick of the op that makes it and the way that it goes, 0 where it stays.
+    ticks, ways: int [messages], the tick of the op that makes it and the way that it goes, 0 where
+    it stays.
     """
     leaves = departures(permute)[ticks]
-    return np.where(ways == 0, read_after(ticks), np.where(leaves == NEVER, NEVER, read_after(leaves)))
+    return np.where(
+        ways == 0, read_after(ticks), np.where(leaves == NEVER, NEVER, read_after(leaves))
+    )
 
 
 def delays(ways: np.ndarray, when: Permute) -> np.ndarray:
-    """int [messages]: ticks from each message's op until it can be read, where every tick permutes at this time."""
+    """int [messages]: ticks from each message's op until it can be read, where every tick permutes
+    at this time."""
     return readable_from(np.zeros(len(ways), int), ways, np.full(2, when))
 
 
@@ -56,9 +65,10 @@ def delays(ways: np.ndarray, when: Permute) -> np.ndarray:
 class Arrivals:
     """The first tick in which each message can be read, NEVER for one that never comes.
 
-    activation: int32 [units + 1, microbatches], input of each unit; of unit `units`, the head's, from the tick in which it is made
-    gradient:   int32 [units + 1, microbatches], gradient of each unit's output; gradient[-1], of the embedding, from the tick in which it
-                is made
+    activation: int32 [units + 1, microbatches], input of each unit; of unit `units`, the head's,
+        from the tick in which it is made
+    gradient:   int32 [units + 1, microbatches], gradient of each unit's output; gradient[-1], of
+                the embedding, from the tick in which it is made
     """
 
     activation: np.ndarray
@@ -66,19 +76,30 @@ class Arrivals:
 
 
 def arrivals(table: Table) -> Arrivals:
-    """When each message can be read, as a runtime that goes through the ticks would find. The table's cells and columns must be right."""
+    """When each message can be read, as a runtime that goes through the ticks would find. The
+    table's cells and columns must be right."""
     tick, stage = np.nonzero(table.op)
-    op, unit, microbatch = (array[tick, stage] for array in (table.op, table.unit, table.microbatch))
-    readable = readable_from(tick, message_ways(table.stage_of, table.stages)[op, unit], table.permute)
+    op, unit, microbatch = (
+        array[tick, stage] for array in (table.op, table.unit, table.microbatch)
+    )
+    readable = readable_from(
+        tick, message_ways(table.stage_of, table.stages)[op, unit], table.permute
+    )
     last = table.units - 1
-    activation, gradient = (np.full((table.units + 1, table.microbatches), NEVER, np.int32) for _ in range(2))
+    activation, gradient = (
+        np.full((table.units + 1, table.microbatches), NEVER, np.int32) for _ in range(2)
+    )
     activation[0] = _ticks_of(table.embed, table.microbatches)
     heads = _ticks_of(table.head, table.microbatches)
     gradient[last] = np.where(heads == NEVER, NEVER, read_after(heads))
     forward, backward = op == Op.F, op == Op.B
     # Head and embedding's gradient come after the cell's op in the same tick.
-    activation[unit[forward] + 1, microbatch[forward]] = np.where(unit == last, tick, readable)[forward]
-    gradient[unit[backward] - 1, microbatch[backward]] = np.where(unit == 0, tick, readable)[backward]
+    activation[unit[forward] + 1, microbatch[forward]] = np.where(unit == last, tick, readable)[
+        forward
+    ]
+    gradient[unit[backward] - 1, microbatch[backward]] = np.where(unit == 0, tick, readable)[
+        backward
+    ]
     return Arrivals(activation, gradient)
 
 
@@ -91,8 +112,8 @@ def _ticks_of(column: np.ndarray, microbatches: int) -> np.ndarray:
 
 
 def waiting(table: Table) -> dict[int, np.ndarray]:
-    """Way (+1, −1) → bool [ticks, stages]: whether the send buffer of that way holds a message that is still to leave, when the tick's op
-    begins."""
+    """Way (+1, −1) → bool [ticks, stages]: whether the send buffer of that way holds a message that
+    is still to leave, when the tick's op begins."""
     ways = message_ways(table.stage_of, table.stages)[table.op, table.unit]
     leaves = departures(table.permute)
     # Of each tick's messages, the first tick whose op finds the buffer free.

@@ -1,17 +1,30 @@
-"""Whether a table is right: a runtime that follows it computes every task once, on the right values, and ends. No JAX here."""
+"""Whether a table is right: a runtime that follows it computes every task once, on the right
+values, and ends. No JAX here."""
 
 import dataclasses
 
 import numpy as np
 
-from jaxtrain.schedule.table import VOCABULARIES, Cell, Op, Permute, Table, TableError, cell_name, message_ways, peak_residuals, unit_lookup
+from jaxtrain.schedule.table import (
+    VOCABULARIES,
+    Cell,
+    Op,
+    Permute,
+    Table,
+    TableError,
+    cell_name,
+    message_ways,
+    peak_residuals,
+    unit_lookup,
+)
 from jaxtrain.schedule.transport import NEVER, Arrivals, arrivals, departures
 
 ROOM = 1e-9  # of rounding
 
 
 def check(table: Table, memory: float | None = None, count_weight_stash: bool = False) -> None:
-    """Raises TableError, for the first tick that is wrong, unless a runtime that follows the table does every task once and right.
+    """Raises TableError, for the first tick that is wrong, unless a runtime that follows the table
+    does every task once and right.
 
     memory: the most residuals that a stage may hold, as `peak_residuals` counts them.
     """
@@ -26,10 +39,14 @@ def check(table: Table, memory: float | None = None, count_weight_stash: bool = 
     if memory is not None:
         for stage, peak in enumerate(peak_residuals(table, count_weight_stash)):
             if peak > memory + ROOM:
-                raise TableError(f"the residuals of {peak:g} chunks at once are more than the bound of {memory:g}", stage=stage)
+                raise TableError(
+                    f"the residuals of {peak:g} chunks at once are more than the bound of "
+                    f"{memory:g}",
+                    stage=stage,
+                )
 
 
-# --- every task once -------------------------------------------------------------------------------------------------------------
+# --- every task once ------------------------------------------------------------------------------
 
 
 def _check_shape(table: Table) -> None:
@@ -39,7 +56,10 @@ def _check_shape(table: Table) -> None:
         sizes = f"{stages} stages, {microbatches} microbatches, units on stages {stage_of}"
         raise TableError(f"{sizes}: every number from 1 up, every unit on a stage")
     if len(table.chunk_of) != len(stage_of) or table.vocabulary not in VOCABULARIES:
-        raise TableError(f"{len(stage_of)} units, {len(table.chunk_of)} chunk numbers, vocabulary {table.vocabulary!r}")
+        raise TableError(
+            f"{len(stage_of)} units, {len(table.chunk_of)} chunk numbers, vocabulary "
+            f"{table.vocabulary!r}"
+        )
     of_stages = dict.fromkeys(("op", "local_unit", "microbatch"), (table.ticks, stages))
     of_ticks = dict.fromkeys(("permute", "head", "embed", "embed_gradient"), (table.ticks,))
     for name, shape in (of_stages | of_ticks).items():
@@ -64,26 +84,55 @@ class _Cells:
 
 
 def _check_cells(table: Table) -> None:
-    """TableError for cells that do not exist, do not belong into the table, stand there twice or are missing."""
+    """TableError for cells that do not exist, do not belong into the table, stand there twice or
+    are missing."""
     lookup = unit_lookup(table.stage_of, table.stages)
-    ticks, stages = np.nonzero((table.op != Op.IDLE) | (table.local_unit != -1) | (table.microbatch != -1))
-    op, local, microbatch = (array[ticks, stages] for array in (table.op, table.local_unit, table.microbatch))
-    exists = (op >= Op.F) & (op <= Op.W) & (local >= 0) & (local < lookup.shape[1]) & (microbatch >= 0) & (microbatch < table.microbatches)
+    ticks, stages = np.nonzero(
+        (table.op != Op.IDLE) | (table.local_unit != -1) | (table.microbatch != -1)
+    )
+    op, local, microbatch = (
+        array[ticks, stages] for array in (table.op, table.local_unit, table.microbatch)
+    )
+    exists = (
+        (op >= Op.F)
+        & (op <= Op.W)
+        & (local >= 0)
+        & (local < lookup.shape[1])
+        & (microbatch >= 0)
+        & (microbatch < table.microbatches)
+    )
     op_or_idle = np.where(exists, op, Op.IDLE)
     unit = np.where(exists, lookup[stages, np.where(exists, local, 0)], -1)
     foreign = (unit < 0) | ~_ops_of_units(table)[op_or_idle, unit]
-    first = _first_of_equals((op_or_idle.astype(np.int64) * table.units + unit) * table.microbatches + microbatch)
+    first = _first_of_equals(
+        (op_or_idle.astype(np.int64) * table.units + unit) * table.microbatches + microbatch
+    )
     wrong = np.flatnonzero(foreign | (first != np.arange(len(first))))
     cells = _Cells(ticks, stages, op, unit, microbatch)
     if len(wrong):
         index = int(wrong[0])
-        tick, stage, name = int(ticks[index]), int(stages[index]), f"op {op[index]}, unit {local[index]}, microbatch {microbatch[index]}"
+        tick, stage, name = (
+            int(ticks[index]),
+            int(stages[index]),
+            f"op {op[index]}, unit {local[index]}, microbatch {microbatch[index]}",
+        )
         if unit[index] < 0:
-            raise TableError(f"{name}: no such cell on a stage with {table.stage_of.count(stage)} units", tick, stage)
+            raise TableError(
+                f"{name}: no such cell on a stage with {table.stage_of.count(stage)} units",
+                tick,
+                stage,
+            )
         name = cell_name(cells[index], table.stage_of)
         if foreign[index]:
-            raise TableError(f"{name} does not belong in this table: leave the cell empty", tick, stage)
-        raise TableError(f"{name} stands already in {{}}: use it once", tick, stage, ticks=(int(ticks[first[index]]),))
+            raise TableError(
+                f"{name} does not belong in this table: leave the cell empty", tick, stage
+            )
+        raise TableError(
+            f"{name} stands already in {{}}: use it once",
+            tick,
+            stage,
+            ticks=(int(ticks[first[index]]),),
+        )
     _check_missing(table, cells)
 
 
@@ -105,22 +154,34 @@ def _check_missing(table: Table, cells: _Cells) -> None:
     if not count:
         return
     microbatch, op, unit = (int(number) for number in np.argwhere(missing.transpose(2, 0, 1))[0])
-    before = Cell(Op.F, unit - 1, microbatch) if op == Op.F else Cell(int(_earlier_ops(table)[op, unit]), unit, microbatch)
+    before = (
+        Cell(Op.F, unit - 1, microbatch)
+        if op == Op.F
+        else Cell(int(_earlier_ops(table)[op, unit]), unit, microbatch)
+    )
     fix, ticks = "write each task once", []
     if before.unit >= 0 and present[before]:
-        fix, ticks = f"write it after {cell_name(before, table.stage_of)} in {{}}", [_tick_of(table, before)]
+        fix, ticks = (
+            f"write it after {cell_name(before, table.stage_of)} in {{}}",
+            [_tick_of(table, before)],
+        )
     name = cell_name((op, unit, microbatch), table.stage_of)
-    raise TableError(f"{name} is missing ({count} in all): {fix}", stage=table.stage_of[unit], ticks=ticks)
+    raise TableError(
+        f"{name} is missing ({count} in all): {fix}", stage=table.stage_of[unit], ticks=ticks
+    )
 
 
 def _tick_of(table: Table, cell: Cell) -> int:
     """The tick in which a cell stands."""
-    cells = (table.op == cell.op) & (table.unit == cell.unit) & (table.microbatch == cell.microbatch)
+    cells = (
+        (table.op == cell.op) & (table.unit == cell.unit) & (table.microbatch == cell.microbatch)
+    )
     return int(np.flatnonzero(cells.any(axis=1))[0])
 
 
 def _ops_of_units(table: Table) -> np.ndarray:
-    """bool [ops, units + 1]: which ops a table of this shape has on each unit; none on the last column, which stands for no unit."""
+    """bool [ops, units + 1]: which ops a table of this shape has on each unit; none on the last
+    column, which stands for no unit."""
     ops = np.zeros((len(Op), table.units + 1), bool)
     for unit in range(table.units):
         ops[list(table.ops_of(unit)), unit] = True
@@ -128,7 +189,8 @@ def _ops_of_units(table: Table) -> np.ndarray:
 
 
 def _earlier_ops(table: Table) -> np.ndarray:
-    """int8 [ops, units]: the op that must stand before each on the same unit and microbatch, 0 for none."""
+    """int8 [ops, units]: the op that must stand before each on the same unit and microbatch, 0 for
+    none."""
     earlier = np.zeros((len(Op), table.units), np.int8)
     for unit in range(table.units):
         ops = table.ops_of(unit)
@@ -147,11 +209,20 @@ def _check_column(table: Table, name: str) -> None:
             fix = f"use 0 to {microbatches - 1}" if microbatches else "leave the column empty"
             raise TableError(f"microbatch {microbatch} does not exist: {fix}", tick, column=name)
         if microbatch in ticks:
-            raise TableError(f"microbatch {microbatch} stands already in {{}}: use it once", tick, column=name, ticks=(ticks[microbatch],))
+            raise TableError(
+                f"microbatch {microbatch} stands already in {{}}: use it once",
+                tick,
+                column=name,
+                ticks=(ticks[microbatch],),
+            )
         ticks[microbatch] = tick
     if len(ticks) < microbatches:
         missing = min(set(range(microbatches)) - set(ticks))
-        op, unit = {"embed": (Op.F, 0), "head": (Op.F, table.units - 1), "embed_gradient": (Op.B, 0)}[name]
+        op, unit = {
+            "embed": (Op.F, 0),
+            "head": (Op.F, table.units - 1),
+            "embed_gradient": (Op.B, 0),
+        }[name]
         cell = Cell(op, unit, missing)
         side = "before" if name == "embed" else "after"
         fix = f"write it in {{}}, the tick of {cell_name(cell, table.stage_of)}, or {side}"
@@ -159,12 +230,13 @@ def _check_column(table: Table, name: str) -> None:
         raise TableError(rule, column=name, ticks=(_tick_of(table, cell),))
 
 
-# --- on the right values ---------------------------------------------------------------------------------------------------------
+# --- on the right values --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Fault:
-    """Something that is wrong, where a runtime that goes through the ticks would find it: by tick, the part of the tick, and stage."""
+    """Something that is wrong, where a runtime that goes through the ticks would find it: by tick,
+    the part of the tick, and stage."""
 
     tick: int
     phase: int
@@ -173,9 +245,12 @@ class _Fault:
 
 
 def _check_order(table: Table) -> None:
-    """TableError for the first thing, as ticks run, that reads what is not there or overwrites what has not left."""
+    """TableError for the first thing, as ticks run, that reads what is not there or overwrites what
+    has not left."""
     tick, stage = np.nonzero(table.op)
-    cells = _Cells(tick, stage, *(array[tick, stage] for array in (table.op, table.unit, table.microbatch)))
+    cells = _Cells(
+        tick, stage, *(array[tick, stage] for array in (table.op, table.unit, table.microbatch))
+    )
     come = arrivals(table)
     faults = [
         *_early_cells(table, cells, come),
@@ -196,7 +271,12 @@ def _early_cells(table: Table, cells: _Cells, come: Arrivals) -> list[_Fault]:
     for op, readable in ((Op.F, come.activation), (Op.B, come.gradient)):
         early |= (cells.op == op) & (readable[cells.unit, cells.microbatch] > cells.tick)
     first = np.flatnonzero(early)[:1].tolist()
-    return [_Fault(int(cells.tick[index]), 0, int(cells.stage[index]), _waits(table, cells, come, index)) for index in first]
+    return [
+        _Fault(
+            int(cells.tick[index]), 0, int(cells.stage[index]), _waits(table, cells, come, index)
+        )
+        for index in first
+    ]
 
 
 def _waits(table: Table, cells: _Cells, come: Arrivals, index: int) -> TableError:
@@ -213,12 +293,28 @@ def _waits(table: Table, cells: _Cells, come: Arrivals, index: int) -> TableErro
     if not 0 <= source.unit < table.units:
         column = "embed" if op == Op.F else "head"
         named = int(np.flatnonzero(getattr(table, column) == microbatch)[0])
-        rule = f"{name} waits for {column} of microbatch {microbatch} in {{}}: move it to {{}} or later"
+        rule = (
+            f"{name} waits for {column} of microbatch {microbatch} in {{}}: move it to {{}} or "
+            "later"
+        )
         return TableError(rule, tick, stage, ticks=(named, readable))
-    waits, sent = f"{name} waits for {cell_name(source, stage_of)} of stage {stage_of[source.unit]} in {{}}", _tick_of(table, source)
+    waits, sent = (
+        f"{name} waits for {cell_name(source, stage_of)} of stage {stage_of[source.unit]} in {{}}",
+        _tick_of(table, source),
+    )
     if readable == NEVER:
-        return TableError(f"{waits}, whose message no permute sends: send it by one in that tick or after", tick, stage, ticks=(sent,))
-    return TableError(f"{waits}, whose message can be read from {{}} on: move it there or later", tick, stage, ticks=(sent, readable))
+        return TableError(
+            f"{waits}, whose message no permute sends: send it by one in that tick or after",
+            tick,
+            stage,
+            ticks=(sent,),
+        )
+    return TableError(
+        f"{waits}, whose message can be read from {{}} on: move it there or later",
+        tick,
+        stage,
+        ticks=(sent, readable),
+    )
 
 
 def _lost_messages(table: Table, cells: _Cells) -> list[_Fault]:
@@ -241,15 +337,23 @@ def _lost_messages(table: Table, cells: _Cells) -> list[_Fault]:
 
 
 def _early_columns(table: Table, name: str, readable: np.ndarray, phase: int) -> list[_Fault]:
-    """The first tick whose head or embedding's gradient reads what is not made, if there is one. readable: int [microbatches]."""
+    """The first tick whose head or embedding's gradient reads what is not made, if there is one.
+    readable: int [microbatches]."""
     column = getattr(table, name)
     ticks = np.flatnonzero(column >= 0)
     early = ticks[readable[column[ticks]] > ticks][:1].tolist()
     faults = []
     for tick in early:
         microbatch = int(column[tick])
-        source = Cell(Op.F, table.units - 1, microbatch) if name == "head" else Cell(Op.B, 0, microbatch)
-        waits = f"microbatch {microbatch} waits for {cell_name(source, table.stage_of)} of stage {table.stage_of[source.unit]} in {{}}"
-        error = TableError(f"{waits}: not before it", tick, column=name, ticks=(int(readable[microbatch]),))
+        source = (
+            Cell(Op.F, table.units - 1, microbatch) if name == "head" else Cell(Op.B, 0, microbatch)
+        )
+        waits = (
+            f"microbatch {microbatch} waits for {cell_name(source, table.stage_of)} of stage "
+            f"{table.stage_of[source.unit]} in {{}}"
+        )
+        error = TableError(
+            f"{waits}: not before it", tick, column=name, ticks=(int(readable[microbatch]),)
+        )
         faults.append(_Fault(tick, phase, 0, error))
     return faults

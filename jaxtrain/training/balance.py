@@ -1,8 +1,9 @@
 """The load of experts: the biases that even it out, moved once a step, and what is logged of it.
 
-Some of a router's parameters are counts (models/spec.py). In the place of a gradient they get the number of the whole batch's tokens that
-chose each expert, or that were dropped. The bias is a count, and is moved by it; a router without biases has a parameter for the count
-alone. `specs` is a tree like the parameters, of Specs; `with_counts` is one of gradients and counts.
+Some of a router's parameters are counts (models/spec.py). In the place of a gradient they get the
+number of the whole batch's tokens that chose each expert, or that were dropped. The bias is a
+count, and is moved by it; a router without biases has a parameter for the count alone. `specs` is a
+tree like the parameters, of Specs; `with_counts` is one of gradients and counts.
 """
 
 import jax
@@ -19,18 +20,24 @@ def _is_spec(x: object) -> bool:
 
 def without_counts(specs: dict, with_counts: dict) -> dict:
     """The gradients, with zeros in the place of counts."""
-    return jax.tree.map(lambda s, g: jnp.zeros_like(g) if s.counts else g, specs, with_counts, is_leaf=_is_spec)
+    return jax.tree.map(
+        lambda s, g: jnp.zeros_like(g) if s.counts else g, specs, with_counts, is_leaf=_is_spec
+    )
 
 
 def _counts(specs: dict, with_counts: dict, *names: str) -> list[jax.Array]:
     """The counts of these names, of all stacks of layers."""
-    pairs = zip(jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec), jax.tree.leaves(with_counts), strict=True)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec),
+        jax.tree.leaves(with_counts),
+        strict=True,
+    )
     return [count for (path, s), count in pairs if s.counts and path[-1].key in names]
 
 
 def move(specs: dict, params: dict, with_counts: dict, rate: float) -> dict:
-    """The parameters, with each expert's bias up by `rate` where its load is below the mean, and down where it is above (Wang et al. 2024,
-    algorithm 1)."""
+    """The parameters, with each expert's bias up by `rate` where its load is below the mean, and
+    down where it is above (Wang et al. 2024, algorithm 1)."""
 
     def moved(path: tuple, s: Spec, parameter: jax.Array, count: jax.Array) -> jax.Array:
         if not s.counts or path[-1].key != BIAS:
@@ -41,7 +48,8 @@ def move(specs: dict, params: dict, with_counts: dict, rate: float) -> dict:
 
 
 def expert_load(specs: dict, with_counts: dict) -> jax.Array | None:
-    """The busiest expert's load over the mean, of the layer where that is largest; None of a model without experts."""
+    """The busiest expert's load over the mean, of the layer where that is largest; None of a model
+    without experts."""
     loads = _counts(specs, with_counts, BIAS, LOAD)
     uneven = [(load.max(-1) / jnp.maximum(load.mean(-1), 1)).max() for load in loads]
     return jnp.stack(uneven).max() if uneven else None

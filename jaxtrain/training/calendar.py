@@ -7,7 +7,8 @@ from jaxtrain.config import Config
 
 @dataclasses.dataclass(frozen=True)
 class Calendar:
-    """What is due after step `at`, counted from 1. After the last step everything is; an interval of 0 means: then alone."""
+    """What is due after step `at`, counted from 1. After the last step everything is; an interval
+    of 0 means: then alone."""
 
     last: int
     save_every: int
@@ -37,7 +38,8 @@ class Calendar:
         return self._due(at, self.save_every)
 
     def saves_locally(self, at: int) -> bool:
-        """Whether each machine saves for itself. Not after the last step, which everything waits for to be saved for good."""
+        """Whether each machine saves for itself. Not after the last step, which everything waits
+        for to be saved for good."""
         return at != self.last and self.save_locally_every > 0 and at % self.save_locally_every == 0
 
     def evaluates(self, at: int) -> bool:
@@ -50,16 +52,22 @@ class Calendar:
         return at == 1 or self._due(at, self.log_every)
 
     def meets(self, at: int) -> bool:
-        """Whether processes may ask each other something: independent replicas do not wait for each other in between."""
+        """Whether processes may ask each other something: independent replicas do not wait for each
+        other in between."""
         return self.exchange_every == 0 or self.exchanges(at) or self._due(at, self.log_every)
 
     def compares(self, at: int) -> bool:
-        """Whether copies of parameters are compared; those of independent replicas at the first exchange that is not before it is due."""
+        """Whether copies of parameters are compared; those of independent replicas at the first
+        exchange that is not before it is due."""
         if not self.compare_every:
             return False
         if not self.exchange_every:
             return at % self.compare_every == 0
-        return self.exchanges(at) and at // self.compare_every > (at - 1) // self.exchange_every * self.exchange_every // self.compare_every
+        return (
+            self.exchanges(at)
+            and at // self.compare_every
+            > (at - 1) // self.exchange_every * self.exchange_every // self.compare_every
+        )
 
     def _due(self, at: int, every: int) -> bool:
         return at == self.last or (every > 0 and at % every == 0)

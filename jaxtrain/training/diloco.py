@@ -1,11 +1,13 @@
-"""DiLoCo: replicas train independently and exchange every H steps (Douillard et al. 2023, algorithm 1).
+"""DiLoCo: replicas train independently and exchange every H steps (Douillard et al. 2023, algorithm
+1).
 
     outer gradient   Δ = anchor − mean over replicas of their parameters
     momentum         m ← μ·m + Δ
     anchor             ← anchor − η·(Δ + μ·m)     (Nesterov's)
 
-Each replica then goes on from the anchor, with its own optimizer state. Between exchanges nothing crosses `replica`. The anchor is what
-is evaluated, and what a checkpoint is generated from. Anchor and momentum are float32, scattered over a replica's devices.
+Each replica then goes on from the anchor, with its own optimizer state. Between exchanges nothing
+crosses `replica`. The anchor is what is evaluated, and what a checkpoint is generated from. Anchor
+and momentum are float32, scattered over a replica's devices.
 """
 
 import dataclasses
@@ -19,20 +21,34 @@ from jaxtrain.parallel import replicas
 from jaxtrain.training.state import Layout, TrainState
 
 
-def exchange(state: TrainState, layout: Layout, rate: float, momentum: float, dtype: str) -> TrainState:
+def exchange(
+    state: TrainState, layout: Layout, rate: float, momentum: float, dtype: str
+) -> TrainState:
     """The state after an exchange.
 
     rate: η; momentum: μ; dtype: in what the outer gradient crosses `replica`, "float32" or "int8".
     """
-    lay_out = functools.partial(jax.tree.map, lambda a, like: lax.with_sharding_constraint(a, like.sharding))
+    lay_out = functools.partial(
+        jax.tree.map, lambda a, like: lax.with_sharding_constraint(a, like.sharding)
+    )
     params = lay_out(state.params, jax.tree.map(replicas.each, layout.outer))
-    delta = replicas.mean_across(jax.tree.map(lambda a, p: a - p, state.anchor, params), layout.outer, dtype)
+    delta = replicas.mean_across(
+        jax.tree.map(lambda a, p: a - p, state.anchor, params), layout.outer, dtype
+    )
     velocity = jax.tree.map(lambda m, d: momentum * m + d, state.outer_momentum, delta)
 
     def moved(spec: Spec, anchor: jax.Array, delta: jax.Array, velocity: jax.Array) -> jax.Array:
         # What no gradient moves is only averaged.
         return anchor - (delta if spec.counts else rate * (delta + momentum * velocity))
 
-    anchor = jax.tree.map(moved, layout.specs, state.anchor, delta, velocity, is_leaf=lambda x: isinstance(x, Spec))
-    params = jax.tree.map(lambda a, s: lax.with_sharding_constraint(a, s).astype(layout.dtype), anchor, layout.shardings)
-    return dataclasses.replace(state, params=replicas.copies(params, layout.mesh), anchor=anchor, outer_momentum=velocity)
+    anchor = jax.tree.map(
+        moved, layout.specs, state.anchor, delta, velocity, is_leaf=lambda x: isinstance(x, Spec)
+    )
+    params = jax.tree.map(
+        lambda a, s: lax.with_sharding_constraint(a, s).astype(layout.dtype),
+        anchor,
+        layout.shardings,
+    )
+    return dataclasses.replace(
+        state, params=replicas.copies(params, layout.mesh), anchor=anchor, outer_momentum=velocity
+    )

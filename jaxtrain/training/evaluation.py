@@ -11,7 +11,8 @@ from jaxtrain.runtime.runtime import Losses
 
 
 class Evaluation:
-    """The mean loss over the batches of a Loader; its program is compiled beside something else, or when the loss is asked for first.
+    """The mean loss over the batches of a Loader; its program is compiled beside something else, or
+    when the loss is asked for first.
 
     Args:
       evaluate: (params, batch) → Losses, as Step.evaluate.
@@ -23,7 +24,9 @@ class Evaluation:
         self._evaluate, self._params, self._held_out = evaluate, params, held_out
         self._compiled: Compiled | None = None
 
-    def start_compiling(self, beside: concurrent.futures.Executor) -> concurrent.futures.Future[None]:
+    def start_compiling(
+        self, beside: concurrent.futures.Executor
+    ) -> concurrent.futures.Future[None]:
         """Traces the program, and compiles it beside what follows: what comes back is done then."""
         return beside.submit(self._compile, self._lower())
 
@@ -43,4 +46,9 @@ class Evaluation:
         losses: list[Losses] = [self._compiled(params, batch) for batch in self._held_out.iterate()]
         tokens = [float(batch.tokens) for batch in losses]
         total = sum(tokens)
-        return sum(float(batch.loss) * count for batch, count in zip(losses, tokens, strict=True)) / total if total else None
+        return (
+            sum(float(batch.loss) * count for batch, count in zip(losses, tokens, strict=True))
+            / total
+            if total
+            else None
+        )

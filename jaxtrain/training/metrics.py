@@ -15,10 +15,13 @@ class StepMetrics:
     grad_norm:     of all gradients together, before clipping
     learning_rate: of the update
     tokens:        how many weighted tokens the batch has
-    mtp_loss:      the mean loss of predictions beyond the next token; None where the model makes none
-    expert_load:   the busiest expert's load over the mean, of the layer where that is largest; None without experts
+    mtp_loss:      the mean loss of predictions beyond the next token; None where the model makes
+                   none
+    expert_load:   the busiest expert's load over the mean, of the layer where that is largest; None
+                   without experts
     dropped:       the part of the choices of experts that was dropped; None where nothing can be
-    skipped:       updates skipped since the run began, this step's too, for their numbers were not finite; None where none is
+    skipped:       updates skipped since the run began, this step's too, for their numbers were not
+                   finite; None where none is
     """
 
     loss: jax.Array
@@ -37,8 +40,12 @@ class StepMetrics:
 
 
 def mean_over_replicas(each: StepMetrics) -> StepMetrics:
-    """The metrics of the whole step, from those of each replica: the loss is weighted by tokens; tokens and skipped updates are sums."""
+    """The metrics of the whole step, from those of each replica: the loss is weighted by tokens;
+    tokens and skipped updates are sums."""
     tokens = each.tokens.sum()
     means = jax.tree.map(jnp.mean, each)
-    loss, skipped = (each.loss * each.tokens).sum() / jnp.maximum(tokens, 1), None if each.skipped is None else each.skipped.sum()
+    loss, skipped = (
+        (each.loss * each.tokens).sum() / jnp.maximum(tokens, 1),
+        None if each.skipped is None else each.skipped.sum(),
+    )
     return dataclasses.replace(means, loss=loss, tokens=tokens, skipped=skipped)

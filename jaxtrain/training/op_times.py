@@ -1,7 +1,8 @@
 """Op times of a pipeline, measured: what `pipeline.times` is given as.
 
-The step's gradients are compiled once with the ticks of the table as an argument. Ticks in which all stages run one op and nothing else
-time that op, inside the very program that trains; empty ticks time what every tick costs, and what comes before and after.
+The step's gradients are compiled once with the ticks of the table as an argument. Ticks in which
+all stages run one op and nothing else time that op, inside the very program that trains; empty
+ticks time what every tick costs, and what comes before and after.
 """
 
 import dataclasses
@@ -16,7 +17,15 @@ import numpy as np
 from jaxtrain.config import Config
 from jaxtrain.config.work import milliseconds
 from jaxtrain.schedule.clock import Times
-from jaxtrain.schedule.columns import EMBED, EMBED_GRADIENT, HEAD, TickColumns, cell_op, columns, permute_op
+from jaxtrain.schedule.columns import (
+    EMBED,
+    EMBED_GRADIENT,
+    HEAD,
+    TickColumns,
+    cell_op,
+    columns,
+    permute_op,
+)
 from jaxtrain.schedule.table import Permute, Table, local_unit_of
 from jaxtrain.training.state import initial_state
 from jaxtrain.training.step import Step, abstract_batch
@@ -46,7 +55,8 @@ def measure(call: Callable[[], Any], repeats: int = REPEATS) -> Duration:
 
 
 def on_a_device(duration: Duration) -> float:
-    """Seconds of one device in an SPMD program: of CPU devices, which share cores, its part of the CPU-seconds."""
+    """Seconds of one device in an SPMD program: of CPU devices, which share cores, its part of the
+    CPU-seconds."""
     shared = jax.default_backend() == "cpu" and jax.local_device_count() > 1
     return duration.cpu / jax.local_device_count() if shared else duration.wall
 
@@ -69,13 +79,16 @@ def op_seconds(table_columns: TickColumns, run_ticks: Callable[[TickColumns], fl
             found[op] = 0.0
         elif column.any():
             # With early permutes all ops are in a loop of busy ticks.
-            one = dataclasses.replace(empty, runs={**empty.runs, op: empty.runs[op] + 1}, busy=empty.busy + 1)
+            one = dataclasses.replace(
+                empty, runs={**empty.runs, op: empty.runs[op] + 1}, busy=empty.busy + 1
+            )
             found[op] = max(0.0, run_ticks(one) - around) / TICKS
     return Ops(found, around)
 
 
 def times_of(found: dict[str, float], table: Table, shares: Sequence[float]) -> Times:
-    """The simulator's Times, of a microbatch on a whole stage, from seconds by op. shares: of each unit, its part of a stage's work."""
+    """The simulator's Times, of a microbatch on a whole stage, from seconds by op. shares: of each
+    unit, its part of a stage's work."""
     per_stage = {}
     for op, kinds in {"F": "FK", "B": "B", "W": "W", "R": "R"}.items():
         seconds, part = 0.0, 0.0
@@ -97,7 +110,11 @@ def random_batch(config: Config, step: Step) -> dict[str, jax.Array]:
         def part(index: Any) -> np.ndarray:
             shape = np.empty(a.shape, np.bool_)[index].shape
             if name in ("tokens", "targets"):
-                return np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(a.dtype)
+                return (
+                    np.random.default_rng(0)
+                    .integers(0, config.model.vocab_size, shape)
+                    .astype(a.dtype)
+                )
             return np.ones(shape, a.dtype)
 
         return jax.make_array_from_callback(a.shape, a.sharding, part)
@@ -106,8 +123,9 @@ def random_batch(config: Config, step: Step) -> dict[str, jax.Array]:
 
 
 def measured_times(config: Config, step: Step) -> tuple[float, ...]:
-    """F, B, W, message, R and head in milliseconds, as `pipeline.times` takes them, as this process has measured them; () where F, B or W
-    cannot be told from nothing. Every process of a run must call this, in the mesh's context; a step with one stage has no such times."""
+    """F, B, W, message, R and head in milliseconds, as `pipeline.times` takes them, as this process
+    has measured them; () where F, B or W cannot be told from nothing. Every process of a run must
+    call this, in the mesh's context; a step with one stage has no such times."""
     slotted = step.setup.train
     assert slotted is not None, "one stage has no table"
     table_columns = columns(slotted)
@@ -115,7 +133,9 @@ def measured_times(config: Config, step: Step) -> tuple[float, ...]:
     batch = random_batch(config, step)
     short = jax.tree.map(lambda column: column[:1].repeat(TICKS, 0), table_columns)
     compiled = step.gradients.lower(params, batch, short).compile()
-    ops = op_seconds(table_columns, lambda ticks: on_a_device(measure(lambda: compiled(params, batch, ticks))))
+    ops = op_seconds(
+        table_columns, lambda ticks: on_a_device(measure(lambda: compiled(params, batch, ticks)))
+    )
     times = times_of(ops.seconds, step.setup.table, step.setup.shares)
     values = (times.F, times.B, times.W, times.message, times.R, times.head)
     return milliseconds(values) if all(values[:3]) else ()

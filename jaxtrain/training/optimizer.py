@@ -16,7 +16,8 @@ from jaxtrain.parallel.host_memory import read, write
 
 
 def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax.Array]:
-    """step → learning rate: linear warm-up over `warmup_steps`, then down to `final_fraction` of the peak by step `steps`.
+    """step → learning rate: linear warm-up over `warmup_steps`, then down to `final_fraction` of
+    the peak by step `steps`.
 
     cosine, linear: all the way; constant: only over the last `decay_steps` (none if 0).
     """
@@ -30,27 +31,35 @@ def learning_rate(cfg: OptimizerConfig, steps: int) -> Callable[[ArrayLike], jax
         flat = rest - cfg.decay_steps
         decay = optax.constant_schedule(peak)
         if cfg.decay_steps:
-            decay = optax.join_schedules([decay, optax.linear_schedule(peak, end, cfg.decay_steps)], [flat])
+            decay = optax.join_schedules(
+                [decay, optax.linear_schedule(peak, end, cfg.decay_steps)], [flat]
+            )
     if not warm:
         return decay
     # The first step already moves: step 0 has 1/warm of the peak.
-    return optax.join_schedules([optax.linear_schedule(peak / warm, peak, max(1, warm - 1)), decay], [warm])
+    return optax.join_schedules(
+        [optax.linear_schedule(peak / warm, peak, max(1, warm - 1)), decay], [warm]
+    )
 
 
 def make_optimizer(
     cfg: OptimizerConfig, steps: int, specs: dict, offload: bool = False, skips: bool = False
 ) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019) with clipping by the global norm; matrices decay, norm scales and biases do not.
+    """AdamW (Loshchilov & Hutter 2019) with clipping by the global norm; matrices decay, norm
+    scales and biases do not.
 
-    specs: a pytree like the parameters, of Specs. offload: the moments lie in the host's memory, and `update` fetches them leaf by leaf.
-    skips: `update` takes a scalar `finite`, and where that is false the state stays as it is: moments, and the counts of updates, by which
-    the learning rate goes. What becomes of the parameters is the caller's part.
+    specs: a pytree like the parameters, of Specs. offload: the moments lie in the host's memory,
+        and `update` fetches them leaf by leaf.
+    skips: `update` takes a scalar `finite`, and where that is false the state stays as it is:
+        moments, and the counts of updates, by which the learning rate goes. What becomes of the
+        parameters is the caller's part.
     """
     decays = jax.tree.map(lambda s: s.matrix, specs, is_leaf=lambda s: isinstance(s, Spec))
     guarded = where_finite if skips else lambda inner: inner
     moments = guarded(optax.scale_by_adam(cfg.b1, cfg.b2, cfg.epsilon))
     parts = [
-        # One part also where nothing is clipped: the state's structure, which a checkpoint holds, does not depend on it.
+        # One part also where nothing is clipped: the state's structure, which a checkpoint holds,
+        # does not depend on it.
         optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity(),
         leaf_by_leaf(moments) if offload else moments,
         optax.add_decayed_weights(cfg.weight_decay, decays),
@@ -60,7 +69,8 @@ def make_optimizer(
 
 
 def updates_made(state: Any) -> jax.Array:
-    """The number of updates that a state of `make_optimizer` has made, int32: the steps without those skipped."""
+    """The number of updates that a state of `make_optimizer` has made, int32: the steps without
+    those skipped."""
     return state[-1].count
 
 
@@ -75,26 +85,34 @@ def where_finite(inner: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def leaf_by_leaf(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`inner`, with its state in the host's memory: fetched and put back leaf by leaf, and of stacks of layers row by row.
+    """`inner`, with its state in the host's memory: fetched and put back leaf by leaf, and of
+    stacks of layers row by row.
 
-    inner: treats each matrix by itself and needs no parameters. Stacks are leaves [stages, rows, ...] under "layers".
+    inner: treats each matrix by itself and needs no parameters. Stacks are leaves [stages, rows,
+    ...] under "layers".
     """
 
     def update(updates, state, params=None, **extra):
         update_one = functools.partial(optax.with_extra_args_support(inner).update, **extra)
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         follows = lambda part: jax.tree.structure(part) == tree
-        # Parts of the state: trees like the parameters (each moment), and what there is once for all parameters (the count of steps).
+        # Parts of the state: trees like the parameters (each moment), and what there is once for
+        # all parameters (the count of steps).
         parts, outline = jax.tree.flatten(state, is_leaf=follows)
-        columns = [jax.tree.leaves(part) if follows(part) else [part] * len(leaves) for part in parts]
+        columns = [
+            jax.tree.leaves(part) if follows(part) else [part] * len(leaves) for part in parts
+        ]
         results = []
         for i, (path, gradient) in enumerate(leaves):
             rows = gradient.shape[1] if path[0].key == "layers" else 0
-            results.append(_in_turn(update_one, gradient, [column[i] for column in columns], outline, rows))
+            results.append(
+                _in_turn(update_one, gradient, [column[i] for column in columns], outline, rows)
+            )
         new_updates, new_states = zip(*results, strict=True)
         new_columns = zip(*new_states, strict=True)
         new_parts = [
-            jax.tree.unflatten(tree, column) if follows(part) else column[-1] for part, column in zip(parts, new_columns, strict=True)
+            jax.tree.unflatten(tree, column) if follows(part) else column[-1]
+            for part, column in zip(parts, new_columns, strict=True)
         ]
         return jax.tree.unflatten(tree, new_updates), jax.tree.unflatten(outline, new_parts)
 
@@ -102,14 +120,21 @@ def leaf_by_leaf(inner: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def _in_turn(
-    update_one: Callable, gradient: jax.Array, state: list[jax.Array], outline: jax.tree_util.PyTreeDef, rows: int
+    update_one: Callable,
+    gradient: jax.Array,
+    state: list[jax.Array],
+    outline: jax.tree_util.PyTreeDef,
+    rows: int,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The update of one parameter, and its state, by a loop over the rows of a stack; of something else (0 rows) all at once.
+    """The update of one parameter, and its state, by a loop over the rows of a stack; of something
+    else (0 rows) all at once.
 
-    update_one: (gradient, state) → (update, state); state: the leaves of `outline`, the structure of this state for a single parameter.
+    update_one: (gradient, state) → (update, state); state: the leaves of `outline`, the structure
+    of this state for a single parameter.
 
-    XLA runs one loop after the other. Without loops it fetches several parameters' states, and begins during the pipeline, where memory
-    is scarcest; so what is done once is a loop, too, of a number of trips that XLA does not see.
+    XLA runs one loop after the other. Without loops it fetches several parameters' states, and
+    begins during the pipeline, where memory is scarcest; so what is done once is a loop, too, of a
+    number of trips that XLA does not see.
     """
 
     def start(row: jax.Array, a: jax.Array) -> tuple:
@@ -118,12 +143,22 @@ def _in_turn(
     def read_row(row: jax.Array, a: jax.Array) -> jax.Array:
         return read(a, start(row, a), (a.shape[0], 1, *a.shape[2:]) if rows else a.shape)
 
-    def update_row(row: jax.Array, carry: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
+    def update_row(
+        row: jax.Array, carry: tuple[jax.Array, list[jax.Array]]
+    ) -> tuple[jax.Array, list[jax.Array]]:
         gradient, leaves = carry  # the gradient's rows become the update's
         # A scalar counts steps: every row begins from the count before the step.
-        row_state = [read_row(row, a) if a.ndim else before for a, before in zip(leaves, state, strict=True)]
-        update, new_state = update_one(read_row(row, gradient), jax.tree.unflatten(outline, row_state))
+        row_state = [
+            read_row(row, a) if a.ndim else before for a, before in zip(leaves, state, strict=True)
+        ]
+        update, new_state = update_one(
+            read_row(row, gradient), jax.tree.unflatten(outline, row_state)
+        )
         pairs = zip(leaves, jax.tree.leaves(new_state), strict=True)
-        return write(gradient, update, start(row, gradient)), [write(a, b, start(row, a)) if a.ndim else b for a, b in pairs]
+        return write(gradient, update, start(row, gradient)), [
+            write(a, b, start(row, a)) if a.ndim else b for a, b in pairs
+        ]
 
-    return lax.fori_loop(0, rows if rows > 1 else lax.optimization_barrier(1), update_row, (gradient, state))
+    return lax.fori_loop(
+        0, rows if rows > 1 else lax.optimization_barrier(1), update_row, (gradient, state)
+    )

@@ -1,4 +1,5 @@
-"""A trace of a few steps, for `train.profile_steps`: the ops of the devices, without the host's Python, which would slow the steps down."""
+"""A trace of a few steps, for `train.profile_steps`: the ops of the devices, without the host's
+Python, which would slow the steps down."""
 
 import dataclasses
 import pathlib
@@ -15,11 +16,14 @@ WARM_UP = 2  # steps of a run that are not traced
 
 @dataclasses.dataclass
 class Profile:
-    """A jax.profiler trace of `count` steps after the first WARM_UP ones, or of those that there are: whole steps and nothing else.
+    """A jax.profiler trace of `count` steps after the first WARM_UP ones, or of those that there
+    are: whole steps and nothing else.
 
-    folder: where the trace goes, one of this process alone; start: the step that the run begins with; clock: of the command; say: gets a
-    line where the trace cannot be written, which the run can do without.
-    step_time_s: the mean of the traced steps, by the parts of the clock that are steps; None until all of them have been traced.
+    folder: where the trace goes, one of this process alone; start: the step that the run begins
+        with; clock: of the command; say: gets a line where the trace cannot be written, which the
+        run can do without.
+    step_time_s: the mean of the traced steps, by the parts of the clock that are steps; None until
+        all of them have been traced.
     """
 
     folder: pathlib.Path
@@ -50,7 +54,8 @@ class Profile:
             self.close()
 
     def go_back(self, _: Rollback) -> None:
-        """The run stands at an earlier step: a trace under way ends, and begins anew where its first step comes again."""
+        """The run stands at an earlier step: a trace under way ends, and begins anew where its
+        first step comes again."""
         self.close()
 
     def close(self) -> None:
@@ -61,10 +66,13 @@ class Profile:
         with self.clock.part(Part.OTHER):
             try:
                 jax.profiler.stop_trace()
-            except (OSError, jax.errors.JaxRuntimeError) as error:  # which names the file, and what the disk lacks
+            # which names the file, and what the disk lacks
+            except (OSError, jax.errors.JaxRuntimeError) as error:
                 why = " ".join(str(error).rpartition("; ")[2].split())
                 self._failed = True
-                self.say(f"warning: {self.folder} cannot be written ({why}): training goes on without it")
+                self.say(
+                    f"warning: {self.folder} cannot be written ({why}): training goes on without it"
+                )
 
 
 def trace_folder(run: pathlib.Path) -> pathlib.Path:

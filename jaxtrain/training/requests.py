@@ -1,4 +1,5 @@
-"""What the processes of a run want of its loop, to stop or to save. All must do it after the same step, so they ask each other."""
+"""What the processes of a run want of its loop, to stop or to save. All must do it after the same
+step, so they ask each other."""
 
 import enum
 import functools
@@ -21,7 +22,8 @@ class Request(enum.Flag):
 
     NOTHING = 0
     STOP = enum.auto()  # a signal has reached some process
-    INTERRUPT = enum.auto()  # and it was Ctrl-C: somebody is there, and does not want the run started again
+    # and it was Ctrl-C: somebody is there, and does not want the run started again
+    INTERRUPT = enum.auto()
     HURRY = enum.auto()  # and the machine is taken away before another save could end
     SAVE = enum.auto()  # process 0 finds that it is time
 
@@ -39,7 +41,8 @@ def no_request() -> Request:
 
 
 class Saves(Protocol):
-    """Of checkpoint.manager.Checkpointer: whether a save is under way, and how many seconds the longest so far has taken."""
+    """Of checkpoint.manager.Checkpointer: whether a save is under way, and how many seconds the
+    longest so far has taken."""
 
     longest_s: float
 
@@ -48,7 +51,8 @@ class Saves(Protocol):
 
 
 class Requests:
-    """Asks all processes. The question goes through the devices, behind the step that is running, and is answered with its results.
+    """Asks all processes. The question goes through the devices, behind the step that is running,
+    and is answered with its results.
 
     Args:
       mesh: the devices of all processes.
@@ -73,19 +77,26 @@ class Requests:
         self._clock, self._last_save = clock, clock()
         self._devices = mesh.size
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._any = jax.jit(lambda flags: flags.max(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._any = jax.jit(
+            lambda flags: flags.max(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec())
+        )
 
     def saved(self) -> None:
         """A save begins now: the time until the next is counted from here."""
         self._last_save = self._clock()
 
     def ask(self) -> Answer:
-        """A function that waits for the answer. Every process must call this after the same step."""
+        """A function that waits for the answer. Every process must call this after the same
+        step."""
         if jax.process_count() == 1:
             return self._of_this_process
         request = self._of_this_process()
-        flags = np.tile(np.array([flag in request for flag in Request], np.int32), (self._devices, 1))
-        answer = self._any(jax.make_array_from_callback(flags.shape, self._sharding, flags.__getitem__))
+        flags = np.tile(
+            np.array([flag in request for flag in Request], np.int32), (self._devices, 1)
+        )
+        answer = self._any(
+            jax.make_array_from_callback(flags.shape, self._sharding, flags.__getitem__)
+        )
 
         def wait() -> Request:
             asked = Request.NOTHING
@@ -96,7 +107,11 @@ class Requests:
         return wait
 
     def _of_this_process(self) -> Request:
-        late = cluster.is_main() and self._clock() - self._last_save >= self._interval and not self._saves.busy
+        late = (
+            cluster.is_main()
+            and self._clock() - self._last_save >= self._interval
+            and not self._saves.busy
+        )
         # A save that is under way is finished first.
         needed = (2 if self._saves.busy else 1) * self._saves.longest_s
         wanted = {
@@ -105,4 +120,6 @@ class Requests:
             Request.HURRY: self._clock() + needed > self._signals.asked_at + self._grace,
             Request.SAVE: late,
         }
-        return functools.reduce(operator.or_, (request for request, asked in wanted.items() if asked), Request.NOTHING)
+        return functools.reduce(
+            operator.or_, (request for request, asked in wanted.items() if asked), Request.NOTHING
+        )

@@ -1,14 +1,17 @@
 """The training state: its shapes, where each array lies, and its first values.
 
-    TrainState(params={"embed": …, "layers": {"0": …, "1": …}, "head": …}, optimizer=optax's state, step=int32)
+    TrainState(params={"embed": …, "layers": {"0": …, "1": …}, "head": …},
+               optimizer=optax's state, step=int32)
 
 and "predictors" beside "head" where the model predicts further tokens.
 
-"layers"[u] holds local unit u of all stages, leaves [stages, rows, …] (schedule/placement.py). ZeRO's stage says what is whole on every
-data shard, and what is scattered over the shards (parallel/zero.py).
+"layers"[u] holds local unit u of all stages, leaves [stages, rows, …] (schedule/placement.py).
+ZeRO's stage says what is whole on every data shard, and what is scattered over the shards
+(parallel/zero.py).
 
-With independent replicas (training/diloco.py) parameters and optimizer state have a leading dimension [replicas], split over them, and the
-state has two more trees: `anchor`, the parameters of the last exchange, and `outer_momentum`.
+With independent replicas (training/diloco.py) parameters and optimizer state have a leading
+dimension [replicas], split over them, and the state has two more trees: `anchor`, the parameters of
+the last exchange, and `outer_momentum`.
 """
 
 import dataclasses
@@ -37,12 +40,14 @@ OUTER = ("anchor", "outer_momentum")  # the state's fields that independent repl
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step changes and a checkpoint keeps; arrays, or what stands for them (shapes, shardings).
+    """What a step changes and a checkpoint keeps; arrays, or what stands for them (shapes,
+    shardings).
 
     params:    the model's parameters, a dict by name; [replicas, …] where replicas are independent
     optimizer: optax's state for them
     step:      the number of steps done, int32
-    anchor, outer_momentum: float32, shaped like one replica's parameters; None where replicas are not independent
+    anchor, outer_momentum: float32, shaped like one replica's parameters; None where replicas are
+        not independent
     """
 
     params: Any
@@ -53,7 +58,8 @@ class TrainState:
 
     @property
     def trained(self) -> Any:
-        """The parameters that are evaluated and used: of independent replicas those of the last exchange."""
+        """The parameters that are evaluated and used: of independent replicas those of the last
+        exchange."""
         return self.params if self.anchor is None else self.anchor
 
 
@@ -63,7 +69,8 @@ def _is_spec(x) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the model's parameters lie: everything about the state that the mesh decides. Its trees are shaped like the parameters."""
+    """Where the model's parameters lie: everything about the state that the mesh decides. Its trees
+    are shaped like the parameters."""
 
     parts: Parts
     placement: Placement
@@ -77,7 +84,10 @@ class Layout:
     def specs(self) -> dict:
         """A Spec for each parameter; one layer's for the stack of each local unit."""
         layer = self.parts.specs["layer"]
-        return {**self.parts.ends, "layers": {str(unit): layer for unit in range(self.placement.units_per_stage)}}
+        return {
+            **self.parts.ends,
+            "layers": {str(unit): layer for unit in range(self.placement.units_per_stage)},
+        }
 
     def _map(self, fn: Callable[[Spec, tuple[int, ...], tuple[str, ...]], Any]) -> dict:
         """fn(spec, leading shape, leading axes) over all parameters."""
@@ -87,7 +97,11 @@ class Layout:
 
         specs = self.specs
         stacks = {
-            unit: of_parameters(tree, (self.placement.stages, self.placement.stack_size(int(unit))), ("stage", "layer"))
+            unit: of_parameters(
+                tree,
+                (self.placement.stages, self.placement.stack_size(int(unit))),
+                ("stage", "layer"),
+            )
             for unit, tree in specs.pop("layers").items()
         }
         return of_parameters(specs, (), ()) | {"layers": stacks}
@@ -104,17 +118,28 @@ class Layout:
 
     @property
     def reductions(self) -> dict:
-        """A Reduction for each parameter's gradient: inside a replica where replicas are independent."""
+        """A Reduction for each parameter's gradient: inside a replica where replicas are
+        independent."""
         sum_axes = replicas.sum_axes(self.independent_replicas)
 
         def reduction(s: Spec, lead: tuple[int, ...], axes: tuple[str, ...]) -> Reduction:
-            return reduction_of((*axes, *s.axes), (*lead, *s.padded), len(lead), self.mesh, self.zero, sum_axes, s.counts)
+            return reduction_of(
+                (*axes, *s.axes),
+                (*lead, *s.padded),
+                len(lead),
+                self.mesh,
+                self.zero,
+                sum_axes,
+                s.counts,
+            )
 
         return self._map(reduction)
 
     def _shardings(self, which: str) -> dict:
         return jax.tree.map(
-            lambda r: NamedSharding(self.mesh, getattr(r, which)), self.reductions, is_leaf=lambda r: isinstance(r, Reduction)
+            lambda r: NamedSharding(self.mesh, getattr(r, which)),
+            self.reductions,
+            is_leaf=lambda r: isinstance(r, Reduction),
         )
 
     @property
@@ -134,45 +159,61 @@ class Layout:
 
     @property
     def outer(self) -> dict:
-        """What replicas exchange, float32: abstract arrays shaped like the parameters, each device's part as small as ZeRO makes it."""
+        """What replicas exchange, float32: abstract arrays shaped like the parameters, each
+        device's part as small as ZeRO makes it."""
         shardings = dataclasses.replace(self, zero=max(self.zero, 1)).scattered
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s), self.shapes, shardings)
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, jnp.float32, sharding=s),
+            self.shapes,
+            shardings,
+        )
 
     def keys(self, seed: int) -> list[np.ndarray]:
-        """The random keys of the parameters, in the order of their leaves: [*leading, 2] uint32, from seed, name and layer alone.
+        """The random keys of the parameters, in the order of their leaves: [*leading, 2] uint32,
+        from seed, name and layer alone.
 
-        The host makes them: as part of the program below they would take as long to compile as the values.
+        The host makes them: as part of the program below they would take as long to compile as the
+        values.
         """
 
         def keys_of(path: tuple) -> np.ndarray:
             name, layers = zlib.crc32(_name(path).encode()), self._index(path)
-            keys = [np.random.SeedSequence([seed, name, int(layer)]).generate_state(2) for layer in np.maximum(layers, 0).flat]
+            keys = [
+                np.random.SeedSequence([seed, name, int(layer)]).generate_state(2)
+                for layer in np.maximum(layers, 0).flat
+            ]
             return np.array(keys, np.uint32).reshape(*layers.shape, 2)
 
         leaves, _ = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
         return [keys_of(path) for path, _ in leaves]
 
     def initial(self, keys: list[jax.Array]) -> dict:
-        """The parameters' initial values, of `dtype`, from `keys`: the same for every mesh and placement.
+        """The parameters' initial values, of `dtype`, from `keys`: the same for every mesh and
+        placement.
 
-        Parameters of one shape and one sharding are drawn together: random generators are most of what this program costs to compile.
+        Parameters of one shape and one sharding are drawn together: random generators are most of
+        what this program costs to compile.
         """
         leaves, tree = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=_is_spec)
-        groups: dict[tuple, list[int]] = {}  # by shape, leading dimensions and the mesh axes that cut it
+        # by shape, leading dimensions and the mesh axes that cut it
+        groups: dict[tuple, list[int]] = {}
         values = {}
         for i, (path, s) in enumerate(leaves):
             if s.std is None:
                 values[i] = self._used(path, s, jnp.full(s.padded, s.constant, self.dtype))
             else:
                 lead = keys[i].shape[:-1]
-                split = restricted(spec(s.axes), {name for name, size in self.mesh.shape.items() if size > 1})
+                split = restricted(
+                    spec(s.axes), {name for name, size in self.mesh.shape.items() if size > 1}
+                )
                 groups.setdefault((s.shape, s.padded, lead, split), []).append(i)
         for (_, _, lead, _), members in groups.items():
             first = leaves[members[0]][1]
             draw = lambda key, s=first: s.draw(jax.random.wrap_key_data(key, impl="threefry2x32"))
             for _ in (None, *lead):
                 draw = jax.vmap(draw)
-            # The barrier keeps the noise's last factor and `std` apart: XLA merges the two on some layouts, and rounds differently.
+            # The barrier keeps the noise's last factor and `std` apart: XLA merges the two on some
+            # layouts, and rounds differently.
             noise = lax.optimization_barrier(draw(jnp.stack([keys[i] for i in members])))
             noise = constrain(noise, (None, *("stage", "layer")[: len(lead)], *first.axes))
             for n, i in enumerate(members):
@@ -181,8 +222,13 @@ class Layout:
         return jax.tree.unflatten(tree, [values[i] for i in range(len(leaves))])
 
     def _index(self, path: tuple) -> np.ndarray:
-        """The layers of a parameter's stack, [stages, rows], −1 in unused rows; [] for a parameter that stands alone."""
-        return self.placement.layer_index(int(path[1].key)) if path[0].key == "layers" else np.zeros((), int)
+        """The layers of a parameter's stack, [stages, rows], −1 in unused rows; [] for a parameter
+        that stands alone."""
+        return (
+            self.placement.layer_index(int(path[1].key))
+            if path[0].key == "layers"
+            else np.zeros((), int)
+        )
 
     def _used(self, path: tuple, s: Spec, value: jax.Array) -> jax.Array:
         """`value` in the rows that hold a layer, zero in the others."""
@@ -195,17 +241,24 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr((path[0], *path[2:]) if path[0].key == "layers" else path)
 
 
-def _optimizer_tree(optimizer: optax.GradientTransformation, shapes: dict, like: dict, other: object) -> Any:
-    """A pytree like the optimizer's state: `like`'s leaves where it follows the parameters, `other` elsewhere."""
+def _optimizer_tree(
+    optimizer: optax.GradientTransformation, shapes: dict, like: dict, other: object
+) -> Any:
+    """A pytree like the optimizer's state: `like`'s leaves where it follows the parameters, `other`
+    elsewhere."""
     state = jax.eval_shape(optimizer.init, shapes)
-    return optax.tree_utils.tree_map_params(optimizer, lambda _, leaf: leaf, state, like, transform_non_params=lambda _: other)
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda _, leaf: leaf, state, like, transform_non_params=lambda _: other
+    )
 
 
 def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> TrainState:
     """The state as ShapeDtypeStructs with shardings."""
 
     def laid_out(arrays, shardings):
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arrays, shardings)
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arrays, shardings
+        )
 
     whole = NamedSharding(layout.mesh, P())
     params = laid_out(layout.shapes, layout.shardings)
@@ -215,7 +268,9 @@ def abstract_state(layout: Layout, optimizer: optax.GradientTransformation) -> T
     if not layout.independent_replicas:
         return state
     params, optimizer_state = jax.tree.map(replicas.each, (params, optimizer_state))
-    return TrainState(params, optimizer_state, state.step, anchor=layout.outer, outer_momentum=layout.outer)
+    return TrainState(
+        params, optimizer_state, state.step, anchor=layout.outer, outer_momentum=layout.outer
+    )
 
 
 def stored_shapes(layout: Layout, optimizer: optax.GradientTransformation) -> TrainState:
@@ -225,15 +280,19 @@ def stored_shapes(layout: Layout, optimizer: optax.GradientTransformation) -> Tr
     if not layout.independent_replicas:
         return state
     lead = (replicas.count(layout.mesh),)
-    params, moments = jax.tree.map(lambda stored: Stored(stored.shape, lead), (state.params, state.optimizer))
+    params, moments = jax.tree.map(
+        lambda stored: Stored(stored.shape, lead), (state.params, state.optimizer)
+    )
     return TrainState(params, moments, state.step, anchor=one, outer_momentum=one)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The shape of a leaf as it is stored; a leaf itself, where a tuple would be taken for a pytree.
+    """The shape of a leaf as it is stored; a leaf itself, where a tuple would be taken for a
+    pytree.
 
-    lead: dimensions before the layers, in memory and in the checkpoint alike: replicas with parameters of their own.
+    lead: dimensions before the layers, in memory and in the checkpoint alike: replicas with
+    parameters of their own.
     """
 
     shape: tuple[int, ...]
@@ -250,14 +309,27 @@ def initial_state(layout: Layout, optimizer: optax.GradientTransformation, seed:
         state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
         if layout.independent_replicas:
             params_each, optimizer_each = replicas.copies((params, state.optimizer), layout.mesh)
-            state = TrainState(params_each, optimizer_each, state.step, params, jax.tree.map(jnp.zeros_like, params))
+            state = TrainState(
+                params_each,
+                optimizer_each,
+                state.step,
+                params,
+                jax.tree.map(jnp.zeros_like, params),
+            )
         return [a for a, host in zip(jax.tree.leaves(state), on_host, strict=True) if not host]
 
     with jax.set_mesh(layout.mesh):
         shardings = [a.sharding for a, host in zip(leaves, on_host, strict=True) if not host]
         on_device = iter(jax.jit(make, out_shardings=shardings)(layout.keys(seed)))
-    # Moments begin at zero. Those on the host are made there: a program would have them in the device's memory first.
-    return jax.tree.unflatten(tree, [host_memory.zeros(a) if host else next(on_device) for a, host in zip(leaves, on_host, strict=True)])
+    # Moments begin at zero. Those on the host are made there: a program would have them in the
+    # device's memory first.
+    return jax.tree.unflatten(
+        tree,
+        [
+            host_memory.zeros(a) if host else next(on_device)
+            for a, host in zip(leaves, on_host, strict=True)
+        ],
+    )
 
 
 def bytes_per_device(abstract: Any, host: bool = False) -> int:

@@ -39,9 +39,12 @@ class Step:
     train:        (TrainState, batch) → (TrainState, StepMetrics); donates the state
     evaluate:     (params, batch) → Losses, of TrainState.trained
     gradients:    (params, batch) → LossesAndGradients, without an optimizer
-    exchange:     TrainState → TrainState, of independent replicas (training/diloco.py), or None; donates the state
-    mean_metrics: StepMetrics of each replica → those of the step; None where replicas are not independent
-    slot_bytes:   () → of a pipeline, pool of slots → bytes of one slot on a device (Runtime.slot_bytes); traces a layer
+    exchange:     TrainState → TrainState, of independent replicas (training/diloco.py), or None;
+                  donates the state
+    mean_metrics: StepMetrics of each replica → those of the step; None where replicas are not
+        independent
+    slot_bytes:   () → of a pipeline, pool of slots → bytes of one slot on a device
+                  (Runtime.slot_bytes); traces a layer
     host_pools:   the pools in the host's memory
     """
 
@@ -74,9 +77,12 @@ class Step:
 def make_layout(config: Config, setup: Setup, mesh: Mesh) -> Layout:
     """Where the parameters of a resolved config lie."""
     independent = config.train.diloco_inner_steps > 0
-    together = config.data.batch_size // (replicas.count(mesh) if independent else 1)  # sequences whose losses are added up
+    # sequences whose losses are added up
+    together = config.data.batch_size // (replicas.count(mesh) if independent else 1)
     vocabulary_stages = mesh.shape["stage"] if setup.shares_vocabulary else 1
-    parts = build(config.model, mesh.shape["model"], vocabulary_stages, config.parallel.context, together)
+    parts = build(
+        config.model, mesh.shape["model"], vocabulary_stages, config.parallel.context, together
+    )
     return Layout(
         parts,
         setup.placement,
@@ -89,7 +95,12 @@ def make_layout(config: Config, setup: Setup, mesh: Mesh) -> Layout:
 
 
 def zero_of(config: Config) -> Zero:
-    return Zero(config.parallel.zero, config.parallel.gather, config.parallel.reduce, jnp.dtype(config.precision.reduce))
+    return Zero(
+        config.parallel.zero,
+        config.parallel.gather,
+        config.parallel.reduce,
+        jnp.dtype(config.precision.reduce),
+    )
 
 
 def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
@@ -97,16 +108,22 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
 
     setup: the config's tables, made now if not given.
 
-    Raises ConfigError for a schedule that does not fit, and for devices that cannot use the host's memory.
+    Raises ConfigError for a schedule that does not fit, and for devices that cannot use the host's
+    memory.
     """
     _check_memories(config, mesh)
     setup = setup or make_setup(config)
     layout = make_layout(config, setup, mesh)
     skips = config.train.on_nonfinite != "stop"
-    optimizer = make_optimizer(config.optimizer, config.train.steps, layout.specs, layout.offload, skips)
+    optimizer = make_optimizer(
+        config.optimizer, config.train.steps, layout.specs, layout.offload, skips
+    )
     runtime, evaluation = _runtimes(config, setup, layout)
     sequences = config.sequences_per_microbatch // batch_shards(mesh.shape)
-    tokens, documents = config.data.sequence_length // mesh.shape[CONTEXT], not config.data.attend_across_documents
+    tokens, documents = (
+        config.data.sequence_length // mesh.shape[CONTEXT],
+        not config.data.attend_across_documents,
+    )
 
     gathers = zero_of(config).gathers_in_ops and mesh.shape["stage"] == 1
     options = compiler_options(mesh.devices.flat[0], gathers, config.parallel.compiler_options)
@@ -115,15 +132,27 @@ def make_step(config: Config, mesh: Mesh, setup: Setup | None = None) -> Step:
     metrics_sharding = exchange = mean_metrics = None
     if layout.independent_replicas:
         metrics_sharding = NamedSharding(mesh, replicas.leading(PartitionSpec()))
-        outer = config.optimizer.outer_learning_rate, config.optimizer.outer_momentum, config.precision.outer
-        exchange = jit(lambda state: diloco.exchange(state, layout, *outer), donate_argnums=0, out_shardings=state_shardings)
+        outer = (
+            config.optimizer.outer_learning_rate,
+            config.optimizer.outer_momentum,
+            config.precision.outer,
+        )
+        exchange = jit(
+            lambda state: diloco.exchange(state, layout, *outer),
+            donate_argnums=0,
+            out_shardings=state_shardings,
+        )
         mean_metrics = jit(mean_over_replicas, out_shardings=NamedSharding(mesh, PartitionSpec()))
     return Step(
         layout.parts,
         layout,
         setup,
         optimizer,
-        train=jit(_train(config, layout, optimizer, runtime), donate_argnums=0, out_shardings=(state_shardings, metrics_sharding)),
+        train=jit(
+            _train(config, layout, optimizer, runtime),
+            donate_argnums=0,
+            out_shardings=(state_shardings, metrics_sharding),
+        ),
         evaluate=jit(evaluation.losses),
         gradients=jit(runtime.losses_and_gradients),
         exchange=exchange,
@@ -158,12 +187,17 @@ def _runtimes(config: Config, setup: Setup, layout: Layout) -> tuple[Runtime, Ru
 def _train(
     config: Config, layout: Layout, optimizer: optax.GradientTransformation, runtime: Runtime
 ) -> Callable[[TrainState, dict], tuple[TrainState, StepMetrics]]:
-    """The function of a step: gradients, then the optimizer, which of independent replicas is each one's own.
+    """The function of a step: gradients, then the optimizer, which of independent replicas is each
+    one's own.
 
-    Where the config says so, an update whose loss or gradients are not finite is computed and thrown away by selects, for a conditional
-    would copy the state. The learning rate then goes by the updates that were made, not by the steps.
+    Where the config says so, an update whose loss or gradients are not finite is computed and
+    thrown away by selects, for a conditional would copy the state. The learning rate then goes by
+    the updates that were made, not by the steps.
     """
-    rate, skips = learning_rate(config.optimizer, config.train.steps), config.train.on_nonfinite != "stop"
+    rate, skips = (
+        learning_rate(config.optimizer, config.train.steps),
+        config.train.on_nonfinite != "stop",
+    )
 
     def train(state: TrainState, batch: dict) -> tuple[TrainState, StepMetrics]:
         def update(params, optimizer_state, results: LossesAndGradients):
@@ -171,11 +205,22 @@ def _train(
             gradients = balance.without_counts(layout.specs, with_counts)
             # Each data shard updates its own part of the parameters, which are then gathered.
             scattered = jax.tree.map(lax.with_sharding_constraint, params, layout.scattered)
-            guard = {"finite": jnp.isfinite(losses.loss) & jnp.isfinite(optax.tree.norm(gradients))} if skips else {}
+            guard = (
+                {"finite": jnp.isfinite(losses.loss) & jnp.isfinite(optax.tree.norm(gradients))}
+                if skips
+                else {}
+            )
             updates, after = optimizer.update(gradients, optimizer_state, scattered, **guard)
-            moved = balance.move(layout.specs, optax.apply_updates(scattered, updates), with_counts, config.model.balance_rate)
+            moved = balance.move(
+                layout.specs,
+                optax.apply_updates(scattered, updates),
+                with_counts,
+                config.model.balance_rate,
+            )
             if skips:
-                moved = jax.tree.map(functools.partial(jnp.where, guard["finite"]), moved, scattered)
+                moved = jax.tree.map(
+                    functools.partial(jnp.where, guard["finite"]), moved, scattered
+                )
             params = jax.tree.map(lax.with_sharding_constraint, moved, layout.shardings)
             metrics = StepMetrics(
                 losses.loss,
@@ -185,7 +230,9 @@ def _train(
                 mtp_loss=losses.mtp_loss,
                 expert_load=balance.expert_load(layout.specs, with_counts),
                 dropped=balance.dropped(layout.specs, with_counts),
-                skipped=(state.step + 1 - updates_made(after)).astype(jnp.float32) if skips else None,
+                skipped=(state.step + 1 - updates_made(after)).astype(jnp.float32)
+                if skips
+                else None,
             )
             return params, after, metrics
 
@@ -193,7 +240,9 @@ def _train(
         with jax.named_scope("optimizer"):
             update_each = replicas.in_each(update) if layout.independent_replicas else update
             params, optimizer_state, metrics = update_each(state.params, state.optimizer, results)
-        return dataclasses.replace(state, params=params, optimizer=optimizer_state, step=state.step + 1), metrics
+        return dataclasses.replace(
+            state, params=params, optimizer=optimizer_state, step=state.step + 1
+        ), metrics
 
     return train
 
@@ -205,11 +254,14 @@ def _offloaded(config: Config) -> tuple[str, ...]:
 
 
 def _check_memories(config: Config, mesh: Mesh) -> None:
-    """ConfigError where something is to lie in the host's memory, of which the devices have no part."""
+    """ConfigError where something is to lie in the host's memory, of which the devices have no
+    part."""
     if _offloaded(config) and (has := host_memory.missing(mesh)):
         device = mesh.devices.flat[0].device_kind
         rule = f"needs memory of kind {host_memory.KIND}, and {device} has {has} alone"
-        raise ConfigError("parallel.offload", config.parallel.offload, rule, fixes=[{"parallel.offload": "none"}])
+        raise ConfigError(
+            "parallel.offload", config.parallel.offload, rule, fixes=[{"parallel.offload": "none"}]
+        )
 
 
 def abstract_batch(config: Config, step: Step) -> dict[str, jax.ShapeDtypeStruct]:
@@ -219,17 +271,31 @@ def abstract_batch(config: Config, step: Step) -> dict[str, jax.ShapeDtypeStruct
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     if not config.data.attend_across_documents:
         dtypes |= {"segments": jnp.int32, "positions": jnp.int32}
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=step.batch_sharding) for name, dtype in dtypes.items()}
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=step.batch_sharding)
+        for name, dtype in dtypes.items()
+    }
 
 
 def state_memory(config: Config, step: Step) -> dict[str, int]:
-    """Bytes on a device by kind: parameters, the optimizer's moments, gradient sums; what replicas that train apart keep; slots. Those in
-    the host's memory come after, as "moments on the host"."""
+    """Bytes on a device by kind: parameters, the optimizer's moments, gradient sums; what replicas
+    that train apart keep; slots. Those in the host's memory come after, as "moments on the
+    host"."""
     state, reduced = step.abstract_state(), config.parallel.reduce == "microbatch"
-    kinds = {"parameters": bytes_per_device(state.params), "moments": bytes_per_device(state.optimizer)}
-    kinds |= {name: bytes_per_device(getattr(state, name)) for name in OUTER if step.layout.independent_replicas}
+    kinds = {
+        "parameters": bytes_per_device(state.params),
+        "moments": bytes_per_device(state.optimizer),
+    }
+    kinds |= {
+        name: bytes_per_device(getattr(state, name))
+        for name in OUTER
+        if step.layout.independent_replicas
+    }
     parameters = (p for group in parameters_of(step.layout).values() for p in group.values())
-    kinds["accumulators"] = sum(int(p.size) // (config.mesh.data if reduced and p.over_data else 1) for p in parameters) * FLOAT32
+    kinds["accumulators"] = (
+        sum(int(p.size) // (config.mesh.data if reduced and p.over_data else 1) for p in parameters)
+        * FLOAT32
+    )
     host = {"moments": bytes_per_device(state.optimizer, host=True)}
     if step.setup.train:
         pools = {kind: number * each for kind, (number, each) in slot_pools(step).items()}
@@ -239,7 +305,8 @@ def state_memory(config: Config, step: Step) -> dict[str, int]:
 
 
 def step_counts(config: Config, cpu: bool = False) -> StepCounts:
-    """The counts of the step of a resolved config whose mesh is known. cpu: as XLA's CPU backend lowers collectives."""
+    """The counts of the step of a resolved config whose mesh is known. cpu: as XLA's CPU backend
+    lowers collectives."""
     setup, layout = make_setup(config), layout_of(config)
     # No device is needed: layouts ask a mesh for its sizes alone.
     state = make_layout(config, setup, AbstractMesh(sizes_of(config.mesh), AXES))  # type: ignore[arg-type]
@@ -260,7 +327,9 @@ def step_counts(config: Config, cpu: bool = False) -> StepCounts:
         cpu=cpu,
         outer_int8=config.precision.outer == "int8",
     )
-    return StepCounts(collectives, parameters_of(state), setup.placement, setup.train, state.independent_replicas)
+    return StepCounts(
+        collectives, parameters_of(state), setup.placement, setup.train, state.independent_replicas
+    )
 
 
 def slot_pools(step: Step) -> dict[str, tuple[int, int]]:
@@ -268,4 +337,6 @@ def slot_pools(step: Step) -> dict[str, tuple[int, int]]:
     if not step.setup.train:
         return {}
     size = step.slot_bytes()
-    return {kind: (number, size[kind]) for kind, number in step.setup.train.pool_sizes.items() if number}
+    return {
+        kind: (number, size[kind]) for kind, number in step.setup.train.pool_sizes.items() if number
+    }

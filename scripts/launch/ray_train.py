@@ -1,11 +1,14 @@
 #!/usr/bin/env python
 """Ray Train: `train()` in a worker a host, by JaxTrainer, which starts jax.distributed in each.
 
-    python scripts/launch/ray_train.py --workers=4 --gpus_per_worker=8 -- --config=llama3_8b --workdir=/shared/runs/llama
+    python scripts/launch/ray_train.py --workers=4 --gpus_per_worker=8 \\
+                                       -- --config=llama3_8b --workdir=/shared/runs/llama
 
-On TPUs: --topology=4x4x4 --accelerator=TPU-V5P instead of --gpus_per_worker. On CPU devices: --cpu_devices=N (rehearse_ray.py). Run it
-where `ray.init()` finds the cluster; jaxtrain is in the workers' environment. Ray retries a failure whatever it is, so only what can go
-on is a failure here (https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html); the rest ends the job with its status.
+On TPUs: --topology=4x4x4 --accelerator=TPU-V5P instead of --gpus_per_worker. On CPU devices:
+--cpu_devices=N (rehearse_ray.py). Run it where `ray.init()` finds the cluster; jaxtrain is in the
+workers' environment. Ray retries a failure whatever it is, so only what can go on is a failure here
+(https://docs.ray.io/en/latest/train/user-guides/fault-tolerance.html); the rest ends the job with
+its status.
 """
 
 import argparse
@@ -17,7 +20,8 @@ from jaxtrain.train import train
 
 
 def work(options: dict) -> int:
-    """One worker: trains, and gives the status of a run that is not to be started again. Raises RunError for one that is."""
+    """One worker: trains, and gives the status of a run that is not to be started again. Raises
+    RunError for one that is."""
     try:
         status = train(options["flags"])
         if status is ExitStatus.STOPPED:
@@ -31,13 +35,19 @@ def work(options: dict) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes, one a host")
     parser.add_argument("--gpus_per_worker", type=int, default=0)
-    parser.add_argument("--cpu_devices", type=int, default=0, help="simulated CPU devices of each worker")
+    parser.add_argument(
+        "--cpu_devices", type=int, default=0, help="simulated CPU devices of each worker"
+    )
     parser.add_argument("--topology", help="of a TPU slice, such as 4x4x4")
     parser.add_argument("--accelerator", help="of the TPUs, such as TPU-V5P")
-    parser.add_argument("--failures", type=int, default=20, help="how often the workers are started again")
+    parser.add_argument(
+        "--failures", type=int, default=20, help="how often the workers are started again"
+    )
     parser.add_argument("flags", nargs="*", help="of jaxtrain.train, after --")
     options = parser.parse_args()
 
@@ -45,15 +55,25 @@ def main() -> int:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.jax import JaxConfig, JaxTrainer
 
-    # jax's own preemption service would take SIGTERM; a simulated device needs jax to be told before Ray starts it.
+    # jax's own preemption service would take SIGTERM; a simulated device needs jax to be told
+    # before Ray starts it.
     variables = {"JAX_ENABLE_PREEMPTION_SERVICE": "false"}
-    variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.cpu_devices)} if options.cpu_devices else {}
-    variables |= {name: os.environ[name] for name in ("JAXTRAIN_CACHE", "PYTHONPATH", "XLA_FLAGS") if name in os.environ}
+    variables |= (
+        {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(options.cpu_devices)}
+        if options.cpu_devices
+        else {}
+    )
+    variables |= {
+        name: os.environ[name]
+        for name in ("JAXTRAIN_CACHE", "PYTHONPATH", "XLA_FLAGS")
+        if name in os.environ
+    }
     ray.init(runtime_env={"env_vars": variables})
     trainer = JaxTrainer(
         work,
         train_loop_config={"flags": options.flags},
-        # Ray starts jax.distributed for accelerators alone, and takes JAX_PLATFORMS=cpu for one of them.
+        # Ray starts jax.distributed for accelerators alone, and takes JAX_PLATFORMS=cpu for one of
+        # them.
         jax_config=JaxConfig(use_tpu=bool(options.topology), use_gpu=not options.topology),
         scaling_config=ScalingConfig(
             num_workers=options.workers,
@@ -61,9 +81,13 @@ def main() -> int:
             use_tpu=bool(options.topology),
             topology=options.topology,
             accelerator_type=options.accelerator,
-            resources_per_worker={"GPU": options.gpus_per_worker} if options.gpus_per_worker else None,
+            resources_per_worker={"GPU": options.gpus_per_worker}
+            if options.gpus_per_worker
+            else None,
         ),
-        run_config=RunConfig(name="jaxtrain", failure_config=FailureConfig(max_failures=options.failures)),
+        run_config=RunConfig(
+            name="jaxtrain", failure_config=FailureConfig(max_failures=options.failures)
+        ),
     )
     return trainer.fit().return_value  # of the first worker
 

@@ -1,13 +1,17 @@
 #!/usr/bin/env python
-"""A rehearsal of slurm.sbatch under a real Slurm on this machine: failures, requeues by exit status, and the end.
+"""A rehearsal of slurm.sbatch under a real Slurm on this machine: failures, requeues by exit
+status, and the end.
 
     sudo .venv/bin/python scripts/launch/rehearse_slurm.py [--install] [--python=PYTHON]
 
-It needs root, Debian or Ubuntu, and the packages slurmctld, slurmd, slurm-client and munge: --install installs them by apt-get. Two
-slurmd with names, ports and folders of their own are two nodes; the files of all daemons are in a temporary folder, and no system service
-is touched. A node's name is an address of this machine (127.0.0.1, 127.0.0.2), so that jax finds the coordinator by it.
+It needs root, Debian or Ubuntu, and the packages slurmctld, slurmd, slurm-client and munge:
+--install installs them by apt-get. Two slurmd with names, ports and folders of their own are two
+nodes; the files of all daemons are in a temporary folder, and no system service is touched. A
+node's name is an address of this machine (127.0.0.1, 127.0.0.2), so that jax finds the coordinator
+by it.
 
-Each line of what it prints is something that was seen. The exit status is 1 where something was not seen, and the folder stays then.
+Each line of what it prints is something that was seen. The exit status is 1 where something was not
+seen, and the folder stays then.
 """
 
 import argparse
@@ -62,7 +66,8 @@ KillWait=60
 MinJobAge=3600
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-# As small as a pipeline can be. The number of steps is read at each start, so that a run that was disturbed often enough can end.
+# As small as a pipeline can be. The number of steps is read at each start, so that a run that was
+# disturbed often enough can end.
 RECIPE = """
 import pathlib
 
@@ -71,13 +76,22 @@ from jaxtrain.config import *
 
 def get_config():
     return Config(
-        model=ModelConfig(layers=2, width=32, heads=4, mlp_width=64, activation="gelu", tied_embeddings=True, init_std=0.1),
-        data=DataConfig(source=str(pathlib.Path(__file__).with_name("corpus.txt")), sequence_length=32, batch_size=16),
+        model=ModelConfig(
+            layers=2, width=32, heads=4, mlp_width=64,
+            activation="gelu", tied_embeddings=True, init_std=0.1,
+        ),
+        data=DataConfig(
+            source=str(pathlib.Path(__file__).with_name("corpus.txt")),
+            sequence_length=32, batch_size=16,
+        ),
         mesh=MeshConfig(stage=2),
         pipeline=PipelineConfig(schedule="1f1b", microbatches=2),
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=4, schedule="constant"),
         precision=PrecisionConfig(compute="float32"),
-        train=TrainConfig(steps=int(pathlib.Path(__file__).with_name("steps").read_text()), eval_batches=2, sample_tokens=0),
+        train=TrainConfig(
+            steps=int(pathlib.Path(__file__).with_name("steps").read_text()),
+            eval_batches=2, sample_tokens=0,
+        ),
         checkpoint=CheckpointConfig(every=10, keep=2),
         metrics=MetricsConfig(log_every=1, tensorboard=False),
     )
@@ -103,7 +117,7 @@ def seen(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-# --- the cluster -----------------------------------------------------------------------------------------------------------------
+# --- the cluster ----------------------------------------------------------------------------------
 
 
 def free_ports(number: int) -> list[int]:
@@ -117,7 +131,8 @@ def free_ports(number: int) -> list[int]:
 
 @contextlib.contextmanager
 def cluster(folder: pathlib.Path) -> Iterator[dict[str, str]]:
-    """A Slurm of two nodes, its files in `folder`; what its commands need in the environment. Its daemons end with the block."""
+    """A Slurm of two nodes, its files in `folder`; what its commands need in the environment. Its
+    daemons end with the block."""
     for name in ("state", "munge"):
         (folder / name).mkdir()
     folder.chmod(0o755)
@@ -127,12 +142,22 @@ def cluster(folder: pathlib.Path) -> Iterator[dict[str, str]]:
     key.chmod(0o400)
     control, *ports = free_ports(1 + len(NODES))
     host = socket.gethostname()
-    nodes = [f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=1 RealMemory=1000" for node, port in zip(NODES, ports)]
-    text = CONFIGURATION.format(folder=folder, host=host, port=control).lstrip() + "\n".join(nodes) + "\n"
+    nodes = [
+        f"NodeName={node} NodeHostname={host} NodeAddr={node} Port={port} CPUs=1 RealMemory=1000"
+        for node, port in zip(NODES, ports)
+    ]
+    text = (
+        CONFIGURATION.format(folder=folder, host=host, port=control).lstrip()
+        + "\n".join(nodes)
+        + "\n"
+    )
     (folder / "slurm.conf").write_text(text)
     environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
 
-    munge = {name: f"--{name}={folder}/munge/{name}" for name in ("socket", "pid-file", "log-file", "seed-file")}
+    munge = {
+        name: f"--{name}={folder}/munge/{name}"
+        for name in ("socket", "pid-file", "log-file", "seed-file")
+    }
     commands = [["munged", "--foreground", f"--key-file={key}", *munge.values()]]
     commands += [["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)]
     daemons: list[subprocess.Popen] = []
@@ -140,16 +165,25 @@ def cluster(folder: pathlib.Path) -> Iterator[dict[str, str]]:
         try:
             for number, command in enumerate(commands):
                 out = files.enter_context((folder / f"daemon-{number}.out").open("w"))
-                daemons.append(subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT))
+                daemons.append(
+                    subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+                )
                 if command[0] == "munged":
                     wait_for((folder / "munge" / "socket").exists, "munged's socket")
 
             def idle() -> bool:
-                said = subprocess.run(["sinfo", "--noheader", "-N", "-o", "%T"], env=environment, capture_output=True, text=True).stdout
+                said = subprocess.run(
+                    ["sinfo", "--noheader", "-N", "-o", "%T"],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                ).stdout
                 return said.split() == ["idle"] * len(NODES)
 
             wait_for(idle, "idle nodes")
-            version = subprocess.run(["sinfo", "--version"], env=environment, capture_output=True, text=True).stdout.strip()
+            version = subprocess.run(
+                ["sinfo", "--version"], env=environment, capture_output=True, text=True
+            ).stdout.strip()
             seen(f"{version}: {len(NODES)} nodes are idle")
             yield environment
         finally:
@@ -162,7 +196,7 @@ def cluster(folder: pathlib.Path) -> Iterator[dict[str, str]]:
                     daemon.wait()
 
 
-# --- a job -----------------------------------------------------------------------------------------------------------------------
+# --- a job ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +221,11 @@ class Job:
         """The records of its training steps."""
         path = self.folder / self.workdir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [record for record in map(json.loads, lines[:-1] if self.is_running() else lines) if "loss" in record]
+        return [
+            record
+            for record in map(json.loads, lines[:-1] if self.is_running() else lines)
+            if "loss" in record
+        ]
 
     def is_running(self) -> bool:
         return self.show()["JobState"] == "RUNNING"
@@ -203,12 +241,15 @@ class Job:
         for path in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (path / "cmdline").read_bytes().decode().split("\0")
-                if words[1:3] == ["-m", "jaxtrain.train"] and os.readlink(path / "cwd") == str(self.folder):
+                if words[1:3] == ["-m", "jaxtrain.train"] and os.readlink(path / "cwd") == str(
+                    self.folder
+                ):
                     found.append(int(path.name))
         return sorted(found)
 
     def wait_for_requeue(self, restarts: int) -> None:
-        """Waits until the job is in the queue for its Nth restart, and lets it begin in 5 s: Slurm would wait 2 minutes.
+        """Waits until the job is in the queue for its Nth restart, and lets it begin in 5 s: Slurm
+        would wait 2 minutes.
 
         Not at once: a node refuses a job whose last credential it revoked in the same second.
         """
@@ -219,10 +260,16 @@ class Job:
             self._run("scontrol", "update", f"JobId={self.number}", "StartTime=now+5")
 
     def wait_for_end(self, state: str, exit_code: str) -> None:
-        wait_for(lambda: self.show()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), f"the end of job {self.number}")
+        wait_for(
+            lambda: self.show()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"),
+            f"the end of job {self.number}",
+        )
         shown = self.show()
         if (shown["JobState"], shown["ExitCode"]) != (state, exit_code):
-            raise NotSeen(f"job {self.number} ended as {shown['JobState']} {shown['ExitCode']}, not {state} {exit_code}")
+            raise NotSeen(
+                f"job {self.number} ended as {shown['JobState']} {shown['ExitCode']}, not "
+                f"{state} {exit_code}"
+            )
 
     def signal(self, *words: str) -> None:
         self._run("scancel", *words, self.number)
@@ -235,26 +282,34 @@ class Job:
         return lines[-1]
 
     def _run(self, *command: str) -> str:
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=True
+        ).stdout
 
 
 def submit(folder: pathlib.Path, workdir: str, environment: dict[str, str], *flags: str) -> Job:
     """Submits slurm.sbatch as a user would, but for the GPUs."""
     command = ["sbatch", "--parsable", "--gpus-per-node=0", "scripts/launch/slurm.sbatch"]
     command += ["--config=recipe.py", f"--workdir={workdir}", "--cpu_devices=1", *flags]
-    said = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     return Job(said.strip(), folder, workdir, environment)
 
 
-# --- what is rehearsed -----------------------------------------------------------------------------------------------------------
+# --- what is rehearsed ----------------------------------------------------------------------------
 
 
 def disturbed_run(folder: pathlib.Path, environment: dict[str, str]) -> Job:
-    """A run that is killed, preempted and comes to its time limit, and that goes on by itself each time until its last step."""
+    """A run that is killed, preempted and comes to its time limit, and that goes on by itself each
+    time until its last step."""
     (folder / "steps").write_text(f"{FOR_EVER}\n")
     job = submit(folder, "run", environment)
     wait_for(lambda: job.checkpoint() > 0 and len(job.processes()) == len(NODES), "a checkpoint")
-    seen(f"job {job.number} runs on {job.show()['NodeList']}; its first checkpoint is step {job.checkpoint()}")
+    seen(
+        f"job {job.number} runs on {job.show()['NodeList']}; its first checkpoint is step "
+        f"{job.checkpoint()}"
+    )
 
     victim = job.processes()[-1]
     os.kill(victim, signal.SIGKILL)
@@ -273,12 +328,16 @@ def disturbed_run(folder: pathlib.Path, environment: dict[str, str]) -> Job:
     steps = [record["step"] for record in job.trained()]
     if steps != list(range(1, last + 1)):
         raise NotSeen(f"steps 1 to {last} of metrics.jsonl, each once: {steps[:3]} … {steps[-3:]}")
-    seen(f"the job is COMPLETED with status 0 after 3 restarts; metrics.jsonl has each of {last} steps once")
+    seen(
+        "the job is COMPLETED with status 0 after 3 restarts; metrics.jsonl has each of "
+        f"{last} steps once"
+    )
     return job
 
 
 def goes_on_after(job: Job, restarts: int, status: int, steps_left: int | None = None) -> int:
-    """Waits for a requeue by this status, and until the run has saved a further step; with `steps_left` only until it has begun.
+    """Waits for a requeue by this status, and until the run has saved a further step; with
+    `steps_left` only until it has begun.
 
     Gives the last step.
     """
@@ -290,7 +349,10 @@ def goes_on_after(job: Job, restarts: int, status: int, steps_left: int | None =
     (job.folder / "steps").write_text(f"{last}\n")
     wait_for(lambda: f"continuing from step {saved}" in job.log(), f"continuing from step {saved}")
     if not steps_left:
-        wait_for(lambda: job.checkpoint() > saved and len(job.processes()) == len(NODES), "a checkpoint after it")
+        wait_for(
+            lambda: job.checkpoint() > saved and len(job.processes()) == len(NODES),
+            "a checkpoint after it",
+        )
         seen(f"it continues from step {saved} and has saved step {job.checkpoint()}")
     return last
 
@@ -299,7 +361,9 @@ def same_losses(disturbed: Job, folder: pathlib.Path, environment: dict[str, str
     """An undisturbed run of as many steps has the same losses, bit for bit."""
     job = submit(folder, "undisturbed", environment)
     job.wait_for_end("COMPLETED", "0:0")
-    pairs = [[(record["step"], record["loss"]) for record in run.trained()] for run in (disturbed, job)]
+    pairs = [
+        [(record["step"], record["loss"]) for record in run.trained()] for run in (disturbed, job)
+    ]
     if not pairs[0] or pairs[0] != pairs[1]:
         raise NotSeen("the losses of an undisturbed run")
     seen(f"an undisturbed run has the same {len(pairs[0])} losses, bit for bit")
@@ -317,7 +381,9 @@ def not_requeued(folder: pathlib.Path, environment: dict[str, str]) -> None:
     job = submit(folder, "cancelled", environment)
     wait_for(lambda: len(job.trained()) > 2, "a step")
     job.signal()
-    wait_for(lambda: job.show()["JobState"] == "CANCELLED" and not job.processes(), "a cancelled job")
+    wait_for(
+        lambda: job.show()["JobState"] == "CANCELLED" and not job.processes(), "a cancelled job"
+    )
     wait_for(lambda: "not requeued" in job.log() or "DUE TO" in job.log(), "the end of its script")
     if job.show()["JobState"] != "CANCELLED" or job.show()["Restarts"] != "0":
         raise NotSeen("a cancelled job that is not requeued")
@@ -333,27 +399,50 @@ def prepare(folder: pathlib.Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--install", action="store_true", help=f"apt-get install what is missing of {', '.join(PACKAGES)}")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter that trains (this one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--install",
+        action="store_true",
+        help=f"apt-get install what is missing of {', '.join(PACKAGES)}",
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, help="the interpreter that trains (this one)"
+    )
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         print("error: slurmd starts tasks as root: use sudo", file=sys.stderr)
         return 2
     missing = [program for program in PROGRAMS if not shutil.which(program)]
     if missing and not arguments.install:
-        print(f"error: {', '.join(missing)} missing: use --install, or apt-get install {' '.join(PACKAGES)}", file=sys.stderr)
+        print(
+            f"error: {', '.join(missing)} missing: use --install, or apt-get install "
+            f"{' '.join(PACKAGES)}",
+            file=sys.stderr,
+        )
         return 2
     if missing:
         quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         subprocess.run(["apt-get", "update", "-qq"], check=True)
-        subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES], env=quiet, check=True)
+        subprocess.run(
+            ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES],
+            env=quiet,
+            check=True,
+        )
 
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="jaxtrain-slurm-"))
     try:
         with cluster(scratch) as environment:
-            clean = {k: v for k, v in environment.items() if not re.match(r"JAX|XLA_|SLURM_(?!CONF)", k)}
-            jobs = {"PYTHON": arguments.python, "PYTHONPATH": str(ROOT), "JAXTRAIN_CACHE": str(scratch / "cache"), "JAX_PLATFORMS": "cpu"}
+            clean = {
+                k: v for k, v in environment.items() if not re.match(r"JAX|XLA_|SLURM_(?!CONF)", k)
+            }
+            jobs = {
+                "PYTHON": arguments.python,
+                "PYTHONPATH": str(ROOT),
+                "JAXTRAIN_CACHE": str(scratch / "cache"),
+                "JAX_PLATFORMS": "cpu",
+            }
             folder = scratch / "shared"
             prepare(folder)
             run = disturbed_run(folder, clean | jobs)

@@ -1,4 +1,5 @@
-"""benchmarks/ahead.py without a compiler: its cases are configs that work, what is wrong is one line, what it prints has the figures."""
+"""benchmarks/ahead.py without a compiler: its cases are configs that work, what is wrong is one
+line, what it prints has the figures."""
 
 import json
 
@@ -36,13 +37,18 @@ def compilers(monkeypatch):
 def test_every_case_is_a_config_that_works():
     found = list(benchmark.cases({**FLAGS, "recipe": ",".join(benchmark.LAYOUTS)}, []))
     assert len(found) == 2 * sum(map(len, benchmark.LAYOUTS.values()))
-    case = next(c for c in found if (c.recipe, c.layout, c.topology.text) == ("llama3_8b", "pipeline", "v5p:4x4x4"))
+    case = next(
+        c
+        for c in found
+        if (c.recipe, c.layout, c.topology.text) == ("llama3_8b", "pipeline", "v5p:4x4x4")
+    )
     assert case.config.data.sequence_length == 8192 and not case.config.data.attend_across_documents
     assert case.config.mesh.data * case.config.mesh.stage == case.topology.devices == 64
 
 
 def test_a_case_is_planned_for_its_devices():
-    """Its table and its bubble follow from op times of the devices that it is compiled for, or of those that a flag names."""
+    """Its table and its bubble follow from op times of the devices that it is compiled for, or of
+    those that a flag names."""
     values = {**FLAGS, "layout": "pipeline"}
     v5p, h100 = benchmark.cases(values, [])
     for case, kind in ((v5p, "tpu-v5p"), (h100, "h100")):
@@ -55,16 +61,31 @@ def test_a_case_is_planned_for_its_devices():
 
 
 def test_settings_and_sizes():
-    (case,) = benchmark.cases({**FLAGS, "layout": "zero3", "platform": "h100", "layers": 4, "sequence": 512}, [("parallel.zero", "1")])
-    assert (case.config.model.layers, case.config.data.sequence_length, case.config.parallel.zero) == (4, 512, 1)
+    (case,) = benchmark.cases(
+        {**FLAGS, "layout": "zero3", "platform": "h100", "layers": 4, "sequence": 512},
+        [("parallel.zero", "1")],
+    )
+    assert (
+        case.config.model.layers,
+        case.config.data.sequence_length,
+        case.config.parallel.zero,
+    ) == (4, 512, 1)
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--layout=flat"], "--layout='flat' is none of zero3, tensor, pipeline, pipeline_tensor: use --layout=zero3"),
+        (
+            ["--layout=flat"],
+            "--layout='flat' is none of zero3, tensor, pipeline, pipeline_tensor: use "
+            "--layout=zero3",
+        ),
         (["--platform=h200"], "--platform='h200' is none of v5p, h100: use --platform=v5p"),
-        (["--recipe=tiny"], "--recipe='tiny' is none of llama3_8b, mixtral_8x7b, deepseek_v3: use --recipe=llama3_8b"),
+        (
+            ["--recipe=tiny"],
+            "--recipe='tiny' is none of llama3_8b, mixtral_8x7b, deepseek_v3: use "
+            "--recipe=llama3_8b",
+        ),
         (["--", "--config.mesh.model=3"], "mesh.model=3 does not divide"),
         (["--layers=-1"], "--layers=-1 must be at least 0: use --layers=0"),
         (["--colour"], "--colour is an unknown flag"),
@@ -90,7 +111,9 @@ def test_what_is_printed_and_written(monkeypatch, tmp_path, capsys):
     case = benchmark.Case("llama3_8b", "pipeline", parse("v5p:2x2x1"), "stage 2", CONFIG)
     monkeypatch.setattr(benchmark, "TABLE", table)
     monkeypatch.setattr(benchmark, "cases", lambda *_: [case, case])
-    compiled = topology.Compiled(STEP, tracing=2.0, compiling=10.0, memory={"argument": 3e9, "temp": 4e9})
+    compiled = topology.Compiled(
+        STEP, tracing=2.0, compiling=10.0, memory={"argument": 3e9, "temp": 4e9}
+    )
     answers = [compiled, topology.Refused("in a\njax.Error: no room")]
 
     def compile_config(*_, **__):
@@ -103,13 +126,27 @@ def test_what_is_printed_and_written(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         benchmark.main(["--append", f"--json={file}", f"--text={tmp_path}"])
     assert ended.value.code == 1  # one was refused
-    said, rows, lines = capsys.readouterr().out, json.loads(file.read_text()), table.read_text().splitlines()
-    assert "3.00 GB arguments, 4.00 GB temporary; compiled in 12 s" in said and "refused: jax.Error: no room" in said
+    said, rows, lines = (
+        capsys.readouterr().out,
+        json.loads(file.read_text()),
+        table.read_text().splitlines(),
+    )
+    assert (
+        "3.00 GB arguments, 4.00 GB temporary; compiled in 12 s" in said
+        and "refused: jax.Error: no room" in said
+    )
     assert rows[0]["attention"] == "pallas splash_mha"
     assert rows[1]["refused"] == "jax.Error: no room"
     columns = [line.count("|") for line in lines]
-    header = next(line for line in (ROOT / "benchmarks" / "ahead.md").read_text().splitlines() if line.startswith("| date"))
-    assert columns == [header.count("|")] * 2 and "pallas splash_mha; bf16[1, 4, 64, 64] in K" in lines[0]
+    header = next(
+        line
+        for line in (ROOT / "benchmarks" / "ahead.md").read_text().splitlines()
+        if line.startswith("| date")
+    )
+    assert (
+        columns == [header.count("|")] * 2
+        and "pallas splash_mha; bf16[1, 4, 64, 64] in K" in lines[0]
+    )
     assert (tmp_path / "llama3_8b_pipeline_v5p.txt").read_text() == STEP
 
 
@@ -119,12 +156,20 @@ def test_what_it_says_of_a_step():
     backward = int(RUNS["B0"][:, 0].sum())
     assert found["memory"] == {"arguments": 5, "temporary": 7}
     planned = step_flops.total(step_counts(CONFIG), found["stage"])
-    assert found["flops"]["products"] == runs * DOT and found["flops"]["planned"] == planned.total > planned.once > 0
-    assert found["kernels"]["pallas splash_mha_fwd"]["times"] == runs and "AllocateBuffer" not in found["kernels"]
+    assert (
+        found["flops"]["products"] == runs * DOT
+        and found["flops"]["planned"] == planned.total > planned.once > 0
+    )
+    assert (
+        found["kernels"]["pallas splash_mha_fwd"]["times"] == runs
+        and "AllocateBuffer" not in found["kernels"]
+    )
     assert found["attention"] == "pallas splash_mha"
     assert found["square_arrays"] == ["bf16[1, 4, 64, 64] in K"]
     copies = found["copies"]
-    assert copies["bytes"] == (TICKS + backward) * SIZE and copies["seconds"] == pytest.approx((TICKS * 200 + backward * 300) / CLOCK)
+    assert copies["bytes"] == (TICKS + backward) * SIZE and copies["seconds"] == pytest.approx(
+        (TICKS * 200 + backward * 300) / CLOCK
+    )
     assert copies["share"] == pytest.approx(copies["seconds"] / found["seconds"]["busy"])
     (permutes,) = found["collectives"]
     assert permutes["bytes"] == permutes["asynchronous"] == 2 * TICKS * SIZE
@@ -132,7 +177,10 @@ def test_what_it_says_of_a_step():
     kernel = found["kernels"]["pallas splash_mha_fwd"]["flops"]
     assert permutes["flops"] == pytest.approx(runs * DOT + kernel)
     bubble = make_setup(CONFIG).simulation().bubble_fraction_coupled
-    assert found["seconds"]["step"] == pytest.approx(found["seconds"]["busy"] / (1 - bubble)) and bubble > 0.1
+    assert (
+        found["seconds"]["step"] == pytest.approx(found["seconds"]["busy"] / (1 - bubble))
+        and bubble > 0.1
+    )
 
 
 MOVES = """HloModule jit_f, is_scheduled=true
@@ -161,6 +209,11 @@ ENTRY %main (a: f32[8,64,64]) -> f32[8,64,64] {
 
 
 def test_copies():
-    """Also into the same order, if in the device's memory; not into vector memory in the same order."""
+    """Also into the same order, if in the device's memory; not into vector memory in the same
+    order."""
     costs = Costs(Program(MOVES))
-    assert [i.name for i in costs.program.computations["main"] if is_copy(costs, i)] == ["same", "other", "turned"]
+    assert [i.name for i in costs.program.computations["main"] if is_copy(costs, i)] == [
+        "same",
+        "other",
+        "turned",
+    ]

@@ -1,7 +1,8 @@
-"""What the compilers for TPU v5p and H100 make of a step may not get worse: figures of small cases, each with a bound.
+"""What the compilers for TPU v5p and H100 make of a step may not get worse: figures of small cases,
+each with a bound.
 
-A bound with "today" beside it is what the program is, not what it should be: whoever makes it better lowers it. For --full;
-benchmarks/ahead.py prints the same figures of the real recipes.
+A bound with "today" beside it is what the program is, not what it should be: whoever makes it
+better lowers it. For --full; benchmarks/ahead.py prints the same figures of the real recipes.
 """
 
 import functools
@@ -29,8 +30,20 @@ MODEL = {
     "pipeline.remat": "full",
     "precision.compute": "bfloat16",
 }
-ONE_STAGE = {"mesh.data": 16, "mesh.stage": 1, "mesh.model": 1, "pipeline.microbatches": 1, "data.batch_size": 16, "parallel.zero": 3}
-STAGES = {"mesh.stage": 4, "pipeline.schedule": "interleaved", "pipeline.repeats": 2, "pipeline.microbatches": 8}
+ONE_STAGE = {
+    "mesh.data": 16,
+    "mesh.stage": 1,
+    "mesh.model": 1,
+    "pipeline.microbatches": 1,
+    "data.batch_size": 16,
+    "parallel.zero": 3,
+}
+STAGES = {
+    "mesh.stage": 4,
+    "pipeline.schedule": "interleaved",
+    "pipeline.repeats": 2,
+    "pipeline.microbatches": 8,
+}
 STAGES |= {"pipeline.permute": "early", "parallel.zero": 1}
 CASES = {
     "zero3": ONE_STAGE,
@@ -42,8 +55,12 @@ CASES = {
 @functools.cache
 def figures(platform: str, case: str) -> dict[str, Any]:
     backend = PLATFORMS[platform].backend
-    config = checks.check_devices(configs.replace(Config(), MODEL | CASES[case]), DEVICES, backend).resolve()
-    return as_dict(StepFigures(config, platform, compile_config(fitting(platform, DEVICES), config)))
+    config = checks.check_devices(
+        configs.replace(Config(), MODEL | CASES[case]), DEVICES, backend
+    ).resolve()
+    return as_dict(
+        StepFigures(config, platform, compile_config(fitting(platform, DEVICES), config))
+    )
 
 
 # (platform, case) → figure → the most that it may be:
@@ -59,14 +76,16 @@ BOUNDS: dict[tuple[str, str], dict[str, float]] = {
         "products": 1.06,  # splash's backward is two kernels, each of which computes the scores
         "gigabytes": 1.65,
         "milliseconds": 58,
-        "copies": 0.022,  # today: queries, keys and values before the kernel, tokens first to heads first
+        # today: queries, keys and values before the kernel, tokens first to heads first
+        "copies": 0.022,
         "square": 0,
         "exposed": 3.4,  # today: no gather is asynchronous, gradients are summed in float32
         "plain": 0,
     },
     ("h100", "zero3"): {
         "products": 1.01,
-        "gigabytes": 1.5,  # two layers' gathered parameters, and the gradients of one that wait for their reduction
+        # two layers' gathered parameters, and the gradients of one that wait for their reduction
+        "gigabytes": 1.5,
         "milliseconds": 31,
         "copies": 0.004,
         "square": 0,
@@ -79,7 +98,9 @@ BOUNDS: dict[tuple[str, str], dict[str, float]] = {
         "milliseconds": 67,
         "copies": 0.004,
         "square": 0,
-        "exposed": 1.6,  # what stands after the last tick, and the vocabulary's sums over stages; permutes are beside the ops
+        # what stands after the last tick, and the vocabulary's sums over stages; permutes are
+        # beside the ops
+        "exposed": 1.6,
         "plain": 0,
     },
 }
@@ -93,12 +114,15 @@ def summary(found: dict[str, Any]) -> dict[str, float]:
         "milliseconds": 1000 * found["seconds"]["busy"],
         "copies": found["copies"]["share"],
         "square": len(found["square_arrays"]),
-        "exposed": sum(traffic["bytes"] - traffic["hidden"] for traffic in found["collectives"]) / 1e9,
+        "exposed": sum(traffic["bytes"] - traffic["hidden"] for traffic in found["collectives"])
+        / 1e9,
         "plain": found["attention"] == PLAIN,
     }
 
 
-@pytest.mark.parametrize(("platform", "case"), [pytest.param(*key, marks=needs(key[0])) for key in BOUNDS])
+@pytest.mark.parametrize(
+    ("platform", "case"), [pytest.param(*key, marks=needs(key[0])) for key in BOUNDS]
+)
 def test_no_figure_falls_back(platform, case):
     found, bounds = summary(figures(platform, case)), BOUNDS[platform, case]
     print(platform, case, {name: round(value, 4) for name, value in found.items()})

@@ -1,4 +1,5 @@
-"""The cases of benchmarks/gpu.py compiled for one H100, without it: each fits its memory, with nothing of T × T elements in it."""
+"""The cases of benchmarks/gpu.py compiled for one H100, without it: each fits its memory, with
+nothing of T × T elements in it."""
 
 import gpu
 import gpu_cases
@@ -21,4 +22,6 @@ def test_a_case_fits_one_gpu(platform, case):
     memory = compiled.total
     assert memory < float(gpu.DEFAULTS["XLA_PYTHON_CLIENT_MEM_FRACTION"]) * H100
     # A model whose width is its sequences' length has matrices of that shape, too.
-    assert config.data.sequence_length == config.model.width or not square_arrays(StepFigures(config, platform, compiled))
+    assert config.data.sequence_length == config.model.width or not square_arrays(
+        StepFigures(config, platform, compiled)
+    )

@@ -1,6 +1,8 @@
-"""benchmarks/gpu.py with torch on this CPU: its models are ours, and one that is not is found; the whole command, on tiny shapes.
+"""benchmarks/gpu.py with torch on this CPU: its models are ours, and one that is not is found; the
+whole command, on tiny shapes.
 
-In float32 losses agree to 1e-5 in the first step and 1e-4 in later ones, which begin with weights that differ by rounding.
+In float32 losses agree to 1e-5 in the first step and 1e-4 in later ones, which begin with weights
+that differ by rounding.
 """
 
 import json
@@ -17,7 +19,9 @@ from gpu_cases import CASES, OURS, TORCH
 from support import ROOT
 
 pytestmark = pytest.mark.full
-torch = pytest.importorskip("torch", reason="torch is not installed: benchmarks/requirements-gpu.txt")
+torch = pytest.importorskip(
+    "torch", reason="torch is not installed: benchmarks/requirements-gpu.txt"
+)
 
 import torch_models  # noqa: E402 (torch comes first)
 import torch_step  # noqa: E402
@@ -33,8 +37,14 @@ def written(tmp_path_factory):
     def of(name: str) -> tuple:
         if name not in made:
             folder = tmp_path_factory.mktemp("case")
-            config = gpu_cases.config_of(next(case for case in CASES if case.name == name), True, [("precision.compute", "float32")])
-            gpu_cases.write_case(folder, config, device="cpu", tiny=True, steps=3, torch=True, torch_compile="none")
+            config = gpu_cases.config_of(
+                next(case for case in CASES if case.name == name),
+                True,
+                [("precision.compute", "float32")],
+            )
+            gpu_cases.write_case(
+                folder, config, device="cpu", tiny=True, steps=3, torch=True, torch_compile="none"
+            )
             made[name] = folder, gpu_step.run(folder)
         return made[name]
 
@@ -42,7 +52,10 @@ def written(tmp_path_factory):
 
 
 def are_same(ours: dict, theirs: dict) -> bool:
-    sides = [gpu_table.Side(1.0, 1.0, 1.0, None, None, 0.0, r["losses"], r["norms"]) for r in (ours, theirs)]
+    sides = [
+        gpu_table.Side(1.0, 1.0, 1.0, None, None, 0.0, r["losses"], r["norms"])
+        for r in (ours, theirs)
+    ]
     return gpu_table.are_same(*sides, "float32")
 
 
@@ -51,7 +64,12 @@ def test_both_sides_are_the_same_model(written, name):
     folder, ours = written(name)
     theirs = torch_step.run(folder)
     assert len(ours["losses"]) == len(theirs["losses"]) == 4 and len(theirs["seconds"]) == 3
-    assert are_same(ours, theirs), (ours["losses"], theirs["losses"], ours["norms"], theirs["norms"])
+    assert are_same(ours, theirs), (
+        ours["losses"],
+        theirs["losses"],
+        ours["norms"],
+        theirs["norms"],
+    )
 
 
 def no_rotation(patch) -> None:
@@ -60,17 +78,27 @@ def no_rotation(patch) -> None:
 
 def another_base(patch) -> None:
     angles = torch_models.rotary_angles
-    patch.setattr(torch_models, "rotary_angles", lambda positions, size, base: angles(positions, size, base / 2))
+    patch.setattr(
+        torch_models,
+        "rotary_angles",
+        lambda positions, size, base: angles(positions, size, base / 2),
+    )
 
 
 def documents_together(patch) -> None:
-    whole = lambda segments: torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool).tril()
+    whole = lambda segments: torch.ones(
+        segments.shape[1], segments.shape[1], dtype=torch.bool
+    ).tril()
     patch.setattr(torch_step, "document_mask", whole)
 
 
 def no_causality(patch) -> None:
     attend = torch_models.F.scaled_dot_product_attention
-    patch.setattr(torch_models, "attend", lambda q, k, v, mask=None: attend(q, k, v, enable_gqa=q.shape[1] != k.shape[1]))
+    patch.setattr(
+        torch_models,
+        "attend",
+        lambda q, k, v, mask=None: attend(q, k, v, enable_gqa=q.shape[1] != k.shape[1]),
+    )
 
 
 def another_activation(patch) -> None:
@@ -113,7 +141,9 @@ GPT2 = [no_causality, another_activation, another_epsilon, another_rate]
 MIXTRAL = [no_rotation, another_base, documents_together, even_gates, no_balance_loss]
 
 
-@pytest.mark.parametrize("name, change", [*((NAMES[0], c) for c in GPT2), *((NAMES[2], c) for c in MIXTRAL)])
+@pytest.mark.parametrize(
+    "name, change", [*((NAMES[0], c) for c in GPT2), *((NAMES[2], c) for c in MIXTRAL)]
+)
 def test_another_model_is_found(written, name, change, monkeypatch):
     folder, ours = written(name)
     change(monkeypatch)
@@ -126,7 +156,9 @@ def test_documents_by_flex_attention_are_those_of_the_whole_mask():
     torch.manual_seed(0)
     arrays = [torch.randn(shape) for shape in shapes]
     by_blocks = torch_models.attend(*arrays, torch_models.block_mask(segments))
-    torch.testing.assert_close(by_blocks, torch_models.attend(*arrays, torch_models.document_mask(segments)))
+    torch.testing.assert_close(
+        by_blocks, torch_models.attend(*arrays, torch_models.document_mask(segments))
+    )
 
 
 def test_rows_of_experts_are_in_whole_groups():
@@ -149,7 +181,9 @@ def test_products_are_the_same_by_the_kernel_and_by_the_loop():
     results = []
     for product in (torch_models.product, torch_models.product_by_loop):
         torch.manual_seed(1)
-        x, weights = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((80, 32), (3, 24, 32)))
+        x, weights = (
+            torch.randn(shape).bfloat16().requires_grad_() for shape in ((80, 32), (3, 24, 32))
+        )
         y = product(x, weights, ends)[:64]
         y.backward(torch.randn(y.shape).bfloat16())
         results.append((y, x.grad[:64], weights.grad))
@@ -166,17 +200,38 @@ def test_kernels_are_what_their_fallbacks_are():
         for comparison in gpu_kernels.comparisons(tiny=True, dtype="float32"):
             row = gpu_kernels.compare(comparison, "float32")
             for side in ("kernel", "fallback"):
-                assert row[side]["value_error"] < 1e-6 and row[side]["gradient_error"] < 1e-6 and row[side]["seconds"] > 0
+                assert (
+                    row[side]["value_error"] < 1e-6
+                    and row[side]["gradient_error"] < 1e-6
+                    and row[side]["seconds"] > 0
+                )
 
 
 def test_the_command(tmp_path):
     """All of it, on a CPU; with bfloat16, as the recipes have it."""
     file = tmp_path / "figures.json"
-    flags = ["--device=cpu", "--tiny", "--cases=gpt2_124m;mixtral_8x7b, 2 layers", "--minutes=20", f"--json={file}"]
+    flags = [
+        "--device=cpu",
+        "--tiny",
+        "--cases=gpt2_124m;mixtral_8x7b, 2 layers",
+        "--minutes=20",
+        f"--json={file}",
+    ]
     environment = os.environ | {"XLA_FLAGS": ""}
-    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "gpu.py", *flags], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "gpu.py", *flags],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
-    assert {(r["case"], r["side"]) for r in found["rounds"]} == {(name, side) for name in (NAMES[0], NAMES[2]) for side in (OURS, TORCH)}
-    assert found["remarks"] == [] and len(found["kernels"]) == 3 and {"jax", "jaxlib", "torch", "device"} <= found["versions"].keys()
+    assert {(r["case"], r["side"]) for r in found["rounds"]} == {
+        (name, side) for name in (NAMES[0], NAMES[2]) for side in (OURS, TORCH)
+    }
+    assert (
+        found["remarks"] == []
+        and len(found["kernels"]) == 3
+        and {"jax", "jaxlib", "torch", "device"} <= found["versions"].keys()
+    )
     assert done.stdout.count("| yes: ") == 2

@@ -1,6 +1,8 @@
-"""A run whose clock is put an hour forward, and then an hour back: nothing of it goes by the time of day.
+"""A run whose clock is put an hour forward, and then an hour back: nothing of it goes by the time
+of day.
 
-By libfaketime, which gives one process a clock of its own, and leaves the one that counts seconds as it is. The machine's is not touched.
+By libfaketime, which gives one process a clock of its own, and leaves the one that counts seconds
+as it is. The machine's is not touched.
 """
 
 import glob
@@ -16,7 +18,13 @@ from jaxtrain.run.metrics import read_metrics
 
 LIBRARY = next(iter(glob.glob("/usr/lib/*/faketime/libfaketimeMT.so.1")), "")
 STEPS, HOUR = 1000, 3600
-FLAGS = settings(train__steps=STEPS, train__hang_after=20, checkpoint__every=0, checkpoint__minutes=0.02, mesh__stage=1)
+FLAGS = settings(
+    train__steps=STEPS,
+    train__hang_after=20,
+    checkpoint__every=0,
+    checkpoint__minutes=0.02,
+    mesh__stage=1,
+)
 
 
 def clock_off_by(path: pathlib.Path) -> dict[str, str]:
@@ -37,11 +45,14 @@ def last_time(workdir: pathlib.Path) -> float:
 @pytest.mark.full
 @pytest.mark.skipif(not LIBRARY, reason="there is no libfaketime here: apt-get install faketime")
 def test_a_clock_that_jumps(folder):
-    """The lock holds, nothing counts as hung, saves go on by the minute, no time is negative, and the losses are as ever."""
+    """The lock holds, nothing counts as hung, saves go on by the minute, no time is negative, and
+    the losses are as ever."""
     runs.train(folder / "whole", *FLAGS, devices=1)
     workdir, offset = folder / "jumps", folder / "offset"
     offset.write_text("+0")
-    with runs.running(folder, *runs.training(workdir, *FLAGS, devices=1), environment=clock_off_by(offset)) as command:
+    with runs.running(
+        folder, *runs.training(workdir, *FLAGS, devices=1), environment=clock_off_by(offset)
+    ) as command:
         command.wait_for(lambda: runs.last_step(workdir) > 10, "steps")
         for jump in (HOUR, -HOUR):
             offset.write_text(f"{jump:+}")
@@ -61,4 +72,6 @@ def test_a_clock_that_jumps(folder):
         assert line.time >= before.time and line.step >= before.step or line.start > before.start
         assert all(seconds >= 0 for seconds in line.seconds.values())
     assert 0 <= Goodput(lines).down_s < 120 and min(Goodput(lines).parts().values()) >= 0
-    assert [record["wall_s"] for record in read_metrics(workdir)] == sorted(record["wall_s"] for record in read_metrics(workdir))
+    assert [record["wall_s"] for record in read_metrics(workdir)] == sorted(
+        record["wall_s"] for record in read_metrics(workdir)
+    )

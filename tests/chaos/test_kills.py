@@ -1,4 +1,5 @@
-"""Random kills of a run of two processes that is started again each time: it ends by itself, and as if nothing had been.
+"""Random kills of a run of two processes that is started again each time: it ends by itself, and as
+if nothing had been.
 
 `scripts/chaos.sh --kills=30` has 30 of them.
 """
@@ -18,11 +19,13 @@ from jaxtrain.run.goodput_log import Goodput, read_goodput
 
 EVERY = 5  # steps between checkpoints
 START_UP_S = 8.0  # seconds after a start in which some of the kills fall
-LAUNCHER_S = 4.0  # seconds before the first start and after the end: the launcher, and the end of Python
+# seconds before the first start and after the end: the launcher, and the end of Python
+LAUNCHER_S = 4.0
 
 
 def wait_for_a_moment(command: runs.Running, workdir, chance: random.Random) -> None:
-    """Some seconds after a start, or some steps after the newest checkpoint; a save may be under way then, or not."""
+    """Some seconds after a start, or some steps after the newest checkpoint; a save may be under
+    way then, or not."""
     if chance.random() < 0.25:
         end = time.monotonic() + chance.uniform(0, START_UP_S)
         command.wait_for(lambda: time.monotonic() > end, "a moment of the start")
@@ -39,7 +42,9 @@ def test_random_kills(folder, pytestconfig, axis):
     kills, seed = pytestconfig.getoption("--kills"), pytestconfig.getoption("--chaos_seed")
     chance = random.Random(seed)
     mesh = {"mesh__stage": 1, "mesh__data": 1, f"mesh__{axis}": 2}
-    flags = settings(train__steps=4 * EVERY * kills, checkpoint__every=EVERY, checkpoint__keep=3, **mesh)
+    flags = settings(
+        train__steps=4 * EVERY * kills, checkpoint__every=EVERY, checkpoint__keep=3, **mesh
+    )
     whole, workdir = folder / f"{axis}_whole", folder / f"{axis}_killed"
     with runs.running(folder, *launched(whole, 0, *flags)) as command:
         command.end()
@@ -54,12 +59,15 @@ def test_random_kills(folder, pytestconfig, axis):
             pid = process_of_run(launcher, chance.randrange(2))
             assert pid is not None, "the run has ended before its kills"
             os.kill(pid, signal.SIGKILL)
-            command.wait_for(lambda kill=kill: command.errors().count("\nrestart ") >= kill, f"restart {kill}")
+            command.wait_for(
+                lambda kill=kill: command.errors().count("\nrestart ") >= kill, f"restart {kill}"
+            )
             redone.append(runs.last_step(workdir) - max(runs.checkpoints(workdir), default=0))
         done = command.end()
     assert_gone(sorted(victims))
     assert runs.losses(workdir) == runs.losses(whole)
-    # A save that was under way is lost, and so are the steps that ran beside it; a save waits for the one before.
+    # A save that was under way is lost, and so are the steps that ran beside it; a save waits for
+    # the one before.
     assert max(redone) <= 2 * EVERY, redone
     assert "Traceback" not in done.out + done.err
     goodput, wall_s = Goodput(read_goodput(workdir)), time.monotonic() - began

@@ -1,4 +1,5 @@
-"""Checkpoints of runs that are killed, and of runs of several processes. Each test starts processes: some seconds a test."""
+"""Checkpoints of runs that are killed, and of runs of several processes. Each test starts
+processes: some seconds a test."""
 
 import signal
 
@@ -25,7 +26,9 @@ def test_a_killed_save_leaves_the_one_before(tmp_path, when):
         assert c.latest_step() in (1, 2)
     else:
         assert c.latest_step() == 1
-        assert [p.name for p in tmp_path.iterdir() if p.name.startswith("2")] != [], "killed before anything was written"
+        assert [p.name for p in tmp_path.iterdir() if p.name.startswith("2")] != [], (
+            "killed before anything was written"
+        )
     assert_same(c.restore(c.latest_step(), abstract_state(other)), state(other))
     # The remains are in nobody's way.
     c.save(2, state(other), {})
@@ -41,14 +44,22 @@ def test_what_one_process_cannot_write_all_write_again(tmp_path):
     run_together(tmp_path, ["failing"], 2, *layout, devices=1)
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
     one = Layout(7)
-    assert_same(Checkpointer(tmp_path, one.placement, stored_shapes(one)).restore(1, abstract_state(one)), state(one))
+    assert_same(
+        Checkpointer(tmp_path, one.placement, stored_shapes(one)).restore(1, abstract_state(one)),
+        state(one),
+    )
 
 
-# Processes; layers, stages, chunks, data, model, padded: stages of their own processes, and stages within each.
+# Processes; layers, stages, chunks, data, model, padded: stages of their own processes, and stages
+# within each.
 PROCESSES = [(2, (7, 4, 1, 1, 2, 16)), (4, (7, 2, 3, 2, 2, 32)), (2, (7, 2, 2, 4, 1, 24))]
 
 
-@pytest.mark.parametrize("chain", [PROCESSES[:1], pytest.param(PROCESSES, marks=pytest.mark.full)], ids=["1-2-1", "1-2-4-2-1"])
+@pytest.mark.parametrize(
+    "chain",
+    [PROCESSES[:1], pytest.param(PROCESSES, marks=pytest.mark.full)],
+    ids=["1-2-1", "1-2-4-2-1"],
+)
 def test_processes_restore_each_other(tmp_path, chain):
     """So many processes, of 8 devices in all, each on another mesh."""
     first = Layout(7, stages=1, chunks=2, data=4, model=2)

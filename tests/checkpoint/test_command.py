@@ -1,4 +1,5 @@
-"""`python -m jaxtrain.checkpoint`: steps listed, verified, shown, compared and deleted; one line for whatever is wrong."""
+"""`python -m jaxtrain.checkpoint`: steps listed, verified, shown, compared and deleted; one line
+for whatever is wrong."""
 
 import dataclasses
 import json
@@ -32,12 +33,21 @@ CONFIG = small.config((1, 2, 1), changes={"model.mlp_width": 512}).resolve()
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A run's folder with steps 3 and 6 of ones and of twos, and 6 with a NaN in its embedding; 3 has the lower validation loss."""
+    """A run's folder with steps 3 and 6 of ones and of twos, and 6 with a NaN in its embedding; 3
+    has the lower validation loss."""
     folder = tmp_path_factory.mktemp("run")
     step = make_step(CONFIG, small.mesh_of(CONFIG))
-    saves = Checkpointer(folder / "checkpoints", step.layout.placement, stored_shapes(step.layout, step.optimizer), command.Keep(5, best=1))
+    saves = Checkpointer(
+        folder / "checkpoints",
+        step.layout.placement,
+        stored_shapes(step.layout, step.optimizer),
+        command.Keep(5, best=1),
+    )
     for number, value in ((3, 1), (6, 2)):
-        state = jax.tree.map(lambda a, value=value: jax.device_put(np.full(a.shape, value, a.dtype), a.sharding), step.abstract_state())
+        state = jax.tree.map(
+            lambda a, value=value: jax.device_put(np.full(a.shape, value, a.dtype), a.sharding),
+            step.abstract_state(),
+        )
         changed = configs.replace(CONFIG, {"optimizer.learning_rate": value / 100})
         about = {"wall_s": 12.5, "checksum": "ab" * 32, "tokenizer": {"kind": "bytes"}}
         meta = Meta(config=configs.to_dict(changed), version=history.VERSION, step=number, **about)
@@ -73,17 +83,30 @@ def here(capsys, monkeypatch):
 def test_ls_and_verify(run, here):
     status, (head, *rows), _ = here("ls", run)
     assert status == 0 and head.split() == ["step", "size", "saved", "validation", "loss"]
-    assert [(row.split()[0], row.split()[-2:]) for row in rows] == [("3", ["1.0000", "whole"]), ("6", ["2.0000", "whole"])]
+    assert [(row.split()[0], row.split()[-2:]) for row in rows] == [
+        ("3", ["1.0000", "whole"]),
+        ("6", ["2.0000", "whole"]),
+    ]
     assert here("verify", run)[:2] == (0, here("verify", run / "checkpoints")[1])
     damage_numbers(run / "checkpoints" / "6", "params.layers.mlp.up.weight/c/1")
     (run / "checkpoints" / "3" / "manifest.json").unlink()
     shutil.copytree(run / "checkpoints" / "6", run / "checkpoints" / "9.broken-1")
     _, (_, three, six, broken), _ = here("ls", run)
-    assert three.endswith("it has no manifest.json") and six.endswith("whole") and broken.startswith("9.broken-1  ")
+    assert (
+        three.endswith("it has no manifest.json")
+        and six.endswith("whole")
+        and broken.startswith("9.broken-1  ")
+    )
     status, lines, _ = here("verify", run)
     folder = run / "checkpoints"
-    assert status == 74 and lines[0] == f"{folder}/3: it has no manifest.json" and lines[1] == "3: 1 damaged"
-    assert lines[2].startswith(f"{folder}/6: state: params/layers/mlp/up/weight[1:2, 0:") and lines[2].endswith("is damaged")
+    assert (
+        status == 74
+        and lines[0] == f"{folder}/3: it has no manifest.json"
+        and lines[1] == "3: 1 damaged"
+    )
+    assert lines[2].startswith(f"{folder}/6: state: params/layers/mlp/up/weight[1:2, 0:") and lines[
+        2
+    ].endswith("is damaged")
     assert lines[3] == "6: 1 damaged"
 
 
@@ -95,7 +118,10 @@ def test_verify_names_each_damaged_file(run, here):
     status, lines, _ = here("verify", run, "--step=6")
     assert status == 74
     assert lines == [
-        *(f"{folder}: {name} is damaged" for name in ("_CHECKPOINT_METADATA", "meta/metadata", "state/_METADATA")),
+        *(
+            f"{folder}: {name} is damaged"
+            for name in ("_CHECKPOINT_METADATA", "meta/metadata", "state/_METADATA")
+        ),
         "6: 3 damaged",
         f"verified 1 step, {command.in_units(command.size_of(epath.Path(folder)))}: 6 damaged",
     ]
@@ -107,7 +133,8 @@ def total(*folders) -> str:
 
 @pytest.fixture
 def places(run, monkeypatch):
-    """Beside the run: links, copies and names that are like a step's; the current folder is the one above."""
+    """Beside the run: links, copies and names that are like a step's; the current folder is the one
+    above."""
     folder = run / "checkpoints"
     (run / "profile").mkdir()
     for name in ("6.broken-1", "../../copied"):
@@ -124,27 +151,54 @@ def places(run, monkeypatch):
 
 def test_verify_says_what_it_has_verified(places, here):
     """All steps or one, by whatever name; what is set aside or under way is no step."""
-    steps_3_6 = f"verified 2 steps, {total(places / 'checkpoints' / '3', places / 'checkpoints' / '6')}: all whole"
+    steps_3_6 = (
+        f"verified 2 steps, {total(places / 'checkpoints' / '3', places / 'checkpoints' / '6')}: "
+        "all whole"
+    )
     for place in (places, f"{places}/", "run", "./run/../run", "run/checkpoints", "run_link"):
         assert here("verify", place)[:2][0] == 0 and here("verify", place)[1][-1] == steps_3_6
     step_6 = f"verified 1 step, {total(places / 'checkpoints' / '6')}: all whole"
-    for place in ("run/checkpoints/6", "run/checkpoints/6/", "latest", "copied", "run/checkpoints/6.broken-1"):
+    for place in (
+        "run/checkpoints/6",
+        "run/checkpoints/6/",
+        "latest",
+        "copied",
+        "run/checkpoints/6.broken-1",
+    ):
         status, lines, _ = here("verify", place)
         assert (status, lines[-1], len(lines)) == (0, step_6, 2), place
     assert here("verify", "run", "--step=6")[1] == here("verify", "run/checkpoints/6")[1]
     assert here("verify", "run/checkpoints/6", "--step=6")[0] == 0
     damage_numbers(places / "checkpoints" / "6", "params.layers.mlp.up.weight/c/1")
-    for place, verified in {"run": "2 steps", "run/checkpoints/6": "1 step", "latest": "1 step"}.items():
+    for place, verified in {
+        "run": "2 steps",
+        "run/checkpoints/6": "1 step",
+        "latest": "1 step",
+    }.items():
         status, lines, _ = here("verify", place)
-        assert status == 74 and lines[-1].startswith(f"verified {verified}, ") and lines[-1].endswith(": 6 damaged")
+        assert (
+            status == 74
+            and lines[-1].startswith(f"verified {verified}, ")
+            and lines[-1].endswith(": 6 damaged")
+        )
     for path in (places / "checkpoints" / "6").iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    lines = ["run/checkpoints/6: an empty folder", "6: 1 damaged", "verified 1 step, 0 B: 6 damaged"]
+    lines = [
+        "run/checkpoints/6: an empty folder",
+        "6: 1 damaged",
+        "verified 1 step, 0 B: 6 damaged",
+    ]
     assert here("verify", "run/checkpoints/6")[:2] == (74, lines)
 
 
 def test_the_other_commands_take_the_same_places(places, here):
-    assert [row.split()[0] for row in here("ls", "run")[1]] == ["step", "3", "6", "6.broken-1", "9.orbax-checkpoint-tmp"]
+    assert [row.split()[0] for row in here("ls", "run")[1]] == [
+        "step",
+        "3",
+        "6",
+        "6.broken-1",
+        "9.orbax-checkpoint-tmp",
+    ]
     assert [row.split()[0] for row in here("ls", "run/checkpoints/3/")[1]] == ["step", "3"]
     assert here("ls", "latest")[1][1].split()[0] == "6" and here("ls", "unsaved")[0] == 0
     for place in ("run/checkpoints/6.broken-1", "copied", "latest"):
@@ -164,14 +218,19 @@ def test_a_step_that_a_run_deletes_meanwhile_is_not_damaged(places, here, monkey
 
     monkeypatch.setattr(command.reading, "damages", delete_first)
     status, lines, _ = here("verify", "run")
-    assert status == 0 and lines[0] == "3: was deleted while it was read" and lines[-1].startswith("verified 1 step, ")
+    assert (
+        status == 0
+        and lines[0] == "3: was deleted while it was read"
+        and lines[-1].startswith("verified 1 step, ")
+    )
     (places / "checkpoints" / "6" / "manifest.json").unlink()
     status, lines, _ = here("verify", "run")
     assert status == 74 and lines[-1].endswith(": 6 damaged")
 
 
 def test_a_run_that_saves_and_deletes_faster_than_it_is_read(places, here, monkeypatch):
-    """It has others by then, of which the newest is read first; a deletion in the middle of a listing is no error."""
+    """It has others by then, of which the newest is read first; a deletion in the middle of a
+    listing is no error."""
     damages, folder = command.reading.damages, places / "checkpoints"
 
     def save_and_delete(step, *rest):
@@ -183,7 +242,9 @@ def test_a_run_that_saves_and_deletes_faster_than_it_is_read(places, here, monke
 
     monkeypatch.setattr(command.reading, "damages", save_and_delete)
     status, lines, _ = here("verify", "run")
-    assert status == 0 and [line.partition(":")[0] for line in lines[:-1]] == ["3", "6", "80"], lines
+    assert status == 0 and [line.partition(":")[0] for line in lines[:-1]] == ["3", "6", "80"], (
+        lines
+    )
     assert lines[-1].startswith("verified 1 step, ") and lines[-1].endswith(": all whole")
 
 
@@ -193,8 +254,12 @@ WITHOUT = {  # place → the line about it
     "numbers": "'numbers' has no checkpoints: use ",
     "run/metrics.jsonl": "'run/metrics.jsonl' is a file: use run",
     "run/profile": "'run/profile' has no checkpoints: use run",
-    "run/checkpoints/6/state": "'run/checkpoints/6/state' has no checkpoints: use run/checkpoints/6",
-    "run/checkpoints/9.orbax-checkpoint-tmp/": "'run/checkpoints/9.orbax-checkpoint-tmp' is a save that did not end, or is under way: use ",
+    "run/checkpoints/6/state": (
+        "'run/checkpoints/6/state' has no checkpoints: use run/checkpoints/6"
+    ),
+    "run/checkpoints/9.orbax-checkpoint-tmp/": (
+        "'run/checkpoints/9.orbax-checkpoint-tmp' is a save that did not end, or is under way: use "
+    ),
     ".": "'.' has no checkpoints: use copied",
 }
 
@@ -206,25 +271,38 @@ def test_a_place_without_checkpoints_is_an_error(places, here):
         for name in ("ls", "verify", "show", "diff", "prune"):
             rest = ["run"] if name == "diff" else ["--keep=1"] if name == "prune" else []
             status, out, err = here(name, place, *rest)
-            assert (status, out, err.count("\n")) == (2, [], 1) and err.startswith(f"error: {message}"), err
+            assert (status, out, err.count("\n")) == (2, [], 1) and err.startswith(
+                f"error: {message}"
+            ), err
             nearest = err.strip().rpartition(": use ")[2]
             status, _, err = here(name, nearest, *rest)
-            assert status == 0 or (status == 2 and name == "prune" and "is one of them" in err), nearest
+            assert status == 0 or (status == 2 and name == "prune" and "is one of them" in err), (
+                nearest
+            )
 
 
 def test_nothing_to_verify_is_an_error(places, here):
-    assert here("verify", "unsaved") == (2, [], "error: unsaved/checkpoints has no checkpoint to verify, only 5.orbax-checkpoint-tmp\n")
+    assert here("verify", "unsaved") == (
+        2,
+        [],
+        "error: unsaved/checkpoints has no checkpoint to verify, only 5.orbax-checkpoint-tmp\n",
+    )
     for step in ("3", "6"):
         shutil.rmtree(places / "checkpoints" / step)
     assert here("verify", "run") == (
         *(2, []),
-        "error: run/checkpoints has no checkpoint to verify, only 6.broken-1, 9.orbax-checkpoint-tmp\n",
+        "error: run/checkpoints has no checkpoint to verify, only 6.broken-1, "
+        "9.orbax-checkpoint-tmp\n",
     )
 
 
 def test_show(run, here):
     status, lines, _ = here("show", run, "--statistics")
-    assert status == 0 and lines[0] == f"{run}/checkpoints/6: step 6, 12 s of training, corpus abababababab, tokenizer bytes"
+    assert (
+        status == 0
+        and lines[0]
+        == f"{run}/checkpoints/6: step 6, 12 s of training, corpus abababababab, tokenizer bytes"
+    )
     assert "  optimizer.learning_rate = 0.02" in lines
     (up,) = (line.split() for line in lines if line.startswith("params/layers/mlp/up/weight"))
     numbers = np.prod([int(word.strip("[],")) for word in up[1:4]])
@@ -236,7 +314,11 @@ def test_diff(run, here):
     a, b = run / "checkpoints" / "3", run
     status, lines, _ = here("diff", a, b)
     assert status == 0 and "  optimizer.learning_rate: 0.01 → 0.02" in lines
-    (up,) = (line.split() for line in here("diff", a, b, "--all")[1] if line.startswith("params/layers/mlp/up/weight"))
+    (up,) = (
+        line.split()
+        for line in here("diff", a, b, "--all")[1]
+        if line.startswith("params/layers/mlp/up/weight")
+    )
     assert up[1:] == ["1", "0.5", "100.0%"]
     assert lines[-1].endswith("0 are the same") and "20 are listed" in lines[-1]
     assert here("diff", a, a)[1][-1].startswith("0 arrays differ; ")
@@ -252,45 +334,88 @@ def test_prune(run, here):
     flags = ["--keep=1", "--keep_best=1", "--broken", "--unfinished"]
     status, lines, _ = here("prune", run, "--keep=1", "--broken", "--unfinished")
     going = ["3", "9.broken-1", "12.orbax-checkpoint-tmp"]
-    assert status == 0 and sorted(line.split()[2] for line in lines[:-1]) == sorted(f"{folder}/{name}" for name in going)
-    assert lines[-1].startswith("3 folders, ") and lines[-1].endswith("would be deleted: --yes deletes them")
+    assert status == 0 and sorted(line.split()[2] for line in lines[:-1]) == sorted(
+        f"{folder}/{name}" for name in going
+    )
+    assert lines[-1].startswith("3 folders, ") and lines[-1].endswith(
+        "would be deleted: --yes deletes them"
+    )
     assert (folder / "3").exists()
     # What is not whole counts for nothing: 6 is the newest, and 3 the best.
     status, lines, _ = here("prune", run, *flags, "--yes")
-    assert status == 0 and sorted(path.name for path in folder.iterdir()) == ["3", "6", "9", "validation_losses.json"]
+    assert status == 0 and sorted(path.name for path in folder.iterdir()) == [
+        "3",
+        "6",
+        "9",
+        "validation_losses.json",
+    ]
     assert not (run / "run.lock").exists() and steps.choose(folder, {}).step == 6
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["lst", "RUN"], "'lst' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune"),
-        (["RUN"], "'RUN' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune"),
+        (
+            ["lst", "RUN"],
+            "'lst' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune",
+        ),
+        (
+            ["RUN"],
+            "'RUN' is no command of jaxtrain checkpoint: use one of ls, verify, show, diff, prune",
+        ),
         (["ls"], "ls is about one folder, not 0: use jaxtrain checkpoint ls DIR"),
-        (["diff", "RUN"], "diff is about two steps or runs, not 1: use jaxtrain checkpoint diff A B"),
+        (
+            ["diff", "RUN"],
+            "diff is about two steps or runs, not 1: use jaxtrain checkpoint diff A B",
+        ),
         (["ls", "nowhere"], "'nowhere' does not exist: use "),
         (
             ["prune", "RUN/checkpoints/3"],
-            "prune is about all steps of a run, and 'RUN/checkpoints/3' is one of them: use jaxtrain checkpoint",
+            "prune is about all steps of a run, and 'RUN/checkpoints/3' is one of them: use "
+            "jaxtrain checkpoint",
         ),
-        (["prune", "RUN/checkpoints/3", "--broken"], "prune is about all steps of a run, and 'RUN/checkpoints/3' is one"),
+        (
+            ["prune", "RUN/checkpoints/3", "--broken"],
+            "prune is about all steps of a run, and 'RUN/checkpoints/3' is one",
+        ),
         (
             ["show", "RUN/checkpoints/3", "--step=6"],
-            "--step=6 is no checkpoint of RUN/checkpoints/3, which is a step (it has 3): use --step=3",
+            "--step=6 is no checkpoint of RUN/checkpoints/3, which is a step (it has 3): use "
+            "--step=3",
         ),
-        (["verify", "RUN", "--step=5"], "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6"),
-        (["show", "RUN", "--step=5"], "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6"),
-        (["prune", "RUN"], "prune without a policy deletes nothing: use --keep=3 (and --keep_every, --keep_best)"),
+        (
+            ["verify", "RUN", "--step=5"],
+            "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6",
+        ),
+        (
+            ["show", "RUN", "--step=5"],
+            "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6",
+        ),
+        (
+            ["prune", "RUN"],
+            "prune without a policy deletes nothing: use --keep=3 (and --keep_every, --keep_best)",
+        ),
         (["ls", "RUN", "--steps=3"], "--steps is an unknown flag"),
-        (["verify", "RUN", "--step", "5"], "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6"),
+        (
+            ["verify", "RUN", "--step", "5"],
+            "--step=5 is no checkpoint of RUN/checkpoints (it has 3, 6): use --step=6",
+        ),
         (["verify", "RUN", "--step=x"], "--step='x' is not an integer: use --step=-1"),
         (["--step", "-7", "verify", "RUN"], "--step=-7 must be at least -1: use --step=-1"),
-        (["show", "--statistics=x", "RUN", "--step=5"], "--statistics='x' is not a boolean: use --statistics=true --step=6"),
+        (
+            ["show", "--statistics=x", "RUN", "--step=5"],
+            "--statistics='x' is not a boolean: use --statistics=true --step=6",
+        ),
         (
             ["diff", "RUN", "--all=x"],
-            "--all='x' is not a boolean: use --all=true (and diff is about two steps or runs, not 1: use jaxtrain",
+            "--all='x' is not a boolean: use --all=true (and diff is about two steps or runs, "
+            "not 1: use jaxtrain",
         ),
-        (["ls", "nowhere", "--colour"], "--colour is an unknown flag: use --help, which lists all flags (and 'nowhere' does not exist: "),
+        (
+            ["ls", "nowhere", "--colour"],
+            "--colour is an unknown flag: use --help, which lists all flags (and 'nowhere' "
+            "does not exist: ",
+        ),
         (["prune", "RUN", "--keep=x"], "--keep='x' is not an integer: use --keep=3"),
     ],
 )
@@ -305,11 +430,19 @@ def test_one_line_for_what_is_wrong(original, here, argv, message):
 
 
 @pytest.mark.parametrize(
-    "argv", [["--step", "3", "verify", "RUN"], ["verify", "--step", "3", "RUN"], ["verify", "RUN", "--step", "3"]], ids=" ".join
+    "argv",
+    [
+        ["--step", "3", "verify", "RUN"],
+        ["verify", "--step", "3", "RUN"],
+        ["verify", "RUN", "--step", "3"],
+    ],
+    ids=" ".join,
 )
 def test_values_after_a_blank_and_flags_anywhere(original, here, argv):
     status, lines, err = here(*(word.replace("RUN", str(original)) for word in argv))
-    assert status == 0 and not err and lines[0].startswith("3: whole") and "6: " not in "".join(lines)
+    assert (
+        status == 0 and not err and lines[0].startswith("3: whole") and "6: " not in "".join(lines)
+    )
 
 
 def test_help_needs_no_jax():

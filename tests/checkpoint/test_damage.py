@@ -1,4 +1,5 @@
-"""No damage to a checkpoint is loaded without a word: each kind of damage to each kind of file, and random ones.
+"""No damage to a checkpoint is loaded without a word: each kind of damage to each kind of file, and
+random ones.
 
 A damaged step is passed over when a step is chosen, or restoring it is refused.
 """
@@ -26,7 +27,8 @@ META = {"version": MANIFEST_SINCE}
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    """A folder with steps 5 and 6; pieces of arrays lie in data files, for none is so small that it would be a part of the tree."""
+    """A folder with steps 5 and 6; pieces of arrays lie in data files, for none is so small that it
+    would be a part of the tree."""
     folder = tmp_path_factory.mktemp("original")
     checkpointer = Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT))
     with pytest.MonkeyPatch.context() as patch:
@@ -42,26 +44,33 @@ def without_inline_values(write_spec: Callable) -> Callable:
 
     def small(value, info):
         spec = write_spec(value, info).to_json()
-        spec["kvstore"]["config"] = spec["kvstore"].get("config", {}) | {"max_inline_value_bytes": 20}
+        spec["kvstore"]["config"] = spec["kvstore"].get("config", {}) | {
+            "max_inline_value_bytes": 20
+        }
         return ts.Spec(spec)
 
     return small
 
 
 def notice(folder: pathlib.Path) -> str:
-    """The line about the damaged step 6: of the choice that passes it over, or of the refusal to restore it. Fails if there is none."""
+    """The line about the damaged step 6: of the choice that passes it over, or of the refusal to
+    restore it. Fails if there is none."""
     choice = choose(folder, {})
     if choice.step == 5:
         assert choice.strangers[0].step == 6
         return str(choice)
     try:
-        Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT)).restore(6, abstract_state(LAYOUT))
+        Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT)).restore(
+            6, abstract_state(LAYOUT)
+        )
     except CheckpointError as error:
         return str(error)
     raise AssertionError("restored without a word")
 
 
-def all_noticed(original: pathlib.Path, tmp_path: pathlib.Path, damages: list[tuple[str, str, int]]) -> None:
+def all_noticed(
+    original: pathlib.Path, tmp_path: pathlib.Path, damages: list[tuple[str, str, int]]
+) -> None:
     """damages: (kind, file in the step, seed)."""
     for kind, file, seed in damages:
         folder = tmp_path / f"{seed}"
@@ -94,7 +103,14 @@ def test_each_kind_of_damage_to_pieces_and_tree_is_noticed(original, tmp_path):
     """The largest data file has the pieces; the smaller ones are trees."""
     data = sorted((original / "6" / "state").glob("**/d/*"), key=lambda file: file.stat().st_size)
     files = [str(file.relative_to(original / "6")) for file in (data[-1], data[0])]
-    all_noticed(original, tmp_path, [(kind, file, seed) for seed, (kind, file) in enumerate((k, f) for k in DAMAGE for f in files)])
+    all_noticed(
+        original,
+        tmp_path,
+        [
+            (kind, file, seed)
+            for seed, (kind, file) in enumerate((k, f) for k in DAMAGE for f in files)
+        ],
+    )
 
 
 def test_a_folder_that_is_gone_is_noticed(original, tmp_path):
@@ -112,21 +128,34 @@ def test_a_damaged_piece_is_refused_with_its_array_and_step(original, tmp_path):
     damage_numbers(folder / "6", "params.layers.mlp.w/c/7")
     assert choose(folder, {}).step == 6
     checkpointer = Checkpointer(folder, LAYOUT.placement, stored_shapes(LAYOUT))
-    with pytest.raises(CheckpointError, match=r"6/state: params/layers/mlp/w cannot be read: its data is damaged$"):
+    with pytest.raises(
+        CheckpointError, match=r"6/state: params/layers/mlp/w cannot be read: its data is damaged$"
+    ):
         checkpointer.restore(6, abstract_state(LAYOUT))
     part = lambda tree: {"params": {"embed": tree["params"]["embed"]}}
-    restored = manager.restore(folder, 6, part(abstract_state(LAYOUT)), part(stored_shapes(LAYOUT)), LAYOUT.placement)
+    restored = manager.restore(
+        folder, 6, part(abstract_state(LAYOUT)), part(stored_shapes(LAYOUT)), LAYOUT.placement
+    )
     assert_same(restored, part(state(LAYOUT)))
 
 
 def test_a_checkpoint_of_zarr_2_is_read(tmp_path, monkeypatch):
     """As they were before they had checksums."""
-    registry = ocp.type_handlers.create_type_handler_registry((storage.HostArray, storage.HostArrayHandler()))
-    handler = lambda: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (storage.HostArray, storage.HostArrayHandler())
+    )
+    handler = lambda: ocp.PyTreeCheckpointHandler(
+        type_handler_registry=registry, use_compression=False
+    )
 
     def zarr_2(value, info):
         spec = ocp.type_handlers.get_json_tspec_write(
-            info, use_ocdbt=True, global_shape=value.shape, local_shape=value.piece, dtype=value.dtype, process_index=0
+            info,
+            use_ocdbt=True,
+            global_shape=value.shape,
+            local_shape=value.piece,
+            dtype=value.dtype,
+            process_index=0,
         )
         return ts.Spec(spec)
 
@@ -137,7 +166,9 @@ def test_a_checkpoint_of_zarr_2_is_read(tmp_path, monkeypatch):
     checkpointer.save(5, state(LAYOUT), {})
     checkpointer.close()
     stored = database.read(epath.Path(tmp_path / "5" / "state"))
-    assert any(v.key.endswith("/.zarray") for v in stored) and not any(v.key.endswith("/zarr.json") for v in stored)
+    assert any(v.key.endswith("/.zarray") for v in stored) and not any(
+        v.key.endswith("/zarr.json") for v in stored
+    )
     choice = choose(tmp_path, {})
     assert choice.step == 5
     assert_same(checkpointer.restore(5, abstract_state(LAYOUT)), state(LAYOUT))
@@ -158,4 +189,8 @@ def test_a_run_goes_on_from_the_newest_step_whose_arrays_are_whole(original, tmp
     restored, choice = restore_newest(choose(folder, {}), choose_again, *what)
     assert_same(restored, state(LAYOUT))
     why = "params/layers/mlp/w cannot be read: its data is damaged"
-    assert (choice.step, str(choice), chosen) == (5, f"6 ({why}), 7 ({why})", [{7: why}, {6: why, 7: why}])
+    assert (choice.step, str(choice), chosen) == (
+        5,
+        f"6 ({why}), 7 ({why})",
+        [{7: why}, {6: why, 7: why}],
+    )

@@ -54,7 +54,10 @@ def test_a_piece_is_never_written_by_two_devices(layout, limit):
 
 def test_pieces_stay_under_the_limit():
     array = next(a for a in arrays_of(LAYOUTS[1]) if a.name == "params/layers/mlp/w")
-    assert (array.shape, array.parts[0].sharding.shard_shape(array.parts[0].shape)) == ((7, 8, 16), (1, 2, 8, 8))
+    assert (array.shape, array.parts[0].sharding.shard_shape(array.parts[0].shape)) == (
+        (7, 8, 16),
+        (1, 2, 8, 8),
+    )
     assert piece_shape(array) == (1, 8, 8)
     # The dimension that is not sharded goes first; the other is halved within the shard.
     assert piece_shape(array, limit=64) == (1, 2, 8)
@@ -66,14 +69,24 @@ def test_pieces_of_odd_shards_stay_under_the_limit_too():
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
     state = {"w": jax.ShapeDtypeStruct((30, 14), np.float32, sharding=sharding)}
     (array,) = stored_arrays(state, {"w": (29, 14)}, LAYOUTS[0].placement)  # shards of 15 × 7
-    assert [piece_shape(array, limit) for limit in (4 * 105, 4 * 104, 4 * 34, 4 * 5, 4)] == [(15, 7), (5, 7), (5, 1), (5, 1), (1, 1)]
+    assert [piece_shape(array, limit) for limit in (4 * 105, 4 * 104, 4 * 34, 4 * 5, 4)] == [
+        (15, 7),
+        (5, 7),
+        (5, 1),
+        (5, 1),
+        (1, 1),
+    ]
 
 
 def test_replicas_take_turns():
     """Four data shards hold the parameters: each of them writes some."""
     layout = Layout(7, stages=2, chunks=3, data=4)
     parts = [p for a in arrays_of(layout) if a.name.startswith("params/") for p in a.parts]
-    assert all(len(devices) == (4 if p.unit is not None else 8) for p in parts for devices in holders(p).values())
+    assert all(
+        len(devices) == (4 if p.unit is not None else 8)
+        for p in parts
+        for devices in holders(p).values()
+    )
     busy = {device for p in parts for device in writers(p)}
     assert len({d.id // 2 for d in busy}) == 4
 
@@ -89,5 +102,8 @@ def test_a_stored_shape_that_does_not_fit_is_refused():
     layout = LAYOUTS[0]
     shapes = stored_shapes(layout)
     shapes["params"]["embed"]["table"] = (14, 8)
-    with pytest.raises(ValueError, match=r"params/embed/table: an array of \[13, 8\] cannot hold the stored \[14, 8\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"params/embed/table: an array of \[13, 8\] cannot hold the stored \[14, 8\]",
+    ):
         stored_arrays(abstract_state(layout), shapes, layout.placement)

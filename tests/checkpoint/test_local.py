@@ -1,4 +1,5 @@
-"""Checkpoints in machines' own folders: the files, what damage does, what is kept; restoring in one process. Several: at the end."""
+"""Checkpoints in machines' own folders: the files, what damage does, what is kept; restoring in one
+process. Several: at the end."""
 
 import errno
 import math
@@ -15,7 +16,13 @@ from support.checkpoint_state import Layout, abstract_state, assert_same, state,
 
 from jaxtrain.checkpoint import local
 from jaxtrain.checkpoint.layout import Part, stored_arrays
-from jaxtrain.checkpoint.local import DamagedError, LocalCheckpointer, files_of, read_index, read_shard
+from jaxtrain.checkpoint.local import (
+    DamagedError,
+    LocalCheckpointer,
+    files_of,
+    read_index,
+    read_shard,
+)
 from jaxtrain.checkpoint.local_restore import give_copies
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
 from jaxtrain.checkpoint.shards import Shards
@@ -24,10 +31,15 @@ LAYOUT = Layout(7, stages=2, chunks=2, data=2, model=2)
 
 
 def shards_of(layout: Layout = LAYOUT) -> Shards:
-    return Shards(stored_arrays(abstract_state(layout), stored_shapes(layout), layout.placement), layout.placement)
+    return Shards(
+        stored_arrays(abstract_state(layout), stored_shapes(layout), layout.placement),
+        layout.placement,
+    )
 
 
-def saver(folder: pathlib.Path, after: int = 0, said: list | None = None, process: int = 0) -> LocalCheckpointer:
+def saver(
+    folder: pathlib.Path, after: int = 0, said: list | None = None, process: int = 0
+) -> LocalCheckpointer:
     say = (lambda line: pytest.fail(line)) if said is None else said.append
     return LocalCheckpointer(folder, shards_of(), "start", after, say, process)
 
@@ -43,7 +55,12 @@ def opened(folder: pathlib.Path, layout: Layout = LAYOUT) -> LocalCheckpoints:
     """The local checkpoints of a run whose own folder is beside the machine's."""
     run = folder / "run"
     return LocalCheckpoints(
-        str(folder / "machine"), run, run / "checkpoints", abstract_state(layout), stored_shapes(layout), layout.placement
+        str(folder / "machine"),
+        run,
+        run / "checkpoints",
+        abstract_state(layout),
+        stored_shapes(layout),
+        layout.placement,
     )
 
 
@@ -88,7 +105,11 @@ def test_the_newest_two_are_kept_beside_the_one_that_is_written(tmp_path, monkey
     seen, write = [], local._write_file
 
     def writing(*arguments):
-        seen.append(sorted(int(path.name) for path in (tmp_path / "process-0").iterdir() if path.name.isdigit()))
+        seen.append(
+            sorted(
+                int(path.name) for path in (tmp_path / "process-0").iterdir() if path.name.isdigit()
+            )
+        )
         write(*arguments)
 
     monkeypatch.setattr(local, "_write_file", writing)
@@ -104,7 +125,9 @@ def test_what_a_start_does_not_go_on_from_is_removed(tmp_path):
     save(tmp_path, 5, 10, 15)
     (tmp_path / "process-0" / ".20").write_bytes(b"half")
     c = saver(tmp_path, after=10)
-    assert [step for _, step in files_of(tmp_path)] == [5, 10] and len(list((tmp_path / "process-0").iterdir())) == 2
+    assert [step for _, step in files_of(tmp_path)] == [5, 10] and len(
+        list((tmp_path / "process-0").iterdir())
+    ) == 2
     c.give_up(5)
     assert [step for _, step in files_of(tmp_path)] == [5]
     c.forget()
@@ -146,12 +169,14 @@ def test_a_full_disk_costs_a_line_and_nothing_else(tmp_path, monkeypatch):
             full.clear()
         c.save(step, state(LAYOUT), {})
     c.close()
-    assert len(said) == 1 and said[0].startswith("warning: local checkpoint 10 is not written (No space left on device; ")
+    assert len(said) == 1 and said[0].startswith(
+        "warning: local checkpoint 10 is not written (No space left on device; "
+    )
     assert [step for _, step in files_of(tmp_path)] == [5, 20]
     assert all(path.name.isdigit() for path in (tmp_path / "process-0").iterdir())
 
 
-# --- restoring -------------------------------------------------------------------------------------------------------------------
+# --- restoring ------------------------------------------------------------------------------------
 
 
 def test_the_newest_within_bounds_is_restored(tmp_path, capsys):
@@ -167,7 +192,8 @@ def test_the_newest_within_bounds_is_restored(tmp_path, capsys):
 
 
 def test_every_damage_is_found_and_the_one_before_restored(tmp_path, capsys):
-    """A byte at each of many places, cut at many lengths, gone, empty. Nothing damaged is ever restored."""
+    """A byte at each of many places, cut at many lengths, gone, empty. Nothing damaged is ever
+    restored."""
     save_in_run(tmp_path, 10, 15)
     path = machine_files(tmp_path)[15]
     whole = path.read_bytes()
@@ -190,7 +216,9 @@ def test_every_damage_is_found_and_the_one_before_restored(tmp_path, capsys):
 
 def test_another_layout_or_run_restores_nothing(tmp_path):
     save_in_run(tmp_path, 5)
-    assert restored(tmp_path, Layout(7, stages=2, chunks=2, data=2, model=2, scatters=False)) is None
+    assert (
+        restored(tmp_path, Layout(7, stages=2, chunks=2, data=2, model=2, scatters=False)) is None
+    )
     shutil.copytree(tmp_path / "run", tmp_path / "other" / "run")
     shutil.copytree(tmp_path / "machine", tmp_path / "other" / "machine")
     assert restored(tmp_path / "other") is None, "a copy of a run is another run"
@@ -203,17 +231,28 @@ def test_another_layout_or_run_restores_nothing(tmp_path):
 def test_a_reason_not_to_go_on_is_said(tmp_path, capsys):
     save_in_run(tmp_path, 5, 10)
     c = opened(tmp_path)
-    candidates = c.candidates(0, 100, lambda meta: "its data have changed" if meta.step == 10 else "")
+    candidates = c.candidates(
+        0, 100, lambda meta: "its data have changed" if meta.step == 10 else ""
+    )
     assert [saved.step for saved in candidates] == [5]
-    assert capsys.readouterr().out == "the local checkpoint of step 10 is not used: its data have changed\n"
+    assert (
+        capsys.readouterr().out
+        == "the local checkpoint of step 10 is not used: its data have changed\n"
+    )
 
 
-SHARDINGS = [((4, 6), P("data"), np.float32), ((8, 2), P("stage", "model"), np.int32), ((), P(), np.int32), ((4,), P(None), "bfloat16")]
+SHARDINGS = [
+    ((4, 6), P("data"), np.float32),
+    ((8, 2), P("stage", "model"), np.int32),
+    ((), P(), np.int32),
+    ((4,), P(None), "bfloat16"),
+]
 
 
 @pytest.mark.parametrize("shape, spec, dtype", SHARDINGS, ids=lambda value: str(value))
 def test_copies_are_given_bit_for_bit(shape, spec, dtype):
-    """Devices that lost their shard get the numbers of the first that has it, not-a-numbers and negative zeros too."""
+    """Devices that lost their shard get the numbers of the first that has it, not-a-numbers and
+    negative zeros too."""
     mesh = Layout(7, stages=2, data=2, model=2).mesh
     sharding, dtype = NamedSharding(mesh, spec), jax.numpy.dtype(dtype)
     chance = np.random.default_rng(0)
@@ -227,10 +266,12 @@ def test_copies_are_given_bit_for_bit(shape, spec, dtype):
     given = give_copies(part, dtype, kept, {shards[1].device for shards in groups.values()})
     assert given.sharding == sharding and given.dtype == dtype
     for shard in given.addressable_shards:
-        assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(numbers[shard.index]).tobytes()
+        assert (
+            np.asarray(shard.data).tobytes() == np.ascontiguousarray(numbers[shard.index]).tobytes()
+        )
 
 
-# --- several processes -----------------------------------------------------------------------------------------------------------
+# --- several processes ----------------------------------------------------------------------------
 
 
 # layers, stages, chunks, data, model, padded, replicas, scatters
@@ -238,7 +279,8 @@ COPIED, SCATTERED = (7, 1, 1, 2, 1, 16, 1, 0), (7, 1, 1, 2, 1, 16, 1, 1)
 
 
 def run_processes(folder: pathlib.Path, mishap: str, layout: tuple[int, ...]) -> list[str]:
-    """The output of two processes, each a machine with one device, that save, have a mishap and restore."""
+    """The output of two processes, each a machine with one device, that save, have a mishap and
+    restore."""
     return run_together(folder, ["locally", mishap], 2, *layout, devices=1)
 
 
@@ -246,7 +288,10 @@ def test_a_replaced_machine_gets_its_shards_from_the_other(tmp_path):
     main, other = run_processes(tmp_path, "loss-1", COPIED)
     assert "the local checkpoint of step 15 is not used: it is odd" in main.splitlines()
     for output in (main, other):
-        assert "restored step 10, which the machines still have in" in output and "bytes of it came from other processes" in output
+        assert (
+            "restored step 10, which the machines still have in" in output
+            and "bytes of it came from other processes" in output
+        )
 
 
 @pytest.mark.full
@@ -267,7 +312,8 @@ def test_nothing_moves_where_nothing_is_lost(tmp_path):
 
 @pytest.mark.full
 def test_machines_may_be_numbered_anew(tmp_path):
-    """A file is of whoever finds it. Where moments are scattered each machine then has what the other one needs, and nothing is used."""
+    """A file is of whoever finds it. Where moments are scattered each machine then has what the
+    other one needs, and nothing is used."""
     for output in run_processes(tmp_path, "swap", COPIED):
         assert "restored step 10" in output and "came from other processes" not in output
 

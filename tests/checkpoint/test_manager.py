@@ -1,4 +1,5 @@
-"""Round trips between layouts, the stored form, and what happens to checkpoints over a run. Crashes: test_checkpoint_processes.py."""
+"""Round trips between layouts, the stored form, and what happens to checkpoints over a run.
+Crashes: test_checkpoint_processes.py."""
 
 import asyncio
 import errno
@@ -29,7 +30,13 @@ from support.checkpoint_state import (
 from jaxtrain import config as configs
 from jaxtrain.checkpoint import database, keeping, saving, steps, storage
 from jaxtrain.checkpoint.keeping import Keep
-from jaxtrain.checkpoint.manager import Checkpointer, expected_shapes, latest_step, restore, wrong_arrays
+from jaxtrain.checkpoint.manager import (
+    Checkpointer,
+    expected_shapes,
+    latest_step,
+    restore,
+    wrong_arrays,
+)
 from jaxtrain.checkpoint.steps import CheckpointError, Meta, Stranger, choose, read_meta
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training import state as state_module
@@ -80,7 +87,9 @@ def test_every_layout_restores_every_other(tmp_path, layers):
     for target in LAYOUTS[layers]:
         expected = state(target)
         for i in range(len(LAYOUTS[layers])):
-            assert_same(checkpointer(tmp_path / str(i), target).restore(1, abstract_state(target)), expected)
+            assert_same(
+                checkpointer(tmp_path / str(i), target).restore(1, abstract_state(target)), expected
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[7][1:], ids=str)
@@ -95,12 +104,18 @@ def test_stored_form_is_the_layers_in_order_and_nothing_padded(tmp_path, layout)
         "head": {"w": (WIDTH, VOCABULARY)},
         "layers": {"mlp": {"w": (7, *LAYER["mlp"]["w"])}, "norm": (7, *LAYER["norm"])},
     }
-    assert shapes == {"params": parameters, "optimizer": {"0": {"count": (), "mu": parameters, "nu": parameters}}, "step": ()}
+    assert shapes == {
+        "params": parameters,
+        "optimizer": {"0": {"count": (), "mu": parameters, "nu": parameters}},
+        "step": (),
+    }
     # Orbax's own restore, which knows nothing of this package, finds the known numbers.
     with ocp.StandardCheckpointer() as plain:
         tree = plain.restore(c._directory / "1" / "state")
     for path, numbers in jax.tree_util.tree_leaves_with_path(tree):
-        expected = stored_numbers(jax.tree_util.keystr(path, simple=True, separator="/"), numbers.shape, numbers.dtype)
+        expected = stored_numbers(
+            jax.tree_util.keystr(path, simple=True, separator="/"), numbers.shape, numbers.dtype
+        )
         assert numbers.tobytes() == expected.tobytes(), path
 
 
@@ -189,7 +204,9 @@ def test_steps_that_a_run_has_gone_back_over_are_set_aside_and_saved_again(tmp_p
     c.close()
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["1", "2", "2.broken-1", "3.broken-1"] and c.read_meta(2) == {"first": False}
-    assert [line.partition(": ")[2] for line in said] == [f"{step} (the run went back to step 1) is now {step}.broken-1" for step in (2, 3)]
+    assert [line.partition(": ")[2] for line in said] == [
+        f"{step} (the run went back to step 1) is now {step}.broken-1" for step in (2, 3)
+    ]
 
 
 def test_keeps_some_for_ever_and_the_best(tmp_path):
@@ -212,7 +229,8 @@ def test_keeps_some_for_ever_and_the_best(tmp_path):
 
 
 def test_validation_losses_are_noted_of_all_steps_that_are_saved(tmp_path):
-    """Also where none is kept for its loss. A step that is to be saved again has none until it is evaluated again."""
+    """Also where none is kept for its loss. A step that is to be saved again has none until it is
+    evaluated again."""
     layout, noted = Layout(7), lambda: keeping.read_losses(epath.Path(tmp_path))
     c = checkpointer(tmp_path, layout, keep=3)
     for step in (1, 2, 3, 4):
@@ -279,7 +297,8 @@ def test_a_step_is_saved_once(saved):
 
 
 def failing(monkeypatch, *failures: Exception) -> list[float]:
-    """Makes the next writings of arrays fail, one by one, and returns the times at which they were begun."""
+    """Makes the next writings of arrays fail, one by one, and returns the times at which they were
+    begun."""
     write, left, begun = storage._write, list(failures), []
 
     async def fail(values, infos):
@@ -323,10 +342,14 @@ def test_a_failed_save_is_reported_and_the_next_one_tries_again(tmp_path, monkey
         c.save(3, state(layout), {})
         with pytest.raises(
             CheckpointError,
-            match=r"step 3, the last of this run, is not saved: No space left on device \(3 .*; the newest checkpoint is 1 in ",
+            match=r"step 3, the last of this run, is not saved: No space left on device \(3 .*; "
+            r"the newest checkpoint is 1 in ",
         ):
             c.wait()
-    what = r"No space left on device \(\d attempts? in 0 s\); the newest checkpoint is 1 in \S+; the next save tries again"
+    what = (
+        r"No space left on device \(\d attempts? in 0 s\); the newest checkpoint is 1 in \S+; the "
+        r"next save tries again"
+    )
     line = rf"warning: step 2 is not saved: {what}"
     assert len(said) == 1 and re.fullmatch(line, said[0]), said
     assert not caplog.records and [path.name for path in tmp_path.iterdir()] == ["1"]
@@ -346,7 +369,9 @@ def test_a_save_that_fails_does_not_hold_up_the_next(tmp_path, monkeypatch):
     c.save(2, state(layout), {})
     c.close()
     assert time.monotonic() - began < 50 and len(begun) == 2 and latest_step(tmp_path) == 2
-    assert said[0].endswith(f"(1 attempt in 0 s); there is no checkpoint in {tmp_path}; the next save tries again")
+    assert said[0].endswith(
+        f"(1 attempt in 0 s); there is no checkpoint in {tmp_path}; the next save tries again"
+    )
 
 
 def test_a_fault_in_the_program_is_no_failure_of_the_storage(tmp_path, monkeypatch):
@@ -362,7 +387,9 @@ def test_parameters_alone(saved):
     folder, _ = saved
     layout = Layout(7, stages=1)
     part = lambda state: {"params": state["params"]}
-    restored = restore(folder, 5, part(abstract_state(layout)), part(stored_shapes(layout)), layout.placement)
+    restored = restore(
+        folder, 5, part(abstract_state(layout)), part(stored_shapes(layout)), layout.placement
+    )
     assert_same(restored, {"params": state(layout)["params"]})
 
 
@@ -381,14 +408,19 @@ def test_a_missing_array_is_named(saved):
     def add(abstract, shapes):
         abstract["positions"], shapes["positions"] = abstract["table"], shapes["table"]
 
-    assert "params/embed/positions is not stored; float32[13, 8] is wanted" in restore_with(saved, add)
+    assert "params/embed/positions is not stored; float32[13, 8] is wanted" in restore_with(
+        saved, add
+    )
 
 
 def test_an_array_of_another_shape_is_named(saved):
     def shrink(abstract, shapes):
         shapes["table"] = (12, 8)
 
-    assert "params/embed/table is stored as float32[13, 8]; float32[12, 8] is wanted" in restore_with(saved, shrink)
+    assert (
+        "params/embed/table is stored as float32[13, 8]; float32[12, 8] is wanted"
+        in restore_with(saved, shrink)
+    )
 
 
 def test_an_array_of_another_dtype_is_named(saved):
@@ -396,12 +428,18 @@ def test_an_array_of_another_dtype_is_named(saved):
         t = abstract["table"]
         abstract["table"] = jax.ShapeDtypeStruct(t.shape, jnp.bfloat16, sharding=t.sharding)
 
-    assert "params/embed/table is stored as float32[13, 8]; bfloat16[13, 8] is wanted" in restore_with(saved, narrow)
+    assert (
+        "params/embed/table is stored as float32[13, 8]; bfloat16[13, 8] is wanted"
+        in restore_with(saved, narrow)
+    )
 
 
 def test_another_number_of_layers_is_named(saved):
     layout = Layout(6)
-    with pytest.raises(CheckpointError, match=r"layers/mlp/w is stored as float32\[7, 8, 16\]; float32\[6, 8, 16\] is wanted"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"layers/mlp/w is stored as float32\[7, 8, 16\]; float32\[6, 8, 16\] is wanted",
+    ):
         checkpointer(saved[0], layout).restore(5, abstract_state(layout))
 
 
@@ -414,11 +452,14 @@ def test_damaged_trees_are_named_in_plain_words(saved):
 
 
 def save_of(config: configs.Config, folder, *at: int):
-    """A Checkpointer and the abstract state of a run of this config, after it has saved zeros at these steps."""
+    """A Checkpointer and the abstract state of a run of this config, after it has saved zeros at
+    these steps."""
     step = make_step(config, small.mesh_of(config))
     abstract = step.abstract_state()
     made = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
-    c = Checkpointer(folder, step.layout.placement, state_module.stored_shapes(step.layout, step.optimizer))
+    c = Checkpointer(
+        folder, step.layout.placement, state_module.stored_shapes(step.layout, step.optimizer)
+    )
     for number in at:
         c.save(number, made, {})
     c.close()
@@ -427,9 +468,13 @@ def save_of(config: configs.Config, folder, *at: int):
 
 def test_a_state_that_is_cut_off_is_known_without_reading_it(tmp_path):
     # A value of more than 1 KiB lies in a file of its own, which is not the tree's.
-    c, abstract = save_of(small.config((1, 2, 1), changes={"model.mlp_width": 512}).resolve(), tmp_path, 5, 6)
+    c, abstract = save_of(
+        small.config((1, 2, 1), changes={"model.mlp_width": 512}).resolve(), tmp_path, 5, 6
+    )
     assert choose(tmp_path, {}).step == 6
-    file = max((tmp_path / "6" / "state").glob("ocdbt.process_*/d/*"), key=lambda file: file.stat().st_size)
+    file = max(
+        (tmp_path / "6" / "state").glob("ocdbt.process_*/d/*"), key=lambda file: file.stat().st_size
+    )
     name = file.relative_to(tmp_path / "6")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     choice = choose(tmp_path, {})
@@ -439,16 +484,19 @@ def test_a_state_that_is_cut_off_is_known_without_reading_it(tmp_path):
         c.restore(6, abstract)
     (tmp_path / "6" / "manifest.json").unlink()  # as one that was saved before there were any
     choice = choose(tmp_path, {})
-    assert re.fullmatch(rf"6 \(its state is cut off: {name} has [\d,]+ bytes of at least [\d,]+\)", str(choice)), str(choice)
+    assert re.fullmatch(
+        rf"6 \(its state is cut off: {name} has [\d,]+ bytes of at least [\d,]+\)", str(choice)
+    ), str(choice)
     file.unlink()
     assert str(choose(tmp_path, {})) == f"6 (its state has no {name.relative_to('state')})"
 
 
-# --- what is set aside -----------------------------------------------------------------------------------------------------------
+# --- what is set aside ----------------------------------------------------------------------------
 
 
 def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
-    """Nothing is lost, nothing is in the way of a save, and whole steps are not deleted for what is none."""
+    """Nothing is lost, nothing is in the way of a save, and whole steps are not deleted for what is
+    none."""
     folder, layout = saved
     (folder / "6").mkdir()
     (folder / "7").write_text("mine")
@@ -464,24 +512,48 @@ def test_what_has_a_step_s_name_is_set_aside_by_the_first_save(saved):
     (folder / "8").mkdir()  # while the run goes on
     assert c.save(8, state(layout), {})
     c.close()
-    moved = ["100.broken-1", "100.broken-2", "200.broken-1", "6.broken-1", "7.broken-1", "8.broken-1", "8.broken-2"]
+    moved = [
+        "100.broken-1",
+        "100.broken-2",
+        "200.broken-1",
+        "6.broken-1",
+        "7.broken-1",
+        "8.broken-1",
+        "8.broken-2",
+    ]
     assert sorted(p.name for p in folder.iterdir()) == sorted(["7", "8", "notes", *moved])
-    assert (folder / "7.broken-1").read_text() == "mine" and (folder / "100.broken-2" / "state").exists()
-    assert f"set aside in {folder}: 6 (an empty folder) is now 6.broken-1" in said and len(said) == len(moved) - 1
+    assert (folder / "7.broken-1").read_text() == "mine" and (
+        folder / "100.broken-2" / "state"
+    ).exists()
+    assert (
+        f"set aside in {folder}: 6 (an empty folder) is now 6.broken-1" in said
+        and len(said) == len(moved) - 1
+    )
     assert_same(c.restore(8, abstract_state(layout)), state(layout))
 
 
-@pytest.mark.parametrize("changed", [{}, {"train.diloco_inner_steps": 4, "mesh.replica": 2}], ids=["synchronous", "apart"])
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"train.diloco_inner_steps": 4, "mesh.replica": 2}],
+    ids=["synchronous", "apart"],
+)
 def test_arrays_that_the_config_of_the_meta_does_not_make(tmp_path, changed):
     """Expected without a device, by the config alone: compared with what a run of it stores."""
     config = configs.replace(small.config((1, 2, 1)), changed).resolve()
     save_of(config, tmp_path, 3)
-    meta, stored = Meta(configs.to_dict(config)), database.shapes(database.read(epath.Path(tmp_path / "3" / "state")))
+    meta, stored = (
+        Meta(configs.to_dict(config)),
+        database.shapes(database.read(epath.Path(tmp_path / "3" / "state"))),
+    )
     assert expected_shapes(config) == stored
     assert wrong_arrays(meta, stored) == ""
     wider = Meta(configs.to_dict(configs.replace(config, {"model.mlp_width": 99})))
-    assert re.fullmatch(r"its state's \S+mlp\S+ is \[.*\], not \[.*99.*\]", wrong_arrays(wider, stored))
-    assert wrong_arrays(Meta(configs.to_dict(configs.replace(config, {"model.biases": True}))), stored).startswith("its state lacks ")
+    assert re.fullmatch(
+        r"its state's \S+mlp\S+ is \[.*\], not \[.*99.*\]", wrong_arrays(wider, stored)
+    )
+    assert wrong_arrays(
+        Meta(configs.to_dict(configs.replace(config, {"model.biases": True}))), stored
+    ).startswith("its state lacks ")
 
 
 def test_a_state_of_another_placement_is_refused(tmp_path):
@@ -496,7 +568,10 @@ def test_a_state_of_another_placement_is_refused(tmp_path):
             c.save(1, state(layout), {})
     live, shapes = state(layout), stored_shapes(layout)
     del live["params"]["layers"]["1"], shapes["params"]["layers"]["1"]
-    with pytest.raises(ValueError, match="params/layers/mlp/w: 1 units are not the 2 of 18 layers over 2 stages × 2 chunks"):
+    with pytest.raises(
+        ValueError,
+        match="params/layers/mlp/w: 1 units are not the 2 of 18 layers over 2 stages × 2 chunks",
+    ):
         Checkpointer(tmp_path / "run", layout.placement, shapes).save(1, live, {})
     assert not (tmp_path / "run").exists()
 
@@ -507,7 +582,13 @@ def test_saving_and_restoring_take_no_device_memory_but_the_state(tmp_path, monk
 
     def live() -> int:
         # Arrays share buffers with their shards.
-        return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for x in jax.live_arrays() for s in x.addressable_shards}.values())
+        return sum(
+            {
+                s.data.unsafe_buffer_pointer(): s.data.nbytes
+                for x in jax.live_arrays()
+                for s in x.addressable_shards
+            }.values()
+        )
 
     def watch(name):
         original = getattr(storage, name)
@@ -534,5 +615,10 @@ def test_saving_and_restoring_take_no_device_memory_but_the_state(tmp_path, monk
     seen.clear()
     restored = c.restore(1, abstract_state(layout))
     assert max(seen) <= live()
-    whole = sum(x.nbytes for leaf in jax.tree.leaves(restored) for s in leaf.addressable_shards for x in [s.data])
+    whole = sum(
+        x.nbytes
+        for leaf in jax.tree.leaves(restored)
+        for s in leaf.addressable_shards
+        for x in [s.data]
+    )
     assert live() - base <= whole

@@ -1,4 +1,5 @@
-"""Which of the things in a folder of checkpoints are whole steps, without jax: damage of every kind to one made by hand."""
+"""Which of the things in a folder of checkpoints are whole steps, without jax: damage of every kind
+to one made by hand."""
 
 import errno
 import json
@@ -31,18 +32,27 @@ SHAPES = {"params/embed/table": (13, 8), "params/layers/mlp/w": (7, 8, 16), "ste
 
 def meta_of(step: int) -> dict:
     tokenizer = {"kind": "bytes"}
-    meta = {"config": configs.to_dict(configs.Config().resolve()), "step": step, "checksum": "12" * 32, "tokenizer": tokenizer}
+    meta = {
+        "config": configs.to_dict(configs.Config().resolve()),
+        "step": step,
+        "checksum": "12" * 32,
+        "tokenizer": tokenizer,
+    }
     return json.loads(json.dumps(meta))
 
 
 def write_state(folder: pathlib.Path) -> None:
     """A database with a tree of several levels; most values are in a file of their own."""
     sizes = {"max_decoded_node_bytes": 300, "max_inline_value_bytes": 200}
-    database = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/", "config": sizes}).result()
+    database = ts.KvStore.open(
+        {"driver": "ocdbt", "base": f"file://{folder}/", "config": sizes}
+    ).result()
     with ts.Transaction() as transaction:
         for name, shape in SHAPES.items():
             key = name.replace("/", ".")
-            database.with_transaction(transaction)[f"{key}/.zarray"] = json.dumps({"shape": shape, "zarr_format": 2})
+            database.with_transaction(transaction)[f"{key}/.zarray"] = json.dumps(
+                {"shape": shape, "zarr_format": 2}
+            )
             for piece in range(20):
                 database.with_transaction(transaction)[f"{key}/{piece}"] = bytes(300)
 
@@ -72,7 +82,12 @@ def folder(original, tmp_path):
 
 def test_the_newest_by_number(folder):
     choice = choose(folder, TO_TRAIN)
-    assert (choice.step, choice.meta, choice.steps, choice.strangers) == (12, Meta.from_json(meta_of(12)), (9, 12), ())
+    assert (choice.step, choice.meta, choice.steps, choice.strangers) == (
+        12,
+        Meta.from_json(meta_of(12)),
+        (9, 12),
+        (),
+    )
     assert read_meta(folder, 9) == meta_of(9)
     assert database.shapes(database.read(epath.Path(folder / "12" / "state"))) == SHAPES
     assert choose(folder / "none", TO_TRAIN).step is None
@@ -80,7 +95,10 @@ def test_the_newest_by_number(folder):
 
 def test_the_newest_before_a_step(folder):
     assert choose(folder, TO_TRAIN, before=13).step == 12
-    assert (choose(folder, TO_TRAIN, before=12).step, choose(folder, TO_TRAIN, before=12).steps) == (9, (9,))
+    assert (
+        choose(folder, TO_TRAIN, before=12).step,
+        choose(folder, TO_TRAIN, before=12).steps,
+    ) == (9, (9,))
     assert choose(folder, TO_TRAIN, before=9).step is None
 
 
@@ -91,7 +109,16 @@ def test_the_position_of_older_checkpoints_is_their_step():
 
 def test_what_is_no_step(folder):
     """Named, but for what a kill leaves, what was set aside before, and what is hidden."""
-    for name in ("100", "notes", "07", "12.orbax-checkpoint-tmp", "12.orbax-checkpoint-tmp-3", "50.broken-1", ".nfs01", "１３"):
+    for name in (
+        "100",
+        "notes",
+        "07",
+        "12.orbax-checkpoint-tmp",
+        "12.orbax-checkpoint-tmp-3",
+        "50.broken-1",
+        ".nfs01",
+        "１３",
+    ):
         (folder / name).mkdir()
     (folder / "200").write_text("")
     (folder / "list.txt").write_text("")
@@ -100,7 +127,8 @@ def test_what_is_no_step(folder):
     assert choice.step == 12
     assert str(choice) == (
         "100 (an empty folder), 200 (a file), 300 (a link to nothing), "
-        "07 (no step's name), list.txt (no step's name), notes (no step's name), １３ (no step's name)"
+        "07 (no step's name), list.txt (no step's name), notes (no step's name), １３ (no "
+        "step's name)"
     )
     assert not any(s.holds for s in choice.strangers)
     assert [s.step for s in choice.strangers] == [100, 200, 300, None, None, None, None]
@@ -138,10 +166,18 @@ BROKEN = {
     "its meta's 'step' is not an integer": changed(step="12"),
     "its meta is of step 9": changed(step=9),
     "its meta's config has no 'model'": changed(config={"data": {"seed": 1}}),
-    "in its meta's config model.depth=3 is an unknown setting": changed(config={"model": {"depth": 3}, "data": {"seed": 1}}),
-    "in its meta's config model=3 is a group of settings, not a value": changed(config={"model": 3, "data": {"seed": 1}}),
-    "its _CHECKPOINT_METADATA is no JSON": lambda step: (step / "_CHECKPOINT_METADATA").write_text(""),
-    "its _CHECKPOINT_METADATA is not Orbax's": lambda step: (step / "_CHECKPOINT_METADATA").write_text("[]"),
+    "in its meta's config model.depth=3 is an unknown setting": changed(
+        config={"model": {"depth": 3}, "data": {"seed": 1}}
+    ),
+    "in its meta's config model=3 is a group of settings, not a value": changed(
+        config={"model": 3, "data": {"seed": 1}}
+    ),
+    "its _CHECKPOINT_METADATA is no JSON": lambda step: (step / "_CHECKPOINT_METADATA").write_text(
+        ""
+    ),
+    "its _CHECKPOINT_METADATA is not Orbax's": lambda step: (
+        step / "_CHECKPOINT_METADATA"
+    ).write_text("[]"),
     "its state has no manifest.ocdbt": lambda step: (step / "state" / "manifest.ocdbt").unlink(),
     "its state has no d": lambda step: shutil.rmtree(step / "state" / "d"),
     "its state is damaged": lambda step: os.truncate(step / "state" / "manifest.ocdbt", 20),
@@ -169,20 +205,27 @@ def test_the_caller_s_own_check_is_asked_from_the_newest_on(folder):
 
     choice = choose(folder, TO_GENERATE, wrong)
     assert asked == [(12, SHAPES), (9, SHAPES)]
-    assert choice.step == 9 and choice.strangers == (Stranger("12", "of another model", 12, holds=True),)
+    assert choice.step == 9 and choice.strangers == (
+        Stranger("12", "of another model", 12, holds=True),
+    )
 
 
 def test_nothing_whole(folder):
     for step in (9, 12):
         (folder / str(step) / "meta" / "metadata").unlink()
     choice = choose(folder, TO_TRAIN)
-    assert (choice.step, choice.meta, choice.steps) == (None, None, ()) and all(s.holds for s in choice.strangers)
+    assert (choice.step, choice.meta, choice.steps) == (None, None, ()) and all(
+        s.holds for s in choice.strangers
+    )
     assert strangers(folder) == choice.strangers
 
 
 def test_a_folder_that_is_none(tmp_path):
     (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(CheckpointError, match=r"checkpoints cannot be read \(Not a directory\): .* or use another --workdir"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoints cannot be read \(Not a directory\): .* or use another --workdir",
+    ):
         choose(tmp_path / "checkpoints", TO_TRAIN)
 
 
@@ -201,4 +244,6 @@ def test_what_may_not_be_read(folder, monkeypatch):
 
 def test_no_jax():
     program = "import sys, jaxtrain.checkpoint.steps; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )

@@ -1,4 +1,5 @@
-"""Checkpoints in object stores: what TensorStore and Orbax are told, and, against a real S3-compatible server, saving and failing."""
+"""Checkpoints in object stores: what TensorStore and Orbax are told, and, against a real
+S3-compatible server, saving and failing."""
 
 import json
 import os
@@ -31,26 +32,41 @@ def test_a_folder_or_a_place_in_a_store(monkeypatch):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     amazon = stores.kvstore("s3://bucket/a")
-    assert (amazon["endpoint"], amazon["aws_region"], amazon["aws_credentials"]) == ("http://here:1", "eu-1", {"type": "environment"})
-    assert [stores.scheme_of(path) for path in ("s3://a", "gs://a/b", "/a", "a:/b")] == ["s3", "gs", "", ""]
+    assert (amazon["endpoint"], amazon["aws_region"], amazon["aws_credentials"]) == (
+        "http://here:1",
+        "eu-1",
+        {"type": "environment"},
+    )
+    assert [stores.scheme_of(path) for path in ("s3://a", "gs://a/b", "/a", "a:/b")] == [
+        "s3",
+        "gs",
+        "",
+        "",
+    ]
 
 
 def test_orbax_knows_s3():
-    """In all the ways that it builds specs: to write, to join what processes have written, to read."""
+    """In all the ways that it builds specs: to write, to join what processes have written, to
+    read."""
     from orbax.checkpoint._src.serialization import tensorstore_utils as orbax
 
     stores._teach_orbax()
     stores._teach_orbax()
     place = stores.kvstore("s3://bucket/run/5/state")
     spec = orbax.build_kvstore_tspec("s3://bucket/run/5/state", use_ocdbt=True)
-    assert spec["driver"] == "ocdbt" and spec["base"] == place and spec.get("manifest", place) == place
-    spec = orbax.build_kvstore_tspec("s3://bucket/run/5/state", "a.b", use_ocdbt=True, ocdbt_process_spec=None)
+    assert (
+        spec["driver"] == "ocdbt" and spec["base"] == place and spec.get("manifest", place) == place
+    )
+    spec = orbax.build_kvstore_tspec(
+        "s3://bucket/run/5/state", "a.b", use_ocdbt=True, ocdbt_process_spec=None
+    )
     assert spec["path"] == "a.b" and spec["base"] == place
     assert "s3" not in str(orbax.build_kvstore_tspec("/run/5/state", use_ocdbt=True))
 
 
 class Listing:
-    """A folder of a store whose listing is what a function gives; its library says that it is no folder."""
+    """A folder of a store whose listing is what a function gives; its library says that it is no
+    folder."""
 
     def __init__(self, names):
         self.iterdir = names
@@ -72,13 +88,16 @@ def absent():
 
 def test_a_store_that_does_not_say_what_is_there_is_no_empty_one():
     assert stores.is_folder(Listing(lambda: iter(["5"]))) and not stores.is_folder(Listing(absent))
-    with pytest.raises(CheckpointError, match=r"^gs://bucket/run cannot be read \(Forbidden: b/bucket/o\)$"):
+    with pytest.raises(
+        CheckpointError, match=r"^gs://bucket/run cannot be read \(Forbidden: b/bucket/o\)$"
+    ):
         with steps.read_errors("gs://bucket/run"):
             stores.is_folder(Listing(forbidden))
 
 
 NEEDS = "needs the package s3fs, which is not installed: pip install 'jaxtrain[s3]'"
-ADDRESSES = {  # what is no store's address, or one whose package is not installed → what every command says of it
+# what is no store's address, or one whose package is not installed → what every command says of it
+ADDRESSES = {
     "foo://x": "is in no store that is known",
     "http://bucket/run": "is in no store that is known",
     "file:///x/run": "is no store's address: use PLACE/x/run",
@@ -92,24 +111,36 @@ ADDRESSES = {  # what is no store's address, or one whose package is not install
 
 @pytest.mark.parametrize("place", ADDRESSES)
 def test_an_address_that_cannot_be_used(place, monkeypatch, capsys, tmp_path):
-    """One line and status 2, in the same words from every command. Training: tests/config and tests/test_train_places.py."""
+    """One line and status 2, in the same words from every command. Training: tests/config and
+    tests/test_train_places.py."""
     monkeypatch.setattr(addresses, "_is_installed", lambda store: False)
     monkeypatch.chdir(tmp_path)
     rule = ADDRESSES[place]
     for name in ("ls", "verify", "show", "diff", "prune"):
-        argv = [name, place, *(["elsewhere"] if name == "diff" else []), *(["--keep=1"] if name == "prune" else [])]
+        argv = [
+            name,
+            place,
+            *(["elsewhere"] if name == "diff" else []),
+            *(["--keep=1"] if name == "prune" else []),
+        ]
         assert command.main(argv) == 2
         assert capsys.readouterr() == ("", f"error: {place!r} {rule.replace('PLACE', '')}\n")
     with pytest.raises(SystemExit) as end:
         generate.main([f"--workdir={place}"])
     assert end.value.code == 2
-    assert capsys.readouterr() == ("", f"error: --workdir={place!r} {rule.replace('PLACE', '--workdir=')}\n")
+    assert capsys.readouterr() == (
+        "",
+        f"error: --workdir={place!r} {rule.replace('PLACE', '--workdir=')}\n",
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"checkpoint": {"directory": place}}))
-    assert command.main(["ls", "run"]) == 2 and f"error: {place!r} {rule}".replace("PLACE", "") in capsys.readouterr().err
+    assert (
+        command.main(["ls", "run"]) == 2
+        and f"error: {place!r} {rule}".replace("PLACE", "") in capsys.readouterr().err
+    )
 
 
-# --- with a server ---------------------------------------------------------------------------------------------------------------
+# --- with a server --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +172,8 @@ def with_marks(test):
 
 @with_marks
 def test_save_restore_keep_and_set_aside(directory):
-    """What a kill has left of a save is no step and nobody's loss; what is damaged gets another name."""
+    """What a kill has left of a save is no step and nobody's loss; what is damaged gets another
+    name."""
     assert stores.cannot_be_used(directory) == "" and names(directory) == []
     folder, said = stores.folder(directory), []
     (folder / "2" / "meta" / "metadata").write_text("{}")  # a save that did not end
@@ -162,14 +194,21 @@ def test_save_restore_keep_and_set_aside(directory):
     c = checkpointer(directory, keep=5, broken=broken, say=said.append)
     c.save(4, state(LAYOUT), {"step": 4, "version": steps.MANIFEST_SINCE})
     c.close()
-    assert names(directory) == [2, 4] and len(said) == 1 and "3 (its meta is no JSON) is now 3.broken-1" in said[0]
+    assert (
+        names(directory) == [2, 4]
+        and len(said) == 1
+        and "3 (its meta is no JSON) is now 3.broken-1" in said[0]
+    )
     assert (folder / "3.broken-1" / "manifest.json").exists()
 
 
 @with_marks
 def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
-    """A save that is under way ends well when the store is back; one that cannot says so, and the next succeeds."""
-    monkeypatch.setattr(stores, "_RETRIES", {"max_retries": 1, "initial_delay": "100ms", "max_delay": "200ms"})
+    """A save that is under way ends well when the store is back; one that cannot says so, and the
+    next succeeds."""
+    monkeypatch.setattr(
+        stores, "_RETRIES", {"max_retries": 1, "initial_delay": "100ms", "max_delay": "200ms"}
+    )
     said: list[str] = []
     c = checkpointer(directory, say=said.append)
     c.save(1, state(LAYOUT), {"step": 1, "version": steps.MANIFEST_SINCE})
@@ -187,7 +226,11 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
     c.save(3, state(LAYOUT), {"step": 3, "version": steps.MANIFEST_SINCE})
     while c.busy:
         time.sleep(0.1)
-    assert len(said) == 1 and said[0].startswith("warning: step 3 is not saved: ") and "the newest checkpoint is 2 in s3://" in said[0]
+    assert (
+        len(said) == 1
+        and said[0].startswith("warning: step 3 is not saved: ")
+        and "the newest checkpoint is 2 in s3://" in said[0]
+    )
     server.start()
     c.save(4, state(LAYOUT), {"step": 4, "version": steps.MANIFEST_SINCE})
     c.wait()
@@ -197,8 +240,12 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
     server.stop()  # before the first save of another start
     other = checkpointer(directory, say=said.append)
     assert not other.save(5, state(LAYOUT), {"step": 5, "version": steps.MANIFEST_SINCE})
-    assert len(said) == 2 and said[1].startswith("warning: step 5 is not saved: Could not connect to the endpoint URL")
-    with pytest.raises(CheckpointError, match="step 5, the last of this run, is not saved: Could not connect"):
+    assert len(said) == 2 and said[1].startswith(
+        "warning: step 5 is not saved: Could not connect to the endpoint URL"
+    )
+    with pytest.raises(
+        CheckpointError, match="step 5, the last of this run, is not saved: Could not connect"
+    ):
         other.wait()
     server.start()
     assert other.save(6, state(LAYOUT), {"step": 6, "version": steps.MANIFEST_SINCE})
@@ -208,9 +255,13 @@ def test_a_store_that_fails_for_a_while(server, directory, monkeypatch):
 
 @with_marks
 def test_a_store_that_cannot_be_used_is_told(server):
-    assert stores.cannot_be_used("s3://nobody/run").startswith("cannot be written (The specified bucket does not exist")
+    assert stores.cannot_be_used("s3://nobody/run").startswith(
+        "cannot be written (The specified bucket does not exist"
+    )
     server.stop()
     try:
-        assert stores.cannot_be_used(f"s3://{server.bucket}/run").startswith("cannot be written (Could not connect to the endpoint URL")
+        assert stores.cannot_be_used(f"s3://{server.bucket}/run").startswith(
+            "cannot be written (Could not connect to the endpoint URL"
+        )
     finally:
         server.start()

@@ -1,4 +1,5 @@
-"""Every rule of a config, the nearest setting it names, JSON, and what may change when a run continues."""
+"""Every rule of a config, the nearest setting it names, JSON, and what may change when a run
+continues."""
 
 import dataclasses
 import importlib.util
@@ -49,10 +50,14 @@ def test_defaults_and_base_work():
         assert "\n" not in field.metadata["doc"], path
 
 
-# --- rules -----------------------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes, message", RULES, ids=[" ".join(f"{k}={v!r}" for k, v in changes.items()) for changes, _ in RULES])
+@pytest.mark.parametrize(
+    "changes, message",
+    RULES,
+    ids=[" ".join(f"{k}={v!r}" for k, v in changes.items()) for changes, _ in RULES],
+)
 def test_broken_rule(changes, message, monkeypatch):
     monkeypatch.setattr(addresses, "_is_installed", lambda store: store == "s3")
     assert str(error_of(changes)) == message
@@ -77,9 +82,14 @@ def offer(error: ConfigError) -> dict[str, Any]:
 
 
 def test_the_nearest_setting_works():
-    """From configs that work, one setting is spoilt at a time: one other value of it mends it, or of one that it has to fit."""
+    """From configs that work, one setting is spoilt at a time: one other value of it mends it, or
+    of one that it has to fit."""
     chance = random.Random(0)
-    numbers = [path for path, field in cfg.fields().items() if field.type is int and path not in ("mesh.data", "train.seed", "data.seed")]
+    numbers = [
+        path
+        for path, field in cfg.fields().items()
+        if field.type is int and path not in ("mesh.data", "train.seed", "data.seed")
+    ]
     offered = 0
     for _ in range(300):
         path = chance.choice(numbers)
@@ -96,15 +106,29 @@ def test_the_nearest_setting_works():
 
 SEVERAL = [  # devices, changes, flags that mend all at once
     (16, {"mesh.model": 16, "mesh.data": 1, "mesh.stage": 1}, {"mesh.model": 8, "mesh.stage": 2}),
-    (8, {"mesh.data": 1, "mesh.stage": 1, "mesh.model": 1}, {"mesh.data": 8, "pipeline.microbatches": 2}),
+    (
+        8,
+        {"mesh.data": 1, "mesh.stage": 1, "mesh.model": 1},
+        {"mesh.data": 8, "pipeline.microbatches": 2},
+    ),
     (6, {"mesh.model": 3}, {"mesh.model": 1, "mesh.stage": 3, "pipeline.microbatches": 8}),
-    (12, {"data.batch_size": 7, "pipeline.memory": 0.1}, {"data.batch_size": 12, "pipeline.memory": 0.0}),
-    (8, {"train.steps": 0, "model.norm": "x", "optimizer.b1": 1.0}, {"train.steps": 1, "model.norm": "rmsnorm", "optimizer.b1": 0.9}),
+    (
+        12,
+        {"data.batch_size": 7, "pipeline.memory": 0.1},
+        {"data.batch_size": 12, "pipeline.memory": 0.0},
+    ),
+    (
+        8,
+        {"train.steps": 0, "model.norm": "x", "optimizer.b1": 1.0},
+        {"train.steps": 1, "model.norm": "rmsnorm", "optimizer.b1": 0.9},
+    ),
     (1, {"model.kv_heads": 3}, {"model.kv_heads": 2, "mesh.stage": 1, "mesh.model": 1}),
 ]
 
 
-@pytest.mark.parametrize("devices, changes, flags", SEVERAL, ids=[f"{n} {c}" for n, c, _ in SEVERAL])
+@pytest.mark.parametrize(
+    "devices, changes, flags", SEVERAL, ids=[f"{n} {c}" for n, c, _ in SEVERAL]
+)
 def test_all_rules_and_devices_at_once(devices, changes, flags):
     error = error_of(changes, devices)
     assert list(offer(error))[0] == error.field or error.field not in offer(error)
@@ -113,7 +137,8 @@ def test_all_rules_and_devices_at_once(devices, changes, flags):
 
 
 def test_what_was_asked_for_elsewhere_is_not_changed():
-    """`zb_h1` and 6 sequences were asked for; the recipe's repeats and microbatches have to follow."""
+    """`zb_h1` and 6 sequences were asked for; the recipe's repeats and microbatches have to
+    follow."""
     config = cfg.replace(BASE, {"pipeline.schedule": "zb_h1", "data.batch_size": 6})
     error = checks.refusal(config, Surroundings(8, "cpu", BASE))
     assert error and error.nearest == "--config.pipeline.repeats=1 --config.pipeline.microbatches=3"
@@ -121,7 +146,14 @@ def test_what_was_asked_for_elsewhere_is_not_changed():
 
 def test_the_search_is_cut_by_configs_and_still_ends_with_what_works(monkeypatch):
     monkeypatch.setattr(suggestions, "MOST_CONFIGS", 3)
-    spoilt = {"mesh.data": 3, "mesh.stage": 3, "mesh.model": 3, "data.batch_size": 7, "model.heads": 5, "model.kv_heads": 0}
+    spoilt = {
+        "mesh.data": 3,
+        "mesh.stage": 3,
+        "mesh.model": 3,
+        "data.batch_size": 7,
+        "model.heads": 5,
+        "model.kv_heads": 0,
+    }
     for devices in (8, 7):
         error = error_of(spoilt, devices)
         changes = offer(error)
@@ -132,16 +164,34 @@ def test_the_search_is_cut_by_configs_and_still_ends_with_what_works(monkeypatch
 
 
 def test_what_resolved_settings_follow_is_known():
-    """A setting whose resolved value moves with another one has it in FOLLOWS: the search tries that one."""
-    latent = cfg.replace(BASE, {"model.attention": "mla", "model.kv_rank": 8, "model.query_rank": 4, "model.rope_head_dim": 2})
-    moved = {"parallel.zero": 3, "pipeline.schedule": "gpipe", "model.attention": "gqa", "model.experts": 4}
+    """A setting whose resolved value moves with another one has it in FOLLOWS: the search tries
+    that one."""
+    latent = cfg.replace(
+        BASE,
+        {
+            "model.attention": "mla",
+            "model.kv_rank": 8,
+            "model.query_rank": 4,
+            "model.rope_head_dim": 2,
+        },
+    )
+    moved = {
+        "parallel.zero": 3,
+        "pipeline.schedule": "gpipe",
+        "model.attention": "gqa",
+        "model.experts": 4,
+    }
     for base in (Config(), cfg.replace(latent, {"model.kv_heads": 0})):
         for path, field in cfg.fields().items():
             if path not in moved and (field.type is not int or field.metadata["choices"]):
                 continue
-            changed = cfg.replace(base, {path: moved[path] if path in moved else 3 * cfg.get(base, path) + 16})
+            changed = cfg.replace(
+                base, {path: moved[path] if path in moved else 3 * cfg.get(base, path) + 16}
+            )
             for other in cfg.fields():
-                if other != path and cfg.get(base.resolve(), other) != cfg.get(changed.resolve(), other):
+                if other != path and cfg.get(base.resolve(), other) != cfg.get(
+                    changed.resolve(), other
+                ):
                     assert path in cfg.FOLLOWS[other], (path, other)
 
 
@@ -168,7 +218,7 @@ def test_a_suggestion_is_read_back_as_it_was_meant(path, value):
     assert found == value and type(found) is type(value)
 
 
-# --- settings without a use ------------------------------------------------------------------------------------------------------
+# --- settings without a use -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes, note", UNUSED, ids=[str(changes) for changes, _ in UNUSED])
@@ -191,7 +241,7 @@ def test_every_setting_that_may_have_no_use_is_tried():
     assert len(paths - tried) < len(paths) / 2
 
 
-# --- devices ---------------------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 
 def test_what_is_left_is_filled_in():
@@ -205,12 +255,14 @@ DEVICES = [
     (
         8,
         {"mesh.stage": 3},
-        "mesh.stage=3 does not fit: mesh.stage=3 × mesh.model=2 = 6 does not divide the 8 devices: use --config.mesh.stage=2 (or 1, 4)",
+        "mesh.stage=3 does not fit: mesh.stage=3 × mesh.model=2 = 6 does not divide the 8 "
+        "devices: use --config.mesh.stage=2 (or 1, 4)",
     ),
     (
         8,
         {"mesh.data": 4},
-        "mesh.data=4 does not fit: mesh.data=4 × mesh.stage=2 × mesh.model=2 = 16 is not the 8 devices: use --config.mesh.data=2",
+        "mesh.data=4 does not fit: mesh.data=4 × mesh.stage=2 × mesh.model=2 = 16 is not the "
+        "8 devices: use --config.mesh.data=2",
     ),
     (
         1,
@@ -218,22 +270,31 @@ DEVICES = [
         "mesh.stage=2 does not fit: mesh.stage=2 × mesh.model=2 = 4 does not divide the 1 device"
         ": use --config.mesh.stage=1 --config.mesh.model=1",
     ),
-    (64, {}, "pipeline.microbatches=4 × mesh.data=16 does not divide data.batch_size=16: use --config.pipeline.microbatches=1"),
+    (
+        64,
+        {},
+        "pipeline.microbatches=4 × mesh.data=16 does not divide data.batch_size=16: use "
+        "--config.pipeline.microbatches=1",
+    ),
     (
         12,
         {},
-        "data.batch_size=16 is no multiple of mesh.data=3 × pipeline.microbatches=4, that is 12: use --config.data.batch_size=12 (or 24)",
+        "data.batch_size=16 is no multiple of mesh.data=3 × pipeline.microbatches=4, that is "
+        "12: use --config.data.batch_size=12 (or 24)",
     ),
 ]
 
 
-@pytest.mark.parametrize("devices, changes, message", DEVICES, ids=[f"{n} {c}" for n, c, _ in DEVICES])
+@pytest.mark.parametrize(
+    "devices, changes, message", DEVICES, ids=[f"{n} {c}" for n, c, _ in DEVICES]
+)
 def test_devices(devices, changes, message):
     assert str(error_of(changes, devices)) == message
 
 
 def test_rules_hold_for_what_was_filled_in():
-    """32 devices leave 8 stages of 2 chunks for 8 layers: known only with the devices, and refused by the usual rule."""
+    """32 devices leave 8 stages of 2 chunks for 8 layers: known only with the devices, and refused
+    by the usual rule."""
     error = error_of({"mesh.data": 2, "mesh.stage": -1}, 32)
     assert "makes more chunks (mesh.stage=8 · pipeline.repeats=2) than model.layers=8" in str(error)
 
@@ -247,11 +308,15 @@ def test_the_nearest_mesh_works(devices):
 
 
 def test_a_kernel_and_a_mesh_at_once():
-    error = checks.refusal(cfg.replace(BASE, {"model.attention_kernel": "cudnn"}), Surroundings(2, "cpu"))
-    assert error and set(offer(error)) in ({path, "model.attention_kernel"} for path in ("mesh.stage", "mesh.model"))
+    error = checks.refusal(
+        cfg.replace(BASE, {"model.attention_kernel": "cudnn"}), Surroundings(2, "cpu")
+    )
+    assert error and set(offer(error)) in (
+        {path, "model.attention_kernel"} for path in ("mesh.stage", "mesh.model")
+    )
 
 
-# --- files -----------------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_files(tmp_path):
@@ -259,30 +324,49 @@ def test_files(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("{}")
     checks.check(BASE, files)
     checks.check(
-        cfg.replace(BASE, {"data.source": str(tmp_path / "corpus.jsonl"), "data.tokenizer": str(tmp_path / "corpus.jsonl")}), files
+        cfg.replace(
+            BASE,
+            {
+                "data.source": str(tmp_path / "corpus.jsonl"),
+                "data.tokenizer": str(tmp_path / "corpus.jsonl"),
+            },
+        ),
+        files,
     )
     checks.check(cfg.replace(BASE, {"data.source": str(tmp_path)}), files)
     with pytest.raises(ConfigError) as error:
         checks.check(cfg.replace(BASE, {"data.source": str(tmp_path / "corpsu.jsonl")}), files)
-    assert str(error.value).endswith(f"is neither 'stdlib' nor an existing path: use --config.data.source={tmp_path}/corpus.jsonl")
+    assert str(error.value).endswith(
+        "is neither 'stdlib' nor an existing path: use "
+        f"--config.data.source={tmp_path}/corpus.jsonl"
+    )
     with pytest.raises(ConfigError, match=r"data\.tokenizer=''.*use --config.data.tokenizer=bytes"):
         checks.check(cfg.replace(BASE, {"data.tokenizer": ""}), files)
     os.mkfifo(tmp_path / "pipe")
     for path, value in (("data.tokenizer", tmp_path), ("data.tokenizer", tmp_path / "pipe")):
-        with pytest.raises(ConfigError, match=f"{path}='{value}' is not a regular file: use --config.{path}="):
+        with pytest.raises(
+            ConfigError, match=f"{path}='{value}' is not a regular file: use --config.{path}="
+        ):
             checks.check(cfg.replace(BASE, {path: str(value)}), files)
     for value in (tmp_path / "pipe", "/dev/zero", "/dev/null"):
-        with pytest.raises(ConfigError, match=f"data.source='{value}' is not a regular file or a folder: use --config.data.source="):
+        with pytest.raises(
+            ConfigError,
+            match=f"data.source='{value}' is not a regular file or a folder: use "
+            "--config.data.source=",
+        ):
             checks.check(cfg.replace(BASE, {"data.source": str(value)}), files)
 
 
-# --- resolve, JSON, continuing ---------------------------------------------------------------------------------------------------
+# --- resolve, JSON, continuing --------------------------------------------------------------------
 
 
 def test_resolve():
     model = cfg.ModelConfig(width=96, heads=6)
     resolved = Config(model=model, data=cfg.DataConfig(sequence_length=64)).resolve()
-    assert dataclasses.replace(model, kv_heads=6, head_dim=16, mlp_width=384, max_positions=64) == resolved.model
+    assert (
+        dataclasses.replace(model, kv_heads=6, head_dim=16, mlp_width=384, max_positions=64)
+        == resolved.model
+    )
     assert resolved.resolve() == resolved
     own = dataclasses.replace(model, kv_heads=2, head_dim=8, mlp_width=10, max_positions=100)
     assert Config(model=own).resolve().model == own
@@ -295,11 +379,24 @@ def test_resolve_of_experts_and_latents():
     assert experts(router_normalize="never").router_normalize == "never"
     latent = cfg.ModelConfig(attention="mla", norm_epsilon=1e-5)
     assert Config(model=latent).resolve().model.latent_norm_epsilon == 1e-5
-    assert Config(model=dataclasses.replace(latent, latent_norm_epsilon=1e-6)).resolve().model.latent_norm_epsilon == 1e-6
+    assert (
+        Config(model=dataclasses.replace(latent, latent_norm_epsilon=1e-6))
+        .resolve()
+        .model.latent_norm_epsilon
+        == 1e-6
+    )
 
 
 def test_json_round_trip():
-    config = cfg.replace(BASE, {"data.loss_mask": ("a", "b"), "optimizer.epsilon": 1e-9, "model.biases": True, "data.cache": "ü"})
+    config = cfg.replace(
+        BASE,
+        {
+            "data.loss_mask": ("a", "b"),
+            "optimizer.epsilon": 1e-9,
+            "model.biases": True,
+            "data.cache": "ü",
+        },
+    )
     again = cfg.from_dict(json.loads(json.dumps(cfg.to_dict(config))))
     assert again == config
     assert isinstance(again.data.loss_mask, tuple)
@@ -319,11 +416,26 @@ def test_from_dict_takes_what_is_missing_from_the_defaults_and_integers_for_floa
         ({"mash": {"stage": 2}}, "mash={'stage': 2} is an unknown group of settings: use mesh"),
         ({"mesh": 3}, "mesh=3 is a group of settings, not a value: use --config.mesh.replica=1"),
         ({"mesh": {"stage": True}}, "mesh.stage=True is not an integer: use --config.mesh.stage=1"),
-        ({"model": {"biases": 0}}, "model.biases=0 is not a boolean (true or false): use --config.model.biases=false"),
-        ({"model": {"norm": None}}, "model.norm=None is not a string: use --config.model.norm=rmsnorm"),
-        ({"optimizer": {"b1": "0.9"}}, "optimizer.b1='0.9' is not a number: use --config.optimizer.b1=0.9"),
-        ({"data": {"loss_mask": "prompt"}}, "data.loss_mask='prompt' is not a tuple of strings: use --config.data.loss_mask=prompt"),
-        ({"data": {"loss_mask": [1]}}, "data.loss_mask=[1] is not a tuple of strings: use --config.data.loss_mask="),
+        (
+            {"model": {"biases": 0}},
+            "model.biases=0 is not a boolean (true or false): use --config.model.biases=false",
+        ),
+        (
+            {"model": {"norm": None}},
+            "model.norm=None is not a string: use --config.model.norm=rmsnorm",
+        ),
+        (
+            {"optimizer": {"b1": "0.9"}},
+            "optimizer.b1='0.9' is not a number: use --config.optimizer.b1=0.9",
+        ),
+        (
+            {"data": {"loss_mask": "prompt"}},
+            "data.loss_mask='prompt' is not a tuple of strings: use --config.data.loss_mask=prompt",
+        ),
+        (
+            {"data": {"loss_mask": [1]}},
+            "data.loss_mask=[1] is not a tuple of strings: use --config.data.loss_mask=",
+        ),
     ],
 )
 def test_from_dict_is_strict(values, message):
@@ -355,7 +467,9 @@ def test_from_dict_is_strict(values, message):
 )
 def test_what_cannot_continue(changes):
     field = next(iter(changes))
-    with pytest.raises(ConfigError, match=f"{field}=.* cannot continue a checkpoint of {field}=") as error:
+    with pytest.raises(
+        ConfigError, match=f"{field}=.* cannot continue a checkpoint of {field}="
+    ) as error:
         checks.refuse_to_continue(BASE, cfg.replace(BASE, changes))
     assert error.value.field == field
 
@@ -385,8 +499,15 @@ def test_what_can_continue():
 
 
 def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
-    """In the form in which it was asked for: what follows a setting needs no flag; and the mesh has to fit what is put back."""
-    asked = {"model.width": 256, "model.heads": 16, "data.seed": 3, "train.seed": 2, "mesh.model": 16}
+    """In the form in which it was asked for: what follows a setting needs no flag; and the mesh has
+    to fit what is put back."""
+    asked = {
+        "model.width": 256,
+        "model.heads": 16,
+        "data.seed": 3,
+        "train.seed": 2,
+        "mesh.model": 16,
+    }
     around = Surroundings(64, "cpu", BASE)
     base = cfg.replace(BASE, {"model.kv_heads": 0, "pipeline.microbatches": 1})
     with pytest.raises(ConfigError) as raised:
@@ -404,27 +525,41 @@ def test_all_that_a_checkpoint_keeps_is_put_back_at_once():
 
 def test_where_no_setting_continues_a_checkpoint_another_folder_does():
     """Three devices cannot share eight sequences."""
-    plain = {"pipeline.microbatches": 1, "pipeline.schedule": "1f1b", "pipeline.repeats": 1, "mesh.stage": 1, "mesh.model": 1}
+    plain = {
+        "pipeline.microbatches": 1,
+        "pipeline.schedule": "1f1b",
+        "pipeline.repeats": 1,
+        "mesh.stage": 1,
+        "mesh.model": 1,
+    }
     old = cfg.replace(BASE, plain | {"data.batch_size": 8, "model.layers": 2})
     with pytest.raises(ConfigError) as raised:
-        checks.refuse_to_continue(old, cfg.replace(old, {"data.batch_size": 7}), Surroundings(7, "cpu", old))
+        checks.refuse_to_continue(
+            old, cfg.replace(old, {"data.batch_size": 7}), Surroundings(7, "cpu", old)
+        )
     assert str(raised.value).endswith(": use another --workdir, or other than 7 devices")
 
 
 def test_replicas_that_train_apart_stay_as_many():
     apart = cfg.replace(BASE, {"mesh.replica": 2, "train.diloco_inner_steps": 20})
-    outer = {"train.diloco_inner_steps": 30, "precision.outer": "int8", "optimizer.outer_learning_rate": 1.0, "mesh.data": 4}
+    outer = {
+        "train.diloco_inner_steps": 30,
+        "precision.outer": "int8",
+        "optimizer.outer_learning_rate": 1.0,
+        "mesh.data": 4,
+    }
     checks.refuse_to_continue(apart, cfg.replace(apart, outer))
     with pytest.raises(
         ConfigError,
-        match="mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: use --config.mesh.replica=2 .or another --workdir.",
+        match="mesh.replica=4 cannot continue a checkpoint of mesh.replica=2: use "
+        "--config.mesh.replica=2 .or another --workdir.",
     ):
         checks.refuse_to_continue(apart, cfg.replace(apart, {"mesh.replica": 4}))
     with pytest.raises(ConfigError, match="train.diloco_inner_steps=0 cannot continue"):
         checks.refuse_to_continue(apart, cfg.replace(apart, {"train.diloco_inner_steps": 0}))
 
 
-# --- recipes ---------------------------------------------------------------------------------------------------------------------
+# --- recipes --------------------------------------------------------------------------------------
 
 
 def recipe(name: str) -> Config:
@@ -439,21 +574,33 @@ def parameters(config: Config) -> int:
     m = config.resolve().model
     bias = int(m.biases)
     norm = m.width * (2 if m.norm == "layernorm" and m.biases else 1)
-    attention = m.width * m.head_dim * (2 * m.heads + 2 * m.kv_heads) + bias * (m.head_dim * (m.heads + 2 * m.kv_heads) + m.width)
+    attention = m.width * m.head_dim * (2 * m.heads + 2 * m.kv_heads) + bias * (
+        m.head_dim * (m.heads + 2 * m.kv_heads) + m.width
+    )
     wide = 2 if m.activation == "swiglu" else 1
     mlp = m.width * m.mlp_width * (wide + 1) + bias * (m.mlp_width * wide + m.width)
-    table = m.vocab_size * m.width * (1 if m.tied_embeddings else 2) + (m.max_positions * m.width if m.positions == "learned" else 0)
+    table = m.vocab_size * m.width * (1 if m.tied_embeddings else 2) + (
+        m.max_positions * m.width if m.positions == "learned" else 0
+    )
     return m.layers * (attention + mlp + 2 * norm) + norm + table
 
 
 @pytest.mark.parametrize(
     "name, published, devices",
-    [("gpt2_124m", 124_439_808, 8), ("llama3_8b", 8_030_261_248, 64), ("gpt3_175b", 174.6e9, 1024), ("gpt_1t", 1008.0e9, 3072)],
+    [
+        ("gpt2_124m", 124_439_808, 8),
+        ("llama3_8b", 8_030_261_248, 64),
+        ("gpt3_175b", 174.6e9, 1024),
+        ("gpt_1t", 1008.0e9, 3072),
+    ],
 )
 def test_recipe_has_its_published_size(name, published, devices):
-    """GPT-2 and Llama 3: the parameters of the released weights; GPT-3 and the trillion of Megatron-LM: their papers, to half a percent."""
+    """GPT-2 and Llama 3: the parameters of the released weights; GPT-3 and the trillion of
+    Megatron-LM: their papers, to half a percent."""
     config = recipe(name)
-    assert parameters(config) == pytest.approx(published, rel=0 if isinstance(published, int) else 5e-3)
+    assert parameters(config) == pytest.approx(
+        published, rel=0 if isinstance(published, int) else 5e-3
+    )
     checks.check(config)
     checks.check_devices(config, devices)
 
@@ -464,7 +611,8 @@ def test_a_kernel_of_other_devices():
     with pytest.raises(ConfigError) as raised:
         checks.check_devices(config, 8, "cpu")
     assert str(raised.value).endswith(
-        "is for NVIDIA GPUs, and the devices here are of platform 'cpu': use --config.model.attention_kernel=auto"
+        "is for NVIDIA GPUs, and the devices here are of platform 'cpu': use "
+        "--config.model.attention_kernel=auto"
     )
 
 
@@ -474,12 +622,21 @@ def test_tiny_runs_on_eight_devices():
     assert checks.check_devices(config, 8).mesh == cfg.MeshConfig(data=2, stage=2, model=2)
 
 
-# --- what a resume changes -------------------------------------------------------------------------------------------------------
+# --- what a resume changes ------------------------------------------------------------------------
 
 
 def test_what_a_resume_changes_is_listed():
-    """Resolved values, as they are written in flags, in the order of the settings; nothing where nothing differs."""
-    old = cfg.replace(BASE, {"optimizer.learning_rate": 0.003, "mesh.data": 4, "pipeline.repeats": 0, "pipeline.schedule": "1f1b"})
+    """Resolved values, as they are written in flags, in the order of the settings; nothing where
+    nothing differs."""
+    old = cfg.replace(
+        BASE,
+        {
+            "optimizer.learning_rate": 0.003,
+            "mesh.data": 4,
+            "pipeline.repeats": 0,
+            "pipeline.schedule": "1f1b",
+        },
+    )
     assert changes(old, old) == []
     assert changes(old, old.resolve()) == []  # a default that was filled in is no change
     stored = cfg.to_dict(old.resolve())

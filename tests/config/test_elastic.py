@@ -1,11 +1,14 @@
-"""Elastic meshes: which sizes give way, that the batch and a device's memory stay, and that everything else is an error as before."""
+"""Elastic meshes: which sizes give way, that the batch and a device's memory stay, and that
+everything else is an error as before."""
 
 import pytest
 
 from jaxtrain import config as cfg
 from jaxtrain.config import ConfigError, checks, elastic
 
-BASE = cfg.replace(cfg.Config(), {"mesh.elastic": True, "data.batch_size": 96, "pipeline.microbatches": 2})
+BASE = cfg.replace(
+    cfg.Config(), {"mesh.elastic": True, "data.batch_size": 96, "pipeline.microbatches": 2}
+)
 
 
 def sizes(asked: dict, devices: int) -> tuple[int, int, int]:
@@ -40,7 +43,10 @@ def test_replica_and_data_give_way(replica, data, devices, found):
 def test_the_other_axes_stay():
     asked = {"mesh.data": 4, "mesh.stage": 2, "mesh.model": 2}
     assert sizes(asked, 8) == (1, 2, 4)
-    with pytest.raises(ConfigError, match=r"mesh.data=4 × mesh.stage=2 × mesh.model=2 = 16 is not the 6 devices: use "):
+    with pytest.raises(
+        ConfigError,
+        match=r"mesh.data=4 × mesh.stage=2 × mesh.model=2 = 16 is not the 6 devices: use ",
+    ):
         sizes(asked, 6)
 
 
@@ -76,7 +82,10 @@ def test_the_line_says_what_gave_way():
     asked = cfg.replace(BASE, {"mesh.replica": 2, "mesh.data": 4})
     say = lambda devices: elastic.notes(asked, checks.check_devices(asked, devices))
     changed = "mesh.replica 2 → 1, pipeline.microbatches 2 → 4"
-    assert say(4) == [f"elastic: {changed} for the 4 devices at hand; a step still has 96 sequences"] and say(8) == []
+    assert (
+        say(4) == [f"elastic: {changed} for the 4 devices at hand; a step still has 96 sequences"]
+        and say(8) == []
+    )
 
 
 def test_a_checkpoint_of_another_size_is_continued():

@@ -1,4 +1,5 @@
-"""config/flags.py for all commands: values and words in any order, what is suggested works, and all that is wrong is said at once."""
+"""config/flags.py for all commands: values and words in any order, what is suggested works, and all
+that is wrong is said at once."""
 
 import itertools
 import shlex
@@ -28,7 +29,11 @@ COMMANDS = {
     "launch": launch.FLAGS,
 } | {f"checkpoint {name}": flags for name, flags in checkpoint.FLAGS.items()}
 HOSTILE = ("four", "", "-1", "-1000000000000", "1e308", "nan", "inf", str(2**63), "19.8", "maybe")
-FLAGS = (Flag("size", 0, "0: by itself", at_least=2, at_most=9), Flag("name", "", "a text"), Flag("yes", False, "a boolean"))
+FLAGS = (
+    Flag("size", 0, "0: by itself", at_least=2, at_most=9),
+    Flag("name", "", "a text"),
+    Flag("yes", False, "a boolean"),
+)
 
 
 def read(*argv: str, flags: tuple[Flag, ...] = FLAGS, words: bool = False, config: bool = False):
@@ -72,7 +77,8 @@ def test_the_nearest_value(text, says):
         (["ls", "--name", "-1", "a"], {"name": "-1"}, ["ls", "a"]),
         (["ls", "--name", "", "a"], {"name": ""}, ["ls", "a"]),
         (["ls", "--name=x", "--name", "y"], {"name": "y"}, ["ls"]),
-        (["ls", "--size", "--yes", "--size=4"], {"size": 4, "yes": True}, ["ls"]),  # a flag without a value is mended behind it
+        # a flag without a value is mended behind it
+        (["ls", "--size", "--yes", "--size=4"], {"size": 4, "yes": True}, ["ls"]),
         (["ls", "--size=x", "--size=4"], {"size": 4}, ["ls"]),
     ],
     ids=" ".join,
@@ -91,7 +97,10 @@ def test_flags_and_words_in_any_order(argv, values, words):
         (["--"], "argument '--' belongs to no flag: use two dashes before a NAME=VALUE, "),
         (["--="], "argument '--=' belongs to no flag: use two dashes before a NAME=VALUE, "),
         (["-n", "8"], "argument '-n' belongs to no flag: use two dashes before a NAME=VALUE, "),
-        (["-size=8"], "argument '-size=8' belongs to no flag: use two dashes before a NAME=VALUE, "),
+        (
+            ["-size=8"],
+            "argument '-size=8' belongs to no flag: use two dashes before a NAME=VALUE, ",
+        ),
         (["---size=8"], "---size is an unknown flag: use --size=8"),
         (["--si-ze=8"], "--si-ze is an unknown flag: use --size=8"),
         (["--help=no"], "--help='no' is a flag without a value: use --help"),
@@ -110,7 +119,7 @@ def test_words_that_are_no_flags(argv, says, words):
     assert str(error).startswith(says) and len(error.rule) < 300
 
 
-# --- all that is wrong -----------------------------------------------------------------------------------------------------------
+# --- all that is wrong ----------------------------------------------------------------------------
 
 
 def check(reading) -> types.SimpleNamespace:
@@ -137,10 +146,15 @@ def settle(*argv: str) -> str:
         (["--size=7"], "--size=7 is odd: use --size=8 --yes=true"),
         (["--yes=x", "--size=y"], "--yes='x' is not a boolean: use --yes=true --size=0"),
         (["--name=absent"], "--name='absent' is no folder: use another one"),
-        (["--name=absent", "--size=1"], "--size=1 must be at least 2: use --size=2 (and --name='absent' is no folder: use another one)"),
+        (
+            ["--name=absent", "--size=1"],
+            "--size=1 must be at least 2: use --size=2 (and --name='absent' is no folder: use "
+            "another one)",
+        ),
         (
             ["--size=7", "four", "--name=absent"],
-            "--size=7 is odd: use --size=8 --yes=true (and argument 'four' belongs to no flag: use two dashes before a NAME=VALUE, "
+            "--size=7 is odd: use --size=8 --yes=true (and argument 'four' belongs to no "
+            "flag: use two dashes before a NAME=VALUE, "
             "and quotes around a value with spaces; --name='absent' is no folder: use another one)",
         ),
     ],
@@ -154,12 +168,18 @@ def test_all_that_is_wrong_is_said_at_once(argv, says):
 
 
 def test_what_does_not_help_ends():
-    """A fix that a check asks for again is none, and one that another fix undoes is not promised."""
+    """A fix that a check asks for again is none, and one that another fix undoes is not
+    promised."""
     with pytest.raises(UsageError, match="^no: use --size=4 .and no.$"):
-        settled(read("--size=5"), lambda reading: (_ for _ in ()).throw(UsageError("no", {"size": 4})))
+        settled(
+            read("--size=5"), lambda reading: (_ for _ in ()).throw(UsageError("no", {"size": 4}))
+        )
     wanted = itertools.cycle([4, 6])
     with pytest.raises(UsageError, match="^no$"):
-        settled(read("--size=5"), lambda reading: (_ for _ in ()).throw(UsageError("no", {"size": next(wanted)})))
+        settled(
+            read("--size=5"),
+            lambda reading: (_ for _ in ()).throw(UsageError("no", {"size": next(wanted)})),
+        )
 
 
 def test_values_of_suggestions_are_quoted():

@@ -1,4 +1,5 @@
-"""history.py: a checkpoint of an earlier version goes on as it was, or is refused by the field that changed."""
+"""history.py: a checkpoint of an earlier version goes on as it was, or is refused by the field that
+changed."""
 
 import pytest
 
@@ -8,11 +9,21 @@ from jaxtrain.config.history import VERSION, refuse_to_continue, stored_config
 
 NEW = ("router_normalize", "router_bias", "router_group_best", "latent_norm_epsilon")
 EXPERTS = {"model.experts": 12, "model.router": "sigmoid"}
-LATENT = {"model.attention": "mla", "model.kv_rank": 8, "model.rope_head_dim": 4, "model.norm_epsilon": 1e-5}
+LATENT = {
+    "model.attention": "mla",
+    "model.kv_rank": 8,
+    "model.rope_head_dim": 4,
+    "model.norm_epsilon": 1e-5,
+}
 
 
 def groups(number: int, limit: int, choices: int, **more) -> dict:
-    names = {"router_groups": number, "router_group_limit": limit, "experts_per_token": choices, **more}
+    names = {
+        "router_groups": number,
+        "router_group_limit": limit,
+        "experts_per_token": choices,
+        **more,
+    }
     return EXPERTS | {f"model.{name}": value for name, value in names.items()}
 
 
@@ -21,16 +32,23 @@ def made(changes: dict) -> Config:
 
 
 def version_1(changes: dict) -> tuple[dict, int]:
-    """The config and version that a run with these settings has left: without the fields of version 2."""
+    """The config and version that a run with these settings has left: without the fields of version
+    2."""
     values = cfg.to_dict(made(changes))
-    return values | {"model": {name: value for name, value in values["model"].items() if name not in NEW}}, 1
+    return values | {
+        "model": {name: value for name, value in values["model"].items() if name not in NEW}
+    }, 1
 
 
-# settings of a run of version 1, what version 2 has to change to go on in the same way (None: it cannot)
+# settings of a run of version 1, what version 2 has to change to go on in the same way (None: it
+# cannot)
 GOES_ON = {
     "dense": ({}, {}),
     "experts": (EXPERTS, {}),
-    "one expert a token": (EXPERTS | {"model.experts_per_token": 1}, {"model.router_normalize": "never"}),
+    "one expert a token": (
+        EXPERTS | {"model.experts_per_token": 1},
+        {"model.router_normalize": "never"},
+    ),
     "two best already": (groups(4, 2, 3), {"model.router_group_best": 2}),
     "one best": (groups(4, 2, 2), {"model.router_group_best": 1}),
     "three best": (groups(3, 1, 3), {"model.router_group_best": 3}),
@@ -46,7 +64,8 @@ def test_version_1_goes_on(case):
     settings, same = GOES_ON[case]
     stored = version_1(settings)
     refuse_to_continue(*stored, made(settings | same))
-    assert stored_config(*stored).resolve() == made(settings | same)  # generation, too, does what the run did
+    # generation, too, does what the run did
+    assert stored_config(*stored).resolve() == made(settings | same)
 
 
 REFUSED = {
@@ -60,7 +79,8 @@ REFUSED = {
         EXPERTS | {"model.experts_per_token": 1},
         {"model.router_normalize": "always"},
     ),
-    "model.latent_norm_epsilon=1e-06 cannot continue a checkpoint of model.latent_norm_epsilon=1e-05"
+    "model.latent_norm_epsilon=1e-06 cannot continue a checkpoint of "
+    "model.latent_norm_epsilon=1e-05"
     ": use --config.model.latent_norm_epsilon=1e-05 (or another --workdir)": (
         LATENT,
         {"model.latent_norm_epsilon": 1e-6},
@@ -70,7 +90,8 @@ REFUSED = {
         EXPERTS | {"model.balance_rate": 0.0},
         {"model.router_bias": False},
     ),
-    "model.mtp_depth=2 cannot continue a checkpoint whose modules of prediction read the stream before the norm, as they did before "
+    "model.mtp_depth=2 cannot continue a checkpoint whose modules of prediction read the "
+    "stream before the norm, as they did before "
     "version 2: use --workdir=runs/again (or any other)": ({"model.mtp_depth": 2}, {}),
 }
 
@@ -84,7 +105,12 @@ def test_version_1_is_refused_by_the_field_that_changed(message):
 
 
 def test_this_version_goes_on():
-    for settings in (groups(4, 2, 2), {"model.mtp_depth": 2}, LATENT, EXPERTS | {"model.router_bias": False}):
+    for settings in (
+        groups(4, 2, 2),
+        {"model.mtp_depth": 2},
+        LATENT,
+        EXPERTS | {"model.router_bias": False},
+    ):
         config = made(settings)
         refuse_to_continue(cfg.to_dict(config), VERSION, config)
         assert stored_config(cfg.to_dict(config), VERSION) == config

@@ -1,24 +1,53 @@
-"""The table of kernels: what is chosen for which case, why not the others, and what is said about it."""
+"""The table of kernels: what is chosen for which case, why not the others, and what is said about
+it."""
 
 import pytest
 
 from jaxtrain import config as cfg
 from jaxtrain.config import kernels
-from jaxtrain.config.kernels import CUDNN, CUDNN_MASK, SPLASH, XLA, AttentionCase, Hardware, attention_kernel
+from jaxtrain.config.kernels import (
+    CUDNN,
+    CUDNN_MASK,
+    SPLASH,
+    XLA,
+    AttentionCase,
+    Hardware,
+    attention_kernel,
+)
 
-V5P, H100, A100, CPU = Hardware("tpu"), Hardware("gpu", (9, 0), 91200), Hardware("gpu", (8, 0), 91200), Hardware("cpu")
+V5P, H100, A100, CPU = (
+    Hardware("tpu"),
+    Hardware("gpu", (9, 0), 91200),
+    Hardware("gpu", (8, 0), 91200),
+    Hardware("cpu"),
+)
 MLA = {
-    **{"model.attention": "mla", "model.head_dim": 128, "model.rope_head_dim": 64, "model.value_head_dim": 128, "model.kv_rank": 512},
+    **{
+        "model.attention": "mla",
+        "model.head_dim": 128,
+        "model.rope_head_dim": 64,
+        "model.value_head_dim": 128,
+        "model.kv_rank": 512,
+    },
 }
 DOCUMENTS = {"data.attend_across_documents": False}
 
 
 def config(changes=None) -> cfg.Config:
-    return cfg.replace(cfg.Config(), {"data.sequence_length": 8192, "model.head_dim": 128} | (changes or {})).resolve()
+    return cfg.replace(
+        cfg.Config(), {"data.sequence_length": 8192, "model.head_dim": 128} | (changes or {})
+    ).resolve()
 
 
 def chosen(hardware: Hardware, **fields) -> str:
-    shape = {"bits": 16, "key_size": 128, "value_size": 128, "queries": 8192, "keys": 8192, "documents": True}
+    shape = {
+        "bits": 16,
+        "key_size": 128,
+        "value_size": 128,
+        "queries": 8192,
+        "keys": 8192,
+        "documents": True,
+    }
     return attention_kernel(AttentionCase(hardware, **shape | fields)).kernel
 
 
@@ -40,9 +69,11 @@ def chosen(hardware: Hardware, **fields) -> str:
         (H100, {"bits": 32}, XLA),
         (H100, {"queries": 1024, "context": "all_gather"}, CUDNN_MASK),
         (H100, {"queries": 1024, "context": "ring"}, XLA),
-        (H100, {"queries": 1 << 14, "keys": 1 << 15, "context": "all_gather"}, XLA),  # too large a mask
+        # too large a mask
+        (H100, {"queries": 1 << 14, "keys": 1 << 15, "context": "all_gather"}, XLA),
         (Hardware("gpu", (9, 0), 90900), {"key_size": 192}, XLA),
-        (Hardware("gpu", (9, 0), None), {"key_size": 192}, CUDNN),  # ahead of time nobody can be asked
+        # ahead of time nobody can be asked
+        (Hardware("gpu", (9, 0), None), {"key_size": 192}, CUDNN),
         (A100, {"documents": False}, CUDNN),
         (A100, {}, CUDNN_MASK),
         (A100, {"key_size": 192, "documents": False}, XLA),
@@ -56,7 +87,11 @@ def test_choice(hardware, fields, kernel):
 
 def test_what_is_asked_for_is_chosen():
     case = kernels.attention_case(config(DOCUMENTS), A100)
-    assert [attention_kernel(case, wanted).kernel for wanted in (XLA, SPLASH, CUDNN)] == [XLA, SPLASH, CUDNN_MASK]
+    assert [attention_kernel(case, wanted).kernel for wanted in (XLA, SPLASH, CUDNN)] == [
+        XLA,
+        SPLASH,
+        CUDNN_MASK,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +105,14 @@ def test_what_is_asked_for_is_chosen():
 )
 def test_case_of_a_config(changes, shape):
     case = kernels.attention_case(config(changes), V5P)
-    assert (case.key_size, case.value_size, case.queries, case.keys, case.documents, case.context) == shape
+    assert (
+        case.key_size,
+        case.value_size,
+        case.queries,
+        case.keys,
+        case.documents,
+        case.context,
+    ) == shape
 
 
 @pytest.mark.parametrize(
@@ -79,14 +121,20 @@ def test_case_of_a_config(changes, shape):
         (V5P, DOCUMENTS, ["attention: splash, jax's kernel for TPUs"]),
         (H100, DOCUMENTS, ["attention: cuDNN's flash attention (splash is for TPUs)"]),
         (CPU, {}, ["attention: plain XLA (splash is for TPUs, cudnn is for NVIDIA GPUs)"]),
-        (H100, {"model.attention_kernel": "cudnn"}, ["attention: cuDNN's flash attention (model.attention_kernel=cudnn)"]),
+        (
+            H100,
+            {"model.attention_kernel": "cudnn"},
+            ["attention: cuDNN's flash attention (model.attention_kernel=cudnn)"],
+        ),
         (
             V5P,
             {"data.sequence_length": 8200},
             [
-                "attention: plain XLA (splash takes sequences in steps of 128 tokens, not 8200, cudnn is for NVIDIA GPUs)",
+                "attention: plain XLA (splash takes sequences in steps of 128 tokens, not "
+                "8200, cudnn is for NVIDIA GPUs)",
                 "warning: attention by plain XLA takes several times as long on a TPU:"
-                " splash takes sequences in steps of 128 tokens, not 8200 (--config.data.sequence_length=8192 ends that)",
+                " splash takes sequences in steps of 128 tokens, not 8200 "
+                "(--config.data.sequence_length=8192 ends that)",
             ],
         ),
         (
@@ -94,9 +142,12 @@ def test_case_of_a_config(changes, shape):
             {"mesh.context": 4},
             [
                 "attention: cuDNN's flash attention, given a mask"
-                " (splash is for TPUs, cudnn attends over whole sequences, not by parallel.context='all_gather')",
-                "warning: attention by cuDNN's flash attention, given a mask computes what its mask hides, too on a GPU:"
-                " cudnn attends over whole sequences, not by parallel.context='all_gather' (--config.parallel.context=ulysses ends that)",
+                " (splash is for TPUs, cudnn attends over whole sequences, not by "
+                "parallel.context='all_gather')",
+                "warning: attention by cuDNN's flash attention, given a mask computes what "
+                "its mask hides, too on a GPU:"
+                " cudnn attends over whole sequences, not by parallel.context='all_gather' "
+                "(--config.parallel.context=ulysses ends that)",
             ],
         ),
         (
@@ -104,7 +155,8 @@ def test_case_of_a_config(changes, shape):
             {"model.attention_kernel": "xla"},
             [
                 "attention: plain XLA (model.attention_kernel=xla)",
-                "warning: attention by plain XLA takes several times as long on a GPU: cudnn is not asked for"
+                "warning: attention by plain XLA takes several times as long on a GPU: cudnn "
+                "is not asked for"
                 " (--config.model.attention_kernel=auto ends that)",
             ],
         ),
@@ -112,8 +164,10 @@ def test_case_of_a_config(changes, shape):
             CPU,
             {"model.attention_kernel": "splash"},
             [
-                "attention: splash, jax's kernel for TPUs, interpreted (model.attention_kernel=splash)",
-                "warning: splash is interpreted on a CPU, for tests: a step takes minutes (--config.model.attention_kernel=auto)",
+                "attention: splash, jax's kernel for TPUs, interpreted "
+                "(model.attention_kernel=splash)",
+                "warning: splash is interpreted on a CPU, for tests: a step takes minutes "
+                "(--config.model.attention_kernel=auto)",
             ],
         ),
     ],
@@ -129,9 +183,16 @@ def test_a_short_sequence_is_no_warning():
 def test_products_of_experts():
     """By their devices; by capacity there are none by groups."""
     experts = {"model.experts": 8, "model.expert_width": 64, "data.sequence_length": 128}
-    said = lambda hardware, **changes: "\n".join(kernels.describe(config(experts | changes), hardware))
+    said = lambda hardware, **changes: "\n".join(
+        kernels.describe(config(experts | changes), hardware)
+    )
     assert "products of experts: megablox, jax's kernels for TPUs\n" in said(V5P) + "\n"
-    assert "products of experts: blocks of rows in plain XLA (megablox is for TPUs, large_blocks are for GPUs)" in said(CPU)
-    assert "products of experts: large blocks of rows in plain XLA (megablox is for TPUs)" in said(H100)
+    assert (
+        "products of experts: blocks of rows in plain XLA (megablox is for TPUs, large_blocks "
+        "are for GPUs)" in said(CPU)
+    )
+    assert "products of experts: large blocks of rows in plain XLA (megablox is for TPUs)" in said(
+        H100
+    )
     assert "warning: products of experts" in said(H100) and "warning" not in said(CPU)
     assert "products" not in said(H100, **{"model.capacity_factor": 1.0})

@@ -20,7 +20,11 @@ from jaxtrain.schedule.table_spec import TableSpec
 
 
 def setup(schedule="1f1b", repeats=0, stages=4, microbatches=8, **changes):
-    return make_setup(small.config((1, stages, 1), schedule, repeats, microbatches, {"model.layers": 12} | changes))
+    return make_setup(
+        small.config(
+            (1, stages, 1), schedule, repeats, microbatches, {"model.layers": 12} | changes
+        )
+    )
 
 
 def test_repeats_are_the_schedules_fewest():
@@ -29,12 +33,16 @@ def test_repeats_are_the_schedules_fewest():
 
 
 def test_remat_decides_about_recompute_ops():
-    has = {remat: bool((setup(**{"pipeline.remat": remat}).table.op == Op.R).any()) for remat in ("full", "selective", "none")}
+    has = {
+        remat: bool((setup(**{"pipeline.remat": remat}).table.op == Op.R).any())
+        for remat in ("full", "selective", "none")
+    }
     assert has == {"full": True, "selective": False, "none": False}
 
 
 def test_gpipe_computes_its_last_unit_again_too():
-    """Its Bs do not follow their Fs: residuals of one microbatch at a time, where there would be all."""
+    """Its Bs do not follow their Fs: residuals of one microbatch at a time, where there would be
+    all."""
     slots = setup("gpipe").train.pool_sizes
     assert (slots["residual_b"], slots["residual_w"]) == (1, 1)
     assert setup("gpipe", **{"pipeline.remat": "none"}).train.pool_sizes["residual_b"] == 8
@@ -42,8 +50,17 @@ def test_gpipe_computes_its_last_unit_again_too():
 
 def test_units_of_uneven_chunks():
     made = setup(**{"pipeline.chunk_layers": (2, 5, 3, 2), "pipeline.layers_per_op": 2})
-    assert made.placement.sizes == (2, 2, 2, 1, 2, 1, 2) and made.table.stage_of == (0, 1, 1, 1, 2, 2, 3)
-    assert made.shares == tuple(n / 3 for n in made.placement.sizes)  # of a stage's work, 12 layers over 4 stages
+    assert made.placement.sizes == (2, 2, 2, 1, 2, 1, 2) and made.table.stage_of == (
+        0,
+        1,
+        1,
+        1,
+        2,
+        2,
+        3,
+    )
+    # of a stage's work, 12 layers over 4 stages
+    assert made.shares == tuple(n / 3 for n in made.placement.sizes)
 
 
 def test_chunks_by_costs():
@@ -58,13 +75,23 @@ def test_times():
     m = cfg.model
     layer = 4 * 32 * 32 + 3 * 32 * 64
     assert transformer_of(cfg).layer().per_token == layer
-    experts = {"model.experts": 8, "model.experts_per_token": 2, "model.shared_experts": 1, "model.expert_width": 16}
+    experts = {
+        "model.experts": 8,
+        "model.experts_per_token": 2,
+        "model.shared_experts": 1,
+        "model.expert_width": 16,
+    }
     with_experts = transformer_of(small.config(changes=experts))
-    assert with_experts.layer().per_token == 4 * 32 * 32 + 3 * 32 * 3 * 16 + 32 * 8  # what a token takes; the router
+    # what a token takes; the router
+    assert with_experts.layer().per_token == 4 * 32 * 32 + 3 * 32 * 3 * 16 + 32 * 8
     head = 3 * m.vocab_size * m.width / (3 * layer)
     times = times_of(cfg, 4)
-    assert (times.F, times.B, times.W, times.R) == (1, 1, 1, 1) and times.head == pytest.approx(head)
-    given = lambda *numbers: dataclasses.astuple(times_of(configs.replace(cfg, {"pipeline.times": numbers}), 4))[:6]
+    assert (times.F, times.B, times.W, times.R) == (1, 1, 1, 1) and times.head == pytest.approx(
+        head
+    )
+    given = lambda *numbers: dataclasses.astuple(
+        times_of(configs.replace(cfg, {"pipeline.times": numbers}), 4)
+    )[:6]
     assert given(2.0, 3.0, 4.0) == (2, 3, 4, 0, 2, pytest.approx(2 * head))
     assert given(2.0, 3.0, 4.0, 5.0, 6.0, 7.0) == (2, 3, 4, 5, 6, 7)
 
@@ -80,13 +107,26 @@ def test_a_file_is_followed(tmp_path):
     table = make_table(TableSpec("zb_v", 4, 2, 8, vocabulary="end_stages"))
     path.write_text(to_csv(table))
     made = setup(f"csv:{path}", **{"pipeline.remat": "none"})
-    assert made.table.stage_of == table.stage_of and (made.table.op == table.op).all() and made.table.vocabulary == "end_stages"
+    assert (
+        made.table.stage_of == table.stage_of
+        and (made.table.op == table.op).all()
+        and made.table.vocabulary == "end_stages"
+    )
     wrong = {
         "pipeline.remat='full' needs R ops": {},
-        "pipeline.vocabulary='parallel' is not that of csv:": {"pipeline.remat": "none", "pipeline.vocabulary": "parallel"},
-        "pipeline.chunk_layers=(6, 6) has another number": {"pipeline.remat": "none", "pipeline.chunk_layers": (6, 6)},
+        "pipeline.vocabulary='parallel' is not that of csv:": {
+            "pipeline.remat": "none",
+            "pipeline.vocabulary": "parallel",
+        },
+        "pipeline.chunk_layers=(6, 6) has another number": {
+            "pipeline.remat": "none",
+            "pipeline.chunk_layers": (6, 6),
+        },
         "model.layers=7 are fewer than the units": {"pipeline.remat": "none", "model.layers": 7},
-        "pipeline.microbatches=4 is not the 8 of the table": {"pipeline.remat": "none", "pipeline.microbatches": 4},
+        "pipeline.microbatches=4 is not the 8 of the table": {
+            "pipeline.remat": "none",
+            "pipeline.microbatches": 4,
+        },
     }
     for message, changes in wrong.items():
         with pytest.raises(ConfigError) as found:
@@ -98,29 +138,49 @@ def test_a_chunk_with_fewer_layers_than_units_in_the_file_is_refused(tmp_path):
     path = tmp_path / "cut.csv"
     path.write_text(to_csv(make_table(TableSpec("gpipe", 2, 1, 4, groups=(2, 2)))))
     with pytest.raises(
-        ConfigError, match=r"pipeline.chunk_layers=\(11, 1\) leaves a chunk fewer layers than it has units .*chunk_layers=$"
+        ConfigError,
+        match=r"pipeline.chunk_layers=\(11, 1\) leaves a chunk fewer layers than it has units "
+        r".*chunk_layers=$",
     ):
-        setup(f"csv:{path}", 0, 2, 4, **{"pipeline.remat": "none", "pipeline.chunk_layers": (11, 1)})
+        setup(
+            f"csv:{path}", 0, 2, 4, **{"pipeline.remat": "none", "pipeline.chunk_layers": (11, 1)}
+        )
 
 
 def test_what_a_file_needs_is_suggested_at_once(tmp_path):
-    """Stages, microbatches and remat of the table, with the mesh and the batch that follow from them."""
+    """Stages, microbatches and remat of the table, with the mesh and the batch that follow from
+    them."""
     path = tmp_path / "my table.csv"
     path.write_text(to_csv(make_table(TableSpec("zb_v", 4, 2, 6, vocabulary="end_stages"))))
-    config = configs.replace(configs.Config(), {"model.layers": 8, "mesh.stage": 2, "mesh.model": 3, "pipeline.schedule": f"csv:{path}"})
+    config = configs.replace(
+        configs.Config(),
+        {"model.layers": 8, "mesh.stage": 2, "mesh.model": 3, "pipeline.schedule": f"csv:{path}"},
+    )
     around = Surroundings(8, "cpu", configs.Config(), files=True, tables=True)
     error = refusal(config, around)
     assert error is not None
     changes = error.fixes[0]
     assert refusal(configs.replace(config, changes), around) is None
-    assert (changes["mesh.stage"], changes["pipeline.microbatches"], changes["pipeline.remat"]) == (4, 6, "selective")
-    assert set(changes) == {"mesh.stage", "mesh.model", "pipeline.microbatches", "pipeline.remat", "data.batch_size"}
+    assert (changes["mesh.stage"], changes["pipeline.microbatches"], changes["pipeline.remat"]) == (
+        4,
+        6,
+        "selective",
+    )
+    assert set(changes) == {
+        "mesh.stage",
+        "mesh.model",
+        "pipeline.microbatches",
+        "pipeline.remat",
+        "data.batch_size",
+    }
 
 
 def test_a_broken_file_is_refused_with_schedules_that_work(tmp_path):
     path = tmp_path / "broken.csv"
     path.write_text("stage 0,stage 1,permute\nF0.0,,soon\n")
-    config = configs.replace(configs.Config(), {"mesh.stage": 2, "pipeline.schedule": f"csv:{path}"})
+    config = configs.replace(
+        configs.Config(), {"mesh.stage": 2, "pipeline.schedule": f"csv:{path}"}
+    )
     error = refusal(config, Surroundings(2, "cpu", files=True, tables=True))
     assert error is not None and str(error).count(": use ") == 1
     assert str(error).endswith(": use --config.pipeline.schedule=gpipe (or 1f1b)")
@@ -133,7 +193,9 @@ def test_without_a_bound_of_its_own_auto_always_finds_a_table(permute, repeats):
     for stages, remat in itertools.product((2, 4), ("full", "none")):
         changes = {"pipeline.permute": permute, "pipeline.remat": remat}
         table = setup("auto", repeats, stages, **changes).table
-        assert table.name.startswith("auto-") and (not repeats or len(table.stage_of) == repeats * stages)
+        assert table.name.startswith("auto-") and (
+            not repeats or len(table.stage_of) == repeats * stages
+        )
 
 
 @pytest.mark.parametrize("chunks", [(5, 7), (2, 4, 3, 3)])
@@ -145,7 +207,11 @@ def test_auto_takes_chunks_as_they_are(chunks):
 def test_a_file_without_backward_is_refused(tmp_path):
     file = tmp_path / "forward.csv"
     file.write_text("stage 0,stage 1\nF0.0,\nF0.1,F0.0\n,F0.1\n")
-    with pytest.raises(ConfigError, match="has F ops alone, and training needs their B and W: use --config.pipeline.schedule=gpipe"):
+    with pytest.raises(
+        ConfigError,
+        match="has F ops alone, and training needs their B and W: use "
+        "--config.pipeline.schedule=gpipe",
+    ):
         setup(f"csv:{file}", 0, 2, 2, **{"pipeline.remat": "none"})
 
 
@@ -158,14 +224,25 @@ def test_dense_layers_first_take_time_with_the_embedding():
 
 
 def test_too_little_memory_names_what_is_enough():
-    with pytest.raises(ConfigError, match=r"pipeline.memory=0.1 is too little for any table found: use ") as found:
+    with pytest.raises(
+        ConfigError, match=r"pipeline.memory=0.1 is too little for any table found: use "
+    ) as found:
         setup("auto", **{"pipeline.memory": 0.1})
     enough = float(str(found.value).split("use --config.pipeline.memory=")[1])
     assert setup("auto", **{"pipeline.memory": enough}).table.name.startswith("auto-")
 
 
 def test_the_line_for_people():
-    heavy = setup(**{"pipeline.times": (1.0, 1.0, 1.0, 0.0, 0.0, 3.0), "pipeline.vocabulary": "end_stages", "pipeline.remat": "none"})
+    heavy = setup(
+        **{
+            "pipeline.times": (1.0, 1.0, 1.0, 0.0, 0.0, 3.0),
+            "pipeline.vocabulary": "end_stages",
+            "pipeline.remat": "none",
+        }
+    )
     assert "of the busiest stage, which works 1.6 times the mean;" in heavy.describe()
     assert "busiest" not in setup(**{"pipeline.times": (1.0, 1.0, 1.0)}).describe()
-    assert "predicted bubble" in setup().describe() and setup(stages=1).describe() == "8 microbatches one after the other"
+    assert (
+        "predicted bubble" in setup().describe()
+        and setup(stages=1).describe() == "8 microbatches one after the other"
+    )

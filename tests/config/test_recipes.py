@@ -26,13 +26,17 @@ def write(*paths: str) -> None:
         path.write_text(RECIPE)
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny.py", "configs/tiny.py", "configs/tiny", "./configs/tiny.py", "./tiny"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "tiny.py", "configs/tiny.py", "configs/tiny", "./configs/tiny.py", "./tiny"]
+)
 def test_a_shipped_recipe_is_found_from_any_folder(name):
     assert find_recipe(name) == SHIPPED / "tiny.py"
 
 
 def test_every_shipped_recipe_has_a_name():
-    assert {*shipped_recipes()} == {path.stem for path in SHIPPED.glob("*.py")} and len(shipped_recipes()) > 5
+    assert {*shipped_recipes()} == {path.stem for path in SHIPPED.glob("*.py")} and len(
+        shipped_recipes()
+    ) > 5
     for name, file in shipped_recipes().items():
         assert find_recipe(name) == file
         assert isinstance(load_recipe(file), Config)
@@ -59,16 +63,45 @@ def test_a_name_alone_is_the_shipped_recipe(folder):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("tinny", "--config='tinny' is neither a file nor a recipe of jaxtrain's: use --config=tiny"),
-        ("configs/llama3.py", "--config='configs/llama3.py' is neither a file nor a recipe of jaxtrain's: use --config=llama3_8b"),
-        ("elsewhere/tiny.py", "--config='elsewhere/tiny.py' is neither a file nor a recipe of jaxtrain's: use --config=tiny"),
-        ("tiny.yaml", "--config='tiny.yaml' is neither a file nor a recipe of jaxtrain's: use --config=tiny"),
-        ("mine", "--config='mine' is neither a file nor a recipe of jaxtrain's: use --config=mine.py"),
-        ("other.py", "--config='other.py' is neither a file nor a recipe of jaxtrain's: use --config=configs/other.py"),
-        ("my runs/smal.py", "--config='my runs/smal.py' is neither a file nor a recipe of jaxtrain's: use --config='my runs/small.py'"),
+        (
+            "tinny",
+            "--config='tinny' is neither a file nor a recipe of jaxtrain's: use --config=tiny",
+        ),
+        (
+            "configs/llama3.py",
+            "--config='configs/llama3.py' is neither a file nor a recipe of jaxtrain's: use "
+            "--config=llama3_8b",
+        ),
+        (
+            "elsewhere/tiny.py",
+            "--config='elsewhere/tiny.py' is neither a file nor a recipe of jaxtrain's: use "
+            "--config=tiny",
+        ),
+        (
+            "tiny.yaml",
+            "--config='tiny.yaml' is neither a file nor a recipe of jaxtrain's: use --config=tiny",
+        ),
+        (
+            "mine",
+            "--config='mine' is neither a file nor a recipe of jaxtrain's: use --config=mine.py",
+        ),
+        (
+            "other.py",
+            "--config='other.py' is neither a file nor a recipe of jaxtrain's: use "
+            "--config=configs/other.py",
+        ),
+        (
+            "my runs/smal.py",
+            "--config='my runs/smal.py' is neither a file nor a recipe of jaxtrain's: use "
+            "--config='my runs/small.py'",
+        ),
         ("runs", "--config='runs' is a folder, not a recipe: use --config=tiny (or "),
         ("", "--config='' is a folder, not a recipe: use --config=tiny (or "),
-        ("setup_.py", "--config='setup_.py' is neither a file nor a recipe of jaxtrain's: use --config=tiny (or "),
+        (
+            "setup_.py",
+            "--config='setup_.py' is neither a file nor a recipe of jaxtrain's: use "
+            "--config=tiny (or ",
+        ),
         ("n" * 300, "is neither a file nor a recipe of jaxtrain's: use --config=tiny (or "),
         ("channel.py", "--config='channel.py' is not a regular file: use --config=tiny (or "),
         ("nul\0.py", "is neither a file nor a recipe of jaxtrain's: use --config=tiny (or "),
@@ -84,13 +117,16 @@ def test_what_is_none_is_answered_by_a_flag_that_works(name, message):
     assert (
         said == message
         if "(or " not in message
-        else message in said and said.endswith(", ".join(name for name in shipped_recipes() if name != "tiny") + ")")
+        else message in said
+        and said.endswith(", ".join(name for name in shipped_recipes() if name != "tiny") + ")")
     )
 
 
 def test_a_copy_without_recipes_says_so(folder, monkeypatch):
     monkeypatch.setattr(recipes, "SHIPPED", folder / "nowhere")
     with pytest.raises(
-        RecipeError, match="use the path of a Python file with a get_config.., for this copy of jaxtrain came without recipes"
+        RecipeError,
+        match="use the path of a Python file with a get_config.., for this copy of jaxtrain came "
+        "without recipes",
     ):
         find_recipe("tiny")

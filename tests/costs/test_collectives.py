@@ -8,7 +8,9 @@ from jaxtrain.costs.collectives import EXCHANGE, GATHER, Collective, Links
 from jaxtrain.costs.hardware import Tier, load
 from jaxtrain.costs.layout import Layout
 
-ISLANDS = dataclasses.replace(load("h100"), tiers=(Tier("inside", 8, 400.0, 1.0, 0.0), Tier("outside", 0, 50.0, 1.0, 0.0)))
+ISLANDS = dataclasses.replace(
+    load("h100"), tiers=(Tier("inside", 8, 400.0, 1.0, 0.0), Tier("outside", 0, 50.0, 1.0, 0.0))
+)
 
 
 def links(**layout: int) -> Links:
@@ -22,25 +24,42 @@ def seconds(over: Links, kind: str, axis: str) -> float:
 
 @pytest.mark.parametrize("expert, model, outside", [(32, 1, 24), (32, 2, 28), (8, 8, 7)])
 def test_a_device_sends_its_rows_over_its_own_adapter(expert, model, outside):
-    """1 GB in equal parts to all experts: those of other islands over 50 GB/s, whatever the neighbours send."""
-    assert seconds(links(expert=expert, model=model, data=2), EXCHANGE, "expert") == pytest.approx(outside / expert / 50)
+    """1 GB in equal parts to all experts: those of other islands over 50 GB/s, whatever the
+    neighbours send."""
+    assert seconds(links(expert=expert, model=model, data=2), EXCHANGE, "expert") == pytest.approx(
+        outside / expert / 50
+    )
 
 
 def test_an_exchange_inside_an_island():
-    assert seconds(links(expert=4, data=8), EXCHANGE, "expert") == pytest.approx(0.75 / 400) == seconds(links(expert=4), GATHER, "expert")
+    assert (
+        seconds(links(expert=4, data=8), EXCHANGE, "expert")
+        == pytest.approx(0.75 / 400)
+        == seconds(links(expert=4), GATHER, "expert")
+    )
     assert seconds(links(data=4), EXCHANGE, "expert") == 0
 
 
 def test_an_axis_that_does_not_divide_an_island_leaves_it():
-    """Rows of six on islands of eight begin anywhere: two at least lie together and send over two adapters. Six alone fit."""
+    """Rows of six on islands of eight begin anywhere: two at least lie together and send over two
+    adapters. Six alone fit."""
     straddling = links(model=6, data=8)
     assert straddling.tier(("model",)).name == "outside"
     assert seconds(straddling, GATHER, "model") == pytest.approx(5 / 6 / 100)
-    assert links(model=6).tier(("model",)).name == links(model=4, data=64).tier(("model",)).name == "inside"
+    assert (
+        links(model=6).tier(("model",)).name
+        == links(model=4, data=64).tier(("model",)).name
+        == "inside"
+    )
 
 
 def test_a_job_takes_as_many_of_an_island_as_divides():
     """64 of 72."""
-    rack = dataclasses.replace(ISLANDS, tiers=(dataclasses.replace(ISLANDS.tiers[0], devices=72), ISLANDS.tiers[1]))
-    names = {m: Links(Layout(model=m, data=144), rack).tier(("model",)).name for m in (8, 9, 16, 64, 72, 48)}
+    rack = dataclasses.replace(
+        ISLANDS, tiers=(dataclasses.replace(ISLANDS.tiers[0], devices=72), ISLANDS.tiers[1])
+    )
+    names = {
+        m: Links(Layout(model=m, data=144), rack).tier(("model",)).name
+        for m in (8, 9, 16, 64, 72, 48)
+    }
     assert names == dict.fromkeys((8, 9, 16, 64, 72), "inside") | {48: "outside"}

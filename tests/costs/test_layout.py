@@ -27,7 +27,17 @@ def test_rows_of_a_layout():
     layout = Layout(expert=4, microbatch=3)
     assert expert_rows(dense, layout) == 0
     assert expert_rows(model, layout) == 4 * 300 * 2
-    assert expert_rows(dataclasses.replace(model, expert_room=1.0), layout) == room_of(300, 2, 8, 4, 1.0) < 4 * 300
+    assert (
+        expert_rows(dataclasses.replace(model, expert_room=1.0), layout)
+        == room_of(300, 2, 8, 4, 1.0)
+        < 4 * 300
+    )
     assert expert_rows(dataclasses.replace(model, capacity_factor=1.0), layout) == 8 * 3 * 25
     # A sequence that is split is still one, whose tokens may all lie on one device.
-    assert expert_rows(dataclasses.replace(model, capacity_factor=4.0), Layout(expert=4, microbatch=3, context=2)) == 8 * 3 * 50
+    assert (
+        expert_rows(
+            dataclasses.replace(model, capacity_factor=4.0),
+            Layout(expert=4, microbatch=3, context=2),
+        )
+        == 8 * 3 * 50
+    )

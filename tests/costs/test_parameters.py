@@ -1,4 +1,5 @@
-"""A device's parameters, as the planner counts them, are those of the arrays that training allocates."""
+"""A device's parameters, as the planner counts them, are those of the arrays that training
+allocates."""
 
 import math
 
@@ -21,8 +22,16 @@ LAYOUTS = {
     "data 4 · stage 2": {"data": 4, "stage": 2},
     "stage 2 · model 4": {"stage": 2, "model": 4},
 }
-EXPERTS = {"stage 2 · model 2 · expert 2": {"stage": 2, "model": 2, "expert": 2}, "data 2 · expert 4": {"data": 2, "expert": 4}}
-GPT = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+EXPERTS = {
+    "stage 2 · model 2 · expert 2": {"stage": 2, "model": 2, "expert": 2},
+    "data 2 · expert 4": {"data": 2, "expert": 4},
+}
+GPT = {
+    "model.norm": "layernorm",
+    "model.activation": "gelu",
+    "model.positions": "learned",
+    "model.biases": True,
+}
 # (recipe, changes, layouts)
 CASES = [
     ("tiny", {}, LAYOUTS),
@@ -32,18 +41,35 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "changes", "layouts"), CASES, ids=["tiny", "gpt", "mixtral_tiny", "deepseek_tiny"])
+@pytest.mark.parametrize(
+    ("recipe", "changes", "layouts"), CASES, ids=["tiny", "gpt", "mixtral_tiny", "deepseek_tiny"]
+)
 def test_parameters_of_a_device(recipe, changes, layouts):
     for name, layout in layouts.items():
-        sizes = {f"mesh.{axis}": layout.get(axis, 1) for axis in ("replica", "data", "stage", "context", "expert", "model")}
-        staged = {"pipeline.schedule": "1f1b", "pipeline.repeats": 1, "pipeline.microbatches": 2 if "stage" in layout else 1}
-        config = configs.replace(load_recipe(find_recipe(recipe)), sizes | staged | changes).resolve()
+        sizes = {
+            f"mesh.{axis}": layout.get(axis, 1)
+            for axis in ("replica", "data", "stage", "context", "expert", "model")
+        }
+        staged = {
+            "pipeline.schedule": "1f1b",
+            "pipeline.repeats": 1,
+            "pipeline.microbatches": 2 if "stage" in layout else 1,
+        }
+        config = configs.replace(
+            load_recipe(find_recipe(recipe)), sizes | staged | changes
+        ).resolve()
         mesh = make_mesh(sizes_of(config.mesh))
         with jax.set_mesh(mesh):
             params = make_step(config, mesh).abstract_state().params
-        allocated = sum(math.prod(array.sharding.shard_shape(array.shape)) for array in jax.tree.leaves(params))
+        allocated = sum(
+            math.prod(array.sharding.shard_shape(array.shape)) for array in jax.tree.leaves(params)
+        )
         work = step_model_of(config, load("h100"))
         slots = slots_of(with_op_times(config, work))
-        held = work.device_parameters(slots.stored_layers, slots.shares_vocabulary) if slots else work.device_parameters(shared=False)
+        held = (
+            work.device_parameters(slots.stored_layers, slots.shares_vocabulary)
+            if slots
+            else work.device_parameters(shared=False)
+        )
         assert held.all == allocated, name
         assert slots or work.device_parameters() == held, name

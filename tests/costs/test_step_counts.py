@@ -1,4 +1,5 @@
-"""The account of a step against what XLA compiled, loops multiplied out: the same bytes by kind of collective and mesh axes."""
+"""The account of a step against what XLA compiled, loops multiplied out: the same bytes by kind of
+collective and mesh axes."""
 
 import collections
 import sys
@@ -23,16 +24,37 @@ from jaxtrain.training.step import make_step, step_counts
 sys.path.append(str(ROOT / "benchmarks"))
 import step_flops
 
-SHAPES = {"model.width": 64, "model.mlp_width": 192, "model.vocab_size": 256, "data.sequence_length": 32, "model.layers": 8}
+SHAPES = {
+    "model.width": 64,
+    "model.mlp_width": 192,
+    "model.vocab_size": 256,
+    "data.sequence_length": 32,
+    "model.layers": 8,
+}
 SHAPES |= {"data.batch_size": 32}
 NONE, GPT2 = (
     {"pipeline.remat": "none"},
-    {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True},
+    {
+        "model.norm": "layernorm",
+        "model.activation": "gelu",
+        "model.positions": "learned",
+        "model.biases": True,
+    },
 )
 MOE = {"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}
-MLA = {"model.attention": "mla", "model.kv_rank": 20, "model.query_rank": 24, "model.rope_head_dim": 4}
+MLA = {
+    "model.attention": "mla",
+    "model.kv_rank": 20,
+    "model.query_rank": 24,
+    "model.rope_head_dim": 4,
+}
 ENDS = {"pipeline.vocabulary": "end_stages"}
-LATENT = {"model.attention": "mla", "model.query_rank": 24, "model.kv_rank": 40, "model.rope_head_dim": 6}
+LATENT = {
+    "model.attention": "mla",
+    "model.query_rank": 24,
+    "model.kv_rank": 40,
+    "model.rope_head_dim": 6,
+}
 APART = {"data.attend_across_documents": False}
 CASES = {
     "stage": Case((1, 7, 1), microbatches=4),
@@ -48,38 +70,88 @@ MORE = {
     "data · expert · stage": Case((2, 2, 1), microbatches=4, changes={**MOE, "parallel.zero": 3}),
     "context": Case((1, 1, 1), changes={"mesh.context": 4, **NONE}),
     "data, zero 1": Case((8, 1, 1)),
-    "stage, and data that divides nothing": Case((3, 2, 1), microbatches=4, changes={"parallel.zero": 3, "data.batch_size": 24, **ENDS}),
+    "stage, and data that divides nothing": Case(
+        (3, 2, 1), microbatches=4, changes={"parallel.zero": 3, "data.batch_size": 24, **ENDS}
+    ),
     "data, zero 0": Case((8, 1, 1), changes={"parallel.zero": 0}),
     "data, zero 2": Case((8, 1, 1), changes={"parallel.zero": 2, **NONE}),
     "data, zero 3, gathered once, in a V": Case(
-        (2, 2, 2), "zb_v", 2, 4, changes={"parallel.zero": 3, "parallel.gather": "step", "model.tied_embeddings": True, **ENDS}
+        (2, 2, 2),
+        "zb_v",
+        2,
+        4,
+        changes={
+            "parallel.zero": 3,
+            "parallel.gather": "step",
+            "model.tied_embeddings": True,
+            **ENDS,
+        },
     ),
-    "stage and expert, selective, latent attention": Case((2, 2, 1), "zb_v", 2, 4, changes={**MOE, **MLA, "pipeline.remat": "selective"}),
-    "expert, context and model": Case((1, 1, 2), changes={**MOE, "mesh.context": 2, "model.shared_experts": 1, "model.expert_room": 1.5}),
-    "expert by capacity, stage and model": Case((1, 2, 2), microbatches=4, changes={**MOE, **NONE, "model.capacity_factor": 1.5}),
+    "stage and expert, selective, latent attention": Case(
+        (2, 2, 1), "zb_v", 2, 4, changes={**MOE, **MLA, "pipeline.remat": "selective"}
+    ),
+    "expert, context and model": Case(
+        (1, 1, 2),
+        changes={**MOE, "mesh.context": 2, "model.shared_experts": 1, "model.expert_room": 1.5},
+    ),
+    "expert by capacity, stage and model": Case(
+        (1, 2, 2), microbatches=4, changes={**MOE, **NONE, "model.capacity_factor": 1.5}
+    ),
     "model, latent attention": Case((2, 1, 2), changes={**MLA, "model.value_head_dim": 8}),
     "stage and context by heads, selective": Case(
-        (1, 2, 1), microbatches=4, changes={"mesh.context": 2, "parallel.context": "ulysses", "pipeline.remat": "selective", **APART}
+        (1, 2, 1),
+        microbatches=4,
+        changes={
+            "mesh.context": 2,
+            "parallel.context": "ulysses",
+            "pipeline.remat": "selective",
+            **APART,
+        },
     ),
     "dense layers first": Case(
-        (2, 2, 2), microbatches=4, changes={**MOE, "mesh.expert": 1, "parallel.zero": 3, "model.dense_layers": 2, "model.layers": 6}
+        (2, 2, 2),
+        microbatches=4,
+        changes={
+            **MOE,
+            "mesh.expert": 1,
+            "parallel.zero": 3,
+            "model.dense_layers": 2,
+            "model.layers": 6,
+        },
     ),
-    "dense layers first, one stage": Case((2, 1, 2), changes={**MOE, "model.dense_layers": 2, "model.layers": 2}),
+    "dense layers first, one stage": Case(
+        (2, 1, 2), changes={**MOE, "model.dense_layers": 2, "model.layers": 2}
+    ),
     "ring": Case((1, 1, 2), changes={"mesh.context": 4, "parallel.context": "ring"}),
-    "ring, documents, none": Case((1, 1, 1), changes={"mesh.context": 4, "parallel.context": "ring", **APART, **NONE}),
-    "stage and context by heads": Case((2, 2, 1), microbatches=4, changes={"mesh.context": 2, "parallel.context": "ulysses"}),
-    "stage, context and model, selective": Case(
-        (1, 2, 2), microbatches=4, changes={"mesh.context": 2, "pipeline.remat": "selective", **APART}
+    "ring, documents, none": Case(
+        (1, 1, 1), changes={"mesh.context": 4, "parallel.context": "ring", **APART, **NONE}
     ),
-    "further tokens": Case((1, 2, 2), microbatches=4, changes={"mesh.context": 2, "model.mtp_depth": 2, **NONE}),
-    "further tokens, zero 3, latent": Case((2, 1, 2), changes={"model.mtp_depth": 1, "parallel.zero": 3, **LATENT}),
-    "replica, zero 0, gpt2 form": Case((2, 2, 1), "interleaved", 2, 4, changes={"mesh.replica": 2, "parallel.zero": 0, **GPT2}),
-    "data, stage and model, gpt2 form, zero 2": Case((2, 2, 2), microbatches=4, changes={"parallel.zero": 2, **NONE, **GPT2}),
+    "stage and context by heads": Case(
+        (2, 2, 1), microbatches=4, changes={"mesh.context": 2, "parallel.context": "ulysses"}
+    ),
+    "stage, context and model, selective": Case(
+        (1, 2, 2),
+        microbatches=4,
+        changes={"mesh.context": 2, "pipeline.remat": "selective", **APART},
+    ),
+    "further tokens": Case(
+        (1, 2, 2), microbatches=4, changes={"mesh.context": 2, "model.mtp_depth": 2, **NONE}
+    ),
+    "further tokens, zero 3, latent": Case(
+        (2, 1, 2), changes={"model.mtp_depth": 1, "parallel.zero": 3, **LATENT}
+    ),
+    "replica, zero 0, gpt2 form": Case(
+        (2, 2, 1), "interleaved", 2, 4, changes={"mesh.replica": 2, "parallel.zero": 0, **GPT2}
+    ),
+    "data, stage and model, gpt2 form, zero 2": Case(
+        (2, 2, 2), microbatches=4, changes={"parallel.zero": 2, **NONE, **GPT2}
+    ),
 }
 
 
 def by_axes(found: dict, others: bool = False) -> collections.Counter:
-    """(kind, axes) → bytes; of what stands in the manual region and the optimizer, and `others`: what has lost its name."""
+    """(kind, axes) → bytes; of what stands in the manual region and the optimizer, and `others`:
+    what has lost its name."""
     total: collections.Counter = collections.Counter()
     for (op, kind, axes, _), size in found.items():
         total[kind, axes] += size if others or op != "other" else 0
@@ -98,16 +170,25 @@ def test_as_compiled(case):
                 predicted[row.op, row.kind, row.axes, row.devices] += row.bytes
         got, expected = by_axes(compiled), by_axes(predicted)
         assert got.keys() == expected.keys()
-        assert {key: got[key] / expected[key] for key in got} == pytest.approx(dict.fromkeys(got, 1), abs=0.05)
+        assert {key: got[key] / expected[key] for key in got} == pytest.approx(
+            dict.fromkeys(got, 1), abs=0.05
+        )
         # What is left to the partitioner is the batch, four bytes a token.
-        assert sum(n for (op, *_), n in compiled.items() if op == "other") < 0.02 * sum(compiled.values())
+        assert sum(n for (op, *_), n in compiled.items() if op == "other") < 0.02 * sum(
+            compiled.values()
+        )
         if not cfg.model.experts and cfg.mesh.context == 1:
             planned = step_flops.by_op(step_counts(cfg), stage)
-            # Short sequences attend to all keys and keep the scores: twice the causal half, and no product again in B.
+            # Short sequences attend to all keys and keep the scores: twice the causal half, and no
+            # product again in B.
             again = ATTENTION_BACKWARD / step_flops.ATTENTION_BACKWARD_ONCE
-            attention = sum(2 * cost.attention / (again if op == "B" else 1) for op, cost in planned.items())
+            attention = sum(
+                2 * cost.attention / (again if op == "B" else 1) for op, cost in planned.items()
+            )
             expected = sum(cost.weights for cost in planned.values()) + attention
-            assert compiled_account.products(step.setup, program, stage) == pytest.approx(expected, rel=0.01)
+            assert compiled_account.products(step.setup, program, stage) == pytest.approx(
+                expected, rel=0.01
+            )
 
 
 AHEAD = {
@@ -119,17 +200,26 @@ AHEAD = {
 @pytest.mark.parametrize("case", AHEAD)
 @compiled_for(*KINDS)
 def test_as_compiled_ahead_of_time(platform, case):
-    """Also over `model`, and no sum of a weight or an activation is an all-reduce where a reduce-scatter was meant."""
+    """Also over `model`, and no sum of a weight or an activation is an all-reduce where a
+    reduce-scatter was meant."""
     changes = {"model.layers": 8, "pipeline.repeats": 1} | AHEAD[case]
     cfg = configs.replace(Config(), ahead.MODEL | changes).resolve()
-    program, mesh = ahead.compile_step(platform, changes).program, {axis: getattr(cfg.mesh, axis) for axis in AXES}
+    program, mesh = (
+        ahead.compile_step(platform, changes).program,
+        {axis: getattr(cfg.mesh, axis) for axis in AXES},
+    )
     for stage in (0, cfg.mesh.stage - 1):
-        rows = [row for row in step_counts(cfg).volume(stage) if row.op != "optimizer"]  # the program is that of the gradients
+        # the program is that of the gradients
+        rows = [row for row in step_counts(cfg).volume(stage) if row.op != "optimizer"]
         total = sum(row.bytes for row in rows)
-        expected = by_axes({(row.op, row.kind, row.axes, n): row.bytes for n, row in enumerate(rows)})
+        expected = by_axes(
+            {(row.op, row.kind, row.axes, n): row.bytes for n, row in enumerate(rows)}
+        )
         got = by_axes(compiled_account.read(mesh, make_setup(cfg), program, stage), others=True)
         # Of what is small a compiler may make what it likes.
-        got, expected = ({key: n for key, n in found.items() if n > total / 100} for found in (got, expected))
+        got, expected = (
+            {key: n for key, n in found.items() if n > total / 100} for found in (got, expected)
+        )
         assert got == pytest.approx(expected, rel=0.05)
 
 
@@ -142,7 +232,9 @@ def test_the_busiest_stage():
 
 def test_bytes_of_the_ring_algorithms():
     """Of 8 devices: a gather brings 7 parts by every link, a permute sends all that there is."""
-    assert [sent(kind, 800, 8) for kind in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")] == [700, 700, 700, 1400]
+    assert [
+        sent(kind, 800, 8) for kind in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
+    ] == [700, 700, 700, 1400]
     assert sent("collective-permute", 800, 8) == 800
     assert Entry("F", "all-gather", ("data",), 8, 3, 800).bytes == 2100
 
@@ -154,20 +246,40 @@ def test_an_exchange_as_compiled(outer):
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         program = Program(step.exchange.lower(step.abstract_state()).compile().as_text())
-    compiled = by_axes({("exchange", *key): n for (_, *key), n in compiled_account.read(step.mesh.shape, step.setup, program, 0).items()})
+    compiled = by_axes(
+        {
+            ("exchange", *key): n
+            for (_, *key), n in compiled_account.read(
+                step.mesh.shape, step.setup, program, 0
+            ).items()
+        }
+    )
     predicted = by_axes(
-        {(row.op, row.kind, row.axes, i): row.bytes for i, row in enumerate(step_counts(cfg, cpu=True).exchange_volume()) if row.size > FEW}
+        {
+            (row.op, row.kind, row.axes, i): row.bytes
+            for i, row in enumerate(step_counts(cfg, cpu=True).exchange_volume())
+            if row.size > FEW
+        }
     )
     assert compiled.keys() == predicted.keys()
     assert ("all-reduce" if outer == "float32" else "all-to-all", ("replica",)) in predicted
-    assert {key: compiled[key] / predicted[key] for key in compiled} == pytest.approx(dict.fromkeys(compiled, 1), abs=0.05)
-    assert not [row for row in step_counts(cfg).volume() if "replica" in row.axes] and not step_counts(small.config()).exchange_volume()
+    assert {key: compiled[key] / predicted[key] for key in compiled} == pytest.approx(
+        dict.fromkeys(compiled, 1), abs=0.05
+    )
+    assert (
+        not [row for row in step_counts(cfg).volume() if "replica" in row.axes]
+        and not step_counts(small.config()).exchange_volume()
+    )
 
 
 def test_sums_of_16_bit_numbers_on_cpu():
     cfg = small.config((1, 1, 2), changes={**SHAPES, "precision.compute": "bfloat16"})
-    total = lambda cpu, kind: sum(row.bytes for row in step_counts(cfg, cpu).volume() if row.kind == kind)
-    assert total(True, "all-gather") == total(False, "all-gather") and total(True, "reduce-scatter") == 2 * total(False, "reduce-scatter")
+    total = lambda cpu, kind: sum(
+        row.bytes for row in step_counts(cfg, cpu).volume() if row.kind == kind
+    )
+    assert total(True, "all-gather") == total(False, "all-gather") and total(
+        True, "reduce-scatter"
+    ) == 2 * total(False, "reduce-scatter")
 
 
 def test_nothing_is_sent_on_one_device():

@@ -1,4 +1,5 @@
-"""What the tests of data share: a `data` config whose cache is the test's own, and a small tokenizers file."""
+"""What the tests of data share: a `data` config whose cache is the test's own, and a small
+tokenizers file."""
 
 import pathlib
 import subprocess
@@ -36,7 +37,12 @@ def config(tmp_path):
         }
         unknown = fields.keys() - defaults.keys()
         assert not unknown, unknown
-        return types.SimpleNamespace(**{k: str(v) if isinstance(v, pathlib.Path) else v for k, v in (defaults | fields).items()})
+        return types.SimpleNamespace(
+            **{
+                k: str(v) if isinstance(v, pathlib.Path) else v
+                for k, v in (defaults | fields).items()
+            }
+        )
 
     return make
 
@@ -56,12 +62,17 @@ def write(tmp_path):
 
 @pytest.fixture
 def start_python():
-    """start_python(code, argument, …) → a process of this Python that finds the package; killed at the end if it still runs."""
+    """start_python(code, argument, …) → a process of this Python that finds the package; killed at
+    the end if it still runs."""
     processes = []
 
     def make(code, *arguments):
         command = [sys.executable, "-c", code, *map(str, arguments)]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT))
+        processes.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+            )
+        )
         return processes[-1]
 
     yield make
@@ -72,7 +83,8 @@ def start_python():
 
 @pytest.fixture
 def tokenizer_file(tmp_path):
-    """tokenizer_file(special tokens) → the path of a byte-level BPE file of a few hundred ids, made with truncation and padding on."""
+    """tokenizer_file(special tokens) → the path of a byte-level BPE file of a few hundred ids, made
+    with truncation and padding on."""
     import tokenizers
 
     def make(special=("<pad>", "<|endoftext|>"), name="bpe.json"):
@@ -81,7 +93,10 @@ def tokenizer_file(tmp_path):
         bpe.decoder = tokenizers.decoders.ByteLevel()
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
         trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=300, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+            vocab_size=300,
+            special_tokens=list(special),
+            initial_alphabet=alphabet,
+            show_progress=False,
         )
         bpe.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 20], trainer)
         bpe.enable_truncation(4)

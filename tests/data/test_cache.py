@@ -51,7 +51,11 @@ def test_leftovers_of_this_machine_are_removed(tmp_path, monkeypatch):
         (tmp_path / name / "half").touch()
     (tmp_path / "c.lock").touch()  # what a killed process leaves of its lock
     cache.ensure(tmp_path / "c", is_complete, writer("1"), False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c.tmp-elsewhere-1-x", "other.tmp-here-1-x"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "c",
+        "c.tmp-elsewhere-1-x",
+        "other.tmp-here-1-x",
+    ]
 
 
 def run_together(count, target):
@@ -81,7 +85,8 @@ def test_without_locks_the_first_stays(tmp_path, monkeypatch):
         raise OSError("no locks here")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    together = threading.Barrier(4, timeout=30)  # all four are making it at once, and then rename at once
+    # all four are making it at once, and then rename at once
+    together = threading.Barrier(4, timeout=30)
     made = []
 
     def work(i):

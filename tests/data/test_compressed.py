@@ -1,4 +1,5 @@
-"""Compressed files: the same bytes as before they were compressed, by content and not by name, and an error for what is damaged."""
+"""Compressed files: the same bytes as before they were compressed, by content and not by name, and
+an error for what is damaged."""
 
 import bz2
 import gc
@@ -60,7 +61,12 @@ def test_several_streams_one_after_the_other(write, monkeypatch, kind):
 
 
 def test_padding_and_skippable_frames(write):
-    assert content(write("a.gz", gzip.compress(b"a") + b"\0" * 3_000_000 + gzip.compress(b"b") + b"\0" * 5)) == b"ab"
+    assert (
+        content(
+            write("a.gz", gzip.compress(b"a") + b"\0" * 3_000_000 + gzip.compress(b"b") + b"\0" * 5)
+        )
+        == b"ab"
+    )
     frame = struct.pack("<II", 0x184D2A50, 4) + b"1234"
     assert content(write("a.zst", frame + zstd(b"a") + frame + zstd(b"b"))) == b"ab"
 
@@ -85,7 +91,9 @@ def test_what_is_not_compressed_is_read_as_it_is(write):
     for name in ("a.txt", "a.txt.gz", "a.zst", "a.bz2"):
         path = write(name, b"BZh9 plain text\n")
         assert content(path) == b"BZh9 plain text\n" and not compressed.is_compressed(str(path))
-    assert failure(write("b.gz", b"\x1f\0\0\0 no header")).startswith("does not begin as a gzip file does")
+    assert failure(write("b.gz", b"\x1f\0\0\0 no header")).startswith(
+        "does not begin as a gzip file does"
+    )
 
 
 @KINDS
@@ -114,29 +122,36 @@ def test_cut_in_the_first_bytes(write, kind):
 
 
 def zstd_frame(window=None, checksum=b""):
-    """A frame of "abc" and an empty last block, by RFC 8878; with its content's size, or its window's descriptor and no size."""
+    """A frame of "abc" and an empty last block, by RFC 8878; with its content's size, or its
+    window's descriptor and no size."""
     descriptor = 0x20 * (window is None) | 0x04 * bool(checksum)
     header = struct.pack("<IBB", 0xFD2FB528, descriptor, 3 if window is None else window)
     return header + (3 << 3).to_bytes(3, "little") + b"abc" + b"\x01\0\0" + checksum
 
 
 def test_zstd_frames_of_all_sorts(write):
-    """Without the size of their content, with windows of 1 KiB to 128 MiB, and those that need more."""
+    """Without the size of their content, with windows of 1 KiB to 128 MiB, and those that need
+    more."""
     whole = zstd_frame()
     assert content(write("a.zst", whole)) == b"abc"
     for window in (0x00, 0x50, 0x88):
         assert content(write("a.zst", zstd_frame(window) + whole)) == b"abcabc"
     for window in (0x90, 0xA8, 0xFF):
         message = failure(write("a.zst", whole + zstd_frame(window)))
-        assert "needs more than 128 MiB of memory to be decompressed" in message and "--long=27" in message
+        assert (
+            "needs more than 128 MiB of memory to be decompressed" in message
+            and "--long=27" in message
+        )
     assert "checksum" in failure(write("a.zst", zstd_frame(checksum=b"\0\0\0\0")))
 
 
 @KINDS
 def test_damaged(write, kind):
-    """In a second stream, so that there is something before it; and where something else stands behind."""
+    """In a second stream, so that there is something before it; and where something else stands
+    behind."""
     whole = bytearray(COMPRESS[kind](TEXT))
-    for at in (1, len(whole) // 2) if kind != "zstd" else (1,):  # pyarrow's zstd has no checksum of the content
+    # pyarrow's zstd has no checksum of the content
+    for at in (1, len(whole) // 2) if kind != "zstd" else (1,):
         second = bytearray(whole)
         second[at] ^= 0xFF
         assert "damaged or cut short" in failure(write("a", bytes(whole + second)))
@@ -146,7 +161,10 @@ def test_damaged(write, kind):
 def test_what_comes_before_the_damage_is_read(write):
     path = write("a", gzip.compress(TEXT)[:-8])
     lines = []
-    with pytest.raises(BadRecord, match=f"ends after {len(TEXT):,} bytes of text"), Reader(str(path)) as stream:
+    with (
+        pytest.raises(BadRecord, match=f"ends after {len(TEXT):,} bytes of text"),
+        Reader(str(path)) as stream,
+    ):
         lines += iter(stream)
     path = write("a", gzip.compress(TEXT) + gzip.compress(TEXT)[:-100])
     with pytest.raises(BadRecord), Reader(str(path)) as stream:
@@ -181,6 +199,7 @@ def test_archives(write, tmp_path):
 
 
 def test_names():
-    assert [compressed.without_suffix(name) for name in ("a.jsonl.gz", "a.txt.ZST", "d.gz/a.json", "a.bz2", "x")] == [
-        *("a.jsonl", "a.txt", "d.gz/a.json", "a", "x")
-    ]
+    assert [
+        compressed.without_suffix(name)
+        for name in ("a.jsonl.gz", "a.txt.ZST", "d.gz/a.json", "a.bz2", "x")
+    ] == [*("a.jsonl", "a.txt", "d.gz/a.json", "a", "x")]

@@ -31,7 +31,11 @@ def joined(parts):
     for part in parts:
         ends += (before + part.ends).tolist()
         before += len(part.ids)
-    return np.concatenate([part.ids for part in parts]).tolist(), ends, np.concatenate([part.mask for part in parts]).tolist()
+    return (
+        np.concatenate([part.ids for part in parts]).tolist(),
+        ends,
+        np.concatenate([part.mask for part in parts]).tolist(),
+    )
 
 
 @pytest.mark.parametrize("kind", ["bytes", "file"])
@@ -57,7 +61,8 @@ class Slow(ByteTokenizer):
 
 
 def test_several_at_once_and_in_order(monkeypatch):
-    """One text that takes long does not hold up the others, nor come behind them; and what is read ahead is bounded."""
+    """One text that takes long does not hold up the others, nor come behind them; and what is read
+    ahead is bounded."""
     monkeypatch.setattr(module, "TASK", 1)
     monkeypatch.setattr(module, "cores", lambda: 4)
     read, inside, most = [], set(), []
@@ -82,7 +87,9 @@ def test_several_at_once_and_in_order(monkeypatch):
     rest = [bytes(part.ids[:-1].astype(np.uint8)).decode() for part in stream]
     assert [int(text.split()[1]) for text in rest] == list(range(1, 40))
     assert max(most) > 1
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("jaxtrain-encode")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("jaxtrain-encode")
+    ]
 
 
 def test_errors_come_out_and_threads_end(tokenizer_file, monkeypatch):
@@ -101,7 +108,9 @@ def test_errors_come_out_and_threads_end(tokenizer_file, monkeypatch):
 
     with pytest.raises(DataError, match="makes id 257, beyond its own 257"):
         list(encode(PIECES, Wrong(), DTYPE))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("jaxtrain-encode")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("jaxtrain-encode")
+    ]
 
 
 def test_a_tokenizer_that_cannot_encode(tokenizer_file):
@@ -110,7 +119,11 @@ def test_a_tokenizer_that_cannot_encode(tokenizer_file):
 
     path = tokenizer_file()
     content = json.loads(path.read_text())
-    content["model"] = {"type": "WordLevel", "vocab": {"fox": 0, "<|endoftext|>": 1}, "unk_token": "nothing"}
+    content["model"] = {
+        "type": "WordLevel",
+        "vocab": {"fox": 0, "<|endoftext|>": 1},
+        "unk_token": "nothing",
+    }
     path.write_text(json.dumps(content))
     with pytest.raises(DataError, match=f"^data.tokenizer={path} cannot encode a text: .*"):
         list(encode([Piece("dog", True, True, 3)], FileTokenizer(path), DTYPE))

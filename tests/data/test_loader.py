@@ -1,4 +1,5 @@
-"""Batches: the same rows at the same places whatever the mesh, the processes, the microbatches and the threads."""
+"""Batches: the same rows at the same places whatever the mesh, the processes, the microbatches and
+the threads."""
 
 import json
 import os
@@ -24,9 +25,17 @@ SPEC = PartitionSpec(None, ("replica", "data"), "context")
 @pytest.fixture
 def corpus(config, write):
     rng = np.random.default_rng(0)
-    lines = [{"q": "q" * int(rng.integers(0, 5)), "text": "".join(rng.choice(list("abcdefgh "), rng.integers(1, 40)))} for _ in range(60)]
+    lines = [
+        {
+            "q": "q" * int(rng.integers(0, 5)),
+            "text": "".join(rng.choice(list("abcdefgh "), rng.integers(1, 40))),
+        }
+        for _ in range(60)
+    ]
     path = write("a.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    return prepare(config(source=path, text_fields=("q", "text"), loss_mask=("q",)), 257, progress=False)
+    return prepare(
+        config(source=path, text_fields=("q", "text"), loss_mask=("q",)), 257, progress=False
+    )
 
 
 def sharding(replica=1, data=1, context=1, model=1, spec=SPEC):
@@ -59,25 +68,36 @@ LAYOUTS = [
 @pytest.mark.parametrize("across", [True, False])
 def test_mesh_changes_nothing(config, corpus, layout, across):
     data = config(attend_across_documents=across)
-    with Loader(corpus, data, "train", sharding()) as one, Loader(corpus, data, "train", sharding(**layout)) as many:
+    with (
+        Loader(corpus, data, "train", sharding()) as one,
+        Loader(corpus, data, "train", sharding(**layout)) as many,
+    ):
         for step in (0, 1, 30):
             batch = many.batch(step)
-            assert batch["tokens"].sharding == sharding(**layout) and batch["tokens"].dtype == np.int32
+            assert (
+                batch["tokens"].sharding == sharding(**layout) and batch["tokens"].dtype == np.int32
+            )
             same(flat(batch), flat(one.batch(step)))
             assert ("segments" in batch) == (not across)
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "layout"), [(2, {"data": 4}), (4, {"data": 2, "context": 2}), (8, {"model": 4}), (1, {"data": 2})]
+    ("microbatches", "layout"),
+    [(2, {"data": 4}), (4, {"data": 2, "context": 2}), (8, {"model": 4}), (1, {"data": 2})],
 )
 def test_microbatches_cut_the_batch_in_order(config, corpus, microbatches, layout):
-    with Loader(corpus, config(), "train", sharding()) as one, Loader(corpus, config(), "train", sharding(**layout), microbatches) as many:
+    with (
+        Loader(corpus, config(), "train", sharding()) as one,
+        Loader(corpus, config(), "train", sharding(**layout), microbatches) as many,
+    ):
         batch = many.batch(3)
         assert batch["tokens"].shape == (microbatches, BATCH // microbatches, LENGTH) == many.shape
         same(flat(batch), flat(one.batch(3)))
         for i in range(BATCH):
             place = (i // (BATCH // microbatches), i % (BATCH // microbatches))
-            np.testing.assert_array_equal(np.asarray(batch["targets"])[place], flat(one.batch(3))["targets"][i])
+            np.testing.assert_array_equal(
+                np.asarray(batch["targets"])[place], flat(one.batch(3))["targets"][i]
+            )
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -90,13 +110,21 @@ def test_replicas_that_train_apart_have_rows_of_their_own(config, corpus, microb
     ):
         wanted, got = flat(one.batch(3)), many.batch(3)
         for replica in range(2):
-            parts = {k: np.asarray(a).reshape(microbatches, 2, -1, LENGTH)[:, replica].reshape(-1, LENGTH) for k, a in got.items()}
+            parts = {
+                k: np.asarray(a)
+                .reshape(microbatches, 2, -1, LENGTH)[:, replica]
+                .reshape(-1, LENGTH)
+                for k, a in got.items()
+            }
             same(parts, {k: a.reshape(2, -1, LENGTH)[replica] for k, a in wanted.items()})
 
 
 def test_sharded_over_microbatches_too(config, corpus):
     spread = sharding(replica=2, data=2, context=2, spec=PartitionSpec("replica", "data"))
-    with Loader(corpus, config(), "train", sharding()) as one, Loader(corpus, config(), "train", spread, 4) as many:
+    with (
+        Loader(corpus, config(), "train", sharding()) as one,
+        Loader(corpus, config(), "train", spread, 4) as many,
+    ):
         same(flat(many.batch(5)), flat(one.batch(5)))
 
 
@@ -127,11 +155,17 @@ def test_resuming_is_continuing(config, corpus):
 def order_of(corpus, data, steps):
     """The rows of the split that steps are made of, found by content."""
     rows = Rows(corpus, corpus.train, LENGTH)
-    index = {rows[r]["tokens"].tobytes() + rows[r]["targets"].tobytes(): r for r in range(len(rows))}
+    index = {
+        rows[r]["tokens"].tobytes() + rows[r]["targets"].tobytes(): r for r in range(len(rows))
+    }
     assert len(index) == len(rows)
     with Loader(corpus, data, "train", sharding()) as loader:
         batches = [flat(loader.batch(step)) for step in range(steps)]
-    return [index[batch["tokens"][i].tobytes() + batch["targets"][i].tobytes()] for batch in batches for i in range(BATCH)], len(rows)
+    return [
+        index[batch["tokens"][i].tobytes() + batch["targets"][i].tobytes()]
+        for batch in batches
+        for i in range(BATCH)
+    ], len(rows)
 
 
 def test_an_epoch_has_every_row_once_in_a_new_order(config, corpus):
@@ -155,7 +189,11 @@ def test_seed_decides_the_order(config, corpus):
 
 def test_golden_order(config, write):
     """A run that goes on must read on where it was: this order may never change."""
-    corpus = prepare(config(source=write("a.txt", "0123456789" * 40), validation_fraction=0.0), 257, progress=False)
+    corpus = prepare(
+        config(source=write("a.txt", "0123456789" * 40), validation_fraction=0.0),
+        257,
+        progress=False,
+    )
     with Loader(corpus, config(), "train", sharding()) as loader:
         assert [loader._index(i) for i in range(BATCH)] == [32, 30, 10, 0, 1, 29, 38, 17]
         assert [loader._index(10**9 + i) for i in range(BATCH)] == [20, 37, 31, 32, 22, 15, 41, 18]
@@ -164,7 +202,13 @@ def test_golden_order(config, write):
 def test_each_row_is_read_once(config, corpus, monkeypatch):
     read, seen = Rows.__getitem__, []
     monkeypatch.setattr(Rows, "__getitem__", lambda rows, r: seen.append(r) or read(rows, r))
-    with Loader(corpus, config(attend_across_documents=False), "train", sharding(data=2, context=2, model=2), 2) as loader:
+    with Loader(
+        corpus,
+        config(attend_across_documents=False),
+        "train",
+        sharding(data=2, context=2, model=2),
+        2,
+    ) as loader:
         loader.batch(0)
     assert len(seen) == len(set(seen)) == BATCH
 
@@ -172,36 +216,54 @@ def test_each_row_is_read_once(config, corpus, monkeypatch):
 def test_only_the_rows_of_this_process(config, corpus, monkeypatch):
     """As on process 1 of 2, whose devices are the second half."""
     whole = sharding(data=4, context=2)
-    mine = {device: index for device, index in whole.addressable_devices_indices_map((2, 4, LENGTH)).items() if device.id >= 4}
+    mine = {
+        device: index
+        for device, index in whole.addressable_devices_indices_map((2, 4, LENGTH)).items()
+        if device.id >= 4
+    }
     read, seen = Rows.__getitem__, []
     with Loader(corpus, config(), "train", whole, 2) as loader:
         everything = [r for i in range(BATCH) for r in [loader._index(i)]]
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", lambda *_: mine)
     with Loader(corpus, config(), "train", whole, 2) as loader:
         monkeypatch.setattr(Rows, "__getitem__", lambda rows, r: seen.append(r) or read(rows, r))
-        monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, block: [block(index) for index in mine.values()])
+        monkeypatch.setattr(
+            jax,
+            "make_array_from_callback",
+            lambda shape, sharding, block: [block(index) for index in mine.values()],
+        )
         loader.batch(0)
     assert seen == [everything[i] for i in (2, 3, 6, 7)]  # rows 2, 3 of each microbatch of 4
 
 
-def test_another_number_of_processes_neither_repeats_nor_skips_a_row(config, corpus, monkeypatch, tmp_path):
-    """4, 2, 1 and again 4 of them, with batches that are taken twice as after a kill: what each has read makes whole
-    batches, and every epoch has each row once."""
+def test_another_number_of_processes_neither_repeats_nor_skips_a_row(
+    config, corpus, monkeypatch, tmp_path
+):
+    """4, 2, 1 and again 4 of them, with batches that are taken twice as after a kill: what each has
+    read makes whole batches, and every epoch has each row once."""
     whole, devices_of = sharding(data=8), NamedSharding.addressable_devices_indices_map
     monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, block: None)
     for start, stop, processes in ((0, 14, 4), (12, 26, 2), (25, 34, 1), (32, 44, 4)):
         for process in range(processes):
             mine = range(8 * process // processes, 8 * (process + 1) // processes)
-            own = lambda s, shape, mine=mine: {device: index for device, index in devices_of(s, shape).items() if device.id in mine}
+            own = lambda s, shape, mine=mine: {
+                device: index for device, index in devices_of(s, shape).items() if device.id in mine
+            }
             monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", own)
-            with Loader(corpus, config(), "train", whole, log=RowLog(tmp_path, process, processes)) as loader:
+            with Loader(
+                corpus, config(), "train", whole, log=RowLog(tmp_path, process, processes)
+            ) as loader:
                 assert len([*loader.iterate(start, stop)]) == stop - start
     found = read_rows(tmp_path)
-    assert [*found] == list(range(44)) and all(rows.keys() == set(range(BATCH)) for rows in found.values())
+    assert [*found] == list(range(44)) and all(
+        rows.keys() == set(range(BATCH)) for rows in found.values()
+    )
     order = [rows[place] for rows in found.values() for place in range(BATCH)]
     assert order == [loader._index(i) for i in range(44 * BATCH)] and 2 * loader.rows < len(order)
     for epoch in range(2):
-        assert sorted(order[epoch * loader.rows : (epoch + 1) * loader.rows]) == list(range(loader.rows))
+        assert sorted(order[epoch * loader.rows : (epoch + 1) * loader.rows]) == list(
+            range(loader.rows)
+        )
 
 
 def test_rows_on_a_full_disk_cost_a_warning(tmp_path, capsys):
@@ -210,7 +272,11 @@ def test_rows_on_a_full_disk_cost_a_warning(tmp_path, capsys):
     for batch in range(3):
         log.write(batch, {0: 5})
     out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and "rows/0.jsonl cannot be written (No space left on device): training goes on" in err
+    assert (
+        not out
+        and err.count("\n") == 1
+        and "rows/0.jsonl cannot be written (No space left on device): training goes on" in err
+    )
 
 
 def test_rows_of_the_last_start_count_whatever_its_clock_says(tmp_path, monkeypatch):
@@ -224,7 +290,9 @@ def test_rows_of_the_last_start_count_whatever_its_clock_says(tmp_path, monkeypa
 def test_processes_that_read_different_rows_are_found_out(tmp_path):
     for process, row in enumerate([7, 8]):
         RowLog(tmp_path, process, 2).write(3, {0: 5, 1: row})
-    with pytest.raises(ValueError, match="batch 3, place 1: process 1 has read row 8, another one row 7"):
+    with pytest.raises(
+        ValueError, match="batch 3, place 1: process 1 has read row 8, another one row 7"
+    ):
         read_rows(tmp_path)
 
 
@@ -237,9 +305,11 @@ process, port, source, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.a
 jax.distributed.initialize(f"localhost:{port}", 2, process)
 import numpy as np
 from jaxtrain.data import loader, packing, tokens
-data = types.SimpleNamespace(source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0, attend_across_documents=True,
-    prefetch=2, loss_mask=("q",), text_fields=("q", "text"), validation_fraction=0.1, bad_records="stop", token_dtype="uint16",
-    cache=cache)
+data = types.SimpleNamespace(
+    source=source, tokenizer="bytes", sequence_length=8, batch_size=8, seed=0,
+    attend_across_documents=True, prefetch=2, loss_mask=("q",), text_fields=("q", "text"),
+    validation_fraction=0.1, bad_records="stop", token_dtype="uint16", cache=cache,
+)
 corpus = tokens.prepare(data, 257, progress=False)
 read, seen = packing.Rows.__getitem__, []
 packing.Rows.__getitem__ = lambda rows, r: seen.append(r) or read(rows, r)
@@ -259,10 +329,14 @@ def test_two_processes(config, corpus, tmp_path, start_python):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    processes = [start_python(PROCESS, i, port, corpus.source, tmp_path / "cache") for i in range(2)]
+    processes = [
+        start_python(PROCESS, i, port, corpus.source, tmp_path / "cache") for i in range(2)
+    ]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    first, second = ([line for line in out.splitlines() if line[:1].isdigit()] for out, _ in outputs)
+    first, second = (
+        [line for line in out.splitlines() if line[:1].isdigit()] for out, _ in outputs
+    )
     assert len(first) == len(second) == 2
     halves = [[json.loads(line.split(" ", 1)[1]) for line in lines] for lines in (first, second)]
     with Loader(corpus, config(), "train", sharding(), 2) as loader:
@@ -271,13 +345,16 @@ def test_two_processes(config, corpus, tmp_path, start_python):
             np.testing.assert_array_equal(np.array(mine)[:, :2], expected[:, :2])
             np.testing.assert_array_equal(np.array(theirs)[:, 2:], expected[:, 2:])
             assert not np.array(mine)[:, 2:].any() and not np.array(theirs)[:, :2].any()
-    assert [int(lines[-1].split(" ", 1)[0]) for lines in (first, second)] == [8, 8]  # rows read by then: its half of both steps
+    # rows read by then: its half of both steps
+    assert [int(lines[-1].split(" ", 1)[0]) for lines in (first, second)] == [8, 8]
 
 
 # ---- validation
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": 8}, {"data": 2, "context": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"data": 8}, {"data": 2, "context": 2, "model": 2}], ids=str
+)
 def test_validation_is_read_once_in_order(config, corpus, layout):
     rows = Rows(corpus, corpus.validation, LENGTH, padded=True)
     with Loader(corpus, config(), "validation", sharding(**layout)) as loader:
@@ -289,9 +366,14 @@ def test_validation_is_read_once_in_order(config, corpus, layout):
         same(batch, again[step])
         for i in range(BATCH):
             r = step * BATCH + i
-            same({name: array[i] for name, array in batch.items()}, rows[r] if r < len(rows) else rows.empty())
+            same(
+                {name: array[i] for name, array in batch.items()},
+                rows[r] if r < len(rows) else rows.empty(),
+            )
     counted = sum(batch["weights"].sum() for batch in batches)
-    assert counted == corpus.validation.read(np.asarray(corpus.mask), 1, len(corpus.validation)).sum()
+    assert (
+        counted == corpus.validation.read(np.asarray(corpus.mask), 1, len(corpus.validation)).sum()
+    )
     with pytest.raises(IndexError):
         loader.batch(loader.batches)
 
@@ -309,7 +391,9 @@ def test_part_of_the_validation_split(config, corpus):
 
 
 def test_validation_smaller_than_a_row(config, write):
-    corpus = prepare(config(source=write("a.txt", "abcdefghijklmnopqrstuvwxyz" * 2)), 257, progress=False)
+    corpus = prepare(
+        config(source=write("a.txt", "abcdefghijklmnopqrstuvwxyz" * 2)), 257, progress=False
+    )
     assert len(corpus.validation) == 5
     with Loader(corpus, config(), "validation", sharding(data=2), 2) as loader:
         (batch,) = [flat(batch) for batch in loader.iterate()]
@@ -323,15 +407,23 @@ def test_validation_smaller_than_a_row(config, write):
 
 
 def test_too_little_text(config, write):
-    corpus = prepare(config(source=write("a.txt", "abcdefg"), validation_fraction=0.0), 257, progress=False)
+    corpus = prepare(
+        config(source=write("a.txt", "abcdefg"), validation_fraction=0.0), 257, progress=False
+    )
     with Loader(corpus, config(), "train", sharding()) as loader:  # 8 tokens, and 9 are needed
-        few = "corpus: the train split has 8 tokens, and data.sequence_length=8 takes 9: its documents repeat within a sequence"
+        few = (
+            "corpus: the train split has 8 tokens, and data.sequence_length=8 takes 9: its "
+            "documents repeat within a sequence"
+        )
         assert loader.rows == 1 and loader.remarks() == [few]
         for batch in loader.iterate(5, 7):
             assert flat(batch)["tokens"].tolist() == [[*b"abcdefg", 256]] * BATCH
             assert flat(batch)["targets"].tolist() == [[*b"bcdefg", 256, 97]] * BATCH
     with Loader(corpus, config(sequence_length=7), "train", sharding()) as loader:
-        few = "corpus: the train split has 8 tokens, which are 1 sequence of 7, and data.batch_size=8: they repeat within a batch"
+        few = (
+            "corpus: the train split has 8 tokens, which are 1 sequence of 7, and "
+            "data.batch_size=8: they repeat within a batch"
+        )
         assert loader.rows == 1 and loader.remarks() == [few]
         list(loader.iterate(0, 2))
     with Loader(corpus, config(sequence_length=7, batch_size=1), "train", sharding()) as loader:
@@ -339,29 +431,52 @@ def test_too_little_text(config, write):
     with Loader(corpus, config(validation_fraction=0.0), "validation", sharding()) as loader:
         assert not loader.remarks()
     with Loader(corpus, config(), "validation", sharding()) as loader:
-        assert loader.remarks() == ["corpus: the validation split has 0 tokens: there is nothing to evaluate on"]
+        assert loader.remarks() == [
+            "corpus: the validation split has 0 tokens: there is nothing to evaluate on"
+        ]
 
 
 def test_rows_fewer_than_a_batch_repeat_evenly(config, write):
-    """Row i of step t depends on seed, t and i, whatever the mesh; each row comes as often as the others."""
-    corpus = prepare(config(source=write("a.txt", "".join(map(chr, range(32, 59)))), validation_fraction=0.0), 257, progress=False)
-    with Loader(corpus, config(), "train", sharding()) as one, Loader(corpus, config(), "train", sharding(data=4), 2) as many:
+    """Row i of step t depends on seed, t and i, whatever the mesh; each row comes as often as the
+    others."""
+    corpus = prepare(
+        config(source=write("a.txt", "".join(map(chr, range(32, 59)))), validation_fraction=0.0),
+        257,
+        progress=False,
+    )
+    with (
+        Loader(corpus, config(), "train", sharding()) as one,
+        Loader(corpus, config(), "train", sharding(data=4), 2) as many,
+    ):
         assert one.rows == 3 and len(one.remarks()) == 1
         whole = [flat(batch) for batch in one.iterate(0, 6)]
         for rows, batch in zip(whole[3:], many.iterate(3, 6), strict=True):
             same(flat(batch), rows)
-    counts = [sum(row[0] == first for rows in whole[:3] for row in rows["tokens"]) for first in (32, 40, 48)]
+    counts = [
+        sum(row[0] == first for rows in whole[:3] for row in rows["tokens"])
+        for first in (32, 40, 48)
+    ]
     assert counts == [8, 8, 8]
 
 
 def test_nothing_left_to_train_on(config, tmp_path):
     np.save(tmp_path / "a.npy", np.array([5], np.uint16))
-    corpus = prepare(config(source=tmp_path / "a.npy", tokenizer="none", validation_fraction=0.9), 10, progress=False)
+    corpus = prepare(
+        config(source=tmp_path / "a.npy", tokenizer="none", validation_fraction=0.9),
+        10,
+        progress=False,
+    )
     with pytest.raises(
-        DataError, match=r"^data.validation_fraction=0.9 holds out all of the 1 tokens of .*: use --config.data.validation_f"
+        DataError,
+        match=r"^data.validation_fraction=0.9 holds out all of the 1 tokens of .*: use "
+        r"--config.data.validation_f",
     ):
         Loader(corpus, config(validation_fraction=0.9), "train", sharding())
-    corpus = prepare(config(source=tmp_path / "a.npy", tokenizer="none", validation_fraction=0.0), 10, progress=False)
+    corpus = prepare(
+        config(source=tmp_path / "a.npy", tokenizer="none", validation_fraction=0.0),
+        10,
+        progress=False,
+    )
     with Loader(corpus, config(), "train", sharding()) as loader:
         assert (flat(loader.batch(0))["tokens"] == 5).all()
 
@@ -376,7 +491,10 @@ def test_a_token_file_that_changed_unseen(config, tmp_path):
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     corpus = prepare(config(source=path, tokenizer="none"), 10, progress=False)
     for split in ("train", "validation"):
-        with Loader(corpus, config(), split, sharding()) as loader, pytest.raises(DataError, match="token 10 is beyond the 10 ids"):
+        with (
+            Loader(corpus, config(), split, sharding()) as loader,
+            pytest.raises(DataError, match="token 10 is beyond the 10 ids"),
+        ):
             list(loader.iterate(0, 1))
 
 
@@ -424,7 +542,9 @@ def test_threads_end(config, corpus):
 def test_reads_ahead_while_a_batch_is_used(config, corpus, monkeypatch):
     made = []
     read = Loader.read
-    monkeypatch.setattr(Loader, "read", lambda loader, number: made.append(number) or read(loader, number))
+    monkeypatch.setattr(
+        Loader, "read", lambda loader, number: made.append(number) or read(loader, number)
+    )
     with Loader(corpus, config(prefetch=3), "train", sharding()) as loader:
         batches = loader.iterate(5)
         next(batches)
@@ -435,13 +555,18 @@ def test_reads_ahead_while_a_batch_is_used(config, corpus, monkeypatch):
 
 
 def test_no_hidden_transfers(config, corpus):
-    with jax.transfer_guard("disallow"), Loader(corpus, config(), "train", sharding(data=4), 2) as loader:
+    with (
+        jax.transfer_guard("disallow"),
+        Loader(corpus, config(), "train", sharding(data=4), 2) as loader,
+    ):
         loader.batch(0)
 
 
 def test_specification_is_what_comes(config, corpus):
     for across in (True, False):
-        with Loader(corpus, config(attend_across_documents=across), "train", sharding(data=4), 2) as loader:
+        with Loader(
+            corpus, config(attend_across_documents=across), "train", sharding(data=4), 2
+        ) as loader:
             specification, batch = loader.specification(), loader.batch(0)
             assert specification.keys() == batch.keys()
             for name, array in batch.items():
@@ -471,5 +596,6 @@ def test_a_batch_in_words_names_its_rows(config, corpus):
         step = n // BATCH + 2
         rows = ", ".join(map(str, order[step * BATCH : (step + 1) * BATCH]))
         assert loader.rows_of(step).startswith(
-            f"batch {step}: epoch 1, rows {rows} of the {n} of the train split of {corpus.source} (checksum "
+            f"batch {step}: epoch 1, rows {rows} of the {n} of the train split of "
+            f"{corpus.source} (checksum "
         )

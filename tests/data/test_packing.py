@@ -18,7 +18,9 @@ def corpus_of(lengths, masked, seed=0):
     documents = np.append(0, np.cumsum(np.array(lengths, np.int64)))
     tokens = rng.integers(0, 60_000, documents[-1]).astype(np.uint16)
     mask = rng.integers(0, 2, documents[-1]).astype(np.uint8) if masked else None
-    return types.SimpleNamespace(tokens=tokens, documents=documents, mask=mask, tokenizer=NoTokenizer(60_000))
+    return types.SimpleNamespace(
+        tokens=tokens, documents=documents, mask=mask, tokenizer=NoTokenizer(60_000)
+    )
 
 
 def brute_force(corpus, ranges, length, across, padded):
@@ -27,7 +29,13 @@ def brute_force(corpus, ranges, length, across, padded):
     stream = []  # (token, counts, begins a document)
     for first, last in ranges:
         for i in range(first, last):
-            stream.append((int(corpus.tokens[i]), 1 if corpus.mask is None else int(corpus.mask[i]), i == first or i in starts))
+            stream.append(
+                (
+                    int(corpus.tokens[i]),
+                    1 if corpus.mask is None else int(corpus.mask[i]),
+                    i == first or i in starts,
+                )
+            )
     if not padded and len(stream) <= length:
         stream = (stream * (length + 1))[: length + 1]
     rows = []
@@ -46,7 +54,9 @@ def brute_force(corpus, ranges, length, across, padded):
             target = window[j + 1] if j + 1 < len(window) else (0, 0, False)
             row["targets"].append(target[0])
             row["weights"].append(target[1] if across or not target[2] else 0)
-        rows.append(row if not across else {name: row[name] for name in ("tokens", "targets", "weights")})
+        rows.append(
+            row if not across else {name: row[name] for name in ("tokens", "targets", "weights")}
+        )
     return rows
 
 
@@ -73,8 +83,12 @@ def test_rows_match_brute_force(lengths, length, fraction, masked, across, padde
 def test_example_of_the_docstring():
     documents = np.array([0, 4, 7, 12])
     tokens = np.array([1, 2, 3, 256, 4, 5, 256, 6, 7, 8, 9, 256], np.uint16)
-    corpus = types.SimpleNamespace(tokens=tokens, documents=documents, mask=None, tokenizer=NoTokenizer(257))
-    row = Rows(corpus, make_stream(np.array([0]), np.array([12])), 6, attend_across_documents=False)[0]
+    corpus = types.SimpleNamespace(
+        tokens=tokens, documents=documents, mask=None, tokenizer=NoTokenizer(257)
+    )
+    row = Rows(
+        corpus, make_stream(np.array([0]), np.array([12])), 6, attend_across_documents=False
+    )[0]
     assert {name: array.tolist() for name, array in row.items()} == {
         "tokens": [1, 2, 3, 256, 4, 5],
         "targets": [2, 3, 256, 4, 5, 256],
@@ -99,7 +113,9 @@ def test_types_and_lengths(across):
 
 @pytest.mark.parametrize("across", [True, False])
 def test_too_few_tokens_repeat(across):
-    corpus = types.SimpleNamespace(tokens=np.array([1, 2, 9, 3, 9], np.uint16), documents=np.array([0, 3, 5]), mask=None)
+    corpus = types.SimpleNamespace(
+        tokens=np.array([1, 2, 9, 3, 9], np.uint16), documents=np.array([0, 3, 5]), mask=None
+    )
     corpus.tokenizer = NoTokenizer(10)
     (row,) = Rows(corpus, make_stream(np.array([0]), np.array([5])), 12, across)
     assert row["tokens"].tolist() == [1, 2, 9, 3, 9, 1, 2, 9, 3, 9, 1, 2]
@@ -110,25 +126,55 @@ def test_too_few_tokens_repeat(across):
         assert row["positions"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("bad, kind", [(10, np.uint16), (2**32 - 1, np.uint32), (2**40, np.int64), (-1, np.int32)])
+@pytest.mark.parametrize(
+    "bad, kind", [(10, np.uint16), (2**32 - 1, np.uint32), (2**40, np.int64), (-1, np.int32)]
+)
 def test_an_id_beyond_the_vocabulary_is_an_error(bad, kind):
-    """Also one that a file got after it was prepared, and that a row's int32 would make another of."""
+    """Also one that a file got after it was prepared, and that a row's int32 would make another
+    of."""
     tokens = np.array([1, 2, 3, 4, bad, 5, 6], kind)
-    fields = {"documents": np.array([0, 7]), "mask": None, "tokenizer": NoTokenizer(10), "source": "ids.bin", "folder": "/cache/ids"}
-    rows = Rows(types.SimpleNamespace(tokens=tokens, **fields), make_stream(np.array([0]), np.array([7])), 3)
+    fields = {
+        "documents": np.array([0, 7]),
+        "mask": None,
+        "tokenizer": NoTokenizer(10),
+        "source": "ids.bin",
+        "folder": "/cache/ids",
+    }
+    rows = Rows(
+        types.SimpleNamespace(tokens=tokens, **fields), make_stream(np.array([0]), np.array([7])), 3
+    )
     assert rows[0]["tokens"].tolist() == [1, 2, 3]
-    with pytest.raises(DataError, match=f"^data.source=ids.bin: token {bad} is beyond the 10 ids of .*: remove /cache/ids, and it is pre"):
+    with pytest.raises(
+        DataError,
+        match=f"^data.source=ids.bin: token {bad} is beyond the 10 ids of .*: remove /cache/ids, "
+        "and it is pre",
+    ):
         rows[1]
 
 
 def test_length_of_an_epoch():
     corpus = corpus_of([100], masked=False)
     stream = make_stream(np.array([0]), np.array([100]))
-    assert [len(Rows(corpus, stream, length)) for length in (1, 49, 50, 98, 99, 100, 1000)] == [99, 2, 1, 1, 1, 1, 1]
+    assert [len(Rows(corpus, stream, length)) for length in (1, 49, 50, 98, 99, 100, 1000)] == [
+        99,
+        2,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]
     assert [Rows(corpus, stream, length).repeated for length in (99, 100)] == [False, True]
-    assert [len(Rows(corpus, stream, length, padded=True)) for length in (1, 49, 50, 99, 100)] == [99, 3, 2, 1, 1]
+    assert [len(Rows(corpus, stream, length, padded=True)) for length in (1, 49, 50, 99, 100)] == [
+        99,
+        3,
+        2,
+        1,
+        1,
+    ]
     rows = Rows(corpus, stream, 49)
-    assert rows[1]["tokens"][0] == rows[0]["targets"][-1]  # no token is only ever read, but the first
+    # no token is only ever read, but the first
+    assert rows[1]["tokens"][0] == rows[0]["targets"][-1]
     for r in (-1, 2):
         with pytest.raises(IndexError):
             rows[r]

@@ -40,19 +40,26 @@ def left_out(path, fields=("text",)):
     return texts(path, fields, skipped), skipped.places
 
 
-# --- JSON ------------------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 TEXTS = ["one", 'a "quoted" [list] {object}, \\ and \n', "naïve 漢字 🙂", "x" * 300, "last"]
-RECORDS = [{"id": i, "text": text, "more": [1, {"deep": [None, True, -1.5e-7]}]} for i, text in enumerate(TEXTS)]
+RECORDS = [
+    {"id": i, "text": text, "more": [1, {"deep": [None, True, -1.5e-7]}]}
+    for i, text in enumerate(TEXTS)
+]
 FORMS = {
     "list": json.dumps(RECORDS),
     "list with line breaks": json.dumps(RECORDS, indent=2, ensure_ascii=False) + "\n",
     "list, an item a line": "[\n" + ",\n".join(map(json.dumps, RECORDS)) + "\n]",
     "list without spaces": json.dumps(RECORDS, separators=(",", ":")),
     "lines": "\n".join(map(json.dumps, RECORDS)),
-    "lines and blank ones": "\r\n \r\n" + "\r\n\r\n".join(json.dumps(record, ensure_ascii=False) for record in RECORDS) + "\r\n",
+    "lines and blank ones": "\r\n \r\n"
+    + "\r\n\r\n".join(json.dumps(record, ensure_ascii=False) for record in RECORDS)
+    + "\r\n",
     "one after the other": "".join(map(json.dumps, RECORDS)),
-    "one after the other, with line breaks": "\n".join(json.dumps(record, indent=1) for record in RECORDS),
+    "one after the other, with line breaks": "\n".join(
+        json.dumps(record, indent=1) for record in RECORDS
+    ),
 }
 
 
@@ -68,7 +75,11 @@ def test_forms_of_json(write, monkeypatch, form, block):
 @BLOCKS
 def test_one_object(write, monkeypatch, block):
     monkeypatch.setattr(records, "BLOCK", block)
-    for text in (json.dumps(RECORDS[0]), json.dumps(RECORDS[0], indent=4), '{"id": {"a": 1}\n, "text": "one"}'):
+    for text in (
+        json.dumps(RECORDS[0]),
+        json.dumps(RECORDS[0], indent=4),
+        '{"id": {"a": 1}\n, "text": "one"}',
+    ):
         assert texts(write("a.json", text)) == ["one"]
     assert texts(write("b.json", "[]")) == texts(write("c.json", " [ \n ] ")) == []
 
@@ -81,9 +92,13 @@ def test_one_object(write, monkeypatch, block):
         ('[{"text": "x"},\n\n "y"]', ":3: a record must be a JSON object, not text"),
         (
             '[{"text": "x"},\n {"text": "y" "z"}]',
-            ":2: not valid JSON: Expecting ',' delimiter (column 15), and the rest of the file cannot be r",
+            ":2: not valid JSON: Expecting ',' delimiter (column 15), and the rest of the "
+            "file cannot be r",
         ),
-        ('[{"text": "x"}\n {"text": "y"}]', ":2: not valid JSON: '{' stands where a comma or the list's end should"),
+        (
+            '[{"text": "x"}\n {"text": "y"}]',
+            ":2: not valid JSON: '{' stands where a comma or the list's end should",
+        ),
         ('[{"text": "x"},\n]', ":2: not valid JSON: "),
         ('[{"text": "x"},\n{"text": "y', ":2: not valid JSON: Unterminated string"),
         ('[{"text": "x"}\n', ":2: not valid JSON: the list does not end: the file is cut short"),
@@ -92,13 +107,28 @@ def test_one_object(write, monkeypatch, block):
         ('[{"text": "\\ud800"}]', ":1: half of a surrogate pair"),
         (b'[{"text": "x"},\n{"text": "\xff"}]', ":2: not UTF-8 text (0xff: invalid byte)"),
         (b'[{"text": "x", "other": "\xe6\xbc"}]', ":1: not UTF-8 text (0xe6: invalid byte)"),
-        ('"text"', ":1: a JSON file must hold an object, a list of objects, or one object a line, not text"),
-        ("\n12", ":2: a JSON file must hold an object, a list of objects, or one object a line, not what begins with '1'"),
-        (" \n", ":2: a JSON file must hold an object, a list of objects, or one object a line, not nothing"),
+        (
+            '"text"',
+            ":1: a JSON file must hold an object, a list of objects, or one object a line, "
+            "not text",
+        ),
+        (
+            "\n12",
+            ":2: a JSON file must hold an object, a list of objects, or one object a line, "
+            "not what begins with '1'",
+        ),
+        (
+            " \n",
+            ":2: a JSON file must hold an object, a list of objects, or one object a line, "
+            "not nothing",
+        ),
         ('{"text": "x"}\n{"text": "y"\n', ":2: not valid JSON: "),
         ('{"text": "x", }\n{"text": "y"}\n', ":1: not valid JSON: "),
         ('{"text": "x"\n,}', ":2: not valid JSON: "),
-        ('{"data": [{"text": "x"}]}', ":1: no field 'text' (there are 'data'): set data.text_fields"),
+        (
+            '{"data": [{"text": "x"}]}',
+            ":1: no field 'text' (there are 'data'): set data.text_fields",
+        ),
         pytest.param("[" * 100_000, ":1: ", id="nested"),
         pytest.param('[{"n": ' + "9" * 5000 + "}]", ":1: JSON that cannot be read: ", id="digits"),
     ],
@@ -112,7 +142,10 @@ def test_json_that_cannot_be_read(write, monkeypatch, text, message, block):
 def test_columns_and_lines_of_long_files(write, monkeypatch):
     monkeypatch.setattr(records, "BLOCK", 16)
     path = write("a.json", "[" + '{"text": "x"}, ' * 100 + '{"text" "y"}]')
-    assert f"{path}:1: not valid JSON: Expecting ':' delimiter (column {1 + 15 * 100 + 9})" in failure(path)
+    assert (
+        f"{path}:1: not valid JSON: Expecting ':' delimiter (column {1 + 15 * 100 + 9})"
+        in failure(path)
+    )
     path = write("b.json", "[" + '{"text":\n "x"}, ' * 100 + '{"text" "y"}]')
     assert f"{path}:101: not valid JSON: Expecting ':' delimiter (column 16)" in failure(path)
 
@@ -120,7 +153,10 @@ def test_columns_and_lines_of_long_files(write, monkeypatch):
 def test_a_list_is_not_whole_in_memory(write):
     import tracemalloc
 
-    path = write("a.json", "[" + ",".join(json.dumps({"text": "some text " * 200}) for _ in range(10_000)) + "]")
+    path = write(
+        "a.json",
+        "[" + ",".join(json.dumps({"text": "some text " * 200}) for _ in range(10_000)) + "]",
+    )
     tracemalloc.start()
     source = sources.find(str(path))
     count = sum(piece.ends for piece in sources.pieces(source, ("text",), (), source.root.parent))
@@ -139,7 +175,7 @@ def test_a_malformed_item_is_not_looked_for_to_the_end(write, monkeypatch):
     assert len(read) <= 4
 
 
-# --- fields --------------------------------------------------------------------------------------------------------------------------
+# --- fields ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,8 +200,16 @@ def test_fields_by_path(write, record, field, text):
 @pytest.mark.parametrize(
     "record, field, message",
     [
-        ({"doc": {"body": "a", "id": 1}}, "doc.text", "no field 'doc.text' (in 'doc' there are 'body', 'id'): set data.text_fields"),
-        ({"doc": None}, "doc.text", "no field 'doc.text' (in 'doc' there are none: it is null): set data.text_fields"),
+        (
+            {"doc": {"body": "a", "id": 1}},
+            "doc.text",
+            "no field 'doc.text' (in 'doc' there are 'body', 'id'): set data.text_fields",
+        ),
+        (
+            {"doc": None},
+            "doc.text",
+            "no field 'doc.text' (in 'doc' there are none: it is null): set data.text_fields",
+        ),
         ({"doc": {"text": {}}}, "doc.text", "field 'doc.text' is an object, not text"),
         ({"doc": {}}, "doc.text", "no field 'doc.text' (in 'doc' there are none): set"),
         ({"a": {"b": {"c": "x"}}}, "a.b.d", "no field 'a.b.d' (in 'a.b' there are 'c'): set"),
@@ -191,10 +235,18 @@ def test_fields_of_parquet_by_path(tmp_path):
     }
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    assert texts(path, ("doc.text", "doc.meta.title", "doc.body", "turns.1.text")) == [f"d{i}t{i}b{i}r{i}" for i in range(5)]
-    assert failure(path, ("doc.nothing",)).startswith(f"{path}: row 1: no field 'doc.nothing' (in 'doc' there are 'text', 'meta'): set")
-    assert failure(path, ("doc.meta",)).startswith(f"{path}: row 1: field 'doc.meta' is an object, not text")
-    assert failure(path, ("id.x",)).startswith(f"{path}: row 1: no field 'id.x' (in 'id' there are none: it is int64): set")
+    assert texts(path, ("doc.text", "doc.meta.title", "doc.body", "turns.1.text")) == [
+        f"d{i}t{i}b{i}r{i}" for i in range(5)
+    ]
+    assert failure(path, ("doc.nothing",)).startswith(
+        f"{path}: row 1: no field 'doc.nothing' (in 'doc' there are 'text', 'meta'): set"
+    )
+    assert failure(path, ("doc.meta",)).startswith(
+        f"{path}: row 1: field 'doc.meta' is an object, not text"
+    )
+    assert failure(path, ("id.x",)).startswith(
+        f"{path}: row 1: no field 'id.x' (in 'id' there are none: it is int64): set"
+    )
     assert "'turns.2.text'" in failure(path, ("turns.2.text",))
     whole = path.read_bytes()
     (tmp_path / "b.parquet.gz").write_bytes(gzip.compress(whole))
@@ -202,12 +254,20 @@ def test_fields_of_parquet_by_path(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.parquet", "b.parquet.gz"]
 
 
-# --- bad records -----------------------------------------------------------------------------------------------------------------------
+# --- bad records ----------------------------------------------------------------------------------
 
 
 def test_bad_lines_are_left_out(write):
     lines = [
-        *(b'{"text": "a"}', b'{"text": "b"', b'{"text": 3}', b'{"body": "c"}', b'{"text": "\xff"}', b"", b'{"text": "\\ud800"}'),
+        *(
+            b'{"text": "a"}',
+            b'{"text": "b"',
+            b'{"text": 3}',
+            b'{"body": "c"}',
+            b'{"text": "\xff"}',
+            b"",
+            b'{"text": "\\ud800"}',
+        ),
         *(b"[1]", b'{"text": "d"}'),
     ]
     for name in ("a.jsonl", "a.json"):
@@ -221,12 +281,17 @@ def test_bad_lines_are_left_out(write):
     texts(path, skipped=skipped)
     assert skipped.count == 6 and len(skipped.places) == PLACES
     said = skipped.lines("corpus")
-    assert said[0] == "data.bad_records=skip: 6 bad records of data.source=corpus left out:" and said[-1] == "  and 1 more"
+    assert (
+        said[0] == "data.bad_records=skip: 6 bad records of data.source=corpus left out:"
+        and said[-1] == "  and 1 more"
+    )
     assert Skipped().lines("corpus") == []
 
 
 def test_bad_items_of_a_list_are_left_out(write, monkeypatch):
-    path = write("a.json", b'[{"text": "a"}, 3, {"text": null}, {"x": "\xff", "text": "b"},\n{"text": "c"}]')
+    path = write(
+        "a.json", b'[{"text": "a"}, 3, {"text": null}, {"x": "\xff", "text": "b"},\n{"text": "c"}]'
+    )
     found, places = left_out(path)
     assert found == ["a", "c"] and len(places) == 3 and "not UTF-8 text (0xff" in places[2]
     path = write("a.json", '[{"text": "a"},\n{"text": oops}, {"text": "b"}]')
@@ -245,7 +310,13 @@ def test_bad_files_are_left_out(write, tmp_path):
     write("d/h.txt", "end")
     found, places = left_out(tmp_path / "d")
     assert found[0] == "fine" and found[-1] == "end" and set(found[1:-1]) == {"g"}
-    assert [place.removeprefix(f"{tmp_path}/d/")[0] for place in places] == ["b", "c", "d", "e", "f"]
+    assert [place.removeprefix(f"{tmp_path}/d/")[0] for place in places] == [
+        "b",
+        "c",
+        "d",
+        "e",
+        "f",
+    ]
 
 
 def test_bad_rows_are_left_out(tmp_path):

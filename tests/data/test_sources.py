@@ -1,4 +1,5 @@
-"""Sources: which files make a corpus, the documents in them, and an error with file and line for whatever cannot be read."""
+"""Sources: which files make a corpus, the documents in them, and an error with file and line for
+whatever cannot be read."""
 
 import contextlib
 import json
@@ -18,7 +19,13 @@ def pieces(source, fields=("text",), prompt_only=(), skipped=None):
     found = sources.find(str(source))
     if skipped is None:
         sources.check_files(found)
-    return sources.pieces(found, fields, prompt_only, found.root if found.root.is_dir() else found.root.parent, skipped)
+    return sources.pieces(
+        found,
+        fields,
+        prompt_only,
+        found.root if found.root.is_dir() else found.root.parent,
+        skipped,
+    )
 
 
 def documents(source, fields=("text",), prompt_only=(), skipped=None):
@@ -100,7 +107,9 @@ def test_folder_with_a_binary_file(write, tmp_path):
 
 
 def test_missing_and_empty(write, tmp_path):
-    assert failure(tmp_path / "nowhere") == f"data.source={tmp_path}/nowhere: no such file or folder"
+    assert (
+        failure(tmp_path / "nowhere") == f"data.source={tmp_path}/nowhere: no such file or folder"
+    )
     path = write("e/empty.txt", "")
     assert failure(path).startswith(f"{path}:1: the file is empty: ")
     write("e/a.txt", "a")
@@ -113,7 +122,8 @@ def test_missing_and_empty(write, tmp_path):
 
 @pytest.fixture
 def special(tmp_path):
-    """special(name, kind) → the path of what is no file to read: a pipe, a socket or a link to nothing."""
+    """special(name, kind) → the path of what is no file to read: a pipe, a socket or a link to
+    nothing."""
     sockets = []
 
     def make(name, kind):
@@ -138,14 +148,27 @@ def special(tmp_path):
 def test_what_is_no_file_is_refused(special, kind):
     """Not waited for, not read without end, and not called empty."""
     path = kind if kind.startswith("/") else special("a", kind)
-    assert failure(path) == f"data.source={path}: not a regular file or a folder: write what it gives into a file, and name that"
+    assert (
+        failure(path)
+        == f"data.source={path}: not a regular file or a folder: write what it gives into a "
+        "file, and name that"
+    )
 
 
-@pytest.mark.parametrize("kind, what", [("pipe", "not a regular file"), ("socket", "not a regular file"), ("link", "a link to nothing")])
+@pytest.mark.parametrize(
+    "kind, what",
+    [
+        ("pipe", "not a regular file"),
+        ("socket", "not a regular file"),
+        ("link", "a link to nothing"),
+    ],
+)
 def test_folder_with_what_is_no_file(write, special, tmp_path, kind, what):
     """Said by name, and left out only where what cannot be read may be."""
     path = special("d/b", kind)
-    assert failure(tmp_path / "d").startswith(f"{path}: {what}: remove it, or let its name begin with a dot, or ")
+    assert failure(tmp_path / "d").startswith(
+        f"{path}: {what}: remove it, or let its name begin with a dot, or "
+    )
     write("d/a.txt", "a")
     assert failure(tmp_path / "d").startswith(f"{path}: {what}: remove it")
     skipped = Skipped()
@@ -162,12 +185,22 @@ def test_links_to_folders_are_not_followed(write, tmp_path):
     assert texts(tmp_path / "d") == ["a"]
     assert sources.find(str(tmp_path / "d")).linked_folders == (str(tmp_path / "d" / "link"),)
     (tmp_path / "d" / "a.txt").unlink()
-    assert "the folder holds no files (links to folders, which are not followed, do not count)" in failure(tmp_path / "d")
+    assert (
+        "the folder holds no files (links to folders, which are not followed, do not count)"
+        in failure(tmp_path / "d")
+    )
 
 
 def test_jsonl_fields_and_mask(write):
     path = write(
-        "a.jsonl", jsonl({"q": "Q1", "a": "A1", "x": 3}, {"a": "A2", "q": "Q2"}, {"q": "", "a": ""}, {"q": "Q3", "a": ""}) + "\n  \n"
+        "a.jsonl",
+        jsonl(
+            {"q": "Q1", "a": "A1", "x": 3},
+            {"a": "A2", "q": "Q2"},
+            {"q": "", "a": ""},
+            {"q": "Q3", "a": ""},
+        )
+        + "\n  \n",
     )
     assert texts(path, fields=("q", "a")) == ["Q1A1", "Q2A2", "Q3"]
     assert documents(path, fields=("q", "a"), prompt_only=("q",)) == [
@@ -175,7 +208,8 @@ def test_jsonl_fields_and_mask(write):
         [("Q2", False), ("A2", True)],
         [("Q3", False)],
     ]
-    # The end of a document counts as its last field does, even where that is empty: "say nothing" is an answer.
+    # The end of a document counts as its last field does, even where that is empty: "say nothing"
+    # is an answer.
     last = [piece for piece in pieces(path, ("q", "a"), ("q",)) if piece.ends]
     assert [piece.counts for piece in last] == [True] * 3
     assert documents(path, fields=("a", "q"), prompt_only=("q", "a"))[0] == [("A1Q1", False)]
@@ -188,7 +222,10 @@ def test_jsonl_fields_and_mask(write):
         (b"text", "not valid JSON"),
         (b'["text"]', "a line must be a JSON object, not a list"),
         (b"3", "a line must be a JSON object, not a number"),
-        (b'{"body": "x", "id": 1}', "no field 'text' .there are 'body', 'id'.: set data.text_fields"),
+        (
+            b'{"body": "x", "id": 1}',
+            "no field 'text' .there are 'body', 'id'.: set data.text_fields",
+        ),
         (b"{}", "no field 'text' .there are none."),
         (b'{"text": 3}', "field 'text' is a number, not text"),
         (b'{"text": null}', "field 'text' is null, not text"),
@@ -205,7 +242,10 @@ def test_jsonl_errors_name_file_and_line(write, line, message):
 
 
 def test_jsonl_escapes(write):
-    assert texts(write("a.jsonl", '{"text": "\\ud83d\\ude42 \\u6f22"}\n{"text": "r\u2028s"}')) == ["🙂 漢", "r\u2028s"]
+    assert texts(write("a.jsonl", '{"text": "\\ud83d\\ude42 \\u6f22"}\n{"text": "r\u2028s"}')) == [
+        "🙂 漢",
+        "r\u2028s",
+    ]
 
 
 @pytest.fixture
@@ -225,15 +265,24 @@ def test_parquet(parquet):
     import pyarrow
 
     rows = [f"text {i}" for i in range(1000)]
-    path = parquet({"id": list(range(1000)), "text": rows, "q": pyarrow.array(rows).dictionary_encode()}, row_group_size=300)
+    path = parquet(
+        {"id": list(range(1000)), "text": rows, "q": pyarrow.array(rows).dictionary_encode()},
+        row_group_size=300,
+    )
     assert texts(path) == rows
-    assert documents(path, fields=("q", "text"), prompt_only=("q",))[7] == [("text 7", False), ("text 7", True)]
+    assert documents(path, fields=("q", "text"), prompt_only=("q",))[7] == [
+        ("text 7", False),
+        ("text 7", True),
+    ]
 
 
 def test_parquet_errors_name_file_and_row(parquet, write):
     path = parquet({"id": list(range(400)), "text": ["x"] * 299 + [None] + ["x"] * 100})
     assert failure(path) == f"{path}: row 300: field 'text' is null, not text: "
-    assert failure(path, fields=("body",)) == f"{path}: row 1: no field 'body' (there are 'id', 'text'): set data.text_fields, or "
+    assert (
+        failure(path, fields=("body",))
+        == f"{path}: row 1: no field 'body' (there are 'id', 'text'): set data.text_fields, or "
+    )
     assert failure(path, fields=("id",)) == f"{path}: row 1: field 'id' is int64, not text: "
     damaged = write("b.parquet", path.read_bytes()[:-20])
     assert failure(damaged).startswith(f"{damaged}: row 1: not readable as Parquet: ")
@@ -243,7 +292,14 @@ def test_stdlib_is_python_without_tests():
     source = sources.find("stdlib")
     names = [file.path.removeprefix(str(source.root)) for file in source.files]
     assert "/json/decoder.py" in names and "/os.py" in names
-    assert not [name for name in names if "/test/" in name or "/tests/" in name or "site-packages" in name or not name.endswith(".py")]
+    assert not [
+        name
+        for name in names
+        if "/test/" in name
+        or "/tests/" in name
+        or "site-packages" in name
+        or not name.endswith(".py")
+    ]
     assert names == sorted(names, key=lambda name: name.split("/"))
 
 

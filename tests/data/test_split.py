@@ -24,7 +24,9 @@ lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 def test_every_token_is_in_one_split(lengths, fraction):
     documents = offsets(lengths)
     train, validation = split(documents, fraction)
-    assert covered(train) == sorted(covered(train)) and covered(validation) == sorted(covered(validation))
+    assert covered(train) == sorted(covered(train)) and covered(validation) == sorted(
+        covered(validation)
+    )
     assert sorted(covered(train) + covered(validation)) == list(range(documents[-1]))
     assert len(train) == len(covered(train)) and len(validation) == len(covered(validation))
 
@@ -55,7 +57,9 @@ def test_few_long_documents_are_cut(lengths):
     train, validation = split(offsets(lengths), 0.1)
     total = sum(lengths)
     held = round(0.1 * total)
-    assert covered(train) == list(range(total - held)) and covered(validation) == list(range(total - held, total))
+    assert covered(train) == list(range(total - held)) and covered(validation) == list(
+        range(total - held, total)
+    )
 
 
 def test_nothing_held_out():
@@ -76,7 +80,11 @@ def test_looking_in_chunks_and_at_the_head_changes_nothing(monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 7)
     assert covered(split(documents, 0.05)[1]) == expected
     candidates = module._candidates
-    monkeypatch.setattr(module, "_candidates", lambda documents, longest, cutoff: candidates(documents, longest, 1.0))
+    monkeypatch.setattr(
+        module,
+        "_candidates",
+        lambda documents, longest, cutoff: candidates(documents, longest, 1.0),
+    )
     assert covered(split(documents, 0.05)[1]) == expected
 
 

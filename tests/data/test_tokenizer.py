@@ -4,7 +4,15 @@ import os
 
 import pytest
 
-from jaxtrain.data.tokenizer import ByteTokenizer, DataError, FileTokenizer, NoTokenizer, load_tokenizer, prompt_ids, tokenizer_from
+from jaxtrain.data.tokenizer import (
+    ByteTokenizer,
+    DataError,
+    FileTokenizer,
+    NoTokenizer,
+    load_tokenizer,
+    prompt_ids,
+    tokenizer_from,
+)
 
 TEXT = "naïve 漢字 🙂\r\n\ttab\x00nul"
 
@@ -26,9 +34,15 @@ def test_file_round_trip_without_marks_truncation_or_padding(tokenizer_file):
     ids = tokenizer.encode(TEXT)
     assert len(ids) > 4 and tokenizer.end_of_document not in ids
     assert tokenizer.decode(ids) == TEXT
-    assert [x.tolist() for x in tokenizer.encode_batch([TEXT, "", "the"])] == [ids.tolist(), [], tokenizer.encode("the").tolist()]
+    assert [x.tolist() for x in tokenizer.encode_batch([TEXT, "", "the"])] == [
+        ids.tolist(),
+        [],
+        tokenizer.encode("the").tolist(),
+    ]
     assert len(tokenizer.encode("the")) == 1
-    assert tokenizer.decode([*tokenizer.encode("the"), tokenizer.end_of_document, 10**6, -1]) == "the"
+    assert (
+        tokenizer.decode([*tokenizer.encode("the"), tokenizer.end_of_document, 10**6, -1]) == "the"
+    )
 
 
 @pytest.mark.parametrize("token", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"])
@@ -39,7 +53,9 @@ def test_file_end_of_document(tokenizer_file, token):
 
 def test_file_without_end_of_document(tokenizer_file):
     path = tokenizer_file(["<pad>"])
-    with pytest.raises(DataError, match=f"data.tokenizer={path} has no end-of-document token.*<eos>"):
+    with pytest.raises(
+        DataError, match=f"data.tokenizer={path} has no end-of-document token.*<eos>"
+    ):
         FileTokenizer(path)
 
 
@@ -47,12 +63,18 @@ def test_file_errors_are_one_line(write, tmp_path):
     with pytest.raises(DataError, match=r"^data\.tokenizer=.*missing\.json: No such file.*bytes"):
         FileTokenizer(tmp_path / "missing.json")
     for content in (b"{}", b"\xff", b'{"version": "1.0",\n "model": 3}'):
-        with pytest.raises(DataError, match=r"^data\.tokenizer=.*bad\.json is not a tokenizers JSON file") as caught:
+        with pytest.raises(
+            DataError, match=r"^data\.tokenizer=.*bad\.json is not a tokenizers JSON file"
+        ) as caught:
             FileTokenizer(write("bad.json", content))
         assert "\n" not in str(caught.value)
     os.mkfifo(tmp_path / "pipe.json")  # nobody writes to it
     for special in (tmp_path / "pipe.json", tmp_path):
-        with pytest.raises(DataError, match=f"^data.tokenizer={special}: not a regular file: use --config.data.tokenizer=bytes"):
+        with pytest.raises(
+            DataError,
+            match=f"^data.tokenizer={special}: not a regular file: "
+            "use --config.data.tokenizer=bytes",
+        ):
             FileTokenizer(special)
 
 
@@ -60,7 +82,9 @@ def test_vocabulary_must_fit(tokenizer_file):
     path = tokenizer_file()
     size = FileTokenizer(path).vocab_size
     with pytest.raises(
-        DataError, match=r"^model\.vocab_size=256 is less than the 257 ids of data\.tokenizer=bytes: use --config\.model\.vocab_size=257$"
+        DataError,
+        match=r"^model\.vocab_size=256 is less than the 257 ids of data\.tokenizer=bytes: use "
+        r"--config\.model\.vocab_size=257$",
     ):
         load_tokenizer("bytes", 256)
     with pytest.raises(DataError, match=f"use --config.model.vocab_size={size}$"):
@@ -74,7 +98,10 @@ def test_none_writes_ids():
     assert tokenizer.decode([5, 999]) == "5 999"
     assert tokenizer.end_of_document is None
     for bad in ("1000", "-1", "1.0", "x", "9" * 5000):
-        with pytest.raises(DataError, match=f"takes ids from 0 to 999 separated by spaces as text, not '{bad[:40]}'"):
+        with pytest.raises(
+            DataError,
+            match=f"takes ids from 0 to 999 separated by spaces as text, not '{bad[:40]}'",
+        ):
             tokenizer.encode(f"5 {bad}")
 
 

@@ -30,7 +30,9 @@ END = 256
 
 def documents_of(corpus):
     bounds = corpus.documents.tolist()
-    return [corpus.tokens[first:last].tolist() for first, last in zip(bounds, bounds[1:], strict=False)]
+    return [
+        corpus.tokens[first:last].tolist() for first, last in zip(bounds, bounds[1:], strict=False)
+    ]
 
 
 def folders(config):
@@ -51,16 +53,24 @@ def test_documents_end_with_their_id(config, write):
     path = write("a.jsonl", '{"text": "ab"}\n{"text": "漢"}\n')
     corpus = prepare(config(source=path), 257, progress=False)
     assert documents_of(corpus) == [[97, 98, END], [*"漢".encode(), END]]
-    assert corpus.tokens.dtype == np.uint16 and corpus.documents.dtype == np.int64 and corpus.mask is None
+    assert (
+        corpus.tokens.dtype == np.uint16
+        and corpus.documents.dtype == np.int64
+        and corpus.mask is None
+    )
     assert isinstance(corpus.tokens, np.memmap)
 
 
 def test_mask(config, write):
     path = write("a.jsonl", '{"q": "ab", "a": "c"}\n{"q": "d", "a": "ef"}\n')
-    corpus = prepare(config(source=path, text_fields=("q", "a"), loss_mask=("q",)), 257, progress=False)
+    corpus = prepare(
+        config(source=path, text_fields=("q", "a"), loss_mask=("q",)), 257, progress=False
+    )
     assert corpus.tokens.tolist() == [97, 98, 99, END, 100, 101, 102, END]
     assert corpus.mask.tolist() == [0, 0, 1, 1, 0, 1, 1, 1]
-    corpus = prepare(config(source=path, text_fields=("a", "q"), loss_mask=("q",)), 257, progress=False)
+    corpus = prepare(
+        config(source=path, text_fields=("a", "q"), loss_mask=("q",)), 257, progress=False
+    )
     assert corpus.mask.tolist() == [1, 0, 0, 0, 1, 1, 0, 0]
 
 
@@ -69,9 +79,13 @@ def test_batches_do_not_show(config, write, monkeypatch, batch):
     texts = [f"document {i} " * (i % 7) + "x" for i in range(50)]
     path = write("a.jsonl", "".join(json.dumps({"q": "Q", "a": text}) + "\n" for text in texts))
     monkeypatch.setattr(encode, "TASK", batch)
-    corpus = prepare(config(source=path, text_fields=("q", "a"), loss_mask=("q",)), 257, progress=False)
+    corpus = prepare(
+        config(source=path, text_fields=("q", "a"), loss_mask=("q",)), 257, progress=False
+    )
     assert documents_of(corpus) == [[*b"Q", *text.encode(), END] for text in texts]
-    assert np.array_equal(corpus.mask, np.concatenate([[0] + [1] * (len(text) + 1) for text in texts]))
+    assert np.array_equal(
+        corpus.mask, np.concatenate([[0] + [1] * (len(text) + 1) for text in texts])
+    )
 
 
 def test_tokenizers_file(config, write, tokenizer_file):
@@ -79,17 +93,26 @@ def test_tokenizers_file(config, write, tokenizer_file):
     corpus = prepare(config(source=path, tokenizer=file), 5000, progress=False)
     end = corpus.tokenizer.end_of_document
     assert [document[-1] for document in documents_of(corpus)] == [end, end]
-    assert [corpus.tokenizer.decode(document) for document in documents_of(corpus)] == ["the quick fox", "dog"]
+    assert [corpus.tokenizer.decode(document) for document in documents_of(corpus)] == [
+        "the quick fox",
+        "dog",
+    ]
     assert (corpus.folder / "tokenizer.json").read_bytes() == file.read_bytes()
     assert bigram_entropy(corpus) is None
-    found = tokens.tokenizer_from(json.loads((corpus.folder / "corpus.json").read_text())["tokenizer"])
+    found = tokens.tokenizer_from(
+        json.loads((corpus.folder / "corpus.json").read_text())["tokenizer"]
+    )
     assert found.decode(documents_of(corpus)[1]) == "dog"
 
 
 def test_large_vocabulary_takes_four_bytes(config, write, tokenizer_file):
     file = tokenizer_file()
     content = json.loads(file.read_text())
-    content["model"] = {"type": "WordLevel", "vocab": {str(i): i for i in range(70_000)} | {"<|endoftext|>": 1}, "unk_token": "0"}
+    content["model"] = {
+        "type": "WordLevel",
+        "vocab": {str(i): i for i in range(70_000)} | {"<|endoftext|>": 1},
+        "unk_token": "0",
+    }
     file.write_text(json.dumps(content))
     corpus = prepare(config(source=write("a.txt", "69999"), tokenizer=file), 80_000, progress=False)
     assert corpus.tokens.dtype == np.uint32 and corpus.tokens.tolist() == [69_999, 1]
@@ -120,24 +143,41 @@ def test_token_file_without_tokenizer(config, tmp_path):
     np.save(tmp_path / "a.npy", np.array([1, 2, END, 999], np.int32))
     corpus = prepare(config(source=tmp_path / "a.npy", tokenizer="none"), 1000, progress=False)
     assert documents_of(corpus) == [[1, 2, END, 999]]
-    message = failure(config(source=tmp_path / "a.npy", tokenizer="none"), 999)  # prepared for another vocabulary before
+    # prepared for another vocabulary before
+    message = failure(config(source=tmp_path / "a.npy", tokenizer="none"), 999)
     rule = "token 999 at position 3 is not below model.vocab_size=999 and at least 0"
     assert message == f"{tmp_path}/a.npy: {rule}: use --config.model.vocab_size=1000"
     np.save(tmp_path / "a.npy", np.array([1, -2, END, 999], np.int32))
-    assert "token -2 at position 1 is not below" in failure(config(source=tmp_path / "a.npy", tokenizer="none"), 1000)
+    assert "token -2 at position 1 is not below" in failure(
+        config(source=tmp_path / "a.npy", tokenizer="none"), 1000
+    )
 
 
 @pytest.mark.parametrize(
     "ids, dtype, read_as, says",
     [
         ([1, 2, END, 999], "<u2", "uint32", "use --config.data.token_dtype=uint16"),
-        ([1, 2, END, 999], "<u4", "int64", "use --config.data.token_dtype=uint16"),  # so are the zeros between them
+        # so are the zeros between them
+        ([1, 2, END, 999], "<u4", "int64", "use --config.data.token_dtype=uint16"),
         ([1, 2, 4000, 999], "<u2", "uint16", "use --config.model.vocab_size=4001"),
-        ([1, 2**31, 2, 3], "<u4", "uint32", "and no tokenizer makes it: the file holds what is not written in any data.token_dtype as ids"),
-        ([1, 2**40], "npy", "uint16", "and no tokenizer makes it: the file holds int64 numbers, not ids"),
+        (
+            [1, 2**31, 2, 3],
+            "<u4",
+            "uint32",
+            "and no tokenizer makes it: the file holds what is not written in any "
+            "data.token_dtype as ids",
+        ),
+        (
+            [1, 2**40],
+            "npy",
+            "uint16",
+            "and no tokenizer makes it: the file holds int64 numbers, not ids",
+        ),
     ],
 )
-def test_ids_beyond_the_vocabulary_name_what_reads_them(config, write, tmp_path, ids, dtype, read_as, says):
+def test_ids_beyond_the_vocabulary_name_what_reads_them(
+    config, write, tmp_path, ids, dtype, read_as, says
+):
     """A suggestion works; none is made where none does."""
     if dtype == "npy":
         np.save(path := tmp_path / "a.npy", np.array(ids))
@@ -147,7 +187,12 @@ def test_ids_beyond_the_vocabulary_name_what_reads_them(config, write, tmp_path,
     message = failure(config(**settings), 1000)
     assert says in message
     if "token_dtype=" in says:
-        assert documents_of(prepare(config(**settings | {"token_dtype": "uint16"}), 1000, progress=False)) != []
+        assert (
+            documents_of(
+                prepare(config(**settings | {"token_dtype": "uint16"}), 1000, progress=False)
+            )
+            != []
+        )
 
 
 def test_token_file_errors(config, write, tmp_path, monkeypatch):
@@ -160,10 +205,22 @@ def test_token_file_errors(config, write, tmp_path, monkeypatch):
             f"{tmp_path}/a.npy: token {bad} at position 7 is beyond the 257 ids of data.to"
         )
     path = write("a.bin", b"123")
-    assert failure(config(source=path)) == f"{path}: 3 bytes are no whole number of tokens of data.token_dtype=uint16"
-    assert failure(config(source=path, token_dtype="float32")).startswith("data.token_dtype=float32 is not an integer type")
-    assert failure(config(source=path, token_dtype="nonsense")).startswith("data.token_dtype=nonsense is not an integer type")
-    for array in (np.zeros((2, 2), np.uint16), np.zeros(3), np.zeros(0, np.uint16), np.array([None, {}])):
+    assert (
+        failure(config(source=path))
+        == f"{path}: 3 bytes are no whole number of tokens of data.token_dtype=uint16"
+    )
+    assert failure(config(source=path, token_dtype="float32")).startswith(
+        "data.token_dtype=float32 is not an integer type"
+    )
+    assert failure(config(source=path, token_dtype="nonsense")).startswith(
+        "data.token_dtype=nonsense is not an integer type"
+    )
+    for array in (
+        np.zeros((2, 2), np.uint16),
+        np.zeros(3),
+        np.zeros(0, np.uint16),
+        np.array([None, {}]),
+    ):
         np.save(tmp_path / "b.npy", array, allow_pickle=True)
         assert failure(config(source=tmp_path / "b.npy")).startswith(f"{tmp_path}/b.npy:1: ")
     path = write("c.npy", b"no array")
@@ -174,11 +231,16 @@ def test_token_file_errors(config, write, tmp_path, monkeypatch):
 def test_compressed_token_files(config, write, tmp_path, compress):
     """Decompressed into the cache, and memory-mapped there."""
     np.save(tmp_path / "a.npy", np.array([1, 2, END, 3], np.uint16))
-    for name, content in (("a.npy.gz", (tmp_path / "a.npy").read_bytes()), ("b.bin.zst", np.array([1, 2, END, 3], "<u2").tobytes())):
+    for name, content in (
+        ("a.npy.gz", (tmp_path / "a.npy").read_bytes()),
+        ("b.bin.zst", np.array([1, 2, END, 3], "<u2").tobytes()),
+    ):
         path = write(name, compress(content))
         for _ in range(2):
             corpus = prepare(config(source=path), 257, progress=False)
-            assert documents_of(corpus) == [[1, 2, END], [3]] and isinstance(corpus.tokens, np.memmap)
+            assert documents_of(corpus) == [[1, 2, END], [3]] and isinstance(
+                corpus.tokens, np.memmap
+            )
         (corpus.folder / f"source.{name[2:5]}").unlink()
         assert documents_of(prepare(config(source=path), 257, progress=False)) == [[1, 2, END], [3]]
     path = write("c.bin.gz", compress(np.array([1, 2, END, 3], "<u2").tobytes())[:-4])
@@ -192,7 +254,11 @@ def test_compressed_text_is_the_same_corpus(config, write):
     text = "a line of text\n" * 200_000
     for name, content in (("a.jsonl", lines), ("b.txt", text)):
         plain = prepare(config(source=write(name, content)), 257, progress=False)
-        packed = prepare(config(source=write(f"{name}.xz", lzma.compress(content.encode(), preset=0))), 257, progress=False)
+        packed = prepare(
+            config(source=write(f"{name}.xz", lzma.compress(content.encode(), preset=0))),
+            257,
+            progress=False,
+        )
         assert packed.checksum == plain.checksum and packed.folder != plain.folder
 
 
@@ -206,7 +272,9 @@ def test_progress_is_on_a_terminal_and_the_result_in_the_log(config, write, caps
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     prepare(config(source=write("a.txt", "words " * 100)), 257)
-    assert re.fullmatch(r"\rpreparing a.txt: 100% of 0.6 kB, [\d.,]+ [kM]B/s\x1b\[K\r\x1b\[K", screen.getvalue())
+    assert re.fullmatch(
+        r"\rpreparing a.txt: 100% of 0.6 kB, [\d.,]+ [kM]B/s\x1b\[K\r\x1b\[K", screen.getvalue()
+    )
     assert re.match(r"prepared a.txt: 0.6 kB, 1 documents, 601 tokens in ", capsys.readouterr().out)
 
 
@@ -218,29 +286,41 @@ def test_bad_records_are_counted_and_said_again(config, write, capsys):
         assert documents_of(corpus) == [[97, END], [98, END]]
         assert corpus.skipped.count == 7
         said = capsys.readouterr().out
-        assert f"data.bad_records=skip: 7 bad records of data.source={path} left out:\n  {path}:2: not valid JSON" in said
+        assert (
+            f"data.bad_records=skip: 7 bad records of data.source={path} left out:\n  "
+            f"{path}:2: not valid JSON" in said
+        )
         assert "\n  and 2 more\n" in said
-    assert "not valid JSON" in failure(config(source=path))  # the corpus without them is not that of bad_records=stop
+    # the corpus without them is not that of bad_records=stop
+    assert "not valid JSON" in failure(config(source=path))
     write("a.jsonl", "oops\n")
     assert re.match(
-        f"{path}:1: no documents in .*: 1 bad records were left out, first {path}:1: not", failure(config(source=path, bad_records="skip"))
+        f"{path}:1: no documents in .*: 1 bad records were left out, first {path}:1: not",
+        failure(config(source=path, bad_records="skip")),
     )
 
 
 def test_nothing_bad_is_the_same_corpus(config, write):
     path = write("a.jsonl", '{"text": "a"}\n')
-    checksums = {prepare(config(source=path, bad_records=way), 257, progress=False).checksum for way in ("stop", "skip")}
+    checksums = {
+        prepare(config(source=path, bad_records=way), 257, progress=False).checksum
+        for way in ("stop", "skip")
+    }
     assert len(checksums) == 1
 
 
 def test_what_was_prepared_before_still_counts(config, write):
-    """The key and what is stored of a corpus without bad records are as they were: what took hours is not done again."""
+    """The key and what is stored of a corpus without bad records are as they were: what took hours
+    is not done again."""
     path = write("a.txt", "golden\n")
     os.utime(path, ns=(1, 1))
     corpus = prepare(config(source=path), 257, progress=False)
     info = json.loads((corpus.folder / "corpus.json").read_text())
     assert info.keys() == {"dtype", "tokens", "documents", "masked", "checksum", "tokenizer"}
-    for name, format, key in (("/data/a.txt", "text", "d234e56e4f3f99ac"), ("/data/a.jsonl", "jsonl", "edce3665700bc4bb")):
+    for name, format, key in (
+        ("/data/a.txt", "text", "d234e56e4f3f99ac"),
+        ("/data/a.jsonl", "jsonl", "edce3665700bc4bb"),
+    ):
         source = Source("a", path, (File(name, format, 7, 1),))
         assert tokens._key(config(), source, ByteTokenizer()) == key
 
@@ -251,41 +331,68 @@ def test_what_was_prepared_before_still_counts(config, write):
 def test_errors_leave_nothing(config, write, tmp_path):
     lines = write("a.jsonl", '{"text": "fine"}\n{"text": 3}\n')
     assert failure(config(source=lines)) == (
-        f"{lines}:2: field 'text' is a number, not text: use --config.data.bad_records=skip to leave out what cannot be read"
+        f"{lines}:2: field 'text' is a number, not text: use --config.data.bad_records=skip "
+        "to leave out what cannot be read"
     )
     assert not pathlib.Path(config().cache).exists()
-    assert failure(config(source=write("b.jsonl", '{"text": ""}\n\n'))).startswith(f"{tmp_path}/b.jsonl:1: no documents")
+    assert failure(config(source=write("b.jsonl", '{"text": ""}\n\n'))).startswith(
+        f"{tmp_path}/b.jsonl:1: no documents"
+    )
     text = write("a.txt", "a")
     assert failure(config(source=text), vocab_size=100).startswith("model.vocab_size=100")
-    assert failure(config(source=text, tokenizer="none")).startswith("data.tokenizer=none is for token files")
-    assert failure(config(source=text, loss_mask=("text",))).startswith("data.loss_mask=text names fields of JSON, JSONL or Parquet")
-    assert failure(config(source=lines, loss_mask=("q",))).startswith("data.loss_mask=q: q is not in data.text_fields=text")
+    assert failure(config(source=text, tokenizer="none")).startswith(
+        "data.tokenizer=none is for token files"
+    )
+    assert failure(config(source=text, loss_mask=("text",))).startswith(
+        "data.loss_mask=text names fields of JSON, JSONL or Parquet"
+    )
+    assert failure(config(source=lines, loss_mask=("q",))).startswith(
+        "data.loss_mask=q: q is not in data.text_fields=text"
+    )
     assert failure(config(source=lines, text_fields=())).startswith("data.text_fields is empty")
     write("d/a.txt", "a")
-    assert "would become part of it" in failure(config(source=tmp_path / "d", cache=str(tmp_path / "d" / "cache")))
-    prepare(config(source=tmp_path / "d", cache=str(tmp_path / "d" / ".cache")), 257, progress=False)
+    assert "would become part of it" in failure(
+        config(source=tmp_path / "d", cache=str(tmp_path / "d" / "cache"))
+    )
+    prepare(
+        config(source=tmp_path / "d", cache=str(tmp_path / "d" / ".cache")), 257, progress=False
+    )
 
 
 def test_cache_that_cannot_be_written(config, write):
     path = write("a.txt", "a")
     for cache in (path, path / "below"):
-        message = f"^data.cache={cache} cannot be written: {path}.*: (File exists|Not a directory): use --config.data.cache=/"
+        message = (
+            f"^data.cache={cache} cannot be written: {path}.*: (File exists|Not a directory): use "
+            "--config.data.cache=/"
+        )
         with pytest.raises(DataError, match=message) as error:
             prepare(config(source=path, cache=cache), 257, progress=False)
         assert error.value.status == ExitStatus.BAD_CONFIG
 
 
-# The content is no part of the test's name: gzip writes the second into it, and workers must find the same tests.
+# The content is no part of the test's name: gzip writes the second into it, and workers must find
+# the same tests.
 @pytest.mark.parametrize(
-    "name, content", [("a.txt", "some text\n" * 10_000), ("a.bin.gz", gzip.compress(bytes(100_000)))], ids=["text", "gzip"]
+    "name, content",
+    [("a.txt", "some text\n" * 10_000), ("a.bin.gz", gzip.compress(bytes(100_000)))],
+    ids=["text", "gzip"],
 )
 def test_full_cache_is_named(config, write, start_python, name, content):
     """Neither the corpus, nor a file of the cache; and nothing half-written stays."""
     path, cache = write(name, content), config().cache
-    process = start_python("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n" + PREPARE, path, cache, "go")
+    process = start_python(
+        "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n" + PREPARE,
+        path,
+        cache,
+        "go",
+    )
     _, said = process.communicate(timeout=60)
     full = rf"jaxtrain.data.cache.FullCacheError: data.cache={cache} is full: File too large"
-    assert re.match(rf"{full}: (use --config.data.cache=\S+ \(or another folder|name a folder) with more room", said.splitlines()[-1])
+    assert re.match(
+        rf"{full}: (use --config.data.cache=\S+ \(or another folder|name a folder) with more room",
+        said.splitlines()[-1],
+    )
     assert not pathlib.Path(cache).exists()
 
 
@@ -298,7 +405,10 @@ def test_full_disk(config, write, monkeypatch, error):
 
     monkeypatch.setattr(tokens.os, "fsync", full)
     message = failure(config(source=write("a.jsonl", '{"text": "some text"}\n' * 100)))
-    assert message.startswith(f"data.cache={config().cache} is full: {os.strerror(error)}: ") and "--config.data.cache" in message
+    assert (
+        message.startswith(f"data.cache={config().cache} is full: {os.strerror(error)}: ")
+        and "--config.data.cache" in message
+    )
 
 
 def test_errors_of_the_source_name_the_source(config, write, monkeypatch):
@@ -313,7 +423,12 @@ def test_errors_of_the_source_name_the_source(config, write, monkeypatch):
 
 
 LINES = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300))
-SOURCES = {"a.txt": LINES.encode(), "a.jsonl": LINES.encode(), "a.json": LINES.encode(), "a.jsonl.gz": gzip.compress(LINES.encode(), 0)}
+SOURCES = {
+    "a.txt": LINES.encode(),
+    "a.jsonl": LINES.encode(),
+    "a.json": LINES.encode(),
+    "a.jsonl.gz": gzip.compress(LINES.encode(), 0),
+}
 
 
 def replace(path):
@@ -337,8 +452,11 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", [*SOURCES, "a.parquet", "a.npy", "a.bin", "a.bin.gz"])
 @pytest.mark.parametrize("bad_records", ["stop", pytest.param("skip", marks=pytest.mark.full)])
-def test_source_that_changes_while_it_is_read(config, write, monkeypatch, tmp_path, name, change, bad_records):
-    """One line that says so, whatever could not be read; nothing of it stays, and when it is back the same command works."""
+def test_source_that_changes_while_it_is_read(
+    config, write, monkeypatch, tmp_path, name, change, bad_records
+):
+    """One line that says so, whatever could not be read; nothing of it stays, and when it is back
+    the same command works."""
     folder = tmp_path / "texts"
     ids = np.arange(2000, dtype="<u2") % 257
     if name == "a.parquet":
@@ -346,15 +464,32 @@ def test_source_that_changes_while_it_is_read(config, write, monkeypatch, tmp_pa
         import pyarrow.parquet
 
         folder.mkdir()
-        pyarrow.parquet.write_table(pyarrow.table({"text": [f"document {i}" for i in range(300)]}), folder / name, row_group_size=10)
+        pyarrow.parquet.write_table(
+            pyarrow.table({"text": [f"document {i}" for i in range(300)]}),
+            folder / name,
+            row_group_size=10,
+        )
     elif name == "a.npy":
         folder.mkdir()
         np.save(folder / name, ids)
     else:
-        write(f"texts/{name}", {"a.bin": ids.tobytes(), "a.bin.gz": gzip.compress(ids.tobytes(), 0)}.get(name) or SOURCES[name])
+        write(
+            f"texts/{name}",
+            {"a.bin": ids.tobytes(), "a.bin.gz": gzip.compress(ids.tobytes(), 0)}.get(name)
+            or SOURCES[name],
+        )
     tokens_alone = name.startswith(("a.npy", "a.bin"))
-    before, given = (folder / name).read_bytes(), config(source=folder / name if tokens_alone else folder, bad_records=bad_records)
-    for module, size in ((encode, "TASK"), (tokens, "CHUNK"), (compressed, "BLOCK"), (sources, "BLOCK"), (records, "BLOCK")):
+    before, given = (
+        (folder / name).read_bytes(),
+        config(source=folder / name if tokens_alone else folder, bad_records=bad_records),
+    )
+    for module, size in (
+        (encode, "TASK"),
+        (tokens, "CHUNK"),
+        (compressed, "BLOCK"),
+        (sources, "BLOCK"),
+        (records, "BLOCK"),
+    ):
         monkeypatch.setattr(module, size, 100)
     append, calls = tokens._Writer.append, []
 
@@ -369,7 +504,11 @@ def test_source_that_changes_while_it_is_read(config, write, monkeypatch, tmp_pa
         if change == "another file" and tokens_alone:
             assert len(prepare(given, 257, progress=False).tokens) == 2000
             return
-        assert failure(given) == f"data.source={given.source} changed while it was read: try again when it is complete"
+        assert (
+            failure(given)
+            == f"data.source={given.source} changed while it was read: try again when it is "
+            "complete"
+        )
     assert len(calls) >= 3
     assert not pathlib.Path(given.cache).exists()
     folder.mkdir(exist_ok=True)
@@ -379,7 +518,8 @@ def test_source_that_changes_while_it_is_read(config, write, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize("name", ["a.bin", "a.npy", "a.txt"])
 def test_tokens_that_are_cut_short_while_they_are_used(config, tmp_path, name):
-    """A line in place of the signal that ends a process which reads behind the end of a mapped file. One that is deleted is there still."""
+    """A line in place of the signal that ends a process which reads behind the end of a mapped
+    file. One that is deleted is there still."""
     path = tmp_path / name
     ids = np.arange(50_000, dtype="<u2") % 257
     if name == "a.npy":
@@ -390,12 +530,18 @@ def test_tokens_that_are_cut_short_while_they_are_used(config, tmp_path, name):
     corpus.check_whole()
     file = corpus.folder / "tokens.bin" if name == "a.txt" else path
     os.truncate(file, 5000)
-    with pytest.raises(DataError, match=f"^{file}: the file was cut short while it was in use, and 5,000 bytes are left: put it back"):
+    with pytest.raises(
+        DataError,
+        match=f"^{file}: the file was cut short while it was in use, and 5,000 bytes are left: put "
+        "it back",
+    ):
         corpus.check_whole()
     with pytest.raises(DataError, match="was cut short while it was in use"):
         bigram_entropy(corpus)
     if name == "a.npy":
-        assert "not an .npy file of numbers: mmap length is greater than file size" in failure(config(source=path))
+        assert "not an .npy file of numbers: mmap length is greater than file size" in failure(
+            config(source=path)
+        )
         np.save(path, ids)
     again = prepare(config(source=path), 257, progress=False)
     assert again.folder == corpus.folder if name == "a.txt" else again.folder != corpus.folder
@@ -412,7 +558,10 @@ def test_checksum_is_of_content(config, write, tmp_path):
         return prepare(config(source=write(name, text), **fields), 257, progress=False).checksum
 
     first = checksum("a.jsonl", '{"text": "ab", "q": "c"}\n')
-    assert checksum("other/b.jsonl", '{"q": "c", "text": "ab"}\n\n', cache=str(tmp_path / "elsewhere")) == first
+    assert (
+        checksum("other/b.jsonl", '{"q": "c", "text": "ab"}\n\n', cache=str(tmp_path / "elsewhere"))
+        == first
+    )
     assert checksum("b.txt", "ab") == first
     others = [
         checksum("c.txt", "ac"),
@@ -424,7 +573,8 @@ def test_checksum_is_of_content(config, write, tmp_path):
 
 
 def test_golden_checksum(config, write):
-    """What a checkpoint remembers of its data: it may change only with the format, and then old runs cannot go on."""
+    """What a checkpoint remembers of its data: it may change only with the format, and then old
+    runs cannot go on."""
     corpus = prepare(config(source=write("a.txt", "golden\n")), 257, progress=False)
     assert corpus.checksum == "27ec8e16cc99d577cc103ac844ec21dff81ebc86a5d648525b7a0811ae08d6f9"
 
@@ -433,7 +583,11 @@ def test_prepared_once(config, write, monkeypatch):
     path = write("a.txt", "abc")
     first = prepare(config(source=path), 257, progress=False)
     monkeypatch.setattr(tokens, "_tokenize", None)
-    again = prepare(config(source=path, sequence_length=99, seed=5, validation_fraction=0.5), 300, progress=False)
+    again = prepare(
+        config(source=path, sequence_length=99, seed=5, validation_fraction=0.5),
+        300,
+        progress=False,
+    )
     assert again.folder == first.folder and again.checksum == first.checksum
     assert len(folders(config())) == 1
 
@@ -450,7 +604,9 @@ def test_prepared_again_when_something_changes(config, write, tokenizer_file):
     made.append(prepare(config(source=path), 257, progress=False).folder)
     assert len(set(made)) == len(made)
     moved = file.rename(file.with_name("moved.json"))
-    assert prepare(config(source=path, tokenizer=moved), 5000, progress=False).folder not in made[:3]
+    assert (
+        prepare(config(source=path, tokenizer=moved), 5000, progress=False).folder not in made[:3]
+    )
 
 
 def test_damaged_corpus_is_made_again(config, write):
@@ -466,8 +622,10 @@ def test_damaged_corpus_is_made_again(config, write):
 PREPARE = """
 import sys, time, types
 from jaxtrain.data import encode, tokens, sources
-config = types.SimpleNamespace(source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
-    bad_records="stop", token_dtype="uint16", validation_fraction=0.1)
+config = types.SimpleNamespace(
+    source=sys.argv[1], cache=sys.argv[2], tokenizer="bytes", text_fields=("text",), loss_mask=(),
+    bad_records="stop", token_dtype="uint16", validation_fraction=0.1,
+)
 if sys.argv[3] == "hang":
     encode.TASK, pieces = 1, sources.pieces
     def endless(*arguments):
@@ -493,12 +651,15 @@ def test_killed_process_leaves_nothing_that_counts(config, write, start_python):
 
 
 def test_waits_for_the_process_that_prepares(config, write, capsys, start_python):
-    """A second process neither takes the half-made corpus nor removes it, and makes its own when the first dies."""
+    """A second process neither takes the half-made corpus nor removes it, and makes its own when
+    the first dies."""
     path = write("a.jsonl", '{"text": "some text"}\n' * 100)
     process = start_python(PREPARE, path, config().cache, "hang")
     assert process.stdout.readline() == "read\n"
     done = []
-    thread = threading.Thread(target=lambda: done.append(prepare(config(source=path), 257, progress=True)))
+    thread = threading.Thread(
+        target=lambda: done.append(prepare(config(source=path), 257, progress=True))
+    )
     thread.start()
     time.sleep(0.5)
     assert thread.is_alive() and not done and any(".tmp-" in name for name in folders(config()))
@@ -529,7 +690,9 @@ def brute_force_entropy(ids):
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
 def test_bigram_entropy(config, write, monkeypatch, chunk):
     rng = np.random.default_rng(0)
-    lines = [bytes(rng.choice(list(b"abcd "), rng.integers(1, 30)).tolist()).decode() for _ in range(60)]
+    lines = [
+        bytes(rng.choice(list(b"abcd "), rng.integers(1, 30)).tolist()).decode() for _ in range(60)
+    ]
     path = write("a.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in lines))
     corpus = prepare(config(source=path), 257, progress=False)
     ids = corpus.train.read(np.asarray(corpus.tokens), 0, len(corpus.train)).tolist()
@@ -537,7 +700,8 @@ def test_bigram_entropy(config, write, monkeypatch, chunk):
     monkeypatch.setattr(tokens, "CHUNK", chunk)
     assert bigram_entropy(corpus) == pytest.approx(brute_force_entropy(ids), rel=1e-12)
     monkeypatch.setattr(np, "bincount", None)
-    assert bigram_entropy(corpus) == pytest.approx(brute_force_entropy(ids), rel=1e-12)  # from the folder
+    # from the folder
+    assert bigram_entropy(corpus) == pytest.approx(brute_force_entropy(ids), rel=1e-12)
 
 
 def test_bigram_entropy_of_a_large_corpus_is_sampled(config, write, monkeypatch):
@@ -560,6 +724,9 @@ def test_stdlib(config):
 
 def test_imports_are_light(start_python):
     """Start-up: neither jax nor what only some sources need."""
-    code = "import sys, jaxtrain.data.packing; print(*sorted({'jax', 'grain', 'pyarrow', 'absl'} & set(sys.modules)))"
+    code = (
+        "import sys, jaxtrain.data.packing; print(*sorted({'jax', 'grain', 'pyarrow', 'absl'} & "
+        "set(sys.modules)))"
+    )
     process = start_python(code)
     assert process.communicate(timeout=60)[0] == "\n" and process.returncode == 0

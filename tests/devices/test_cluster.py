@@ -1,4 +1,5 @@
-"""cluster_environment.py on environments as cluster managers make them, and cluster.py in two real processes."""
+"""cluster_environment.py on environments as cluster managers make them, and cluster.py in two real
+processes."""
 
 import os
 import re
@@ -45,7 +46,12 @@ def open_mpi(size: int, local_size: int, local: int, **more: str) -> dict[str, s
     }
 
 
-BATCH_SCRIPT = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +61,8 @@ BATCH_SCRIPT = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", 
         (slurm(8, "4(x2)", 0, 0), 8),
         (slurm(1, "1", 0, 0), 1),
         (BATCH_SCRIPT, 1),  # the allocation has 8 tasks, the script is alone
-        (slurm(1, "1", 0, 0) | {"SLURM_NTASKS": "8"}, 1),  # an interactive shell, which is a step of its own
+        # an interactive shell, which is a step of its own
+        (slurm(1, "1", 0, 0) | {"SLURM_NTASKS": "8"}, 1),
         (open_mpi(4, 2, 1), 4),
         (open_mpi(1, 1, 0), 1),
     ],
@@ -79,7 +86,8 @@ def test_processes_that_the_environment_names(environment, processes):
         (slurm(5, "4,1", 0, 1), 8, [2, 3]),
         (slurm(16, "8(x2)", 0, 5), 1, []),  # Slurm has bound one GPU to each
         (slurm(4, "2(x2)", 0, 1, SLURM_GPUS_PER_TASK="4"), 4, []),  # Slurm has bound four to each
-        (slurm(4, "2(x2)", 0, 1, SLURM_GPUS_PER_TASK="h100:4"), 8, [4, 5, 6, 7]),  # four for each, but all are visible
+        # four for each, but all are visible
+        (slurm(4, "2(x2)", 0, 1, SLURM_GPUS_PER_TASK="h100:4"), 8, [4, 5, 6, 7]),
         (slurm(16, "8(x2)", 0, 5), 0, []),
         (BATCH_SCRIPT, 8, []),
         (open_mpi(4, 2, 1), 4, [2, 3]),
@@ -97,32 +105,56 @@ def test_visible_gpus(text, number):
 
 def test_what_jax_is_told():
     job = cluster_environment.job
-    assert job(BY_FLAGS, {}) == {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3}
+    assert job(BY_FLAGS, {}) == {
+        "coordinator_address": "host:1",
+        "num_processes": 4,
+        "process_id": 3,
+    }
     assert job(BY_FLAGS, slurm(8, "8", 0, 0)) == job(BY_FLAGS, {})
     assert job(ALONE, slurm(8, "4(x2)", 0, 0)) == {}  # jax finds out all of it
     only_address = types.SimpleNamespace(coordinator="host:1", processes=1, process_id=0)
     assert job(only_address, slurm(8, "4(x2)", 0, 0)) == {"coordinator_address": "host:1"}
-    assert job(only_address, {}) == {"coordinator_address": "host:1", "num_processes": 1, "process_id": 0}
-    assert job(ALONE, open_mpi(4, 4, 2, OMPI_MCA_orte_hnp_uri="1.0;tcp://10.0.0.1:3")) == {"num_processes": 4, "process_id": 2}
+    assert job(only_address, {}) == {
+        "coordinator_address": "host:1",
+        "num_processes": 1,
+        "process_id": 0,
+    }
+    assert job(ALONE, open_mpi(4, 4, 2, OMPI_MCA_orte_hnp_uri="1.0;tcp://10.0.0.1:3")) == {
+        "num_processes": 4,
+        "process_id": 2,
+    }
 
 
 def test_open_mpi_5_has_no_address():
-    same = [cluster_environment.job(ALONE, open_mpi(2, 2, i, PMIX_NAMESPACE="prterun-a@1")) for i in range(2)]
+    same = [
+        cluster_environment.job(ALONE, open_mpi(2, 2, i, PMIX_NAMESPACE="prterun-a@1"))
+        for i in range(2)
+    ]
     assert same[0]["coordinator_address"] == same[1]["coordinator_address"]
     assert same[0]["coordinator_address"].startswith("localhost:")
-    with pytest.raises(cluster_environment.ClusterError, match="name it with --coordinator=HOST:PORT"):
+    with pytest.raises(
+        cluster_environment.ClusterError, match="name it with --coordinator=HOST:PORT"
+    ):
         cluster_environment.job(ALONE, open_mpi(4, 2, 0))
 
 
 def jobset(index: int, processes: int = 4, **more: str) -> dict[str, str]:
     """As scripts/launch/jobset.yaml sets it."""
-    own = {"JAX_COORDINATOR_ADDRESS": "run-hosts-0-0.run:29500", "JAX_NUM_PROCESSES": str(processes)}
+    own = {
+        "JAX_COORDINATOR_ADDRESS": "run-hosts-0-0.run:29500",
+        "JAX_NUM_PROCESSES": str(processes),
+    }
     return own | {"JOB_COMPLETION_INDEX": str(index), "KUBERNETES_SERVICE_HOST": "10.0.0.1"} | more
 
 
 def skypilot(rank: int, nodes: int = 2, task: str = "sky-1", **more: str) -> dict[str, str]:
     ips = "\n".join(f"10.0.0.{7 + node}" for node in range(nodes))
-    own = {"SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": ips, "SKYPILOT_TASK_ID": task}
+    own = {
+        "SKYPILOT_NUM_NODES": str(nodes),
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NODE_IPS": ips,
+        "SKYPILOT_TASK_ID": task,
+    }
     return own | {"SKYPILOT_NUM_GPUS_PER_NODE": "8"} | more
 
 
@@ -130,28 +162,53 @@ def test_what_engines_set_is_enough():
     """Address, number and id without any flag, as jax.distributed takes them."""
     job, several = cluster_environment.job, cluster_environment.several_processes
     address = "run-hosts-0-0.run:29500"
-    assert job(ALONE, jobset(3)) == {"coordinator_address": address, "num_processes": 4, "process_id": 3}
+    assert job(ALONE, jobset(3)) == {
+        "coordinator_address": address,
+        "num_processes": 4,
+        "process_id": 3,
+    }
     kubeflow = jobset(0, JAX_PROCESS_ID="2")  # Kubeflow Trainer numbers processes itself
-    assert job(ALONE, kubeflow) == {"coordinator_address": address, "num_processes": 4, "process_id": 2}
+    assert job(ALONE, kubeflow) == {
+        "coordinator_address": address,
+        "num_processes": 4,
+        "process_id": 2,
+    }
     sky = [job(ALONE, skypilot(rank)) for rank in range(2)]
-    assert [known["process_id"] for known in sky] == [0, 1] and {known["num_processes"] for known in sky} == {2}
+    assert [known["process_id"] for known in sky] == [0, 1] and {
+        known["num_processes"] for known in sky
+    } == {2}
     host, _, port = sky[0]["coordinator_address"].partition(":")
     assert sky[0]["coordinator_address"] == sky[1]["coordinator_address"] and host == "10.0.0.7"
     assert int(port) in cluster_environment.COORDINATOR_PORTS
-    assert job(ALONE, skypilot(1, task="sky-2"))["coordinator_address"] != sky[1]["coordinator_address"]  # two jobs of one cluster
-    assert job(ALONE, skypilot(1, JAX_COORDINATOR_ADDRESS="head:1"))["coordinator_address"] == "head:1"
+    # two jobs of one cluster
+    assert (
+        job(ALONE, skypilot(1, task="sky-2"))["coordinator_address"]
+        != sky[1]["coordinator_address"]
+    )
+    assert (
+        job(ALONE, skypilot(1, JAX_COORDINATOR_ADDRESS="head:1"))["coordinator_address"] == "head:1"
+    )
     assert all(several(ALONE, environment) for environment in (jobset(0), skypilot(0)))
-    assert not any(several(ALONE, environment) for environment in (jobset(0, processes=1), skypilot(0, nodes=1)))
+    assert not any(
+        several(ALONE, environment)
+        for environment in (jobset(0, processes=1), skypilot(0, nodes=1))
+    )
 
 
 def test_what_is_started_within_comes_first():
     """mpirun or srun on a node of SkyPilot's, and flags everywhere."""
     job = cluster_environment.job
-    assert job(ALONE, skypilot(1) | open_mpi(4, 4, 2, OMPI_MCA_orte_hnp_uri="x"))["num_processes"] == 4
+    assert (
+        job(ALONE, skypilot(1) | open_mpi(4, 4, 2, OMPI_MCA_orte_hnp_uri="x"))["num_processes"] == 4
+    )
     assert cluster_environment.environment_processes(skypilot(1) | slurm(8, "4(x2)", 0, 0)) == 8
     assert job(ALONE, skypilot(1) | slurm(8, "4(x2)", 0, 0)) == {}
     for environment in (jobset(0), skypilot(0)):
-        assert job(BY_FLAGS, environment) == {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3}
+        assert job(BY_FLAGS, environment) == {
+            "coordinator_address": "host:1",
+            "num_processes": 4,
+            "process_id": 3,
+        }
 
 
 def without(environment: dict[str, str], *names: str) -> dict[str, str]:
@@ -161,12 +218,27 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "environment, message",
     [
-        (without(jobset(1), "JAX_COORDINATOR_ADDRESS"), "JAX_NUM_PROCESSES=4 in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT"),
-        (without(jobset(1), "JOB_COMPLETION_INDEX"), "JAX_NUM_PROCESSES=4 in the environment needs JAX_PROCESS_ID or an indexed Job's"),
+        (
+            without(jobset(1), "JAX_COORDINATOR_ADDRESS"),
+            "JAX_NUM_PROCESSES=4 in the environment needs JAX_COORDINATOR_ADDRESS=HOST:PORT",
+        ),
+        (
+            without(jobset(1), "JOB_COMPLETION_INDEX"),
+            "JAX_NUM_PROCESSES=4 in the environment needs JAX_PROCESS_ID or an indexed Job's",
+        ),
         (jobset(4), "JOB_COMPLETION_INDEX=4 in the environment is not below JAX_NUM_PROCESSES=4"),
-        (jobset(0, JAX_NUM_PROCESSES="four"), "JAX_NUM_PROCESSES='four' in the environment is not a number"),
-        (without(skypilot(0), "SKYPILOT_NODE_IPS"), "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_IPS"),
-        (without(skypilot(0), "SKYPILOT_NODE_RANK"), "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_RANK"),
+        (
+            jobset(0, JAX_NUM_PROCESSES="four"),
+            "JAX_NUM_PROCESSES='four' in the environment is not a number",
+        ),
+        (
+            without(skypilot(0), "SKYPILOT_NODE_IPS"),
+            "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_IPS",
+        ),
+        (
+            without(skypilot(0), "SKYPILOT_NODE_RANK"),
+            "SKYPILOT_NUM_NODES in the environment needs SKYPILOT_NODE_RANK",
+        ),
     ],
 )
 def test_half_of_an_environment_is_refused(environment, message):
@@ -180,7 +252,8 @@ def test_one_process_starts_nothing():
     cluster.barrier("alone")
     assert cluster.is_main()
     assert cluster.gather((1, None)) == [[1, None]] and cluster.least(3) == 3
-    assert cluster.from_main(lambda: {"steps": (1, 2)}, LookupError) == {"steps": [1, 2]}  # as other processes get it
+    # as other processes get it
+    assert cluster.from_main(lambda: {"steps": (1, 2)}, LookupError) == {"steps": [1, 2]}
 
 
 PROGRAM = """
@@ -192,7 +265,10 @@ start_jax(cli.parse_flags(sys.argv[1:], "usage: x", CLUSTER_FLAGS))
 import jax
 from jaxtrain.devices import cluster
 me = jax.process_index()
-print(jax.process_count(), jax.device_count(), cluster.is_main(), cluster.gather([me, "ä" * me]), cluster.least(me + 3))
+print(
+    jax.process_count(), jax.device_count(), cluster.is_main(),
+    cluster.gather([me, "ä" * me]), cluster.least(me + 3),
+)
 def decide(text):
     assert me == 0, "the others do not decide"
     if text == "refuse":
@@ -208,15 +284,24 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtrain.devices.mesh import make_mesh, psum_scatter
 mesh = make_mesh((1, 2, 2, 1, 1, 1))
-sums = lambda x: (psum_scatter(x[0], ("data", "stage"), 1), psum_scatter(x[0], "data", 1), psum_scatter(x[0], "stage", 1, [[0, 1]]))
+sums = lambda x: (
+    psum_scatter(x[0], ("data", "stage"), 1),
+    psum_scatter(x[0], "data", 1),
+    psum_scatter(x[0], "stage", 1, [[0, 1]]),
+)
 both = P(None, ("data", "stage"))
-program = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P(("data", "stage")), out_specs=(both,) * 3, check_vma=False))
+program = jax.jit(jax.shard_map(
+    sums, mesh=mesh, in_specs=P(("data", "stage")), out_specs=(both,) * 3, check_vma=False,
+))
 x = np.arange(4 * 3 * 8, dtype=np.float32).reshape(4, 3, 8) ** 2
 shared = program.lower(x).compile()
 print("reduce-scatters:", shared.as_text().count("reduce-scatter("))
 whole, data, stage = x.sum(0), x[:2] + x[2:], x[::2] + x[1::2]
-results = [whole, np.concatenate([data[0, :, :4], data[1, :, :4], data[0, :, 4:], data[1, :, 4:]], 1),
-           np.concatenate([stage[0, :, :4], stage[0, :, 4:], stage[1, :, :4], stage[1, :, 4:]], 1)]
+results = [
+    whole,
+    np.concatenate([data[0, :, :4], data[1, :, :4], data[0, :, 4:], data[1, :, 4:]], 1),
+    np.concatenate([stage[0, :, :4], stage[0, :, 4:], stage[1, :, :4], stage[1, :, 4:]], 1),
+]
 for array, result in zip(program(x), results, strict=True):
     for shard in array.addressable_shards:
         assert (np.asarray(shard.data) == result[shard.index]).all(), (shard, result)
@@ -228,12 +313,16 @@ cluster.barrier("there")
 
 
 def test_two_processes_agree_and_end_together(tmp_path):
-    """What one knows, both know; an error in one ends the run at once, though the other waits for it."""
+    """What one knows, both know; an error in one ends the run at once, though the other waits for
+    it."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "OMPI_", "XLA_"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "OMPI_", "XLA_"))
+    }
     done = subprocess.run(
         [sys.executable, "-m", "jaxtrain.launch", "--module=program", "--devices_per_process=2"],
-        env=environment | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "JAXTRAIN_CACHE": str(tmp_path)},
+        env=environment
+        | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "JAXTRAIN_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -255,7 +344,10 @@ from jaxtrain.devices.startup import start_jax
 from jaxtrain.run.exit_status import RunError
 process, port = int(sys.argv[1]), sys.argv[2]
 try:
-    start_jax(types.SimpleNamespace(coordinator=f"localhost:{port}", processes=2, process_id=process, cpu_devices=1 if process == 1 else 2))
+    start_jax(types.SimpleNamespace(
+        coordinator=f"localhost:{port}", processes=2, process_id=process,
+        cpu_devices=1 if process == 1 else 2,
+    ))
 except RunError as error:
     print(int(error.status), error, flush=True)
 import os
@@ -265,17 +357,25 @@ os._exit(0)  # jax's shutdown would wait
 
 def test_a_process_with_fewer_devices_is_named(tmp_path):
     """With its host, before anything is compiled."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "OMPI_", "XLA_"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_", "OMPI_", "XLA_"))
+    }
     environment |= {"PYTHONPATH": str(ROOT), "JAXTRAIN_CACHE": str(tmp_path)}
     port = str(free_port())
     commands = [[sys.executable, "-c", UNEVEN, str(process), port] for process in range(2)]
-    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
     try:
         said = [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert said[0].startswith(f"80 host {socket.gethostname()} (process 1) sees 1 of 2 devices: each process of a run has as many devices")
+    assert said[0].startswith(
+        f"80 host {socket.gethostname()} (process 1) sees 1 of 2 devices: each process of a "
+        "run has as many devices"
+    )
     assert said[1] in (said[0], ""), "jax may abort it when process 0 has gone"
 
 
@@ -289,7 +389,8 @@ def test_who_waits_long_for_the_others_says_so(capsys, seconds, said):
 
 @pytest.mark.parametrize("several, kind", [(True, cluster.DevicesError), (False, RuntimeError)])
 def test_a_process_that_goes_while_devices_are_told_is_no_fault(monkeypatch, several, kind):
-    """jax's error of several processes becomes a line and status 80; of one process it stays what it is."""
+    """jax's error of several processes becomes a line and status 80; of one process it stays what
+    it is."""
 
     def gone():
         raise RuntimeError("Unable to initialize backend 'cpu':\nDEADLINE_EXCEEDED: a task died")
@@ -298,4 +399,6 @@ def test_a_process_that_goes_while_devices_are_told_is_no_fault(monkeypatch, sev
     monkeypatch.setattr(cluster.jax.distributed, "is_initialized", lambda: several)
     with pytest.raises(kind, match="DEADLINE_EXCEEDED") as raised:
         cluster.check_devices()
-    assert not several or (raised.value.status == ExitStatus.LOST_PEER and "\n" not in str(raised.value))
+    assert not several or (
+        raised.value.status == ExitStatus.LOST_PEER and "\n" not in str(raised.value)
+    )

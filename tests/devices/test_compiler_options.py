@@ -1,4 +1,5 @@
-"""XLA's options: each platform's own, and what a config changes; they reach the compiler with the step's programs."""
+"""XLA's options: each platform's own, and what a config changes; they reach the compiler with the
+step's programs."""
 
 import dataclasses
 
@@ -19,23 +20,44 @@ class Device:
 
 def test_by_platform_and_generation():
     assert compiler_options(Device("cpu"), True) == {}
-    assert compiler_options(Device("cuda"), False) == compiler_options(Device("gpu", "NVIDIA H100"), False) != {}
+    assert (
+        compiler_options(Device("cuda"), False)
+        == compiler_options(Device("gpu", "NVIDIA H100"), False)
+        != {}
+    )
     v5p, v4 = (compiler_options(Device("tpu", kind), False) for kind in ("TPU v5", "TPU v4"))
-    assert v5p["xla_tpu_scoped_vmem_limit_kib"] == 32768 and "xla_tpu_scoped_vmem_limit_kib" not in v4  # v4 has not so much
-    gathering = compiler_options(Device("gpu"), True).keys() - compiler_options(Device("gpu"), False).keys()
-    assert "xla_gpu_enable_while_loop_double_buffering" in gathering  # it would make two ticks of each of a pipeline's
+    # v4 has not so much
+    assert (
+        v5p["xla_tpu_scoped_vmem_limit_kib"] == 32768 and "xla_tpu_scoped_vmem_limit_kib" not in v4
+    )
+    gathering = (
+        compiler_options(Device("gpu"), True).keys() - compiler_options(Device("gpu"), False).keys()
+    )
+    # it would make two ticks of each of a pipeline's
+    assert "xla_gpu_enable_while_loop_double_buffering" in gathering
     assert all(option.reason for options in PLATFORMS.values() for option in options)
 
 
 def test_changes_come_last_and_have_types():
-    changes = ("xla_gpu_experimental_parallel_collective_overlap_limit=1", "xla_a=False", "xla_b=0.5", "xla_c=x=y")
+    changes = (
+        "xla_gpu_experimental_parallel_collective_overlap_limit=1",
+        "xla_a=False",
+        "xla_b=0.5",
+        "xla_c=x=y",
+    )
     got = compiler_options(Device("gpu"), False, changes)
-    assert got["xla_gpu_experimental_parallel_collective_overlap_limit"] == 1 and got["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert (
+        got["xla_gpu_experimental_parallel_collective_overlap_limit"] == 1
+        and got["xla_gpu_enable_latency_hiding_scheduler"] is True
+    )
     assert (got["xla_a"], got["xla_b"], got["xla_c"]) == (False, 0.5, "x=y")
 
 
 def test_they_reach_the_compiler():
     cfg = configs.replace(small.config(), {"parallel.compiler_options": ("xla_no_such_option=1",)})
     step = make_step(cfg, small.mesh_of(cfg))
-    with jax.set_mesh(step.mesh), pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+    with (
+        jax.set_mesh(step.mesh),
+        pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"),
+    ):
         step.evaluate.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()

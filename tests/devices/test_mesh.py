@@ -1,4 +1,5 @@
-"""The order of devices, and what is refused. Devices of other machines are stand-ins with the attributes that order them."""
+"""The order of devices, and what is refused. Devices of other machines are stand-ins with the
+attributes that order them."""
 
 import dataclasses
 
@@ -30,7 +31,14 @@ def ids(mesh_or_array) -> np.ndarray:
 def test_axes_always_exist_and_are_left_to_the_partitioner():
     mesh = make_mesh((1, 2, 2, 1, 1, 2))
     assert mesh.axis_names == AXES == ("replica", "data", "stage", "context", "expert", "model")
-    assert dict(mesh.shape) == {"replica": 1, "data": 2, "stage": 2, "context": 1, "expert": 1, "model": 2}
+    assert dict(mesh.shape) == {
+        "replica": 1,
+        "data": 2,
+        "stage": 2,
+        "context": 1,
+        "expert": 1,
+        "model": 2,
+    }
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert make_mesh((1,) * 6, jax.devices()[:1]).size == 1
     assert ids(mesh).ravel().tolist() == list(range(8))
@@ -42,7 +50,8 @@ def test_wrong_number_of_devices():
 
 
 def test_model_lies_inside_a_node():
-    # 4 nodes of 4, listed in disorder: neighbours along `model`, then along `stage`, share a node as far as they can.
+    # 4 nodes of 4, listed in disorder: neighbours along `model`, then along `stage`, share a node
+    # as far as they can.
     devices = [Device(i, process_index=i // 4) for i in np.random.default_rng(0).permutation(16)]
     order = meshes._order((1, 2, 2, 1, 1, 4), devices)
     nodes = np.vectorize(lambda d: d.process_index)(order)
@@ -58,16 +67,33 @@ def test_one_process_a_device():
 def tpu_slices(monkeypatch, sizes, slices):
     """The (inside, across) sizes that a hybrid mesh is asked for."""
     asked = []
-    monkeypatch.setattr(meshes.mesh_utils, "create_hybrid_device_mesh", lambda inside, across, devices, **_: asked.append((inside, across)))
-    devices = [Device(i, platform="tpu", slice_index=i * slices // int(np.prod(sizes))) for i in range(int(np.prod(sizes)))]
+    monkeypatch.setattr(
+        meshes.mesh_utils,
+        "create_hybrid_device_mesh",
+        lambda inside, across, devices, **_: asked.append((inside, across)),
+    )
+    devices = [
+        Device(i, platform="tpu", slice_index=i * slices // int(np.prod(sizes)))
+        for i in range(int(np.prod(sizes)))
+    ]
     meshes._order(sizes, devices)
     return asked[0]
 
 
 def test_slices_lie_along_the_outermost_axes(monkeypatch):
-    assert tpu_slices(monkeypatch, (2, 4, 1, 1, 1, 2), 2) == ((1, 4, 1, 1, 1, 2), (2, 1, 1, 1, 1, 1))
-    assert tpu_slices(monkeypatch, (2, 4, 1, 1, 1, 2), 4) == ((1, 2, 1, 1, 1, 2), (2, 2, 1, 1, 1, 1))
-    with pytest.raises(ValueError, match="3 slices cannot be laid over a mesh of 2×2×1×1×1×1: make mesh.replica a multiple of 3"):
+    assert tpu_slices(monkeypatch, (2, 4, 1, 1, 1, 2), 2) == (
+        (1, 4, 1, 1, 1, 2),
+        (2, 1, 1, 1, 1, 1),
+    )
+    assert tpu_slices(monkeypatch, (2, 4, 1, 1, 1, 2), 4) == (
+        (1, 2, 1, 1, 1, 2),
+        (2, 2, 1, 1, 1, 1),
+    )
+    with pytest.raises(
+        ValueError,
+        match="3 slices cannot be laid over a mesh of 2×2×1×1×1×1: "
+        "make mesh.replica a multiple of 3",
+    ):
         tpu_slices(monkeypatch, (2, 2, 1, 1, 1, 1), 3)
 
 
@@ -78,12 +104,16 @@ def test_description():
         "  stage: inside a process, devices 0, 2",
         "  model: inside a process, devices 0, 1",
     ]
-    assert describe(make_mesh((1,) * 6, jax.devices()[:1])) == ["mesh: one device (1 × cpu, 1 process)"]
+    assert describe(make_mesh((1,) * 6, jax.devices()[:1])) == [
+        "mesh: one device (1 × cpu, 1 process)"
+    ]
 
 
 def test_description_of_axes_across_processes():
     class Mesh:
-        devices = np.array([Device(i, process_index=i // 2) for i in range(32)]).reshape(1, 16, 1, 1, 1, 2)
+        devices = np.array([Device(i, process_index=i // 2) for i in range(32)]).reshape(
+            1, 16, 1, 1, 1, 2
+        )
         shape = dict(zip(AXES, devices.shape, strict=True))
         size = 32
 
@@ -101,12 +131,20 @@ def test_sums_over_devices(dtype):
     x = np.arange(32, dtype=np.float32).reshape(8, 4).astype(dtype)
 
     def local(x):
-        return psum(x, ("replica", "data", "stage")), psum(x, ("replica",)), psum_scatter(x, "stage", dim=1)
+        return (
+            psum(x, ("replica", "data", "stage")),
+            psum(x, ("replica",)),
+            psum_scatter(x, "stage", dim=1),
+        )
 
     rows = P(("data", "stage"))
     with jax.set_mesh(mesh):
         run = jax.shard_map(
-            local, in_specs=rows, out_specs=(P(), rows, P("data", "stage")), axis_names=set(meshes.MANUAL_AXES), check_vma=False
+            local,
+            in_specs=rows,
+            out_specs=(P(), rows, P("data", "stage")),
+            axis_names=set(meshes.MANUAL_AXES),
+            check_vma=False,
         )
         whole, same, scattered = jax.jit(run)(x)
     np.testing.assert_array_equal(whole, x.astype(np.float32).sum(0, keepdims=True))

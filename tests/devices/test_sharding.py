@@ -22,10 +22,16 @@ def test_every_rule_names_mesh_axes():
 
 
 @pytest.mark.parametrize(
-    ("axes", "both"), [(("heads", "mlp"), "'heads' and 'mlp'"), (("batch", "sequence", "vocab"), "'sequence' and 'vocab'")]
+    ("axes", "both"),
+    [
+        (("heads", "mlp"), "'heads' and 'mlp'"),
+        (("batch", "sequence", "vocab"), "'sequence' and 'vocab'"),
+    ],
 )
 def test_collisions_are_an_error(axes, both):
-    with pytest.raises(ValueError, match=rf"colliding axes in .*: {both} are both laid on mesh axis 'model'"):
+    with pytest.raises(
+        ValueError, match=rf"colliding axes in .*: {both} are both laid on mesh axis 'model'"
+    ):
         spec(axes)
 
 
@@ -48,7 +54,9 @@ def test_on_one_device_nothing_is_constrained():
 def in_runtime(fn, mesh, *arrays):
     """fn as the runtime would call it: all axes manual but `model`."""
     with jax.set_mesh(mesh):
-        run = jax.shard_map(fn, in_specs=P(), out_specs=P(), axis_names=set(MANUAL_AXES), check_vma=False)
+        run = jax.shard_map(
+            fn, in_specs=P(), out_specs=P(), axis_names=set(MANUAL_AXES), check_vma=False
+        )
         return jax.jit(run).lower(*arrays).compile()
 
 
@@ -68,11 +76,13 @@ def test_shards():
 
 
 def test_constrain_names_in_the_runtime_what_is_left_to_the_partitioner():
-    """`batch` and `stage` are manual there, and naming them would be an error: they are left out."""
+    """`batch` and `stage` are manual there, and naming them would be an error: they are left
+    out."""
     mesh = make_mesh((1, 2, 2, 1, 1, 2))
     x = jnp.arange(4.0 * 8).reshape(4, 8)
     compiled = in_runtime(lambda x: constrain(x * 2, ("batch", "mlp")), mesh, x)
-    assert "f32[4,4]" in compiled.as_text()  # half of the columns on each device of `model`, and every row
+    # half of the columns on each device of `model`, and every row
+    assert "f32[4,4]" in compiled.as_text()
     np.testing.assert_array_equal(compiled(x), x * 2)
     in_runtime(lambda x: constrain(x, ("stage", None)), make_mesh((1, 2, 4, 1, 1, 1)), x)
 
@@ -84,7 +94,8 @@ def test_constrain_under_jit_lays_out_everything():
 
 
 def test_gradients_go_back_the_way_they_came():
-    """A constraint's own gradient comes in the layout that it went to; reshard's in the one that it came from."""
+    """A constraint's own gradient comes in the layout that it went to; reshard's in the one that it
+    came from."""
     split, whole = ("batch", "sequence", None), ("batch", "token", None)
     x, g = jnp.ones((2, 8, 16)), jnp.arange(2.0 * 8 * 16).reshape(2, 8, 16)
 
@@ -93,7 +104,14 @@ def test_gradients_go_back_the_way_they_came():
 
     with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
         forward = jax.jit(lambda x: reshard(x, split, whole))(x)
-        gathered, scattered = backward(lambda x: constrain(x, whole)), backward(lambda x: reshard(x, split, whole))
-    assert forward.sharding.shard_shape(x.shape) == gathered.sharding.shard_shape(x.shape) == (2, 8, 16)
+        gathered, scattered = (
+            backward(lambda x: constrain(x, whole)),
+            backward(lambda x: reshard(x, split, whole)),
+        )
+    assert (
+        forward.sharding.shard_shape(x.shape)
+        == gathered.sharding.shard_shape(x.shape)
+        == (2, 8, 16)
+    )
     assert scattered.sharding.shard_shape(x.shape) == (2, 2, 16)
     np.testing.assert_array_equal(scattered, g)

@@ -28,7 +28,13 @@ KINDS = {
         "model.expert_width": 32,
         "model.init_std": 0.3,
     },
-    "latent": {"model.attention": "mla", "model.kv_rank": 20, "model.rope_head_dim": 6, "model.value_head_dim": 10, "model.init_std": 0.3},
+    "latent": {
+        "model.attention": "mla",
+        "model.kv_rank": 20,
+        "model.rope_head_dim": 6,
+        "model.value_head_dim": 10,
+        "model.init_std": 0.3,
+    },
 }
 
 
@@ -37,7 +43,9 @@ def test_logits_token_by_token_are_those_of_the_whole_sequence(kind):
     cfg = small.config(changes=KINDS[kind])
     parts, params = plain_model(cfg)
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 61)
-    expected = jax.jit(lambda params, tokens: transformer.logits(parts, params, tokens))(params, tokens)
+    expected = jax.jit(lambda params, tokens: transformer.logits(parts, params, tokens))(
+        params, tokens
+    )
 
     @jax.jit
     def step(tokens, cache, start):
@@ -45,7 +53,8 @@ def test_logits_token_by_token_are_those_of_the_whole_sequence(kind):
         return next_logits(parts, params, x, tied_table(parts, params, jnp.float32)), cache
 
     cache = empty_cache(cfg.model, 2, 32, jnp.float32)
-    padded = jnp.pad(tokens[:, :5], ((0, 0), (0, 3)), constant_values=7)  # the padding is written over, not looked at
+    # the padding is written over, not looked at
+    padded = jnp.pad(tokens[:, :5], ((0, 0), (0, 3)), constant_values=7)
     _, cache = step(padded, cache, 0)
     for at in range(5, 16):
         logits, cache = step(tokens[:, at : at + 1], cache, at)
@@ -56,5 +65,12 @@ def test_logits_token_by_token_are_those_of_the_whole_sequence(kind):
 def test_padding_beyond_the_learned_positions_is_finite():
     cfg = small.config(changes={"model.positions": "learned", "model.max_positions": 16})
     parts, params = plain_model(cfg)
-    x, cache = extend(parts, params, jnp.ones((1, 8), jnp.int32), empty_cache(cfg.model, 1, 32, jnp.float32), 12, jnp.float32)
+    x, cache = extend(
+        parts,
+        params,
+        jnp.ones((1, 8), jnp.int32),
+        empty_cache(cfg.model, 1, 32, jnp.float32),
+        12,
+        jnp.float32,
+    )
     assert all(np.isfinite(a).all() for a in jax.tree.leaves((x, cache)))

@@ -19,7 +19,7 @@ from jaxtrain.models import transformer
 VOCABULARY = 61
 
 
-# --- the choice ------------------------------------------------------------------------------------------------------------------
+# --- the choice -----------------------------------------------------------------------------------
 
 
 def left(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
@@ -48,10 +48,15 @@ def test_top_k_and_top_p_leave_the_reference_s_tokens(top_k, top_p):
 def test_of_equal_logits_the_smaller_ids_are_left():
     logits = jnp.array([[0.0, 2.0, 1.0, 2.0, 2.0, -jnp.inf]])
     assert likely(logits, 2, 1.0).tolist() == [[False, True, False, True, False, False]]
-    assert choose(logits, jax.random.split(jax.random.key(0), 1), 0.0, 0, 1.0, greedy=True).tolist() == [1]
+    assert choose(
+        logits, jax.random.split(jax.random.key(0), 1), 0.0, 0, 1.0, greedy=True
+    ).tolist() == [1]
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.8), (0.7, 5, 0.9)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.8), (0.7, 5, 0.9)],
+)
 def test_tokens_are_chosen_as_often_as_they_should_be(temperature, top_k, top_p):
     logits = np.random.default_rng(1).normal(size=8).astype(np.float32)
     logits[3] = -np.inf
@@ -60,28 +65,43 @@ def test_tokens_are_chosen_as_often_as_they_should_be(temperature, top_k, top_p)
     n = 20_000
     keys = jax.random.split(jax.random.key(0), n)
     filtered = Sampling(temperature, top_k, top_p).filtered
-    made = jax.jit(functools.partial(choose, filtered=filtered))(jnp.broadcast_to(logits, (n, 8)), keys, temperature, top_k, top_p)
+    made = jax.jit(functools.partial(choose, filtered=filtered))(
+        jnp.broadcast_to(logits, (n, 8)), keys, temperature, top_k, top_p
+    )
     often = np.bincount(made, minlength=8)
     assert (often[chance == 0] == 0).all()
     # Five standard deviations of a binomial count: one in 10⁶ by chance, and the seed is fixed.
-    np.testing.assert_array_less(np.abs(often - n * chance), 5 * np.sqrt(n * chance * (1 - chance)) + 1e-9 + (chance == 0))
+    np.testing.assert_array_less(
+        np.abs(often - n * chance), 5 * np.sqrt(n * chance * (1 - chance)) + 1e-9 + (chance == 0)
+    )
 
 
 def test_extreme_temperatures():
     logits, keys = jnp.array([[1.0, 3.0, -jnp.inf, 2.0]]), jax.random.split(jax.random.key(3), 1)
     assert choose(logits, keys, 1e-29, 0, 1.0).tolist() == [1]
-    many = choose(jnp.broadcast_to(logits, (200, 4)), jax.random.split(keys[0], 200), jnp.inf, 0, 1.0)
+    many = choose(
+        jnp.broadcast_to(logits, (200, 4)), jax.random.split(keys[0], 200), jnp.inf, 0, 1.0
+    )
     assert set(many.tolist()) == {0, 1, 3}
-    assert Sampling(temperature=0).greedy and Sampling(temperature=1e-45).greedy and not Sampling(temperature=1e-29).greedy
+    assert (
+        Sampling(temperature=0).greedy
+        and Sampling(temperature=1e-45).greedy
+        and not Sampling(temperature=1e-29).greedy
+    )
 
 
-# --- the sampler -----------------------------------------------------------------------------------------------------------------
+# --- the sampler ----------------------------------------------------------------------------------
 
 
 @functools.cache
 def model(mesh=(1, 1, 1), **changes):
-    """A random model whose next tokens differ: (parts, parameters on the mesh, with layers in one stack)."""
-    cfg = small.config(mesh, changes={"model.init_std": 0.3, "model.kv_heads": 4} | {f"model.{k}": v for k, v in changes.items()})
+    """A random model whose next tokens differ: (parts, parameters on the mesh, with layers in one
+    stack)."""
+    cfg = small.config(
+        mesh,
+        changes={"model.init_std": 0.3, "model.kv_heads": 4}
+        | {f"model.{k}": v for k, v in changes.items()},
+    )
     return plain_model(cfg)
 
 
@@ -120,7 +140,9 @@ def test_greedy_is_the_argmax_of_whole_forwards(prompt):
 def test_a_prompt_longer_than_a_piece(monkeypatch):
     monkeypatch.setattr(sampling, "PIECE", 8)
     prompt = [int(i) for i in np.random.default_rng(0).integers(0, VOCABULARY, 21)]
-    assert ids(sampler(), prompt, 6, Sampling(temperature=0)).tolist() == [by_whole_forwards(prompt, 6)]
+    assert ids(sampler(), prompt, 6, Sampling(temperature=0)).tolist() == [
+        by_whole_forwards(prompt, 6)
+    ]
 
 
 @pytest.mark.full
@@ -130,12 +152,17 @@ def test_a_prompt_is_read_by_the_kernel(mesh, monkeypatch):
     monkeypatch.setattr(sampling, "PIECE", 128)
     prompt = [int(i) for i in np.random.default_rng(0).integers(0, VOCABULARY, 200)]
     expected = ids(sampler(), prompt, 6, Sampling(temperature=0))
-    assert (ids(sampler(mesh, attention_kernel="splash"), prompt, 6, Sampling(temperature=0)) == expected).all()
+    assert (
+        ids(sampler(mesh, attention_kernel="splash"), prompt, 6, Sampling(temperature=0))
+        == expected
+    ).all()
 
 
 def test_learned_positions_to_the_last_one():
     learned = {"positions": "learned", "max_positions": 20}
-    assert ids(sampler(**learned), [1, 2, 3], 17, Sampling(temperature=0)).tolist() == [by_whole_forwards([1, 2, 3], 17, **learned)]
+    assert ids(sampler(**learned), [1, 2, 3], 17, Sampling(temperature=0)).tolist() == [
+        by_whole_forwards([1, 2, 3], 17, **learned)
+    ]
     with pytest.raises(ValueError, match="18 tokens after a prompt of 3 must be from 1 to 17"):
         sampler(**learned).start([1, 2, 3], 18)
 
@@ -145,7 +172,8 @@ def test_samples_differ_and_are_the_same_again():
     two = ids(sampler(), [5, 6], 40, random, samples=2)
     assert two.shape == (2, 40) and (two[0] != two[1]).any()
     np.testing.assert_array_equal(ids(sampler(), [5, 6], 40, random, samples=2), two)
-    np.testing.assert_array_equal(ids(sampler(), [5, 6], 40, random), two[:1])  # however many samples there are
+    # however many samples there are
+    np.testing.assert_array_equal(ids(sampler(), [5, 6], 40, random), two[:1])
     assert (ids(sampler(), [5, 6], 40, Sampling(temperature=2.0, seed=8)) != two[0]).any()
 
 
@@ -156,13 +184,21 @@ def test_the_mesh_changes_nothing(mesh):
     assert not params["layers"]["attention"]["query"]["weight"].sharding.is_fully_replicated
     assert params["embed"]["table"].shape[0] == -(-VOCABULARY // mesh[2]) * mesh[2]
     random = Sampling(1.5, 20, 0.9, 5)
-    np.testing.assert_array_equal(ids(sampler(mesh), [5, 6, 7], 20, random), ids(sampler(), [5, 6, 7], 20, random))
+    np.testing.assert_array_equal(
+        ids(sampler(mesh), [5, 6, 7], 20, random), ids(sampler(), [5, 6, 7], 20, random)
+    )
     made = ids(sampler(mesh), [5, 6, 7], 20, Sampling(temperature=0))
     assert made.tolist() == [by_whole_forwards([5, 6, 7], 20)]
 
 
 def test_latents_in_the_cache():
-    latent = {"attention": "mla", "query_rank": 12, "kv_rank": 20, "rope_head_dim": 6, "value_head_dim": 10}
+    latent = {
+        "attention": "mla",
+        "query_rank": 12,
+        "kv_rank": 20,
+        "rope_head_dim": 6,
+        "value_head_dim": 10,
+    }
     made = ids(sampler((2, 1, 2), **latent), [5, 6, 7], 12, Sampling(temperature=0))
     assert made.tolist() == [by_whole_forwards([5, 6, 7], 12, **latent)]
 
@@ -185,7 +221,8 @@ def test_ids_that_pad_the_vocabulary_never_come():
     padded = sampler((1, 1, 2))
     assert padded.params["head"]["table"].shape[0] == 62
     made = ids(padded, [1], 60, flat, samples=32)
-    assert set(made.ravel()) == set(range(VOCABULARY))  # 1920 draws: none of 61 missing by chance, but for one in 10¹²
+    # 1920 draws: none of 61 missing by chance, but for one in 10¹²
+    assert set(made.ravel()) == set(range(VOCABULARY))
     assert set(ids(padded, [1], 60, flat, samples=32, vocabulary=5).ravel()) == set(range(5))
 
 

@@ -17,7 +17,10 @@ def byte_pairs(tmp_path_factory) -> FileTokenizer:
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=270, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=270,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     made.train_from_iterator([TEXT], trainer)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"

@@ -1,6 +1,9 @@
-"""Trains every shrunk recipe and writes its losses for the jax that is installed: python tests/golden/write.py [RECIPE …]
+"""Trains every shrunk recipe and writes its losses for the jax that is installed:
 
-For a change that is meant to move them: the file's difference shows by how much, and the commit says why.
+    python tests/golden/write.py [RECIPE …]
+
+For a change that is meant to move them: the file's difference shows by how much, and the commit
+says why.
 """
 
 import json

@@ -5,7 +5,8 @@ import pytest
 from jaxtrain.hlo.cost import Costs
 from jaxtrain.hlo.program import Instruction, Program
 
-# A loop whose trips stand in its condition, as libtpu writes it; [8,16] × [16,4] eight times as a convolution with a dilated base.
+# A loop whose trips stand in its condition, as libtpu writes it; [8,16] × [16,4] eight times as a
+# convolution with a dilated base.
 PROGRAM = """HloModule jit_f, is_scheduled=true
 
 %less (state: (s32[], f32[8,64,64])) -> pred[] {
@@ -18,7 +19,8 @@ PROGRAM = """HloModule jit_f, is_scheduled=true
 %products (p.0: bf16[8,8,16], p.1: bf16[8,16,4]) -> f32[8,8,4] {
   %p.0 = bf16[8,8,16]{2,1,0} parameter(0)
   %p.1 = bf16[8,16,4]{2,1,0} parameter(1)
-  ROOT %conv = f32[8,8,4]{2,1,0} convolution(%p.0, %p.1), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf
+  ROOT %conv = f32[8,8,4]{2,1,0} convolution(%p.0, %p.1), window={size=8 stride=7 lhs_dilate=8}, \
+dim_labels=0bf_0io->0bf
 }
 
 %row (q.0: f32[8,64,64], q.1: s32[]) -> f32[1,64,64] {
@@ -80,7 +82,12 @@ def costs() -> Costs:
 
 
 def named(costs: Costs, name: str) -> Instruction:
-    return next(i for instructions in costs.program.computations.values() for i in instructions if i.name == name)
+    return next(
+        i
+        for instructions in costs.program.computations.values()
+        for i in instructions
+        if i.name == name
+    )
 
 
 def test_trips_by_a_condition(costs):
@@ -115,7 +122,9 @@ def test_a_loop_that_waits_for_a_flag():
     """The first loop's condition is each of these in turn."""
     waits = {}
     for condition in ("go", "more", "less"):
-        text = PROGRAM.replace("\nENTRY", FLAG + "\nENTRY").replace("condition=%less", f"condition=%{condition}", 1)
+        text = PROGRAM.replace("\nENTRY", FLAG + "\nENTRY").replace(
+            "condition=%less", f"condition=%{condition}", 1
+        )
         costs = Costs(Program(text))
         waits[condition] = costs.program.waits_for_a_flag(named(costs, "loop"))
     assert waits == {"go": True, "more": False, "less": False}
@@ -137,7 +146,8 @@ def test_a_call_of_cublas(costs):
         ("size=3 pad=1_1", 3 * 8 - 2),  # at both ends a place of the window is outside
         ("size=3", 3 * 6),
         ("size=1 stride=2", 4),
-        ("size=15 pad=14_14 rhs_reversal=1 lhs_dilate=2", 8 * 15),  # every pair of a number and a place of the window, once
+        # every pair of a number and a place of the window, once
+        ("size=15 pad=14_14 rhs_reversal=1 lhs_dilate=2", 8 * 15),
     ],
 )
 def test_windows(window, times):
@@ -147,7 +157,8 @@ def test_windows(window, times):
 ENTRY %main (a: f32[2,8,3], b: f32[{kernel},3,5]) -> f32[2,{size},5] {{
   %a = f32[2,8,3]{{2,1,0}} parameter(0)
   %b = f32[{kernel},3,5]{{2,1,0}} parameter(1)
-  ROOT %c = f32[2,{size},5]{{2,1,0}} convolution(%a, %b), window={{{window}}}, dim_labels=b0f_0io->b0f
+  ROOT %c = f32[2,{size},5]{{2,1,0}} convolution(%a, %b), window={{{window}}}, \
+dim_labels=b0f_0io->b0f
 }}
 """
     costs = Costs(Program(text))
@@ -155,8 +166,12 @@ ENTRY %main (a: f32[2,8,3], b: f32[{kernel},3,5]) -> f32[2,{size},5] {{
 
 
 def test_bytes_of_memory(costs):
-    """What is cut, and what is updated in place, counts its part; what lies in vector memory not at all."""
-    counts = {name: costs.bytes(named(costs, name)) for name in ("part", "new", "same", "near", "dot", "loop", "pool")}
+    """What is cut, and what is updated in place, counts its part; what lies in vector memory not at
+    all."""
+    counts = {
+        name: costs.bytes(named(costs, name))
+        for name in ("part", "new", "same", "near", "dot", "loop", "pool")
+    }
     assert counts == {
         "part": 2 * ROW + 4,  # the row, its negative, and its number
         "new": 2 * ROW + 4,
@@ -171,6 +186,8 @@ def test_bytes_of_memory(costs):
 def test_cycles(costs):
     """Its own, or its parts' where it has none."""
     assert costs.cycles(named(costs, "part")) == 50 and costs.cycles(named(costs, "new")) == 0
-    inner = PROGRAM.replace("%zero.1, %zero.1)", '%zero.1, %zero.1), backend_config={"estimated_cycles":"9"}')
+    inner = PROGRAM.replace(
+        "%zero.1, %zero.1)", '%zero.1, %zero.1), backend_config={"estimated_cycles":"9"}'
+    )
     with_parts = Costs(Program(inner))
     assert with_parts.cycles(named(with_parts, "new")) == 9

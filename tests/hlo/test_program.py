@@ -12,7 +12,8 @@ PROGRAM = """HloModule jit_f, is_scheduled=true
   %param_1 = f32[1,4]{1,0} parameter(1)
   %param_2 = s32[] parameter(2)
   %zero = s32[] constant(0)
-  ROOT %dynamic-update-slice.1 = f32[8,4]{1,0} dynamic-update-slice(%param_0, %param_1, %param_2, %zero)
+  ROOT %dynamic-update-slice.1 = f32[8,4]{1,0} \
+dynamic-update-slice(%param_0, %param_1, %param_2, %zero)
 }
 
 %op (arg: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
@@ -45,7 +46,8 @@ ENTRY %main (a: f32[8,4]) -> (s32[], f32[8,4]) {
   %a = f32[8,4]{1,0} parameter(0)
   %start = s32[] constant(0)
   %tuple.9 = (s32[], f32[8,4]{1,0}) tuple(%start, %a)
-  ROOT %while.2 = (s32[], f32[8,4]{1,0}) while(%tuple.9), condition=%less, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %while.2 = (s32[], f32[8,4]{1,0}) while(%tuple.9), condition=%less, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
 }
 """
 
@@ -53,13 +55,22 @@ ENTRY %main (a: f32[8,4]) -> (s32[], f32[8,4]) {
 def test_what_a_trip_moves():
     program = Program(PROGRAM)
     body = loop(program, 5).calls["body"]
-    # The update in place counts the row alone; the copy, and the fusion that returns its parameter, count whole.
-    assert moves(program, body) == {("all-reduce", 4): 1, ("fusion", 4): 1, ("copy", 32): 1, ("fusion", 32): 1, ("fusion", 8): 1}
+    # The update in place counts the row alone; the copy, and the fusion that returns its parameter,
+    # count whole.
+    assert moves(program, body) == {
+        ("all-reduce", 4): 1,
+        ("fusion", 4): 1,
+        ("copy", 32): 1,
+        ("fusion", 32): 1,
+        ("fusion", 8): 1,
+    }
 
 
 def test_what_is_below():
     program = Program(PROGRAM)
-    assert [i.name for i in program.below(program.entry) if i.collective == "collective-permute"] == ["moved"]
+    assert [
+        i.name for i in program.below(program.entry) if i.collective == "collective-permute"
+    ] == ["moved"]
     assert [i.name for i in program.inline("body") if i.collective] == ["row"]
     assert is_fill(program, "start") and not is_fill(program, "updated")
 
@@ -77,17 +88,30 @@ def test_no_loop_of_that_many_trips():
         "replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add",
         "replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add",
         "replica_groups=mesh['data'=2,'stage'=2,'model'=2] {'data'}, to_apply=%add",
-        "replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) {'axis_0'}, to_apply=%add",
+        "replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(0,2,1)) {'axis_0'}, "
+        "to_apply=%add",
     ],
 )
 def test_groups(text):
-    line = f"ENTRY %e (a: f32[4]) -> f32[4] {{\n  ROOT %r = f32[4]{{0}} all-reduce(%a), channel_id=1, {text}\n}}\n"
+    line = (
+        f"ENTRY %e (a: f32[4]) -> f32[4] {{\n  ROOT %r = f32[4]{{0}} all-reduce(%a), "
+        f"channel_id=1, {text}\n}}\n"
+    )
     (instruction,) = Program(line).computations["e"]
-    assert instruction.groups(8) == {frozenset(pair) for pair in ((0, 4), (1, 5), (2, 6), (3, 7))} == groups_over((2, 2, 2), (0,))
+    assert (
+        instruction.groups(8)
+        == {frozenset(pair) for pair in ((0, 4), (1, 5), (2, 6), (3, 7))}
+        == groups_over((2, 2, 2), (0,))
+    )
 
 
 def test_all_devices_and_unknown_groups():
-    line = "ENTRY %e (a: f32[4]) -> f32[4] {{\n  ROOT %r = f32[4]{{0}} all-reduce(%a), {}, to_apply=%add\n}}\n"
-    assert Program(line.format("replica_groups={}")).computations["e"][0].groups(4) == {frozenset(range(4))}
+    line = (
+        "ENTRY %e (a: f32[4]) -> f32[4] {{\n  ROOT %r = f32[4]{{0}} all-reduce(%a), {}, "
+        "to_apply=%add\n}}\n"
+    )
+    assert Program(line.format("replica_groups={}")).computations["e"][0].groups(4) == {
+        frozenset(range(4))
+    }
     with pytest.raises(ValueError, match="unknown replica groups"):
         Program(line.format("replica_groups=something")).computations["e"][0].groups(4)

@@ -1,4 +1,5 @@
-"""Devices that are not there: texts that are understood, links that go round, and what is said of others."""
+"""Devices that are not there: texts that are understood, links that go round, and what is said of
+others."""
 
 import pytest
 
@@ -27,9 +28,14 @@ def test_a_topology(text, devices, wrap):
 
 
 def test_arguments_for_the_compilers():
-    """libtpu calls a v5p v5, and two cores of it one device; GPUs are slices, hosts, GPUs of a host."""
+    """libtpu calls a v5p v5, and two cores of it one device; GPUs are slices, hosts, GPUs of a
+    host."""
     tpu = parse("v5p:4x4x8").arguments()
-    assert (tpu["topology_name"], tpu["wrap"], tpu["chip_config_name"]) == ("v5:4x4x8", (True,) * 3, "megacore")
+    assert (tpu["topology_name"], tpu["wrap"], tpu["chip_config_name"]) == (
+        "v5:4x4x8",
+        (True,) * 3,
+        "megacore",
+    )
     assert "chip_config_name" not in parse("v5e:4x4").arguments()
     gpu = parse("h100:384x8").arguments()
     assert gpu["topology"] == "1x384x8" and "H100" in gpu["target_config"]
@@ -38,7 +44,11 @@ def test_arguments_for_the_compilers():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("v5x:4x4x4", "is none of v4:AxBxC, v5p:AxBxC, v5e:AxB, v6e:AxB, h100:NODESx8: use --topology=v5p:4x4x4"),
+        (
+            "v5x:4x4x4",
+            "is none of v4:AxBxC, v5p:AxBxC, v5e:AxB, v6e:AxB, h100:NODESx8: use "
+            "--topology=v5p:4x4x4",
+        ),
         ("h200:8x8", "use --topology=h100:8x8"),
         ("", "use --topology=v5p:4x4x4"),
         ("v5p:8x8", "is not written as v5p:AxBxC: use --topology=v5p:4x4x4"),
@@ -92,7 +102,13 @@ def test_a_platform_is_known_elsewhere(platform):
 def test_compilers_are_looked_for_in_a_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXTRAIN_COMPILERS", str(tmp_path))
     monkeypatch.setattr(topology.sys, "path", [])
-    assert topology.compilers() == tmp_path and PLATFORMS["v5p"].missing and PLATFORMS["h100"].missing
+    assert (
+        topology.compilers() == tmp_path and PLATFORMS["v5p"].missing and PLATFORMS["h100"].missing
+    )
     (tmp_path / "libtpu-9.9.dist-info").mkdir()
     (tmp_path / "libtpu-9.9.dist-info" / "METADATA").write_text("Name: libtpu\nVersion: 9.9\n")
-    assert not PLATFORMS["v5p"].missing and PLATFORMS["v5p"].version == "9.9" and PLATFORMS["h100"].missing
+    assert (
+        not PLATFORMS["v5p"].missing
+        and PLATFORMS["v5p"].version == "9.9"
+        and PLATFORMS["h100"].missing
+    )

@@ -1,6 +1,8 @@
-"""The templates for Kubernetes, SkyPilot, TPU VMs and Ray: their rules are the exit statuses', and they set what jaxtrain reads.
+"""The templates for Kubernetes, SkyPilot, TPU VMs and Ray: their rules are the exit statuses', and
+they set what jaxtrain reads.
 
-The JobSets are checked against the CustomResourceDefinition where its file is at hand. A cluster's own is:
+The JobSets are checked against the CustomResourceDefinition where its file is at hand. A cluster's
+own is:
 
     kubectl get crd jobsets.jobset.x-k8s.io -o yaml >crd.yaml
     JAXTRAIN_JOBSET_CRD=crd.yaml python -m pytest tests/launch
@@ -38,17 +40,22 @@ def job_of(jobset: dict) -> dict:
 
 
 def action_for(jobset: dict, message: str, reason: str = "PodFailurePolicy") -> str:
-    """What a JobSet does when a Job fails with a reason and a message: the first rule that matches, else a restart that counts."""
+    """What a JobSet does when a Job fails with a reason and a message: the first rule that matches,
+    else a restart that counts."""
     for rule in jobset["spec"]["failurePolicy"]["rules"]:
-        if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"]):
+        if reason in rule["onJobFailureReasons"] and any(
+            re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"]
+        ):
             return rule["action"]
     return "RestartJobSet"
 
 
 def action_at(jobset: dict, status: int) -> str:
-    """What happens to a JobSet when a container ends with a status, by the rules of the Job and of the JobSet together.
+    """What happens to a JobSet when a container ends with a status, by the rules of the Job and of
+    the JobSet together.
 
-    The message is Kubernetes': "Container train for pod NAMESPACE/NAME failed with exit code 2 matching FailJob rule at index 0".
+    The message is Kubernetes': "Container train for pod NAMESPACE/NAME failed with exit code 2
+    matching FailJob rule at index 0".
     """
     for index, rule in enumerate(job_of(jobset)["podFailurePolicy"]["rules"]):
         codes = rule.get("onExitCodes")
@@ -63,68 +70,123 @@ def action_at(jobset: dict, status: int) -> str:
 def test_a_jobset_restarts_by_exit_status(name):
     jobset = load(name)
     for status in range(1, 256):
-        goes_on = status in {int(known) for known in ExitStatus if known.goes_on} or status not in set(ExitStatus)
+        goes_on = status in {
+            int(known) for known in ExitStatus if known.goes_on
+        } or status not in set(ExitStatus)
         expected = "RestartJobSet" if goes_on else "FailJobSet"
-        assert action_at(jobset, status) == ("RestartJobSetAndIgnoreMaxRestarts" if status == ExitStatus.STOPPED else expected), status
+        assert action_at(jobset, status) == (
+            "RestartJobSetAndIgnoreMaxRestarts" if status == ExitStatus.STOPPED else expected
+        ), status
     evicted = "Pod x/y has condition DisruptionTarget matching FailJob rule at index 2"
     assert action_for(jobset, evicted) == "RestartJobSetAndIgnoreMaxRestarts"
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
 
 
 @pytest.mark.parametrize(("loss", "lost", "again"), [("gone", 74, True), ("taken", 2, False)])
-def test_a_run_that_loses_its_lock_starts_again_unless_another_run_has_it(tmp_path, loss, lost, again):
+def test_a_run_that_loses_its_lock_starts_again_unless_another_run_has_it(
+    tmp_path, loss, lost, again
+):
     """By the rules of the launcher, of JobSets and of SkyPilot. Slurm's: test_slurm.py."""
     own = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    words = ["jaxtrain.launch", "--processes=1", "--devices_per_process=1", "--restarts=1", "--module=support.lock_loser", "--", loss]
-    done = subprocess.run([sys.executable, "-m", *words], env=own, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    words = [
+        "jaxtrain.launch",
+        "--processes=1",
+        "--devices_per_process=1",
+        "--restarts=1",
+        "--module=support.lock_loser",
+        "--",
+        loss,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        env=own,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     status = int(re.search(r"failed with status (\d+)", done.stderr)[1])
-    assert (status, done.returncode, "restart 1 of 1" in done.stderr) == (lost, 0 if again else lost, again), done
-    assert "Traceback" not in done.stderr + done.stdout and ("; the same command goes on" in done.stderr) == again
-    assert [action_at(load(name), status) for name in JOBSETS] == ["RestartJobSet" if again else "FailJobSet"] * 2
-    assert (status in load("skypilot.yaml")["resources"]["job_recovery"]["recover_on_exit_codes"]) == again
+    assert (status, done.returncode, "restart 1 of 1" in done.stderr) == (
+        lost,
+        0 if again else lost,
+        again,
+    ), done
+    assert (
+        "Traceback" not in done.stderr + done.stdout
+        and ("; the same command goes on" in done.stderr) == again
+    )
+    assert [action_at(load(name), status) for name in JOBSETS] == [
+        "RestartJobSet" if again else "FailJobSet"
+    ] * 2
+    assert (
+        status in load("skypilot.yaml")["resources"]["job_recovery"]["recover_on_exit_codes"]
+    ) == again
 
 
 @pytest.mark.parametrize("name", JOBSETS)
 def test_what_pod_failure_policies_demand(name):
-    """Kubernetes refuses a Job otherwise: Never, values in order, containers by their names; and each pod fails for good at once."""
+    """Kubernetes refuses a Job otherwise: Never, values in order, containers by their names; and
+    each pod fails for good at once."""
     job = job_of(load(name))
     pod = job["template"]["spec"]
-    assert (pod["restartPolicy"], job["completionMode"], job["backoffLimit"]) == ("Never", "Indexed", 0)
+    assert (pod["restartPolicy"], job["completionMode"], job["backoffLimit"]) == (
+        "Never",
+        "Indexed",
+        0,
+    )
     assert job["parallelism"] == job["completions"]
     (container,) = pod["containers"]
     for rule in job["podFailurePolicy"]["rules"]:
         if codes := rule.get("onExitCodes"):
             assert (
-                codes["containerName"] == container["name"] and codes["values"] == sorted(set(codes["values"])) and 0 not in codes["values"]
+                codes["containerName"] == container["name"]
+                and codes["values"] == sorted(set(codes["values"]))
+                and 0 not in codes["values"]
             )
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     assert pod["terminationGracePeriodSeconds"] >= 120
     assert container["command"][:3] == ["python", "-m", "jaxtrain.train"]
 
 
 def environment_of_pod(jobset: dict, index: int) -> dict[str, str]:
-    """A container's environment, as Kubernetes and JobSet make it: annotations by their paths, $(NAME) of variables before."""
+    """A container's environment, as Kubernetes and JobSet make it: annotations by their paths,
+    $(NAME) of variables before."""
     name, at = jobset["metadata"]["name"], jobset["spec"]["coordinator"]
     coordinator = f"{name}-{at['replicatedJob']}-{at['jobIndex']}-{at['podIndex']}.{name}"
     found = {"JOB_COMPLETION_INDEX": str(index), "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     for variable in job_of(jobset)["template"]["spec"]["containers"][0]["env"]:
         if "valueFrom" in variable:
-            assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.annotations['jobset.sigs.k8s.io/coordinator']"
+            assert (
+                variable["valueFrom"]["fieldRef"]["fieldPath"]
+                == "metadata.annotations['jobset.sigs.k8s.io/coordinator']"
+            )
             found[variable["name"]] = coordinator
         else:
-            found[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda match: found[match[1]], variable["value"])
+            found[variable["name"]] = re.sub(
+                r"\$\((\w+)\)", lambda match: found[match[1]], variable["value"]
+            )
     return found
 
 
 def test_pods_of_a_jobset_find_each_other():
     jobset = load("jobset.yaml")
     hosts = job_of(jobset)["completions"]
-    jobs = [cluster_environment.job(ALONE, environment_of_pod(jobset, index)) for index in range(hosts)]
+    jobs = [
+        cluster_environment.job(ALONE, environment_of_pod(jobset, index)) for index in range(hosts)
+    ]
     address = {"coordinator_address": "jaxtrain-hosts-0-0.jaxtrain:29500", "num_processes": hosts}
     assert jobs == [address | {"process_id": index} for index in range(hosts)]
     (replicated,) = jobset["spec"]["replicatedJobs"]
-    assert (replicated["name"], replicated["replicas"]) == (jobset["spec"]["coordinator"]["replicatedJob"], 1)
-    assert jobset["spec"]["network"]["enableDNSHostnames"] and jobset["spec"]["network"]["publishNotReadyAddresses"]
+    assert (replicated["name"], replicated["replicas"]) == (
+        jobset["spec"]["coordinator"]["replicatedJob"],
+        1,
+    )
+    assert (
+        jobset["spec"]["network"]["enableDNSHostnames"]
+        and jobset["spec"]["network"]["publishNotReadyAddresses"]
+    )
 
 
 CRD = os.environ.get("JAXTRAIN_JOBSET_CRD")
@@ -149,7 +211,11 @@ SCHEMA = {
     "properties": {
         "kind": {"type": "string", "enum": ["A", "B"]},
         "count": {"type": "integer", "minimum": 1},
-        "names": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]+$"}, "maxItems": 2},
+        "names": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[a-z]+$"},
+            "maxItems": 2,
+        },
         "labels": {"type": "object", "additionalProperties": {"type": "string"}},
         "amount": {"x-kubernetes-int-or-string": True},
         "metadata": {"type": "object"},
@@ -160,7 +226,17 @@ SCHEMA = {
 @pytest.mark.parametrize(
     "value, said",
     [
-        ({"kind": "A", "count": 2, "names": ["x"], "labels": {"y": "z"}, "amount": "4Gi", "metadata": {"any": 1}}, None),
+        (
+            {
+                "kind": "A",
+                "count": 2,
+                "names": ["x"],
+                "labels": {"y": "z"},
+                "amount": "4Gi",
+                "metadata": {"any": 1},
+            },
+            None,
+        ),
         ({"kind": "C"}, ".kind: 'C' is none of"),
         ({}, ": kind is missing"),
         ({"kind": "A", "more": 1}, ".more: there is no such field"),
@@ -184,7 +260,11 @@ def test_skypilot_starts_again_what_goes_on():
     assert set(recovered) == {int(status) for status in ExitStatus if status.goes_on}
     assert not set(recovered) & FOR_GOOD
     words = task["run"].split()
-    assert words[:2] == ["exec", "scripts/train.sh"] and "$FLAGS" in words and '--workdir="$WORKDIR"' in words
+    assert (
+        words[:2] == ["exec", "scripts/train.sh"]
+        and "$FLAGS" in words
+        and '--workdir="$WORKDIR"' in words
+    )
     assert task["envs"]["WORKDIR"].startswith(next(iter(task["volumes"])))
 
 
@@ -194,17 +274,42 @@ def test_tpu_vms_get_the_command_whole(tmp_path):
     (tmp_path / "gcloud").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TPU": "slice", "ZONE": "z"}
     flags = ["--config=tiny", "--config.train.sample_prompt=def main():"]
-    done = subprocess.run(["bash", FOLDER / "tpu_vm.sh", *flags], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", FOLDER / "tpu_vm.sh", *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     *words, command = done.stdout.splitlines()
     assert words[:5] == ["compute", "tpus", "tpu-vm", "ssh", "slice"] and "--worker=all" in words
-    shell = command.removeprefix("--command=").replace("cd jaxtrain && env JAXTRAIN_EXTRAS=tpu scripts/train.sh", 'printf "%s\\n"')
-    assert subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout.splitlines() == flags
-    missing = subprocess.run(["bash", FOLDER / "tpu_vm.sh"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    shell = command.removeprefix("--command=").replace(
+        "cd jaxtrain && env JAXTRAIN_EXTRAS=tpu scripts/train.sh", 'printf "%s\\n"'
+    )
+    assert (
+        subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout.splitlines()
+        == flags
+    )
+    missing = subprocess.run(
+        ["bash", FOLDER / "tpu_vm.sh"],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
     assert missing.returncode != 0 and "TPU: is the name of the slice" in missing.stderr
 
 
 def test_ray_is_given_train():
-    """The template parses, and what it imports of jaxtrain is there; the rest needs Ray, which rehearse_ray.py has."""
+    """The template parses, and what it imports of jaxtrain is there; the rest needs Ray, which
+    rehearse_ray.py has."""
     tree = ast.parse((FOLDER / "ray_train.py").read_text())
-    imported = {(node.module, name.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names}
-    assert ("jaxtrain.train", "train") in imported and ("ray.train.v2.jax", "JaxTrainer") in imported
+    imported = {
+        (node.module, name.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    assert ("jaxtrain.train", "train") in imported and (
+        "ray.train.v2.jax",
+        "JaxTrainer",
+    ) in imported

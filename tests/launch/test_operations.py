@@ -11,11 +11,15 @@ ROWS = re.findall(r"^\| (\d+) \| (\w+) \| ([^|]+) \| (yes|no)\b[^|]*\|$", TEXT, 
 
 
 def test_the_table_of_exit_statuses_is_the_enum():
-    assert [(int(number), name) for number, name, _, _ in ROWS] == [(status.value, status.name) for status in ExitStatus]
+    assert [(int(number), name) for number, name, _, _ in ROWS] == [
+        (status.value, status.name) for status in ExitStatus
+    ]
 
 
 def test_the_table_says_which_can_be_started_again():
-    assert {name for _, name, _, again in ROWS if again == "yes"} == {status.name for status in ExitStatus if status.goes_on}
+    assert {name for _, name, _, again in ROWS if again == "yes"} == {
+        status.name for status in ExitStatus if status.goes_on
+    }
 
 
 def test_deaths_by_signals_are_in_the_table():

@@ -1,4 +1,5 @@
-"""scripts/launch/slurm_requeue.sh with stand-ins for Slurm's commands: which end is requeued, and which status counts.
+"""scripts/launch/slurm_requeue.sh with stand-ins for Slurm's commands: which end is requeued, and
+which status counts.
 
 Under a real Slurm: scripts/launch/rehearse_slurm.py.
 """
@@ -16,7 +17,8 @@ from jaxtrain.run.exit_status import ExitStatus
 
 REQUEUE = ROOT / "scripts" / "launch" / "slurm_requeue.sh"
 KILLED, ABORTED = 128 + signal.SIGKILL, 128 + signal.SIGABRT
-# Starts the command once per task, one after the other, with the end of task i as $END; gives the highest status, as srun does.
+# Starts the command once per task, one after the other, with the end of task i as $END; gives the
+# highest status, as srun does.
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 highest=0 task=0
@@ -37,7 +39,12 @@ def commands(tmp_path):
     """A folder of stand-ins."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, text in {"srun": SRUN, "squeue": SQUEUE, "scontrol": RECORD, "scancel": RECORD}.items():
+    for name, text in {
+        "srun": SRUN,
+        "squeue": SQUEUE,
+        "scontrol": RECORD,
+        "scancel": RECORD,
+    }.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     return folder
@@ -45,20 +52,38 @@ def commands(tmp_path):
 
 def environment(commands, **variables: str) -> dict[str, str]:
     """A batch script's, in the folder above the commands."""
-    own = {"PATH": f"{commands}:{os.environ['PATH']}", "CALLS": str(commands.parent / "calls"), "STATE": "RUNNING"}
+    own = {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "CALLS": str(commands.parent / "calls"),
+        "STATE": "RUNNING",
+    }
     return own | {"SLURM_SUBMIT_DIR": str(commands.parent), "SLURM_JOB_ID": "7"} | variables
 
 
 def batch(command: str) -> list[str]:
-    return ["bash", "-uo", "pipefail", "-c", f"source {REQUEUE}; run_and_requeue --wait=1 -- {command}"]
+    return [
+        "bash",
+        "-uo",
+        "pipefail",
+        "-c",
+        f"source {REQUEUE}; run_and_requeue --wait=1 -- {command}",
+    ]
 
 
 def end(commands, *statuses: int, **variables: str) -> tuple[int, bool]:
-    """The status of the batch script for these ends of its tasks, in this order, and whether it was requeued."""
+    """The status of the batch script for these ends of its tasks, in this order, and whether it was
+    requeued."""
     calls = commands.parent / "calls"
     calls.write_text("")
     own = environment(commands, ENDS=" ".join(str(int(status)) for status in statuses), **variables)
-    done = subprocess.run(batch("bash -c 'exit $END'"), env=own, cwd=commands.parent, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        batch("bash -c 'exit $END'"),
+        env=own,
+        cwd=commands.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert not list(commands.parent.glob(".statuses-*")), "something is left behind"
     requeued = calls.read_text() == "scontrol requeue 7\n"
     assert requeued or not calls.read_text()
@@ -69,7 +94,9 @@ def end(commands, *statuses: int, **variables: str) -> tuple[int, bool]:
 def test_every_status_is_requeued_where_it_goes_on(commands):
     text = f"source {REQUEUE}; for status in {{0..255}}; do goes_on $status && echo $status; done"
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True)
-    expected = {status.value for status in ExitStatus if status.goes_on} | set(range(129, 256)) - {ExitStatus.INTERRUPTED}
+    expected = {status.value for status in ExitStatus if status.goes_on} | set(range(129, 256)) - {
+        ExitStatus.INTERRUPTED
+    }
     assert {int(word) for word in done.stdout.split()} == expected
 
 
@@ -79,7 +106,8 @@ def test_every_status_is_requeued_where_it_goes_on(commands):
         ((0, 0), 0, False),
         ((ExitStatus.STOPPED, ExitStatus.STOPPED), 75, True),
         ((KILLED, ExitStatus.LOST_PEER), KILLED, True),
-        ((KILLED, ExitStatus.FAULT), KILLED, True),  # the fault is what the death of the other looks like
+        # the fault is what the death of the other looks like
+        ((KILLED, ExitStatus.FAULT), KILLED, True),
         ((ExitStatus.FAULT, ABORTED), 1, False),
         ((ExitStatus.BAD_CONFIG, KILLED), 2, False),
         ((ABORTED, ExitStatus.BAD_NUMBERS), 81, False),  # a verdict wins, also late
@@ -91,12 +119,21 @@ def test_the_status_that_counts(commands, ends, status, requeued):
 
 
 @pytest.mark.parametrize(("loss", "status", "requeued"), [("gone", 74, True), ("taken", 2, False)])
-def test_a_run_that_loses_its_lock_is_requeued_unless_another_run_has_it(commands, loss, status, requeued):
+def test_a_run_that_loses_its_lock_is_requeued_unless_another_run_has_it(
+    commands, loss, status, requeued
+):
     """A real lock that is really lost; with the other processes of the run killed."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     own = environment(commands, ENDS=f"1 {KILLED}", PYTHONPATH=paths)
     lose = f"(($SLURM_PROCID)) && exit $END; exec {sys.executable} -m support.lock_loser {loss}"
-    done = subprocess.run(batch(f"bash -c '{lose}'"), env=own, cwd=commands.parent, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        batch(f"bash -c '{lose}'"),
+        env=own,
+        cwd=commands.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, ": requeued, restart 1" in done.stdout) == (status, requeued), done
 
 
@@ -122,7 +159,9 @@ def test_a_signal_to_the_script_is_passed_on_to_the_tasks(commands):
     started, calls = commands.parent / "started", commands.parent / "calls"
     own = environment(commands, ENDS="75")
     wait = f'bash -c "touch {started}; until [ -s {calls} ]; do sleep 0.02; done; exit 75"'
-    process = subprocess.Popen(batch(wait), env=own, cwd=commands.parent, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        batch(wait), env=own, cwd=commands.parent, stdout=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while not started.exists():
         assert time.monotonic() < deadline
@@ -138,8 +177,16 @@ def test_the_templates(name):
     """They parse, allow requeueing, keep one log, and leave time to save before the limit."""
     path = REQUEUE.with_name(name)
     subprocess.run(["bash", "-n", path], check=True)
-    options = {line.split()[1].partition("=")[0]: line.split()[1] for line in path.read_text().splitlines() if line.startswith("#SBATCH")}
-    assert "--requeue" in options and options["--open-mode"] == "--open-mode=append" and options["--signal"] == "--signal=B:TERM@300"
+    options = {
+        line.split()[1].partition("=")[0]: line.split()[1]
+        for line in path.read_text().splitlines()
+        if line.startswith("#SBATCH")
+    }
+    assert (
+        "--requeue" in options
+        and options["--open-mode"] == "--open-mode=append"
+        and options["--signal"] == "--signal=B:TERM@300"
+    )
     assert "run_and_requeue" in path.read_text() and "--coordinator" not in path.read_text()
 
 

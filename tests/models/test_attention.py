@@ -34,28 +34,50 @@ CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
 
 @pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
 def test_causal_attention_in_groups(kv_heads):
-    q, k, v = normal(BATCH, LENGTH, 6, HEAD), normal(BATCH, LENGTH, kv_heads, HEAD, seed=2), normal(BATCH, LENGTH, kv_heads, HEAD, seed=3)
+    q, k, v = (
+        normal(BATCH, LENGTH, 6, HEAD),
+        normal(BATCH, LENGTH, kv_heads, HEAD, seed=2),
+        normal(BATCH, LENGTH, kv_heads, HEAD, seed=3),
+    )
     wanted = plain(q, k, v, np.broadcast_to(CAUSAL, (BATCH, LENGTH, LENGTH)))
     np.testing.assert_allclose(attend(q, k, v), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_mask_takes_the_place_of_causality():
-    q, k, v = normal(BATCH, 3, 4, HEAD), normal(BATCH, LENGTH, 2, HEAD, seed=2), normal(BATCH, LENGTH, 2, HEAD, seed=3)
+    q, k, v = (
+        normal(BATCH, 3, 4, HEAD),
+        normal(BATCH, LENGTH, 2, HEAD, seed=2),
+        normal(BATCH, LENGTH, 2, HEAD, seed=3),
+    )
     allowed = np.random.default_rng(0).random((BATCH, 3, LENGTH)) < 0.5
     allowed[..., 4] = True
-    np.testing.assert_allclose(attend(q, k, v, allowed[:, None]), plain(q, k, v, allowed), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        attend(q, k, v, allowed[:, None]), plain(q, k, v, allowed), rtol=1e-5, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize("length, blocks", [(254, 1), (256, 2), (300, 2), (513, 1), (514, 2), (512, 4)])
+@pytest.mark.parametrize(
+    "length, blocks", [(254, 1), (256, 2), (300, 2), (513, 1), (514, 2), (512, 4)]
+)
 def test_a_causal_mask_skips_what_it_forbids(length, blocks):
     """The same values and gradients as the mask alone, from fewer scores."""
     assert causal_blocks(length) == blocks
-    arrays = normal(2, length, 4, HEAD), normal(2, length, 2, HEAD, seed=2), normal(2, length, 2, HEAD, seed=3)
+    arrays = (
+        normal(2, length, 4, HEAD),
+        normal(2, length, 2, HEAD, seed=2),
+        normal(2, length, 2, HEAD, seed=3),
+    )
     segments = np.random.default_rng(0).integers(0, 3, (2, length)).cumsum(1) // 20
-    mask = (segments[:, None, :, None] == segments[:, None, None, :]) & np.tril(np.ones((length, length), bool))
+    mask = (segments[:, None, :, None] == segments[:, None, None, :]) & np.tril(
+        np.ones((length, length), bool)
+    )
     g = normal(2, length, 4, HEAD, seed=4)
     compiled = lambda causal: (
-        jax.jit(lambda *a: [(y := jax.vjp(lambda *a: attend(*a, mask, causal=causal), *a))[0], *y[1](g)]).lower(*arrays).compile()
+        jax.jit(
+            lambda *a: [(y := jax.vjp(lambda *a: attend(*a, mask, causal=causal), *a))[0], *y[1](g)]
+        )
+        .lower(*arrays)
+        .compile()
     )
     whole, cut = compiled(False), compiled(True)
     for a, b in zip(cut(*arrays), whole(*arrays), strict=True):
@@ -83,11 +105,20 @@ def test_bfloat16_sums_in_float32():
 
 
 def attention(**fields):
-    defaults = {"width": WIDTH, "heads": 6, "kv_heads": 2, "head_dim": HEAD, "positions": "learned", "rotary_base": 100.0}
+    defaults = {
+        "width": WIDTH,
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": HEAD,
+        "positions": "learned",
+        "rotary_base": 100.0,
+    }
     cfg = ModelConfig(**defaults | {"biases": True, "init_std": 0.1} | fields)
     module = Attention(cfg, 0.1)
     random = np.random.default_rng(0)
-    return functional(module), jax.tree.map(lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module))
+    return functional(module), jax.tree.map(
+        lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module)
+    )
 
 
 def test_the_layer_with_documents_apart():
@@ -98,13 +129,17 @@ def test_the_layer_with_documents_apart():
     heads = [dense(name, x).reshape(BATCH, LENGTH, -1, HEAD) for name in ("query", "key", "value")]
     allowed = CAUSAL & (segments[:, :, None] == segments[:, None])
     wanted = dense("out", plain(*heads, allowed).reshape(BATCH, LENGTH, -1))
-    np.testing.assert_allclose(apply(params, x, np.zeros((1, LENGTH), int), segments), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        apply(params, x, np.zeros((1, LENGTH), int), segments), wanted, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_documents_apart_with_positions_from_0_are_documents_alone():
     apply, params = attention(positions="rotary", biases=False)
     x = normal(1, LENGTH, WIDTH)
-    packed = apply(params, x, np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), np.array([[5, 5, 5, 5, 6, 6, 6, 6, 6]]))
+    packed = apply(
+        params, x, np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), np.array([[5, 5, 5, 5, 6, 6, 6, 6, 6]])
+    )
     for part in (slice(0, 4), slice(4, 9)):
         alone = apply(params, x[:, part], np.arange(x[:, part].shape[1])[None])
         np.testing.assert_allclose(packed[:, part], alone, rtol=1e-5, atol=1e-5)
@@ -114,9 +149,14 @@ def test_documents_apart_with_positions_from_0_are_documents_alone():
 def test_through_a_cache(positions):
     apply, params = attention(positions=positions)
     x, where = normal(BATCH, LENGTH, WIDTH), np.arange(LENGTH)[None]
-    cache = [jnp.full((BATCH, LENGTH + 3, 2, HEAD), 7.0)] * 2  # what is in unused slots is never looked at
+    # what is in unused slots is never looked at
+    cache = [jnp.full((BATCH, LENGTH + 3, 2, HEAD), 7.0)] * 2
     parts = []
     for first, end in ((0, 4), (4, 5), (5, 9)):
-        y, cache = apply(params, x[:, first:end], where[:, first:end], cache, first, method="cached")
+        y, cache = apply(
+            params, x[:, first:end], where[:, first:end], cache, first, method="cached"
+        )
         parts.append(y)
-    np.testing.assert_allclose(np.concatenate(parts, 1), apply(params, x, where), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.concatenate(parts, 1), apply(params, x, where), rtol=1e-5, atol=1e-5
+    )

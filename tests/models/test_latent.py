@@ -1,4 +1,5 @@
-"""Latent attention against plain numpy, written down from the paper's equations, and through its cache."""
+"""Latent attention against plain numpy, written down from the paper's equations, and through its
+cache."""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,20 @@ CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
 
 
 def latent(query_rank=QUERIES):
-    sizes = {"width": WIDTH, "heads": HEADS, "head_dim": HEAD, "rope_head_dim": ROTATED, "value_head_dim": VALUE, "kv_rank": RANK}
+    sizes = {
+        "width": WIDTH,
+        "heads": HEADS,
+        "head_dim": HEAD,
+        "rope_head_dim": ROTATED,
+        "value_head_dim": VALUE,
+        "kv_rank": RANK,
+    }
     others = {"rotary_base": 100.0, "init_std": 0.1, "biases": True, "latent_norm_epsilon": EPSILON}
     cfg = ModelConfig(**sizes, **others, attention="mla", query_rank=query_rank)
     module, random = LatentAttention(cfg, 0.1), np.random.default_rng(0)
-    return functional(module), jax.tree.map(lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module))
+    return functional(module), jax.tree.map(
+        lambda s: random.normal(size=s.shape).astype(np.float32) * 0.5, specs(module)
+    )
 
 
 def turned(x, positions):
@@ -31,25 +41,38 @@ def turned(x, positions):
 
 
 def plain(params, x_TD, positions, allowed):
-    """One sequence, equations 9 to 13 and 14 to 19 of arXiv:2405.04434, with norms on the latents."""
+    """One sequence, equations 9 to 13 and 14 to 19 of arXiv:2405.04434, with norms on the
+    latents."""
     dense = lambda name, x: x @ params[name]["weight"] + params[name]["bias"]
-    norm = lambda name, x: x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * params[name]["scale"]
+    norm = lambda name, x: (
+        x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * params[name]["scale"]
+    )
     down = dense("compress", x_TD)
-    ahead, latent, shared = down[:, : -RANK - ROTATED], down[:, -RANK - ROTATED : -ROTATED], down[:, -ROTATED:]
-    q = dense("query", norm("query_norm", ahead) if "query_norm" in params else x_TD).reshape(LENGTH, HEADS, -1)
+    ahead, latent, shared = (
+        down[:, : -RANK - ROTATED],
+        down[:, -RANK - ROTATED : -ROTATED],
+        down[:, -ROTATED:],
+    )
+    q = dense("query", norm("query_norm", ahead) if "query_norm" in params else x_TD).reshape(
+        LENGTH, HEADS, -1
+    )
     kv = dense("expand", norm("norm", latent)).reshape(LENGTH, HEADS, -1)
     rotated = turned(q[..., HEAD:], positions)
     shared, out = turned(shared, positions), np.zeros((LENGTH, HEADS, VALUE))
     for t, n in np.ndindex(LENGTH, HEADS):
         seen = np.flatnonzero(allowed[t])
-        scores = (kv[seen, n, :HEAD] @ q[t, n, :HEAD] + shared[seen] @ rotated[t, n]) / np.sqrt(HEAD + ROTATED)
+        scores = (kv[seen, n, :HEAD] @ q[t, n, :HEAD] + shared[seen] @ rotated[t, n]) / np.sqrt(
+            HEAD + ROTATED
+        )
         weights = np.exp(scores - scores.max())
         out[t, n] = weights / weights.sum() @ kv[seen, n, HEAD:]
     return dense("out", out.reshape(LENGTH, -1))
 
 
 def inputs():
-    return np.random.default_rng(1).normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32), np.arange(LENGTH)
+    return np.random.default_rng(1).normal(size=(BATCH, LENGTH, WIDTH)).astype(
+        np.float32
+    ), np.arange(LENGTH)
 
 
 @pytest.mark.parametrize("query_rank", [QUERIES, 0])
@@ -59,15 +82,22 @@ def test_the_papers_equations(query_rank):
     got = apply(params, x, positions[None], segments)
     for b in range(BATCH):
         allowed = CAUSAL & (segments[b][:, None] == segments[b])
-        np.testing.assert_allclose(got[b], plain(params, x[b], positions, allowed), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            got[b], plain(params, x[b], positions, allowed), rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("query_rank", [QUERIES, 0])
 def test_through_a_cache(query_rank):
     apply, params = latent(query_rank)
     x, positions = inputs()
-    cache, parts = [jnp.full((BATCH, LENGTH + 3, RANK + ROTATED), 7.0)], []  # what is in unused slots is never looked at
-    cached = jax.jit(lambda x, positions, cache, first: apply(params, x, positions, cache, first, method="cached"))
+    # what is in unused slots is never looked at
+    cache, parts = [jnp.full((BATCH, LENGTH + 3, RANK + ROTATED), 7.0)], []
+    cached = jax.jit(
+        lambda x, positions, cache, first: apply(
+            params, x, positions, cache, first, method="cached"
+        )
+    )
     for first, end in ((0, 4), (4, 5), (5, 9)):
         y, cache = cached(x[:, first:end], positions[None, first:end], cache, first)
         parts.append(y)

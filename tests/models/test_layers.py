@@ -39,13 +39,16 @@ def test_norm(norm, biases):
     params, x = weights(module), normal(3, 5, 8) * 4 + 2
     assert params.keys() == ({"scale", "bias"} if biases and norm == "layernorm" else {"scale"})
     centred = x - (x.mean(-1, keepdims=True) if norm == "layernorm" else 0)
-    wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-3) * params["scale"] + params.get("bias", 0)
+    wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-3) * params[
+        "scale"
+    ] + params.get("bias", 0)
     np.testing.assert_allclose(functional(module)(params, x), wanted, rtol=2e-5, atol=2e-6)
 
 
 def test_norm_in_bfloat16_computes_in_float32():
     module = Norm(config(norm="layernorm"))
-    x = jnp.asarray(normal(2, 8) + 200, jnp.bfloat16)  # the mean and the squares would lose everything in 8 bits
+    # the mean and the squares would lose everything in 8 bits
+    x = jnp.asarray(normal(2, 8) + 200, jnp.bfloat16)
     got = functional(module)(weights(module), x)
     assert got.dtype == jnp.bfloat16
     wanted = functional(module)(weights(module), x.astype(jnp.float32))
@@ -53,7 +56,8 @@ def test_norm_in_bfloat16_computes_in_float32():
 
 
 def turn(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
-    """Rotary positions as multiplication by a complex number: component i and i + half are its parts."""
+    """Rotary positions as multiplication by a complex number: component i and i + half are its
+    parts."""
     half = x.shape[-1] // 2
     angle = positions[..., None, None] * base ** (-np.arange(half) / half)
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
@@ -62,11 +66,20 @@ def turn(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
 
 @pytest.mark.parametrize("base", [10_000.0, 500_000.0])
 def test_rotary(base):
-    x, positions = normal(2, 7, 3, 6), np.array([[0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 2, 3000, 8191]])
-    np.testing.assert_allclose(rotary(x, positions, base), turn(x, positions, base), rtol=1e-3, atol=2e-3)  # float32 angles of thousands
+    x, positions = (
+        normal(2, 7, 3, 6),
+        np.array([[0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 2, 3000, 8191]]),
+    )
+    # float32 angles of thousands
+    np.testing.assert_allclose(
+        rotary(x, positions, base), turn(x, positions, base), rtol=1e-3, atol=2e-3
+    )
     near = positions % 8
     np.testing.assert_allclose(rotary(x, near, base), turn(x, near, base), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(rotary(x[:1], positions[:1], base), rotary(x, np.zeros_like(positions) + positions[:1], base)[:1])
+    np.testing.assert_array_equal(
+        rotary(x[:1], positions[:1], base),
+        rotary(x, np.zeros_like(positions) + positions[:1], base)[:1],
+    )
 
 
 def test_rotary_products_depend_on_distance_alone():
@@ -90,5 +103,7 @@ def test_mlp(activation, biases):
     else:
         assert "gate" not in params
         hidden = up / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
-    np.testing.assert_allclose(functional(module)(params, x), dense("down", hidden), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        functional(module)(params, x), dense("down", hidden), rtol=1e-4, atol=1e-5
+    )
     assert all(("bias" in part) == biases for part in params.values())

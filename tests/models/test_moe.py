@@ -1,4 +1,5 @@
-"""Experts against a loop over tokens in plain numpy, and the router's losses against their formulas."""
+"""Experts against a loop over tokens in plain numpy, and the router's losses against their
+formulas."""
 
 import dataclasses
 import itertools
@@ -18,15 +19,23 @@ from jaxtrain.models.spec import functional, specs
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, keep_products
 
 B, T, D, ROWS = 3, 8, 6, 12
-BASE = ModelConfig(width=D, experts=6, experts_per_token=2, expert_width=5, balance_loss=0.0, init_std=0.5)
+BASE = ModelConfig(
+    width=D, experts=6, experts_per_token=2, expert_width=5, balance_loss=0.0, init_std=0.5
+)
 
 
 def made(**fields):
     """(the layer's config, the layer as a function, its parameters)."""
     cfg = Config(model=dataclasses.replace(BASE, **fields)).resolve().model
     module, random = MoE(cfg, 0.5, ROWS), np.random.default_rng(0)
-    draw = lambda s: np.zeros(s.shape, np.float32) if s.counts else np.float32(random.normal(size=s.shape) * 0.5)
-    return cfg, jax.jit(functional(module), static_argnames="drops"), jax.tree.map(draw, specs(module))
+    draw = lambda s: (
+        np.zeros(s.shape, np.float32) if s.counts else np.float32(random.normal(size=s.shape) * 0.5)
+    )
+    return (
+        cfg,
+        jax.jit(functional(module), static_argnames="drops"),
+        jax.tree.map(draw, specs(module)),
+    )
 
 
 def normal(*shape, seed=1) -> np.ndarray:
@@ -39,7 +48,11 @@ def silu(x):
 
 def scores_of(cfg, params, x):
     logits = x @ params["router"]["weight"]
-    return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) if cfg.router == "softmax" else 1 / (1 + np.exp(-logits))
+    return (
+        np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        if cfg.router == "softmax"
+        else 1 / (1 + np.exp(-logits))
+    )
 
 
 def chosen_of(cfg, biased):
@@ -54,7 +67,11 @@ def chosen_of(cfg, biased):
 def plainly(cfg, params, x):
     """→ (output, how often each expert was chosen, how often that was dropped)."""
     y, load, dropped = np.zeros_like(x), np.zeros(cfg.experts), np.zeros(cfg.experts)
-    limit = capacity_of(T, cfg.experts_per_token, cfg.experts, cfg.capacity_factor) if cfg.capacity_factor else T
+    limit = (
+        capacity_of(T, cfg.experts_per_token, cfg.experts, cfg.capacity_factor)
+        if cfg.capacity_factor
+        else T
+    )
 
     def expert(v, up, gate, down):
         return (silu(v @ gate) * (v @ up)) @ down
@@ -64,14 +81,20 @@ def plainly(cfg, params, x):
         for t in range(T):
             scores = scores_of(cfg, params, x[b, t])
             chosen = chosen_of(cfg, scores + params["router"].get("bias", 0))
-            gates = scores[chosen] / (scores[chosen].sum() if cfg.router_normalize == "always" else 1) * cfg.router_scale
+            gates = (
+                scores[chosen]
+                / (scores[chosen].sum() if cfg.router_normalize == "always" else 1)
+                * cfg.router_scale
+            )
             for e, gate in zip(chosen, gates, strict=True):
                 load[e] += 1
                 taken[e] += 1
                 if taken[e] > limit:
                     dropped[e] += 1
                 else:
-                    y[b, t] += gate * expert(x[b, t], *(params[k][e] for k in ("up", "gate", "down")))
+                    y[b, t] += gate * expert(
+                        x[b, t], *(params[k][e] for k in ("up", "gate", "down"))
+                    )
             if cfg.shared_experts:
                 y[b, t] += expert(x[b, t], *(params[f"shared_{k}"] for k in ("up", "gate", "down")))
     return y, load, dropped
@@ -84,10 +107,32 @@ CASES = {
     "not normalized": {"experts_per_token": 3, "router_normalize": "never"},
     "no bias": {"router_bias": False, "capacity_factor": 0.75},
     "sigmoids": {"router": "sigmoid", "router_scale": 2.5, "shared_experts": 2},
-    "two best of a group": {"experts": 12, "router_groups": 4, "router_group_limit": 2, "experts_per_token": 2, "router": "sigmoid"},
-    "two best for five choices": {"experts": 12, "router_groups": 3, "router_group_limit": 2, "experts_per_token": 5},
-    "the best of a group": {"experts": 12, "router_groups": 4, "router_group_limit": 2, "experts_per_token": 3, "router_group_best": 1},
-    "groups of one": {"experts": 6, "router_groups": 6, "router_group_limit": 3, "experts_per_token": 3},
+    "two best of a group": {
+        "experts": 12,
+        "router_groups": 4,
+        "router_group_limit": 2,
+        "experts_per_token": 2,
+        "router": "sigmoid",
+    },
+    "two best for five choices": {
+        "experts": 12,
+        "router_groups": 3,
+        "router_group_limit": 2,
+        "experts_per_token": 5,
+    },
+    "the best of a group": {
+        "experts": 12,
+        "router_groups": 4,
+        "router_group_limit": 2,
+        "experts_per_token": 3,
+        "router_group_best": 1,
+    },
+    "groups of one": {
+        "experts": 6,
+        "router_groups": 6,
+        "router_group_limit": 3,
+        "experts_per_token": 3,
+    },
     "capacity": {"capacity_factor": 0.75},
     "capacity of all": {"capacity_factor": 6.0},
 }
@@ -98,29 +143,42 @@ LONG = ("one", "groups of one", "capacity of all")
 def test_against_a_loop_over_tokens(name):
     cfg, layer, params = made(**CASES[name])
     counter = "bias" if cfg.router_bias else "load"
-    params["router"][counter] = normal(cfg.experts, seed=3) * 0.3  # a load that were there would change nothing
+    # a load that were there would change nothing
+    params["router"][counter] = normal(cfg.experts, seed=3) * 0.3
     x = normal(B, T, D)
     y, load, dropped = plainly(cfg, params, x)
-    (_, got), gradients = jax.jit(jax.value_and_grad(lambda p: (layer(p, x).sum(), layer(p, x)), has_aux=True))(params)
+    (_, got), gradients = jax.jit(
+        jax.value_and_grad(lambda p: (layer(p, x).sum(), layer(p, x)), has_aux=True)
+    )(params)
     np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
     of_router = gradients["router"]
-    assert sorted(of_router) == sorted([counter, "weight", *["dropped"] * (cfg.capacity_factor > 0)])
+    assert sorted(of_router) == sorted(
+        [counter, "weight", *["dropped"] * (cfg.capacity_factor > 0)]
+    )
     np.testing.assert_array_equal(of_router[counter], load)
     if cfg.capacity_factor:
         np.testing.assert_array_equal(of_router["dropped"], dropped)
         assert dropped.any() == (cfg.capacity_factor < 1)
         np.testing.assert_allclose(
-            layer(params, x, drops=False), plainly(dataclasses.replace(cfg, capacity_factor=0), params, x)[0], rtol=1e-4, atol=1e-5
+            layer(params, x, drops=False),
+            plainly(dataclasses.replace(cfg, capacity_factor=0), params, x)[0],
+            rtol=1e-4,
+            atol=1e-5,
         )
 
 
 @pytest.mark.parametrize(
-    "fields", [{"z_loss": 0.1}, {"capacity_factor": 0.75, "shared_experts": 1, "router": "sigmoid"}], ids=["dropless", "capacity"]
+    "fields",
+    [{"z_loss": 0.1}, {"capacity_factor": 0.75, "shared_experts": 1, "router": "sigmoid"}],
+    ids=["dropless", "capacity"],
 )
 def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
     cfg, layer, params = made(**fields)
     x, g = normal(B, T, D), normal(B, T, D, seed=5)
-    served, limit = np.zeros((B, T, cfg.experts)), capacity_of(T, 2, cfg.experts, cfg.capacity_factor or 9)
+    served, limit = (
+        np.zeros((B, T, cfg.experts)),
+        capacity_of(T, 2, cfg.experts, cfg.capacity_factor or 9),
+    )
     for b, t in itertools.product(range(B), range(T)):
         chosen = chosen_of(cfg, scores_of(cfg, params, np.asarray(x[b, t])))
         served[b, t, chosen] = 1
@@ -133,7 +191,13 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
         logits = x @ params["router"]["weight"]
         scores = jax.nn.softmax(logits) if cfg.router == "softmax" else jax.nn.sigmoid(logits)
         gates = scores * served / (scores * chosen).sum(-1, keepdims=True)
-        every = jnp.stack([expert(x, *(params[k][e] for k in ("up", "gate", "down"))) for e in range(cfg.experts)], 2)
+        every = jnp.stack(
+            [
+                expert(x, *(params[k][e] for k in ("up", "gate", "down")))
+                for e in range(cfg.experts)
+            ],
+            2,
+        )
         y = (every * gates[..., None]).sum(2)
         if cfg.shared_experts:
             y += expert(x, *(params[f"shared_{k}"] for k in ("up", "gate", "down")))
@@ -147,13 +211,16 @@ def test_gradients_are_those_of_all_experts_with_most_weights_zero(fields):
 
 
 def served_within(chosen, devices: int, experts: int, room: int):
-    """chosen [B, T, K] → bool: which choices find room, where each device has B / devices of the sequences and `experts` / devices of the
-    experts. The rows of a device for an expert are a group, in the tokens' order; on each device groups are cut to one level."""
+    """chosen [B, T, K] → bool: which choices find room, where each device has B / devices of the
+    sequences and `experts` / devices of the experts. The rows of a device for an expert are a
+    group, in the tokens' order; on each device groups are cut to one level."""
     by_device = chosen.reshape(devices, -1)
     sizes = np.array([np.bincount(row, minlength=experts) for row in by_device])
     level = np.zeros(experts, int)  # of each expert's device
     for to in np.split(np.arange(experts), devices):
-        level[to] = next(n for n in range(chosen.size, -1, -1) if np.minimum(sizes[:, to], n).sum() <= room)
+        level[to] = next(
+            n for n in range(chosen.size, -1, -1) if np.minimum(sizes[:, to], n).sum() <= room
+        )
     served, taken = np.zeros(by_device.shape, bool), np.zeros_like(sizes)
     for d, i in np.ndindex(by_device.shape):
         e = by_device[d, i]
@@ -164,14 +231,18 @@ def served_within(chosen, devices: int, experts: int, room: int):
 
 @pytest.mark.parametrize("room", [1.0, pytest.param(1.25, marks=pytest.mark.full)])
 def test_rows_beyond_the_room_are_dropped(room):
-    """On several devices, against all experts on one with the weights of what is dropped zero: output, counts and gradients."""
+    """On several devices, against all experts on one with the weights of what is dropped zero:
+    output, counts and gradients."""
     devices, b, t, k = 3, 6, T, 2
     cfg, _, params = made(expert_room=room, experts_per_token=k)
     layer = functional(MoE(cfg, 0.5, ROWS))
-    params["router"]["bias"] = np.linspace(0, 0.3, cfg.experts, dtype=np.float32)  # the last device has more
+    # the last device has more
+    params["router"]["bias"] = np.linspace(0, 0.3, cfg.experts, dtype=np.float32)
     x, g = normal(b, t, D), normal(b, t, D, seed=5)
     biased = scores_of(cfg, params, x) + params["router"]["bias"]
-    chosen = np.array([chosen_of(cfg, row) for row in biased.reshape(-1, cfg.experts)]).reshape(b, t, k)
+    chosen = np.array([chosen_of(cfg, row) for row in biased.reshape(-1, cfg.experts)]).reshape(
+        b, t, k
+    )
     limit = room_of(b // devices * t, k, cfg.experts, devices, room)
     served = served_within(chosen, devices, cfg.experts, limit)
     assert 0 < (~served).sum() < served.size / 2
@@ -181,11 +252,15 @@ def test_rows_beyond_the_room_are_dropped(room):
         gates = jnp.take_along_axis(scores, chosen, -1)
         gates = gates / gates.sum(-1, keepdims=True) * served
         up, gate, down = (params[name][chosen] for name in ("up", "gate", "down"))
-        h = jax.nn.silu(jnp.einsum("btd,btkdf->btkf", x, gate)) * jnp.einsum("btd,btkdf->btkf", x, up)
+        h = jax.nn.silu(jnp.einsum("btd,btkdf->btkf", x, gate)) * jnp.einsum(
+            "btd,btkdf->btkf", x, up
+        )
         return jnp.einsum("btkf,btkfd,btk->btd", h, down, gates)
 
     split = {name: P(EXPERT) if name in ("up", "gate", "down") else P() for name in params}
-    everywhere = lambda tree: tree | {"router": jax.tree.map(lambda a: jax.lax.psum(a, EXPERT), tree["router"])}
+    everywhere = lambda tree: (
+        tree | {"router": jax.tree.map(lambda a: jax.lax.psum(a, EXPERT), tree["router"])}
+    )
 
     def part(params, x, g):
         y, vjp = jax.vjp(layer, params, x)
@@ -202,19 +277,31 @@ def test_rows_beyond_the_room_are_dropped(room):
     )
     with jax.set_mesh(mesh):
         y, by_params, by_x = jax.device_get(jax.jit(run)(params, x, g))
-    expected_y, (expected, expected_x) = jax.jit(lambda p, x, g: (dense(p, x), jax.vjp(dense, p, x)[1](g)))(params, x, g)
+    expected_y, (expected, expected_x) = jax.jit(
+        lambda p, x, g: (dense(p, x), jax.vjp(dense, p, x)[1](g))
+    )(params, x, g)
     np.testing.assert_allclose(y, expected_y, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(by_x, expected_x, rtol=1e-4, atol=1e-5)
     for name in ("up", "gate", "down"):
         np.testing.assert_allclose(by_params[name], expected[name], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(by_params["router"]["weight"], expected["router"]["weight"], rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(by_params["router"]["bias"], np.bincount(chosen.reshape(-1), minlength=cfg.experts))
-    np.testing.assert_array_equal(by_params["router"]["dropped"], np.bincount(chosen[~served], minlength=cfg.experts))
+    np.testing.assert_allclose(
+        by_params["router"]["weight"], expected["router"]["weight"], rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_array_equal(
+        by_params["router"]["bias"], np.bincount(chosen.reshape(-1), minlength=cfg.experts)
+    )
+    np.testing.assert_array_equal(
+        by_params["router"]["dropped"], np.bincount(chosen[~served], minlength=cfg.experts)
+    )
 
 
-@pytest.mark.parametrize("router, groups", [("softmax", 1), pytest.param("sigmoid", 1, marks=pytest.mark.full), ("sigmoid", 3)])
+@pytest.mark.parametrize(
+    "router, groups",
+    [("softmax", 1), pytest.param("sigmoid", 1, marks=pytest.mark.full), ("sigmoid", 3)],
+)
 def test_the_losses_of_the_router(router, groups):
-    """The gradient is that of the layer's output and of the losses as they are written in the papers."""
+    """The gradient is that of the layer's output and of the losses as they are written in the
+    papers."""
     fields = {"router": router, "router_groups": groups, "router_group_limit": min(groups, 2)}
     cfg, without, params = made(**fields)
     _, layer, _ = made(**fields, balance_loss=0.7, z_loss=0.3)
@@ -226,7 +313,12 @@ def test_the_losses_of_the_router(router, groups):
         scores = jax.nn.softmax(logits) if router == "softmax" else jax.nn.sigmoid(logits)
         f = np.zeros((B, cfg.experts))
         for b, t in itertools.product(range(B), range(T)):
-            f[b, np.argsort(-scores_of(cfg, params_as_given, x_as_given[b, t]))[: cfg.experts_per_token]] += 1
+            f[
+                b,
+                np.argsort(-scores_of(cfg, params_as_given, x_as_given[b, t]))[
+                    : cfg.experts_per_token
+                ],
+            ] += 1
         p = (scores / scores.sum(-1, keepdims=True)).mean(1)
         balance = (f * cfg.experts / cfg.experts_per_token / T * p).sum()
         return (0.7 * balance + 0.3 * (jnp.log(jnp.exp(logits).sum(-1)) ** 2).sum() / T) / ROWS
@@ -252,15 +344,22 @@ def test_choices_are_made_once():
     _, layer, params = made(router_groups=3, router_group_limit=2)
     split = LayerSplit(lambda p, x, extra: layer(p, x), params, normal(B, T, D), (), keep_products)
     assert not [
-        eq for op in (LayerOp.INPUT_GRADIENT, LayerOp.WEIGHT_GRADIENT) for eq in split._equations[op] if eq.primitive.name == "top_k"
+        eq
+        for op in (LayerOp.INPUT_GRADIENT, LayerOp.WEIGHT_GRADIENT)
+        for eq in split._equations[op]
+        if eq.primitive.name == "top_k"
     ]
-    assert [a.shape for a in jax.tree.leaves(split.residuals) if a.dtype == jnp.int32] == [(B, T, 2)]
+    assert [a.shape for a in jax.tree.leaves(split.residuals) if a.dtype == jnp.int32] == [
+        (B, T, 2)
+    ]
 
 
 def test_scores_that_underflow():
     _, layer, params = made(router="sigmoid")
     params["router"]["weight"] = np.full_like(params["router"]["weight"], -1.0)
-    assert np.isfinite(jax.grad(lambda x: layer(params, x).sum())(np.full((B, T, D), 40.0, np.float32))).all()
+    assert np.isfinite(
+        jax.grad(lambda x: layer(params, x).sum())(np.full((B, T, D), 40.0, np.float32))
+    ).all()
 
 
 def test_b_makes_no_weight_gradients_and_w_little_else():
@@ -268,14 +367,26 @@ def test_b_makes_no_weight_gradients_and_w_little_else():
     _, layer, params = made(shared_experts=1)
     split = LayerSplit(lambda p, x, extra: layer(p, x), params, normal(B, T, D), ())
     products = lambda op: sum(eq.primitive.name == "while" for eq in split._equations[op])
-    assert [products(op) for op in (LayerOp.FORWARD, LayerOp.INPUT_GRADIENT, LayerOp.WEIGHT_GRADIENT, LayerOp.BACKWARD)] == [3, 3, 3, 6]
+    assert [
+        products(op)
+        for op in (
+            LayerOp.FORWARD,
+            LayerOp.INPUT_GRADIENT,
+            LayerOp.WEIGHT_GRADIENT,
+            LayerOp.BACKWARD,
+        )
+    ] == [3, 3, 3, 6]
 
     @jax.jit
     def gradients(params, x, g):
         _, residuals = split.output_and_residuals(params, x, ())
         dx, stash = split.input_gradient(params, (), residuals, g)
-        return (split.weight_gradient(params, (), residuals.for_w, stash), dx), jax.vjp(layer, params, x)[1](g)
+        return (split.weight_gradient(params, (), residuals.for_w, stash), dx), jax.vjp(
+            layer, params, x
+        )[1](g)
 
-    (dp, dx), (expected, expected_x) = gradients(params, normal(B, T, D), np.ones((B, T, D), np.float32))
+    (dp, dx), (expected, expected_x) = gradients(
+        params, normal(B, T, D), np.ones((B, T, D), np.float32)
+    )
     np.testing.assert_allclose(dx, expected_x, rtol=1e-5, atol=1e-6)
     jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6), dp, expected)

@@ -1,5 +1,6 @@
-"""Experts, latent attention and multi-token prediction as the published models have them: logits and gradients of all parameters against
-those of `transformers`, which published.json has (published.py)."""
+"""Experts, latent attention and multi-token prediction as the published models have them: logits
+and gradients of all parameters against those of `transformers`, which published.json has
+(published.py)."""
 
 import functools
 import json
@@ -18,8 +19,9 @@ VERSIONS = CASES.pop("versions")
 
 
 def assert_same_gradients(got: dict, expected: dict) -> None:
-    """Of each parameter, to 2e-5 of its gradient's size, as the other side's float32 is no more exact; where that should be nothing (the
-    router of experts that all weigh 1), of the largest one's."""
+    """Of each parameter, to 2e-5 of its gradient's size, as the other side's float32 is no more
+    exact; where that should be nothing (the router of experts that all weigh 1), of the largest
+    one's."""
     largest = max(norm for norm, _ in expected.values())
     for name, (norm, along) in expected.items():
         allowed = 2e-5 * max(norm, 1e-2 * largest)
@@ -30,7 +32,9 @@ def assert_same_gradients(got: dict, expected: dict) -> None:
 LONG = ("deepseek_v2",)  # its choice of groups is tested in test_moe.py, too
 
 
-@pytest.mark.parametrize("name", small.named([n for n in CASES if not CASES[n]["mtp_depth"] and n not in LONG], LONG))
+@pytest.mark.parametrize(
+    "name", small.named([n for n in CASES if not CASES[n]["mtp_depth"] and n not in LONG], LONG)
+)
 def test_logits_and_gradients(name):
     case = CASES[name]
     cfg = published.config_of(case["kind"], case["config"]).model
@@ -39,11 +43,15 @@ def test_logits_and_gradients(name):
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def run(given):
-        logits = transformer.logits(parts, published.parameters_of(case["kind"], cfg, given), published.tokens()[:, :-1])
+        logits = transformer.logits(
+            parts, published.parameters_of(case["kind"], cfg, given), published.tokens()[:, :-1]
+        )
         return (logits * published.random("cotangent", *logits.shape)).sum(), logits
 
     (_, logits), gradients = run(given)
-    np.testing.assert_allclose(logits, case["logits"], rtol=0, atol=1e-5 * np.abs(case["logits"]).max())
+    np.testing.assert_allclose(
+        logits, case["logits"], rtol=0, atol=1e-5 * np.abs(case["logits"]).max()
+    )
     assert_same_gradients(gradients, case["gradients"])
 
 
@@ -53,13 +61,21 @@ def test_a_training_step_with_predictions():
     (case,) = (case for case in CASES.values() if case["mtp_depth"])
     cfg = published.config_of(case["kind"], case["config"], case["mtp_depth"])
     given = published.weights(case["shapes"])
-    plain, back = jax.vjp(lambda given: published.parameters_of(case["kind"], cfg.model, given), given)
+    plain, back = jax.vjp(
+        lambda given: published.parameters_of(case["kind"], cfg.model, given), given
+    )
     tokens = published.tokens()
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones(tokens[:, 1:].shape, np.float32)}
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": np.ones(tokens[:, 1:].shape, np.float32),
+    }
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         params = small.from_plain(step.layout, jax.tree.map(np.asarray, plain))
         results = jax.device_get(step.gradients(params, small.place_batch(step, cfg, batch)))
-    np.testing.assert_allclose([results.losses.loss, results.losses.mtp_loss], [case["loss"], case["mtp_loss"]], rtol=1e-5)
+    np.testing.assert_allclose(
+        [results.losses.loss, results.losses.mtp_loss], [case["loss"], case["mtp_loss"]], rtol=1e-5
+    )
     (gradients,) = back(small.to_plain(step.layout, results.gradients))
     assert_same_gradients(gradients, case["gradients"])

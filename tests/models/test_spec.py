@@ -15,7 +15,8 @@ def test_noise_does_not_depend_on_padding():
     assert plain.dtype == jnp.float32 and plain.shape == (61, 8)
     np.testing.assert_array_equal(padded[:61], plain)
     assert not padded[61:].any()
-    assert abs(float(plain.std()) - 1) < 0.1 and abs(float(plain.mean())) < 0.1  # 488 values: 3 standard errors
+    # 488 values: 3 standard errors
+    assert abs(float(plain.std()) - 1) < 0.1 and abs(float(plain.mean())) < 0.1
 
 
 def test_what_counts_and_what_decays():

@@ -1,4 +1,5 @@
-"""The parts put together: parameter counts, the padded vocabulary, gradients of the embedding, and what a token can see."""
+"""The parts put together: parameter counts, the padded vocabulary, gradients of the embedding, and
+what a token can see."""
 
 import importlib.util
 import math
@@ -22,8 +23,11 @@ def recipe(name: str):
 
 
 def gpt_count(layers: int, width: int, vocabulary: int, positions: int) -> int:
-    """12 d² + 13 d a layer: attention 4 d² + 4 d, MLP 8 d² + 5 d, two norms 4 d; and the final norm 2 d."""
-    return vocabulary * width + positions * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    """12 d² + 13 d a layer: attention 4 d² + 4 d, MLP 8 d² + 5 d, two norms 4 d; and the final norm
+    2 d."""
+    return (
+        vocabulary * width + positions * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,11 +51,17 @@ def test_the_formula_for_gpt():
 
 def test_padded_vocabulary():
     assert [transformer.padded_vocabulary(61, n) for n in (1, 2, 4, 8)] == [61, 62, 64, 64]
-    assert [transformer.padded_vocabulary(50257, n) for n in (1, 2, 8)] == [50304, 50432, 51200]  # whole tiles of 128 on each
+    # whole tiles of 128 on each
+    assert [transformer.padded_vocabulary(50257, n) for n in (1, 2, 8)] == [50304, 50432, 51200]
     assert transformer.padded_vocabulary(128256, 8) == 129024
 
 
-GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+GPT2 = {
+    "model.norm": "layernorm",
+    "model.activation": "gelu",
+    "model.positions": "learned",
+    "model.biases": True,
+}
 FORMS = {"llama": {}, "gpt2": GPT2 | {"model.tied_embeddings": True}}
 
 
@@ -63,8 +73,14 @@ def model(form: str, shards: int = 1):
 
     def make(*lead):
         def leaf(s):
-            value = s.constant + (s.std or 0.1) * random.standard_normal((*lead, *s.shape)).astype(np.float32)
-            return jnp.pad(value, [(0, 0)] * len(lead) + [(0, full - n) for full, n in zip(s.padded, s.shape, strict=True)])
+            value = s.constant + (s.std or 0.1) * random.standard_normal((*lead, *s.shape)).astype(
+                np.float32
+            )
+            return jnp.pad(
+                value,
+                [(0, 0)] * len(lead)
+                + [(0, full - n) for full, n in zip(s.padded, s.shape, strict=True)],
+            )
 
         return leaf
 
@@ -94,14 +110,21 @@ def test_padding_of_the_vocabulary_gets_no_probability_and_changes_nothing(form)
     np.testing.assert_allclose(logits[..., :61], plain, rtol=1e-5, atol=1e-5)
     assert (jax.nn.softmax(logits)[..., 61:] == 0).all()
 
-    gradients = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(transformer.logits(padded, p, tokens))[..., 5].sum()))(padded_params)
-    tables = [gradients["embed"]["table"], *([] if form == "gpt2" else [gradients["head"]["table"]])]
+    gradients = jax.jit(
+        jax.grad(lambda p: jax.nn.log_softmax(transformer.logits(padded, p, tokens))[..., 5].sum())
+    )(padded_params)
+    tables = [
+        gradients["embed"]["table"],
+        *([] if form == "gpt2" else [gradients["head"]["table"]]),
+    ]
     assert all(not t[61:].any() and np.isfinite(t).all() for t in tables)
 
 
 def test_a_part_of_the_padded_table_may_have_as_many_rows_as_the_vocabulary():
     """4 tokens, 8 rows, of which a stage has 4: the second stage's are all padding."""
-    parts = transformer.build(small.config(changes={"model.vocab_size": 4, "data.source": "x.bin"}).model, 4, 2)
+    parts = transformer.build(
+        small.config(changes={"model.vocab_size": 4, "data.source": "x.bin"}).model, 4, 2
+    )
     assert parts.specs["head"]["table"].padded == (8, 32)
     params = {"norm": {"scale": jnp.ones(32)}, "table": jnp.zeros((4, 32))}
     x = jnp.ones((1, 2, 32))
@@ -112,7 +135,9 @@ def test_a_part_of_the_padded_table_may_have_as_many_rows_as_the_vocabulary():
 def test_positions_and_documents_reach_every_layer():
     parts, params, tokens = model("gpt2")
     segments = np.repeat([[0, 1]], 8, axis=1).repeat(2, axis=0)
-    positions = np.concatenate([np.arange(8), np.arange(8)])[None].repeat(2, axis=0).astype(np.int32)
+    positions = (
+        np.concatenate([np.arange(8), np.arange(8)])[None].repeat(2, axis=0).astype(np.int32)
+    )
     run = jax.jit(lambda *arrays: transformer.logits(parts, params, *arrays))
     whole, alone = run(tokens, positions, segments), run(tokens[:, 8:])
     np.testing.assert_allclose(whole[:, 8:], alone, rtol=1e-4, atol=1e-4)
@@ -124,8 +149,12 @@ def test_gradient_of_positions_is_added_in_place(rows):
     positions = np.random.default_rng(1).integers(0, 16, (rows, 16), np.int32)
     g = np.random.default_rng(2).normal(size=(2, 16, 32)).astype(np.float32)
     start = jnp.ones_like(params["embed"]["positions"])
-    wanted = jax.vjp(lambda p: parts.embed(p, tokens, positions, jnp.float32), params["embed"])[1](g)[0]["positions"]
-    np.testing.assert_allclose(transformer.add_position_gradient(start, positions, g), wanted + 1, rtol=1e-5, atol=1e-5)
+    wanted = jax.vjp(lambda p: parts.embed(p, tokens, positions, jnp.float32), params["embed"])[1](
+        g
+    )[0]["positions"]
+    np.testing.assert_allclose(
+        transformer.add_position_gradient(start, positions, g), wanted + 1, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_logits_keep_the_compute_type_in_their_gradient():
@@ -141,16 +170,34 @@ def test_initial_values_follow_gpt2():
     """The residual stream's variance stays put with depth: its projections are smaller."""
     cfg = small.config(changes={"model.layers": 8, "model.init_std": 0.1}).model
     layer = transformer.build(cfg).specs["layer"]
-    stds = {"attention": {"query": 0.1, "out": 0.1 / math.sqrt(16)}, "mlp": {"up": 0.1, "down": 0.1 / math.sqrt(16)}}
+    stds = {
+        "attention": {"query": 0.1, "out": 0.1 / math.sqrt(16)},
+        "mlp": {"up": 0.1, "down": 0.1 / math.sqrt(16)},
+    }
     for part, names in stds.items():
         for name, std in names.items():
             assert layer[part][name]["weight"].std == pytest.approx(std)
 
 
 def test_initial_values_count_the_dense_layers():
-    changes = {"model.layers": 5, "model.dense_layers": 3, "model.experts": 4, "model.shared_experts": 1, "model.init_std": 0.1}
+    changes = {
+        "model.layers": 5,
+        "model.dense_layers": 3,
+        "model.experts": 4,
+        "model.shared_experts": 1,
+        "model.init_std": 0.1,
+    }
     specs = transformer.build(small.config(changes=changes).model).specs
-    first, mlp, std = specs["first"]["0"], specs["layer"]["mlp"], pytest.approx(0.1 / math.sqrt(2 * 8))
+    first, mlp, std = (
+        specs["first"]["0"],
+        specs["layer"]["mlp"],
+        pytest.approx(0.1 / math.sqrt(2 * 8)),
+    )
     assert first["attention"]["out"]["weight"].std == first["mlp"]["down"]["weight"].std == std
-    assert specs["layer"]["attention"]["out"]["weight"].std == mlp["down"].std == mlp["shared_down"].std == std
+    assert (
+        specs["layer"]["attention"]["out"]["weight"].std
+        == mlp["down"].std
+        == mlp["shared_down"].std
+        == std
+    )
     assert first["mlp"]["up"]["weight"].std == mlp["up"].std == pytest.approx(0.1)

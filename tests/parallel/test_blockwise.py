@@ -1,4 +1,5 @@
-"""Attention block by block against the whole scores: values, gradients, and what is not computed."""
+"""Attention block by block against the whole scores: values, gradients, and what is not
+computed."""
 
 import functools
 
@@ -19,13 +20,16 @@ def normal(*shape, seed=1) -> np.ndarray:
 
 
 def arrays(kv_heads=2, length=LENGTH, head=4, value=6) -> tuple[np.ndarray, ...]:
-    """Queries, keys, values and a gradient of the output; values have heads of a size of their own."""
+    """Queries, keys, values and a gradient of the output; values have heads of a size of their
+    own."""
     shapes = (HEADS, head), (kv_heads, head), (kv_heads, value), (HEADS, value)
     return tuple(normal(BATCH, length, *shape, seed=i) for i, shape in enumerate(shapes))
 
 
 def segments(seed=0) -> jax.Array:
-    return jnp.asarray((np.random.default_rng(seed).random((BATCH, LENGTH)) < 0.15).cumsum(1), jnp.int32)
+    return jnp.asarray(
+        (np.random.default_rng(seed).random((BATCH, LENGTH)) < 0.15).cumsum(1), jnp.int32
+    )
 
 
 @pytest.fixture
@@ -51,7 +55,13 @@ def test_size_of_a_block(block):
     assert blockwise.block_size(32, 8192, 131072) == 512  # no more scores at a time
     assert blockwise.block_size(1, 1000, 1000) == 250
     assert blockwise.block_size(1, 1021, 1021) == 1021  # a prime
-    assert [blockwise.is_long(8, n, n) for n in (512, 1021, 1023, 1024, 1031)] == [False, False, False, True, False]
+    assert [blockwise.is_long(8, n, n) for n in (512, 1021, 1023, 1024, 1031)] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
     block(4)
     assert blockwise.block_size(BATCH * HEADS, LENGTH, LENGTH) == 4
 
@@ -65,7 +75,9 @@ def test_same_as_whole_scores(block, kv_heads, size, documents):
     if documents:
         mask = mask & np.asarray(own[:, None, :, None] == own[:, None, None, :])
     given = arrays(kv_heads)
-    by_blocks = lambda q, k, v: flash.attend(blockwise.KERNEL, q, k, v, CAUSAL, (own, own) if documents else None)
+    by_blocks = lambda q, k, v: flash.attend(
+        blockwise.KERNEL, q, k, v, CAUSAL, (own, own) if documents else None
+    )
     got = with_gradients(by_blocks, *given)
     wanted = with_gradients(lambda q, k, v: grouped_attention(q, k, v, mask), *given)
     for a, b in zip(got, wanted, strict=True):
@@ -78,7 +90,13 @@ def test_chunks_of_queries(block):
     q, k, v, g = arrays()
     q, g = q[:, 6:18], g[:, 6:18]
     mask = (np.arange(6, 18)[:, None] >= np.arange(LENGTH))[None, None]
-    got = with_gradients(lambda q, k, v: flash.attend(blockwise.KERNEL, q, k, v, Sight(jnp.array([1, 2]), 3)), q, k, v, g)
+    got = with_gradients(
+        lambda q, k, v: flash.attend(blockwise.KERNEL, q, k, v, Sight(jnp.array([1, 2]), 3)),
+        q,
+        k,
+        v,
+        g,
+    )
     wanted = with_gradients(lambda q, k, v: grouped_attention(q, k, v, mask), q, k, v, g)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=3e-6)
@@ -113,7 +131,8 @@ def test_memory_grows_with_the_sequence_alone():
         return compiled.memory_analysis().temp_size_in_bytes
 
     block = 4 * BATCH * HEADS * 256 * 256
-    assert temporary(4096) - temporary(2048) < block  # of scores, float32; all of them would be 192 blocks more
+    # of scores, float32; all of them would be 192 blocks more
+    assert temporary(4096) - temporary(2048) < block
 
 
 def test_bfloat16_sums_in_float32(block):
@@ -125,4 +144,6 @@ def test_bfloat16_sums_in_float32(block):
     for a, b in zip(got, exact, strict=True):
         assert a.dtype == jnp.bfloat16
         # A few roundings of 2^-9 each, of values up to the largest
-        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0, atol=4 * 2**-9 * np.abs(b).max())
+        np.testing.assert_allclose(
+            a.astype(jnp.float32), b, rtol=0, atol=4 * 2**-9 * np.abs(b).max()
+        )

@@ -1,4 +1,5 @@
-"""A sequence split over `context`: the same training as on one device, and activations that shrink with it."""
+"""A sequence split over `context`: the same training as on one device, and activations that shrink
+with it."""
 
 import collections
 
@@ -17,29 +18,69 @@ from jaxtrain.runtime.runtime import Runtime
 from jaxtrain.training.step import abstract_batch, make_step
 
 APART = {"data.attend_across_documents": False}
-GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+GPT2 = {
+    "model.norm": "layernorm",
+    "model.activation": "gelu",
+    "model.positions": "learned",
+    "model.biases": True,
+}
 LENGTH = {"data.sequence_length": 24}  # of which 3 devices have whole chunks
 NONE, SELECTIVE = {"pipeline.remat": "none"}, {"pipeline.remat": "selective"}
 CASES = {
     "ring 3, grouped heads, documents, blocks": Case(
-        (1, 1, 2), changes={"mesh.context": 3, "parallel.context": "ring", **APART, "model.kv_heads": 2, "data.sequence_length": 24}
+        (1, 1, 2),
+        changes={
+            "mesh.context": 3,
+            "parallel.context": "ring",
+            **APART,
+            "model.kv_heads": 2,
+            "data.sequence_length": 24,
+        },
     ),
 }
 MORE = {
-    "gather 8, selective, blocks": Case((1, 1, 1), microbatches=1, changes={"mesh.context": 8, **SELECTIVE, "data.sequence_length": 64}),
-    "gather 3, learned positions": Case((1, 2, 1), "interleaved", 2, 4, changes={"mesh.context": 3, **GPT2, **LENGTH}),
-    "gather 2, grouped heads, blocks": Case((1, 2, 2), "zb_v", 2, 4, changes={"mesh.context": 2, **APART, **NONE, "model.kv_heads": 2}),
-    "ulysses 2, documents, blocks": Case((2, 1, 2), changes={"mesh.context": 2, "parallel.context": "ulysses", **APART}),
+    "gather 8, selective, blocks": Case(
+        (1, 1, 1),
+        microbatches=1,
+        changes={"mesh.context": 8, **SELECTIVE, "data.sequence_length": 64},
+    ),
+    "gather 3, learned positions": Case(
+        (1, 2, 1), "interleaved", 2, 4, changes={"mesh.context": 3, **GPT2, **LENGTH}
+    ),
+    "gather 2, grouped heads, blocks": Case(
+        (1, 2, 2), "zb_v", 2, 4, changes={"mesh.context": 2, **APART, **NONE, "model.kv_heads": 2}
+    ),
+    "ulysses 2, documents, blocks": Case(
+        (2, 1, 2), changes={"mesh.context": 2, "parallel.context": "ulysses", **APART}
+    ),
     "gather 2": Case((1, 1, 1), changes={"mesh.context": 2}),
     "ulysses 4": Case((1, 1, 1), changes={"mesh.context": 4, "parallel.context": "ulysses"}),
-    "gather 4, documents, zero 3": Case((2, 1, 1), changes={"mesh.context": 4, **APART, **NONE, "parallel.zero": 3}),
-    "gather 2, two devices to a head": Case((1, 1, 4), changes={"mesh.context": 2, "model.kv_heads": 2, "parallel.zero": 3}),
-    "ulysses 2, zb_h1, zero 2": Case(
-        (2, 2, 1), "zb_h1", 1, 3, changes={"mesh.context": 2, "parallel.context": "ulysses", **SELECTIVE, "parallel.zero": 2}
+    "gather 4, documents, zero 3": Case(
+        (2, 1, 1), changes={"mesh.context": 4, **APART, **NONE, "parallel.zero": 3}
     ),
-    "ring 2, zero 3, blocks": Case((4, 1, 1), changes={"mesh.context": 2, "parallel.context": "ring", **NONE, "parallel.zero": 3}),
+    "gather 2, two devices to a head": Case(
+        (1, 1, 4), changes={"mesh.context": 2, "model.kv_heads": 2, "parallel.zero": 3}
+    ),
+    "ulysses 2, zb_h1, zero 2": Case(
+        (2, 2, 1),
+        "zb_h1",
+        1,
+        3,
+        changes={"mesh.context": 2, "parallel.context": "ulysses", **SELECTIVE, "parallel.zero": 2},
+    ),
+    "ring 2, zero 3, blocks": Case(
+        (4, 1, 1),
+        changes={"mesh.context": 2, "parallel.context": "ring", **NONE, "parallel.zero": 3},
+    ),
     "ring 8, selective, blocks": Case(
-        (1, 1, 1), microbatches=1, changes={"mesh.context": 8, "parallel.context": "ring", **SELECTIVE, "data.sequence_length": 64}
+        (1, 1, 1),
+        microbatches=1,
+        changes={
+            "mesh.context": 8,
+            "parallel.context": "ring",
+            **SELECTIVE,
+            "data.sequence_length": 64,
+        },
     ),
 }
 
@@ -76,16 +117,25 @@ def assert_same_as_one_device(case, small_blocks, run, steps: int) -> None:
 
 @pytest.mark.full
 def test_the_ring_evaluates():
-    cfg = small.config((1, 1, 2), "1f1b", 1, 2, {"mesh.context": 4, "parallel.context": "ring", "data.batch_size": 16} | APART)
+    cfg = small.config(
+        (1, 1, 2),
+        "1f1b",
+        1,
+        2,
+        {"mesh.context": 4, "parallel.context": "ring", "data.batch_size": 16} | APART,
+    )
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         params = small.from_plain(step.layout, plain_loop.weights(cfg))
         loss = step.evaluate(params, small.place_batch(step, cfg, small.batch(cfg, 0))).loss
-    np.testing.assert_allclose(loss, reference(replace(cfg, {"optimizer.clip_norm": CLIP})).losses[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        loss, reference(replace(cfg, {"optimizer.clip_norm": CLIP})).losses[0], rtol=1e-5
+    )
 
 
 def test_zigzag():
-    """Every device has an early and a late chunk: together they see as many keys as those of any other."""
+    """Every device has an early and a late chunk: together they see as many keys as those of any
+    other."""
     tokens, parts = 48, 3
     order = np.asarray(context.zigzag(np.arange(tokens)[None], parts)).reshape(parts, -1)
     assert [list(row[:1]) + list(row[8:9]) for row in order] == [[0, 40], [8, 32], [16, 24]]
@@ -95,24 +145,39 @@ def test_zigzag():
 
 def compiled(size: int, **changes):
     changes = {name.replace("__", "."): value for name, value in changes.items()}
-    shapes = {"mesh.context": size, "model.layers": 3, "data.batch_size": 2, "data.sequence_length": 64}
+    shapes = {
+        "mesh.context": size,
+        "model.layers": 3,
+        "data.batch_size": 2,
+        "data.sequence_length": 64,
+    }
     cfg = small.config((1, 1, 1), "1f1b", 1, 2, shapes | changes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        made = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
+        made = step.gradients.lower(
+            step.abstract_state().params, abstract_batch(cfg, step)
+        ).compile()
     return step, Program(made.as_text())
 
 
 @pytest.mark.parametrize("how", ["all_gather", "ulysses", "all_gather, blocks", "ring, blocks"])
 def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
-    """Also attention's, whose keys and values are whole while it runs, or come from every device."""
+    """Also attention's, whose keys and values are whole while it runs, or come from every
+    device."""
     how, *blocks = how.split(", ")
     splits, make = [], Runtime._split
-    monkeypatch.setattr(Runtime, "_split", lambda self, *shapes: splits.append(make(self, *shapes)) or splits[-1])
+    monkeypatch.setattr(
+        Runtime, "_split", lambda self, *shapes: splits.append(make(self, *shapes)) or splits[-1]
+    )
     if blocks:
         small_blocks()
     for size in (1, 2, 4):
-        changes = {"mesh.context": size, "parallel.context": how, "data.batch_size": 2, "data.sequence_length": 64}
+        changes = {
+            "mesh.context": size,
+            "parallel.context": how,
+            "data.batch_size": 2,
+            "data.sequence_length": 64,
+        }
         cfg = small.config((1, 1, 1), "1f1b", 1, 2, changes)
         step = make_step(cfg, small.mesh_of(cfg))
         with jax.set_mesh(step.mesh):
@@ -122,34 +187,40 @@ def test_residuals_shrink_with_the_context(how, small_blocks, monkeypatch):
 
 
 def test_what_crosses_the_context():
-    """A layer gathers keys and values for F and for B, and scatters their gradients once; beside the sums only the batch is moved,
-    once, into the order of the devices."""
+    """A layer gathers keys and values for F and for B, and scatters their gradients once; beside
+    the sums only the batch is moved, once, into the order of the devices."""
     step, program = compiled(4, model__kv_heads=2)
     found: collections.Counter = collections.Counter()
     for i, times in executed(program, program.entry):
         if i.collective and "f32" in i.types:
             found[i.collective] += times * sum(i.sizes)
-    m, layers, keys = 2, 3, 64 * 2 * 2 * 4  # microbatches; layers; elements of keys and values [1, 64, 2, 4]
+    # microbatches; layers; elements of keys and values [1, 64, 2, 4]
+    m, layers, keys = 2, 3, 64 * 2 * 2 * 4
     assert found["all-gather"] == m * layers * 2 * keys + m * 64  # the weights of the loss
     assert found["reduce-scatter"] == m * layers * keys // 4
-    assert found["all-reduce"] == step.parts.parameter_count + 2  # gradients, the loss, the number of tokens
+    # gradients, the loss, the number of tokens
+    assert found["all-reduce"] == step.parts.parameter_count + 2
 
 
 def test_what_goes_round():
-    """Of a layer: keys and values for F, again where it is computed again, and for B, whose first step is the same; their gradients one
-    step further, until they are home."""
+    """Of a layer: keys and values for F, again where it is computed again, and for B, whose first
+    step is the same; their gradients one step further, until they are home."""
     _, program = compiled(4, parallel__context="ring", model__kv_heads=2)
     found: collections.Counter = collections.Counter()
     for i, times in executed(program, program.entry):
         if i.collective:
             found[i.collective] += times * sum(i.sizes) * ("f32" in i.types)
-    m, layers, own = 2, 3, 2 * 16 * 2 * 4  # microbatches; layers; elements of a device's keys and values [1, 16, 2, 4]
+    # microbatches; layers; elements of a device's keys and values [1, 16, 2, 4]
+    m, layers, own = 2, 3, 2 * 16 * 2 * 4
     assert found["collective-permute"] == m * layers * (3 + 3 + 2 + 4) * own
     assert not found["all-to-all"] and found["all-gather"] == m * 64 and not found["reduce-scatter"]
 
 
 def test_exchange_of_heads():
-    """Queries, keys, values and the output: of a layer in F, again where it is computed again, and their gradients."""
+    """Queries, keys, values and the output: of a layer in F, again where it is computed again, and
+    their gradients."""
     _, program = compiled(4, parallel__context="ulysses")
-    exchanges = sum(times for i, times in executed(program, program.entry) if i.collective == "all-to-all")
+    exchanges = sum(
+        times for i, times in executed(program, program.entry) if i.collective == "all-to-all"
+    )
     assert exchanges == 2 * 3 * 3 * 4

@@ -1,4 +1,5 @@
-"""What cuDNN is given for documents and what is made of its results, against plain XLA, with cuDNN's two primitives played by numpy."""
+"""What cuDNN is given for documents and what is made of its results, against plain XLA, with
+cuDNN's two primitives played by numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -14,36 +15,71 @@ CAUSAL_MASK, PADDING_CAUSAL = cudnn.cudnn.MaskType.CAUSAL, cudnn.cudnn.MaskType.
 
 
 class Primitive:
-    """One of the two, as their documentation and XLA's cuda_dnn.cc have them: attention of each document that a length is given for, at its
-    offset in numbers from the arrays' beginning. What no document covers is not a number."""
+    """One of the two, as their documentation and XLA's cuda_dnn.cc have them: attention of each
+    document that a length is given for, at its offset in numbers from the arrays' beginning. What
+    no document covers is not a number."""
 
     def __init__(self, backward: bool):
         self.backward, self.masks = backward, []
 
-    def bind(self, q, k, v, bias, lengths, key_lengths, offsets, key_offsets, *rest, scale, mask_type, **parameters):
+    def bind(
+        self,
+        q,
+        k,
+        v,
+        bias,
+        lengths,
+        key_lengths,
+        offsets,
+        key_offsets,
+        *rest,
+        scale,
+        mask_type,
+        **parameters,
+    ):
         self.masks.append(mask_type)
-        assert mask_type in (CAUSAL_MASK, PADDING_CAUSAL) and (mask_type == PADDING_CAUSAL) == lengths.ndim - 1
+        assert (
+            mask_type in (CAUSAL_MASK, PADDING_CAUSAL)
+            and (mask_type == PADDING_CAUSAL) == lengths.ndim - 1
+        )
         rows = lengths.size if lengths.ndim > 1 else len(q)
-        results = (q, k, v) if self.backward else (jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),)
+        results = (
+            (q, k, v)
+            if self.backward
+            else (jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),)
+        )
         if not self.backward:
             results = (*results, jax.ShapeDtypeStruct((rows, q.shape[2], q.shape[1]), jnp.float32))
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), list(results))
         play = lambda *arrays: self.play(scale, *map(np.asarray, arrays))
-        return jax.pure_callback(play, shapes, q, k, v, lengths, key_lengths, offsets, key_offsets, *rest[2:])
+        return jax.pure_callback(
+            play, shapes, q, k, v, lengths, key_lengths, offsets, key_offsets, *rest[2:]
+        )
 
-    def play(self, scale, q, k, v, lengths, key_lengths, offsets, key_offsets, *rest) -> list[np.ndarray]:
+    def play(
+        self, scale, q, k, v, lengths, key_lengths, offsets, key_offsets, *rest
+    ) -> list[np.ndarray]:
         batch, tokens, heads, size = q.shape
         if lengths.ndim == 1:
-            rows = [(tokens, n * tokens * heads * size, n * tokens * k.shape[2] * size) for n in range(batch)]
+            rows = [
+                (tokens, n * tokens * heads * size, n * tokens * k.shape[2] * size)
+                for n in range(batch)
+            ]
         else:
             assert (lengths == key_lengths).all()
             assert k.shape[3] == v.shape[3] == size, "keys and values have the same offsets"
             assert lengths.shape[1] + 1 == offsets.shape[1] == key_offsets.shape[1]
-            rows = list(zip(*(np.ravel(a).tolist() for a in (lengths, offsets, key_offsets)), strict=False))
+            rows = list(
+                zip(*(np.ravel(a).tolist() for a in (lengths, offsets, key_offsets)), strict=False)
+            )
         given = [np.array(a, np.float32) for a in (q, k, v, *rest)]
-        shapes = [a.shape for a in ((q, k, v) if self.backward else (given[0][..., :1] + v[0, 0, 0],))]
+        shapes = [
+            a.shape for a in ((q, k, v) if self.backward else (given[0][..., :1] + v[0, 0, 0],))
+        ]
         results = [np.full(shape, np.nan, np.float32) for shape in shapes]
-        stats = given[3] if self.backward else np.full((len(rows), heads, tokens), np.nan, np.float32)
+        stats = (
+            given[3] if self.backward else np.full((len(rows), heads, tokens), np.nan, np.float32)
+        )
         for row, (n, at, at_keys) in enumerate(rows):
             places = at, at_keys, at_keys // size * v.shape[3]
             own = [part(a, place, n) for a, place in zip(given, places, strict=False)]
@@ -51,11 +87,19 @@ class Primitive:
             if self.backward:
                 np.testing.assert_allclose(stats[row, :, :n], lse, rtol=1e-4, atol=1e-4)
                 out, g = (part(a, at, n) for a in given[4:])
-                np.testing.assert_allclose(out, np.einsum("nts,snv->tnv", weights, expanded(own[2], heads)), rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(
+                    out,
+                    np.einsum("nts,snv->tnv", weights, expanded(own[2], heads)),
+                    rtol=1e-4,
+                    atol=1e-4,
+                )
                 found = gradients(*own[:3], g, weights, scale)
             else:
                 stats[row, :, :n] = lse
-                found, places = [np.einsum("nts,snv->tnv", weights, expanded(own[2], heads))], (at // size * v.shape[3],)
+                found, places = (
+                    [np.einsum("nts,snv->tnv", weights, expanded(own[2], heads))],
+                    (at // size * v.shape[3],),
+                )
             for result, a, place in zip(results, found, places, strict=True):
                 result.reshape(-1)[place : place + a.size] = a.reshape(-1)
         return results if self.backward else [*results, stats]
@@ -82,11 +126,18 @@ def softmax(q, k, scale) -> tuple[np.ndarray, np.ndarray]:
 
 def gradients(q, k, v, g, weights, scale) -> list[np.ndarray]:
     """Of queries, keys and values of one document."""
-    heads, by_group = q.shape[1], lambda a, like: a.reshape(len(a), like.shape[1], heads // like.shape[1], a.shape[2]).sum(2)
+    heads, by_group = (
+        q.shape[1],
+        lambda a, like: a.reshape(len(a), like.shape[1], heads // like.shape[1], a.shape[2]).sum(2),
+    )
     by_weights = np.einsum("tnv,snv->nts", g, expanded(v, heads))
     by_scores = weights * (by_weights - (weights * by_weights).sum(-1, keepdims=True)) * scale
     dk, dv = np.einsum("nts,tnh->snh", by_scores, q), np.einsum("nts,tnv->snv", weights, g)
-    return [np.einsum("nts,snh->tnh", by_scores, expanded(k, heads)), by_group(dk, k), by_group(dv, v)]
+    return [
+        np.einsum("nts,snh->tnh", by_scores, expanded(k, heads)),
+        by_group(dk, k),
+        by_group(dv, v),
+    ]
 
 
 @pytest.fixture
@@ -100,7 +151,9 @@ def primitives(monkeypatch):
 @jax.jit
 def attend(q, k, v, g, own):
     documents = None if own is None else (own, own)
-    return attended.with_gradients(lambda q, k, v: flash.attend(cudnn.KERNEL, q, k, v, CAUSAL, documents), q, k, v, g)
+    return attended.with_gradients(
+        lambda q, k, v: flash.attend(cudnn.KERNEL, q, k, v, CAUSAL, documents), q, k, v, g
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +163,9 @@ def attend(q, k, v, g, own):
         ({"key": 32}, 0, 4),  # whole sequences
         ({"batch": 3}, 9, 4),  # more than a call has room for: three calls
         pytest.param({"key": 32, "kv_heads": 4}, 3, 8, marks=pytest.mark.full),
-        pytest.param({"key": 32, "value": 48, "kv_heads": 1, "batch": 4}, 2, 2, marks=pytest.mark.full),
+        pytest.param(
+            {"key": 32, "value": 48, "kv_heads": 1, "batch": 4}, 2, 2, marks=pytest.mark.full
+        ),
     ],
 )
 def test_same_as_plain_xla(primitives, monkeypatch, shape, documents, room):
@@ -139,14 +194,21 @@ def test_places_of_documents():
 
 def test_room_for_documents():
     assert [cudnn.room(n) for n in (128, 8192, 32768)] == [32, 32, 64]
-    assert cudnn.is_addressable((3, 131072, 32, 128)) and not cudnn.is_addressable((4, 131072, 32, 128))
+    assert cudnn.is_addressable((3, 131072, 32, 128)) and not cudnn.is_addressable(
+        (4, 131072, 32, 128)
+    )
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (24, 16), (16, 24)])
 def test_by_a_mask_heads_of_two_sizes_are_filled_up(sizes, monkeypatch):
-    """jax refuses values of another size than the queries', as latent attention has; output and gradients are plain XLA's."""
+    """jax refuses values of another size than the queries', as latent attention has; output and
+    gradients are plain XLA's."""
     plain = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **named: plain(*args, **named))
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *args, implementation, **named: plain(*args, **named),
+    )
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = ((2, 12, 4, sizes[0]), (2, 12, 2, sizes[0]), (2, 12, 2, sizes[1]))
     arrays = tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
@@ -154,6 +216,12 @@ def test_by_a_mask_heads_of_two_sizes_are_filled_up(sizes, monkeypatch):
     outputs, gradients = [], []
     for attend in (attention.attend_by_cudnn, attention.attend):
         outputs.append(attend(*arrays, mask))
-        gradients.append(jax.grad(lambda *a, f=attend: (f(*a, mask) ** 2).sum(), (0, 1, 2))(*arrays))
+        gradients.append(
+            jax.grad(lambda *a, f=attend: (f(*a, mask) ** 2).sum(), (0, 1, 2))(*arrays)
+        )
     assert outputs[0].shape == (2, 12, 4, sizes[1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), (outputs[0], gradients[0]), (outputs[1], gradients[1]))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
+        (outputs[0], gradients[0]),
+        (outputs[1], gradients[1]),
+    )

@@ -1,4 +1,5 @@
-"""Rows between devices: both ways in which they travel bring what they should, where they should."""
+"""Rows between devices: both ways in which they travel bring what they should, where they
+should."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,18 @@ DEVICES, MOST, ROOM = 4, 5, 18
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """`lax.ragged_all_to_all` by gathering everything: row j of those from device s to this one lands at its output offset + j."""
-    rows, starts, sizes, lands = (lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets))
+    """`lax.ragged_all_to_all` by gathering everything: row j of those from device s to this one
+    lands at its output offset + j."""
+    rows, starts, sizes, lands = (
+        lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)
+    )
     me = lax.axis_index(axis_name)
     for s in range(rows.shape[0]):
         at = lands[s, me] + jnp.arange(MOST)
         at = jnp.where(jnp.arange(MOST) < sizes[s, me], at, output.shape[0])
-        output = output.at[at].set(rows[s].at[starts[s, me] + jnp.arange(MOST)].get(mode="fill", fill_value=0), mode="drop")
+        output = output.at[at].set(
+            rows[s].at[starts[s, me] + jnp.arange(MOST)].get(mode="fill", fill_value=0), mode="drop"
+        )
     return output
 
 
@@ -38,9 +44,19 @@ def test_ragged_rows(monkeypatch, way):
     mesh = make_mesh([DEVICES if axis == EXPERT else 1 for axis in AXES], jax.devices()[:DEVICES])
     local = lambda rows: experts._ragged(rows[0], jnp.asarray(travel), ROOM, MOST)[None]
     with jax.set_mesh(mesh):
-        got = jax.jit(jax.shard_map(local, in_specs=P(EXPERT), out_specs=P(EXPERT), axis_names=set(AXES), check_vma=False))(rows)
+        got = jax.jit(
+            jax.shard_map(
+                local,
+                in_specs=P(EXPERT),
+                out_specs=P(EXPERT),
+                axis_names=set(AXES),
+                check_vma=False,
+            )
+        )(rows)
     for d in range(DEVICES):
-        expected = np.concatenate([rows[s, travel[s, :d].sum() : travel[s, : d + 1].sum()] for s in range(DEVICES)])
+        expected = np.concatenate(
+            [rows[s, travel[s, :d].sum() : travel[s, : d + 1].sum()] for s in range(DEVICES)]
+        )
         np.testing.assert_array_equal(got[d], np.pad(expected, ((0, ROOM - len(expected)), (0, 0))))
 
 

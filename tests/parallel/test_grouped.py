@@ -1,4 +1,5 @@
-"""Products by groups against a loop over the groups in numpy: values, gradients, and how much is computed."""
+"""Products by groups against a loop over the groups in numpy: values, gradients, and how much is
+computed."""
 
 import functools
 import itertools
@@ -37,7 +38,9 @@ def plainly(rows, weights, g, sizes):
     return product, by_rows, by_weights
 
 
-INTERPRETED = experts.Products(*(functools.partial(form, interpret=True) for form in experts.KERNELS[MEGABLOX]))
+INTERPRETED = experts.Products(
+    *(functools.partial(form, interpret=True) for form in experts.KERNELS[MEGABLOX])
+)
 KERNELS = {BLOCKS: experts.KERNELS[BLOCKS], MEGABLOX: INTERPRETED}
 
 
@@ -48,7 +51,11 @@ def with_gradients(kernel: str, *given):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _with_gradients(kernel, rows, weights, g, sizes):
-    return kernel.product(rows, weights, sizes), kernel.rows_gradient(g, weights, sizes), kernel.weights_gradient(rows, g, sizes)
+    return (
+        kernel.product(rows, weights, sizes),
+        kernel.rows_gradient(g, weights, sizes),
+        kernel.weights_gradient(rows, g, sizes),
+    )
 
 
 def arrays(dtype, rows: int = ROWS, groups: int = 5):
@@ -60,7 +67,9 @@ def as_parameters():
     """Kernels and types; what takes long to compile, interpreted, is for --full."""
     for kernel, dtype in itertools.product(KERNELS, (jnp.float32, jnp.bfloat16)):
         long = kernel == MEGABLOX and dtype == jnp.bfloat16
-        yield pytest.param(kernel, dtype, marks=[pytest.mark.full] * long, id=f"{kernel} {dtype.__name__}")
+        yield pytest.param(
+            kernel, dtype, marks=[pytest.mark.full] * long, id=f"{kernel} {dtype.__name__}"
+        )
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -71,7 +80,9 @@ def test_products_and_gradients(kernel, dtype, sizes):
     for found, expected in zip(got, plainly(rows, weights, g, np.array(SIZES[sizes])), strict=True):
         assert found.dtype == dtype
         # float32 keeps 2e-5 of sums over 60 numbers; bfloat16 rounds the result alone, to 8 bits.
-        tolerance = {"rtol": 2e-5, "atol": 2e-5} if dtype == jnp.float32 else {"rtol": 2**-8, "atol": 1e-3}
+        tolerance = (
+            {"rtol": 2e-5, "atol": 2e-5} if dtype == jnp.float32 else {"rtol": 2**-8, "atol": 1e-3}
+        )
         np.testing.assert_allclose(np.asarray(found, np.float64), expected, **tolerance)
 
 
@@ -85,7 +96,10 @@ def test_odd_numbers_of_rows(rows, groups):
 
 
 def test_rows_of_a_block():
-    sizes = [grouped.block_rows(*size) for size in ((3, 5), (61, 5), (1024, 8), (4096, 8), (16384, 1), (16384, 4))]
+    sizes = [
+        grouped.block_rows(*size)
+        for size in ((3, 5), (61, 5), (1024, 8), (4096, 8), (16384, 1), (16384, 4))
+    ]
     assert sizes == [3, 8, 8, 32, 256, 256]
 
 
@@ -98,22 +112,33 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_cost_follows_the_rows(form):
-    """One product is compiled, of a block of rows with one matrix, inside of the loop over a group's blocks: flops are its own times the
-    blocks that there are. At the sizes of mixtral_8x7b and deepseek_v3, chosen at random, that is at most 1.15 times the rows' own."""
+    """One product is compiled, of a block of rows with one matrix, inside of the loop over a
+    group's blocks: flops are its own times the blocks that there are. At the sizes of mixtral_8x7b
+    and deepseek_v3, chosen at random, that is at most 1.15 times the rows' own."""
     rows, groups = 4096, 2
     given = (*arrays(jnp.float32, rows, groups), jax.ShapeDtypeStruct((groups,), jnp.int32))
     compiled = jax.jit(FORMS[form]).lower(*given).compile()
-    program, block = Program(compiled.as_text()), 2 * grouped.block_rows(rows, groups) * INPUTS * OUTPUTS
-    assert block <= compiled.cost_analysis()["flops"] < 1.1 * block  # which counts the body of a loop once
+    program, block = (
+        Program(compiled.as_text()),
+        2 * grouped.block_rows(rows, groups) * INPUTS * OUTPUTS,
+    )
+    # which counts the body of a loop once
+    assert block <= compiled.cost_analysis()["flops"] < 1.1 * block
     loops = [i for i in program.inline(program.entry) if i.opcode == "while"]
     inner = [i for loop in loops for i in program.inline(loop.calls["body"]) if i.opcode == "while"]
     assert (len(loops), len(inner)) == (1, 1)
 
 
-@pytest.mark.parametrize("rows, experts_of_a_device, taken", [(2 * 16384, 1, 16384), (2 * 8192, 4, 8192), (65536, 8, 60000)])
+@pytest.mark.parametrize(
+    "rows, experts_of_a_device, taken",
+    [(2 * 16384, 1, 16384), (2 * 8192, 4, 8192), (65536, 8, 60000)],
+)
 def test_blocks_at_real_sizes(rows, experts_of_a_device, taken):
     shares = np.random.default_rng(0).dirichlet(np.full(experts_of_a_device, 20.0))
-    sizes, size = np.random.default_rng(1).multinomial(taken, shares), grouped.block_rows(rows, experts_of_a_device)
+    sizes, size = (
+        np.random.default_rng(1).multinomial(taken, shares),
+        grouped.block_rows(rows, experts_of_a_device),
+    )
     assert -(-sizes // size).sum() * size <= 1.15 * taken
 
 
@@ -124,14 +149,30 @@ def test_the_gradient_of_a_product_is_by_groups():
 
     @jax.jit
     def run(rows, weights, g):
-        y, vjp = jax.vjp(lambda r, w: experts.product(r[None], w, sizes, experts.COLUMNS)[0], rows, weights)
+        y, vjp = jax.vjp(
+            lambda r, w: experts.product(r[None], w, sizes, experts.COLUMNS)[0], rows, weights
+        )
         return y, *vjp(g)
 
-    for found, expected in zip(run(rows, weights, g), plainly(rows, weights, g, np.array(SIZES["room left"])), strict=True):
+    for found, expected in zip(
+        run(rows, weights, g), plainly(rows, weights, g, np.array(SIZES["room left"])), strict=True
+    ):
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_tiles_of_megablox():
-    assert [megablox.tile_rows(*size) for size in ((16, 4), (4096, 4), (65536, 1), (48, 1))] == [16, 64, 512, 16]
-    assert [megablox.tile_columns(n, 2) for n in (40, 1024, 4096, 14336, 1536, 1100)] == [40, 1024, 1024, 1024, 768, 1024]
+    assert [megablox.tile_rows(*size) for size in ((16, 4), (4096, 4), (65536, 1), (48, 1))] == [
+        16,
+        64,
+        512,
+        16,
+    ]
+    assert [megablox.tile_columns(n, 2) for n in (40, 1024, 4096, 14336, 1536, 1100)] == [
+        40,
+        1024,
+        1024,
+        1024,
+        768,
+        1024,
+    ]
     assert megablox.tile_columns(4096, 4) == 512

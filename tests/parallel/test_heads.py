@@ -1,4 +1,5 @@
-"""A kernel on each device's own heads, forward and gradient: on its own and inside the runtime's manual region, in a loop as an op is."""
+"""A kernel on each device's own heads, forward and gradient: on its own and inside the runtime's
+manual region, in a loop as an op is."""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,9 @@ def test_in_an_op_that_only_one_stage_runs(masked):
 
     def local(q, k, v, m):
         def op(_, carried):
-            (_, y), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v, m if masked else None)
+            (_, y), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(
+                q, k, v, m if masked else None
+            )
             return [a + b for a, b in zip(carried, (y, *gradients), strict=True)]
 
         zeros = [jnp.zeros_like(a) for a in (q, q, k, v)]
@@ -78,10 +81,19 @@ def test_in_an_op_that_only_one_stage_runs(masked):
     def of_shard(rows: slice):  # the loss's cosines are those of a data shard's own rows
         return expected(*(a[rows] for a in arrays()), m[rows] if masked else None)
 
-    wanted = [np.concatenate(parts) for parts in zip(of_shard(slice(0, 2)), of_shard(slice(2, 4)), strict=True)]
+    wanted = [
+        np.concatenate(parts)
+        for parts in zip(of_shard(slice(0, 2)), of_shard(slice(2, 4)), strict=True)
+    ]
     with jax.set_mesh(make_mesh((1, 2, 2, 1, 1, 2))):
         out = P(STAGE, BATCH_AXES)
-        run = jax.shard_map(local, in_specs=(rows,) * 4, out_specs=[out] * 4, axis_names=set(MANUAL_AXES), check_vma=False)
+        run = jax.shard_map(
+            local,
+            in_specs=(rows,) * 4,
+            out_specs=[out] * 4,
+            axis_names=set(MANUAL_AXES),
+            check_vma=False,
+        )
         made = jax.jit(run)(*arrays(), m)
     assert set(kernel.heads) == {(HEADS // 2, KV_HEADS // 2)}
     for got, w in zip(made, wanted, strict=True):
@@ -90,7 +102,9 @@ def test_in_an_op_that_only_one_stage_runs(masked):
 
 
 def test_without_a_mesh():
-    np.testing.assert_array_equal(over_heads(kernel, *arrays(), None), attention.grouped_attention(*arrays()))
+    np.testing.assert_array_equal(
+        over_heads(kernel, *arrays(), None), attention.grouped_attention(*arrays())
+    )
 
 
 def test_attention_takes_this_way_for_a_library_kernel(monkeypatch):
@@ -105,5 +119,7 @@ def test_attention_takes_this_way_for_a_library_kernel(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     with jax.set_mesh(make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])):
         got = jax.jit(attention.attend_by_cudnn)(*arrays(), mask())
-        np.testing.assert_allclose(got, attention.grouped_attention(*arrays(), mask()), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            got, attention.grouped_attention(*arrays(), mask()), rtol=1e-5, atol=1e-5
+        )
     assert calls == [(2, "cudnn")]

@@ -1,7 +1,9 @@
-"""What lies in the host's memory: the same training as without, each array where it is said to be, and checkpoints that do not know of it.
+"""What lies in the host's memory: the same training as without, each array where it is said to be,
+and checkpoints that do not know of it.
 
-Simulated devices have a host memory of their own by name, in which programs and types are as on a GPU; that a device's memory gets less,
-only programs for real ones show (tests/runtime/test_ahead.py).
+Simulated devices have a host memory of their own by name, in which programs and types are as on a
+GPU; that a device's memory gets less, only programs for real ones show
+(tests/runtime/test_ahead.py).
 """
 
 import dataclasses
@@ -24,35 +26,73 @@ from jaxtrain.training.step import abstract_batch, make_step
 ENDS = {"pipeline.vocabulary": "end_stages"}
 CASES = {
     "both, zb_h1, uneven": Case(
-        (2, 2, 1), "zb_h1", 1, 4, changes={"parallel.offload": "both", "parallel.zero": 1, "pipeline.remat": "none"}
+        (2, 2, 1),
+        "zb_h1",
+        1,
+        4,
+        changes={"parallel.offload": "both", "parallel.zero": 1, "pipeline.remat": "none"},
     ),
 }
 MORE = {
-    "both, one stage, zero 3": Case((2, 1, 1), changes={"parallel.offload": "both", "parallel.zero": 3, "pipeline.remat": "full"}),
-    "both, one stage": Case((2, 1, 1), changes={"parallel.offload": "both", "parallel.zero": 2, "pipeline.remat": "selective"}),
-    "both, full, zero 3": Case(
-        (2, 2, 2), microbatches=3, changes={"parallel.offload": "both", "parallel.zero": 3, "model.layers": 4, **ENDS}
+    "both, one stage, zero 3": Case(
+        (2, 1, 1),
+        changes={"parallel.offload": "both", "parallel.zero": 3, "pipeline.remat": "full"},
     ),
-    "optimizer, interleaved, zero 0": Case((2, 2, 1), "interleaved", 2, 4, changes={"parallel.offload": "optimizer", "parallel.zero": 0}),
-    "optimizer, zero 2": Case((4, 1, 2), changes={"parallel.offload": "optimizer", "parallel.zero": 2}),
-    "activations, one layer, full": Case((1, 1, 2), changes={"parallel.offload": "activations", "parallel.zero": 1, "model.layers": 1}),
+    "both, one stage": Case(
+        (2, 1, 1),
+        changes={"parallel.offload": "both", "parallel.zero": 2, "pipeline.remat": "selective"},
+    ),
+    "both, full, zero 3": Case(
+        (2, 2, 2),
+        microbatches=3,
+        changes={"parallel.offload": "both", "parallel.zero": 3, "model.layers": 4, **ENDS},
+    ),
+    "optimizer, interleaved, zero 0": Case(
+        (2, 2, 1),
+        "interleaved",
+        2,
+        4,
+        changes={"parallel.offload": "optimizer", "parallel.zero": 0},
+    ),
+    "optimizer, zero 2": Case(
+        (4, 1, 2), changes={"parallel.offload": "optimizer", "parallel.zero": 2}
+    ),
+    "activations, one layer, full": Case(
+        (1, 1, 2),
+        changes={"parallel.offload": "activations", "parallel.zero": 1, "model.layers": 1},
+    ),
     "activations, zb_v": Case(
         (1, 2, 2),
         "zb_v",
         2,
         4,
-        changes={"parallel.offload": "activations", "parallel.zero": 1, "pipeline.remat": "selective", "pipeline.permute": "early"},
+        changes={
+            "parallel.offload": "activations",
+            "parallel.zero": 1,
+            "pipeline.remat": "selective",
+            "pipeline.permute": "early",
+        },
     ),
     "activations, context": Case(
         (1, 2, 1),
         microbatches=4,
-        changes={"parallel.offload": "activations", "parallel.zero": 1, "pipeline.remat": "none", "mesh.context": 2},
+        changes={
+            "parallel.offload": "activations",
+            "parallel.zero": 1,
+            "pipeline.remat": "none",
+            "mesh.context": 2,
+        },
     ),
 }
 
 
 def config(offload="none", mesh=(1, 1, 1), remat="full"):
-    changes = {"parallel.offload": offload, "pipeline.remat": remat, "model.layers": 5, "optimizer.clip_norm": CLIP}
+    changes = {
+        "parallel.offload": offload,
+        "pipeline.remat": remat,
+        "model.layers": 5,
+        "optimizer.clip_norm": CLIP,
+    }
     return Case(mesh, microbatches=4).config(changes)
 
 
@@ -72,13 +112,22 @@ def test_the_state_lies_where_it_is_said_to():
     (_, device), (_, host) = step_of("none"), step_of("optimizer")
     usual, offloaded = (initial_state(s.layout, s.optimizer, 0) for s in (device, host))
     jax.tree.map(np.testing.assert_array_equal, offloaded, usual)
-    jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"), offloaded, host.abstract_state())
+    jax.tree.map(
+        lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"),
+        offloaded,
+        host.abstract_state(),
+    )
     moments = host.abstract_state().optimizer[1]
     kinds = {a.sharding.memory_kind for a in jax.tree.leaves((moments.mu, moments.nu))}
     assert kinds == {"pinned_host"} != {a.sharding.memory_kind for a in jax.tree.leaves(usual)}
     whole = device.abstract_state()
     there = bytes_per_device((whole.optimizer[1].mu, whole.optimizer[1].nu))
-    assert bytes_per_device(host.abstract_state(), host=True) == there > 0 == bytes_per_device(whole, host=True)
+    assert (
+        bytes_per_device(host.abstract_state(), host=True)
+        == there
+        > 0
+        == bytes_per_device(whole, host=True)
+    )
     assert bytes_per_device(host.abstract_state()) == bytes_per_device(whole) - there
 
 
@@ -91,19 +140,27 @@ def test_the_program_has_what_is_said_on_the_host(offload):
     on_host = lambda avals: [a.shape for a in avals if a.memory_space == jax.memory.Space.Host]
     arguments = on_host(traced.jaxpr.in_avals)
     moments = [a.shape for a in jax.tree.leaves(step.abstract_state().params)] * 2
-    assert sorted(arguments) == sorted(on_host(traced.jaxpr.out_avals)) == (sorted(moments) if offload == "optimizer" else [])
+    assert (
+        sorted(arguments)
+        == sorted(on_host(traced.jaxpr.out_avals))
+        == (sorted(moments) if offload == "optimizer" else [])
+    )
     (region,) = [e for e in traced.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map"]
     (scan,) = [e for e in region.params["jaxpr"].eqns if e.primitive.name == "scan"]
     slots = on_host([v.aval for v in scan.outvars])
     counts, layers = step.setup.train.pool_sizes, max(step.setup.placement.sizes)
     assert step.host_pools == (("residual_b", "residual_w") if offload == "activations" else ())
-    assert sorted({s[0] for s in slots}) == sorted({counts[pool] * layers for pool in step.host_pools})
+    assert sorted({s[0] for s in slots}) == sorted(
+        {counts[pool] * layers for pool in step.host_pools}
+    )
     assert (len(slots) > 5) == (offload == "activations")
 
 
 def test_any_checkpoint_continues_with_any_offload(tmp_path):
     (_, first), (_, second) = step_of("both"), step_of("none", (1, 1, 1))
-    keeper = lambda s: Checkpointer(tmp_path, s.layout.placement, stored_shapes(s.layout, s.optimizer))
+    keeper = lambda s: Checkpointer(
+        tmp_path, s.layout.placement, stored_shapes(s.layout, s.optimizer)
+    )
     plain = weights(config())
 
     def filled(step):
@@ -119,7 +176,11 @@ def test_any_checkpoint_continues_with_any_offload(tmp_path):
         saves.close()
         restored = keeper(other).restore(at, other.abstract_state())
         jax.tree.map(np.testing.assert_array_equal, restored, filled(other))
-        jax.tree.map(lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"), restored, other.abstract_state())
+        jax.tree.map(
+            lambda a, b: a.sharding == b.sharding or pytest.fail(f"{a.sharding}"),
+            restored,
+            other.abstract_state(),
+        )
 
 
 def test_a_device_without_a_host_memory_is_refused(monkeypatch):
@@ -127,7 +188,11 @@ def test_a_device_without_a_host_memory_is_refused(monkeypatch):
     with pytest.raises(ConfigError) as raised:
         make_step(config("both"), small.mesh_of(config()))
     has = "and cpu has device, pinned_host, unpinned_host alone"
-    assert str(raised.value) == f"parallel.offload='both' needs memory of kind remote_host, {has}: use --config.parallel.offload=none"
+    assert (
+        str(raised.value)
+        == f"parallel.offload='both' needs memory of kind remote_host, {has}: use "
+        "--config.parallel.offload=none"
+    )
 
 
 @pytest.mark.parametrize(

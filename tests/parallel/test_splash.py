@@ -1,4 +1,5 @@
-"""The splash kernel, interpreted, against plain XLA: values and gradients, by kind of mask; which blocks are computed at all."""
+"""The splash kernel, interpreted, against plain XLA: values and gradients, by kind of mask; which
+blocks are computed at all."""
 
 import functools
 
@@ -23,7 +24,9 @@ def smallest_blocks(monkeypatch):
 def by_splash(q, k, v, g, whole=(0,), of_queries=None, of_keys=None, diagonal=True, pairs=0):
     documents = None if of_queries is None else (of_queries, of_keys)
     sight = Sight(whole, pairs, diagonal)
-    return attended.with_gradients(lambda q, k, v: flash.attend(splash.kernel(True), q, k, v, sight, documents), q, k, v, g)
+    return attended.with_gradients(
+        lambda q, k, v: flash.attend(splash.kernel(True), q, k, v, sight, documents), q, k, v, g
+    )
 
 
 def assert_same(got, wanted, tolerance=2e-5):
@@ -38,41 +41,55 @@ def assert_same(got, wanted, tolerance=2e-5):
         pytest.param({}, 0, marks=pytest.mark.full),
         pytest.param({"kv_heads": 4, "key": 192, "value": 128}, 3, marks=pytest.mark.full),
         pytest.param({"kv_heads": 1, "key": 64, "value": 64}, 300, marks=pytest.mark.full),
-        pytest.param({"heads": 1, "kv_heads": 1, "batch": 3, "tokens": 384}, 9, marks=pytest.mark.full),
+        pytest.param(
+            {"heads": 1, "kv_heads": 1, "batch": 3, "tokens": 384}, 9, marks=pytest.mark.full
+        ),
     ],
 )
 def test_same_as_plain_xla(shape, documents):
     q, k, v, g = arrays(**shape)
     own = segments(*q.shape[:2], min(documents, q.shape[1] - 1)) if documents else None
-    assert_same(by_splash(q, k, v, g, of_queries=own, of_keys=own), attended.plain(q, k, v, g, None, own, own))
+    assert_same(
+        by_splash(q, k, v, g, of_queries=own, of_keys=own),
+        attended.plain(q, k, v, g, None, own, own),
+    )
 
 
 def test_chunks_of_a_context():
-    """The first chunk of queries and the last of four, as device 0 of two has them: keys of the whole sequence, documents apart."""
+    """The first chunk of queries and the last of four, as device 0 of two has them: keys of the
+    whole sequence, documents apart."""
     q, k, v, g = arrays(batch=1, keys=512)
     own = segments(1, 512, 4)
-    of_queries, last_key = (jnp.concatenate([a[..., :128], a[..., 384:]], -1) for a in (own, jnp.arange(512)))
+    of_queries, last_key = (
+        jnp.concatenate([a[..., :128], a[..., 384:]], -1) for a in (own, jnp.arange(512))
+    )
     got = by_splash(q, k, v, g, jnp.array([0, 3]), of_queries, own, pairs=3)
     assert_same(got, attended.plain(q, k, v, g, last_key, of_queries, own))
 
 
 @pytest.mark.full
 def test_keys_of_another_device():
-    """As in a step of the ring: the first chunk of queries sees nothing, which makes zeros and no gradient."""
+    """As in a step of the ring: the first chunk of queries sees nothing, which makes zeros and no
+    gradient."""
     q, k, v, g = arrays()
     y, dq, dk, dv = by_splash(q, k, v, g, jnp.array([0, 2]), diagonal=False, pairs=2)
     _, lse = splash.kernel(True).forward(q, k, v, Sight(jnp.array([0, 2]), 2, False))
-    assert not np.any(y[:, :128]) and not np.any(dq[:, :128]) and (lse[:, :128] == flash.MASKED).all()
+    assert (
+        not np.any(y[:, :128]) and not np.any(dq[:, :128]) and (lse[:, :128] == flash.MASKED).all()
+    )
     wanted = attended.plain(q[:, 128:], k, v, g[:, 128:], np.full(128, 255))
     assert_same([y[:, 128:], dq[:, 128:], dk, dv], wanted)
 
 
 @pytest.mark.full
 def test_a_prompt_read_into_a_cache():
-    """Tokens 128 to 256 of a prompt, after those in the cache's first half; what lies beyond is never looked at."""
+    """Tokens 128 to 256 of a prompt, after those in the cache's first half; what lies beyond is
+    never looked at."""
     q, k, v, _ = arrays(batch=1, tokens=128, keys=384)
     k, v = (a.at[:, 256:].set(jnp.nan) for a in (k, v))
-    by_cache = lambda wanted, *arrays: jax.jit(lambda *a: attend_cached(*a, jnp.int32(128), wanted))(*arrays)
+    by_cache = lambda wanted, *arrays: jax.jit(
+        lambda *a: attend_cached(*a, jnp.int32(128), wanted)
+    )(*arrays)
     wanted = by_cache("xla", q, k[:, :256], v[:, :256])
     np.testing.assert_allclose(by_cache("splash", q, k, v), wanted, rtol=2e-5, atol=2e-5)
 
@@ -81,8 +98,11 @@ def test_a_prompt_read_into_a_cache():
 def test_in_bfloat16():
     given = arrays(dtype=jnp.bfloat16)
     own = segments()
-    # Queries are rounded once more when they are scaled; results are sums of some hundred products of numbers about 1.
-    assert_same(by_splash(*given, of_queries=own, of_keys=own), attended.plain(*given, None, own, own), 3e-2)
+    # Queries are rounded once more when they are scaled; results are sums of some hundred products
+    # of numbers about 1.
+    assert_same(
+        by_splash(*given, of_queries=own, of_keys=own), attended.plain(*given, None, own, own), 3e-2
+    )
 
 
 def meetings(own=None, whole=(0,), tokens=512, keys=512, batch=1) -> np.ndarray:
@@ -93,19 +113,36 @@ def meetings(own=None, whole=(0,), tokens=512, keys=512, batch=1) -> np.ndarray:
 
 def test_only_blocks_that_see_each_other_are_computed():
     np.testing.assert_array_equal(meetings(), np.tril(np.ones((4, 4))))
-    np.testing.assert_array_equal(meetings(whole=jnp.array([0, 3]), tokens=256), [[1, 0, 0, 0], [1, 1, 1, 1]])
+    np.testing.assert_array_equal(
+        meetings(whole=jnp.array([0, 3]), tokens=256), [[1, 0, 0, 0], [1, 1, 1, 1]]
+    )
     halves = jnp.repeat(jnp.array([[1, 2]]), jnp.array([256, 256]), 1, total_repeat_length=512)
-    np.testing.assert_array_equal(meetings((halves, halves)), [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]])
+    np.testing.assert_array_equal(
+        meetings((halves, halves)), [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    )
 
 
 def test_what_is_fetched_next():
-    """The next block that is computed: of the same row of the grid, or the first of the next; sequences are behind one another."""
+    """The next block that is computed: of the same row of the grid, or the first of the next;
+    sequences are behind one another."""
     run = jnp.asarray(np.stack([np.tril(np.ones((2, 2), bool)), np.eye(2, dtype=bool)]))
     blocks = splash._Blocks(128, 128, jnp.arange(256, dtype=jnp.int32), run, 256)
-    np.testing.assert_array_equal(blocks.of_queries().data_next[0], [[0, 0], [0, 1], [2, 3], [3, 3]])
-    np.testing.assert_array_equal(blocks.of_queries().block_mask[0], [[1, 0], [1, 1], [1, 0], [0, 1]])
+    np.testing.assert_array_equal(
+        blocks.of_queries().data_next[0], [[0, 0], [0, 1], [2, 3], [3, 3]]
+    )
+    np.testing.assert_array_equal(
+        blocks.of_queries().block_mask[0], [[1, 0], [1, 1], [1, 0], [0, 1]]
+    )
     np.testing.assert_array_equal(blocks.of_keys().data_next[0], [[0, 1, 2, 3], [1, 1, 2, 3]])
 
 
 def test_sizes_of_blocks():
-    assert [splash.block_size(n, 1024) for n in (8192, 1024, 1536, 2176, 128, 100, 200)] == [1024, 1024, 768, 128, 128, 0, 0]
+    assert [splash.block_size(n, 1024) for n in (8192, 1024, 1536, 2176, 128, 100, 200)] == [
+        1024,
+        1024,
+        768,
+        128,
+        128,
+        0,
+        0,
+    ]

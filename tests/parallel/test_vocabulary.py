@@ -1,4 +1,5 @@
-"""The embedding split by rows over `model`, against plain indexing: on its own, and inside the runtime's manual region."""
+"""The embedding split by rows over `model`, against plain indexing: on its own, and inside the
+runtime's manual region."""
 
 import functools
 
@@ -25,7 +26,8 @@ MESHES = [(1, 1, 1, 1, 1, 2), (1, 1, 1, 1, 1, 4), (1, 2, 1, 1, 1, 2), (1, 2, 2, 
 
 
 def run(fn, sizes, *arrays, manual: bool):
-    """fn(table-like, batch-like…) → batch-like or table-like, under jit on a mesh, or in a region that is manual but for `model`."""
+    """fn(table-like, batch-like…) → batch-like or table-like, under jit on a mesh, or in a region
+    that is manual but for `model`."""
     mesh = make_mesh(sizes, jax.devices()[: int(np.prod(sizes))])
     rows = P(BATCH_AXES)
     with jax.set_mesh(mesh):
@@ -48,8 +50,14 @@ def run(fn, sizes, *arrays, manual: bool):
 def test_lookup(sizes, manual):
     got, program = run(lookup, sizes, TABLE, TOKENS, manual=manual)
     np.testing.assert_array_equal(got, TABLE[TOKENS])
-    assert got.sharding.shard_shape(got.shape)[1] == LENGTH // sizes[-1], "the sequence leaves split"
-    gathered = [i for i in program.below(program.entry) if i.collective == "all-gather" and max(i.sizes) >= TABLE.size]
+    assert got.sharding.shard_shape(got.shape)[1] == LENGTH // sizes[-1], (
+        "the sequence leaves split"
+    )
+    gathered = [
+        i
+        for i in program.below(program.entry)
+        if i.collective == "all-gather" and max(i.sizes) >= TABLE.size
+    ]
     assert not gathered, "the table was gathered"
 
 
@@ -67,7 +75,11 @@ def test_gradient_of_lookup_itself():
     mesh = make_mesh((1, 1, 1, 1, 1, 4), jax.devices()[:4])
     wanted = jax.grad(lambda t: (t[TOKENS] * GRADIENT).sum())(TABLE)
     with jax.set_mesh(mesh):
-        got = jax.jit(jax.grad(lambda t: (constrain(lookup(t, TOKENS), ("batch", "token", None)) * GRADIENT).sum()))(TABLE)
+        got = jax.jit(
+            jax.grad(
+                lambda t: (constrain(lookup(t, TOKENS), ("batch", "token", None)) * GRADIENT).sum()
+            )
+        )(TABLE)
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -88,5 +100,7 @@ def test_a_bfloat16_gradient_is_added_in_float32():
 
 def test_one_device():
     assert lookup(jnp.asarray(TABLE), TOKENS).shape == (BATCH, LENGTH, WIDTH)
-    total = functools.reduce(lambda a, _: add_lookup_gradient(a, TOKENS, GRADIENT), range(2), jnp.zeros_like(TABLE))
+    total = functools.reduce(
+        lambda a, _: add_lookup_gradient(a, TOKENS, GRADIENT), range(2), jnp.zeros_like(TABLE)
+    )
     np.testing.assert_allclose(total.sum(), 2 * GRADIENT.sum(), rtol=1e-4)

@@ -1,5 +1,6 @@
-"""Figures of a kind of device from measured times, found again with noise too; `--calibrate` on this process's simulated devices, of
-sizes that take no time; and, in full, whether the planner orders layouts by it."""
+"""Figures of a kind of device from measured times, found again with noise too; `--calibrate` on
+this process's simulated devices, of sizes that take no time; and, in full, whether the planner
+orders layouts by it."""
 
 import dataclasses
 import json
@@ -37,18 +38,29 @@ def test_a_file_that_the_planner_reads(tmp_path):
     (tmp_path / "cpu.json").write_text(json.dumps(kinds.to_json(measured)))
     hardware = kinds.load(str(tmp_path / "cpu.json"))
     assert hardware == measured
-    assert {*hardware.peak_tflops} == {"bfloat16", "float32"} and all(0 < peak < 100 for peak in hardware.peak_tflops.values())
-    figures = (hardware.attention_forward, hardware.attention_backward, hardware.streaming, hardware.memory, hardware.tiers[0].gb_per_s)
+    assert {*hardware.peak_tflops} == {"bfloat16", "float32"} and all(
+        0 < peak < 100 for peak in hardware.peak_tflops.values()
+    )
+    figures = (
+        hardware.attention_forward,
+        hardware.attention_backward,
+        hardware.streaming,
+        hardware.memory,
+        hardware.tiers[0].gb_per_s,
+    )
     assert all(0 < figure < math.inf for figure in figures)
     assert [tier.devices for tier in hardware.tiers] == [0] and hardware.tiers[0].latency_us >= 0
     cores = len(os.sched_getaffinity(0))
     assert hardware.alone == (jax.device_count() / cores if cores < jax.device_count() else 1.0)
     assert f"jax {jax.__version__}" in hardware.sources[0] and "8 × cpu" in hardware.sources[0]
-    assert [done for _, done in said] == sorted(done for _, done in said) and 0 < said[0][1] < said[-1][1] < 1
+    assert [done for _, done in said] == sorted(done for _, done in said) and 0 < said[0][1] < said[
+        -1
+    ][1] < 1
 
 
 def test_seconds_of_devices_that_share_cores_are_cpu_seconds():
-    """A call that sleeps takes none of them; on devices of their own it takes what the clock says."""
+    """A call that sleeps takes none of them; on devices of their own it takes what the clock
+    says."""
     calls = []
     nap = lambda: calls.append(time.sleep(0.01))
     assert bench.Stopwatch(2, False, 0.001).seconds(nap) < 0.005
@@ -56,7 +68,9 @@ def test_seconds_of_devices_that_share_cores_are_cpu_seconds():
 
 
 @pytest.mark.parametrize(
-    ("devices", "groups"), [(1, []), (2, [2]), (6, [2, 6]), (8, [2, 4, 8]), (12, [2, 4, 12])], ids=lambda value: str(value)
+    ("devices", "groups"),
+    [(1, []), (2, [2]), (6, [2, 6]), (8, [2, 4, 8]), (12, [2, 4, 12])],
+    ids=lambda value: str(value),
 )
 def test_groups(devices, groups):
     assert bench.groups_of(devices) == groups
@@ -68,7 +82,8 @@ def test_groups(devices, groups):
         ("--out=cpu.txt", "error: --out='cpu.txt' is no JSON file: use --out=cpu.json"),
         (
             "--out=no/such/folder/cpu.json",
-            "error: --out='no/such/folder/cpu.json' cannot be written (No such file or directory): use --out=cpu.json",
+            "error: --out='no/such/folder/cpu.json' cannot be written (No such file or "
+            "directory): use --out=cpu.json",
         ),
         ("--cpu_devices=-1", "error: --cpu_devices=-1 must be at least 0: use --cpu_devices=0"),
     ],
@@ -83,7 +98,9 @@ def test_errors_are_one_line(flag, error, capsys, tmp_path, monkeypatch):
 
 def test_one_device_of_no_known_kind_has_no_links(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
-    with pytest.raises(calibrate.CalibrationError, match="needs two devices to measure links.*use --cpu_devices=8"):
+    with pytest.raises(
+        calibrate.CalibrationError, match="needs two devices to measure links.*use --cpu_devices=8"
+    ):
         calibrate.calibrate(TINY)
 
 
@@ -99,13 +116,21 @@ def exchange(devices: int, size: float, seconds: float, *kinds: str) -> Exchange
 
 
 def test_products_of_a_known_device():
-    peak, matmul, error = calibrate.fit_products(swept(Matmul(1.0, (5.0, 20.0, 80.0)), 3e10, 1e-5), 1e-5)
-    assert peak == pytest.approx(3e10) and matmul.half == pytest.approx((5.0, 20.0, 80.0)) and matmul.peak == 1.0
+    peak, matmul, error = calibrate.fit_products(
+        swept(Matmul(1.0, (5.0, 20.0, 80.0)), 3e10, 1e-5), 1e-5
+    )
+    assert (
+        peak == pytest.approx(3e10)
+        and matmul.half == pytest.approx((5.0, 20.0, 80.0))
+        and matmul.peak == 1.0
+    )
     assert error < 1e-9
 
 
 def test_noise_and_what_has_no_part():
-    peak, matmul, error = calibrate.fit_products(swept(Matmul(1.0, (0.0, 20.0, 0.0)), 3e10, 0.0, noise=0.1), 0.0)
+    peak, matmul, error = calibrate.fit_products(
+        swept(Matmul(1.0, (0.0, 20.0, 0.0)), 3e10, 0.0, noise=0.1), 0.0
+    )
     assert peak == pytest.approx(3e10, rel=0.1) and matmul.half[1] == pytest.approx(20, rel=0.4)
     assert all(half >= 0 for half in matmul.half) and matmul.half[0] < 8 and matmul.half[2] < 8
     assert 0.01 < error < 0.1
@@ -117,32 +142,57 @@ def test_links_of_a_known_device():
     for devices in (2, 4, 8):
         for size in (1e5, 1e6, 1e7):
             once = size * (devices - 1) / devices / 2e9 + 2 * math.log2(devices) * 3e-6
-            measured += [exchange(devices, size, once, GATHER), exchange(devices, size, 2 * once, GATHER, SCATTER)]
-            measured += [exchange(devices, size, 2 * once, SUM), exchange(devices, size, size / 2e9 + 3e-6, PERMUTE)]
+            measured += [
+                exchange(devices, size, once, GATHER),
+                exchange(devices, size, 2 * once, GATHER, SCATTER),
+            ]
+            measured += [
+                exchange(devices, size, 2 * once, SUM),
+                exchange(devices, size, size / 2e9 + 3e-6, PERMUTE),
+            ]
     tier, error = calibrate.fit_links(measured, kinds.load("h100"), "local", 8)
     assert (tier.name, tier.devices) == ("local", 8)
-    assert tier.bytes_per_s == pytest.approx(2e9) and tier.latency_us == pytest.approx(3.0) and error < 1e-9
+    assert (
+        tier.bytes_per_s == pytest.approx(2e9)
+        and tier.latency_us == pytest.approx(3.0)
+        and error < 1e-9
+    )
 
 
 def test_one_memory():
     """Where devices are simulated, a sum over any number takes as long as a message."""
     simulated = dataclasses.replace(kinds.load("h100"), alone=4.0)
-    measured = [exchange(n, size, size / 2e9 + 5e-5, kind) for n in (2, 8) for size in (1e5, 1e7) for kind in (SUM, PERMUTE)]
+    measured = [
+        exchange(n, size, size / 2e9 + 5e-5, kind)
+        for n in (2, 8)
+        for size in (1e5, 1e7)
+        for kind in (SUM, PERMUTE)
+    ]
     tier, error = calibrate.fit_links(measured, simulated, "local", 0)
-    assert tier.bytes_per_s == pytest.approx(2e9) and tier.latency_us == pytest.approx(50.0) and error < 1e-9
+    assert (
+        tier.bytes_per_s == pytest.approx(2e9)
+        and tier.latency_us == pytest.approx(50.0)
+        and error < 1e-9
+    )
 
 
 def test_factors_are_not_negative():
     """By plain least squares the second factor would be -1."""
     factors, error = calibrate.fit([(1.0, 0.0), (1.0, 1.0)], [2.0, 1.0])
-    assert factors[1] == 0.0 and factors[0] == pytest.approx(1.2)  # (x/2 - 1)² + (x - 1)² is least at 6/5
+    # (x/2 - 1)² + (x - 1)² is least at 6/5
+    assert factors[1] == 0.0 and factors[0] == pytest.approx(1.2)
     assert error == pytest.approx((0.4 + 0.2) / 2)
 
 
 @pytest.mark.full
 def test_the_planner_orders_layouts_of_a_calibrated_machine():
-    """Every pair of benchmarks/cpu_step.py's layouts whose measured times differ by more than a tenth: some seven CPU-minutes."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")}
+    """Every pair of benchmarks/cpu_step.py's layouts whose measured times differ by more than a
+    tenth: some seven CPU-minutes."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC")
+    }
     command = [sys.executable, str(ROOT / "benchmarks" / "planned_order.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

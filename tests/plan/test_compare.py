@@ -19,7 +19,15 @@ SETTINGS = {
     "pipeline.repeats": 1,
     "pipeline.microbatches": 8,
 }
-PLAN = {"matmuls": 0.9, "memory": 0.2, "bubble": 0.1, "stage": 0.05, "data": 0.3, "model": 0.2, "fixed": 0.0}
+PLAN = {
+    "matmuls": 0.9,
+    "memory": 0.2,
+    "bubble": 0.1,
+    "stage": 0.05,
+    "data": 0.3,
+    "model": 0.2,
+    "fixed": 0.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +43,36 @@ def measured(**exposed) -> PlannedStep:
 
 @pytest.mark.parametrize("by_file", [False, True])
 def test_the_same_step_as_plan_has(config, by_file, tmp_path, capsys):
-    """`train` on H100s, or with a file for the devices at hand, and `plan --layout` with the same layout."""
+    """`train` on H100s, or with a file for the devices at hand, and `plan --layout` with the same
+    layout."""
     name, kind = "h100", "NVIDIA H100 80GB HBM3"
     if by_file:
         name, kind = str(tmp_path / "mine.json"), "cpu"
-        (tmp_path / "mine.json").write_text(json.dumps(to_json(load("a100-80gb")) | {"name": "mine"}))
+        (tmp_path / "mine.json").write_text(
+            json.dumps(to_json(load("a100-80gb")) | {"name": "mine"})
+        )
         config = configs.replace(config, {"train.hardware": name})
     at_hand = plan_at_hand(config, kind)
     layout = layout_flag.text_of(layout_flag.of(config))
-    assert command.main(["--config=llama3_8b", f"--hardware={name}", f"--layout={layout}", "--json"]) == 0
+    assert (
+        command.main(["--config=llama3_8b", f"--hardware={name}", f"--layout={layout}", "--json"])
+        == 0
+    )
     printed = json.loads(capsys.readouterr().out)
-    assert at_hand.prediction.seconds == printed["step_time_s"] and printed.items() <= at_hand.as_dict().items()
+    assert (
+        at_hand.prediction.seconds == printed["step_time_s"]
+        and printed.items() <= at_hand.as_dict().items()
+    )
     (line,) = at_hand.lines()
-    assert line.startswith(f"planned step: {printed['step_time_s']:.4g} s for {'mine' if by_file else 'h100'}, ")
+    assert line.startswith(
+        f"planned step: {printed['step_time_s']:.4g} s for {'mine' if by_file else 'h100'}, "
+    )
 
 
 def test_no_plan_is_a_line_at_most(config):
-    at_hand = lambda kind, **changes: plan_at_hand(configs.replace(config, {f"train.{k}": v for k, v in changes.items()}), kind)
+    at_hand = lambda kind, **changes: plan_at_hand(
+        configs.replace(config, {f"train.{k}": v for k, v in changes.items()}), kind
+    )
     assert at_hand("cpu").lines() == [] and at_hand("cpu").as_dict() is None
     (unknown,) = at_hand("NVIDIA GeForce RTX 2080").lines()
     assert "'NVIDIA GeForce RTX 2080' is not known" in unknown and "--calibrate" in unknown
@@ -69,15 +90,22 @@ def test_a_type_without_a_peak(config, tmp_path):
 def test_a_plan_that_does_not_fit(config):
     one = configs.replace(config, {"mesh.data": 1, "mesh.stage": 1, "mesh.model": 1})
     at_hand = plan_at_hand(one, "NVIDIA H100")
-    assert not at_hand.prediction.fits and at_hand.lines()[0].endswith(" GiB a device, and 75.2 are there")
+    assert not at_hand.prediction.fits and at_hand.lines()[0].endswith(
+        " GiB a device, and 75.2 are there"
+    )
     assert "it needs" not in plan_at_hand(config, "NVIDIA H200").lines()[0]
 
 
 def test_the_largest_miss():
-    """Bubble, messages and idle time are one part; a part that is only planned, or only measured, is a miss, too."""
+    """Bubble, messages and idle time are one part; a part that is only planned, or only measured,
+    is a miss, too."""
     step = measured(matmuls=1.0, memory=0.2, stage=0.1, waiting=0.4, data=0.28, other=0.12)
     misses = {miss.part: (miss.planned_s, miss.measured_s) for miss in step.misses()}
-    assert misses["waiting"] == pytest.approx((0.15, 0.5)) and misses["other"] == (0.0, 0.12) and misses["model"] == (0.2, 0.0)
+    assert (
+        misses["waiting"] == pytest.approx((0.15, 0.5))
+        and misses["other"] == (0.0, 0.12)
+        and misses["model"] == (0.2, 0.0)
+    )
     assert [miss.part for miss in step.misses()][:3] == ["waiting", "model", "other"]
     planned, parts, largest = step.lines()
     assert planned == "planned step 1.75 s (h100), measured 2.1 s (1.20 x)"
@@ -86,13 +114,21 @@ def test_the_largest_miss():
 
 
 def test_communication_without_axes():
-    misses = {miss.part: (miss.planned_s, miss.measured_s) for miss in measured(matmuls=0.5, communication=0.7).misses()}
-    assert misses["communication"] == pytest.approx((0.5, 0.7)) and not {"data", "model"} & misses.keys()
+    misses = {
+        miss.part: (miss.planned_s, miss.measured_s)
+        for miss in measured(matmuls=0.5, communication=0.7).misses()
+    }
+    assert (
+        misses["communication"] == pytest.approx((0.5, 0.7))
+        and not {"data", "model"} & misses.keys()
+    )
 
 
 def test_a_step_that_was_not_traced():
     (line,) = measured().lines()
-    assert line.endswith("measured 2.1 s (1.20 x); --config.train.profile_steps=2 measures its parts")
+    assert line.endswith(
+        "measured 2.1 s (1.20 x); --config.train.profile_steps=2 measures its parts"
+    )
 
 
 @pytest.mark.parametrize("step", [measured(), measured(matmuls=1.0, waiting=1.0)])
@@ -101,4 +137,6 @@ def test_the_record_is_read_again(step, tmp_path):
     (tmp_path / PLANNED).write_text(step.as_json())
     assert read(tmp_path) == step
     values = json.loads((tmp_path / PLANNED).read_text())
-    assert values["ratio"] == step.ratio and (values["largest_miss"] is None) == (step.trace is None)
+    assert values["ratio"] == step.ratio and (values["largest_miss"] is None) == (
+        step.trace is None
+    )

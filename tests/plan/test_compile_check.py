@@ -1,5 +1,5 @@
-"""The compile check: its report from the text of a small program whose numbers are known, errors before anything is compiled, and a
-real compile (--full)."""
+"""The compile check: its report from the text of a small program whose numbers are known, errors
+before anything is compiled, and a real compile (--full)."""
 
 import json
 
@@ -16,8 +16,22 @@ from jaxtrain.hlo.topology import INSTALL_COMMAND, parse
 from jaxtrain.plan import compile_check
 from jaxtrain.training.step import step_counts
 
-MEMORY = {"argument": 3 * 10**9, "temp": 4 * 10**9, "output": 3 * 10**9, "alias": 3 * 10**9, "host_argument": 0, "host_temp": 0}
-KNOWN = {"parameters": 10**9, "moments": 2 * 10**9, "accumulators": 10**9, "slots": 5 * 10**8, "outer": 10**8, "slots on the host": 7}
+MEMORY = {
+    "argument": 3 * 10**9,
+    "temp": 4 * 10**9,
+    "output": 3 * 10**9,
+    "alias": 3 * 10**9,
+    "host_argument": 0,
+    "host_temp": 0,
+}
+KNOWN = {
+    "parameters": 10**9,
+    "moments": 2 * 10**9,
+    "accumulators": 10**9,
+    "slots": 5 * 10**8,
+    "outer": 10**8,
+    "slots on the host": 7,
+}
 SIZE = 4 * 64 * 16 * 512  # bytes of the array that the program permutes
 H100S = parse("h100:1x2")
 
@@ -27,20 +41,30 @@ def found() -> compile_check.CompileCheck:
 
 
 def test_memory_by_part():
-    """What the program is known to hold stands beside the planner's part of the same; the rest of both is one part; nothing is lost."""
+    """What the program is known to hold stands beside the planner's part of the same; the rest of
+    both is one part; nothing is lost."""
     record = found()
     planned = memory(step_model_of(CONFIG, hardware.load("h100")), CONFIG.model.loss_chunk)
     by_name = {part.name: part for part in record.parts}
     assert by_name["weights"] == compile_check.Part("weights", 1e9, planned.parts["weights"])
-    assert by_name["optimizer"].compiled == 2e9 and by_name["activations"].compiled == 5e8 and by_name["outer"].compiled == 1e8
+    assert (
+        by_name["optimizer"].compiled == 2e9
+        and by_name["activations"].compiled == 5e8
+        and by_name["outer"].compiled == 1e8
+    )
     rest = next(part for name, part in by_name.items() if name.startswith("rest"))
-    assert rest.compiled == 7e9 - 4.6e9 == pytest.approx(sum(part.compiled for part in record.parts) - 4.6e9)
+    assert (
+        rest.compiled
+        == 7e9 - 4.6e9
+        == pytest.approx(sum(part.compiled for part in record.parts) - 4.6e9)
+    )
     assert (record.total.compiled, record.total.planned) == (7e9, pytest.approx(planned.bytes))
     assert record.error == pytest.approx(planned.bytes / 7e9 - 1) and record.fits
 
 
 def test_weights_that_are_cast_before_all_loops():
-    """A fusion and a convert of parameters, one of them behind a view; what has another size, or stands in a loop, is no cast of them."""
+    """A fusion and a convert of parameters, one of them behind a view; what has another size, or
+    stands in a loop, is no cast of them."""
     text = """HloModule jit_train
 
 %turn (p.1: f32[8,4]) -> bf16[4,8] {
@@ -64,7 +88,8 @@ ENTRY %main (a: f32[8,4], b: f32[2,8]) -> f32[8,4] {
   %second = bf16[16]{0} convert(%flat)
   %rows = bf16[8]{0} fusion(%a), kind=kLoop, calls=%turn
   %sum = f32[8,4]{1,0} add(%a, %a)
-  ROOT %loop = f32[8,4]{1,0} while(%sum), condition=%turn, body=%body, backend_config={"known_trip_count":{"n":"2"}}
+  ROOT %loop = f32[8,4]{1,0} while(%sum), condition=%turn, body=%body, \
+backend_config={"known_trip_count":{"n":"2"}}
 }
 """
     assert compile_check.cast_bytes(Program(text)) == 2 * (32 + 16)
@@ -76,12 +101,16 @@ def test_a_device_that_is_too_small():
 
 
 def test_collectives_compiled_and_planned():
-    """Of the busiest stage, the first of two: it sends both ways of its permutes, which lie round the ops."""
+    """Of the busiest stage, the first of two: it sends both ways of its permutes, which lie round
+    the ops."""
     record = found()
     (permute,) = [c for c in record.collectives if c.kind == "collective-permute"]
     assert (permute.axes, permute.compiled) == ("stage", 2 * TICKS * SIZE)
-    assert permute.asynchronous == 1 and permute.beside == pytest.approx(0.5)  # the other is done before the ops begin
-    assert sum(c.planned for c in record.collectives) == sum(entry.bytes for entry in step_counts(CONFIG).volume(record.stage))
+    # the other is done before the ops begin
+    assert permute.asynchronous == 1 and permute.beside == pytest.approx(0.5)
+    assert sum(c.planned for c in record.collectives) == sum(
+        entry.bytes for entry in step_counts(CONFIG).volume(record.stage)
+    )
     (missing,) = [c for c in record.collectives if c.kind == "reduce-scatter"]
     assert missing.compiled == 0 < missing.planned
 
@@ -89,8 +118,14 @@ def test_collectives_compiled_and_planned():
 def test_what_is_printed_and_what_json_has():
     record = found()
     values = json.loads(json.dumps(record.as_dict()))
-    assert values["devices"] == 2 and values["compiling_s"] == 10 and values["memory"]["compiled"]["total"] == 7 * 10**9
-    assert values["memory"]["planned"]["outer"] is None and values["memory"]["parts"]["outer"] == 1e8
+    assert (
+        values["devices"] == 2
+        and values["compiling_s"] == 10
+        and values["memory"]["compiled"]["total"] == 7 * 10**9
+    )
+    assert (
+        values["memory"]["planned"]["outer"] is None and values["memory"]["parts"]["outer"] == 1e8
+    )
     text = "\n".join(record.lines())
     assert "h100:1x2: 2 × NVIDIA H100" in text and "traced in 2 s, compiled in 10 s" in text
     assert "  total" in text and "6.52" in text  # 7e9 bytes in GiB
@@ -114,9 +149,13 @@ def test_what_is_wrong_is_one_line(flags, says, capsys):
 
 
 def test_a_mesh_that_does_not_use_the_devices():
-    with pytest.raises(topology.TopologyError, match=r"has 8 devices, and the mesh has 2: use --topology=h100:1x2"):
+    with pytest.raises(
+        topology.TopologyError, match=r"has 8 devices, and the mesh has 2: use --topology=h100:1x2"
+    ):
         compile_check.check_topology(CONFIG, "h100:1x8")
-    with pytest.raises(topology.TopologyError, match=r"no v5p topology has 2 devices .*: use another mesh"):
+    with pytest.raises(
+        topology.TopologyError, match=r"no v5p topology has 2 devices .*: use another mesh"
+    ):
         compile_check.check_topology(CONFIG, "v5p:2x2x2")
 
 
@@ -130,22 +169,35 @@ def test_a_missing_compiler_names_the_command(monkeypatch, tmp_path):
 
 def test_a_refusal_is_the_compilers_words(monkeypatch, capsys):
     def compile_config(*_):
-        raise topology.Refused("Traceback\n  in a file\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: used 120 GB of 95\nsome advice")
+        raise topology.Refused(
+            "Traceback\n  in a file\njax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: used 120 "
+            "GB of 95\nsome advice"
+        )
 
     monkeypatch.setattr(compile_check, "compile_config", compile_config)
     monkeypatch.setattr(topology.Platform, "missing", False)
     assert compile_check.main(["--config=tiny", "--topology=h100:1x8"]) == 1
-    assert "the compiler refuses the step: jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED" in capsys.readouterr().err
+    assert (
+        "the compiler refuses the step: jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED"
+        in capsys.readouterr().err
+    )
 
 
 @compiled_for(*KINDS)
 def test_a_real_compile(platform, capsys):
-    """The tiny recipe on 8 devices: what is known of its memory is its own, the collectives are those of the communication volume."""
+    """The tiny recipe on 8 devices: what is known of its memory is its own, the collectives are
+    those of the communication volume."""
     devices = topology.fitting(platform, 8)
     assert compile_check.main(["--config=tiny", f"--topology={devices.text}", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     parts = values["memory"]["parts"]
     assert sum(parts.values()) == values["memory"]["compiled"]["total"] and min(parts.values()) > 0
-    assert values["memory"]["kinds"]["parameters"] + values["memory"]["kinds"]["moments"] <= values["memory"]["compiled"]["argument"]
-    sent, planned = (sum(c[name] for c in values["collectives"] if "stage" in c["axes"]) for name in ("compiled", "planned"))
+    assert (
+        values["memory"]["kinds"]["parameters"] + values["memory"]["kinds"]["moments"]
+        <= values["memory"]["compiled"]["argument"]
+    )
+    sent, planned = (
+        sum(c[name] for c in values["collectives"] if "stage" in c["axes"])
+        for name in ("compiled", "planned")
+    )
     assert sent == pytest.approx(planned, rel=0.05)

@@ -16,7 +16,13 @@ MIXED = "a100-80gb:512,h100:512"
 
 
 def config(
-    stages: int, layers: int = 64, microbatches: int = 128, schedule: str = "1f1b", repeats: int = 1, devices: int = 1024, **changes
+    stages: int,
+    layers: int = 64,
+    microbatches: int = 128,
+    schedule: str = "1f1b",
+    repeats: int = 1,
+    devices: int = 1024,
+    **changes,
 ):
     data = devices // 8 // stages
     settings = {
@@ -37,10 +43,18 @@ def config(
 def test_no_other_cut_is_better(seconds, most):
     layers = 9
     cut = split_layers(layers, seconds, (0.0, 0.5, 0.0), most)
-    cost = lambda given: max(f + n * s for f, n, s in zip((0.0, 0.5, 0.0), given, seconds, strict=True))
-    others = (given for given in itertools.product(range(1, layers), repeat=3) if sum(given) == layers)
+    cost = lambda given: max(
+        f + n * s for f, n, s in zip((0.0, 0.5, 0.0), given, seconds, strict=True)
+    )
+    others = (
+        given for given in itertools.product(range(1, layers), repeat=3) if sum(given) == layers
+    )
     assert sum(cut) == layers and all(1 <= n <= m for n, m in zip(cut, most, strict=True))
-    assert cost(cut) == pytest.approx(min(cost(given) for given in others if all(n <= m for n, m in zip(given, most, strict=True))))
+    assert cost(cut) == pytest.approx(
+        min(
+            cost(given) for given in others if all(n <= m for n, m in zip(given, most, strict=True))
+        )
+    )
 
 
 def test_without_room():
@@ -50,24 +64,41 @@ def test_without_room():
 
 def test_a_plan_that_does_not_fit():
     made = plan(config(2, devices=16), parse("a100-40gb:8,h100:8"))
-    assert not made.fits and sum(made.layers) == 64 and any("does not fit" in line for line in heterogeneous.describe(made))
+    assert (
+        not made.fits
+        and sum(made.layers) == 64
+        and any("does not fit" in line for line in heterogeneous.describe(made))
+    )
 
 
 @pytest.mark.parametrize("schedule, remat", [("1f1b", "full"), ("zb_h1", "selective")])
 def test_one_group_is_the_plan_of_its_kind(schedule, remat):
     """With sums over every axis, the vocabulary's too."""
-    settings = {"mesh.data": 8, "mesh.replica": 2, "mesh.stage": 4, "pipeline.microbatches": 32, "pipeline.remat": remat}
+    settings = {
+        "mesh.data": 8,
+        "mesh.replica": 2,
+        "mesh.stage": 4,
+        "pipeline.microbatches": 32,
+        "pipeline.remat": remat,
+    }
     recipe = load_recipe(find_recipe("llama3_8b"))
-    laid_out = configs.replace(recipe, settings | {"pipeline.schedule": schedule, "pipeline.repeats": 1}).resolve()
+    laid_out = configs.replace(
+        recipe, settings | {"pipeline.schedule": schedule, "pipeline.repeats": 1}
+    ).resolve()
     one = exactly(predict(laid_out, load("h100")))
     assert plan(laid_out, parse("h100:64")).seconds == pytest.approx(one.seconds, rel=5e-3)
 
 
 @pytest.mark.parametrize("schedule, repeats", [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)])
 def test_two_kinds(schedule, repeats):
-    """64 layers on 8 stages take at most 1.1 times the time of all devices together; the faster ones have more layers."""
+    """64 layers on 8 stages take at most 1.1 times the time of all devices together; the faster
+    ones have more layers."""
     made = plan(config(8, schedule=schedule, repeats=repeats), parse(MIXED))
-    assert sum(made.layers) == 64 and len(made.config.pipeline.chunk_layers) == 8 * repeats and sum(made.config.pipeline.chunk_layers) == 64
+    assert (
+        sum(made.layers) == 64
+        and len(made.config.pipeline.chunk_layers) == 8 * repeats
+        and sum(made.config.pipeline.chunk_layers) == 64
+    )
     assert max(made.layers[:4]) < min(made.layers[4:]) and made.fits
     assert max(made.stage_s) <= made.seconds <= 1.1 * made.ideal_s
     assert heterogeneous.describe(made)[0].startswith("a100-80gb: stages 0 to 3 with ")
@@ -97,7 +128,9 @@ def test_groups_that_are_none(text, message):
 
 
 def test_groups_without_whole_stages():
-    with pytest.raises(ValueError, match="a100-80gb has 320 devices, no whole number of stages of 128"):
+    with pytest.raises(
+        ValueError, match="a100-80gb has 320 devices, no whole number of stages of 128"
+    ):
         plan(config(8), groups := parse("a100-80gb:320,h100:704"))
     assert next(heterogeneous.layouts(config(8), groups, {"stage": 8, "model": 8}))["stage"] == 16
     with pytest.raises(ValueError, match="stage=1 does not share out 1024 devices"):

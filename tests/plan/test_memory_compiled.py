@@ -1,8 +1,9 @@
 """The planner's memory beside XLA's for H100s, of layouts that plan/compile_check.py has compiled.
 
-compiled_memory.json: rows of recipe, topology, layout (with the vocabulary where the compiled table had it), settings beside it, and the
-bytes on a device (jax 0.10.2, XLA of jax-cuda13-pjrt 0.10.2); `worst` where the plan is known to be further off than elsewhere: all experts
-on a device under ZeRO-3, of which it counts matrices and rows as if they were there at once.
+compiled_memory.json: rows of recipe, topology, layout (with the vocabulary where the compiled table
+had it), settings beside it, and the bytes on a device (jax 0.10.2, XLA of jax-cuda13-pjrt 0.10.2);
+`worst` where the plan is known to be further off than elsewhere: all experts on a device under
+ZeRO-3, of which it counts matrices and rows as if they were there at once.
 """
 
 import json
@@ -20,7 +21,8 @@ from jaxtrain.plan import compile_check, layout_flag
 from jaxtrain.plan.predict import Prediction, predict
 
 COMPILED = json.loads(pathlib.Path(__file__).with_name("compiled_memory.json").read_text())
-WORST = 0.06  # of the compiler's bytes: what XLA leaves between arrays differs so much from layout to layout
+# of the compiler's bytes: what XLA leaves between arrays differs so much from layout to layout
+WORST = 0.06
 CELLS = 2**13  # stages · chunks · microbatches of tables that are made in a second
 
 
@@ -36,10 +38,14 @@ def planned(row: dict) -> Prediction:
 def marks(row: dict) -> list[pytest.MarkDecorator]:
     """--full where the table alone takes seconds."""
     config = laid_out(row)
-    return [pytest.mark.full] * (config.mesh.stage * max(1, config.pipeline.repeats) * config.pipeline.microbatches > CELLS)
+    return [pytest.mark.full] * (
+        config.mesh.stage * max(1, config.pipeline.repeats) * config.pipeline.microbatches > CELLS
+    )
 
 
-ROWS = [pytest.param(row, marks=marks(row), id=f"{row['recipe']} {row['layout']}") for row in COMPILED]
+ROWS = [
+    pytest.param(row, marks=marks(row), id=f"{row['recipe']} {row['layout']}") for row in COMPILED
+]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -48,19 +54,32 @@ def test_planned_as_compiled(row):
 
 
 def test_what_the_rows_cover():
-    """Three recipes in three layouts at least, all stages of ZeRO, all recomputation, schedules with B and W apart and not."""
+    """Three recipes in three layouts at least, all stages of ZeRO, all recomputation, schedules
+    with B and W apart and not."""
     layouts = [layout_flag.read(row["layout"]) for row in COMPILED]
-    assert all(sum(row["recipe"] == recipe for row in COMPILED) >= 3 for recipe in ("llama3_8b", "gpt3_175b", "gpt_1t"))
-    assert {layout.get("zero", 1) for layout in layouts} >= {1, 2, 3} and {layout["remat"] for layout in layouts if "remat" in layout} == {
+    assert all(
+        sum(row["recipe"] == recipe for row in COMPILED) >= 3
+        for recipe in ("llama3_8b", "gpt3_175b", "gpt_1t")
+    )
+    assert {layout.get("zero", 1) for layout in layouts} >= {1, 2, 3} and {
+        layout["remat"] for layout in layouts if "remat" in layout
+    } == {
         "none",
         "selective",
         "full",
     }
-    assert {layout.get("schedule") for layout in layouts} >= {"gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"}
+    assert {layout.get("schedule") for layout in layouts} >= {
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb_h1",
+        "zb_v",
+    }
 
 
 def test_closed_form_beside_the_table():
-    """What a search takes for a table's slots is within a tenth of the table's own, where the vocabulary lies as it takes it."""
+    """What a search takes for a table's slots is within a tenth of the table's own, where the
+    vocabulary lies as it takes it."""
     rows = [row for row in COMPILED if "vocabulary=parallel" in row["layout"] and not marks(row)]
     for row in rows:
         exact = planned(row)
@@ -69,13 +88,22 @@ def test_closed_form_beside_the_table():
     assert len(rows) > 5
 
 
-CASES = ["data=64,zero=3,microbatch=1,remat=selective", "data=8,stage=4,model=2,microbatch=1,schedule=zb_h1,remat=none"]
+CASES = [
+    "data=64,zero=3,microbatch=1,remat=selective",
+    "data=8,stage=4,model=2,microbatch=1,schedule=zb_h1,remat=none",
+]
 
 
 @pytest.mark.parametrize("layout", [pytest.param(layout, marks=needs("h100")) for layout in CASES])
 def test_compiled_now(layout, capsys):
-    """By the command that says both; what the planner calls slots is what the program has, to the byte but for statistics."""
-    assert compile_check.main(["--config=llama3_8b", "--topology=h100:8x8", f"--layout={layout}", "--json"]) == 0
+    """By the command that says both; what the planner calls slots is what the program has, to the
+    byte but for statistics."""
+    assert (
+        compile_check.main(
+            ["--config=llama3_8b", "--topology=h100:8x8", f"--layout={layout}", "--json"]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)["memory"]
     assert abs(found["error"]) < WORST
     if pools := found["pools"]:

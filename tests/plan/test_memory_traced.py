@@ -1,4 +1,5 @@
-"""The planner's memory beside the program's own arrays, traced on simulated devices and never compiled."""
+"""The planner's memory beside the program's own arrays, traced on simulated devices and never
+compiled."""
 
 import math
 from typing import Any
@@ -15,7 +16,9 @@ from jaxtrain.plan.predict import predict
 from jaxtrain.training.state import bytes_per_device
 from jaxtrain.training.step import Step, make_step, slot_pools
 
-SMALL = {  # widths that differ, a sequence so long that attention goes by blocks, as a fused kernel keeps no scores
+# widths that differ, a sequence so long that attention goes by blocks, as a fused kernel keeps no
+# scores
+SMALL = {
     "model.layers": 2,
     "model.width": 192,
     "model.head_dim": 24,
@@ -58,13 +61,15 @@ def pools(config: configs.Config) -> dict[str, int]:
         ("mixtral_tiny", "selective", {"model.expert_room": 1.0, "mesh.model": 2}),
         ("mixtral_tiny", "selective", {"model.expert_room": 2.0, "model.shared_experts": 1}),
         ("mixtral_tiny", "full", {"model.capacity_factor": 1.5}),
-        ("deepseek_tiny", "full", {"model.expert_room": 2.0}),  # latent attention and a shared expert
+        # latent attention and a shared expert
+        ("deepseek_tiny", "full", {"model.expert_room": 2.0}),
         ("deepseek_tiny", "selective", {"mesh.model": 2}),
         ("mixtral_tiny", "selective", {"mesh.expert": 1, "model.activation": "gelu"}),
     ],
 )
 def test_slots_of_experts(recipe, remat, values):
-    """Layers with experts keep rows, as many as a device has room for, and `model` splits the hidden ones alone."""
+    """Layers with experts keep rows, as many as a device has room for, and `model` splits the
+    hidden ones alone."""
     config = small(recipe, values | {"pipeline.remat": remat})
     planned, program = predict(config, load("h100")).memory.pools, pools(config)
     assert planned.keys() == program.keys()
@@ -82,7 +87,8 @@ def test_slots_of_experts(recipe, remat, values):
     ],
 )
 def test_parameters_of_every_kind(values):
-    """Layers before the first and modules of prediction are on all stages, which update them in parts; `model` leaves latents whole."""
+    """Layers before the first and modules of prediction are on all stages, which update them in
+    parts; `model` leaves latents whole."""
     config = small("deepseek_tiny", values)
     parts, state = predict(config, load("h100")).memory.parts, traced(config).abstract_state()
     weights = parts["weights"] * NUMBER / (NUMBER + CAST)
@@ -92,11 +98,20 @@ def test_parameters_of_every_kind(values):
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_what_replicas_have_in_common(zero):
-    """Replicas that train apart keep the last exchange and its momentum, shared out over `data` without ZeRO, too."""
-    values = {"mesh.data": 2, "mesh.replica": 2, "mesh.expert": 1, "parallel.zero": zero, "train.diloco_inner_steps": 10}
+    """Replicas that train apart keep the last exchange and its momentum, shared out over `data`
+    without ZeRO, too."""
+    values = {
+        "mesh.data": 2,
+        "mesh.replica": 2,
+        "mesh.expert": 1,
+        "parallel.zero": zero,
+        "train.diloco_inner_steps": 10,
+    }
     config = small("mixtral_tiny", values)
     state = traced(config).abstract_state()
     planned = predict(config, load("h100")).memory.parts["outer"]
-    assert planned == pytest.approx(bytes_per_device((state.anchor, state.outer_momentum)), rel=COUNTERS)
+    assert planned == pytest.approx(
+        bytes_per_device((state.anchor, state.outer_momentum)), rel=COUNTERS
+    )
     together = small("mixtral_tiny", values | {"train.diloco_inner_steps": 0})
     assert "outer" not in predict(together, load("h100")).memory.parts

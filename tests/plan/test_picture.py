@@ -9,7 +9,10 @@ from matplotlib.text import Text
 from jaxtrain.plan import picture
 from jaxtrain.plan.__main__ import main
 
-LAYOUT = "--layout=data=8,stage=16,model=8,microbatch=1,repeats=2,remat=selective,zero=1,schedule=interleaved"
+LAYOUT = (
+    "--layout=data=8,stage=16,model=8,microbatch=1,repeats=2,remat=selective,zero=1,"
+    "schedule=interleaved"
+)
 
 
 @pytest.fixture
@@ -25,24 +28,44 @@ def check_texts(figure):
     texts = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         low, high = sorted(axis.get_view_interval())
-        beyond = [tick for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high]  # these are not drawn
-        texts = [text for text in texts if not any(text in (tick.label1, tick.label2) for tick in beyond)]
+        # these are not drawn
+        beyond = [tick for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high]
+        texts = [
+            text for text in texts if not any(text in (tick.label1, tick.label2) for tick in beyond)
+        ]
     boxes = [text.get_window_extent() for text in texts]
     assert len(boxes) > 10
-    assert all(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
+    assert all(
+        box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        for box in boxes
+    )
     overlaps = itertools.combinations(zip(texts, boxes, strict=True), 2)
-    assert not [(one.get_text(), other.get_text()) for (one, first), (other, second) in overlaps if first.overlaps(second)]
+    assert not [
+        (one.get_text(), other.get_text())
+        for (one, first), (other, second) in overlaps
+        if first.overlaps(second)
+    ]
 
 
 def test_picture(tmp_path, pictures):
     """The title says what it is of, and the fastest layout is marked, where there are several."""
     file = tmp_path / "plan.png"
     long = tmp_path / "long.json"
-    long.write_text(json.dumps({"name": "a device whose maker " + "likes long names " * 4, "like": "h100"}))
+    long.write_text(
+        json.dumps({"name": "a device whose maker " + "likes long names " * 4, "like": "h100"})
+    )
     for flags, title, count in (
         (("--config=tiny", "--devices=4"), "tiny on 4 × h100", 10),
-        (("--config=gpt3_175b", "--hardware=a100-80gb", LAYOUT), "gpt3_175b on 1,024 × a100-80gb", 1),
-        (("--config=gpt3_175b", f"--hardware={long}", LAYOUT), "gpt3_175b on 1,024 × a device whose maker likes", 1),
+        (
+            ("--config=gpt3_175b", "--hardware=a100-80gb", LAYOUT),
+            "gpt3_175b on 1,024 × a100-80gb",
+            1,
+        ),
+        (
+            ("--config=gpt3_175b", f"--hardware={long}", LAYOUT),
+            "gpt3_175b on 1,024 × a device whose maker likes",
+            1,
+        ),
     ):
         assert main([*flags, f"--png={file}"]) == 0
         assert file.read_bytes().startswith(b"\x89PNG")
@@ -51,8 +74,14 @@ def test_picture(tmp_path, pictures):
         below = figure.axes[1]
         texts, labels = [text.get_text() for text in below.texts], below.get_xticklabels()
         assert len(texts) == len(labels) == count
-        assert [text.endswith(" s\nfastest") for text in texts] == [count > 1, *[False] * (count - 1)]
-        assert [label.get_fontweight() == "bold" for label in labels] == [count > 1, *[False] * (count - 1)]
+        assert [text.endswith(" s\nfastest") for text in texts] == [
+            count > 1,
+            *[False] * (count - 1),
+        ]
+        assert [label.get_fontweight() == "bold" for label in labels] == [
+            count > 1,
+            *[False] * (count - 1),
+        ]
         assert below.get_xlim()[1] - below.get_xlim()[0] >= 3
         check_texts(figure)
 
@@ -62,12 +91,28 @@ def test_picture_of_groups(tmp_path, pictures):
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"name": "own", "like": "h100", "memory_gib": 40}))
     layout = "--layout=data=16,stage=8,model=8,microbatch=1,schedule=1f1b"
-    assert main(["--config=gpt3_175b", f"--hardware=a100-80gb:512,{own}:512", layout, f"--png={tmp_path / 'plan.png'}"]) == 0
+    assert (
+        main(
+            [
+                "--config=gpt3_175b",
+                f"--hardware=a100-80gb:512,{own}:512",
+                layout,
+                f"--png={tmp_path / 'plan.png'}",
+            ]
+        )
+        == 0
+    )
     figure = pictures[-1]
-    assert figure.get_suptitle().startswith("gpt3_175b on 512 × a100-80gb and 512 × own: a step of ")
+    assert figure.get_suptitle().startswith(
+        "gpt3_175b on 512 × a100-80gb and 512 × own: a step of "
+    )
     above, below = figure.axes
-    assert [len(bars) for bars in above.containers] == [4, 4] and [len(bars) for bars in below.containers] == [4, 4, 8]
+    assert [len(bars) for bars in above.containers] == [4, 4] and [
+        len(bars) for bars in below.containers
+    ] == [4, 4, 8]
     assert len({bars[0].get_facecolor() for bars in below.containers}) == 3
     ends = [waits.get_y() + waits.get_height() for waits in below.containers[2]]
-    assert ends == pytest.approx([ends[0]] * 8) and all(waits.get_height() >= 0 for waits in below.containers[2])
+    assert ends == pytest.approx([ends[0]] * 8) and all(
+        waits.get_height() >= 0 for waits in below.containers[2]
+    )
     check_texts(figure)

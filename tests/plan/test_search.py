@@ -13,29 +13,48 @@ from jaxtrain.plan.layout_flag import of
 from jaxtrain.plan.search import Space, by_offload, laid_out
 
 
-@pytest.mark.parametrize("recipe, devices", [("gpt_1t", 3072), ("gpt2_124m", 12), ("llama3_8b", 7), ("llama3_8b", 67)])
+@pytest.mark.parametrize(
+    "recipe, devices", [("gpt_1t", 3072), ("gpt2_124m", 12), ("llama3_8b", 7), ("llama3_8b", 67)]
+)
 def test_layouts(recipe, devices):
-    """As many devices as asked for, each layout once, fastest first, and all fit; data shards as replicas where those are faster."""
+    """As many devices as asked for, each layout once, fastest first, and all fit; data shards as
+    replicas where those are faster."""
     config = load_recipe(find_recipe(recipe))
     space = Space(config, config, load("a100-80gb"), devices)
     found = next(filter(None, by_offload(space)), [])
     assert (found == []) == (devices == 67), "67 share out neither layers nor batch; 7 are stages"
-    assert [c.layout.devices for c in found] == [devices] * len(found) and len({c.layout for c in found}) == len(found)
+    assert [c.layout.devices for c in found] == [devices] * len(found) and len(
+        {c.layout for c in found}
+    ) == len(found)
     assert [c.seconds for c in found] == sorted(c.seconds for c in found)
     for candidate in found[:3]:
         work = step_model_of(laid_out(space, candidate.layout).resolve(), space.hardware)
-        assert work.step().seconds == pytest.approx(candidate.seconds) and memory(work).bytes <= space.hardware.memory
-        assert of(laid_out(space, candidate.layout).resolve())["model"] <= 8, "tensor parallelism stays inside the node"
+        assert (
+            work.step().seconds == pytest.approx(candidate.seconds)
+            and memory(work).bytes <= space.hardware.memory
+        )
+        assert of(laid_out(space, candidate.layout).resolve())["model"] <= 8, (
+            "tensor parallelism stays inside the node"
+        )
     if recipe == "gpt_1t":
-        assert any(candidate.layout.replica > 1 for candidate in found), "data 6 divides no width, data 2 does"
+        assert any(candidate.layout.replica > 1 for candidate in found), (
+            "data 6 divides no width, data 2 does"
+        )
 
 
 @pytest.mark.parametrize("recipe, devices", [("gpt2_124m", 12), ("llama3_8b", 32)])
 def test_no_step_is_shorter_than_its_bound(recipe, devices):
-    """Whatever the schedule, the number of chunks and ZeRO's stage: what is passed over for its bound is not among the best."""
+    """Whatever the schedule, the number of chunks and ZeRO's stage: what is passed over for its
+    bound is not among the best."""
     config = load_recipe(find_recipe(recipe))
     works = list(search._cuts(Space(config, config, load("h100"), devices), "none"))[::7]
     with_layout = lambda work, layout: dataclasses.replace(work, layout=layout)
-    tables = [(search._lower_bound(work), with_layout(work, layout)) for work in works for layout in search._tables(work)]
-    assert any(work.layout.repeats > 1 for _, work in tables) and any(work.layout.zero == 3 for _, work in tables)
+    tables = [
+        (search._lower_bound(work), with_layout(work, layout))
+        for work in works
+        for layout in search._tables(work)
+    ]
+    assert any(work.layout.repeats > 1 for _, work in tables) and any(
+        work.layout.zero == 3 for _, work in tables
+    )
     assert all(bound <= work.step().seconds * (1 + 1e-12) for bound, work in tables)

@@ -14,7 +14,13 @@ from jaxtrain.plan.compare import PLANNED, PlannedStep, Trace
 from jaxtrain.plan.predict import exactly, predict
 from jaxtrain.plan.what_if import AdviceError, read, single_changes
 
-SETTINGS = {"mesh.data": 8, "mesh.model": 8, "pipeline.microbatches": 8, "data.batch_size": 64, "pipeline.remat": "full"}
+SETTINGS = {
+    "mesh.data": 8,
+    "mesh.model": 8,
+    "pipeline.microbatches": 8,
+    "data.batch_size": 64,
+    "pipeline.remat": "full",
+}
 H100 = load("h100")
 
 
@@ -25,38 +31,53 @@ def config():
 
 @pytest.fixture
 def workdir(tmp_path, config):
-    """A run whose planned step it takes 1.2 times, after a slow beginning, and that waits for data for a tenth of its time."""
+    """A run whose planned step it takes 1.2 times, after a slow beginning, and that waits for data
+    for a tenth of its time."""
     (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(config)))
     seconds = 1.2 * predict(config.resolve(), H100).seconds
-    rows = [{"step": step, "loss": 1.0, "step_time_s": seconds * (5 if step < 3 else 1)} for step in range(1, 11)]
+    rows = [
+        {"step": step, "loss": 1.0, "step_time_s": seconds * (5 if step < 3 else 1)}
+        for step in range(1, 11)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     parts = {"imports": 1.0, "compiling": 1.0, "awaiting": 87.0, "data_wait": 10.0, "saving": 1.0}
     line = {"start": 1, "began": 0.0, "time": 100.0, "step": 10, "seconds": parts}
-    (tmp_path / "goodput.jsonl").write_text(json.dumps(line | {"step": 0, "seconds": {}, "time": 0.0}) + "\n" + json.dumps(line) + "\n")
+    (tmp_path / "goodput.jsonl").write_text(
+        json.dumps(line | {"step": 0, "seconds": {}, "time": 0.0}) + "\n" + json.dumps(line) + "\n"
+    )
     return tmp_path
 
 
 def test_what_records_say(workdir):
     lines = what_if.advise(workdir)
     assert "the median of 5 rows" in lines[0] and lines[1].startswith("goodput 87.0 %")
-    assert [line for line in lines if "of the wall time" in line] == [f"10.0% of the wall time: {what_if.REMEDIES['data_wait']}"]
+    assert [line for line in lines if "of the wall time" in line] == [
+        f"10.0% of the wall time: {what_if.REMEDIES['data_wait']}"
+    ]
     assert lines[-1] == "with --hardware=NAME the planner says what else the step could be"
 
 
 def test_what_the_planner_says(workdir, config):
     lines = what_if.advise(workdir, H100)
-    assert any("measured 1.2 times that" in line for line in lines) and not any("that is far" in line for line in lines)
+    assert any("measured 1.2 times that" in line for line in lines) and not any(
+        "that is far" in line for line in lines
+    )
     listed = [line for line in lines if line.startswith("  --config.")]
     assert 0 < len(listed) <= 5 and all("less time" in line for line in listed)
 
 
 def test_what_training_has_measured(workdir):
-    """The record of the start that ran last, by part where its steps were traced; one that cannot be read is none."""
+    """The record of the start that ran last, by part where its steps were traced; one that cannot
+    be read is none."""
     trace = Trace(1.5, 0, {"matmuls": 1.0, "data": 0.5}, {})
     step = PlannedStep(15, "h100", 1.2, {"matmuls": 0.9, "data": 0.3}, {}, 10, 1.5, trace)
     (workdir / PLANNED).write_text(step.as_json())
     lines = [line for line in what_if.advise(workdir) if line.startswith("after warm-up: ")]
-    assert len(lines) == 3 and "(1.25 x)" in lines[0] and lines[-1].endswith("largest miss: data, 0.2 s more than planned")
+    assert (
+        len(lines) == 3
+        and "(1.25 x)" in lines[0]
+        and lines[-1].endswith("largest miss: data, 0.2 s more than planned")
+    )
     (workdir / PLANNED).write_text("{")
     assert not any(line.startswith("after warm-up") for line in what_if.advise(workdir))
 
@@ -69,7 +90,10 @@ LINE = {"start": 1, "began": 0.0, "time": 100.0, "step": 10, "seconds": {}}
 
 
 def rows(*seconds: object, **values: object) -> str:
-    return "".join(json.dumps({"step": at, "step_time_s": s} | values) + "\n" for at, s in enumerate(seconds, 1))
+    return "".join(
+        json.dumps({"step": at, "step_time_s": s} | values) + "\n"
+        for at, s in enumerate(seconds, 1)
+    )
 
 
 @pytest.mark.parametrize("behind", [{"slowest_behind_s": None}, {"slowest_behind_s": "1"}, {}])
@@ -80,7 +104,9 @@ def test_a_row_without_the_slowest_process(workdir, behind):
 
 @pytest.mark.parametrize("times, far", [(0.5, True), (0.9, False), (2.0, True)])
 def test_far_is_either_way(workdir, config, times, far):
-    (workdir / "metrics.jsonl").write_text(rows(*[times * predict(config.resolve(), H100).seconds] * 3))
+    (workdir / "metrics.jsonl").write_text(
+        rows(*[times * predict(config.resolve(), H100).seconds] * 3)
+    )
     assert any(line.startswith("that is far") for line in what_if.advise(workdir, H100)) == far
 
 
@@ -95,11 +121,15 @@ def test_far_is_either_way(workdir, config, times, far):
 )
 def test_what_the_planner_cannot_take(workdir, config, settings, message):
     """Without a kind of device the records are read all the same."""
-    (workdir / "config.json").write_text(json.dumps(configs.to_dict(configs.replace(config, settings))))
+    (workdir / "config.json").write_text(
+        json.dumps(configs.to_dict(configs.replace(config, settings)))
+    )
     kind = dataclasses.replace(H100, peak_tflops={"bfloat16": 989.0})
     with pytest.raises(AdviceError, match=message) as error:
         what_if.advise(workdir, kind)
-    assert str(error.value).endswith(": use --hardware= for what the records alone say") and what_if.advise(workdir)
+    assert str(error.value).endswith(
+        ": use --hardware= for what the records alone say"
+    ) and what_if.advise(workdir)
 
 
 RECORDS = ("config.json", "metrics.jsonl", "goodput.jsonl", "planned.json")
@@ -119,12 +149,28 @@ def pipe(path):
         (lambda folder: (folder / "config.json").write_text("5"), "its config.json is no config"),
         (lambda folder: (folder / "metrics.jsonl").unlink(), "has 0 rows with a step's time"),
         (
-            lambda folder: ((folder / "metrics.jsonl").unlink(), (folder / "metrics.jsonl").mkdir()),
+            lambda folder: (
+                (folder / "metrics.jsonl").unlink(),
+                (folder / "metrics.jsonl").mkdir(),
+            ),
             "its metrics.jsonl is not a regular file",
         ),
-        *((lambda folder, name=name: pipe(folder / name), f"its {name} is not a regular file") for name in RECORDS),
-        (lambda folder: (folder / "metrics.jsonl").write_text(rows(float("nan"), 0, -1, True, "1", None)), "has 0 rows"),
-        (lambda folder: (folder / "goodput.jsonl").write_text(json.dumps(LINE | {"seconds": 5}) + "\n"), "its goodput.jsonl is not what"),
+        *(
+            (lambda folder, name=name: pipe(folder / name), f"its {name} is not a regular file")
+            for name in RECORDS
+        ),
+        (
+            lambda folder: (folder / "metrics.jsonl").write_text(
+                rows(float("nan"), 0, -1, True, "1", None)
+            ),
+            "has 0 rows",
+        ),
+        (
+            lambda folder: (folder / "goodput.jsonl").write_text(
+                json.dumps(LINE | {"seconds": 5}) + "\n"
+            ),
+            "its goodput.jsonl is not what",
+        ),
     ],
 )
 def test_a_folder_without_records(workdir, spoil, message):
@@ -142,17 +188,29 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=("one stage", "eight stages"))
 def test_changes_are_what_train_takes(layout):
-    """Each is on as many devices, passes every check, and is planned as it is alone; some are faster, and they are in order."""
-    config = configs.replace(load_recipe(find_recipe("llama3_8b")), {"data.batch_size": 64, "pipeline.remat": "full", **layout})
+    """Each is on as many devices, passes every check, and is planned as it is alone; some are
+    faster, and they are in order."""
+    config = configs.replace(
+        load_recipe(find_recipe("llama3_8b")),
+        {"data.batch_size": 64, "pipeline.remat": "full", **layout},
+    )
     now = exactly(predict(config.resolve(), H100))
     changes = single_changes(now)
-    assert [change.seconds for change in changes] == sorted(change.seconds for change in changes) and changes[0].seconds < now.seconds
-    assert {"pipeline.remat=none", "parallel.zero=3"} <= {f"{k}={v}" for change in changes for k, v in change.settings.items()}
+    assert [change.seconds for change in changes] == sorted(
+        change.seconds for change in changes
+    ) and changes[0].seconds < now.seconds
+    assert {"pipeline.remat=none", "parallel.zero=3"} <= {
+        f"{k}={v}" for change in changes for k, v in change.settings.items()
+    }
     for change in changes:
-        changed = configs.checks.check_devices(configs.replace(config, change.settings), 64, "gpu").resolve()
+        changed = configs.checks.check_devices(
+            configs.replace(config, change.settings), 64, "gpu"
+        ).resolve()
         other = predict(changed, H100)
         scale = now.seconds / now.work.step().seconds
-        assert (scale == 1.0) == (now.in_flight is None) and change.seconds == pytest.approx(scale * other.work.step().seconds)
+        assert (scale == 1.0) == (now.in_flight is None) and change.seconds == pytest.approx(
+            scale * other.work.step().seconds
+        )
         differs = layout_flag.read(change.text)
         assert differs and differs == {key: layout_flag.of(changed)[key] for key in differs} != {
             key: layout_flag.of(now.config)[key] for key in differs

@@ -21,5 +21,7 @@ def test_what_can_be_gone_on_from():
 
 
 def test_a_process_ends_with_it():
-    program = "import sys; from jaxtrain.run.exit_status import ExitStatus; sys.exit(ExitStatus.STOPPED)"
+    program = (
+        "import sys; from jaxtrain.run.exit_status import ExitStatus; sys.exit(ExitStatus.STOPPED)"
+    )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 75

@@ -20,7 +20,12 @@ def test_an_inner_part_is_not_the_outer_ones():
     with clock.part(Part.SAVING):
         with clock.part(Part.WAITING):
             pass
-    assert clock.seconds() == {Part.IMPORTS: 2.0, Part.STEPPING: 1.0 + 2.0, Part.SAVING: 1.5 + 4.0, Part.WAITING: 1.5}
+    assert clock.seconds() == {
+        Part.IMPORTS: 2.0,
+        Part.STEPPING: 1.0 + 2.0,
+        Part.SAVING: 1.5 + 4.0,
+        Part.WAITING: 1.5,
+    }
 
 
 def test_the_time_until_each_item_is_the_parts():
@@ -38,7 +43,10 @@ def test_a_part_ends_where_an_error_leaves_it():
 
 
 def test_parts_add_up_to_the_wall_time():
-    chance, moments = random.Random(0), itertools.accumulate(random.Random(1).random() for _ in itertools.count())
+    chance, moments = (
+        random.Random(0),
+        itertools.accumulate(random.Random(1).random() for _ in itertools.count()),
+    )
     last = 0.0
 
     def now() -> float:
@@ -62,7 +70,11 @@ def test_another_thread_may_look_at_any_moment():
         while not done.is_set():
             before = clock.wall_s()
             total, current = sum(clock.seconds().values()), clock.current
-            if not (before <= total + 1e-6 and total <= clock.wall_s() + 1e-6 and 0 <= current.seconds <= clock.wall_s()):
+            if not (
+                before <= total + 1e-6
+                and total <= clock.wall_s() + 1e-6
+                and 0 <= current.seconds <= clock.wall_s()
+            ):
                 wrong.append((before, total, current))
 
     thread = threading.Thread(target=look)

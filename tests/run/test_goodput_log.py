@@ -1,4 +1,5 @@
-"""What counts of a run's wall time over kills and roll-backs, against a simulation that knows; the file, its cut lines, the picture."""
+"""What counts of a run's wall time over kills and roll-backs, against a simulation that knows; the
+file, its cut lines, the picture."""
 
 import contextlib
 import dataclasses
@@ -11,13 +12,25 @@ import matplotlib.figure
 import pytest
 
 from jaxtrain.run.goodput import Part, WallClock
-from jaxtrain.run.goodput_log import GROWTH, KEPT_LINES, REDONE, USEFUL, Goodput, GoodputLog, Line, plot_goodput, read_goodput, thinned
+from jaxtrain.run.goodput_log import (
+    GROWTH,
+    KEPT_LINES,
+    REDONE,
+    USEFUL,
+    Goodput,
+    GoodputLog,
+    Line,
+    plot_goodput,
+    read_goodput,
+    thinned,
+)
 
 STEPS, SAVE_EVERY = 200, 10
 
 
 class Simulated:
-    """A run that is killed and started again: its lines, as a log writes them, and what each step's last execution has cost."""
+    """A run that is killed and started again: its lines, as a log writes them, and what each step's
+    last execution has cost."""
 
     def __init__(self, kills: int, seed: int, roll_backs: bool = False):
         self.chance, self.lines = random.Random(seed), []
@@ -25,7 +38,13 @@ class Simulated:
         self.cost, self.lived, self.down, self.stepped = {}, 0.0, 0.0, 0.0
         left = kills
         while self.step < STEPS:
-            self.began, self.seconds, self.start, self.step, self.due = self.now, {}, self.start + 1, self.saved, 0.0
+            self.began, self.seconds, self.start, self.step, self.due = (
+                self.now,
+                {},
+                self.start + 1,
+                self.saved,
+                0.0,
+            )
             ends = self.now + self.chance.uniform(3.0, 12.0) if left else float("inf")
             self.spend("imports", 2.0, ends)
             self.line()
@@ -76,32 +95,51 @@ class Simulated:
 @pytest.mark.parametrize("roll_backs", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_thirty_kills(seed, roll_backs):
-    """Parts add up to what the starts have lived, with the down time to all. What counts is what the last execution of each step cost."""
+    """Parts add up to what the starts have lived, with the down time to all. What counts is what
+    the last execution of each step cost."""
     run = Simulated(30, seed, roll_backs)
     goodput = Goodput(run.lines)
     assert sum(goodput.parts().values()) == pytest.approx(goodput.wall_s())
     assert goodput.wall_s() == pytest.approx(run.lived, rel=0.02)
     assert goodput.wall_s() + goodput.down_s == pytest.approx(run.now - 1000.0)
     assert goodput.useful_s() == pytest.approx(sum(run.cost.values()), abs=0.02 * run.lived)
-    assert goodput.parts()[REDONE] == pytest.approx(run.stepped - sum(run.cost.values()), abs=0.02 * run.lived)
+    assert goodput.parts()[REDONE] == pytest.approx(
+        run.stepped - sum(run.cost.values()), abs=0.02 * run.lived
+    )
     assert goodput.parts()[REDONE] > 0 and 0 < goodput.share() < 1
 
 
 def test_what_was_done_again_has_the_time_of_the_first_time():
-    """Steps 41 to 47 cost 1 s each the first time and 2 s the second; the half step after 47 is lost with them."""
-    stepping = lambda start, step, seconds, time: Line(start, 100.0 * start, time, step, {"imports": 5.0, "stepping": seconds})
-    lines = [stepping(1, 30, 0.0, 105.0), stepping(1, 40, 10.0, 115.0), stepping(1, 47, 17.0, 122.0), stepping(1, 47, 17.5, 122.5)]
+    """Steps 41 to 47 cost 1 s each the first time and 2 s the second; the half step after 47 is
+    lost with them."""
+    stepping = lambda start, step, seconds, time: Line(
+        start, 100.0 * start, time, step, {"imports": 5.0, "stepping": seconds}
+    )
+    lines = [
+        stepping(1, 30, 0.0, 105.0),
+        stepping(1, 40, 10.0, 115.0),
+        stepping(1, 47, 17.0, 122.0),
+        stepping(1, 47, 17.5, 122.5),
+    ]
     lines += [stepping(2, 40, 0.0, 205.0), stepping(2, 50, 20.0, 225.0)]
     goodput = Goodput(lines)
     assert goodput.parts() == {USEFUL: 30.0, REDONE: 7.5, "imports": 10.0}
     assert goodput.down_s == 200.0 - 122.5 and goodput.share() == pytest.approx(30 / 47.5)
-    text = "goodput 63.2 % of 47.5 s in 2 starts: useful steps 63.2 %, imports 21.1 %, redone steps 15.8 %; 77.5 s down between them"
+    text = (
+        "goodput 63.2 % of 47.5 s in 2 starts: useful steps 63.2 %, imports 21.1 %, redone steps "
+        "15.8 %; 77.5 s down between them"
+    )
     assert goodput.summary() == text
 
 
 def test_back_inside_a_stretch_takes_its_share():
-    """From step 40 to 60 without a line between: a quarter of it is redone after a start from 55."""
-    lines = [Line(1, 0.0, 1.0, 40, {"stepping": 0.0}), Line(1, 0.0, 21.0, 60, {"stepping": 20.0}), Line(2, 30.0, 30.0, 55, {})]
+    """From step 40 to 60 without a line between: a quarter of it is redone after a start from
+    55."""
+    lines = [
+        Line(1, 0.0, 1.0, 40, {"stepping": 0.0}),
+        Line(1, 0.0, 21.0, 60, {"stepping": 20.0}),
+        Line(2, 30.0, 30.0, 55, {}),
+    ]
     assert Goodput(lines).parts() == {USEFUL: 15.0, REDONE: 5.0}
 
 
@@ -120,10 +158,14 @@ def test_fewer_lines_say_the_same(tmp_path, roll_backs):
     goodput, expected = Goodput(few), Goodput(run.lines)
     assert goodput.wall_s() == expected.wall_s() and goodput.down_s == expected.down_s
     assert goodput.parts() == pytest.approx(expected.parts(), abs=0.01 * expected.wall_s())
-    (tmp_path / "goodput.jsonl").write_text("".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in run.lines))
+    (tmp_path / "goodput.jsonl").write_text(
+        "".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in run.lines)
+    )
     GoodputLog(tmp_path, WallClock(), STEPS).close()
     lines = read_goodput(tmp_path)
-    assert [line for line in lines if line.start < lines[-1].start] == few and lines[-1].start == few[-1].start + 1
+    assert [line for line in lines if line.start < lines[-1].start] == few and lines[
+        -1
+    ].start == few[-1].start + 1
 
 
 class Now:
@@ -137,7 +179,8 @@ class Now:
 
 
 def test_starts_after_each_other(tmp_path):
-    """wall_s and goodput go on; a line that a kill has cut does no harm, and neither does what is no line."""
+    """wall_s and goodput go on; a line that a kill has cut does no harm, and neither does what is
+    no line."""
     now = Now(3.0)
     clock = WallClock(0.0, now)
     log = GoodputLog(tmp_path, clock, 0, now=lambda: 1000.0 + now.now)
@@ -159,7 +202,9 @@ def test_starts_after_each_other(tmp_path):
     assert log.share() == pytest.approx((3 + 3) / 14)
     log.close()
     lines = read_goodput(tmp_path)
-    assert [line.start for line in lines] == sorted(line.start for line in lines) and {line.start for line in lines} == {1, 2}
+    assert [line.start for line in lines] == sorted(line.start for line in lines) and {
+        line.start for line in lines
+    } == {1, 2}
     assert lines[-1] == Line(2, 1100.0, 1105.0, 6, {"imports": 2.0, "stepping": 3.0})
     goodput = Goodput(lines)
     assert goodput.parts() == {USEFUL: 6.0, REDONE: 3.0, "imports": 5.0} and goodput.down_s == 91.0
@@ -216,7 +261,11 @@ def test_a_disk_without_room_loses_lines_and_nothing_else(tmp_path, monkeypatch)
     log.close()
     texts = (tmp_path / "goodput.jsonl").read_text().splitlines()
     assert [line.step for line in read_goodput(tmp_path)][-1] == 0
-    assert all(json.loads(text).keys() == {field.name for field in dataclasses.fields(Line)} for text in texts if text.endswith("}"))
+    assert all(
+        json.loads(text).keys() == {field.name for field in dataclasses.fields(Line)}
+        for text in texts
+        if text.endswith("}")
+    )
 
 
 def test_a_first_line_without_room_comes_with_the_next(tmp_path, monkeypatch):
@@ -234,10 +283,17 @@ def test_a_first_line_without_room_comes_with_the_next(tmp_path, monkeypatch):
 @pytest.mark.parametrize("starts", [1, 2, 30])
 def test_starts_are_drawn_by_their_numbers(tmp_path, monkeypatch, starts):
     """Whole numbers alone, and one start is a bar and no wall."""
-    lines = [Line(n, 10.0 * n, 10.0 * n + 8, 3 * n, {"imports": 2.0, "stepping": 6.0}) for n in range(1, starts + 1)]
-    (tmp_path / "goodput.jsonl").write_text("".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines))
+    lines = [
+        Line(n, 10.0 * n, 10.0 * n + 8, 3 * n, {"imports": 2.0, "stepping": 6.0})
+        for n in range(1, starts + 1)
+    ]
+    (tmp_path / "goodput.jsonl").write_text(
+        "".join(json.dumps(dataclasses.asdict(line)) + "\n" for line in lines)
+    )
     figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure)
+    )
     plot_goodput(tmp_path)
     each = figures[0].axes[1]
     figures[0].draw_without_rendering()
@@ -261,7 +317,8 @@ def test_nothing_is_left_of_a_start_without_a_state(tmp_path):
 
 
 def test_a_clock_that_is_put_right_meanwhile_changes_nothing(tmp_path):
-    """By an hour either way: no negative time, and no down time between starts that follow each other."""
+    """By an hour either way: no negative time, and no down time between starts that follow each
+    other."""
     fast_by = [0.0]
     for jump in (3600.0, -3600.0):
         fast_by[0] = 0.0
@@ -274,5 +331,8 @@ def test_a_clock_that_is_put_right_meanwhile_changes_nothing(tmp_path):
     lines = read_goodput(tmp_path)
     assert {line.start for line in lines} == {1, 2}
     for line in lines:
-        assert line.time - line.began == pytest.approx(sum(line.seconds.values()), abs=0.01) and line.time >= line.began
+        assert (
+            line.time - line.began == pytest.approx(sum(line.seconds.values()), abs=0.01)
+            and line.time >= line.began
+        )
     assert 0 <= Goodput(lines).down_s < 60

@@ -1,4 +1,5 @@
-"""Lines on a disk that is full for a while: kept, written in order when there is room, and warned of once."""
+"""Lines on a disk that is full for a while: kept, written in order when there is room, and warned
+of once."""
 
 import errno
 import os
@@ -34,7 +35,9 @@ def test_lines_wait_for_room(tmp_path, room):
     for line in ("two", "three", "four"):
         file.write(line)
     assert path.read_text() == "one\ntw"
-    assert said == [f"warning: {path} cannot be written (No space left on device): training goes on without it"]
+    assert said == [
+        f"warning: {path} cannot be written (No space left on device): training goes on without it"
+    ]
     room[0] = 1 << 30
     file.write("five")
     file.close()
@@ -70,4 +73,7 @@ def test_tensorboard_on_a_full_disk(tmp_path, monkeypatch):
         writer.write(step, loss=1.0)
     writer.close()
     folder = tmp_path / metrics.TENSORBOARD_FOLDER
-    assert said == [f"warning: {folder} cannot be written (No space left on device): training goes on without it"]
+    assert said == [
+        f"warning: {folder} cannot be written (No space left on device): training goes on "
+        "without it"
+    ]

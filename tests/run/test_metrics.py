@@ -32,15 +32,27 @@ def test_a_record_is_in_the_file_when_write_returns(tmp_path):
     writer = MetricsWriter(tmp_path / "run", tensorboard=False)
     writer.write(1, loss=2.5, mfu=None, note="warm")
     line = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert re.fullmatch(r'{"step": 1, "time": [0-9.]+, "wall_s": [0-9.]+, "loss": 2.5, "mfu": null, "note": "warm"}\n', line)
+    assert re.fullmatch(
+        r'{"step": 1, "time": [0-9.]+, "wall_s": [0-9.]+, "loss": 2.5, "mfu": null, "note": '
+        r'"warm"}\n',
+        line,
+    )
     writer.close()
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     writer = MetricsWriter(tmp_path, tensorboard=False)
-    writer.write(1, loss=float("nan"), grad_norm=float("inf"), learning_rate=-float("inf"), tokens=3)
+    writer.write(
+        1, loss=float("nan"), grad_norm=float("inf"), learning_rate=-float("inf"), tokens=3
+    )
     line = (tmp_path / "metrics.jsonl").read_text()
-    assert values(json.loads(line)) == {"step": 1, "loss": None, "grad_norm": None, "learning_rate": None, "tokens": 3}
+    assert values(json.loads(line)) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "learning_rate": None,
+        "tokens": 3,
+    }
 
 
 def test_resuming_keeps_each_step_once(tmp_path):
@@ -63,9 +75,12 @@ def test_going_back_moves_later_records_away(tmp_path):
     writer.write(3, loss=2.5)
     writer.go_back(1, rolled_back_from=3, next_batch=6)
     writer.close()
-    assert [values(record) for record in read_metrics(tmp_path)[1:]] == [{"step": 1, "rolled_back_from": 3, "next_batch": 6}]
+    assert [values(record) for record in read_metrics(tmp_path)[1:]] == [
+        {"step": 1, "rolled_back_from": 3, "next_batch": 6}
+    ]
     lines = (tmp_path / ROLLED_BACK_FILE).read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [3, 4, 2, 2, 3]  # the record of the first way back among them
+    # the record of the first way back among them
+    assert [json.loads(line)["step"] for line in lines] == [3, 4, 2, 2, 3]
     write(tmp_path, [2], resume_step=1).close()
     assert (tmp_path / ROLLED_BACK_FILE).exists()
     write(tmp_path, [1]).close()
@@ -85,7 +100,9 @@ def test_a_line_cut_by_a_kill_is_dropped(tmp_path, cut):
         f.write(cut)
     assert steps(tmp_path) == [1, 2]
     write(tmp_path, [3], resume_step=2)
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
 
 
 def test_every_record_says_when_it_was_written_and_how_long_the_run_had_run(tmp_path):
@@ -113,8 +130,16 @@ def test_a_process_without_log_writes_nothing(tmp_path, monkeypatch):
 
 def test_importing_it_brings_in_nothing_slow():
     slow = {"jax", "numpy", "matplotlib", "tensorboardX"}
-    code = f"import jaxtrain.run.metrics, jaxtrain.run.progress, sys; print(sorted({slow} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        f"import jaxtrain.run.metrics, jaxtrain.run.progress, sys; print(sorted({slow} & "
+        "set(sys.modules)))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def events(folder):
@@ -141,11 +166,18 @@ def test_tensorboard_has_the_numbers_and_purges_what_is_done_again(tmp_path):
     writer = write(tmp_path, [1, 2], tensorboard=True)
     writer.write(2, validation_loss=4.0, mfu=None)
     writer.close()
-    expected = {"train/loss": [(1, 10.0), (2, 5.0)], "train/tokens": [(1, 100.0), (2, 200.0)], "validation/validation_loss": [(2, 4.0)]}
+    expected = {
+        "train/loss": [(1, 10.0), (2, 5.0)],
+        "train/tokens": [(1, 100.0), (2, 200.0)],
+        "validation/validation_loss": [(2, 4.0)],
+    }
     scalars = events(tmp_path)[1]
     walls = {group: scalars.pop(f"{group}/wall_s") for group in ("train", "validation")}
     assert scalars == expected
-    recorded = [(record["step"], pytest.approx(record["wall_s"], abs=1e-3)) for record in read_metrics(tmp_path)]
+    recorded = [
+        (record["step"], pytest.approx(record["wall_s"], abs=1e-3))
+        for record in read_metrics(tmp_path)
+    ]
     assert walls["train"] + walls["validation"] == recorded
     for file in (tmp_path / "tensorboard").iterdir():
         file.unlink()
@@ -160,7 +192,11 @@ def test_the_plot_shows_both_curves(tmp_path, monkeypatch):
 
     drawn = {}
     plot = Axes.plot
-    monkeypatch.setattr(Axes, "plot", lambda self, x, y, **k: drawn.update({k["label"]: (x, y)}) or plot(self, x, y, **k))
+    monkeypatch.setattr(
+        Axes,
+        "plot",
+        lambda self, x, y, **k: drawn.update({k["label"]: (x, y)}) or plot(self, x, y, **k),
+    )
     writer = write(tmp_path, [1, 2, 5])
     writer.write(2, loss=float("nan"))
     writer.write(5, validation_loss=3.0)
@@ -169,13 +205,17 @@ def test_the_plot_shows_both_curves(tmp_path, monkeypatch):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name, title", [("wide", "wide"), ("a $run_{$", "a $run_{$"), ("n" * 90, "n" * 69 + "…")])
+@pytest.mark.parametrize(
+    "name, title", [("wide", "wide"), ("a $run_{$", "a $run_{$"), ("n" * 90, "n" * 69 + "…")]
+)
 def test_the_plot_has_the_run_s_name(tmp_path, monkeypatch, name, title):
     """Also one with marks of formulas, and from inside of the folder."""
     from matplotlib.axes import Axes
 
     titles, set_title = [], Axes.set_title
-    monkeypatch.setattr(Axes, "set_title", lambda self, text, **k: titles.append(text) or set_title(self, text, **k))
+    monkeypatch.setattr(
+        Axes, "set_title", lambda self, text, **k: titles.append(text) or set_title(self, text, **k)
+    )
     write(tmp_path / name, [1])
     assert plot_losses(tmp_path / name)
     monkeypatch.chdir(tmp_path / name)

@@ -34,7 +34,9 @@ def test_each_knows_the_other_and_how_far_it_is(three):
     first.beat(Beat(3, "waiting", 1.5))
     second.beat(Beat(4, "stepping", 0.5))
     until(main, lambda: main.peers[1].beat.step == 3 and main.peers[2].beat.step == 4)
-    assert str(main.peers[1]) == f"process 1 (host1, pid {os.getpid()})" and main.peers[1].beat == Beat(3, "waiting", 1.5)
+    assert str(main.peers[1]) == f"process 1 (host1, pid {os.getpid()})" and main.peers[
+        1
+    ].beat == Beat(3, "waiting", 1.5)
     heard = first.peers[0].heard
     main.beat(Beat(5))
     until(first, lambda: first.peers[0].beat.step == 5)
@@ -46,7 +48,8 @@ def test_one_that_dies_and_one_that_says_bye(three):
     second.say_bye(Ending(65, "a broken line", 2))
     for peers in (first, second):
         for connection in list(peers._peer_of):
-            connection.shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that has been killed
+            # as the kernel does for a process that has been killed
+            connection.shutdown(socket.SHUT_RDWR)
     until(main, main.all_gone)
     assert main.peers[1].gone and main.peers[1].bye is None
     assert main.peers[2].bye == Ending(65, "a broken line", 2)
@@ -79,5 +82,8 @@ def test_strangers_are_dropped(three):
 def test_a_main_process_out_of_reach():
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(PeersError, match=rf"^port {port} of process 0 cannot be reached \(localhost: Connection refused\)$"):
+    with pytest.raises(
+        PeersError,
+        match=rf"^port {port} of process 0 cannot be reached \(localhost: Connection refused\)$",
+    ):
         Peers(1, 2).connect(Address(("localhost",), port, ""), "here")

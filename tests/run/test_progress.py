@@ -14,7 +14,7 @@ import pytest
 
 from jaxtrain.run.progress import Progress, StepTimer, bar_line
 
-# --- the timer -------------------------------------------------------------------------------------------------------------------
+# --- the timer ------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -26,7 +26,8 @@ class Clock:
 
 
 def test_the_speed_shown_is_a_mean_over_the_last_seconds():
-    """However unevenly the results come: here two at a time, as from a host that is late for every other one."""
+    """However unevenly the results come: here two at a time, as from a host that is late for every
+    other one."""
     clock = Clock()
     timer, shown = StepTimer(0, window=10.0, clock=clock), []
     for step in range(2, 200, 2):
@@ -43,7 +44,9 @@ def test_the_speed_shown_is_a_mean_over_the_last_seconds():
 def test_the_speed_shown_follows_a_change():
     clock = Clock()
     timer = StepTimer(0, window=10.0, clock=clock)
-    for step, now in enumerate([60.0, *(60.0 + n for n in range(1, 12)), *(71.0 + 0.1 * n for n in range(1, 120))], 1):
+    for step, now in enumerate(
+        [60.0, *(60.0 + n for n in range(1, 12)), *(71.0 + 0.1 * n for n in range(1, 120))], 1
+    ):
         clock.now = now
         timer.lap(step)
         if step == 1:
@@ -105,7 +108,7 @@ def test_the_mean_since_it_was_asked_is_over_all_steps_between():
     assert 0 < timer.since_asked() < 1e-6  # never 0: it is divided by
 
 
-# --- the display -----------------------------------------------------------------------------------------------------------------
+# --- the display ----------------------------------------------------------------------------------
 
 
 class Screen(io.StringIO):
@@ -120,12 +123,16 @@ def test_a_log_gets_few_lines(capsys, screen):
     progress = Progress(1000, step=100, stream=errors, every=5, clock=lambda: now[0])
     for step in range(101, 1001):
         now[0] += 0.125
-        progress.update(step, loss=1.0 if step % 10 == 0 else None, tokens_per_s=12345.0, mfu=0.4321)
+        progress.update(
+            step, loss=1.0 if step % 10 == 0 else None, tokens_per_s=12345.0, mfu=0.4321
+        )
     progress.say("done")
     progress.say("warning: careful")
     progress.close()
     out, err = capsys.readouterr()
-    assert err == "warning: careful\n" and ("1000/1000 |███" in errors.getvalue()) == errors.isatty()
+    assert (
+        err == "warning: careful\n" and ("1000/1000 |███" in errors.getvalue()) == errors.isatty()
+    )
     lines = out.splitlines()
     # 112.5 seconds: the first step, one line every 5 seconds, the last step, and what was said.
     assert len(lines) == 1 + 22 + 1 + 1
@@ -175,10 +182,16 @@ sys.exit(streams.run(main, []))
 
 
 def on_a_terminal(columns: int, **environment: str) -> list[str]:
-    """The rows that a terminal of a width shows at the end: what is printed, the cursor's moves followed."""
+    """The rows that a terminal of a width shows at the end: what is printed, the cursor's moves
+    followed."""
     main, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=terminal, stderr=terminal, env=os.environ | environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdout=terminal,
+        stderr=terminal,
+        env=os.environ | environment,
+    )
     os.close(terminal)
     data = b""
     while True:
@@ -223,7 +236,11 @@ def screen(text: str, columns: int) -> list[str]:
         (20, {}, r"1500/1500 [|]█+[|]"),
         (5, {}, r"1500"),
         (2, {}, r"1"),
-        (80, {"PYTHONIOENCODING": "ascii"}, r"1500/1500 [|]#+[|] loss 0.0857 [.] 1.78M tokens/s [.] MFU 43.2 %"),
+        (
+            80,
+            {"PYTHONIOENCODING": "ascii"},
+            r"1500/1500 [|]#+[|] loss 0.0857 [.] 1.78M tokens/s [.] MFU 43.2 %",
+        ),
     ],
 )
 def test_the_bar_is_one_line_of_any_terminal(columns, environment, last):
@@ -231,14 +248,34 @@ def test_the_bar_is_one_line_of_any_terminal(columns, environment, last):
     said = -(-len("said") // (columns or 80))  # rows
     assert "".join(rows[:said]) == "said" and rows[said + 1 :] == [""], rows
     assert re.fullmatch(last, rows[said]) and len(rows[said]) < (columns or 80), rows
-    assert len(rows[said]) == (columns or 80) - 3 or columns not in (0, 60, 80), "the bar takes what is left, but for a ^C"
+    assert len(rows[said]) == (columns or 80) - 3 or columns not in (0, 60, 80), (
+        "the bar takes what is left, but for a ^C"
+    )
 
 
-@pytest.mark.parametrize("step, bar", [(0, "    "), (1, "    "), (5, "▏   "), (40, "█   "), (100, "██▌ "), (159, "███▉"), (160, "████")])
+@pytest.mark.parametrize(
+    "step, bar",
+    [
+        (0, "    "),
+        (1, "    "),
+        (5, "▏   "),
+        (40, "█   "),
+        (100, "██▌ "),
+        (159, "███▉"),
+        (160, "████"),
+    ],
+)
 def test_the_bar_s_cells_fill_up(step, bar):
-    assert bar_line(step, 160, {"loss": "loss 2.0"}, len(f"{step}/160 |    | loss 2.0^C")) == f"{step}/160 |{bar}| loss 2.0"
+    assert (
+        bar_line(step, 160, {"loss": "loss 2.0"}, len(f"{step}/160 |    | loss 2.0^C"))
+        == f"{step}/160 |{bar}| loss 2.0"
+    )
 
 
 def test_a_terminal_that_cannot_erase_gets_lines():
     rows = on_a_terminal(80, TERM="dumb")
-    assert rows[0].startswith("step 61/1500 · loss 2.0239 · ") and len(rows) > 5 and not any("█" in row for row in rows)
+    assert (
+        rows[0].startswith("step 61/1500 · loss 2.0239 · ")
+        and len(rows) > 5
+        and not any("█" in row for row in rows)
+    )

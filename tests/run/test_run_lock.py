@@ -21,7 +21,8 @@ ELSEWHERE = Process("elsewhere", "another-boot", "pid:[1]", 7, 70)
 
 
 class Clock:
-    """Time that passes only while somebody sleeps; `then` is called after each sleep with the seconds since the start."""
+    """Time that passes only while somebody sleeps; `then` is called after each sleep with the
+    seconds since the start."""
 
     def __init__(self, then=lambda seconds: None):
         self.now, self._then = 1000.0, then
@@ -60,14 +61,17 @@ def as_holder(pid: int) -> Process:
     return dataclasses.replace(this_process(), pid=pid, start=run_lock._proc_entry(pid).start)
 
 
-# --- alone -----------------------------------------------------------------------------------------------------------------------
+# --- alone ----------------------------------------------------------------------------------------
 
 
 def test_taken_and_removed_with_the_folders_that_it_made(tmp_path):
     own = lock(tmp_path / "runs" / "new")
     own.take()
     values = json.loads((tmp_path / "runs" / "new" / "run.lock").read_text())
-    assert values["process"] == dataclasses.asdict(this_process()) and values["process"]["pid"] == os.getpid()
+    assert (
+        values["process"] == dataclasses.asdict(this_process())
+        and values["process"]["pid"] == os.getpid()
+    )
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", values["since"])
     own.release()
     own.release()
@@ -111,7 +115,7 @@ def test_a_folder_that_cannot_be_locked(tmp_path):
         lock(tmp_path / "file" / "run").take()
 
 
-# --- the second ------------------------------------------------------------------------------------------------------------------
+# --- the second -----------------------------------------------------------------------------------
 
 
 def test_a_run_of_this_host_is_refused_at_the_first_beat(tmp_path, child):
@@ -122,7 +126,8 @@ def test_a_run_of_this_host_is_refused_at_the_first_beat(tmp_path, child):
         lock(tmp_path, clock).take()
     host = this_process().host
     assert str(error.value) == (
-        f"--workdir={str(tmp_path)!r} is in use by the run of process {child.pid} on {host}, which started 2026-01-02 03:04:05 UTC: "
+        f"--workdir={str(tmp_path)!r} is in use by the run of process {child.pid} on {host}, "
+        "which started 2026-01-02 03:04:05 UTC: "
         "stop that run, or use another --workdir"
     )
     assert 2 <= clock.now - 1000 < 3
@@ -168,9 +173,12 @@ def test_a_run_of_this_host_that_is_gone_is_taken_over_at_once(tmp_path, child, 
     own.release()
 
 
-@pytest.mark.parametrize("field, value", [("host", "other"), ("boot", "other"), ("namespace", "pid:[2]"), ("boot", "")])
+@pytest.mark.parametrize(
+    "field, value", [("host", "other"), ("boot", "other"), ("namespace", "pid:[2]"), ("boot", "")]
+)
 def test_the_same_number_elsewhere_says_nothing(tmp_path, field, value):
-    """Of another host, another boot, another container, or where there is no /proc: silence alone counts."""
+    """Of another host, another boot, another container, or where there is no /proc: silence alone
+    counts."""
     holder = dataclasses.replace(this_process(), pid=2**22 + 1, **{field: value})
     write_lock(tmp_path, holder)
     clock = Clock()
@@ -187,7 +195,12 @@ def test_a_newcomer_says_that_it_waits(tmp_path):
     own.take(said.append)
     who = "the run of process 7 on elsewhere, which started 2026-01-02 03:04:05 UTC"
     lines = [
-        re.fullmatch(rf"waiting: {tmp_path} is locked by {who}; it gives no sign of life, and this run begins in (\d+) s", s) for s in said
+        re.fullmatch(
+            rf"waiting: {tmp_path} is locked by {who}; it gives no sign of life, and this run "
+            r"begins in (\d+) s",
+            s,
+        )
+        for s in said
     ]
     left = [int(line[1]) for line in lines]
     assert len(left) >= 2 and left == sorted(left, reverse=True) and left[0] < 12
@@ -200,13 +213,17 @@ def test_a_run_elsewhere_that_beats_is_refused(tmp_path):
     os.utime(path, (0, 0))
     holder = run_lock.read_holder(path.read_bytes())
     clock = Clock(lambda seconds: path.write_bytes(holder.line(5 + int(seconds / 11))))
-    with pytest.raises(FolderError, match="in use by the run of process 7 on elsewhere, which started 2026-01-02 03:04:05 UTC"):
+    with pytest.raises(
+        FolderError,
+        match="in use by the run of process 7 on elsewhere, which started 2026-01-02 03:04:05 UTC",
+    ):
         lock(tmp_path, clock).take()
     assert 11 <= clock.now - 1000 < 12
 
 
 def test_the_newcomer_s_own_sleep_is_nobody_s_silence(tmp_path):
-    """It is stopped for an hour, or the file system is away: it has looked twice, not for an hour."""
+    """It is stopped for an hour, or the file system is away: it has looked twice, not for an
+    hour."""
     path = write_lock(tmp_path, ELSEWHERE)
     holder = run_lock.read_holder(path.read_bytes())
 
@@ -221,7 +238,16 @@ def test_the_newcomer_s_own_sleep_is_nobody_s_silence(tmp_path):
         lock(tmp_path, clock).take()
 
 
-@pytest.mark.parametrize("text", [b"", b'{"beat":            0, "process": {"host', b"[]\n", b'{"process": {"pid": "x"}}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b'{"beat":            0, "process": {"host',
+        b"[]\n",
+        b'{"process": {"pid": "x"}}',
+        b"\xff\xfe",
+    ],
+)
 def test_a_lock_that_is_not_whole_is_taken_over_after_the_silence(tmp_path, text):
     """A crash between the creation and the writing; another program's file."""
     (tmp_path / run_lock.NAME).write_bytes(text)
@@ -237,7 +263,9 @@ def test_a_lock_that_is_finished_later_has_a_holder(tmp_path, child):
     path = tmp_path / run_lock.NAME
     path.write_bytes(b"")
     holder = Holder(as_holder(child.pid), "2026-01-02 03:04:05 UTC", "0123", 12.0)
-    clock = Clock(lambda seconds: path.write_bytes(holder.line(int(seconds))) if seconds > 1 else None)
+    clock = Clock(
+        lambda seconds: path.write_bytes(holder.line(int(seconds))) if seconds > 1 else None
+    )
     with pytest.raises(FolderError, match=f"process {child.pid} "):
         lock(tmp_path, clock).take()
     assert clock.now - 1000 < 4
@@ -267,26 +295,41 @@ def test_a_newcomer_that_died_while_it_took_over_is_taken_over_too(tmp_path, chi
         own.release()
 
 
-# --- lost ------------------------------------------------------------------------------------------------------------------------
+# --- lost -----------------------------------------------------------------------------------------
 
 
 def test_a_lost_lock_is_noticed_and_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
     for damage, status, message in (
-        (lambda: (tmp_path / run_lock.NAME).unlink(), 74, "run.lock is gone, so another run may use the folder: this run ends"),
+        (
+            lambda: (tmp_path / run_lock.NAME).unlink(),
+            74,
+            "run.lock is gone, so another run may use the folder: this run ends",
+        ),
         (
             lambda: write_lock(tmp_path, ELSEWHERE),
             2,
             "was taken over by the run of process 7 on elsewhere, which started .*: this run ends",
         ),
-        (lambda: (tmp_path / run_lock.NAME).write_text("?"), 74, "run.lock was overwritten, so another run may use the folder: this run"),
+        (
+            lambda: (tmp_path / run_lock.NAME).write_text("?"),
+            74,
+            "run.lock was overwritten, so another run may use the folder: this run",
+        ),
     ):
         said, noticed = [], threading.Event()
-        own = lock(tmp_path, lost=lambda error, said=said, noticed=noticed: (said.append(error), noticed.set()))
+        own = lock(
+            tmp_path,
+            lost=lambda error, said=said, noticed=noticed: (said.append(error), noticed.set()),
+        )
         own.take()
         damage()
         assert noticed.wait(10)
-        assert re.search(message, str(said[0])) and "\n" not in str(said[0]) and said[0].status == status
+        assert (
+            re.search(message, str(said[0]))
+            and "\n" not in str(said[0])
+            and said[0].status == status
+        )
         before = sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir())
         own.release()
         assert sorted((p.name, p.read_bytes()) for p in tmp_path.iterdir()) == before
@@ -294,9 +337,10 @@ def test_a_lost_lock_is_noticed_and_left_alone(tmp_path, monkeypatch):
             path.unlink()
 
 
-# --- real processes --------------------------------------------------------------------------------------------------------------
+# --- real processes -------------------------------------------------------------------------------
 
-# In each round: takes the lock as soon as the gate opens, says so, and holds it until it gets a line; or says that it is refused.
+# In each round: takes the lock as soon as the gate opens, says so, and holds it until it gets a
+# line; or says that it is refused.
 RACER = """
 import os, sys
 from jaxtrain.run import run_lock
@@ -324,7 +368,12 @@ def test_of_processes_at_once_one_wins(tmp_path, child, first):
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     words = [sys.executable, "-c", RACER, str(tmp_path), str(ROUNDS)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    racers = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(RACERS)]
+    racers = [
+        subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(RACERS)
+    ]
     try:
         for n in range(ROUNDS):
             if first == "a dead run":
@@ -338,7 +387,9 @@ def test_of_processes_at_once_one_wins(tmp_path, child, first):
                 racer.stdin.write("\n")
                 racer.stdin.flush()
         assert [racer.wait(20) for racer in racers] == [0] * RACERS
-        assert [os.listdir(tmp_path / str(n)) for n in range(ROUNDS) if (tmp_path / str(n)).exists()] in ([], [[]] * ROUNDS)
+        assert [
+            os.listdir(tmp_path / str(n)) for n in range(ROUNDS) if (tmp_path / str(n)).exists()
+        ] in ([], [[]] * ROUNDS)
     finally:
         for racer in racers:
             racer.kill()

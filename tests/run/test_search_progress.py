@@ -1,4 +1,5 @@
-"""What is said of a search while it lasts: a line in place on a terminal, lines elsewhere, nothing where it is short."""
+"""What is said of a search while it lasts: a line in place on a terminal, lines elsewhere, nothing
+where it is short."""
 
 import io
 
@@ -21,7 +22,10 @@ def said(stream: io.StringIO, seconds: list[float], shown: bool = True) -> str:
 
 def test_lines_every_few_seconds_where_there_is_no_terminal():
     text = said(io.StringIO(), [0.1, 4.9, 5.0, 6.0, 9.9, 10.1, 80.0, 81.0])
-    assert text == "tables: 25%, order 2, 0:05\ntables: 62%, order 5, 0:10\ntables: 75%, order 6, 1:20\n"
+    assert (
+        text
+        == "tables: 25%, order 2, 0:05\ntables: 62%, order 5, 0:10\ntables: 75%, order 6, 1:20\n"
+    )
 
 
 def test_one_line_in_place_on_a_terminal_and_none_left():
@@ -35,4 +39,9 @@ def test_one_line_in_place_on_a_terminal_and_none_left():
 
 
 def test_nothing_where_it_is_short_or_another_process_speaks():
-    assert said(io.StringIO(), [0.1, 4.0]) == said(Terminal(), [0.1, 0.9]) == said(io.StringIO(), [10.0, 20.0], shown=False) == ""
+    assert (
+        said(io.StringIO(), [0.1, 4.0])
+        == said(Terminal(), [0.1, 0.9])
+        == said(io.StringIO(), [10.0, 20.0], shown=False)
+        == ""
+    )

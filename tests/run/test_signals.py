@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C before, in and after the loop, also while the main thread is in C code; in processes of their own, without jax."""
+"""SIGTERM and Ctrl-C before, in and after the loop, also while the main thread is in C code; in
+processes of their own, without jax."""
 
 import os
 import signal
@@ -9,7 +10,8 @@ import time
 import pytest
 from support import ROOT
 
-# C code that takes minutes, does not hold the interpreter and listens to no signal, as a compilation does.
+# C code that takes minutes, does not hold the interpreter and listens to no signal, as a
+# compilation does.
 PROGRAM = """
 import hashlib, os, signal, sys, time
 from jaxtrain.run.signals import Signals
@@ -75,7 +77,11 @@ def test_in_the_loop_it_asks(number):
     process = start("in", "0")
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    notice = "stopping after this step; Ctrl-C again ends at once, without saving\n" if number == signal.SIGINT else ""
+    notice = (
+        "stopping after this step; Ctrl-C again ends at once, without saving\n"
+        if number == signal.SIGINT
+        else ""
+    )
     assert end(process) == (0, "asked\ndone\n", notice)
 
 

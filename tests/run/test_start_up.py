@@ -16,7 +16,9 @@ def test_parts_follow_each_other_and_add_up():
         clock.enter(part)
     parts = {"imports_s": 2.0, "table_s": 0.01, "compiling_s": 4.24, "stepping_s": 0.5}
     assert start_up.record(clock) == pytest.approx({"start_up_s": 6.75} | parts)
-    assert start_up.line(clock) == "first step after 6.8 s: imports 2.0, compiling 4.2, stepping 0.5"
+    assert (
+        start_up.line(clock) == "first step after 6.8 s: imports 2.0, compiling 4.2, stepping 0.5"
+    )
 
 
 def test_the_collector_rests_during_imports_and_runs_again_after_them():

@@ -6,12 +6,25 @@ from jaxtrain.run.peers import Beat
 from jaxtrain.run.stragglers import WINDOW_S, Slowest, Stragglers
 
 
-def run(stragglers: Stragglers, own: dict[int, float], seconds: int, data_wait: float = 0.0, begin: tuple[int, float] = (1, 100.0)) -> None:
-    """Beats once a second of processes that take a step in 0.2 s, with so much time of their own in each."""
+def run(
+    stragglers: Stragglers,
+    own: dict[int, float],
+    seconds: int,
+    data_wait: float = 0.0,
+    begin: tuple[int, float] = (1, 100.0),
+) -> None:
+    """Beats once a second of processes that take a step in 0.2 s, with so much time of their own in
+    each."""
     first, now = begin
     for second in range(seconds + 1):
         step = first + 5 * second
-        beats = {p: (f"process {p} (host{p})", Beat(step, own_s=each * step, data_wait_s=data_wait * step)) for p, each in own.items()}
+        beats = {
+            p: (
+                f"process {p} (host{p})",
+                Beat(step, own_s=each * step, data_wait_s=data_wait * step),
+            )
+            for p, each in own.items()
+        }
         stragglers.take(beats, now + second)
 
 
@@ -23,8 +36,13 @@ def test_the_process_with_most_time_of_its_own_is_named():
     run(stragglers, own, int(WINDOW_S), 0.09)
     slowest = stragglers.slowest
     assert (slowest.process, slowest.steps) == (2, (2, 51))
-    assert (slowest.own_s, slowest.data_wait_s, slowest.behind_s, slowest.step_s) == pytest.approx((0.1, 0.09, 0.088, 0.2))
-    text = "warning: steps 2 to 51: process 2 (host2) is slowest, with 0.100 s of its own a step (0.090 waiting for data), the median 0.012"
+    assert (slowest.own_s, slowest.data_wait_s, slowest.behind_s, slowest.step_s) == pytest.approx(
+        (0.1, 0.09, 0.088, 0.2)
+    )
+    text = (
+        "warning: steps 2 to 51: process 2 (host2) is slowest, with 0.100 s of its own a step "
+        "(0.090 waiting for data), the median 0.012"
+    )
     assert slowest.line() == f"{text}; a step takes 0.200 s"
 
 
@@ -62,5 +80,7 @@ def test_a_step_longer_than_the_window_makes_it_longer():
     stragglers = Stragglers()
     for now in range(0, 100, 5):
         step = 1 + now // 20
-        stragglers.take({p: ("", Beat(step, own_s=own * step)) for p, own in enumerate([0.0, 10.0])}, float(now))
+        stragglers.take(
+            {p: ("", Beat(step, own_s=own * step)) for p, own in enumerate([0.0, 10.0])}, float(now)
+        )
         assert (stragglers.slowest is None) == (now < 60)

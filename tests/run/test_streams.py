@@ -1,4 +1,5 @@
-"""Standard streams that are closed, full, of few characters or on a terminal that has hung up, in processes of their own."""
+"""Standard streams that are closed, full, of few characters or on a terminal that has hung up, in
+processes of their own."""
 
 import os
 import pty
@@ -28,7 +29,9 @@ def main(argv):
         raise ValueError("a fault")
     if "interrupted" in argv:
         raise KeyboardInterrupt
-    open("file", "w").write("".join(map(str, (os.path.exists(f"/proc/self/fd/{n}") for n in range(3)))))
+    open("file", "w").write("".join(map(str, (
+        os.path.exists(f"/proc/self/fd/{n}") for n in range(3)
+    ))))
     print("no end of a line", end="")
     streams.write_error("at once ×\\n")
     return 3 if "three" in argv else 0
@@ -39,13 +42,21 @@ WHOLE = "résumé × 3 → done █▌ 漢 f\\xff\nsaid\nno end of a line"
 ERRORS = "warning: careful\nat once ×\n"
 
 
-def run(tmp_path, words: str = "", redirection: str = "", environment: dict[str, str] | None = None) -> tuple[int, bytes, bytes]:
+def run(
+    tmp_path, words: str = "", redirection: str = "", environment: dict[str, str] | None = None
+) -> tuple[int, bytes, bytes]:
     """Status, standard output and standard error of the program in a shell of POSIX."""
     (tmp_path / "program.py").write_text(PROGRAM)
     command = f"exec '{sys.executable}' program.py {words} {redirection}"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHONIO", "PYTHONUTF8"))}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("LC_", "LANG", "PYTHONIO", "PYTHONUTF8"))
+    }
     clean |= {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"} | (environment or {})
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=clean, capture_output=True, timeout=60)
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, env=clean, capture_output=True, timeout=60
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -57,11 +68,17 @@ def lost(why: str) -> str:
 
 
 def without_log(why: str) -> str:
-    return f"warning: standard output cannot be written ({why}): this run goes on without its log; metrics.jsonl has the losses\n"
+    return (
+        f"warning: standard output cannot be written ({why}): this run goes on without its log; "
+        "metrics.jsonl has the losses\n"
+    )
 
 
 def without_errors(why: str) -> str:
-    return f"warning: standard error cannot be written ({why}): this run goes on without warnings and errors\n"
+    return (
+        f"warning: standard error cannot be written ({why}): this run goes on without warnings "
+        "and errors\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,14 +100,20 @@ def without_errors(why: str) -> str:
         ("run", ">/dev/full 2>&1", 0, "", ""),
     ],
 )
-def test_what_becomes_of_a_command_whose_streams_cannot_be_written(tmp_path, words, redirection, status, out, error):
+def test_what_becomes_of_a_command_whose_streams_cannot_be_written(
+    tmp_path, words, redirection, status, out, error
+):
     found = run(tmp_path, words, redirection)
     assert (found[0], found[1].decode(), found[2].decode()) == (status, out, error)
     if status != 74:
-        assert (tmp_path / "file").read_text() == "TrueTrueTrue", "what is opened later takes no standard stream's number"
+        assert (tmp_path / "file").read_text() == "TrueTrueTrue", (
+            "what is opened later takes no standard stream's number"
+        )
 
 
-@pytest.mark.parametrize("words, status, error", [("many", 0, b""), ("many run", 0, without_log("Broken pipe").encode())])
+@pytest.mark.parametrize(
+    "words, status, error", [("many", 0, b""), ("many run", 0, without_log("Broken pipe").encode())]
+)
 def test_a_reader_that_has_seen_enough(tmp_path, words, status, error):
     (tmp_path / "program.py").write_text(PROGRAM)
     process = subprocess.Popen(
@@ -105,20 +128,34 @@ def test_a_reader_that_has_seen_enough(tmp_path, words, status, error):
     found = process.stderr.read()
     assert process.wait(timeout=60) == status
     assert error in found and b"Traceback" not in found and b"Exception" not in found
-    assert (b"at once" in found) == ("run" in words), "a run goes on to its end, another command ends there"
+    assert (b"at once" in found) == ("run" in words), (
+        "a run goes on to its end, another command ends there"
+    )
 
 
 def test_a_traceback_and_ctrl_c_end_as_ever(tmp_path):
     status, out, error = run(tmp_path, "run raises", ">/dev/full")
-    assert status == 1 and error.endswith(b"ValueError: a fault\n") and b"Exception ignored" not in error
-    assert run(tmp_path, "interrupted") == (130, WHOLE.removesuffix("no end of a line").encode(), b"warning: careful\n\n")
+    assert (
+        status == 1
+        and error.endswith(b"ValueError: a fault\n")
+        and b"Exception ignored" not in error
+    )
+    assert run(tmp_path, "interrupted") == (
+        130,
+        WHOLE.removesuffix("no end of a line").encode(),
+        b"warning: careful\n\n",
+    )
 
 
 @pytest.mark.parametrize(
     "environment, encoding, line",
     [
         ({"PYTHONIOENCODING": "ascii"}, "ascii", r"r\xe9sum\xe9 x 3 -> done ## \u6f22 f\xff"),
-        ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "ascii", r"r\xe9sum\xe9 x 3 -> done ## \u6f22 f\xff"),
+        (
+            {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            "ascii",
+            r"r\xe9sum\xe9 x 3 -> done ## \u6f22 f\xff",
+        ),
         ({"PYTHONIOENCODING": "latin-1"}, "latin-1", r"résumé × 3 -> done ## \u6f22 f\xff"),
         ({"PYTHONIOENCODING": "cp1252:strict"}, "cp1252", r"résumé × 3 -> done ## \u6f22 f\xff"),
     ],
@@ -149,10 +186,17 @@ sys.exit(streams.run(main, []))
 
 
 def test_a_disk_that_has_room_again(tmp_path):
-    """What was lost meanwhile is not known any more, but that it is lost is said in its place. Here the room is what a limit leaves."""
+    """What was lost meanwhile is not known any more, but that it is lost is said in its place. Here
+    the room is what a limit leaves."""
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, "-c", RECOVERS]
-        done = subprocess.run(command, stdout=log, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True)
+        done = subprocess.run(
+            command,
+            stdout=log,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            text=True,
+        )
     said = "one\na line that is longer than\n(lines are missing here: File too large)\ntwo\n"
     assert (done.returncode, (tmp_path / "log").read_text()) == (0, said)
     assert done.stderr == without_log("File too large")
@@ -165,7 +209,9 @@ def test_a_stream_that_somebody_has_set_not_to_block(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "program.py", "many"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=write, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=write, stderr=subprocess.PIPE
+    )
     os.close(write)
     with open(read) as lines:
         assert len(lines.readlines()) == 2 + 100_000 + 1
@@ -196,7 +242,9 @@ def test_a_terminal_that_has_hung_up():
     """SIGHUP comes, and everything that is written then is an error."""
     pid, terminal = pty.fork()
     if not pid:
-        os.execve(sys.executable, [sys.executable, "-c", HUNG_UP], os.environ | {"PYTHONPATH": str(ROOT)})
+        os.execve(
+            sys.executable, [sys.executable, "-c", HUNG_UP], os.environ | {"PYTHONPATH": str(ROOT)}
+        )
     assert os.read(terminal, 100) == b"ready\r\n"
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75

@@ -1,4 +1,5 @@
-"""When a watchdog ends its process, and with which words; the process's end is replaced. Real runs: tests/chaos."""
+"""When a watchdog ends its process, and with which words; the process's end is replaced. Real runs:
+tests/chaos."""
 
 import os
 import threading
@@ -42,7 +43,10 @@ def test_a_save_is_no_part_of_a_step():
     patience = Patience(30, now=0)
     patience.finished(0, now=0)
     patience.finished(1, now=10)
-    assert patience.waited(Current(SAVE, 50), now=60) == 50 and patience.limit(Current(SAVE, 50)) == 600
+    assert (
+        patience.waited(Current(SAVE, 50), now=60) == 50
+        and patience.limit(Current(SAVE, 50)) == 600
+    )
     assert patience.waited(stepping(), now=61) == 1
     patience.finished(2, now=62)
     assert patience.limit(stepping()) == 30
@@ -53,7 +57,10 @@ def test_other_parts_learn_too():
     patience.waited(Current(SAVE, 400), now=400)
     assert patience.limit(Current(SAVE, 400)) == 600
     patience.waited(stepping(), now=401)
-    assert patience.limit(Current(SAVE, 1)) == 1200 and patience.limit(Current(Part.EVALUATING, 1)) == 600
+    assert (
+        patience.limit(Current(SAVE, 1)) == 1200
+        and patience.limit(Current(Part.EVALUATING, 1)) == 600
+    )
 
 
 def test_compiling_has_no_limit():
@@ -76,7 +83,9 @@ class World:
         monkeypatch.setattr(watchdog, "HEAD_START_S", 5.0)
         monkeypatch.setattr(watchdog, "OWN_WORD_S", 0.2)
         monkeypatch.setattr(watchdog, "GOODBYE_S", 1.0)
-        self.peers = [Peers(number, processes) for number in range(processes)] if processes > 1 else [None]
+        self.peers = (
+            [Peers(number, processes) for number in range(processes)] if processes > 1 else [None]
+        )
         if processes > 1:
             address = self.peers[0].listen()
             for peers in self.peers[1:]:
@@ -87,7 +96,13 @@ class World:
         self.ended: dict[int, int] = {}
         self.over = [threading.Event() for _ in self.peers]
         self.watchdogs = [
-            Watchdog(folder, peers, clock, hang_after, end=lambda status, number=number: self._end(number, status))
+            Watchdog(
+                folder,
+                peers,
+                clock,
+                hang_after,
+                end=lambda status, number=number: self._end(number, status),
+            )
             for number, (peers, clock) in enumerate(zip(self.peers, self.clocks))
         ]
 
@@ -138,9 +153,16 @@ def test_a_process_alone_hangs(world, tmp_path, capfd):
     alone.wait(0)
     assert alone.ended == {0: ExitStatus.HUNG}
     error = capfd.readouterr().err
-    assert error.startswith("error: hung after step 7: no step was finished for 0 s; it is at stepping; the stacks of all threads are in ")
+    assert error.startswith(
+        "error: hung after step 7: no step was finished for 0 s; it is at stepping; the "
+        "stacks of all threads are in "
+    )
     stacks = (tmp_path / "hang" / "step-7-process-0.txt").read_text()
-    assert stacks.startswith("process 0, after step 7, at stepping for") and "test_watchdog.py" in stacks and "in wait" in stacks
+    assert (
+        stacks.startswith("process 0, after step 7, at stepping for")
+        and "test_watchdog.py" in stacks
+        and "in wait" in stacks
+    )
 
 
 def test_stacks_that_cannot_be_written_cost_a_line(world, tmp_path, capfd):
@@ -161,7 +183,10 @@ def test_the_process_that_waits_for_data_is_behind(world, tmp_path, capfd):
     three.wait(0, 1, 2)
     assert set(three.ended.values()) == {ExitStatus.HUNG}
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 3 and all(f"process 1 (host1, pid {os.getpid()}) is behind, at data_wait after step 7" in line for line in lines)
+    assert len(lines) == 3 and all(
+        f"process 1 (host1, pid {os.getpid()}) is behind, at data_wait after step 7" in line
+        for line in lines
+    )
     assert len(list((tmp_path / "hang").iterdir())) == 3
 
 
@@ -171,7 +196,10 @@ def test_a_silent_process_is_behind(world, capfd):
     start(two, 0)
     two.wait(0)
     assert two.ended == {0: ExitStatus.HUNG}
-    assert f"process 1 (host1, pid {os.getpid()}) is behind: stopped, or out of reach" in capfd.readouterr().err
+    assert (
+        f"process 1 (host1, pid {os.getpid()}) is behind: stopped, or out of reach"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_silent_main_process_is_found_by_the_others(world, capfd):
@@ -187,10 +215,17 @@ def test_a_lost_peer_ends_all_at_once(world, capfd):
     three.peers[1].close()
     three.wait(0, 2)
     assert three.ended == {0: ExitStatus.LOST_PEER, 2: ExitStatus.LOST_PEER}
-    assert capfd.readouterr().err.splitlines() == [f"error: process 1 (host1, pid {os.getpid()}) has gone without a word, after step 7"] * 2
+    assert (
+        capfd.readouterr().err.splitlines()
+        == [f"error: process 1 (host1, pid {os.getpid()}) has gone without a word, after step 7"]
+        * 2
+    )
 
 
-@pytest.mark.parametrize(("error", "status"), [(DataError("a broken line"), 65), (ConfigError("mesh.data", 3, "bad"), 2), (KeyError(1), 1)])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(DataError("a broken line"), 65), (ConfigError("mesh.data", 3, "bad"), 2), (KeyError(1), 1)],
+)
 def test_what_ends_one_process_ends_the_others_with_its_status(world, capfd, error, status):
     two = world(2, 100.0)
     two.step()
@@ -199,7 +234,9 @@ def test_what_ends_one_process_ends_the_others_with_its_status(world, capfd, err
         raise error
     two.wait(0)
     assert two.ended == {0: status}
-    assert capfd.readouterr().err.startswith(f"error: process 1 (host1, pid {os.getpid()}) ended with status {status}: ")
+    assert capfd.readouterr().err.startswith(
+        f"error: process 1 (host1, pid {os.getpid()}) ended with status {status}: "
+    )
 
 
 def test_a_good_end_ends_nobody(world):
@@ -235,4 +272,8 @@ def test_an_error_beside_the_loop_ends_all_processes(world, capfd, monkeypatch):
     monkeypatch.setattr(watchdog.os, "_exit", ended.append)
     watchdog.end_process(LostLockError("run.lock is gone"))
     two.wait(1)
-    assert ended == [74] and two.ended == {1: 74} and capfd.readouterr().err == "error: run.lock is gone\n" * 2
+    assert (
+        ended == [74]
+        and two.ended == {1: 74}
+        and capfd.readouterr().err == "error: run.lock is gone\n" * 2
+    )

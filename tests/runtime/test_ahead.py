@@ -1,5 +1,6 @@
-"""The step as XLA compiles it for a TPU v5p slice and for H100s, without either: the permutes run beside the ops, and nothing else
-is in their way. What compiles is for --full, and skipped where the compilers are not installed."""
+"""The step as XLA compiles it for a TPU v5p slice and for H100s, without either: the permutes run
+beside the ops, and nothing else is in their way. What compiles is for --full, and skipped where the
+compilers are not installed."""
 
 import json
 import re
@@ -12,14 +13,16 @@ from support.compilers import KINDS, compiled_for
 
 SCHEDULES = {"interleaved": 2, "zb_h1": 1}  # with repeats
 
-# A tick that is as it should be, and what breaks it. A payload has 64 elements, the smallest matrix 256.
+# A tick that is as it should be, and what breaks it. A payload has 64 elements, the smallest matrix
+# 256.
 TICK = """HloModule jit_step, is_scheduled=true
 
 %F0 (p.1: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
   %p.1 = (s32[], f32[8,8]{1,0}) parameter(0)
   %x.1 = f32[8,8]{1,0} get-tuple-element(%p.1), index=1
   %i.1 = s32[] get-tuple-element(%p.1), index=0
-  %gathered = f32[16,8]{1,0} all-gather(%x.1), dimensions={0}, metadata={op_name="step/while/body/while/body/while/body/F0/gather"}
+  %gathered = f32[16,8]{1,0} all-gather(%x.1), dimensions={0}, \
+metadata={op_name="step/while/body/while/body/while/body/F0/gather"}
   ROOT %t.1 = (s32[], f32[8,8]{1,0}) tuple(%i.1, %x.1)
 }
 
@@ -29,20 +32,26 @@ TICK = """HloModule jit_step, is_scheduled=true
   %i.2 = s32[] get-tuple-element(%p.2), index=0
   %small = f32[8,8]{1,0} copy(%x.2)
   %t.2 = (s32[], f32[8,8]{1,0}) tuple(%i.2, %small)
-  ROOT %while.2 = (s32[], f32[8,8]{1,0}) while(%t.2), condition=%wanted, body=%F0, metadata={op_name="step/while/body/while/body/while"}
+  ROOT %while.2 = (s32[], f32[8,8]{1,0}) while(%t.2), condition=%wanted, body=%F0, \
+metadata={op_name="step/while/body/while/body/while"}
 }
 
 %take (p.3: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
-  ROOT %p.3 = (s32[], f32[8,8]{1,0}) parameter(0), metadata={op_name="step/while/body/while/body/take_x"}
+  ROOT %p.3 = (s32[], f32[8,8]{1,0}) parameter(0), \
+metadata={op_name="step/while/body/while/body/take_x"}
 }
 
 %tick (p: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
   %p = (s32[], f32[8,8]{1,0}) parameter(0)
-  %while.3 = (s32[], f32[8,8]{1,0}) while(%p), condition=%wanted, body=%take, metadata={op_name="step/while/body/while"}
+  %while.3 = (s32[], f32[8,8]{1,0}) while(%p), condition=%wanted, body=%take, \
+metadata={op_name="step/while/body/while"}
   %x = f32[8,8]{1,0} get-tuple-element(%while.3), index=1
-  %up = (f32[8,8]{1,0}, f32[8,8]{1,0}, u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
-  %down = (f32[8,8]{1,0}, f32[8,8]{1,0}, u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
-  %while.1 = (s32[], f32[8,8]{1,0}) while(%while.3), condition=%wanted, body=%ops, metadata={op_name="step/while/body/while"}
+  %up = (f32[8,8]{1,0}, f32[8,8]{1,0}, u32[]) collective-permute-start(%x), \
+source_target_pairs={{0,1},{1,0}}
+  %down = (f32[8,8]{1,0}, f32[8,8]{1,0}, u32[]) collective-permute-start(%x), \
+source_target_pairs={{0,1},{1,0}}
+  %while.1 = (s32[], f32[8,8]{1,0}) while(%while.3), condition=%wanted, body=%ops, \
+metadata={op_name="step/while/body/while"}
   %up.done = f32[8,8]{1,0} collective-permute-done(%up)
   %down.done = f32[8,8]{1,0} collective-permute-done(%down)
   %i = s32[] get-tuple-element(%while.1), index=0
@@ -51,7 +60,8 @@ TICK = """HloModule jit_step, is_scheduled=true
 
 ENTRY %main (a: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
   %a = (s32[], f32[8,8]{1,0}) parameter(0)
-  ROOT %while = (s32[], f32[8,8]{1,0}) while(%a), condition=%less, body=%tick, metadata={op_name="step/while"}
+  ROOT %while = (s32[], f32[8,8]{1,0}) while(%a), condition=%less, body=%tick, \
+metadata={op_name="step/while"}
 }
 """
 
@@ -63,7 +73,9 @@ def tick(text: str = TICK) -> ahead.CompiledTick:
 def moved(line: str, before: str) -> str:
     """TICK with the line that begins with a name in front of that of another."""
     lines = TICK.splitlines()
-    at = lambda name: next(n for n, text in enumerate(lines) if text.strip().startswith(f"%{name} ="))
+    at = lambda name: next(
+        n for n, text in enumerate(lines) if text.strip().startswith(f"%{name} =")
+    )
     text = lines.pop(at(line))
     lines.insert(at(before), text)
     return "\n".join(lines)
@@ -74,22 +86,36 @@ def test_a_right_tick():
     assert [i.name for i in tick().ops] == ["while.2"] and tick().holders == {"while.1"}
 
 
-BLOCKING = re.sub(r"%up = .* collective-permute-start\((.*)\), source", r"%up = f32[8,8] collective-permute(\1), source", TICK)
+BLOCKING = re.sub(
+    r"%up = .* collective-permute-start\((.*)\), source",
+    r"%up = f32[8,8] collective-permute(\1), source",
+    TICK,
+)
 PERMUTE = "%small = f32[8,8] collective-permute(%x.2), source_target_pairs={{0,1}}\n"
 
 
 @pytest.mark.parametrize(
     "text, check",
     [
-        (BLOCKING.replace("  %up.done = f32[8,8]{1,0} collective-permute-done(%up)\n", ""), "blocking_permutes"),
-        (TICK.replace("{{0,1},{1,0}}", '{{0,1},{1,0}}, backend_config={"is_sync":true}'), "blocking_permutes"),
+        (
+            BLOCKING.replace("  %up.done = f32[8,8]{1,0} collective-permute-done(%up)\n", ""),
+            "blocking_permutes",
+        ),
+        (
+            TICK.replace("{{0,1},{1,0}}", '{{0,1},{1,0}}, backend_config={"is_sync":true}'),
+            "blocking_permutes",
+        ),
         (moved("while.1", before="down"), "late_permutes"),
         (moved("down.done", before="while.1"), "late_permutes"),
         (TICK.replace("%small = f32[8,8]{1,0} copy(%x.2)", PERMUTE), "permutes_in_ops"),
         (TICK.replace("%gathered = f32[16,8]", "%gathered = f32[32,8]"), "wide_collectives"),
         (TICK.replace("%x = ", "%large = f32[9,8]{1,0} copy(%while.3)\n  %x = "), "large_moves"),
-        (TICK.replace("%small = f32[8,8]{1,0}", "%small = f32[9,8]{1,0}"), "large_moves"),  # in the loop around the ops
-        (TICK.replace("%x = ", "%c = f32[8,8]{1,0} copy(%while.3)\n  " * 8 + "%x = "), "large_moves"),
+        # in the loop around the ops
+        (TICK.replace("%small = f32[8,8]{1,0}", "%small = f32[9,8]{1,0}"), "large_moves"),
+        (
+            TICK.replace("%x = ", "%c = f32[8,8]{1,0} copy(%while.3)\n  " * 8 + "%x = "),
+            "large_moves",
+        ),
     ],
 )
 def test_each_check_can_fail(text, check):
@@ -97,26 +123,52 @@ def test_each_check_can_fail(text, check):
 
 
 def test_a_large_move_in_an_op_is_none():
-    assert ahead.faults(tick(TICK.replace("%gathered = f32[16,8]{1,0} all-gather(", "%gathered = f32[99,8]{1,0} copy("))) == {}
+    assert (
+        ahead.faults(
+            tick(
+                TICK.replace(
+                    "%gathered = f32[16,8]{1,0} all-gather(", "%gathered = f32[99,8]{1,0} copy("
+                )
+            )
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @compiled_for(*KINDS)
 def test_permutes_run_beside_the_ops(platform, schedule):
-    c = ahead.compile_step(platform, {"pipeline.schedule": schedule, "pipeline.repeats": SCHEDULES[schedule]})
-    assert len(c.ops) >= 5  # forward, backward, the last chunk or the head, and both ends of the embedding
+    c = ahead.compile_step(
+        platform, {"pipeline.schedule": schedule, "pipeline.repeats": SCHEDULES[schedule]}
+    )
+    # forward, backward, the last chunk or the head, and both ends of the embedding
+    assert len(c.ops) >= 5
     assert ahead.faults(c) == {}
 
 
 EXPERTS = {
-    **{"model.experts": 16, "model.experts_per_token": 4, "model.expert_width": 2048, "model.shared_experts": 1, "model.expert_room": 2.0},
-    **{"mesh.data": 1, "mesh.expert": 4, "mesh.stage": 2, "data.batch_size": 32, "model.layers": 4, "model.vocab_size": 4096},
+    **{
+        "model.experts": 16,
+        "model.experts_per_token": 4,
+        "model.expert_width": 2048,
+        "model.shared_experts": 1,
+        "model.expert_room": 2.0,
+    },
+    **{
+        "mesh.data": 1,
+        "mesh.expert": 4,
+        "mesh.stage": 2,
+        "data.batch_size": 32,
+        "model.layers": 4,
+        "model.vocab_size": 4096,
+    },
 }
 
 
 @compiled_for("h100")
 def test_products_of_shared_experts_stand_beside_both_ways_of_the_rows(platform):
-    """What goes to the experts and what comes back, rows and gradients. R and K may have copies of residuals beside the way back."""
+    """What goes to the experts and what comes back, rows and gradients. R and K may have copies of
+    residuals beside the way back."""
     c = ahead.compile_step(platform, EXPERTS)
     beside = ahead.products_beside(c, "ragged-all-to-all")
     assert len(beside) == 8  # F, R, K and B
@@ -126,7 +178,11 @@ def test_products_of_shared_experts_stand_beside_both_ways_of_the_rows(platform)
 @compiled_for("h100")
 def test_without_its_options_xla_permutes_after_the_ops(platform):
     usual = {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}
-    c = ahead.compile_step(platform, {"pipeline.schedule": "interleaved", "pipeline.repeats": 2, "model.layers": 8}, options=usual)
+    c = ahead.compile_step(
+        platform,
+        {"pipeline.schedule": "interleaved", "pipeline.repeats": 2, "model.layers": 8},
+        options=usual,
+    )
     assert "late_permutes" in ahead.faults(c)
 
 
@@ -136,20 +192,28 @@ FEW = {"model.layers": 8, "model.vocab_size": 4096, "pipeline.permute": "late"}
 @pytest.mark.parametrize("remat", ["none", "full"])
 @compiled_for(*KINDS)
 def test_slots_on_the_host_leave_the_device(platform, remat):
-    """The host has the slots; the device as much less, but for what is on its way: of 8 layers in 4 slots, one or two; of their inputs
-    one that comes and one that goes."""
-    here, there = (ahead.compile_step(platform, {**FEW, "pipeline.remat": remat, "parallel.offload": o}) for o in ("none", "activations"))
+    """The host has the slots; the device as much less, but for what is on its way: of 8 layers in 4
+    slots, one or two; of their inputs one that comes and one that goes."""
+    here, there = (
+        ahead.compile_step(platform, {**FEW, "pipeline.remat": remat, "parallel.offload": o})
+        for o in ("none", "activations")
+    )
     assert here.memory["host_temp"] == 0 == here.on_host
     assert there.on_host <= there.memory["host_temp"] < 1.1 * there.on_host
     on_its_way = 0.3 * there.on_host if remat == "none" else 2.1 * 2 * there.payload
     assert here.memory["temp"] - there.memory["temp"] > there.on_host - on_its_way
 
 
-@compiled_for("v5p")  # of GPUs that are not there jax knows no memory, so arguments cannot be said to lie in the host's
+# of GPUs that are not there jax knows no memory, so arguments cannot be said to lie in the host's
+@compiled_for("v5p")
 def test_moments_on_the_host_leave_the_device_and_do_not_come_back_at_once(platform):
-    """Of 4-byte parameters, two moments of 4 bytes each, shared out over data 2; temporary memory stays what it was."""
+    """Of 4-byte parameters, two moments of 4 bytes each, shared out over data 2; temporary memory
+    stays what it was."""
     small = {**FEW, "model.layers": 4, "data.sequence_length": 128}
-    here, there = (ahead.compile_step(platform, {**small, "parallel.offload": o}, program="train") for o in ("none", "optimizer"))
+    here, there = (
+        ahead.compile_step(platform, {**small, "parallel.offload": o}, program="train")
+        for o in ("none", "optimizer")
+    )
     moments = there.memory["host_argument"]
     assert here.memory["argument"] - there.memory["argument"] == moments
     assert abs(moments - here.memory["argument"] / 2) < 0.03 * moments
@@ -160,8 +224,13 @@ def test_moments_on_the_host_leave_the_device_and_do_not_come_back_at_once(platf
 def test_a_long_sequence_fits(platform, tmp_path):
     """131,072 tokens of Llama 3 8B over a context of 8 on 64 H100s, by every way to attend."""
     script = ROOT / "benchmarks" / "long_context.py"
-    subprocess.run([sys.executable, script, "--lengths=131072", f"--json={tmp_path / 'memory.json'}"], check=True, timeout=1200)
+    subprocess.run(
+        [sys.executable, script, "--lengths=131072", f"--json={tmp_path / 'memory.json'}"],
+        check=True,
+        timeout=1200,
+    )
     found = json.loads((tmp_path / "memory.json").read_text())
     assert [row["mode"] for row in found] == ["all_gather", "ulysses", "ring"]
     assert max(row["total"] for row in found) < 80e9
-    assert min(row["arguments"] for row in found) > 12 * 8.03e9 / 8  # parameters and both moments are counted
+    # parameters and both moments are counted
+    assert min(row["arguments"] for row in found) > 12 * 8.03e9 / 8

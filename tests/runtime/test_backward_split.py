@@ -1,4 +1,5 @@
-"""A layer's backward split from its forward: the same results as jax.vjp, and what crosses between the two."""
+"""A layer's backward split from its forward: the same results as jax.vjp, and what crosses between
+the two."""
 
 import functools
 import itertools
@@ -16,7 +17,13 @@ from jaxtrain.config.kernels import Hardware
 from jaxtrain.devices.mesh import AXES, make_mesh
 from jaxtrain.models import transformer
 from jaxtrain.parallel import attention, blockwise
-from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, _inner, keep_everything, keep_products
+from jaxtrain.runtime.backward_split import (
+    LayerOp,
+    LayerSplit,
+    _inner,
+    keep_everything,
+    keep_products,
+)
 
 BATCH, LENGTH, WIDTH = 2, 12, 32
 
@@ -69,12 +76,23 @@ def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6, keep=keep_everythin
         got_y, residuals = split.output_and_residuals(params, x, extra)
         apart_dx, stash = split.input_gradient(params, extra, residuals, g)
         apart = split.weight_gradient(params, extra, residuals.for_w, stash)
-        return (y, *vjp(g)), got_y, residuals, split.gradients(params, extra, residuals, g), apart_dx, stash, apart
+        return (
+            (y, *vjp(g)),
+            got_y,
+            residuals,
+            split.gradients(params, extra, residuals, g),
+            apart_dx,
+            stash,
+            apart,
+        )
 
     g = normal(9, *x.shape).astype(x.dtype)
     whole, got_y, residuals, (gradients, dx), apart_dx, stash, apart = run(params, x, extra, g)
     assert [(r.shape, r.dtype) for r in stash] == [(r.shape, r.dtype) for r in split.weight_stash]
-    for crossed, said in ((residuals.for_b, split.residuals.for_b), (residuals.for_w, split.residuals.for_w)):
+    for crossed, said in (
+        (residuals.for_b, split.residuals.for_b),
+        (residuals.for_w, split.residuals.for_w),
+    ):
         assert [(r.shape, r.dtype) for r in crossed] == [(r.shape, r.dtype) for r in said]
     assert jax.tree.structure(gradients) == jax.tree.structure(params)
     wanted = jax.tree.leaves(whole)
@@ -90,10 +108,16 @@ def assert_same_as_vjp(fn, params, x, extra, tolerance=1e-6, keep=keep_everythin
 @pytest.mark.parametrize("keep", [keep_everything, keep_products])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_same_as_vjp(layer, keep):
-    params = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH), "stack": normal(3, 2, WIDTH, WIDTH)}
+    params = {
+        "up": normal(1, WIDTH, WIDTH),
+        "down": normal(2, WIDTH, WIDTH),
+        "stack": normal(3, 2, WIDTH, WIDTH),
+    }
     if layer != "scanned":
         del params["stack"]
-    assert_same_as_vjp(LAYERS[layer], params, normal(4, BATCH, LENGTH, WIDTH), (jnp.float32(0.5),), keep=keep)
+    assert_same_as_vjp(
+        LAYERS[layer], params, normal(4, BATCH, LENGTH, WIDTH), (jnp.float32(0.5),), keep=keep
+    )
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "latent"])
@@ -101,7 +125,12 @@ def block(request):
     """(function, parameters of one layer) of a transformer block; no size is another's."""
     kinds = {
         "llama": {"model.kv_heads": 2},
-        "gpt2": {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True},
+        "gpt2": {
+            "model.norm": "layernorm",
+            "model.activation": "gelu",
+            "model.positions": "learned",
+            "model.biases": True,
+        },
         "latent": {
             "model.attention": "mla",
             "model.query_rank": 12,
@@ -110,10 +139,15 @@ def block(request):
             "model.value_head_dim": 14,
         },
     }
-    cfg = small.config(changes={"model.mlp_width": 80, "model.head_dim": 6, "model.init_std": 0.2} | kinds[request.param])
+    cfg = small.config(
+        changes={"model.mlp_width": 80, "model.head_dim": 6, "model.init_std": 0.2}
+        | kinds[request.param]
+    )
     parts = transformer.build(cfg.model)
     leaves, tree = jax.tree.flatten(parts.specs["layer"])
-    values = [s.constant + np.float32(s.std or 0.1) * normal(i, *s.shape) for i, s in enumerate(leaves)]
+    values = [
+        s.constant + np.float32(s.std or 0.1) * normal(i, *s.shape) for i, s in enumerate(leaves)
+    ]
     return lambda p, x, extra: parts.block(p, x, *extra), jax.tree.unflatten(tree, values)
 
 
@@ -123,22 +157,33 @@ SEGMENTS = jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 0, 1, 1]], LENGTH // 4, axis
 
 @pytest.mark.parametrize(
     "keep, segments",
-    [(keep_everything, None), (keep_products, SEGMENTS), pytest.param(keep_everything, SEGMENTS, marks=pytest.mark.full)],
+    [
+        (keep_everything, None),
+        (keep_products, SEGMENTS),
+        pytest.param(keep_everything, SEGMENTS, marks=pytest.mark.full),
+    ],
     ids=["everything, one document", "products, documents", "everything, documents"],
 )
 def test_a_block_keeps_no_weight_and_no_mask(block, segments, keep):
     fn, params = block
-    split = assert_same_as_vjp(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, segments), 3e-6, keep)
-    weights = {a.shape for a in jax.tree.leaves(params)} | {a.shape[::-1] for a in jax.tree.leaves(params)}
+    split = assert_same_as_vjp(
+        fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, segments), 3e-6, keep
+    )
+    weights = {a.shape for a in jax.tree.leaves(params)} | {
+        a.shape[::-1] for a in jax.tree.leaves(params)
+    }
     for kept in jax.tree.leaves(split.residuals):
         assert kept.dtype == jnp.float32, f"{kept} is a mask, or positions"
         assert kept.shape not in weights, f"{kept} is a weight"
         assert BATCH in kept.shape or BATCH * LENGTH in kept.shape, f"{kept} is no activation"
 
 
-@pytest.mark.parametrize("keep", [pytest.param(keep_everything, marks=pytest.mark.full), keep_products])
+@pytest.mark.parametrize(
+    "keep", [pytest.param(keep_everything, marks=pytest.mark.full), keep_products]
+)
 def test_attention_by_blocks_stays_whole(block, keep, monkeypatch):
-    """One loop in F and one in B, none in W; output and log-sum-exp cross, so that B need not attend again."""
+    """One loop in F and one in B, none in W; output and log-sum-exp cross, so that B need not
+    attend again."""
     for name, value in (("LEAST_KEYS", 1), ("LEAST_BLOCK", 1), ("SCORES", 2 * 8 * 4 * 4)):
         monkeypatch.setattr(blockwise, name, value)
     fn, params = block
@@ -148,11 +193,25 @@ def test_attention_by_blocks_stays_whole(block, keep, monkeypatch):
     ops = {
         LayerOp.FORWARD: (split.output_and_residuals, params, x, extra),
         LayerOp.INPUT_GRADIENT: (split.input_gradient, params, extra, kept, x),
-        LayerOp.WEIGHT_GRADIENT: (split.weight_gradient, params, extra, kept.for_w, split.weight_stash),
+        LayerOp.WEIGHT_GRADIENT: (
+            split.weight_gradient,
+            params,
+            extra,
+            kept.for_w,
+            split.weight_stash,
+        ),
         LayerOp.BACKWARD: (split.gradients, params, extra, kept, x),
     }
-    loops = {op: [e.primitive.name for e in jax.make_jaxpr(run)(*args).eqns].count("while") for op, (run, *args) in ops.items()}
-    assert loops == {LayerOp.FORWARD: 1, LayerOp.INPUT_GRADIENT: 1, LayerOp.WEIGHT_GRADIENT: 0, LayerOp.BACKWARD: 1}
+    loops = {
+        op: [e.primitive.name for e in jax.make_jaxpr(run)(*args).eqns].count("while")
+        for op, (run, *args) in ops.items()
+    }
+    assert loops == {
+        LayerOp.FORWARD: 1,
+        LayerOp.INPUT_GRADIENT: 1,
+        LayerOp.WEIGHT_GRADIENT: 0,
+        LayerOp.BACKWARD: 1,
+    }
 
 
 FORWARD = {"pallas_call": ["pallas_call"], "cudnn": ["dot_product_attention_fwd", "while"]}
@@ -162,13 +221,20 @@ BACKWARD = {"pallas_call": ["pallas_call"] * 2, "cudnn": ["dot_product_attention
 @pytest.mark.parametrize("keep", [keep_everything, keep_products])
 @pytest.mark.parametrize("kernel, platform", [("pallas_call", "tpu"), ("cudnn", "gpu")])
 def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
-    """One call in F (and in K and R, which are the same op), and the kernel's gradient in B: two calls of splash, one of cuDNN; none in W.
-    What crosses is no mask, no place of a document and nothing else than activations, each once."""
+    """One call in F (and in K and R, which are the same op), and the kernel's gradient in B: two
+    calls of splash, one of cuDNN; none in W. What crosses is no mask, no place of a document and
+    nothing else than activations, each once."""
     monkeypatch.setattr(attention, "hardware", lambda: Hardware(platform))
-    tokens, changes = 256, {"model.kv_heads": 2, "data.sequence_length": 256, "precision.compute": "bfloat16"}
+    tokens, changes = (
+        256,
+        {"model.kv_heads": 2, "data.sequence_length": 256, "precision.compute": "bfloat16"},
+    )
     parts = transformer.build(small.config(changes=changes | {"model.head_dim": 8}).model)
     shape = lambda s: jax.ShapeDtypeStruct(s.padded, jnp.bfloat16 if s.cast else jnp.float32)
-    params, x = jax.tree.map(shape, parts.specs["layer"]), jax.ShapeDtypeStruct((BATCH, tokens, WIDTH), jnp.bfloat16)
+    params, x = (
+        jax.tree.map(shape, parts.specs["layer"]),
+        jax.ShapeDtypeStruct((BATCH, tokens, WIDTH), jnp.bfloat16),
+    )
     numbers = jax.ShapeDtypeStruct((BATCH, tokens), jnp.int32)
     extra, ops = (numbers, numbers), {}
     with jax.set_mesh(make_mesh((1,) * len(AXES), jax.devices()[:1])):
@@ -179,17 +245,27 @@ def test_attention_by_a_kernel_stays_whole(kernel, platform, keep, monkeypatch):
             ("B", split.input_gradient, params, extra, kept, x),
             ("W", split.weight_gradient, params, extra, kept.for_w, split.weight_stash),
         ):
-            ops[op] = sorted(n for n in primitives(jax.make_jaxpr(run)(*args).jaxpr) if n in {*FORWARD[kernel], *BACKWARD[kernel]})
+            ops[op] = sorted(
+                n
+                for n in primitives(jax.make_jaxpr(run)(*args).jaxpr)
+                if n in {*FORWARD[kernel], *BACKWARD[kernel]}
+            )
     assert ops == {"F": FORWARD[kernel], "B": BACKWARD[kernel], "W": []}
-    of_kernel = [a for a in jax.tree.leaves(kept) if a.dtype != jnp.bfloat16 and a.shape[-1] > 1]  # norms leave one number of a token
-    assert [a.shape for a in of_kernel if a.ndim > 2] == [(BATCH, tokens, 8)], "the log-sum-exp is what a kernel leaves in float32"
-    assert not [a for a in jax.tree.leaves(kept) if a.dtype == jnp.int32 or a.shape.count(tokens) > 1]
+    # norms leave one number of a token
+    of_kernel = [a for a in jax.tree.leaves(kept) if a.dtype != jnp.bfloat16 and a.shape[-1] > 1]
+    assert [a.shape for a in of_kernel if a.ndim > 2] == [(BATCH, tokens, 8)], (
+        "the log-sum-exp is what a kernel leaves in float32"
+    )
+    assert not [
+        a for a in jax.tree.leaves(kept) if a.dtype == jnp.int32 or a.shape.count(tokens) > 1
+    ]
     heads = [a.shape for a in jax.tree.leaves(kept) if a.shape[-2:] == (8, 8)]
     assert heads.count((BATCH, tokens, 8, 8)) <= 2, "queries and output, once"
 
 
 def primitives(jaxpr) -> list[str]:
-    """The names of a jaxpr's equations and of those in them, but not of what a kernel is made of."""
+    """The names of a jaxpr's equations and of those in them, but not of what a kernel is made
+    of."""
     found = []
     for equation in jaxpr.eqns:
         found.append(equation.primitive.name)
@@ -201,9 +277,13 @@ def primitives(jaxpr) -> list[str]:
 def test_a_block_keeps_less_than_vjp(block):
     fn, params = block
     x, extra = normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS)
-    saved = jax.tree.leaves(jax.eval_shape(lambda p, x: jax.vjp(lambda p, x: fn(p, x, extra), p, x)[1], params, x))
+    saved = jax.tree.leaves(
+        jax.eval_shape(lambda p, x: jax.vjp(lambda p, x: fn(p, x, extra), p, x)[1], params, x)
+    )
     split = LayerSplit(fn, params, x, extra)
-    assert split.residual_bytes() == sum(r.size * r.dtype.itemsize for r in jax.tree.leaves(split.residuals))
+    assert split.residual_bytes() == sum(
+        r.size * r.dtype.itemsize for r in jax.tree.leaves(split.residuals)
+    )
     assert split.residual_bytes() < 0.8 * sum(r.size * r.dtype.itemsize for r in saved)
 
 
@@ -215,7 +295,11 @@ def test_the_narrower_of_a_conversion_is_kept():
 
     split = LayerSplit(fn, jnp.ones((4, 4), jnp.bfloat16), jnp.ones((2, 4), jnp.bfloat16), ())
     assert jnp.bfloat16 in [r.dtype for r in jax.tree.leaves(split.residuals)]
-    assert all(r.dtype == jnp.bfloat16 or r.shape != (2, 4) for r in jax.tree.leaves(split.residuals) if r.size > 8)
+    assert all(
+        r.dtype == jnp.bfloat16 or r.shape != (2, 4)
+        for r in jax.tree.leaves(split.residuals)
+        if r.size > 8
+    )
 
 
 def test_no_equation_of_the_forward_runs_again(block):
@@ -225,14 +309,20 @@ def test_no_equation_of_the_forward_runs_again(block):
     split = LayerSplit(fn, params, x, extra)
     _, residuals = jax.eval_shape(split.output_and_residuals, params, x, extra)
     matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
-    assert matmuls(split.gradients, params, extra, residuals, x) == 2 * matmuls(split.output_and_residuals, params, x, extra)
+    assert matmuls(split.gradients, params, extra, residuals, x) == 2 * matmuls(
+        split.output_and_residuals, params, x, extra
+    )
 
 
 def test_selective_keeps_matmuls_alone(block):
     """The layer's input and the results of products with weights; no scores of attention."""
     fn, params = block
-    split = LayerSplit(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS), keep_products)
-    assert not [r for r in jax.tree.leaves(split.residuals) if r.shape.count(LENGTH) > 1], "scores are kept"
+    split = LayerSplit(
+        fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS), keep_products
+    )
+    assert not [r for r in jax.tree.leaves(split.residuals) if r.shape.count(LENGTH) > 1], (
+        "scores are kept"
+    )
     everything = LayerSplit(fn, params, normal(4, BATCH, LENGTH, WIDTH), (POSITIONS, SEGMENTS))
     assert split.residual_bytes() < 0.7 * everything.residual_bytes()
     matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
@@ -250,7 +340,10 @@ def test_b_and_w_share_no_matmul(block):
     split = LayerSplit(fn, params, x, extra)
     matmuls = lambda f, *a: str(jax.make_jaxpr(f)(*a)).count("dot_general")
     _, stash = jax.eval_shape(split.input_gradient, params, extra, split.residuals, x)
-    forward, b = matmuls(split.output_and_residuals, params, x, extra), matmuls(split.input_gradient, params, extra, split.residuals, x)
+    forward, b = (
+        matmuls(split.output_and_residuals, params, x, extra),
+        matmuls(split.input_gradient, params, extra, split.residuals, x),
+    )
     w = matmuls(split.weight_gradient, params, extra, split.residuals.for_w, stash)
     weights = sum(len(a.shape) > 1 for a in jax.tree.leaves(params))
     assert (w, b) == (weights, 2 * forward - weights)
@@ -265,16 +358,28 @@ def test_what_checkpoint_computes_again_stays_in_the_backward():
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_each_op_fixes_a_layout_itself(manual):
-    """What crosses is the array before its layout was fixed, or the reader could give it another."""
+    """What crosses is the array before its layout was fixed, or the reader could give it
+    another."""
     fixed = lambda x: with_layout_constraint(x, Layout((0, 1, 2)))
 
     def layer(params, x, extra):
-        spread = jax.shard_map(fixed, mesh=jax.make_mesh((1,), ("model",)), in_specs=P(), out_specs=P(), check_vma=False)
+        spread = jax.shard_map(
+            fixed,
+            mesh=jax.make_mesh((1,), ("model",)),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
         return (spread if manual else fixed)(jnp.sin(x @ params["up"])) @ params["down"]
 
-    params, x = {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH)}, normal(4, BATCH, LENGTH, WIDTH)
+    params, x = (
+        {"up": normal(1, WIDTH, WIDTH), "down": normal(2, WIDTH, WIDTH)},
+        normal(4, BATCH, LENGTH, WIDTH),
+    )
     split = assert_same_as_vjp(layer, params, x, ())
     assert len(jax.tree.leaves(split.residuals)) == 3  # x; sine and cosine
     _, stash = jax.eval_shape(split.input_gradient, params, (), split.residuals, x)
     for_w = split.residuals.for_w
-    assert "layout_constraint" in str(jax.make_jaxpr(split.weight_gradient)(params, (), for_w, stash))
+    assert "layout_constraint" in str(
+        jax.make_jaxpr(split.weight_gradient)(params, (), for_w, stash)
+    )

@@ -1,4 +1,5 @@
-"""The layers of a unit: a loop whose length is the stage's own, against the same layers one after the other."""
+"""The layers of a unit: a loop whose length is the stage's own, against the same layers one after
+the other."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,10 @@ def block(params, x, positions, segments):
     return x + jnp.tanh(x @ params["in"]) @ params["out"] + params["bias"]
 
 
-EXTRA = {"one document": (jnp.arange(5.0)[None], None), "documents": (normal(8, 2, 5), normal(9, 2, 5))}
+EXTRA = {
+    "one document": (jnp.arange(5.0)[None], None),
+    "documents": (normal(8, 2, 5), normal(9, 2, 5)),
+}
 CASES = {  # placement, chunk, stage, layers there
     "one layer": (Placement(4, 4), 0, 2, 1),
     "equal stages": (Placement(6, 2), 0, 1, 3),
@@ -31,26 +35,48 @@ CASES = {  # placement, chunk, stage, layers there
 
 
 def run(case: str, extra, recompute: bool):
-    """What a unit's ops make on its stage; everything is computed twice, by the ops apart and at once."""
+    """What a unit's ops make on its stage; everything is computed twice, by the ops apart and at
+    once."""
     placement, unit, stage, _ = CASES[case]
     rows = placement.stack_size(unit)
-    params = {"in": normal(1, rows, WIDTH, 4), "out": normal(2, rows, 4, WIDTH), "bias": normal(3, rows, WIDTH)}
-    x, g, sums = normal(4, *SHAPE), normal(5, *SHAPE), jax.tree.map(lambda a: 1 + jnp.zeros_like(a), params)
+    params = {
+        "in": normal(1, rows, WIDTH, 4),
+        "out": normal(2, rows, 4, WIDTH),
+        "bias": normal(3, rows, WIDTH),
+    }
+    x, g, sums = (
+        normal(4, *SHAPE),
+        normal(5, *SHAPE),
+        jax.tree.map(lambda a: 1 + jnp.zeros_like(a), params),
+    )
     layer = lambda params, x, extra: block(params, x, *extra)
     split = LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra)
     pool = lambda shapes: [jnp.full_like(a, jnp.nan) for a in empty_pool(3, rows, shapes)]
-    pools, slots = Residuals(pool(split.residuals.for_b), pool(split.residuals.for_w)), ResidualSlots(2, 1)
+    pools, slots = (
+        Residuals(pool(split.residuals.for_b), pool(split.residuals.for_w)),
+        ResidualSlots(2, 1),
+    )
 
     @jax.jit
     def ops(stage, params, x, g):
         stack = LayerStack(layer, split, placement, unit, stage)
         y, residuals = stack.output_and_residuals(params, x, extra, pools, slots)
-        dx, stash = stack.input_gradient(params, extra, residuals, slots, g, pool(split.weight_stash), 0)
-        apart = (stack.weight_gradient(params, sums, extra, residuals.for_w, slots.for_w, stash, 0), dx)
+        dx, stash = stack.input_gradient(
+            params, extra, residuals, slots, g, pool(split.weight_stash), 0
+        )
+        apart = (
+            stack.weight_gradient(params, sums, extra, residuals.for_w, slots.for_w, stash, 0),
+            dx,
+        )
         keep = stack.output_keeping_inputs if recompute else stack.output_keeping_residuals
-        gradients_from = stack.gradients_from_inputs if recompute else stack.gradients_from_residuals
+        gradients_from = (
+            stack.gradients_from_inputs if recompute else stack.gradients_from_residuals
+        )
         whole, kept = keep(params, x, extra)
-        return (stack.output(params, x, extra), y, whole), (apart, gradients_from(params, sums, extra, kept, g))
+        return (stack.output(params, x, extra), y, whole), (
+            apart,
+            gradients_from(params, sums, extra, kept, g),
+        )
 
     return params, x, g, ops(stage, params, x, g)
 
@@ -76,16 +102,23 @@ def test_forward_and_backward(case, recompute, extra):
         np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
     for got_sums, got_dx in backwards:
         np.testing.assert_allclose(got_dx, dx, rtol=1e-5, atol=1e-5)
-        for got, gradient in zip(jax.tree.leaves(got_sums), jax.tree.leaves(gradients), strict=True):
+        for got, gradient in zip(
+            jax.tree.leaves(got_sums), jax.tree.leaves(gradients), strict=True
+        ):
             np.testing.assert_allclose(got, 1 + gradient, rtol=1e-5, atol=1e-5)
             np.testing.assert_array_equal(got[count:], 1)  # unused rows have no gradient
 
 
 def test_what_is_kept():
-    placement, params = Placement(6, 2), {"in": normal(1, 3, WIDTH, 4), "out": normal(2, 3, 4, WIDTH), "bias": normal(3, 3, WIDTH)}
+    placement, params = (
+        Placement(6, 2),
+        {"in": normal(1, 3, WIDTH, 4), "out": normal(2, 3, 4, WIDTH), "bias": normal(3, 3, WIDTH)},
+    )
     layer = lambda params, x, extra: block(params, x, *extra)
     x, extra = normal(4, *SHAPE), EXTRA["documents"]
-    stack = LayerStack(layer, LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra), placement, 0, 0)
+    stack = LayerStack(
+        layer, LayerSplit(layer, jax.tree.map(lambda a: a[0], params), x, extra), placement, 0, 0
+    )
 
     inputs = jax.eval_shape(lambda x: stack.output_keeping_inputs(params, x, extra)[1], x)
     assert inputs.shape == (3, *SHAPE)  # each layer's

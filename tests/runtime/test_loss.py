@@ -1,4 +1,5 @@
-"""The loss part by part: the same as whole, with its gradients, and never the logits of more than a part."""
+"""The loss part by part: the same as whole, with its gradients, and never the logits of more than a
+part."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,20 @@ from support import small
 from jaxtrain.devices.mesh import make_mesh
 from jaxtrain.devices.sharding import constrain
 from jaxtrain.hlo.program import Program
-from jaxtrain.runtime.loss import VocabularyPart, cut_count, loss_and_gradients, loss_sum, token_losses
+from jaxtrain.runtime.loss import (
+    VocabularyPart,
+    cut_count,
+    loss_and_gradients,
+    loss_sum,
+    token_losses,
+)
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 12, 6, 40
 random = np.random.default_rng(0)
-PARAMS = {"table": random.normal(size=(VOCABULARY, WIDTH)).astype(np.float32), "bias": random.normal(size=WIDTH).astype(np.float32)}
+PARAMS = {
+    "table": random.normal(size=(VOCABULARY, WIDTH)).astype(np.float32),
+    "bias": random.normal(size=WIDTH).astype(np.float32),
+}
 X = random.normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32)
 TARGETS = random.integers(0, VOCABULARY, (BATCH, LENGTH), np.int32)
 WEIGHTS = random.random((BATCH, LENGTH)).astype(np.float32) * (random.random((BATCH, LENGTH)) < 0.7)
@@ -31,7 +41,8 @@ def plain(params, x):
 
 
 plain_gradients = jax.jit(jax.value_and_grad(plain, (0, 1)))
-LIMITS = {24: 1, 23: 2, 12: 2, 8: 3, 7: 4, 4: 6, 2: 12, 1: 12}  # tokens at a time: parts of the 12 positions
+# tokens at a time: parts of the 12 positions
+LIMITS = {24: 1, 23: 2, 12: 2, 8: 3, 7: 4, 4: 6, 2: 12, 1: 12}
 
 
 def test_cut_count():
@@ -45,10 +56,14 @@ def test_cut_count():
 def test_loss_and_gradients(limit):
     value, (dparams, dx) = plain_gradients(PARAMS, X)
     start = jax.tree.map(jnp.ones_like, PARAMS)
-    loss, sums, g = jax.jit(lambda x: loss_and_gradients(head, PARAMS, start, x, TARGETS, WEIGHTS, limit))(X)
+    loss, sums, g = jax.jit(
+        lambda x: loss_and_gradients(head, PARAMS, start, x, TARGETS, WEIGHTS, limit)
+    )(X)
     np.testing.assert_allclose(loss, value, rtol=1e-6)
     np.testing.assert_allclose(g, dx, rtol=1e-5, atol=1e-6)
-    jax.tree.map(lambda got, d: np.testing.assert_allclose(got, d + 1, rtol=1e-5, atol=1e-5), sums, dparams)
+    jax.tree.map(
+        lambda got, d: np.testing.assert_allclose(got, d + 1, rtol=1e-5, atol=1e-5), sums, dparams
+    )
     only = jax.jit(lambda x: loss_sum(lambda x: head(PARAMS, x), x, TARGETS, WEIGHTS, limit))(X)
     np.testing.assert_allclose(only, value, rtol=1e-6)
 
@@ -59,7 +74,9 @@ def test_on_a_split_sequence():
 
         def run(x):
             x = constrain(x, ("batch", "sequence", None))
-            return loss_and_gradients(head, PARAMS, jax.tree.map(jnp.zeros_like, PARAMS), x, TARGETS, WEIGHTS, 8)
+            return loss_and_gradients(
+                head, PARAMS, jax.tree.map(jnp.zeros_like, PARAMS), x, TARGETS, WEIGHTS, 8
+            )
 
         loss, _, g = jax.jit(run)(x)
     value, (_, dx) = plain_gradients(PARAMS, X)
@@ -70,10 +87,20 @@ def test_on_a_split_sequence():
 @pytest.mark.parametrize(("limit", "parts"), [(24, 1), (8, 3), (2, 12)])
 def test_logits_of_a_part_at_a_time(limit, parts):
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    program = jax.jit(lambda x: loss_and_gradients(head, PARAMS, zeros, x, TARGETS, WEIGHTS, limit)).lower(X).compile()
+    program = (
+        jax.jit(lambda x: loss_and_gradients(head, PARAMS, zeros, x, TARGETS, WEIGHTS, limit))
+        .lower(X)
+        .compile()
+    )
     parsed = Program(program.as_text())
-    largest = max(size for i in parsed.below(parsed.entry) for shape, size in zip(i.shapes, i.sizes, strict=True) if VOCABULARY in shape)
-    assert largest == max(BATCH * LENGTH // parts, WIDTH) * VOCABULARY  # the table itself, where the part is smaller
+    largest = max(
+        size
+        for i in parsed.below(parsed.entry)
+        for shape, size in zip(i.shapes, i.sizes, strict=True)
+        if VOCABULARY in shape
+    )
+    # the table itself, where the part is smaller
+    assert largest == max(BATCH * LENGTH // parts, WIDTH) * VOCABULARY
 
 
 def test_token_losses():
@@ -95,14 +122,22 @@ def test_padded_logits_change_nothing():
 
 
 def test_parts_of_the_vocabulary():
-    """Each device has some rows of the table, one of them mostly padding; losses agree everywhere and gradients are parts of the whole."""
+    """Each device has some rows of the table, one of them mostly padding; losses agree everywhere
+    and gradients are parts of the whole."""
     logits = np.asarray(random.normal(size=(5, VOCABULARY)) * 9, np.float32)
-    targets, wanted = jnp.asarray([0, 11, 12, 38, VOCABULARY - 1]), token_losses(jnp.asarray(logits), jnp.asarray([0, 11, 12, 38, 39]))
+    targets, wanted = (
+        jnp.asarray([0, 11, 12, 38, VOCABULARY - 1]),
+        token_losses(jnp.asarray(logits), jnp.asarray([0, 11, 12, 38, 39])),
+    )
     padded = np.pad(logits, ((0, 0), (0, 8)), constant_values=-np.inf)
     mesh = make_mesh((1, 1, 4, 1, 1, 1), jax.devices()[:4])
-    part = lambda x: token_losses(x, targets, VocabularyPart(jax.lax.axis_index("stage") * 12, ("stage",)))
+    part = lambda x: token_losses(
+        x, targets, VocabularyPart(jax.lax.axis_index("stage") * 12, ("stage",))
+    )
     with jax.set_mesh(mesh):
-        both = jax.shard_map(part, in_specs=P(None, "stage"), out_specs=(P(), P(None, "stage")), check_vma=False)
+        both = jax.shard_map(
+            part, in_specs=P(None, "stage"), out_specs=(P(), P(None, "stage")), check_vma=False
+        )
         losses, gradient = jax.jit(both)(padded)
     np.testing.assert_allclose(losses, wanted[0], rtol=1e-6)
     np.testing.assert_allclose(gradient[:, :VOCABULARY], wanted[1], atol=1e-6)

@@ -1,4 +1,5 @@
-"""Temporary memory of compiled steps at a fixed microbatch size: no schedule but GPipe grows with the microbatches."""
+"""Temporary memory of compiled steps at a fixed microbatch size: no schedule but GPipe grows with
+the microbatches."""
 
 import dataclasses
 import functools
@@ -10,8 +11,15 @@ from support.small import Case
 
 from jaxtrain.training.step import abstract_batch, make_step
 
-# A payload of 4 · 64 · 256 elements is what counts here: weights are a quarter of it, and there is one layer a chunk.
-SHAPES = {"model.width": 256, "model.mlp_width": 256, "model.heads": 4, "data.sequence_length": 64, "model.activation": "gelu"}
+# A payload of 4 · 64 · 256 elements is what counts here: weights are a quarter of it, and there is
+# one layer a chunk.
+SHAPES = {
+    "model.width": 256,
+    "model.mlp_width": 256,
+    "model.heads": 4,
+    "data.sequence_length": 64,
+    "model.activation": "gelu",
+}
 FULL, SELECTIVE, NONE = ({"pipeline.remat": remat} for remat in ("full", "selective", "none"))
 LAYOUTS = {  # one of each placement
     "zb_v, none": Case((1, 4, 1), "zb_v", 2, changes=NONE),
@@ -33,11 +41,16 @@ GPIPE = {"gpipe": Case((1, 2, 1), "gpipe", changes=FULL)}
 @functools.cache
 def temporary_bytes(name: str, microbatches: int) -> int:
     case = (LAYOUTS | MORE | GPIPE)[name]
-    shapes = SHAPES | {"model.layers": case.mesh[1] * max(case.repeats, 1), "data.batch_size": 4 * microbatches}
+    shapes = SHAPES | {
+        "model.layers": case.mesh[1] * max(case.repeats, 1),
+        "data.batch_size": 4 * microbatches,
+    }
     cfg = dataclasses.replace(case, microbatches=microbatches).config(shapes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        compiled = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile()
+        compiled = step.gradients.lower(
+            step.abstract_state().params, abstract_batch(cfg, step)
+        ).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -1,8 +1,9 @@
-"""What stands where in the compiled step. Outside the ops' loops a tick moves payloads and nothing larger; inside an op no device waits
-for another stage; gradients cross the data axis once, after the last row.
+"""What stands where in the compiled step. Outside the ops' loops a tick moves payloads and nothing
+larger; inside an op no device waits for another stage; gradients cross the data axis once, after
+the last row.
 
-The sizes tell things apart: a payload is smaller than an op's other activations, and those than a device's part of any matrix. Each check
-is also shown a runtime that breaks its rule.
+The sizes tell things apart: a payload is smaller than an op's other activations, and those than a
+device's part of any matrix. Each check is also shown a runtime that breaks its rule.
 """
 
 import dataclasses
@@ -29,26 +30,59 @@ from jaxtrain.schedule.table import Permute, wraps
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
 WIDTH, LENGTH = 64, 8
-SHAPES = {"model.width": WIDTH, "model.mlp_width": 192, "model.vocab_size": 131, "data.sequence_length": LENGTH}
+SHAPES = {
+    "model.width": WIDTH,
+    "model.mlp_width": 192,
+    "model.vocab_size": 131,
+    "data.sequence_length": LENGTH,
+}
 SHAPES |= {"model.activation": "gelu"}
 
 ENDS = {"pipeline.vocabulary": "end_stages"}
 PROGRAMS = {
-    "train 2x2x2": Case((2, 2, 2), "interleaved", 2, 4, program="train", changes={"model.layers": 8, "pipeline.permute": "early"}),
-    "tied 1x8x1": Case((1, 8, 1), "gpipe", 1, 4, changes={"model.layers": 8, "model.tied_embeddings": True}),
-    "zb_v 2x2x2, none": Case((2, 2, 2), "zb_v", 2, 5, changes={"model.layers": 8, "pipeline.remat": "none"}),
-    "groups 1x2x2, ends": Case((1, 2, 2), microbatches=4, changes={"model.layers": 5, "pipeline.layers_per_op": 1, **ENDS}),
-    "evaluate 1x2x2": Case((1, 2, 2), "interleaved", 2, 4, program="evaluate", changes={"model.layers": 5}),
+    "train 2x2x2": Case(
+        (2, 2, 2),
+        "interleaved",
+        2,
+        4,
+        program="train",
+        changes={"model.layers": 8, "pipeline.permute": "early"},
+    ),
+    "tied 1x8x1": Case(
+        (1, 8, 1), "gpipe", 1, 4, changes={"model.layers": 8, "model.tied_embeddings": True}
+    ),
+    "zb_v 2x2x2, none": Case(
+        (2, 2, 2), "zb_v", 2, 5, changes={"model.layers": 8, "pipeline.remat": "none"}
+    ),
+    "groups 1x2x2, ends": Case(
+        (1, 2, 2), microbatches=4, changes={"model.layers": 5, "pipeline.layers_per_op": 1, **ENDS}
+    ),
+    "evaluate 1x2x2": Case(
+        (1, 2, 2), "interleaved", 2, 4, program="evaluate", changes={"model.layers": 5}
+    ),
 }
 MORE = {
-    "uneven 1x4x2, early": Case((1, 4, 2), microbatches=4, changes={"model.layers": 9, "pipeline.permute": "early"}),
-    "dualpipe_v 1x4x2, selective, aligned": Case(
-        (1, 4, 2), "dualpipe_v", 2, 8, changes={"model.layers": 8, "pipeline.remat": "selective", "pipeline.permute": "aligned"}
+    "uneven 1x4x2, early": Case(
+        (1, 4, 2), microbatches=4, changes={"model.layers": 9, "pipeline.permute": "early"}
     ),
-    "uneven 2x4x1, ends": Case((2, 4, 1), "interleaved", 2, 4, changes={"model.layers": 9, "parallel.zero": 0, **ENDS}),
-    "zb_h1 1x4x1, none": Case((1, 4, 1), "zb_h1", 1, 5, changes={"model.layers": 4, "pipeline.remat": "none"}),
+    "dualpipe_v 1x4x2, selective, aligned": Case(
+        (1, 4, 2),
+        "dualpipe_v",
+        2,
+        8,
+        changes={"model.layers": 8, "pipeline.remat": "selective", "pipeline.permute": "aligned"},
+    ),
+    "uneven 2x4x1, ends": Case(
+        (2, 4, 1), "interleaved", 2, 4, changes={"model.layers": 9, "parallel.zero": 0, **ENDS}
+    ),
+    "zb_h1 1x4x1, none": Case(
+        (1, 4, 1), "zb_h1", 1, 5, changes={"model.layers": 4, "pipeline.remat": "none"}
+    ),
 }
-SMALLEST = Case((1, 2, 1), microbatches=4, changes={"model.layers": 2, "pipeline.permute": "late", **ENDS})  # what is broken on purpose
+# what is broken on purpose
+SMALLEST = Case(
+    (1, 2, 1), microbatches=4, changes={"model.layers": 2, "pipeline.permute": "late", **ENDS}
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,7 +97,8 @@ class Compiled:
 
     @property
     def payload(self) -> tuple[int, ...]:
-        """The shape that a device sends to another stage; the microbatches have one row on each data shard."""
+        """The shape that a device sends to another stage; the microbatches have one row on each
+        data shard."""
         return (1, LENGTH // self.cfg.mesh.model, WIDTH)
 
     @property
@@ -84,7 +119,10 @@ class Compiled:
 
 
 def compile_program(case: Case) -> Compiled:
-    cfg, which = case.config(SHAPES | {"data.batch_size": case.microbatches * case.mesh[0]}), case.program
+    cfg, which = (
+        case.config(SHAPES | {"data.batch_size": case.microbatches * case.mesh[0]}),
+        case.program,
+    )
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         state = step.abstract_state()
@@ -99,53 +137,90 @@ def compiled(name: str) -> Compiled:
     return compile_program((PROGRAMS | MORE)[name])
 
 
-# --- the checks: each returns what it finds wrong ---------------------------------------------------------------------------------
+# --- the checks: each returns what it finds wrong -------------------------------------------------
 
 
 def large_moves(c: Compiled) -> list:
-    """What is larger than a payload in the tick outside the ops' loops; or too many payloads: what arrives and what leaves each way, and
-    one more copy. Early permutes stand beside the ops, so XLA copies both ends of each."""
+    """What is larger than a payload in the tick outside the ops' loops; or too many payloads: what
+    arrives and what leaves each way, and one more copy. Early permutes stand beside the ops, so XLA
+    copies both ends of each."""
     moved, payload = moves(c.program, c.tick, holders(c.program, c.tick)), math.prod(c.payload)
     total = sum(size * times for (_, size), times in moved.items())
     limit = 13 if c.table and (c.table.table.permute == Permute.EARLY).any() else 6
-    return [key for key in moved if key[1] > payload] + [f"{total} elements in all"] * (total > limit * payload)
+    return [key for key in moved if key[1] > payload] + [f"{total} elements in all"] * (
+        total > limit * payload
+    )
 
 
 def misplaced_permutes(c: Compiled) -> list:
-    """Permutes inside an op or outside of the scan, or in the tick not one each way, early and late where there are both; where only some
-    rows send, in a loop that the others do not enter."""
-    found = lambda instructions: {i.name: i.text for i in instructions if i.collective == "collective-permute"}
-    loops = [i for i in c.program.inline(c.tick) if i.opcode == "while" and not c.program.is_op(i) and not c.program.holds_ops(i)]
-    inside, everywhere = found(j for i in loops for j in c.program.inline(i.calls["body"])), found(c.program.below(c.program.entry))
+    """Permutes inside an op or outside of the scan, or in the tick not one each way, early and late
+    where there are both; where only some rows send, in a loop that the others do not enter."""
+    found = lambda instructions: {
+        i.name: i.text for i in instructions if i.collective == "collective-permute"
+    }
+    loops = [
+        i
+        for i in c.program.inline(c.tick)
+        if i.opcode == "while" and not c.program.is_op(i) and not c.program.holds_ops(i)
+    ]
+    inside, everywhere = (
+        found(j for i in loops for j in c.program.inline(i.calls["body"])),
+        found(c.program.below(c.program.entry)),
+    )
     here = found(c.program.inline(c.tick)) | inside
-    some = [p for p in (Permute.EARLY, Permute.LATE) if c.table and 0 < (c.table.table.permute == p).mean() < 1]
+    some = [
+        p
+        for p in (Permute.EARLY, Permute.LATE)
+        if c.table and 0 < (c.table.table.permute == p).mean() < 1
+    ]
     elsewhere = [text for name, text in everywhere.items() if name not in here]
     table = c.table.table if c.table else None
-    wanted = len(permutes(table)) * len(set(table.permute.tolist()) - {Permute.NONE}) if table else 0
+    wanted = (
+        len(permutes(table)) * len(set(table.permute.tolist()) - {Permute.NONE}) if table else 0
+    )
     shape = tuple(c.step.mesh.shape.values())
     closed = not table or table.stages == 2 or wraps(table.stage_of, table.stages)
-    around = [text for text in everywhere.values() if not closed and goes_round(text, shape, AXES.index(STAGE))]
+    around = [
+        text
+        for text in everywhere.values()
+        if not closed and goes_round(text, shape, AXES.index(STAGE))
+    ]
     lifted = len(inside) != len(some) * len(permutes(table)) if table else False
-    return elsewhere + around + [f"{len(here)} permutes"] * (len(here) != wanted) + ["in every row"] * lifted
+    return (
+        elsewhere
+        + around
+        + [f"{len(here)} permutes"] * (len(here) != wanted)
+        + ["in every row"] * lifted
+    )
 
 
 def wide_collectives(c: Compiled) -> list:
-    """Collectives in the scan that are not over `model` alone (stages run different ops), or as large as a matrix. Only what all stages
-    do together may be over `stage`: embedding and head, where these are shared."""
+    """Collectives in the scan that are not over `model` alone (stages run different ops), or as
+    large as a matrix. Only what all stages do together may be over `stage`: embedding and head,
+    where these are shared."""
     shape = tuple(c.step.mesh.shape.values())
     groups = lambda axis: groups_over(shape, (AXES.index(axis),))
-    together = ("/embed/", "/head/", "/embed_gradient/") if c.table and c.table.table.vocabulary == "parallel" else ()
+    together = (
+        ("/embed/", "/head/", "/embed_gradient/")
+        if c.table and c.table.table.vocabulary == "parallel"
+        else ()
+    )
 
     def allowed(i: Instruction) -> bool:
         met = i.groups(math.prod(shape))
-        return met <= groups(MODEL) or (met <= groups(STAGE) and any(name in i.text for name in together))
+        return met <= groups(MODEL) or (
+            met <= groups(STAGE) and any(name in i.text for name in together)
+        )
 
-    found = [i for i in c.program.below(c.tick) if i.collective and i.collective != "collective-permute"]
+    found = [
+        i for i in c.program.below(c.tick) if i.collective and i.collective != "collective-permute"
+    ]
     return [i.text for i in found if not allowed(i) or max(i.sizes) >= c.smallest_matrix]
 
 
 def large_copies(c: Compiled) -> list:
-    """Copies of a pool, or of a matrix's size, anywhere in the scan, also in ops; filling a new buffer with zeros is none."""
+    """Copies of a pool, or of a matrix's size, anywhere in the scan, also in ops; filling a new
+    buffer with zeros is none."""
     assert c.table is not None
     pools = {(n, *c.payload) for n in c.table.pool_sizes.values() if n > 1}
     copies = [i for i in c.program.below(c.tick) if i.opcode in ("copy", "copy-start")]
@@ -154,12 +229,19 @@ def large_copies(c: Compiled) -> list:
 
 
 def odd_reductions(c: Compiled) -> list:
-    """Differences between the collectives that gradients need, each once, and those around the scan before the optimizer."""
+    """Differences between the collectives that gradients need, each once, and those around the scan
+    before the optimizer."""
     wanted = []
-    reductions = jax.tree.leaves(c.step.layout.reductions, is_leaf=lambda x: isinstance(x, Reduction))
+    reductions = jax.tree.leaves(
+        c.step.layout.reductions, is_leaf=lambda x: isinstance(x, Reduction)
+    )
     for r, array in zip(reductions, jax.tree.leaves(c.step.layout.shapes), strict=True):
         part = math.prod(NamedSharding(c.step.mesh, r.storage).shard_shape(array.shape))
-        over = [axes for axes in (r.scatter_axes, r.sum_axes) if any(c.step.mesh.shape[a] > 1 for a in axes)]
+        over = [
+            axes
+            for axes in (r.scatter_axes, r.sum_axes)
+            if any(c.step.mesh.shape[a] > 1 for a in axes)
+        ]
         wanted += [part] * len(over)
     here = [i for i in c.outside() if i.collective and "/optimizer/" not in i.text]
     found = [size for i in here for size in i.sizes if size > 1]  # the loss and counts are scalars
@@ -175,14 +257,18 @@ def test_program(check, name):
     assert not check(compiled(name))
 
 
-@pytest.mark.parametrize("name", small.named([name for name, case in PROGRAMS.items() if case.program == "gradients"], MORE))
+@pytest.mark.parametrize(
+    "name",
+    small.named([name for name, case in PROGRAMS.items() if case.program == "gradients"], MORE),
+)
 def test_gradients_are_reduced_once(name):
     assert not odd_reductions(compiled(name))
 
 
 @pytest.mark.parametrize("name", ["zb_v 2x2x2, none", "tied 1x8x1", "evaluate 1x2x2"])
 def test_a_shared_vocabulary_is_nowhere_whole(name):
-    """Neither logits nor tables: a device has its stage's and its model shard's rows alone, in the whole program."""
+    """Neither logits nor tables: a device has its stage's and its model shard's rows alone, in the
+    whole program."""
     c = compiled(name)
     whole, mesh = c.step.layout.shapes["embed"]["table"].shape[0], c.cfg.mesh
     part = whole // (mesh.stage * mesh.model)
@@ -195,15 +281,29 @@ def test_parameters_are_gathered_once_after_the_update():
     c = compiled("train 2x2x2")
     shape = tuple(c.step.mesh.shape.values())
     gathers = [i for i in c.outside() if i.collective == "all-gather"]
-    local = lambda which: [math.prod(s.shard_shape(a.shape)) for s, a in zip(jax.tree.leaves(which), jax.tree.leaves(c.step.layout.shapes))]
-    wanted = [whole for whole, part in zip(local(c.step.layout.shardings), local(c.step.layout.scattered), strict=True) if whole > part]
+    local = lambda which: [
+        math.prod(s.shard_shape(a.shape))
+        for s, a in zip(jax.tree.leaves(which), jax.tree.leaves(c.step.layout.shapes))
+    ]
+    wanted = [
+        whole
+        for whole, part in zip(
+            local(c.step.layout.shardings), local(c.step.layout.scattered), strict=True
+        )
+        if whole > part
+    ]
     assert sorted(size for i in gathers for size in i.sizes) == sorted(wanted)
     assert not [i for i in gathers if i.groups(8) & groups_over(shape, (AXES.index(MODEL),))]
 
 
 def test_ops_have_names_in_a_profile():
     text = compiled("train 2x2x2").text
-    names = [f"{op}{chunk}" for op in "FRBW" for chunk in range(2)] + ["K1", "embed", "head", "embed_gradient"]
+    names = [f"{op}{chunk}" for op in "FRBW" for chunk in range(2)] + [
+        "K1",
+        "embed",
+        "head",
+        "embed_gradient",
+    ]
     names += ["permute_EARLY", "reduce_gradients", "optimizer"]
     assert [name for name in names if f"/{name}/" not in text] == []
 
@@ -218,25 +318,35 @@ def test_one_stage_is_a_plain_scan():
 
 @pytest.mark.parametrize("which", ["gradients", "evaluate"])
 def test_one_microbatch_on_one_stage_is_no_loop_at_all(which):
-    """XLA's TPU compiler makes two programs of a scan of one tick: the forward ran twice (docs/log.md)."""
-    cfg = Case((1, 1, 1), microbatches=1, changes={"model.layers": 1}).config(SHAPES | {"data.batch_size": 1})
+    """XLA's TPU compiler makes two programs of a scan of one tick: the forward ran twice
+    (docs/log.md)."""
+    cfg = Case((1, 1, 1), microbatches=1, changes={"model.layers": 1}).config(
+        SHAPES | {"data.batch_size": 1}
+    )
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        text = getattr(step, which).lower(step.abstract_state().params, abstract_batch(cfg, step)).as_text()
+        text = (
+            getattr(step, which)
+            .lower(step.abstract_state().params, abstract_batch(cfg, step))
+            .as_text()
+        )
     assert "stablehlo.dot_general" in text and "stablehlo.while" not in text
 
 
 @pytest.mark.parametrize("model", [1, 2])
 def test_the_partitioner_has_nothing_to_decide_where_model_has_one_device(model):
-    """jax writes a constraint behind every operation of a region that is manual over some axes only: a third of the program."""
+    """jax writes a constraint behind every operation of a region that is manual over some axes
+    only: a third of the program."""
     cfg = small.config((1, 2, model), microbatches=2)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        text = step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).as_text()
+        text = step.gradients.lower(
+            step.abstract_state().params, abstract_batch(cfg, step)
+        ).as_text()
     assert ("sdy.sharding_constraint" in text) == (model > 1)
 
 
-# --- that each check can fail -----------------------------------------------------------------------------------------------------
+# --- that each check can fail ---------------------------------------------------------------------
 
 
 def test_without_the_barrier_matmuls_are_lifted_into_every_tick(monkeypatch):
@@ -253,7 +363,9 @@ def test_a_conditional_in_place_of_the_loop_is_found(monkeypatch):
             return state
         carried, fixed = only(state, op.carried), only(self.constants, op.fixed)
         runs = lambda carried: op.run(carried, fixed, columns)
-        return merged(state, lax.cond(columns.runs[op.name] > 0, runs, lambda carried: carried, carried))
+        return merged(
+            state, lax.cond(columns.runs[op.name] > 0, runs, lambda carried: carried, carried)
+        )
 
     monkeypatch.setattr(tick.Tick, "_once", once)
     assert large_moves(compile_program(SMALLEST))
@@ -274,8 +386,11 @@ def test_a_gradient_added_up_outside_its_op_is_found(monkeypatch):
 @pytest.mark.full
 def test_a_copied_pool_is_found(monkeypatch):
     def forward(self, unit, state, constants, columns, original=tick.Tick._forward):
-        changed = lax.fori_loop(0, columns.microbatch, lambda i, x: x.at[i].set(state.up), state.activation)
-        kept = state.activation[changed.sum().astype(int) % 2]  # the old pool is read after the loop has updated the new one
+        changed = lax.fori_loop(
+            0, columns.microbatch, lambda i, x: x.at[i].set(state.up), state.activation
+        )
+        # the old pool is read after the loop has updated the new one
+        kept = state.activation[changed.sum().astype(int) % 2]
         after = original(self, unit, state, constants, columns)
         return dataclasses.replace(after, up=after.up + kept)
 
@@ -286,7 +401,9 @@ def test_a_copied_pool_is_found(monkeypatch):
 def test_a_permute_in_an_op_is_found(monkeypatch):
     def embed(self, state, constants, columns, original=tick.Tick._embed):
         after = original(self, state, constants, columns)
-        return dataclasses.replace(after, activation=lax.ppermute(after.activation, STAGE, [(0, 1), (1, 0)]))
+        return dataclasses.replace(
+            after, activation=lax.ppermute(after.activation, STAGE, [(0, 1), (1, 0)])
+        )
 
     monkeypatch.setattr(tick.Tick, "_embed", embed)
     assert len(misplaced_permutes(compile_program(SMALLEST))) == 1
@@ -296,7 +413,9 @@ def test_a_permute_in_an_op_is_found(monkeypatch):
 def test_a_reduction_in_the_scan_is_found(monkeypatch):
     def backward(self, unit, state, constants, columns, original=tick.Tick._weight_gradient):
         after = original(self, unit, state, constants, columns)
-        return dataclasses.replace(after, gradients=jax.tree.map(lambda a: lax.psum(a, "data"), after.gradients))
+        return dataclasses.replace(
+            after, gradients=jax.tree.map(lambda a: lax.psum(a, "data"), after.gradients)
+        )
 
     monkeypatch.setattr(tick.Tick, "_weight_gradient", backward)
     assert wide_collectives(compile_program(dataclasses.replace(SMALLEST, mesh=(2, 2, 1))))
@@ -307,22 +426,42 @@ def test_a_gradient_gathered_over_model_is_found(monkeypatch):
     """What the partitioner makes of a reduce-scatter that leaves `model` to it."""
 
     def reduce(gradient, reduction, dtype):
-        return lax.psum_scatter(gradient, reduction.scatter_axes, scatter_dimension=reduction.axis(gradient.ndim), tiled=True)
+        return lax.psum_scatter(
+            gradient,
+            reduction.scatter_axes,
+            scatter_dimension=reduction.axis(gradient.ndim),
+            tiled=True,
+        )
 
     monkeypatch.setattr(runtime, "reduce", reduce)
     found = odd_reductions(compile_program(dataclasses.replace(SMALLEST, mesh=(2, 2, 2))))
     assert [text for text in found if "all-gather" in text]
 
 
-@pytest.mark.parametrize("changes", [{"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}, {"mesh.context": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"mesh.expert": 2, "model.experts": 4, "model.expert_width": 32}, {"mesh.context": 2}, {}],
+    ids=str,
+)
 def test_slots_are_as_large_as_is_said(changes, monkeypatch):
     """Also where what an op keeps depends on the devices of other axes."""
     states, make = [], runtime.Runtime._with_buffers
-    monkeypatch.setattr(runtime.Runtime, "_with_buffers", lambda *given: states.append(make(*given)) or states[-1])
-    cfg = small.config((1, 2, 1), "zb_h1", 1, 4, {"pipeline.remat": "none", "data.batch_size": 16, **changes})
+    monkeypatch.setattr(
+        runtime.Runtime, "_with_buffers", lambda *given: states.append(make(*given)) or states[-1]
+    )
+    cfg = small.config(
+        (1, 2, 1), "zb_h1", 1, 4, {"pipeline.remat": "none", "data.batch_size": 16, **changes}
+    )
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
         step.gradients.trace(step.abstract_state().params, abstract_batch(cfg, step))
-    size = lambda kind: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(getattr(states[-1], kind)))
-    said, kinds = step.slot_bytes(), ("activation", "gradient", "residual_b", "residual_w", "weight_stash")
-    assert {kind: max(1, step.setup.train.pool_sizes[kind]) * said[kind] for kind in kinds} == {kind: size(kind) for kind in kinds}
+    size = lambda kind: sum(
+        a.size * a.dtype.itemsize for a in jax.tree.leaves(getattr(states[-1], kind))
+    )
+    said, kinds = (
+        step.slot_bytes(),
+        ("activation", "gradient", "residual_b", "residual_w", "weight_stash"),
+    )
+    assert {kind: max(1, step.setup.train.pool_sizes[kind]) * said[kind] for kind in kinds} == {
+        kind: size(kind) for kind in kinds
+    }

@@ -1,4 +1,5 @@
-"""Tables that nobody would write: whatever the validator passes trains as one device does, also as a user's file."""
+"""Tables that nobody would write: whatever the validator passes trains as one device does, also as
+a user's file."""
 
 import dataclasses
 import random
@@ -19,7 +20,8 @@ LAYERS = 9
 
 
 def usable(seed: int) -> Table:
-    """The first random training table from a seed that has more than one stage and no more units than layers."""
+    """The first random training table from a seed that has more than one stage and no more units
+    than layers."""
     source = random.Random(seed)
     while True:
         table = random_table(source)
@@ -27,7 +29,9 @@ def usable(seed: int) -> Table:
             return dataclasses.replace(table, vocabulary=source.choice(["parallel", "end_stages"]))
 
 
-def assert_same_as_one_device(table: Table, remat: str, tied: bool, folder, run: Callable[[Config], plain_loop.Run]) -> None:
+def assert_same_as_one_device(
+    table: Table, remat: str, tied: bool, folder, run: Callable[[Config], plain_loop.Run]
+) -> None:
     check(table)
     path = folder / "random.csv"
     path.write_text(to_csv(table))
@@ -45,10 +49,20 @@ def assert_same_as_one_device(table: Table, remat: str, tied: bool, folder, run:
 def examples(n: int):
     """Hypothesis's settings for n examples. No shrinking: each example compiles a program."""
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return settings(max_examples=n, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=checks)
+    return settings(
+        max_examples=n,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=checks,
+    )
 
 
-CASES = {"seed": st.integers(0, 2**31), "remat": st.sampled_from(["selective", "none"]), "tied": st.booleans()}
+CASES = {
+    "seed": st.integers(0, 2**31),
+    "remat": st.sampled_from(["selective", "none"]),
+    "tied": st.booleans(),
+}
 
 
 @pytest.mark.full

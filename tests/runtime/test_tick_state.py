@@ -8,14 +8,23 @@ import pytest
 
 from jaxtrain.runtime.tick_state import Constants, TickState, merged, only
 
-STATE = TickState(loss=1, gradients={"layers": {"0": {"w": 2}, "1": {"w": 3}}, "embed": {"table": 4}}, activation=5, residual_b=[6, 7])
+STATE = TickState(
+    loss=1,
+    gradients={"layers": {"0": {"w": 2}, "1": {"w": 3}}, "embed": {"table": 4}},
+    activation=5,
+    residual_b=[6, 7],
+)
 NAMES = ("activation", ("gradients", "layers", "1"), ("gradients", "embed"))
 
 
 def test_only_what_is_named():
-    assert only(STATE, NAMES) == TickState(activation=5, gradients={"layers": {"1": {"w": 3}}, "embed": {"table": 4}})
+    assert only(STATE, NAMES) == TickState(
+        activation=5, gradients={"layers": {"1": {"w": 3}}, "embed": {"table": 4}}
+    )
     assert only(STATE, ("gradients", ("gradients", "embed"))).gradients == STATE.gradients
-    assert only(Constants({"head": 1, "embed": 2}, {"tokens": 3}), [("params", "head")]) == Constants({"head": 1})
+    assert only(
+        Constants({"head": 1, "embed": 2}, {"tokens": 3}), [("params", "head")]
+    ) == Constants({"head": 1})
     assert only(STATE, ()) == TickState() == only(STATE, ("up",))  # which the table does not use
 
 

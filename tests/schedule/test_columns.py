@@ -1,4 +1,5 @@
-"""Columns: a replay by them alone does every task of every schedule once and on the right values, and no change to them goes unseen."""
+"""Columns: a replay by them alone does every task of every schedule once and on the right values,
+and no change to them goes unseen."""
 
 import random
 
@@ -8,7 +9,17 @@ from support.pipeline_tables import expected, grid, random_table
 from support.symbolic_tick import Replay, by_name
 
 from jaxtrain.schedule.by_name import make_forward_table, make_table
-from jaxtrain.schedule.columns import CELL_OPS, EMBED, EMBED_GRADIENT, HEAD, STAYS, TickTable, permute_op, result_buffers, tick_table
+from jaxtrain.schedule.columns import (
+    CELL_OPS,
+    EMBED,
+    EMBED_GRADIENT,
+    HEAD,
+    STAYS,
+    TickTable,
+    permute_op,
+    result_buffers,
+    tick_table,
+)
 from jaxtrain.schedule.orders import PLACEMENTS
 from jaxtrain.schedule.slots import assign_slots
 from jaxtrain.schedule.table import Op, Permute, Table
@@ -37,7 +48,9 @@ def test_replay_of_forward_tables():
     for placement in ("circular", "v"):
         for stages, repeats, microbatches in ((1, 1, 3), (2, 2, 5), (4, 2, 9)):
             for permute in ("late", "early"):
-                table = make_forward_table(PLACEMENTS[placement](stages, repeats), stages, microbatches, permute=permute)
+                table = make_forward_table(
+                    PLACEMENTS[placement](stages, repeats), stages, microbatches, permute=permute
+                )
                 assert replay(table) == expected(table)
 
 
@@ -46,8 +59,13 @@ def reads_of(name: str, ticks: TickTable) -> np.ndarray:
     runs, table = ticks.columns.runs, ticks.slotted.table
     any_of = lambda *ops: np.any([runs[op] for op in ops if op in runs], axis=0)
     cells = {
-        "activation": "FKR", "gradient": "B", "residual_b": "KRB", "residual_w": "KRBW", "weight_stash": "BW", "microbatch": CELL_OPS,
-    }  # fmt: skip
+        "activation": "FKR",
+        "gradient": "B",
+        "residual_b": "KRB",
+        "residual_w": "KRBW",
+        "weight_stash": "BW",
+        "microbatch": CELL_OPS,
+    }
     slot = name.removesuffix("_slot")
     if slot in cells:
         return any_of(*(f"{kind}{unit}" for kind in cells[slot] for unit in range(2)))
@@ -66,16 +84,23 @@ def places_of(name: str, ticks: TickTable) -> list[list[int]]:
         return np.argwhere(reads_of(name, ticks) & (column.max() > 0)).tolist()
     if name.startswith("permute"):  # of a tick that sends something
         sends = (ticks.slotted.send != 0).any(axis=1)
-        return np.argwhere(column & np.roll(sends, name == permute_op(Permute.EARLY))[:, None]).tolist()
+        return np.argwhere(
+            column & np.roll(sends, name == permute_op(Permute.EARLY))[:, None]
+        ).tolist()
     return np.argwhere(column).tolist()
 
 
-CASES = {"late": ("interleaved", 2, False), "early": ("zb_v", 2, False), "spaced": ("1f1b", 1, True)}
+CASES = {
+    "late": ("interleaved", 2, False),
+    "early": ("zb_v", 2, False),
+    "spaced": ("1f1b", 1, True),
+}
 
 
 @pytest.mark.parametrize("permute", CASES)
 def test_every_change_of_a_column_is_seen(permute):
-    """Another slot or microbatch, or an op left out: each column at several places where the runtime reads it."""
+    """Another slot or microbatch, or an op left out: each column at several places where the
+    runtime reads it."""
     schedule, repeats, remat_full = CASES[permute]
     source = random.Random(permute)
     table = make_table(TableSpec(schedule, 4, repeats, 6, permute=permute, remat_full=remat_full))
@@ -99,7 +124,12 @@ def test_every_change_of_a_column_is_seen(permute):
 
 
 def test_results_go_through_the_buffers_of_their_way():
-    """A unit whose message always goes up needs no copy of it; one on both arms of a V has none that fits."""
+    """A unit whose message always goes up needs no copy of it; one on both arms of a V has none
+    that fits."""
     buffers = result_buffers(assign_slots(make_table(TableSpec("1f1b", 4, 1, 8, permute="late"))))
     assert buffers[Op.F, 0] == "up" and buffers[Op.B, 0] == "down"
-    assert set(result_buffers(assign_slots(make_table(TableSpec("zb_v", 4, 2, 8, permute="late")))).values()) >= {"up", "down"}
+    assert set(
+        result_buffers(
+            assign_slots(make_table(TableSpec("zb_v", 4, 2, 8, permute="late")))
+        ).values()
+    ) >= {"up", "down"}

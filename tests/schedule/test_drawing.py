@@ -1,4 +1,5 @@
-"""Timelines: every op is in the text and in the pictures, where and when the table and the clock say."""
+"""Timelines: every op is in the text and in the pictures, where and when the table and the clock
+say."""
 
 import re
 import struct
@@ -33,19 +34,25 @@ def test_text_has_every_cell_in_its_place(width):
     for s, cells in stages.items():
         wanted = [
             f"{Op(o).name}{u}.{k}" if o else "."
-            for o, u, k in zip(table.op[:, s], table.local_unit[:, s], table.microbatch[:, s], strict=True)
+            for o, u, k in zip(
+                table.op[:, s], table.local_unit[:, s], table.microbatch[:, s], strict=True
+            )
         ]
         assert cells == wanted
     heads = [n for line in shown.splitlines() if line.startswith("head ") for n in line.split()[1:]]
     assert heads == [str(k) for k in table.head if k >= 0]
-    permutes = "".join(line[len("permute ") :].replace(" ", "") for line in shown.splitlines() if line.startswith("permute "))
+    permutes = "".join(
+        line[len("permute ") :].replace(" ", "")
+        for line in shown.splitlines()
+        if line.startswith("permute ")
+    )
     assert permutes == "".join({0: "", 1: "l", 2: "e"}[when] for when in table.permute.tolist())
 
 
 def test_one_unit_a_stage_needs_no_unit_in_the_text():
-    assert "F0 " in drawing.text(make_table(TableSpec("1f1b", 3, 1, 2, permute="late"))) and "F0.0" not in drawing.text(
-        make_table(TableSpec("1f1b", 3, 1, 2))
-    )
+    assert "F0 " in drawing.text(
+        make_table(TableSpec("1f1b", 3, 1, 2, permute="late"))
+    ) and "F0.0" not in drawing.text(make_table(TableSpec("1f1b", 3, 1, 2)))
 
 
 def test_colours_are_the_ops_and_lighter_for_later_chunks():
@@ -55,8 +62,12 @@ def test_colours_are_the_ops_and_lighter_for_later_chunks():
             assert "\x1b[48;2;{};{};{}m".format(*drawing.shade(name, chunk, 2)) in shown
     plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
     assert plain == drawing.text(table_of(), 120)
-    assert len({drawing.shade(name, c, 2) for name in drawing.COLOURS for c in (0, 1)}) == 2 * len(drawing.COLOURS)
-    assert all(a < b for a, b in zip(drawing.shade("F", 0, 2), drawing.shade("F", 1, 2), strict=True))
+    assert len({drawing.shade(name, c, 2) for name in drawing.COLOURS for c in (0, 1)}) == 2 * len(
+        drawing.COLOURS
+    )
+    assert all(
+        a < b for a, b in zip(drawing.shade("F", 0, 2), drawing.shade("F", 1, 2), strict=True)
+    )
 
 
 def test_svg_has_every_op_at_its_time():
@@ -64,8 +75,17 @@ def test_svg_has_every_op_at_its_time():
     timeline = simulate(table, TIMES).timeline_coupled
     root = ElementTree.fromstring(drawing.svg(table, timeline, "three <stages> & more"))
     texts = [e.text for e in root.iter(f"{SVG}text")]
-    assert "three <stages> & more" in texts and {"stage 0", "stage 1", "stage 2", *drawing.MEANINGS.values()} <= set(texts)
-    found = {e.find(f"{SVG}title").text: e for e in root.iter(f"{SVG}rect") if e.find(f"{SVG}title") is not None}
+    assert "three <stages> & more" in texts and {
+        "stage 0",
+        "stage 1",
+        "stage 2",
+        *drawing.MEANINGS.values(),
+    } <= set(texts)
+    found = {
+        e.find(f"{SVG}title").text: e
+        for e in root.iter(f"{SVG}rect")
+        if e.find(f"{SVG}title") is not None
+    }
     assert len(found) == len(timeline) == int((table.op != Op.IDLE).sum()) + 3 * table.microbatches
     total = max(e.end for e in timeline)
     end = max(float(r.get("x")) + float(r.get("width")) for r in found.values())
@@ -73,7 +93,9 @@ def test_svg_has_every_op_at_its_time():
     for event in timeline:
         rect = found[drawing._describe(table, event)]
         assert float(rect.get("x")) == pytest.approx(drawing.LABEL + event.start * scale, abs=0.02)
-        assert float(rect.get("width")) == pytest.approx((event.end - event.start) * scale - 0.6, abs=0.02)
+        assert float(rect.get("width")) == pytest.approx(
+            (event.end - event.start) * scale - 0.6, abs=0.02
+        )
         assert int(rect.get("y")) == drawing.TOP + drawing.LANE * event.stage + 1
     numbers = [e.text for e in root.iter(f"{SVG}text") if e.get("text-anchor") == "middle"]
     assert len(numbers) >= (table.op != Op.IDLE).sum() - (table.op == Op.W).sum()

@@ -1,4 +1,5 @@
-"""The command `python -m jaxtrain.schedule`, as a process: output, files, JSON, and one line for whatever is wrong."""
+"""The command `python -m jaxtrain.schedule`, as a process: output, files, JSON, and one line for
+whatever is wrong."""
 
 import contextlib
 import json
@@ -25,8 +26,17 @@ sys.path.append(str(ROOT / "scripts"))
 
 from fuzz_configs import suggested
 
-KEYS = {"ticks", "step_time", "bubble_fraction", "bubble_fraction_span", "bubble_fraction_coupled", "peak_residuals", "pool_sizes"}
-PUBLISHED = "--times=18.522,18.086,9.337,0.601"  # Qi et al. 2023, in ms, with 8 stages and 24 microbatches
+KEYS = {
+    "ticks",
+    "step_time",
+    "bubble_fraction",
+    "bubble_fraction_span",
+    "bubble_fraction_coupled",
+    "peak_residuals",
+    "pool_sizes",
+}
+# Qi et al. 2023, in ms, with 8 stages and 24 microbatches
+PUBLISHED = "--times=18.522,18.086,9.337,0.601"
 
 
 def run(*arguments, cwd=None, **environment):
@@ -42,7 +52,8 @@ def run(*arguments, cwd=None, **environment):
 
 def figures(*arguments, cwd=None) -> dict:
     done = run("--json", *arguments, cwd=cwd)
-    assert done.returncode == 0 and "error" not in done.stderr  # a slow machine may say how far it is
+    # a slow machine may say how far it is
+    assert done.returncode == 0 and "error" not in done.stderr
     return json.loads(done.stdout)
 
 
@@ -60,20 +71,34 @@ def test_json():
     # 48 chunk ops of half a unit each, and 3 of idle time.
     assert (report["ticks"], report["step_time"], report["step_time_coupled"]) == (51, 25.5, 25.5)
     assert report["bubble_fraction"] == pytest.approx(3 / 51)
-    assert set(report["pool_sizes"]) == {"activation", "gradient", "residual_b", "residual_w", "weight_stash"}
+    assert set(report["pool_sizes"]) == {
+        "activation",
+        "gradient",
+        "residual_b",
+        "residual_w",
+        "weight_stash",
+    }
 
 
 def test_published_rates():
     shared = ("--stages=8", "--microbatches=24", PUBLISHED)
-    assert figures("--schedule=1f1b", "--fused_backward", *shared)["bubble_fraction_span"] == pytest.approx(0.2431, abs=5e-4)
-    assert figures("--schedule=zb_h1", *shared)["bubble_fraction_span"] == pytest.approx(0.1585, abs=5e-4)
+    assert figures("--schedule=1f1b", "--fused_backward", *shared)[
+        "bubble_fraction_span"
+    ] == pytest.approx(0.2431, abs=5e-4)
+    assert figures("--schedule=zb_h1", *shared)["bubble_fraction_span"] == pytest.approx(
+        0.1585, abs=5e-4
+    )
 
 
 def test_files_and_back(tmp_path):
     flags = ("--microbatches=6", "--times=2,2,1,0.1", "--recompute=2")
-    done = run("--schedule=interleaved", *flags, "--csv=t.csv", "--svg=t.svg", "--png=t.png", cwd=tmp_path)
+    done = run(
+        "--schedule=interleaved", *flags, "--csv=t.csv", "--svg=t.svg", "--png=t.png", cwd=tmp_path
+    )
     assert done.returncode == 0
-    assert (tmp_path / "t.svg").read_text().startswith("<svg") and (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "t.svg").read_text().startswith("<svg") and (
+        tmp_path / "t.png"
+    ).read_bytes().startswith(b"\x89PNG")
     one = figures("--schedule=interleaved", *flags)
     two = figures("--schedule=csv:t.csv", *flags, "--csv=again.csv", cwd=tmp_path)
     assert one == two and (tmp_path / "again.csv").read_text() == (tmp_path / "t.csv").read_text()
@@ -85,16 +110,29 @@ def test_compare_is_best_first_within_the_memory():
     assert len(rows) == len(NAMES) and sum(r["schedule"].startswith("auto") for r in rows) == 1
     fitting = [r for r in rows if r["fits"]]
     assert rows[: len(fitting)] == fitting and 2 <= len(fitting) < len(NAMES)
-    assert all(r["memory"] <= 4 for r in fitting) and all(r["memory"] > 4 for r in rows[len(fitting) :])
+    assert all(r["memory"] <= 4 for r in fitting) and all(
+        r["memory"] > 4 for r in rows[len(fitting) :]
+    )
     times = [r["step_time_coupled"] for r in fitting]
-    assert times == sorted(times) and any(r["schedule"].startswith("auto") for r in fitting if r["step_time_coupled"] == times[0])
+    assert times == sorted(times) and any(
+        r["schedule"].startswith("auto") for r in fitting if r["step_time_coupled"] == times[0]
+    )
     text = run(*flags).stdout
     assert [line.split()[0] for line in text.splitlines()[1:-1]] == [r["schedule"] for r in rows]
 
 
 def test_every_schedule_by_name():
     for name in NAMES:
-        assert figures(f"--schedule={name}", "--stages=3", "--microbatches=4", "--head=1", "--vocabulary=end_stages")["microbatches"] == 4
+        assert (
+            figures(
+                f"--schedule={name}",
+                "--stages=3",
+                "--microbatches=4",
+                "--head=1",
+                "--vocabulary=end_stages",
+            )["microbatches"]
+            == 4
+        )
 
 
 def test_vocabulary_parallelism_shares_a_large_head():
@@ -109,7 +147,9 @@ def test_colour_on_a_terminal_alone():
         ours, theirs = pty.openpty()
         process = subprocess.Popen(
             [sys.executable, "-m", "jaxtrain.schedule", "--stages=2", "--microbatches=2"],
-            env={k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"PYTHONPATH": str(ROOT)} | environment,
+            env={k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+            | {"PYTHONPATH": str(ROOT)}
+            | environment,
             stdout=theirs,
         )
         os.close(theirs)
@@ -128,10 +168,20 @@ def test_colour_on_a_terminal_alone():
 
 
 def test_ctrl_c_in_a_search_is_one_line_and_leaves_no_file(tmp_path):
-    """On a terminal the search shows in place how far it is; what was drawn is gone before the line."""
+    """On a terminal the search shows in place how far it is; what was drawn is gone before the
+    line."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxtrain.schedule", "--schedule=auto", "--stages=64", "--microbatches=1024", "--csv=t.csv", "--svg=t.svg"],
+        [
+            sys.executable,
+            "-m",
+            "jaxtrain.schedule",
+            "--schedule=auto",
+            "--stages=64",
+            "--microbatches=1024",
+            "--csv=t.csv",
+            "--svg=t.svg",
+        ],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -147,9 +197,15 @@ def test_ctrl_c_in_a_search_is_one_line_and_leaves_no_file(tmp_path):
     except OSError:  # the other end is closed
         pass
     os.close(ours)
-    assert process.wait(60) == 130 and process.stdout.read() == b"" and list(tmp_path.iterdir()) == []
+    assert (
+        process.wait(60) == 130 and process.stdout.read() == b"" and list(tmp_path.iterdir()) == []
+    )
     shown, _, last = said.rpartition(b"\r\x1b[K")
-    assert b"auto [" in shown and b"\n" not in shown and last == b"stopped: no file is half written\r\n"
+    assert (
+        b"auto [" in shown
+        and b"\n" not in shown
+        and last == b"stopped: no file is half written\r\n"
+    )
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -164,7 +220,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         patch.setattr(os, "replace", stopped)
         with pytest.raises(KeyboardInterrupt):
             cli.write_output(str(link), b"after")
-    assert old.read_text() == "before" and {p.name for p in tmp_path.iterdir()} == {"old.csv", "link.csv"}
+    assert old.read_text() == "before" and {p.name for p in tmp_path.iterdir()} == {
+        "old.csv",
+        "link.csv",
+    }
     cli.write_output(str(link), b"after")
     assert old.read_text() == "after" and link.is_symlink()
     os.mkfifo(pipe)
@@ -177,14 +236,25 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_large_table_is_cut_where_it_is_shown_and_whole_in_its_files(tmp_path):
-    done = run("--schedule=zb_h1", "--stages=24", "--microbatches=500", "--csv=t.csv", "--svg=t.svg", cwd=tmp_path)
+    done = run(
+        "--schedule=zb_h1",
+        "--stages=24",
+        "--microbatches=500",
+        "--csv=t.csv",
+        "--svg=t.svg",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0
     lines = done.stdout.splitlines()
     assert len(lines) < 500 and "stage 7: 7; …; stage 16: 16" in lines[0]
     cut = next(line for line in lines if "are not shown" in line)
     first, last = map(int, re.findall(r"\d+", cut)[:2])
     starts = [int(line.split()[1]) for line in lines if line.strip().startswith("tick ")]
-    assert cut.startswith(f"ticks {first} to {last} are not shown: --csv=FILE writes all") and last + 1 in starts and max(starts) > last
+    assert (
+        cut.startswith(f"ticks {first} to {last} are not shown: --csv=FILE writes all")
+        and last + 1 in starts
+        and max(starts) > last
+    )
     ticks = (tmp_path / "t.csv").read_text().count("\n") - 2
     assert ticks > last and re.search(rf"^ticks +{ticks} ", done.stdout, re.MULTILINE)
     drawing = ElementTree.fromstring((tmp_path / "t.svg").read_text())
@@ -194,7 +264,9 @@ def test_a_large_table_is_cut_where_it_is_shown_and_whole_in_its_files(tmp_path)
 
 def test_a_table_through_a_pipe(tmp_path):
     """A file is read once."""
-    table = run("--schedule=1f1b", "--stages=2", "--microbatches=3", "--csv=/dev/stdout", "--json").stdout.rpartition("\n{")[0]
+    table = run(
+        "--schedule=1f1b", "--stages=2", "--microbatches=3", "--csv=/dev/stdout", "--json"
+    ).stdout.rpartition("\n{")[0]
     done = subprocess.run(
         [sys.executable, "-m", "jaxtrain.schedule", "--schedule=csv:/dev/stdin", "--json"],
         input=table,
@@ -208,10 +280,14 @@ def test_a_table_through_a_pipe(tmp_path):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_pictures_in_docs_are_of_the_present_tables(name, tmp_path):
-    done = run(f"--schedule={name}", "--stages=4", "--microbatches=8", f"--svg={tmp_path / 'now.svg'}")
+    done = run(
+        f"--schedule={name}", "--stages=4", "--microbatches=8", f"--svg={tmp_path / 'now.svg'}"
+    )
     assert done.returncode == 0
     stored = (ROOT / "docs" / "schedules" / f"{name}.svg").read_text()
-    assert stored == (tmp_path / "now.svg").read_text(), f"draw docs/schedules/{name}.svg again, and look at it"
+    assert stored == (tmp_path / "now.svg").read_text(), (
+        f"draw docs/schedules/{name}.svg again, and look at it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +296,10 @@ def test_the_pictures_in_docs_are_of_the_present_tables(name, tmp_path):
         (["--microbatches=1000000"], "--microbatches=46"),
         (["--repeats=2147483648"], "--repeats=1"),
         (["--stages=1000003", "--microbatches=1000003"], "--microbatches=1 --stages=13"),
-        (["--ops_per_chunk=1000003", "--schedule=interleaved", "--repeats=1000003"], "--ops_per_chunk=1 --repeats=8"),
+        (
+            ["--ops_per_chunk=1000003", "--schedule=interleaved", "--repeats=1000003"],
+            "--ops_per_chunk=1 --repeats=8",
+        ),
     ],
 )
 def test_what_is_too_large_is_refused_with_what_is_not(monkeypatch, capsys, flags, use):
@@ -235,11 +314,22 @@ def test_what_is_too_large_is_refused_with_what_is_not(monkeypatch, capsys, flag
 
 def test_help_and_a_start_without_jax():
     done = run("--help")
-    assert done.returncode == 0 and all(f"--{flag}" in done.stdout for flag in ("times", "compare", "fused_backward", "memory", "head"))
-    code = (
-        "import sys; from jaxtrain.schedule.__main__ import main; main(['--json']); sys.exit(len({'jax', 'matplotlib'} & {*sys.modules}))"
+    assert done.returncode == 0 and all(
+        f"--{flag}" in done.stdout
+        for flag in ("times", "compare", "fused_backward", "memory", "head")
     )
-    assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True).returncode == 0
+    code = (
+        "import sys; from jaxtrain.schedule.__main__ import main; main(['--json']); "
+        "sys.exit(len({'jax', 'matplotlib'} & {*sys.modules}))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+        ).returncode
+        == 0
+    )
 
 
 def _passes_with_what_is_suggested(arguments: list[str], line: str, folder: pathlib.Path) -> None:
@@ -255,7 +345,8 @@ def _passes_with_what_is_suggested(arguments: list[str], line: str, folder: path
     [
         (
             ["--schedule=zb_v", "--repeats=3"],
-            "--repeats=3 does not fit schedule='zb_v', which has exactly 2 chunks on a stage: use --repeats=2",
+            "--repeats=3 does not fit schedule='zb_v', which has exactly 2 chunks on a stage: "
+            "use --repeats=2",
         ),
         (
             ["--schedule=nonsense"],
@@ -264,40 +355,89 @@ def _passes_with_what_is_suggested(arguments: list[str], line: str, folder: path
         (["--schedule=zbh1"], "--schedule='zbh1' is unknown: use --schedule=zb_h1"),
         (["--stages=-1"], "--stages=-1 must be at least 1: use --stages=1"),
         (["--stages=two"], "--stages='two' is not an integer: use --stages=0"),
-        (["--times=1,2,3"], "--times='1,2,3' is not four times F,B,W,message, of which F, B or W is more than 0: use --times=1,1,1,0"),
+        (
+            ["--times=1,2,3"],
+            "--times='1,2,3' is not four times F,B,W,message, of which F, B or W is more than "
+            "0: use --times=1,1,1,0",
+        ),
         (["--times=1,1,-1,0"], "--times='1,1,-1,0' is not four times"),
         (["--times=nan,1,1,0"], "--times='nan,1,1,0' is not four times"),
-        (["--recompute=much"], "--recompute='much' is not a time, such as that of F: use --recompute=1"),
+        (
+            ["--recompute=much"],
+            "--recompute='much' is not a time, such as that of F: use --recompute=1",
+        ),
         (["--head=inf"], "--head=inf is not a finite number: use --head=0.0"),
         (["--times=1e308,1,1,0", "--png=t.png"], "and none more than 1e+15: use --times=1,1,1,0"),
         (["--embed=1e308", "--png=t.png"], "--embed=1e+308 must be at most 1e+15: use --embed=0.0"),
-        (["--permute=soon"], "--permute='soon' is unknown: use --permute=auto (or late, aligned, early, spaced)"),
-        (["--vocabulary=shared"], "--vocabulary='shared' is unknown: use --vocabulary=parallel (or end_stages)"),
+        (
+            ["--permute=soon"],
+            "--permute='soon' is unknown: use --permute=auto (or late, aligned, early, spaced)",
+        ),
+        (
+            ["--vocabulary=shared"],
+            "--vocabulary='shared' is unknown: use --vocabulary=parallel (or end_stages)",
+        ),
         (
             ["--schedule=zb_h1", "--fused_backward"],
-            "--fused_backward does not fit --schedule='zb_h1', whose W's stand apart: use --schedule=gpipe (or 1f1b, interleaved)",
+            "--fused_backward does not fit --schedule='zb_h1', whose W's stand apart: use "
+            "--schedule=gpipe (or 1f1b, interleaved)",
         ),
-        (["--schedule=auto", "--memory=0.1"], "--memory=0.1 is too little for any table found: use --memory=1.0"),
-        (["--compare", "--png=x.png"], "--png needs one schedule, and --compare shows all: use --compare=false"),
-        (["--svg=absent/x.svg"], "--svg='absent/x.svg' cannot be written (No such file or directory): use --svg=x.svg"),
+        (
+            ["--schedule=auto", "--memory=0.1"],
+            "--memory=0.1 is too little for any table found: use --memory=1.0",
+        ),
+        (
+            ["--compare", "--png=x.png"],
+            "--png needs one schedule, and --compare shows all: use --compare=false",
+        ),
+        (
+            ["--svg=absent/x.svg"],
+            "--svg='absent/x.svg' cannot be written (No such file or directory): use --svg=x.svg",
+        ),
         (
             ["--schedule=csv:absent.csv"],
-            "'absent.csv' cannot be read (No such file or directory): use a file that python -m jaxtrain.schedule",
+            "'absent.csv' cannot be read (No such file or directory): use a file that python "
+            "-m jaxtrain.schedule",
         ),
         (
             ["--schedule=csv:bad.csv"],
-            "bad.csv, line 2 (tick 0), column 'stage 1': F0.0 waits for F0.0 of stage 0 in line 2, whose message can be read from line 3",
+            "bad.csv, line 2 (tick 0), column 'stage 1': F0.0 waits for F0.0 of stage 0 in "
+            "line 2, whose message can be read from line 3",
         ),
-        (["--schedule=csv:good.csv", "--stages=3"], "--stages=3 is not what the CSV file has: use --stages=1"),
-        (["--schedule=csv:good.csv", "--recompute=1"], "--recompute=1 is the time of R, and the CSV file has no R: use --recompute="),
+        (
+            ["--schedule=csv:good.csv", "--stages=3"],
+            "--stages=3 is not what the CSV file has: use --stages=1",
+        ),
+        (
+            ["--schedule=csv:good.csv", "--recompute=1"],
+            "--recompute=1 is the time of R, and the CSV file has no R: use --recompute=",
+        ),
         (["--colour"], "--colour is an unknown flag"),
-        (["--schedule=1f1B", "--recompute=a b"], "--schedule='1f1B' is unknown: use --schedule=1f1b --recompute=1"),
-        (["--stages=four", "--repeats=x", "--microbatches="], "use --stages=0 --repeats=0 --microbatches=0"),
-        (["--vocabulary=x", "--fused_backward", "--ops_per_chunk=2"], "use --vocabulary=parallel --fused_backward=false"),
+        (
+            ["--schedule=1f1B", "--recompute=a b"],
+            "--schedule='1f1B' is unknown: use --schedule=1f1b --recompute=1",
+        ),
+        (
+            ["--stages=four", "--repeats=x", "--microbatches="],
+            "use --stages=0 --repeats=0 --microbatches=0",
+        ),
+        (
+            ["--vocabulary=x", "--fused_backward", "--ops_per_chunk=2"],
+            "use --vocabulary=parallel --fused_backward=false",
+        ),
         (["--stages=x", "--schedule=auto", "--memory=0.1"], "use --stages=0 --memory=1.0"),
-        (["--png=" + "a" * 5000], " cannot be written (File name too long): use --png=schedule.png"),
-        (["--compare=x", "--svg=/proc/x.svg", "--row=nan"], "use --compare=false --row=0.0 --svg=x.svg"),
-        (["--stages=x", "--schedule=csv:absent.csv"], "use --stages=0 (and 'absent.csv' cannot be read (No such file or directory): use a"),
+        (
+            ["--png=" + "a" * 5000],
+            " cannot be written (File name too long): use --png=schedule.png",
+        ),
+        (
+            ["--compare=x", "--svg=/proc/x.svg", "--row=nan"],
+            "use --compare=false --row=0.0 --svg=x.svg",
+        ),
+        (
+            ["--stages=x", "--schedule=csv:absent.csv"],
+            "use --stages=0 (and 'absent.csv' cannot be read (No such file or directory): use a",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_writes_nothing(arguments, said, tmp_path):
@@ -307,5 +447,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(arguments, said, tmp_path):
     done = run(*arguments, *([] if "--compare" in arguments else ["--csv=out.csv"]), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     _passes_with_what_is_suggested(arguments, done.stderr, tmp_path)
-    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1
+    )
     assert sorted(tmp_path.iterdir()) == before

@@ -1,4 +1,5 @@
-"""The named schedules: idle time and memory within what their authors promise, for every number of stages and microbatches."""
+"""The named schedules: idle time and memory within what their authors promise, for every number of
+stages and microbatches."""
 
 import itertools
 
@@ -21,8 +22,9 @@ def _in_flight(p, v, m):
     return min(m * v, v * (p + m % p) + p - 1)
 
 
-# schedule, repeats → (most idle time of the whole step in chunk ops, microbatches from which it holds, most stashes, whether none of the
-# idle time lies between a stage's first and last op), all by p, v, m, in unit times; Qi et al. 2023, Narayanan et al. 2021, DeepSeek-V3
+# schedule, repeats → (most idle time of the whole step in chunk ops, microbatches from which it
+# holds, most stashes, whether none of the idle time lies between a stage's first and last op), all
+# by p, v, m, in unit times; Qi et al. 2023, Narayanan et al. 2021, DeepSeek-V3
 BOUNDS = {
     ("gpipe", 1): (lambda p, v: 2 * (p - 1), lambda p: 1, lambda p, v, m: m, False),
     ("gpipe", 2): (lambda p, v: 2 * (p - 1), lambda p: p, lambda p, v, m: m * v, False),
@@ -33,7 +35,12 @@ BOUNDS = {
     ("zb_h1", 1): (lambda p, v: p - 1, lambda p: p, lambda p, v, m: p, False),
     ("zb_h2", 1): (lambda p, v: p - 1, lambda p: 2 * p - 1, lambda p, v, m: 2 * p - 1, True),
     ("zb_v", 2): (lambda p, v: p - 1, lambda p: 2 * p, lambda p, v, m: 2 * p, True),
-    ("dualpipe_v", 2): (lambda p, v: 2 * (p - 1), lambda p: 2 * p, lambda p, v, m: 2 * p + 1, False),
+    ("dualpipe_v", 2): (
+        lambda p, v: 2 * (p - 1),
+        lambda p: 2 * p,
+        lambda p, v, m: 2 * p + 1,
+        False,
+    ),
 }
 
 
@@ -59,7 +66,9 @@ def check_bounds(schedule: str, repeats: int, stages: int, microbatches: int, **
 @pytest.mark.parametrize(("schedule", "repeats"), BOUNDS)
 def test_idle_time_and_stashes(schedule, repeats):
     for stages in range(2, 9):
-        for microbatches in sorted({1, 2, stages - 1, *range(stages, 2 * stages + 3), 3 * stages, 4 * stages + 1}):
+        for microbatches in sorted(
+            {1, 2, stages - 1, *range(stages, 2 * stages + 3), 3 * stages, 4 * stages + 1}
+        ):
             check_bounds(schedule, repeats, stages, microbatches, permute="late")
 
 
@@ -79,12 +88,18 @@ def test_the_best_way_of_laying_in_unit_times_keeps_the_bounds(schedule, repeats
 
 @pytest.mark.parametrize(("schedule", "repeats"), [(s, r) for s, r in BOUNDS if s != "gpipe"])
 def test_memory_does_not_grow_with_the_microbatches(schedule, repeats):
-    peaks = [peak_residuals(make_table(TableSpec(schedule, 4, repeats, m, permute="early")), count_weight_stash=True) for m in (8, 16, 40)]
+    peaks = [
+        peak_residuals(
+            make_table(TableSpec(schedule, 4, repeats, m, permute="early")), count_weight_stash=True
+        )
+        for m in (8, 16, 40)
+    ]
     assert peaks[0] == peaks[1] == peaks[2]
 
 
 def test_published_steps_of_the_order():
-    """The first stage's ops as the figures of the papers have them: 1F1B and ZB-H1 (4 stages), ZB-H2 (4 stages, 7 forwards first)."""
+    """The first stage's ops as the figures of the papers have them: 1F1B and ZB-H1 (4 stages),
+    ZB-H2 (4 stages, 7 forwards first)."""
 
     def names(cells):
         return " ".join(f"{Op(op).name}{k}" for op, _, k in cells)
@@ -132,8 +147,12 @@ def test_one_stage_is_accumulation(permute):
 
 @pytest.mark.parametrize("placement", ["circular", "v"])
 def test_forward_tables(placement):
-    for stages, repeats, microbatches, permute in itertools.product((1, 2, 3, 6), (1, 2), (1, 2, 5, 12), ("late", "early")):
-        table = make_forward_table(PLACEMENTS[placement](stages, repeats), stages, microbatches, permute=permute)
+    for stages, repeats, microbatches, permute in itertools.product(
+        (1, 2, 3, 6), (1, 2), (1, 2, 5, 12), ("late", "early")
+    ):
+        table = make_forward_table(
+            PLACEMENTS[placement](stages, repeats), stages, microbatches, permute=permute
+        )
         check(table)
         assert set(table.op.ravel().tolist()) <= {Op.IDLE, Op.F}
         if permute == "late" and placement == "circular" and microbatches >= stages:
@@ -146,9 +165,14 @@ def test_groups_are_ops_of_their_own():
     check(cut)
     assert cut.stage_of == (0, 1, 1, 1, 2, 2) and cut.chunk_of == (0, 1, 1, 1, 2, 2)
     assert max(peak_residuals(cut)) == max(peak_residuals(whole)) == 3
-    middle = [(Op(int(o)).name, int(u)) for o, u in zip(cut.op[:, 1], cut.local_unit[:, 1], strict=True) if o in (Op.R, Op.B, Op.W)]
+    middle = [
+        (Op(int(o)).name, int(u))
+        for o, u in zip(cut.op[:, 1], cut.local_unit[:, 1], strict=True)
+        if o in (Op.R, Op.B, Op.W)
+    ]
     assert middle[:9] == [(op, u) for u in (2, 1, 0) for op in "RBW"]  # one group rebuilt at a time
-    assert not ((cut.op[:, 2] == Op.R) & (cut.local_unit[:, 2] == 1)).any()  # the last unit needs no R
+    # the last unit needs no R
+    assert not ((cut.op[:, 2] == Op.R) & (cut.local_unit[:, 2] == 1)).any()
 
 
 def test_csv_schedules(tmp_path):
@@ -165,9 +189,19 @@ def test_csv_schedules(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("1f1b", 4, 2, 8), "repeats=2 does not fit schedule='1f1b', which has exactly 1 chunk on a stage: use 1"),
-        (("zb_v", 4, 1, 8), "repeats=1 does not fit schedule='zb_v', which has exactly 2 chunks on a stage: use 2"),
-        (("interleaved", 4, 1, 8), "repeats=1 does not fit schedule='interleaved', which has at least 2 chunks on a stage: use 2"),
+        (
+            ("1f1b", 4, 2, 8),
+            "repeats=2 does not fit schedule='1f1b', which has exactly 1 chunk on a stage: use 1",
+        ),
+        (
+            ("zb_v", 4, 1, 8),
+            "repeats=1 does not fit schedule='zb_v', which has exactly 2 chunks on a stage: use 2",
+        ),
+        (
+            ("interleaved", 4, 1, 8),
+            "repeats=1 does not fit schedule='interleaved', which has at least 2 chunks on a "
+            "stage: use 2",
+        ),
         (("zbv", 4, 1, 8), "schedule='zbv' is unknown"),
         (("1f1b", 0, 1, 8), "stages=0 must be at least 1: use 1"),
         (("1f1b", 4, 1, 0), "microbatches=0 must be at least 1: use 1"),

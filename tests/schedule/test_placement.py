@@ -7,27 +7,49 @@ import pytest
 
 from jaxtrain.schedule.placement import Placement, cut, spread
 
-ALL = [Placement(n, s, c) for n, s, c in itertools.product(range(1, 26), range(1, 9), range(1, 4)) if s * c <= n]
+ALL = [
+    Placement(n, s, c)
+    for n, s, c in itertools.product(range(1, 26), range(1, 9), range(1, 4))
+    if s * c <= n
+]
 
 
 @pytest.mark.parametrize("placement", ALL[:: len(ALL) // 40], ids=str)
 def test_every_layer_once_in_circular_order(placement):
     # Walking round the circle, chunk by chunk and stage by stage, the layers come in order.
-    order = [placement.layer_index(c)[s] for c in range(placement.units_per_stage) for s in range(placement.stages)]
-    assert [int(layer) for rows in order for layer in rows if layer >= 0] == list(range(placement.layers))
+    order = [
+        placement.layer_index(c)[s]
+        for c in range(placement.units_per_stage)
+        for s in range(placement.stages)
+    ]
+    assert [int(layer) for rows in order for layer in rows if layer >= 0] == list(
+        range(placement.layers)
+    )
 
 
 def test_counts_differ_by_one_at_most_and_index_agrees():
     for placement in ALL:
-        counts = [placement.layer_count(c, s) for c in range(placement.units_per_stage) for s in range(placement.stages)]
-        assert min(counts) >= 1 and max(counts) - min(counts) <= 1 and sum(counts) == placement.layers
-        assert counts == sorted(counts, reverse=True)  # the first have one more: the last stage has the head as well
+        counts = [
+            placement.layer_count(c, s)
+            for c in range(placement.units_per_stage)
+            for s in range(placement.stages)
+        ]
+        assert (
+            min(counts) >= 1 and max(counts) - min(counts) <= 1 and sum(counts) == placement.layers
+        )
+        # the first have one more: the last stage has the head as well
+        assert counts == sorted(counts, reverse=True)
         for c in range(placement.units_per_stage):
             index = placement.layer_index(c)
-            assert index.shape == (placement.stages, placement.stack_size(c)) and index.dtype == np.int32
+            assert (
+                index.shape == (placement.stages, placement.stack_size(c))
+                and index.dtype == np.int32
+            )
             for s in range(placement.stages):
                 used = index[s] >= 0
-                assert used.sum() == placement.layer_count(c, s) and index[s, 0] == placement.first_layer(c, s)
+                assert used.sum() == placement.layer_count(c, s) and index[
+                    s, 0
+                ] == placement.first_layer(c, s)
                 assert used[: placement.layer_count(c, s)].all()  # unused rows come last
 
 
@@ -46,9 +68,14 @@ def test_more_chunks_than_layers():
 
 
 def test_any_place():
-    """In a V, and with more units on one stage than on another: rows that a stage does not have are unused."""
+    """In a V, and with more units on one stage than on another: rows that a stage does not have are
+    unused."""
     placement = Placement(7, 2, stage_of=(0, 1, 1, 0, 0), sizes=(2, 1, 1, 2, 1))
-    assert placement.units_per_stage == 3 and [placement.stack_size(u) for u in range(3)] == [2, 2, 1]
+    assert placement.units_per_stage == 3 and [placement.stack_size(u) for u in range(3)] == [
+        2,
+        2,
+        1,
+    ]
     assert placement.layer_index(0).tolist() == [[0, 1], [2, -1]]
     assert placement.layer_index(1).tolist() == [[4, 5], [3, -1]]
     assert placement.layer_index(2).tolist() == [[6], [-1]]
@@ -63,7 +90,9 @@ def test_spread_by_costs_is_the_best_cut(chunks):
     random = np.random.default_rng(chunks)
     for costs in (np.ones(8), random.random(8) + 0.1, np.arange(1.0, 9.0)):
         sizes = spread(8, chunks, tuple(costs))
-        dearest = lambda sizes, costs=costs: max(part.sum() for part in np.split(costs, np.cumsum(sizes)[:-1]))
+        dearest = lambda sizes, costs=costs: max(
+            part.sum() for part in np.split(costs, np.cumsum(sizes)[:-1])
+        )
         cuts = itertools.combinations(range(1, 8), chunks - 1)
         best = min(dearest(np.diff([0, *cut, 8])) for cut in cuts)
         assert sum(sizes) == 8 and min(sizes) >= 1 and dearest(sizes) == pytest.approx(best)

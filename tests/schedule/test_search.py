@@ -1,4 +1,5 @@
-"""Tables for given op times: how near the coupled clock comes to the independent one, and that `auto` is never worse."""
+"""Tables for given op times: how near the coupled clock comes to the independent one, and that
+`auto` is never worse."""
 
 import dataclasses
 import time
@@ -17,14 +18,18 @@ from jaxtrain.schedule.table import Op, Table, peak_residuals
 from jaxtrain.schedule.table_spec import TableSpec
 from jaxtrain.schedule.validator import check
 
-SMALL = TableSpec("auto", 8, 1, 24, times=Times(18.522, 18.086, 9.337, 0.601))  # Qi et al. 2023, op times in ms
+# Qi et al. 2023, op times in ms
+SMALL = TableSpec("auto", 8, 1, 24, times=Times(18.522, 18.086, 9.337, 0.601))
 LARGE = TableSpec("auto", 16, 1, 48, times=Times(11.347, 11.248, 8.132, 0.377))
 
 
 def named(schedule: str, spec: TableSpec, permute: str = "auto") -> Table:
-    """The table of a named schedule for a spec, with as many chunks as the schedule is made for where the spec's do not fit."""
+    """The table of a named schedule for a spec, with as many chunks as the schedule is made for
+    where the spec's do not fit."""
     repeats = spec.repeats if fits_repeats(schedule, spec.repeats) else default_repeats(schedule)
-    return search.named(dataclasses.replace(spec, schedule=schedule, repeats=repeats, permute=permute))
+    return search.named(
+        dataclasses.replace(spec, schedule=schedule, repeats=repeats, permute=permute)
+    )
 
 
 def auto(spec: TableSpec, memory: float | None = None) -> Table:
@@ -38,7 +43,8 @@ def least(schedule: str, spec: TableSpec) -> TableSpec:
 
 
 def ratio(spec: TableSpec, schedule: str) -> float:
-    """Coupled step time of a named schedule over its independent one with late permutes, the order as published."""
+    """Coupled step time of a named schedule over its independent one with late permutes, the order
+    as published."""
     spec = least(schedule, spec)
     late = simulate(named(schedule, spec, "late"), spec.times).step_time
     return walk(named(schedule, spec), spec.times) / late
@@ -46,7 +52,15 @@ def ratio(spec: TableSpec, schedule: str) -> float:
 
 @pytest.mark.parametrize("spec", [SMALL, LARGE], ids=["p8", "p16"])
 @pytest.mark.parametrize(
-    ("schedule", "most"), [("1f1b", 1.01), ("interleaved", 1.05), ("zb_h1", 1.005), ("zb_h2", 1.01), ("zb_v", 1.005), ("dualpipe_v", 1.02)]
+    ("schedule", "most"),
+    [
+        ("1f1b", 1.01),
+        ("interleaved", 1.05),
+        ("zb_h1", 1.005),
+        ("zb_h2", 1.01),
+        ("zb_v", 1.005),
+        ("dualpipe_v", 1.02),
+    ],
 )
 def test_coupling_costs_little(spec, schedule, most):
     assert ratio(spec, schedule) <= most
@@ -64,7 +78,9 @@ def test_the_best_way_takes_no_more_memory(schedule):
         spec = least(schedule, spec)
         best, late = named(schedule, spec), named(schedule, spec, "late")
         check(best)
-        assert memory_of(best) <= memory_of(late) and max(peak_residuals(best)) <= max(peak_residuals(late))
+        assert memory_of(best) <= memory_of(late) and max(peak_residuals(best)) <= max(
+            peak_residuals(late)
+        )
         assert walk(best, spec.times) <= walk(late, spec.times)
 
 
@@ -110,7 +126,10 @@ def test_more_memory_is_never_slower_and_too_little_is_refused():
 def with_any_repeats(stages: int, microbatches: int) -> list[TableSpec]:
     """What `auto` tries where the chunks are left to it."""
     times = Times(2, 2, 1, 0.1)
-    return [TableSpec("auto", stages, repeats, microbatches, times=times) for repeats in search.ANY_REPEATS]
+    return [
+        TableSpec("auto", stages, repeats, microbatches, times=times)
+        for repeats in search.ANY_REPEATS
+    ]
 
 
 def test_auto_is_the_same_every_time():
@@ -140,10 +159,11 @@ def test_list_schedules_keep_their_bound(placement, bound):
                 held += {Op.F: 1, Op.W: -1}.get(op, 0)
                 peak = max(peak, held)
             assert peak <= bound and len(cells) == 3 * 2 * 6
-    assert list_schedule(stage_of, 3, 6, 1, Times(), 0.5, False) is None  # the second chunk never gets a slot
+    # the second chunk never gets a slot
+    assert list_schedule(stage_of, 3, 6, 1, Times(), 0.5, False) is None
 
 
-# --- large tables --------------------------------------------------------------------------------------------------------------
+# --- large tables ---------------------------------------------------------------------------------
 
 
 def rules_of(spec: TableSpec) -> list[search.Candidate]:
@@ -154,19 +174,40 @@ def rules_of(spec: TableSpec) -> list[search.Candidate]:
 def test_the_larger_a_table_the_fewer_list_schedules_and_all_named_ones():
     """By size alone: which candidates there are depends on neither times nor memory."""
     for times, memory in ((Times(), None), (Times(18.5, 18.1, 9.3, 0.6, 2), 3.0)):
-        rules = lambda repeats, m, times=times, memory=memory: rules_of(TableSpec("auto", 64, repeats, m, times=times, memory=memory))
-        assert {m: len(rules(1, m)) for m in (1, 512, 513, 4096, 4097)} == {1: 4, 512: 4, 513: 2, 4096: 2, 4097: 1}
+        rules = lambda repeats, m, times=times, memory=memory: rules_of(
+            TableSpec("auto", 64, repeats, m, times=times, memory=memory)
+        )
+        assert {m: len(rules(1, m)) for m in (1, 512, 513, 4096, 4097)} == {
+            1: 4,
+            512: 4,
+            513: 2,
+            4096: 2,
+            4097: 1,
+        }
         assert [len(rules(2, m)) for m in (256, 257, 2049)] == [8, 4, 2]
-    tried = lambda m: [c for repeats in (1, 2) for c in search.candidates(TableSpec("auto", 64, repeats, m))]
-    others = lambda m: [(c.name, c.placement, c.spec.repeats, c.packings) for c in tried(m) if c.name != "list"]
-    assert others(2) == others(10_000) and {name for name, *_ in others(10_000)} == {*SCHEDULES, "between"}
+    tried = lambda m: [
+        c for repeats in (1, 2) for c in search.candidates(TableSpec("auto", 64, repeats, m))
+    ]
+    others = lambda m: [
+        (c.name, c.placement, c.spec.repeats, c.packings) for c in tried(m) if c.name != "list"
+    ]
+    assert others(2) == others(10_000) and {name for name, *_ in others(10_000)} == {
+        *SCHEDULES,
+        "between",
+    }
     assert all(c.packings == ["late", "early", "spaced"] for c in tried(10_000) if c.name == "list")
     assert rules_of(TableSpec("auto", 64, 1, 513))[0].orders.args[-2:] == (0.5, False)
-    assert all(c.packings for c in search.candidates(TableSpec("auto", 64, 1, 10_000, permute="aligned")))
+    assert all(
+        c.packings for c in search.candidates(TableSpec("auto", 64, 1, 10_000, permute="aligned"))
+    )
 
 
 def test_a_cut_search_is_no_worse_than_the_named_schedules(monkeypatch):
-    monkeypatch.setattr(search, "RULES", ((4, search.RULES[0][1]), (64, search.RULES[1][1]), (None, search.RULES[2][1])))
+    monkeypatch.setattr(
+        search,
+        "RULES",
+        ((4, search.RULES[0][1]), (64, search.RULES[1][1]), (None, search.RULES[2][1])),
+    )
     for spec in SPECS[:4]:
         for bound in (None, 2.0, 4.0):
             best = auto(spec, bound)

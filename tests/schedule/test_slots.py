@@ -1,4 +1,5 @@
-"""Slots: no fewer would do. That every op finds in its slots what it wants is in test_columns.py, of all schedules."""
+"""Slots: no fewer would do. That every op finds in its slots what it wants is in test_columns.py,
+of all schedules."""
 
 import itertools
 import random
@@ -15,10 +16,13 @@ def test_forward_tables_keep_nothing_for_a_backward():
     for placement in ("circular", "v"):
         for stages, repeats, microbatches in ((1, 1, 3), (2, 2, 5), (4, 2, 9), (5, 1, 2)):
             for permute in ("late", "early"):
-                table = make_forward_table(PLACEMENTS[placement](stages, repeats), stages, microbatches, permute=permute)
+                table = make_forward_table(
+                    PLACEMENTS[placement](stages, repeats), stages, microbatches, permute=permute
+                )
                 slotted = assign_slots(table)
                 assert slotted.pool_sizes["residual_b"] == slotted.pool_sizes["weight_stash"] == 0
-                assert slotted.pool_sizes["activation"] <= 2 * stages + 2  # and not the number of microbatches
+                # and not the number of microbatches
+                assert slotted.pool_sizes["activation"] <= 2 * stages + 2
 
 
 def test_colouring_takes_as_many_slots_as_are_alive_at_once():
@@ -33,15 +37,23 @@ def test_colouring_takes_as_many_slots_as_are_alive_at_once():
 
 
 def test_slots_of_1f1b_do_not_grow_with_the_microbatches():
-    few, many = (assign_slots(make_table(TableSpec("1f1b", 4, 1, m, permute="late"))) for m in (8, 32))
-    # The first stage's four microbatches in flight; on the last one the output of F beside its input, which the head reads.
+    few, many = (
+        assign_slots(make_table(TableSpec("1f1b", 4, 1, m, permute="late"))) for m in (8, 32)
+    )
+    # The first stage's four microbatches in flight; on the last one the output of F beside its
+    # input, which the head reads.
     assert few.slots_per_stage == many.slots_per_stage
-    assert few.slots_per_stage["residual_b"] == (4, 3, 2, 1) and few.slots_per_stage["weight_stash"] == (1, 1, 1, 1)
+    assert few.slots_per_stage["residual_b"] == (4, 3, 2, 1) and few.slots_per_stage[
+        "weight_stash"
+    ] == (1, 1, 1, 1)
 
 
 def test_recompute_keeps_inputs_in_place_of_residuals():
     kept, rebuilt = (
-        assign_slots(make_table(TableSpec("1f1b", 4, 1, 12, permute="late", remat_full=full))).slots_per_stage for full in (False, True)
+        assign_slots(
+            make_table(TableSpec("1f1b", 4, 1, 12, permute="late", remat_full=full))
+        ).slots_per_stage
+        for full in (False, True)
     )
     assert kept["residual_b"][0] == 4 and rebuilt["residual_b"] == (1, 1, 1, 1)
     assert rebuilt["activation"][0] == 4

@@ -31,11 +31,16 @@ def test_what_stays_is_read_in_the_next_tick_and_what_moves_after_its_permute():
 def test_arrivals_of_late_and_early_permutes():
     cells = [[(Op.F, 0, 0), None], [None, None], [None, None], [None, (Op.F, 1, 0)]]
     shape = TableShape(name="t", stage_of=(0, 1), stages=2, microbatches=1, forward_only=True)
-    late, early = (from_cells(shape, cells, permute=permute) for permute in ([0, 1, 0, 0], [0, 0, 2, 0]))
+    late, early = (
+        from_cells(shape, cells, permute=permute) for permute in ([0, 1, 0, 0], [0, 0, 2, 0])
+    )
     assert arrivals(late).activation[1, 0] == 2 and arrivals(early).activation[1, 0] == 3
     check(late), check(early)
-    with pytest.raises(TableError, match="whose message no permute sends: send it by one in that tick or after"):
-        check(dataclasses.replace(late, permute=np.array([2, 0, 0, 0], np.int32)))  # it sends what was made before its tick
+    with pytest.raises(
+        TableError, match="whose message no permute sends: send it by one in that tick or after"
+    ):
+        # it sends what was made before its tick
+        check(dataclasses.replace(late, permute=np.array([2, 0, 0, 0], np.int32)))
 
 
 def agree(table) -> bool:
@@ -62,4 +67,6 @@ def test_what_waits_in_the_buffers(permute):
 def test_what_waits_in_the_buffers_of_random_tables():
     for seed in range(40):
         table = random_table(random.Random(seed))
-        assert agree(table) and agree(dataclasses.replace(table, permute=np.zeros_like(table.permute))), seed
+        assert agree(table) and agree(
+            dataclasses.replace(table, permute=np.zeros_like(table.permute))
+        ), seed

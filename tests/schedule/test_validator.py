@@ -28,7 +28,7 @@ def accepted(table) -> bool:
     return True
 
 
-# --- what is accepted ------------------------------------------------------------------------------------------------------------
+# --- what is accepted -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("permute", ["late", "aligned", "early", "spaced"])
@@ -55,7 +55,7 @@ def test_the_validator_accepts_what_computes_and_nothing_else():
     assert 15 < sum(outcomes) < 190  # the changes are neither all harmless nor all fatal
 
 
-# --- what is refused, and how it is said -----------------------------------------------------------------------------------------
+# --- what is refused, and how it is said ----------------------------------------------------------
 
 
 def changed(table, tick, stage, op, unit, microbatch):
@@ -79,35 +79,69 @@ TICK_OF_HEAD = int(np.argwhere(GOOD.head == 1)[0, 0])
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (changed(GOOD, 0, 0, Op.IDLE, -1, -1), "stage 0: F0.0 is missing (1 in all): write each task once"),
+        (
+            changed(GOOD, 0, 0, Op.IDLE, -1, -1),
+            "stage 0: F0.0 is missing (1 in all): write each task once",
+        ),
         (changed(GOOD, 1, 0, Op.F, 0, 0), "tick 1, stage 0: F0.0 stands already in tick 0"),
-        (changed(GOOD, 0, 1, Op.F, 1, 0), "tick 0, stage 1: op 1, unit 1, microbatch 0: no such cell on a stage with 1 units"),
+        (
+            changed(GOOD, 0, 1, Op.F, 1, 0),
+            "tick 0, stage 1: op 1, unit 1, microbatch 0: no such cell on a stage with 1 units",
+        ),
         (changed(GOOD, 0, 1, Op.R, 0, 0), "tick 0, stage 1: R0.0 does not belong in this table"),
-        (changed(GOOD, 0, 1, 9, 0, 0), "tick 0, stage 1: op 9, unit 0, microbatch 0: no such cell on a stage with 1 units"),
-        (changed(GOOD, 0, 1, Op.IDLE, 0, -1), "tick 0, stage 1: op 0, unit 0, microbatch -1: no such cell on a stage with 1 units"),
+        (
+            changed(GOOD, 0, 1, 9, 0, 0),
+            "tick 0, stage 1: op 9, unit 0, microbatch 0: no such cell on a stage with 1 units",
+        ),
+        (
+            changed(GOOD, 0, 1, Op.IDLE, 0, -1),
+            "tick 0, stage 1: op 0, unit 0, microbatch -1: no such cell on a stage with 1 units",
+        ),
         (column(GOOD, "head", TICK_OF_HEAD, -1), "head: microbatch 1 is missing"),
-        (column(GOOD, "head", 0, 1), f"tick {TICK_OF_HEAD}, head: microbatch 1 stands already in tick 0"),
+        (
+            column(GOOD, "head", 0, 1),
+            f"tick {TICK_OF_HEAD}, head: microbatch 1 stands already in tick 0",
+        ),
         (column(GOOD, "embed", 9, 7), "tick 9, embed: microbatch 7 does not exist"),
-        (column(EARLY, "permute", 1, Permute.NONE),
-         "tick 1, stage 0: F0.1 overwrites the message of F0.0 in tick 0: send that by a permute before"),
-        (column(GOOD, "permute", 0, Permute.NONE),
-         "tick 1, stage 1: F0.0 waits for F0.0 of stage 0 in tick 0, whose message can be read from tick 2 on: move it there or later"),
+        (
+            column(EARLY, "permute", 1, Permute.NONE),
+            "tick 1, stage 0: F0.1 overwrites the message of F0.0 in tick 0: send that by a "
+            "permute before",
+        ),
+        (
+            column(GOOD, "permute", 0, Permute.NONE),
+            "tick 1, stage 1: F0.0 waits for F0.0 of stage 0 in tick 0, whose message can be "
+            "read from tick 2 on: move it there or later",
+        ),
         (column(GOOD, "permute", 0, 5), "permute holds [0, 1, 5]: use 0, 1 or 2"),
-        (dataclasses.replace(GOOD, head=np.roll(GOOD.head, -1)),
-         "tick 1, head: microbatch 0 waits for F0.0 of stage 2 in tick 2: not before it"),
-        (dataclasses.replace(GOOD, head=np.roll(GOOD.head, 1)),
-         "tick 3, stage 2: B0.0 waits for head of microbatch 0 in tick 3: move it to tick 4 or later"),
-        (dataclasses.replace(GOOD, embed=np.roll(GOOD.embed, 1)),
-         "tick 0, stage 0: F0.0 waits for embed of microbatch 0 in tick 1: move it to tick 1 or later"),
-        (dataclasses.replace(GOOD, embed_gradient=np.roll(GOOD.embed_gradient, -1)),
-         "tick 4, embed_gradient: microbatch 0 waits for B0.0 of stage 0 in tick 5: not before it"),
-        (dataclasses.replace(GOOD, stage_of=(0, 2, 0)),
-         "tick 1, stage 1: op 1, unit 0, microbatch 0: no such cell on a stage with 0 units"),
+        (
+            dataclasses.replace(GOOD, head=np.roll(GOOD.head, -1)),
+            "tick 1, head: microbatch 0 waits for F0.0 of stage 2 in tick 2: not before it",
+        ),
+        (
+            dataclasses.replace(GOOD, head=np.roll(GOOD.head, 1)),
+            "tick 3, stage 2: B0.0 waits for head of microbatch 0 in tick 3: move it to tick 4 "
+            "or later",
+        ),
+        (
+            dataclasses.replace(GOOD, embed=np.roll(GOOD.embed, 1)),
+            "tick 0, stage 0: F0.0 waits for embed of microbatch 0 in tick 1: move it to tick 1 "
+            "or later",
+        ),
+        (
+            dataclasses.replace(GOOD, embed_gradient=np.roll(GOOD.embed_gradient, -1)),
+            "tick 4, embed_gradient: microbatch 0 waits for B0.0 of stage 0 in tick 5: not before "
+            "it",
+        ),
+        (
+            dataclasses.replace(GOOD, stage_of=(0, 2, 0)),
+            "tick 1, stage 1: op 1, unit 0, microbatch 0: no such cell on a stage with 0 units",
+        ),
         (dataclasses.replace(GOOD, stage_of=(0, 1, 5)), "every unit on a stage"),
         (dataclasses.replace(GOOD, op=GOOD.op.astype(np.int64)), "op is int64"),
         (dataclasses.replace(GOOD, vocabulary="none"), "vocabulary 'none'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said(table, message):
     with pytest.raises(TableError) as error:
         check(table)
@@ -116,7 +150,11 @@ def test_what_is_wrong_is_said(table, message):
 
 def test_an_op_before_its_own_earlier_one():
     table = make_table(TableSpec("gpipe", 2, 1, 3, permute="late", remat_full=True))
-    own = {(int(table.op[t, 0]), int(table.microbatch[t, 0])): int(t) for t in range(table.ticks) if table.op[t, 0]}
+    own = {
+        (int(table.op[t, 0]), int(table.microbatch[t, 0])): int(t)
+        for t in range(table.ticks)
+        if table.op[t, 0]
+    }
     for early, late, said in (
         (Op.F, Op.R, "R0.2 waits for its F0.2 in tick"),
         (Op.R, Op.B, "B0.2 waits for its R0.2"),
@@ -133,5 +171,7 @@ def test_an_op_before_its_own_earlier_one():
 def test_memory_bound():
     table = make_table(TableSpec("gpipe", 4, 1, 6, permute="late"))
     check(table, memory=6)
-    with pytest.raises(TableError, match="stage 0: the residuals of 6 chunks at once are more than the bound of 5"):
+    with pytest.raises(
+        TableError, match="stage 0: the residuals of 6 chunks at once are more than the bound of 5"
+    ):
         check(table, memory=5)

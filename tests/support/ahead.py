@@ -14,8 +14,9 @@ from jaxtrain.hlo.topology import fitting
 from support.ticks_text import holders, moves, opened
 
 DEVICES = 16
-# A payload is smaller than an op's other activations, those than a device's part of any matrix; what a tick carries, and a device's part
-# of the vocabulary, do not fit into a TPU's vector memory, where XLA would keep smaller arrays and copy them in and out.
+# A payload is smaller than an op's other activations, those than a device's part of any matrix;
+# what a tick carries, and a device's part of the vocabulary, do not fit into a TPU's vector memory,
+# where XLA would keep smaller arrays and copy them in and out.
 MODEL = {
     "model.layers": 16,
     "model.width": 4096,
@@ -33,17 +34,24 @@ MODEL = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledTick(topology.Compiled):
-    """A compiled step of a pipeline. `payload` and `smallest_matrix` are elements on a device: what goes to another stage, and a layer's
-    matrix."""
+    """A compiled step of a pipeline. `payload` and `smallest_matrix` are elements on a device: what
+    goes to another stage, and a layer's matrix."""
 
     payload: int = 0
     smallest_matrix: int = 0
 
     @functools.cached_property
     def tick(self) -> str:
-        """The body of the scan over the table's rows: of the loops around everything, the one with permutes in it."""
+        """The body of the scan over the table's rows: of the loops around everything, the one with
+        permutes in it."""
         loops = [i for i in self.program.inline(self.program.entry) if i.opcode == "while"]
-        found = [i for i in loops if any(j.collective == "collective-permute" for j in self.program.below(i.calls["body"]))]
+        found = [
+            i
+            for i in loops
+            if any(
+                j.collective == "collective-permute" for j in self.program.below(i.calls["body"])
+            )
+        ]
         if len(found) != 1:
             raise ValueError(f"permutes are in {len(found)} of the loops {[i.name for i in loops]}")
         return found[0].calls["body"]
@@ -55,7 +63,11 @@ class CompiledTick(topology.Compiled):
 
     @property
     def ops(self) -> list[Instruction]:
-        return [i for i in opened(self.program, self.tick, self.holders) if i.opcode == "while" and self.program.is_op(i)]
+        return [
+            i
+            for i in opened(self.program, self.tick, self.holders)
+            if i.opcode == "while" and self.program.is_op(i)
+        ]
 
     @property
     def on_host(self) -> int:
@@ -64,19 +76,28 @@ class CompiledTick(topology.Compiled):
 
 
 def compile_step(
-    platform: str, changes: Mapping[str, Any], options: Mapping[str, Any] | None = None, program: str = "gradients"
+    platform: str,
+    changes: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+    program: str = "gradients",
 ) -> CompiledTick:
     """A program of the step of MODEL with changes, as `topology.compile_config`."""
     config = configs.replace(Config(), MODEL | dict(changes)).resolve()
     compiled = topology.compile_config(fitting(platform, DEVICES), config, options, program)
     mesh, model = dict(zip(AXES, sizes_of(config.mesh), strict=True)), config.model
     rows = config.sequences_per_microbatch // batch_shards(mesh)
-    narrowest = min(filter(None, (model.heads * model.head_dim, model.kv_heads * model.head_dim, model.mlp_width)))
+    narrowest = min(
+        filter(
+            None, (model.heads * model.head_dim, model.kv_heads * model.head_dim, model.mlp_width)
+        )
+    )
     payload, matrix = rows * config.data.sequence_length * model.width, narrowest * model.width
-    return CompiledTick(**vars(compiled), payload=payload // mesh["model"], smallest_matrix=matrix // mesh["model"])
+    return CompiledTick(
+        **vars(compiled), payload=payload // mesh["model"], smallest_matrix=matrix // mesh["model"]
+    )
 
 
-# --- the checks: each returns what it finds wrong ---------------------------------------------------------------------------------
+# --- the checks: each returns what it finds wrong -------------------------------------------------
 
 
 def _permutes(c: CompiledTick) -> list[Instruction]:
@@ -85,45 +106,74 @@ def _permutes(c: CompiledTick) -> list[Instruction]:
 
 
 def blocking_permutes(c: CompiledTick) -> list[str]:
-    """Permutes of the tick that are not in two halves, or that XLA marked as waiting all the same; or another number than one each way."""
+    """Permutes of the tick that are not in two halves, or that XLA marked as waiting all the same;
+    or another number than one each way."""
     found = _permutes(c)
-    dones = [i.operands[0] for i in c.program.inline(c.tick) if i.opcode == "collective-permute-done"]
-    blocking = [i.text for i in found if not i.starts or dones.count(i.name) != 1 or '"is_sync":true' in i.text]
+    dones = [
+        i.operands[0] for i in c.program.inline(c.tick) if i.opcode == "collective-permute-done"
+    ]
+    blocking = [
+        i.text
+        for i in found
+        if not i.starts or dones.count(i.name) != 1 or '"is_sync":true' in i.text
+    ]
     return blocking + [f"{len(found)} permutes in the tick"] * (len(found) != 2)
 
 
 def late_permutes(c: CompiledTick) -> list[str]:
     """Permutes of the tick that do not start before its first op, or are done before its last."""
     here = list(c.program.inline(c.tick))
-    ops = [n for n, i in enumerate(here) if i.opcode == "while" and (i.name in c.holders or c.program.is_op(i))]
+    ops = [
+        n
+        for n, i in enumerate(here)
+        if i.opcode == "while" and (i.name in c.holders or c.program.is_op(i))
+    ]
     if not ops:
         return ["no ops"]
-    late = [f"{i.name} after an op" for n, i in enumerate(here) if i.collective == "collective-permute" and n > ops[0]]
-    return late + [f"{i.name} before an op" for n, i in enumerate(here) if i.opcode == "collective-permute-done" and n < ops[-1]]
+    late = [
+        f"{i.name} after an op"
+        for n, i in enumerate(here)
+        if i.collective == "collective-permute" and n > ops[0]
+    ]
+    return late + [
+        f"{i.name} before an op"
+        for n, i in enumerate(here)
+        if i.opcode == "collective-permute-done" and n < ops[-1]
+    ]
 
 
 def permutes_in_ops(c: CompiledTick) -> list[str]:
     """Permutes in a loop of the tick."""
     own = {i.name for i in _permutes(c)}
-    return [i.text for i in c.program.below(c.tick) if i.collective == "collective-permute" and i.name not in own]
+    return [
+        i.text
+        for i in c.program.below(c.tick)
+        if i.collective == "collective-permute" and i.name not in own
+    ]
 
 
 def wide_collectives(c: CompiledTick) -> list[str]:
     """Collectives anywhere in the scan that are as large as a device's part of a matrix."""
-    return [i.text for i in c.program.below(c.tick) if i.collective and max(i.sizes) >= c.smallest_matrix]
+    return [
+        i.text
+        for i in c.program.below(c.tick)
+        if i.collective and max(i.sizes) >= c.smallest_matrix
+    ]
 
 
 def large_moves(c: CompiledTick) -> list:
-    """What is larger than a payload in the tick outside the ops; or too many payloads: two that leave and two that arrive, with a copy
-    or two of each."""
+    """What is larger than a payload in the tick outside the ops; or too many payloads: two that
+    leave and two that arrive, with a copy or two of each."""
     moved = moves(c.program, c.tick, c.holders)
     total = sum(size * times for (_, size), times in moved.items())
-    return [key for key in moved if key[1] > c.payload] + [f"{total} elements in all"] * (total > 10 * c.payload)
+    return [key for key in moved if key[1] > c.payload] + [f"{total} elements in all"] * (
+        total > 10 * c.payload
+    )
 
 
 def products_beside(c: CompiledTick, kind: str) -> dict[str, list[str]]:
-    """The products that stand between the halves of each large collective of a kind, in the ops: its name → their names. Large is a
-    payload or more."""
+    """The products that stand between the halves of each large collective of a kind, in the ops:
+    its name → their names. Large is a payload or more."""
     beside: dict[str, list[str]] = {}
     for computation in {i.computation for i in c.program.below(c.tick)}:
         begun: set[str] = set()
@@ -133,13 +183,21 @@ def products_beside(c: CompiledTick, kind: str) -> dict[str, list[str]]:
                 beside[i.name] = []
             elif i.opcode == f"{kind}-done":
                 begun.discard(i.operands[0])
-            elif i.opcode in ("fusion", "custom-call", "dot") and i.op_name.endswith("/dot_general"):
+            elif i.opcode in ("fusion", "custom-call", "dot") and i.op_name.endswith(
+                "/dot_general"
+            ):
                 for name in begun:
                     beside[name].append(i.name)
     return beside
 
 
-CHECKS: tuple[Callable[[CompiledTick], list], ...] = (blocking_permutes, late_permutes, permutes_in_ops, wide_collectives, large_moves)
+CHECKS: tuple[Callable[[CompiledTick], list], ...] = (
+    blocking_permutes,
+    late_permutes,
+    permutes_in_ops,
+    wide_collectives,
+    large_moves,
+)
 
 
 def faults(c: CompiledTick) -> dict[str, list]:

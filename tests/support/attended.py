@@ -1,4 +1,5 @@
-"""Attention that every kernel is held to: all scores at once, and its gradients; and arrays to attend to."""
+"""Attention that every kernel is held to: all scores at once, and its gradients; and arrays to
+attend to."""
 
 import jax
 import jax.numpy as jnp
@@ -7,18 +8,27 @@ import numpy as np
 from jaxtrain.parallel.attention import grouped_attention
 
 
-def arrays(batch=2, tokens=256, heads=4, kv_heads=2, key=48, value=32, keys=None, dtype=jnp.float32) -> tuple[jax.Array, ...]:
-    """Queries, keys, values and a gradient of the output, [batch, tokens, heads, size]; `keys`: tokens of keys, if not as many."""
+def arrays(
+    batch=2, tokens=256, heads=4, kv_heads=2, key=48, value=32, keys=None, dtype=jnp.float32
+) -> tuple[jax.Array, ...]:
+    """Queries, keys, values and a gradient of the output, [batch, tokens, heads, size]; `keys`:
+    tokens of keys, if not as many."""
     random, s = np.random.default_rng(0), keys or tokens
     shapes = (tokens, heads, key), (s, kv_heads, key), (s, kv_heads, value), (tokens, heads, value)
     return tuple(jnp.asarray(random.normal(size=(batch, *shape)), dtype) for shape in shapes)
 
 
 def segments(batch=2, tokens=256, documents=5) -> jax.Array:
-    """int32 [batch, tokens]: so many documents in the first sequence, fewer in the others, none of the same length."""
+    """int32 [batch, tokens]: so many documents in the first sequence, fewer in the others, none of
+    the same length."""
     random = np.random.default_rng(1)
-    starts = [np.sort(random.choice(np.arange(1, tokens), max(0, documents - 1 - i), replace=False)) for i in range(batch)]
-    return jnp.asarray([np.searchsorted(of, np.arange(tokens), "right") + 1 for of in starts], jnp.int32)
+    starts = [
+        np.sort(random.choice(np.arange(1, tokens), max(0, documents - 1 - i), replace=False))
+        for i in range(batch)
+    ]
+    return jnp.asarray(
+        [np.searchsorted(of, np.arange(tokens), "right") + 1 for of in starts], jnp.int32
+    )
 
 
 def with_gradients(fn, q, k, v, g) -> list[jax.Array]:
@@ -28,11 +38,15 @@ def with_gradients(fn, q, k, v, g) -> list[jax.Array]:
 
 
 def plain(q, k, v, g, last_key=None, of_queries=None, of_keys=None) -> list[jax.Array]:
-    """The same of attention in float32 with all its scores. last_key [T]: the last key that a query sees by its place, else its own;
-    of_queries, of_keys: segments."""
+    """The same of attention in float32 with all its scores. last_key [T]: the last key that a query
+    sees by its place, else its own; of_queries, of_keys: segments."""
     last_key = np.arange(q.shape[1]) if last_key is None else last_key
     mask = (np.arange(k.shape[1]) <= np.asarray(last_key)[:, None])[None, None]
     if of_queries is not None:
         mask = mask & np.asarray(of_queries[:, None, :, None] == of_keys[:, None, None, :])
     exact = (a.astype(jnp.float32) for a in (q, k, v, g))
-    return jax.jit(lambda q, k, v, g: with_gradients(lambda q, k, v: grouped_attention(q, k, v, jnp.asarray(mask)), q, k, v, g))(*exact)
+    return jax.jit(
+        lambda q, k, v, g: with_gradients(
+            lambda q, k, v: grouped_attention(q, k, v, jnp.asarray(mask)), q, k, v, g
+        )
+    )(*exact)

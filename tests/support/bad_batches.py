@@ -1,9 +1,11 @@
-"""The training command with what spoils a run: `python -m support.bad_batches nan:5,6 wrong:9 -- FLAGS…`.
+"""The training command with what spoils a run:
+`python -m support.bad_batches nan:5,6 wrong:9 -- FLAGS…`.
 
 nan     no loss weight of the batches with these numbers is a number
 half    nor of the first half of their rows: of the first of two replicas
 wrong   every target of these batches is the same rare token
-flip    a bit of one device's copy of a parameter is another one in these comparisons of copies, counted from 1
+flip    a bit of one device's copy of a parameter is another one in these comparisons of copies,
+        counted from 1
 """
 
 import dataclasses
@@ -51,13 +53,16 @@ def spoil(numbers: dict[str, set[int]]) -> None:
 
 
 def flip(numbers: set[int]) -> None:
-    """Every Copies of this process compares a spoiled copy where these numbers say so. What trains is not changed."""
+    """Every Copies of this process compares a spoiled copy where these numbers say so. What trains
+    is not changed."""
     right, count = Copies.compare, itertools.count(1)
 
     def compare(copies: Copies, state: TrainState) -> Comparison:
         if next(count) in numbers:
             leaves, tree = jax.tree.flatten(state.params)
-            state = dataclasses.replace(state, params=jax.tree.unflatten(tree, [flipped(leaves[0], DEVICE), *leaves[1:]]))
+            state = dataclasses.replace(
+                state, params=jax.tree.unflatten(tree, [flipped(leaves[0], DEVICE), *leaves[1:]])
+            )
         return right(copies, state)
 
     Copies.compare = compare

@@ -1,46 +1,74 @@
-"""Settings that break a rule, with the message that they cost, and settings near them that break none; of tests/config/test_checks.py.
+"""Settings that break a rule, with the message that they cost, and settings near them that break
+none; of tests/config/test_checks.py.
 
 Of the stores' packages s3fs is installed, and gcsfs is not.
 """
 
 import math
 
-LATENT = {"model.attention": "mla", "model.kv_heads": 0, "model.kv_rank": 32, "model.rope_head_dim": 8}
+LATENT = {
+    "model.attention": "mla",
+    "model.kv_heads": 0,
+    "model.kv_rank": 32,
+    "model.rope_head_dim": 8,
+}
 
 RULES = [
-    ({"mesh.model": 3}, "mesh.model=3 does not divide model.heads=8: use --config.mesh.model=2 (or 1, 4, 8)"),
+    (
+        {"mesh.model": 3},
+        "mesh.model=3 does not divide model.heads=8: use --config.mesh.model=2 (or 1, 4, 8)",
+    ),
     (
         {"mesh.model": 4, "data.sequence_length": 130},
         "mesh.model=4 does not divide data.sequence_length=130: use --config.mesh.model=2 (or 1)",
     ),
-    ({"mesh.model": 4, "model.mlp_width": 6}, "mesh.model=4 does not divide model.mlp_width=6: use --config.mesh.model=2 (or 1)"),
+    (
+        {"mesh.model": 4, "model.mlp_width": 6},
+        "mesh.model=4 does not divide model.mlp_width=6: use --config.mesh.model=2 (or 1)",
+    ),
     (
         {"mesh.model": 8, "model.heads": 24, "model.kv_heads": 3, "model.head_dim": 6},
-        "mesh.model=8 neither divides model.kv_heads=3 nor is a multiple of it: use --config.mesh.model=1",
+        "mesh.model=8 neither divides model.kv_heads=3 nor is a multiple of it: use "
+        "--config.mesh.model=1",
     ),
     (
         {"mesh.model": 8, "model.kv_heads": 2, "model.head_dim": 6},
-        "mesh.model=8 makes 4 devices share a head, which does not divide model.head_dim=6: use --config.mesh.model=4 (or 1, 2)",
+        "mesh.model=8 makes 4 devices share a head, which does not divide model.head_dim=6: "
+        "use --config.mesh.model=4 (or 1, 2)",
     ),
     (
         {"mesh.stage": 5},
-        "mesh.stage=5 makes more chunks (mesh.stage=5 · pipeline.repeats=2) than model.layers=8: use --config.mesh.stage=4",
+        "mesh.stage=5 makes more chunks (mesh.stage=5 · pipeline.repeats=2) than "
+        "model.layers=8: use --config.mesh.stage=4",
     ),
     (
         {"pipeline.repeats": 5},
-        "pipeline.repeats=5 makes more chunks (mesh.stage=2 · pipeline.repeats=5) than model.layers=8: use --config.pipeline.repeats=4",
+        "pipeline.repeats=5 makes more chunks (mesh.stage=2 · pipeline.repeats=5) than "
+        "model.layers=8: use --config.pipeline.repeats=4",
     ),
-    ({"mesh.stage": 0}, "mesh.stage=0 must be at least 1, or -1 for what is left: use --config.mesh.stage=1"),
-    ({"mesh.stage": -2}, "mesh.stage=-2 must be at least 1, or -1 for what is left: use --config.mesh.stage=1"),
-    ({"mesh.stage": -1}, "mesh.stage=-1 is the second -1 beside mesh.data: one axis may be: use --config.mesh.stage=1"),
+    (
+        {"mesh.stage": 0},
+        "mesh.stage=0 must be at least 1, or -1 for what is left: use --config.mesh.stage=1",
+    ),
+    (
+        {"mesh.stage": -2},
+        "mesh.stage=-2 must be at least 1, or -1 for what is left: use --config.mesh.stage=1",
+    ),
+    (
+        {"mesh.stage": -1},
+        "mesh.stage=-1 is the second -1 beside mesh.data: one axis may be: use "
+        "--config.mesh.stage=1",
+    ),
     (
         {"mesh.context": 3, "mesh.data": 1},
-        "mesh.context=3 makes two chunks a device, each cut by mesh.model=2: 12 parts, which do not divide data.sequence_length=128"
+        "mesh.context=3 makes two chunks a device, each cut by mesh.model=2: 12 parts, which "
+        "do not divide data.sequence_length=128"
         ": use --config.mesh.context=2",
     ),
     (
         {"mesh.context": 4, "parallel.context": "ulysses"},
-        "parallel.context='ulysses' cuts heads, and mesh.context=4 · mesh.model=2 does not divide model.kv_heads=4"
+        "parallel.context='ulysses' cuts heads, and mesh.context=4 · mesh.model=2 does not "
+        "divide model.kv_heads=4"
         ": use --config.parallel.context=all_gather",
     ),
     (
@@ -49,12 +77,29 @@ RULES = [
         ": use --config.parallel.context=all_gather (or ulysses)",
     ),
     (
-        {"parallel.context": "ring", "mesh.context": 2, "mesh.stage": 1, "pipeline.repeats": 0, "model.attention_kernel": "cudnn"},
-        "model.attention_kernel='cudnn' does not attend to what goes round in a ring: use --config.model.attention_kernel=auto",
+        {
+            "parallel.context": "ring",
+            "mesh.context": 2,
+            "mesh.stage": 1,
+            "pipeline.repeats": 0,
+            "model.attention_kernel": "cudnn",
+        },
+        "model.attention_kernel='cudnn' does not attend to what goes round in a ring: use "
+        "--config.model.attention_kernel=auto",
     ),
-    ({"parallel.context": "heads"}, "parallel.context='heads' is unknown: use --config.parallel.context=all_gather (or ulysses, ring)"),
-    ({"mesh.expert": 2}, "mesh.expert=2 splits experts, and model.experts=0: use --config.mesh.expert=1"),
-    ({"mesh.expert": 2, "model.experts": 5, "mesh.data": 1}, "mesh.expert=2 does not divide model.experts=5: use --config.mesh.expert=1"),
+    (
+        {"parallel.context": "heads"},
+        "parallel.context='heads' is unknown: use --config.parallel.context=all_gather (or "
+        "ulysses, ring)",
+    ),
+    (
+        {"mesh.expert": 2},
+        "mesh.expert=2 splits experts, and model.experts=0: use --config.mesh.expert=1",
+    ),
+    (
+        {"mesh.expert": 2, "model.experts": 5, "mesh.data": 1},
+        "mesh.expert=2 does not divide model.experts=5: use --config.mesh.expert=1",
+    ),
     (
         {"mesh.expert": 8, "model.experts": 4, "mesh.data": 1},
         "mesh.expert=8 does not divide model.experts=4: use --config.mesh.expert=4 (or 1, 2)",
@@ -64,130 +109,195 @@ RULES = [
         "mesh.model=4 does not divide model.expert_width=6: use --config.mesh.model=2 (or 1)",
     ),
     (
-        {"mesh.model": 4, "model.experts": 4, "model.dense_layers": 1, "model.expert_width": 8, "model.mlp_width": 6},
+        {
+            "mesh.model": 4,
+            "model.experts": 4,
+            "model.dense_layers": 1,
+            "model.expert_width": 8,
+            "model.mlp_width": 6,
+        },
         "mesh.model=4 does not divide model.mlp_width=6: use --config.mesh.model=2 (or 1)",
     ),
-    ({"model.router": "topk", "model.experts": 4}, "model.router='topk' is unknown: use --config.model.router=softmax (or sigmoid)"),
+    (
+        {"model.router": "topk", "model.experts": 4},
+        "model.router='topk' is unknown: use --config.model.router=softmax (or sigmoid)",
+    ),
     ({"model.experts": -1}, "model.experts=-1 must be at least 0: use --config.model.experts=0"),
     (
         {"model.experts": 4, "model.experts_per_token": 5},
-        "model.experts_per_token=5 is more than model.experts=4: use --config.model.experts_per_token=4",
+        "model.experts_per_token=5 is more than model.experts=4: use "
+        "--config.model.experts_per_token=4",
     ),
     (
         {"model.experts": 8, "model.router_groups": 3},
-        "model.router_groups=3 does not divide model.experts=8: use --config.model.router_groups=2 (or 1, 4)",
+        "model.router_groups=3 does not divide model.experts=8: use "
+        "--config.model.router_groups=2 (or 1, 4)",
     ),
     (
         {"model.experts": 8, "model.router_groups": 4, "model.router_group_limit": 5},
-        "model.router_group_limit=5 is more than model.router_groups=4: use --config.model.router_group_limit=4",
+        "model.router_group_limit=5 is more than model.router_groups=4: use "
+        "--config.model.router_group_limit=4",
     ),
     (
         {"model.experts": 4, "model.expert_room": 0.5},
-        "model.expert_room=0.5 is less than the mean number of rows, so that some are always dropped: it must be at least 1, "
+        "model.expert_room=0.5 is less than the mean number of rows, so that some are always "
+        "dropped: it must be at least 1, "
         "or 0 for all rows there can be: use --config.model.expert_room=1.0",
     ),
     (
         {"model.experts": 8, "model.router_groups": 4, "model.experts_per_token": 3},
-        "model.experts_per_token=3 is more than the 2 in model.router_group_limit=1 groups: use --config.model.experts_per_token=2",
+        "model.experts_per_token=3 is more than the 2 in model.router_group_limit=1 groups: "
+        "use --config.model.experts_per_token=2",
     ),
     (
         {"model.dense_layers": 2},
-        "model.dense_layers=2 come before layers with experts, and model.experts=0: use --config.model.dense_layers=0",
+        "model.dense_layers=2 come before layers with experts, and model.experts=0: use "
+        "--config.model.dense_layers=0",
     ),
     (
-        {"model.experts": 12, "model.router_groups": 3, "model.router_group_limit": 2, "model.router_group_best": 5},
-        "model.router_group_best=5 is more than the 4 in each of model.router_groups=3: use --config.model.router_group_best=4",
+        {
+            "model.experts": 12,
+            "model.router_groups": 3,
+            "model.router_group_limit": 2,
+            "model.router_group_best": 5,
+        },
+        "model.router_group_best=5 is more than the 4 in each of model.router_groups=3: use "
+        "--config.model.router_group_best=4",
     ),
     (
         {"model.experts": 4, "model.dense_layers": 2, "pipeline.vocabulary": "parallel"},
-        "pipeline.vocabulary='parallel' shares embedding and head, and model.dense_layers=2 needs them on one stage"
+        "pipeline.vocabulary='parallel' shares embedding and head, and model.dense_layers=2 "
+        "needs them on one stage"
         ": use --config.pipeline.vocabulary=auto",
     ),
-    ({"model.experts": 4, "model.biases": True}, "model.biases=True are not in model.experts=4: use --config.model.biases=false"),
-    ({"optimizer.name": "adamv"}, "optimizer.name='adamv' is unknown: use --config.optimizer.name=adamw"),
-    ({"model.norm": "batch"}, "model.norm='batch' is unknown: use --config.model.norm=rmsnorm (or layernorm)"),
-    ({"pipeline.schedule": "intreleaved"}, "pipeline.schedule='intreleaved' is unknown: use --config.pipeline.schedule=interleaved"),
-    ({"pipeline.remat": "some"}, "pipeline.remat='some' is unknown: use --config.pipeline.remat=none"),
-    ({"parallel.zero": 4}, "parallel.zero=4 is not built: the choices are 0, 1, 2 or 3: use --config.parallel.zero=3"),
+    (
+        {"model.experts": 4, "model.biases": True},
+        "model.biases=True are not in model.experts=4: use --config.model.biases=false",
+    ),
+    (
+        {"optimizer.name": "adamv"},
+        "optimizer.name='adamv' is unknown: use --config.optimizer.name=adamw",
+    ),
+    (
+        {"model.norm": "batch"},
+        "model.norm='batch' is unknown: use --config.model.norm=rmsnorm (or layernorm)",
+    ),
+    (
+        {"pipeline.schedule": "intreleaved"},
+        "pipeline.schedule='intreleaved' is unknown: use --config.pipeline.schedule=interleaved",
+    ),
+    (
+        {"pipeline.remat": "some"},
+        "pipeline.remat='some' is unknown: use --config.pipeline.remat=none",
+    ),
+    (
+        {"parallel.zero": 4},
+        "parallel.zero=4 is not built: the choices are 0, 1, 2 or 3: use --config.parallel.zero=3",
+    ),
     (
         {"parallel.zero": 0, "parallel.reduce": "microbatch"},
-        "parallel.reduce='microbatch' leaves gradients sharded, and parallel.zero=0 shards nothing: use --config.parallel.reduce=step",
+        "parallel.reduce='microbatch' leaves gradients sharded, and parallel.zero=0 shards "
+        "nothing: use --config.parallel.reduce=step",
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "both"},
-        "parallel.offload='both' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, "
+        "parallel.offload='both' moves the optimizer's state of replicas that train apart, "
+        "train.diloco_inner_steps=20, "
         "which stays on the devices"
         ": use --config.parallel.offload=activations",
     ),
     (
         {"train.diloco_inner_steps": 20, "mesh.replica": 2, "parallel.offload": "optimizer"},
-        "parallel.offload='optimizer' moves the optimizer's state of replicas that train apart, train.diloco_inner_steps=20, "
+        "parallel.offload='optimizer' moves the optimizer's state of replicas that train "
+        "apart, train.diloco_inner_steps=20, "
         "which stays on the devices"
         ": use --config.parallel.offload=none",
     ),
     (
         {"parallel.compiler_options": ("xla_gpu_enable_x=true", "--xla_tpu_y=1")},
-        "parallel.compiler_options=('xla_gpu_enable_x=true', '--xla_tpu_y=1') has '--xla_tpu_y=1', which is no option of XLA's such as "
-        "xla_gpu_enable_latency_hiding_scheduler=true: use --config.parallel.compiler_options=xla_gpu_enable_x=true",
+        "parallel.compiler_options=('xla_gpu_enable_x=true', '--xla_tpu_y=1') has "
+        "'--xla_tpu_y=1', which is no option of XLA's such as "
+        "xla_gpu_enable_latency_hiding_scheduler=true: use "
+        "--config.parallel.compiler_options=xla_gpu_enable_x=true",
     ),
     (
         {"parallel.compiler_options": ("xla_a=1", "xla_a=2")},
-        "parallel.compiler_options=('xla_a=1', 'xla_a=2') names an option twice: use --config.parallel.compiler_options=xla_a=2",
+        "parallel.compiler_options=('xla_a=1', 'xla_a=2') names an option twice: use "
+        "--config.parallel.compiler_options=xla_a=2",
     ),
-    ({"parallel.offload": "optimiser"}, "parallel.offload='optimiser' is unknown: use --config.parallel.offload=optimizer"),
+    (
+        {"parallel.offload": "optimiser"},
+        "parallel.offload='optimiser' is unknown: use --config.parallel.offload=optimizer",
+    ),
     (
         {"train.diloco_inner_steps": 20},
-        "train.diloco_inner_steps=20 is for replicas that train apart, and mesh.replica=1: use --config.train.diloco_inner_steps=0",
+        "train.diloco_inner_steps=20 is for replicas that train apart, and mesh.replica=1: "
+        "use --config.train.diloco_inner_steps=0",
     ),
     (
         {"pipeline.schedule": "1f1b"},
-        "pipeline.repeats=2 does not fit pipeline.schedule='1f1b', which has exactly 1 chunk on a stage: use --config.pipeline.repeats=1",
+        "pipeline.repeats=2 does not fit pipeline.schedule='1f1b', which has exactly 1 chunk "
+        "on a stage: use --config.pipeline.repeats=1",
     ),
     (
         {"pipeline.repeats": 1},
-        "pipeline.repeats=1 does not fit pipeline.schedule='interleaved', which has at least 2 chunks on a stage"
+        "pipeline.repeats=1 does not fit pipeline.schedule='interleaved', which has at least "
+        "2 chunks on a stage"
         ": use --config.pipeline.repeats=2",
     ),
     (
         {"pipeline.schedule": "zb_v", "pipeline.repeats": 3},
-        "pipeline.repeats=3 does not fit pipeline.schedule='zb_v', which has exactly 2 chunks on a stage: use --config.pipeline.repeats=2",
+        "pipeline.repeats=3 does not fit pipeline.schedule='zb_v', which has exactly 2 chunks "
+        "on a stage: use --config.pipeline.repeats=2",
     ),
     (
         {"pipeline.memory": 2.0},
-        "pipeline.memory=2.0 is for pipeline.schedule='auto' alone, not 'interleaved': use --config.pipeline.memory=0.0",
+        "pipeline.memory=2.0 is for pipeline.schedule='auto' alone, not 'interleaved': use "
+        "--config.pipeline.memory=0.0",
     ),
     (
         {"pipeline.times": (1.0, 2.0)},
-        "pipeline.times=(1.0, 2.0) has to be the times of F, B, W, then message, R, head: use --config.pipeline.times=1.0,2.0,1.0",
+        "pipeline.times=(1.0, 2.0) has to be the times of F, B, W, then message, R, head: use "
+        "--config.pipeline.times=1.0,2.0,1.0",
     ),
-    ({"pipeline.times": (1.0, 0.0, 1.0)}, "pipeline.times=(1.0, 0.0, 1.0) has no time for F, B or W: use --config.pipeline.times="),
+    (
+        {"pipeline.times": (1.0, 0.0, 1.0)},
+        "pipeline.times=(1.0, 0.0, 1.0) has no time for F, B or W: use --config.pipeline.times=",
+    ),
     (
         {"pipeline.layer_costs": (1.0, 2.0)},
-        "pipeline.layer_costs=(1.0, 2.0) has to have a number for each of model.layers=8: use --config.pipeline.layer_costs=",
+        "pipeline.layer_costs=(1.0, 2.0) has to have a number for each of model.layers=8: use "
+        "--config.pipeline.layer_costs=",
     ),
     (
         {"pipeline.layer_costs": (-1.0,) * 8},
-        f"pipeline.layer_costs={(-1.0,) * 8} has a number that is not above 0: use --config.pipeline.layer_costs=",
+        f"pipeline.layer_costs={(-1.0,) * 8} has a number that is not above 0: use "
+        "--config.pipeline.layer_costs=",
     ),
     (
         {"pipeline.chunk_layers": (2, 2, 3)},
-        "pipeline.chunk_layers=(2, 2, 3) is not model.layers=8 in all: use --config.pipeline.chunk_layers=",
+        "pipeline.chunk_layers=(2, 2, 3) is not model.layers=8 in all: use "
+        "--config.pipeline.chunk_layers=",
     ),
     (
         {"pipeline.chunk_layers": (4, 4)},
-        "pipeline.chunk_layers=(4, 4) has to have mesh.stage=2 · pipeline.repeats=2 = 4 numbers: use --config.pipeline.chunk_layers=",
+        "pipeline.chunk_layers=(4, 4) has to have mesh.stage=2 · pipeline.repeats=2 = 4 "
+        "numbers: use --config.pipeline.chunk_layers=",
     ),
     (
         {"pipeline.chunk_layers": (3, 3, 2), "pipeline.schedule": "auto", "pipeline.repeats": 0},
-        "pipeline.chunk_layers=(3, 3, 2) has 3 numbers, no multiple of mesh.stage=2: use --config.pipeline.chunk_layers=",
+        "pipeline.chunk_layers=(3, 3, 2) has 3 numbers, no multiple of mesh.stage=2: use "
+        "--config.pipeline.chunk_layers=",
     ),
     (
         {"pipeline.chunk_layers": (1, 3, 2, 2), "pipeline.layer_costs": (1.0,) * 8},
-        "pipeline.chunk_layers=(1, 3, 2, 2) and pipeline.layer_costs both cut the layers: use --config.pipeline.layer_costs=",
+        "pipeline.chunk_layers=(1, 3, 2, 2) and pipeline.layer_costs both cut the layers: use "
+        "--config.pipeline.layer_costs=",
     ),
     (
         {"pipeline.microbatches": 5},
-        "pipeline.microbatches=5 does not divide data.batch_size=16: use --config.pipeline.microbatches=4 (or 1, 2, 8)",
+        "pipeline.microbatches=5 does not divide data.batch_size=16: use "
+        "--config.pipeline.microbatches=4 (or 1, 2, 8)",
     ),
     (
         {"mesh.replica": 3},
@@ -196,125 +306,192 @@ RULES = [
     ),
     (
         {"model.heads": 6, "model.kv_heads": 0},
-        "model.heads=6 does not divide model.width=128, and model.head_dim=0 means width/heads: use --config.model.heads=4 (or 2, 8, 16)",
+        "model.heads=6 does not divide model.width=128, and model.head_dim=0 means "
+        "width/heads: use --config.model.heads=4 (or 2, 8, 16)",
     ),
-    ({"model.mtp_depth": 128}, "model.mtp_depth=128 looks beyond data.sequence_length=128: use --config.model.mtp_depth=127"),
+    (
+        {"model.mtp_depth": 128},
+        "model.mtp_depth=128 looks beyond data.sequence_length=128: use "
+        "--config.model.mtp_depth=127",
+    ),
     (
         {"model.mtp_depth": 1, "pipeline.vocabulary": "parallel"},
-        "pipeline.vocabulary='parallel' shares embedding and head, and model.mtp_depth=1 needs them on one stage"
+        "pipeline.vocabulary='parallel' shares embedding and head, and model.mtp_depth=1 "
+        "needs them on one stage"
         ": use --config.pipeline.vocabulary=auto",
     ),
     (
         {**LATENT, "model.positions": "learned"},
-        "model.attention='mla' turns a part of its heads, and model.positions='learned' turn nothing: use --config.model.positions=rotary",
+        "model.attention='mla' turns a part of its heads, and model.positions='learned' turn "
+        "nothing: use --config.model.positions=rotary",
     ),
     (
         {**LATENT, "model.kv_heads": 4},
-        "model.kv_heads=4 is for model.attention='gqa': latents make keys and values for each of model.heads=8"
+        "model.kv_heads=4 is for model.attention='gqa': latents make keys and values for each "
+        "of model.heads=8"
         ": use --config.model.kv_heads=0",
     ),
     (
         {"model.attention": "mla", "model.kv_heads": 0},
         "model.kv_rank=0 leaves model.attention='mla' no latent: use --config.model.attention=gqa",
     ),
-    ({**LATENT, "model.kv_rank": 0}, "model.kv_rank=0 leaves model.attention='mla' no latent: use --config.model.kv_rank=64"),
+    (
+        {**LATENT, "model.kv_rank": 0},
+        "model.kv_rank=0 leaves model.attention='mla' no latent: use --config.model.kv_rank=64",
+    ),
     (
         {**LATENT, "model.rope_head_dim": 5},
-        "model.rope_head_dim=5 is the rotated part of model.attention='mla', and rotary positions turn pairs: it must be even, and not 0"
+        "model.rope_head_dim=5 is the rotated part of model.attention='mla', and rotary "
+        "positions turn pairs: it must be even, and not 0"
         ": use --config.model.rope_head_dim=6",
     ),
     (
         {**LATENT, "model.rope_head_dim": 0},
-        "model.rope_head_dim=0 is the rotated part of model.attention='mla', and rotary positions turn pairs: it must be even, and not 0"
+        "model.rope_head_dim=0 is the rotated part of model.attention='mla', and rotary "
+        "positions turn pairs: it must be even, and not 0"
         ": use --config.model.rope_head_dim=8",
     ),
     (
         {**LATENT, "model.attention_kernel": "cudnn", "model.value_head_dim": 20},
-        "model.attention_kernel='cudnn' is for heads of up to 256 numbers in steps of 8, not 24 and 20"
+        "model.attention_kernel='cudnn' is for heads of up to 256 numbers in steps of 8, not "
+        "24 and 20"
         ": use --config.model.attention_kernel=auto",
     ),
     (
         {"model.attention_kernel": "splash", "data.sequence_length": 192},
-        "model.attention_kernel='splash' takes sequences in steps of 128 tokens, not 192: use --config.model.attention_kernel=auto",
+        "model.attention_kernel='splash' takes sequences in steps of 128 tokens, not 192: use "
+        "--config.model.attention_kernel=auto",
     ),
     (
         {"model.attention_kernel": "cudnn", "precision.compute": "float32"},
-        "model.attention_kernel='cudnn' is for 16 bits, not precision.compute='float32': use --config.model.attention_kernel=auto",
+        "model.attention_kernel='cudnn' is for 16 bits, not precision.compute='float32': use "
+        "--config.model.attention_kernel=auto",
     ),
     (
         {"model.attention_kernel": "cudnn", "model.head_dim": 132},
-        "model.attention_kernel='cudnn' is for heads of up to 256 numbers in steps of 8, not 132: use --config.model.attention_kernel=auto",
+        "model.attention_kernel='cudnn' is for heads of up to 256 numbers in steps of 8, not "
+        "132: use --config.model.attention_kernel=auto",
     ),
-    ({"model.kv_heads": 3}, "model.kv_heads=3 does not divide model.heads=8: use --config.model.kv_heads=2 (or 1, 4, 8)"),
+    (
+        {"model.kv_heads": 3},
+        "model.kv_heads=3 does not divide model.heads=8: use --config.model.kv_heads=2 (or 1, "
+        "4, 8)",
+    ),
     (
         {"model.head_dim": 5},
-        "model.head_dim=5 gives heads of 5, and rotary positions turn pairs: it must be even: use --config.model.head_dim=6",
+        "model.head_dim=5 gives heads of 5, and rotary positions turn pairs: it must be even: "
+        "use --config.model.head_dim=6",
     ),
     (
         {"model.positions": "learned", "model.max_positions": 64},
-        "model.max_positions=64 is a shorter table than data.sequence_length=128: use --config.model.max_positions=128",
+        "model.max_positions=64 is a shorter table than data.sequence_length=128: use "
+        "--config.model.max_positions=128",
     ),
     (
         {"model.positions": "learned", "train.sample_tokens": 128},
-        "train.sample_tokens=128 and a prompt are longer than the learned positions, model.max_positions=128"
+        "train.sample_tokens=128 and a prompt are longer than the learned positions, "
+        "model.max_positions=128"
         ": use --config.train.sample_tokens=127",
     ),
     (
         {"model.vocab_size": 256},
-        "model.vocab_size=256 is too small for data.tokenizer='bytes', which has 257 tokens: use --config.model.vocab_size=257",
+        "model.vocab_size=256 is too small for data.tokenizer='bytes', which has 257 tokens: "
+        "use --config.model.vocab_size=257",
     ),
-    ({"optimizer.learning_rate": 0.0}, "optimizer.learning_rate=0.0 must be above 0: use --config.optimizer.learning_rate=0.0003"),
+    (
+        {"optimizer.learning_rate": 0.0},
+        "optimizer.learning_rate=0.0 must be above 0: use --config.optimizer.learning_rate=0.0003",
+    ),
     (
         {"optimizer.learning_rate": math.nan},
-        "optimizer.learning_rate=nan is not a finite number: use --config.optimizer.learning_rate=0.0003",
+        "optimizer.learning_rate=nan is not a finite number: use "
+        "--config.optimizer.learning_rate=0.0003",
     ),
-    ({"optimizer.clip_norm": math.inf}, "optimizer.clip_norm=inf is not a finite number: use --config.optimizer.clip_norm=1.0"),
-    ({"optimizer.b1": 1.0}, "optimizer.b1=1.0 must be at least 0 and below 1: use --config.optimizer.b1=0.9"),
-    ({"optimizer.b2": -0.5}, "optimizer.b2=-0.5 must be at least 0 and below 1: use --config.optimizer.b2=0.0"),
     (
-        {"optimizer.decay_steps": 60, "optimizer.warmup_steps": 50, "optimizer.schedule": "constant"},
-        "optimizer.decay_steps=60 and optimizer.warmup_steps=50 are more than train.steps=100: use --config.optimizer.decay_steps=50",
+        {"optimizer.clip_norm": math.inf},
+        "optimizer.clip_norm=inf is not a finite number: use --config.optimizer.clip_norm=1.0",
+    ),
+    (
+        {"optimizer.b1": 1.0},
+        "optimizer.b1=1.0 must be at least 0 and below 1: use --config.optimizer.b1=0.9",
+    ),
+    (
+        {"optimizer.b2": -0.5},
+        "optimizer.b2=-0.5 must be at least 0 and below 1: use --config.optimizer.b2=0.0",
+    ),
+    (
+        {
+            "optimizer.decay_steps": 60,
+            "optimizer.warmup_steps": 50,
+            "optimizer.schedule": "constant",
+        },
+        "optimizer.decay_steps=60 and optimizer.warmup_steps=50 are more than "
+        "train.steps=100: use --config.optimizer.decay_steps=50",
     ),
     ({"train.steps": 0}, "train.steps=0 must be at least 1: use --config.train.steps=1"),
-    ({"train.steps": 2**31}, "train.steps=2147483648 is larger than 2147483647: use --config.train.steps=2147483647"),
-    ({"model.layers": 2**31 - 1}, "model.layers=2147483647 must be at least 1 and at most 65536: use --config.model.layers=65536"),
+    (
+        {"train.steps": 2**31},
+        "train.steps=2147483648 is larger than 2147483647: use --config.train.steps=2147483647",
+    ),
+    (
+        {"model.layers": 2**31 - 1},
+        "model.layers=2147483647 must be at least 1 and at most 65536: use "
+        "--config.model.layers=65536",
+    ),
     ({"train.steps": 2.5}, "train.steps=2.5 is not an integer: use --config.train.steps=2"),
     ({"train.steps": True}, "train.steps=True is not an integer: use --config.train.steps=100"),
-    ({"model.biases": 1}, "model.biases=1 is not a boolean (true or false): use --config.model.biases=true"),
+    (
+        {"model.biases": 1},
+        "model.biases=1 is not a boolean (true or false): use --config.model.biases=true",
+    ),
     (
         {"train.profile_steps": 99},
-        "train.profile_steps=99 from the third step on are more than train.steps=100: use --config.train.profile_steps=98",
+        "train.profile_steps=99 from the third step on are more than train.steps=100: use "
+        "--config.train.profile_steps=98",
     ),
     (
         {"data.loss_mask": ("prompt",)},
-        "data.loss_mask=('prompt',) names 'prompt', which is not in data.text_fields=('text',): use --config.data.text_fields=prompt,text",
+        "data.loss_mask=('prompt',) names 'prompt', which is not in "
+        "data.text_fields=('text',): use --config.data.text_fields=prompt,text",
     ),
     (
         {"data.loss_mask": ("text",)},
-        "data.loss_mask=('text',) names all of data.text_fields: no token would have a loss: use --config.data.loss_mask=",
+        "data.loss_mask=('text',) names all of data.text_fields: no token would have a loss: "
+        "use --config.data.loss_mask=",
     ),
     (
         {"data.text_fields": ("a", "b", "a")},
-        "data.text_fields=('a', 'b', 'a') has an empty or repeated name: use --config.data.text_fields=a,b",
+        "data.text_fields=('a', 'b', 'a') has an empty or repeated name: use "
+        "--config.data.text_fields=a,b",
     ),
-    ({"data.text_fields": ()}, "data.text_fields=() names no field to read: use --config.data.text_fields=text"),
-    ({"data.sequence_length": 0}, "data.sequence_length=0 must be at least 1: use --config.data.sequence_length=128"),
+    (
+        {"data.text_fields": ()},
+        "data.text_fields=() names no field to read: use --config.data.text_fields=text",
+    ),
+    (
+        {"data.sequence_length": 0},
+        "data.sequence_length=0 must be at least 1: use --config.data.sequence_length=128",
+    ),
     (
         {"train.on_nonfinite": "skip", "train.spike_threshold": 6.0},
-        "train.spike_threshold=6.0 is for train.on_nonfinite='rollback' alone, not 'skip': use --config.train.on_nonfinite=rollback",
+        "train.spike_threshold=6.0 is for train.on_nonfinite='rollback' alone, not 'skip': "
+        "use --config.train.on_nonfinite=rollback",
     ),
     (
         {"train.eval_every": 5, "data.validation_fraction": 0.0},
-        "train.eval_every=5 needs held-out data, and data.validation_fraction=0: use --config.train.eval_every=0",
+        "train.eval_every=5 needs held-out data, and data.validation_fraction=0: use "
+        "--config.train.eval_every=0",
     ),
     (
         {"checkpoint.directory": "http://bucket/run"},
-        "checkpoint.directory='http://bucket/run' is in no store that is known: use --config.checkpoint.directory=s3://bucket/run",
+        "checkpoint.directory='http://bucket/run' is in no store that is known: use "
+        "--config.checkpoint.directory=s3://bucket/run",
     ),
     *(
         (
             {"checkpoint.directory": place},
-            f"checkpoint.directory={place!r} is no store's address: use --config.checkpoint.directory={meant}",
+            f"checkpoint.directory={place!r} is no store's address: use "
+            f"--config.checkpoint.directory={meant}",
         )
         for place, meant in {
             "S3://bucket/run/5": "s3://bucket/run/5",
@@ -324,24 +501,31 @@ RULES = [
             "GS://bucket/run": "",  # its package is not installed
         }.items()
     ),
-    ({"data.cache": "s3://bucket/cache"}, "data.cache='s3://bucket/cache' is an address, not a folder: use --config.data.cache="),
+    (
+        {"data.cache": "s3://bucket/cache"},
+        "data.cache='s3://bucket/cache' is an address, not a folder: use --config.data.cache=",
+    ),
     (
         {"checkpoint.directory": "runs/\udcff"},
-        "checkpoint.directory='runs/\\udcff' holds bytes that are not UTF-8, and no array is stored under such a name: "
+        "checkpoint.directory='runs/\\udcff' holds bytes that are not UTF-8, and no array is "
+        "stored under such a name: "
         "use --config.checkpoint.directory=runs/_",
     ),
     (
         {"checkpoint.directory": "s3://bucket"},
-        "checkpoint.directory='s3://bucket' is no folder in a bucket: use --config.checkpoint.directory=s3://bucket/run",
+        "checkpoint.directory='s3://bucket' is no folder in a bucket: use "
+        "--config.checkpoint.directory=s3://bucket/run",
     ),
     (
         {"checkpoint.local": "/dev/shm/jaxtrain"},
-        "checkpoint.local_every=0 leaves checkpoint.local='/dev/shm/jaxtrain' without a step at which to save: "
+        "checkpoint.local_every=0 leaves checkpoint.local='/dev/shm/jaxtrain' without a step "
+        "at which to save: "
         "use --config.checkpoint.local_every=10",
     ),
     (
         {"checkpoint.local_every": 5},
-        "checkpoint.local_every=5 needs a folder, and checkpoint.local is empty: use --config.checkpoint.local=/dev/shm/jaxtrain",
+        "checkpoint.local_every=5 needs a folder, and checkpoint.local is empty: use "
+        "--config.checkpoint.local=/dev/shm/jaxtrain",
     ),
     (
         {"checkpoint.local": "ram/disk", "checkpoint.local_every": 5},
@@ -359,92 +543,197 @@ ALLOWED = [
     {"pipeline.schedule": "auto", "pipeline.repeats": 0, "pipeline.memory": 1.5},
     {"pipeline.schedule": "csv:mine.csv", "pipeline.repeats": 0},
     {"pipeline.chunk_layers": (1, 3, 2, 2)},
-    {"pipeline.layer_costs": (1.0, 2.0, 0.5, 3.0, 1.0, 1.0, 1.0, 1.0), "pipeline.times": (2.0, 2.0, 1.0, 0.1)},
+    {
+        "pipeline.layer_costs": (1.0, 2.0, 0.5, 3.0, 1.0, 1.0, 1.0, 1.0),
+        "pipeline.times": (2.0, 2.0, 1.0, 0.1),
+    },
     {"mesh.data": 4, "mesh.replica": 1},
     {"mesh.replica": 2},
     {"mesh.model": 8, "model.kv_heads": 2},
     {"mesh.replica": 2, "train.diloco_inner_steps": 20, "parallel.offload": "activations"},
-    {"mesh.replica": 2, "train.diloco_inner_steps": 500, "precision.outer": "int8", "optimizer.outer_momentum": 0.0},
+    {
+        "mesh.replica": 2,
+        "train.diloco_inner_steps": 500,
+        "precision.outer": "int8",
+        "optimizer.outer_momentum": 0.0,
+    },
     {"model.layers": 7, "mesh.stage": 3},
     {"model.heads": 6, "model.kv_heads": 2, "model.head_dim": 22},
     {"model.head_dim": 5, "model.positions": "learned"},
     {"model.mtp_depth": 2, "model.mtp_weight": 0.1, "pipeline.vocabulary": "end_stages"},
     LATENT,
-    {**LATENT, "model.head_dim": 5, "model.query_rank": 24, "model.value_head_dim": 7, "model.kv_heads": 8},
+    {
+        **LATENT,
+        "model.head_dim": 5,
+        "model.query_rank": 24,
+        "model.value_head_dim": 7,
+        "model.kv_heads": 8,
+    },
     {"model.vocab_size": 256, "data.source": "tokens.bin"},
     {"optimizer.warmup_steps": 200},
     {"data.loss_mask": ("prompt",), "data.text_fields": ("prompt", "answer")},
     {"mesh.data": 1, "mesh.model": -1},
     {"pipeline.microbatches": 16},
-    {"model.experts": 6, "mesh.expert": 2, "mesh.data": 1, "model.mlp_width": 7, "model.expert_width": 8},
-    {"model.experts": 8, "model.router_groups": 4, "model.router_group_limit": 2, "model.experts_per_token": 4},
-    {"model.experts": 8, "model.router_groups": 8, "model.router_group_limit": 5, "model.experts_per_token": 3},
-    {"model.experts": 12, "model.router_groups": 3, "model.router_group_best": 4, "model.router_normalize": "never"},
+    {
+        "model.experts": 6,
+        "mesh.expert": 2,
+        "mesh.data": 1,
+        "model.mlp_width": 7,
+        "model.expert_width": 8,
+    },
+    {
+        "model.experts": 8,
+        "model.router_groups": 4,
+        "model.router_group_limit": 2,
+        "model.experts_per_token": 4,
+    },
+    {
+        "model.experts": 8,
+        "model.router_groups": 8,
+        "model.router_group_limit": 5,
+        "model.experts_per_token": 3,
+    },
+    {
+        "model.experts": 12,
+        "model.router_groups": 3,
+        "model.router_group_best": 4,
+        "model.router_normalize": "never",
+    },
     {"model.experts": 8, "model.router_bias": False},
-    {"model.experts": 8, "model.router_bias": False, "model.balance_rate": 0.0, "model.experts_per_token": 1},
+    {
+        "model.experts": 8,
+        "model.router_bias": False,
+        "model.balance_rate": 0.0,
+        "model.experts_per_token": 1,
+    },
     {**LATENT, "model.latent_norm_epsilon": 1e-6},
 ]
 
-# Settings that are not at their defaults and have no use: what the note says. A recipe's must work without.
+# Settings that are not at their defaults and have no use: what the note says. A recipe's must work
+# without.
 UNUSED = [
     (
         {"mesh.stage": 1},
         "pipeline.schedule=interleaved and pipeline.repeats=2 have no use with mesh.stage=1",
     ),
     (
-        {"mesh.stage": 1, "pipeline.vocabulary": "parallel", "pipeline.permute": "late", "pipeline.times": (1.0, 1.0, 1.0)},
-        "pipeline.schedule=interleaved, pipeline.repeats=2, pipeline.vocabulary=parallel, pipeline.permute=late and "
+        {
+            "mesh.stage": 1,
+            "pipeline.vocabulary": "parallel",
+            "pipeline.permute": "late",
+            "pipeline.times": (1.0, 1.0, 1.0),
+        },
+        "pipeline.schedule=interleaved, pipeline.repeats=2, pipeline.vocabulary=parallel, "
+        "pipeline.permute=late and "
         "pipeline.times=1.0,1.0,1.0 have no use with mesh.stage=1",
     ),
     ({"parallel.context": "ring"}, "parallel.context=ring has no use with mesh.context=1"),
     ({"parallel.gather": "step"}, "parallel.gather=step has no use with parallel.zero=1"),
-    ({"parallel.zero": 3, "mesh.data": 1}, "parallel.zero=3 has no use beyond that of 1 with mesh.data=1"),
-    ({"parallel.reduce": "microbatch", "mesh.data": 1}, "parallel.reduce=microbatch has no use with mesh.data=1"),
+    (
+        {"parallel.zero": 3, "mesh.data": 1},
+        "parallel.zero=3 has no use beyond that of 1 with mesh.data=1",
+    ),
+    (
+        {"parallel.reduce": "microbatch", "mesh.data": 1},
+        "parallel.reduce=microbatch has no use with mesh.data=1",
+    ),
     (
         {"optimizer.outer_learning_rate": 1.0, "precision.outer": "int8", "mesh.replica": 2},
-        "optimizer.outer_learning_rate=1.0 and precision.outer=int8 have no use with train.diloco_inner_steps=0, "
+        "optimizer.outer_learning_rate=1.0 and precision.outer=int8 have no use with "
+        "train.diloco_inner_steps=0, "
         "where replicas do not train apart",
     ),
-    ({"optimizer.decay_steps": 3}, "optimizer.decay_steps=3 has no use with optimizer.schedule='cosine'"),
+    (
+        {"optimizer.decay_steps": 3},
+        "optimizer.decay_steps=3 has no use with optimizer.schedule='cosine'",
+    ),
     (
         {"optimizer.final_fraction": 0.5, "optimizer.schedule": "constant"},
-        "optimizer.final_fraction=0.5 has no use with optimizer.schedule='constant' and optimizer.decay_steps=0",
+        "optimizer.final_fraction=0.5 has no use with optimizer.schedule='constant' and "
+        "optimizer.decay_steps=0",
     ),
     (
         {"model.shared_experts": 1, "model.capacity_factor": 1.5, "model.router": "sigmoid"},
-        "model.shared_experts=1, model.router=sigmoid and model.capacity_factor=1.5 have no use with model.experts=0",
+        "model.shared_experts=1, model.router=sigmoid and model.capacity_factor=1.5 have no "
+        "use with model.experts=0",
     ),
     (
-        {"model.router_group_best": 1, "model.router_normalize": "never", "model.router_bias": False},
-        "model.router_normalize=never, model.router_bias=false and model.router_group_best=1 have no use with model.experts=0",
+        {
+            "model.router_group_best": 1,
+            "model.router_normalize": "never",
+            "model.router_bias": False,
+        },
+        "model.router_normalize=never, model.router_bias=false and model.router_group_best=1 "
+        "have no use with model.experts=0",
     ),
     (
-        {"model.experts": 8, "mesh.expert": 2, "model.capacity_factor": 1.5, "model.expert_room": 2.0},
+        {
+            "model.experts": 8,
+            "mesh.expert": 2,
+            "model.capacity_factor": 1.5,
+            "model.expert_room": 2.0,
+        },
         "model.expert_room=2.0 has no use with model.capacity_factor=1.5",
     ),
     (
         {"model.experts": 8, "model.expert_room": 2.0},
         "model.expert_room=2.0 has no use with mesh.expert=1, where all experts' rows have room",
     ),
-    ({"model.experts": 8, "model.router_group_best": 1}, "model.router_group_best=1 has no use with model.router_groups=1"),
+    (
+        {"model.experts": 8, "model.router_group_best": 1},
+        "model.router_group_best=1 has no use with model.router_groups=1",
+    ),
     (
         {"model.experts": 8, "model.router_bias": False, "model.balance_rate": 0.01},
         "model.balance_rate=0.01 has no use with model.router_bias=False",
     ),
-    ({"model.latent_norm_epsilon": 1e-6}, "model.latent_norm_epsilon=1e-06 has no use with model.attention='gqa'"),
+    (
+        {"model.latent_norm_epsilon": 1e-6},
+        "model.latent_norm_epsilon=1e-06 has no use with model.attention='gqa'",
+    ),
     (
         {"model.experts": 4, "model.expert_width": 64, "model.mlp_width": 32},
         "model.mlp_width=32 has no use with model.expert_width, where every layer has experts",
     ),
-    ({"model.kv_rank": 8, "model.rope_head_dim": 3}, "model.kv_rank=8 and model.rope_head_dim=3 have no use with model.attention='gqa'"),
-    ({"model.positions": "learned", "model.rotary_base": 500.0}, "model.rotary_base=500.0 has no use with model.positions='learned'"),
-    ({"model.max_positions": 64}, "model.max_positions=64 has no use with model.positions='rotary'"),
+    (
+        {"model.kv_rank": 8, "model.rope_head_dim": 3},
+        "model.kv_rank=8 and model.rope_head_dim=3 have no use with model.attention='gqa'",
+    ),
+    (
+        {"model.positions": "learned", "model.rotary_base": 500.0},
+        "model.rotary_base=500.0 has no use with model.positions='learned'",
+    ),
+    (
+        {"model.max_positions": 64},
+        "model.max_positions=64 has no use with model.positions='rotary'",
+    ),
     ({"model.mtp_weight": 0.1}, "model.mtp_weight=0.1 has no use with model.mtp_depth=0"),
-    ({"data.text_fields": ("a b", "c")}, "data.text_fields='a b,c' has no use with data.source='stdlib'"),
-    ({"data.token_dtype": "uint32"}, "data.token_dtype=uint32 has no use with data.source='stdlib'"),
-    ({"train.nonfinite_limit": 3}, "train.nonfinite_limit=3 has no use with train.on_nonfinite='stop'"),
-    ({"train.on_nonfinite": "skip", "train.rollbacks": 1}, "train.rollbacks=1 has no use with train.on_nonfinite='skip'"),
-    ({"train.on_nonfinite": "rollback", "train.spike_steps": 1}, "train.spike_steps=1 has no use with train.spike_threshold=0"),
-    ({"data.validation_fraction": 0.0, "train.eval_batches": 3}, "train.eval_batches=3 has no use with data.validation_fraction=0"),
-    ({"train.sample_prompt": "it's "}, "train.sample_prompt='it'\"'\"'s ' has no use with train.sample_tokens=0"),
+    (
+        {"data.text_fields": ("a b", "c")},
+        "data.text_fields='a b,c' has no use with data.source='stdlib'",
+    ),
+    (
+        {"data.token_dtype": "uint32"},
+        "data.token_dtype=uint32 has no use with data.source='stdlib'",
+    ),
+    (
+        {"train.nonfinite_limit": 3},
+        "train.nonfinite_limit=3 has no use with train.on_nonfinite='stop'",
+    ),
+    (
+        {"train.on_nonfinite": "skip", "train.rollbacks": 1},
+        "train.rollbacks=1 has no use with train.on_nonfinite='skip'",
+    ),
+    (
+        {"train.on_nonfinite": "rollback", "train.spike_steps": 1},
+        "train.spike_steps=1 has no use with train.spike_threshold=0",
+    ),
+    (
+        {"data.validation_fraction": 0.0, "train.eval_batches": 3},
+        "train.eval_batches=3 has no use with data.validation_fraction=0",
+    ),
+    (
+        {"train.sample_prompt": "it's "},
+        "train.sample_prompt='it'\"'\"'s ' has no use with train.sample_tokens=0",
+    ),
 ]

@@ -1,4 +1,5 @@
-"""A small training state whose numbers are known, for any layout: what the checkpoint tests save and expect back."""
+"""A small training state whose numbers are known, for any layout: what the checkpoint tests save
+and expect back."""
 
 import copy
 import dataclasses
@@ -26,7 +27,8 @@ EMBED, HEAD = {"table": (VOCABULARY, WIDTH)}, {"w": (WIDTH, VOCABULARY)}
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh of replicas × data × stages × model devices, and how the layers are placed on it; several replicas train apart.
+    """A mesh of replicas × data × stages × model devices, and how the layers are placed on it;
+    several replicas train apart.
 
     scatters: whether moments are scattered over data.
     """
@@ -55,19 +57,24 @@ def stored_shapes(layout: Layout) -> dict:
     """The `stored_shapes` of a Checkpointer for this layout."""
 
     def parameters():
-        return copy.deepcopy({"embed": EMBED, "head": HEAD}) | {"layers": {str(c): copy.deepcopy(LAYER) for c in range(layout.chunks)}}
+        return copy.deepcopy({"embed": EMBED, "head": HEAD}) | {
+            "layers": {str(c): copy.deepcopy(LAYER) for c in range(layout.chunks)}
+        }
 
     adam = optax.ScaleByAdamState((), parameters(), parameters())
     shapes = {"params": parameters(), "optimizer": (adam, optax.EmptyState())}
     if layout.replicas > 1:
         lead = lambda shape: Stored(shape, (layout.replicas,))
-        shapes = jax.tree.map(lead, shapes, is_leaf=lambda x: type(x) is tuple and all(isinstance(n, int) for n in x))
+        shapes = jax.tree.map(
+            lead, shapes, is_leaf=lambda x: type(x) is tuple and all(isinstance(n, int) for n in x)
+        )
         shapes["anchor"] = parameters()
     return shapes | {"step": ()}
 
 
 def abstract_state(layout: Layout) -> dict:
-    """The state as ShapeDtypeStructs with shardings. Moments are sharded over data too, and one of them is bfloat16."""
+    """The state as ShapeDtypeStructs with shardings. Moments are sharded over data too, and one of
+    them is bfloat16."""
     mesh, placement = layout.mesh, layout.placement
 
     def leaf(shape, dtype, *spec):
@@ -77,17 +84,24 @@ def abstract_state(layout: Layout) -> dict:
         scattered = scattered and layout.scatters
         data = "data" if scattered else None
         vocabulary = ("stage", "data", "model") if scattered else "model"
-        columns = ("stage", "data") if scattered and WIDTH % (layout.stages * layout.data) == 0 else None
+        columns = (
+            ("stage", "data") if scattered and WIDTH % (layout.stages * layout.data) == 0 else None
+        )
         embed = {"table": leaf((layout.padded, WIDTH), dtype, "model", columns)}
         head = {"w": leaf((WIDTH, layout.padded), dtype, None, vocabulary)}
         layers = {}
         for c in range(layout.chunks):
             rows = (layout.stages, placement.stack_size(c))
             w = leaf((*rows, WIDTH, HIDDEN), dtype, "stage", None, data, "model")
-            layers[str(c)] = {"mlp": {"w": w}, "norm": leaf((*rows, WIDTH), dtype, "stage", None, data)}
+            layers[str(c)] = {
+                "mlp": {"w": w},
+                "norm": leaf((*rows, WIDTH), dtype, "stage", None, data),
+            }
         return {"embed": embed, "layers": layers, "head": head}
 
-    adam = optax.ScaleByAdamState(leaf((), np.int32), tree(np.float32, True), tree(ml_dtypes.bfloat16, True))
+    adam = optax.ScaleByAdamState(
+        leaf((), np.int32), tree(np.float32, True), tree(ml_dtypes.bfloat16, True)
+    )
     made = {"params": tree(np.float32, False), "optimizer": (adam, optax.EmptyState())}
     if layout.replicas > 1:
         made = jax.tree.map(replicas.each, made) | {"anchor": tree(np.float32, True)}
@@ -95,7 +109,8 @@ def abstract_state(layout: Layout) -> dict:
 
 
 def stored_numbers(name: str, shape: tuple[int, ...], dtype) -> np.ndarray:
-    """The numbers of the stored array `name`: all different from zero, and from those of other names."""
+    """The numbers of the stored array `name`: all different from zero, and from those of other
+    names."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     return random.uniform(1, 100, shape).astype(dtype)
 
@@ -112,25 +127,34 @@ def state(layout: Layout) -> dict:
         each = (slice(None),) * len(lead)
         if "layers" in keys:
             at = keys.index("layers") + 1
-            full = stored_numbers("/".join(keys[:at] + keys[at + 1 :]), (*lead, layout.layers, *stored), leaf.dtype)
+            full = stored_numbers(
+                "/".join(keys[:at] + keys[at + 1 :]), (*lead, layout.layers, *stored), leaf.dtype
+            )
             for place, layer in np.ndenumerate(placement.layer_index(int(keys[at]))):
                 if layer >= 0:
                     numbers[(*each, *place)] = full[(*each, layer)]
         else:
-            numbers[(*each, *(slice(n) for n in stored))] = stored_numbers("/".join(keys), (*lead, *stored), leaf.dtype)
+            numbers[(*each, *(slice(n) for n in stored))] = stored_numbers(
+                "/".join(keys), (*lead, *stored), leaf.dtype
+            )
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: numbers[index])
 
     abstract = abstract_state(layout)
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
-    return jax.tree.unflatten(tree, [make(path, leaf, s) for (path, leaf), s in zip(leaves, tree.flatten_up_to(shapes))])
+    return jax.tree.unflatten(
+        tree, [make(path, leaf, s) for (path, leaf), s in zip(leaves, tree.flatten_up_to(shapes))]
+    )
 
 
 def assert_same(got, expected):
-    """Fails unless both states are the same bit for bit, with the same shardings, on this process's devices."""
+    """Fails unless both states are the same bit for bit, with the same shardings, on this process's
+    devices."""
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected)):
         where = jax.tree_util.keystr(path)
         assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding), where
         for x, y in zip(a.addressable_shards, b.addressable_shards):
             assert x.device == y.device, where
-            assert np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes(), f"{where} on {x.device}"
+            assert np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes(), (
+                f"{where} on {x.device}"
+            )

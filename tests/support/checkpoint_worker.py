@@ -1,10 +1,15 @@
-"""One process of the checkpoint tests that need processes of their own. Not a test: see test_checkpoint_processes.py.
+"""One process of the checkpoint tests that need processes of their own. Not a test: see
+test_checkpoint_processes.py.
 
-python checkpoint_worker.py FOLDER kill WHEN                  save step 2 and be killed during it
-python checkpoint_worker.py FOLDER failing PROCESSES INDEX PORT LAYOUT…      save steps 1 and 2, of which the last process fails some
-python checkpoint_worker.py FOLDER next PROCESSES INDEX PORT STEP LAYOUT…    restore STEP, compare, save STEP + 1
-python checkpoint_worker.py FOLDER locally MISHAP PROCESSES INDEX PORT LAYOUT…    save steps 5, 10 and 15 in FOLDER/machine-INDEX, have
-                                                              a mishap, restore the newest but 15, compare, say which
+python checkpoint_worker.py FOLDER kill WHEN
+    save step 2 and be killed during it
+python checkpoint_worker.py FOLDER failing PROCESSES INDEX PORT LAYOUT…
+    save steps 1 and 2, of which the last process fails some
+python checkpoint_worker.py FOLDER next PROCESSES INDEX PORT STEP LAYOUT…
+    restore STEP, compare, save STEP + 1
+python checkpoint_worker.py FOLDER locally MISHAP PROCESSES INDEX PORT LAYOUT…
+    save steps 5, 10 and 15 in FOLDER/machine-INDEX, have a mishap, restore the newest but 15,
+    compare, say which
 """
 
 import errno
@@ -25,7 +30,8 @@ from support.checkpoint_state import Layout, abstract_state, assert_same, state,
 
 
 def kill(folder: str, when: str):
-    """Begins to save step 2, and dies half way through the files, when they are written, or at once."""
+    """Begins to save step 2, and dies half way through the files, when they are written, or at
+    once."""
     layout = Layout(7, stages=2, chunks=2, data=2, model=2)
     write = storage._write
 
@@ -60,13 +66,20 @@ def next_step(folder: str, processes: str, index: str, port: str, step: str, *la
 
 
 def locally(folder: str, mishap: str, processes: str, index: str, port: str, *layout: str):
-    """Each process is a machine of its own. mishap: "none", "swap" of the two machines' folders, "damage-I" to step 10 of, or "loss-I"."""
+    """Each process is a machine of its own. mishap: "none", "swap" of the two machines' folders,
+    "damage-I" to step 10 of, or "loss-I"."""
     jax.distributed.initialize(f"localhost:{port}", int(processes), int(index))
-    laid_out, run, machine = Layout(*map(int, layout)), pathlib.Path(folder) / "run", pathlib.Path(folder) / f"machine-{index}"
+    laid_out, run, machine = (
+        Layout(*map(int, layout)),
+        pathlib.Path(folder) / "run",
+        pathlib.Path(folder) / f"machine-{index}",
+    )
 
     def opened() -> LocalCheckpoints:
         shapes, abstract = stored_shapes(laid_out), abstract_state(laid_out)
-        return LocalCheckpoints(str(machine), run, run / "checkpoints", abstract, shapes, laid_out.placement)
+        return LocalCheckpoints(
+            str(machine), run, run / "checkpoints", abstract, shapes, laid_out.placement
+        )
 
     local = opened()
     local.begin(0, print)
@@ -82,13 +95,19 @@ def locally(folder: str, mishap: str, processes: str, index: str, port: str, *la
             file.seek(100)
             file.write(bytes(10))
     elif mishap == "swap" and index == "0":
-        for old, new in [("machine-0", "aside"), ("machine-1", "machine-0"), ("aside", "machine-1")]:
+        for old, new in [
+            ("machine-0", "aside"),
+            ("machine-1", "machine-0"),
+            ("aside", "machine-1"),
+        ]:
             (machine.parent / old).rename(machine.parent / new)
     cluster.barrier("after the mishap")
 
     local = opened()
     with jax.set_mesh(laid_out.mesh):
-        restored = local.restore(local.candidates(0, 100, lambda meta: "it is odd" if meta.step == 15 else ""))
+        restored = local.restore(
+            local.candidates(0, 100, lambda meta: "it is odd" if meta.step == 15 else "")
+        )
     if restored is None:
         print("restored nothing")
         return
@@ -98,7 +117,8 @@ def locally(folder: str, mishap: str, processes: str, index: str, port: str, *la
 
 
 def failing(folder: str, processes: str, index: str, port: str, *layout: str):
-    """The last process cannot write at its first two attempts, and then not at all any more once step 1 is saved."""
+    """The last process cannot write at its first two attempts, and then not at all any more once
+    step 1 is saved."""
     jax.distributed.initialize(f"localhost:{port}", int(processes), int(index))
     saving.RETRY_WAITS_S = (0.01, 0.01, 0.01)
     write, attempts = storage._write, []
@@ -118,7 +138,9 @@ def failing(folder: str, processes: str, index: str, port: str, *layout: str):
     try:
         c.wait()
     except CheckpointError as error:
-        assert str(error).startswith("step 2, the last of this run, is not saved: No space left on device (4 attempts in "), error
+        assert str(error).startswith(
+            "step 2, the last of this run, is not saved: No space left on device (4 attempts in "
+        ), error
     else:
         raise AssertionError("nobody was told")
     c.close()
@@ -127,4 +149,6 @@ def failing(folder: str, processes: str, index: str, port: str, *layout: str):
 
 
 if __name__ == "__main__":
-    {"kill": kill, "failing": failing, "next": next_step, "locally": locally}[sys.argv[2]](sys.argv[1], *sys.argv[3:])
+    {"kill": kill, "failing": failing, "next": next_step, "locally": locally}[sys.argv[2]](
+        sys.argv[1], *sys.argv[3:]
+    )

@@ -28,8 +28,11 @@ def op_of(*instructions: Instruction) -> str:
     return "F" if name == "K" else name
 
 
-def read(mesh: Mapping[str, int], setup: Setup, program: Program, stage: int) -> collections.Counter:
-    """(op, kind, axes, devices) → bytes that a device of the stage sends in a step, by the ring algorithms."""
+def read(
+    mesh: Mapping[str, int], setup: Setup, program: Program, stage: int
+) -> collections.Counter:
+    """(op, kind, axes, devices) → bytes that a device of the stage sends in a step, by the ring
+    algorithms."""
     found: collections.Counter = collections.Counter()
     for run in StepLoops(program, setup, stage).executed():
         for c in collectives(program, run.instruction, mesh, stage):
@@ -42,4 +45,7 @@ def read(mesh: Mapping[str, int], setup: Setup, program: Program, stage: int) ->
 def products(setup: Setup, program: Program, stage: int) -> float:
     """Operations of a step's dots and convolutions on a device of the stage."""
     costs = Costs(program)
-    return sum(run.times * costs.flops(run.instruction) for run in StepLoops(program, setup, stage).executed())
+    return sum(
+        run.times * costs.flops(run.instruction)
+        for run in StepLoops(program, setup, stage).executed()
+    )

@@ -1,4 +1,5 @@
-"""What crosses the `replica` axis in a compiled program: the collectives in which replicas meet, and their bytes."""
+"""What crosses the `replica` axis in a compiled program: the collectives in which replicas meet,
+and their bytes."""
 
 from jax.sharding import Mesh
 
@@ -9,12 +10,16 @@ from jaxtrain.hlo.program import Instruction, Program, along
 
 def across(program: Program, mesh: Mesh) -> list[Instruction]:
     """Collectives with devices of several replicas, wherever they stand in the program."""
-    return [i for i in program.below(program.entry) if i.collective and REPLICA in along(i, mesh.shape)[0]]
+    return [
+        i
+        for i in program.below(program.entry)
+        if i.collective and REPLICA in along(i, mesh.shape)[0]
+    ]
 
 
 def bytes_sent(program: Program, mesh: Mesh) -> int:
-    """Bytes that a device sends in a run of the program, in collectives across replicas, as rings of their groups do them. ValueError for
-    one that stands in a loop."""
+    """Bytes that a device sends in a run of the program, in collectives across replicas, as rings
+    of their groups do them. ValueError for one that stands in a loop."""
     found = across(program, mesh)
     if {i.name for i in found} - {i.name for i in program.inline(program.entry)}:
         raise ValueError("a collective across replicas stands in a loop")

@@ -27,7 +27,9 @@ def flipped(file: pathlib.Path, chance: random.Random) -> None:
 DAMAGE: dict[str, Callable[[pathlib.Path, random.Random], None]] = {
     "one byte": flipped,
     "at the beginning": lambda file, chance: overwritten(file, 0, LONG, chance),
-    "in the middle": lambda file, chance: overwritten(file, (file.stat().st_size - LONG) // 2, LONG, chance),
+    "in the middle": lambda file, chance: overwritten(
+        file, (file.stat().st_size - LONG) // 2, LONG, chance
+    ),
     "at the end": lambda file, chance: overwritten(file, file.stat().st_size - LONG, LONG, chance),
     "cut": lambda file, chance: os.truncate(file, chance.randrange(file.stat().st_size)),
     "gone": lambda file, chance: file.unlink(),
@@ -40,9 +42,14 @@ def files_of(step: pathlib.Path) -> list[str]:
 
 
 def damage_numbers(step: pathlib.Path, piece: str) -> None:
-    """Changes a byte of an array's piece, such as "params.embed.table/c/0/0": of the first whose key begins so."""
+    """Changes a byte of an array's piece, such as "params.embed.table/c/0/0": of the first whose
+    key begins so."""
     state = step / "state"
-    value = next(v for v in sorted(database.read(epath.Path(state)), key=lambda v: v.key) if v.key.startswith(piece) and v.inline is None)
+    value = next(
+        v
+        for v in sorted(database.read(epath.Path(state)), key=lambda v: v.key)
+        if v.key.startswith(piece) and v.inline is None
+    )
     file = state / value.file
     content = bytearray(file.read_bytes())
     content[(value.start + value.stop) // 2] ^= 16

@@ -1,6 +1,8 @@
-"""Losses of every shipped recipe, shrunk by listed flags, on a text that never changes: the runs, and the values of earlier ones.
+"""Losses of every shipped recipe, shrunk by listed flags, on a text that never changes: the runs,
+and the values of earlier ones.
 
-tests/golden/ has the text, the flags, and a file of values for each version of jax, which tests/golden/write.py makes.
+tests/golden/ has the text, the flags, and a file of values for each version of jax, which
+tests/golden/write.py makes.
 """
 
 import json
@@ -24,13 +26,25 @@ def values_file(version: str) -> pathlib.Path:
 
 
 def run(recipe: str, folder: pathlib.Path) -> dict[str, float]:
-    """ "step 1 loss" → its value, of a shrunk recipe that this process trains in an empty folder on 8 devices. $JAXTRAIN_CACHE says where
-    the prepared text is kept."""
+    """ "step 1 loss" → its value, of a shrunk recipe that this process trains in an empty folder on
+    8 devices. $JAXTRAIN_CACHE says where the prepared text is kept."""
     shrunk = [f"--config.{flag}" for flag in (*FLAGS["every"], *FLAGS[recipe])]
-    words = [f"--config={ROOT / 'configs' / recipe}.py", f"--config.data.source={FOLDER / 'corpus.txt'}", *shrunk]
+    words = [
+        f"--config={ROOT / 'configs' / recipe}.py",
+        f"--config.data.source={FOLDER / 'corpus.txt'}",
+        *shrunk,
+    ]
     config, flags = cli.parse(words, train.DESCRIPTION, train.FLAGS)
     ready = train.check_and_find_tables(config, flags.recipe)
-    with mock.patch.object(loop.Evaluation, "loss", return_value=None):  # its program takes long to compile, and other tests have it
-        loop.run(ready.resolved, ready.setup, folder, WallClock(), unresolved=config, recipe=flags.recipe)
+    # its program takes long to compile, and other tests have it
+    with mock.patch.object(loop.Evaluation, "loss", return_value=None):
+        loop.run(
+            ready.resolved, ready.setup, folder, WallClock(), unresolved=config, recipe=flags.recipe
+        )
     records = read_metrics(folder)
-    return {f"step {record['step']} {name}": record[name] for record in records for name in FIGURES if name in record}
+    return {
+        f"step {record['step']} {name}": record[name]
+        for record in records
+        for name in FIGURES
+        if name in record
+    }

@@ -1,4 +1,5 @@
-"""A hardware file for simulated devices, such as `plan --calibrate` writes, with figures that nobody measured."""
+"""A hardware file for simulated devices, such as `plan --calibrate` writes, with figures that
+nobody measured."""
 
 import json
 import pathlib
@@ -14,7 +15,9 @@ VALUES = {
     "attention": [0.2, 0.2],
     "launch_us": 5,
     "alone": 2.0,
-    "tiers": [{"name": "shared memory", "devices": 0, "gb_per_s": 2, "reached": 1.0, "latency_us": 20}],
+    "tiers": [
+        {"name": "shared memory", "devices": 0, "gb_per_s": 2, "reached": 1.0, "latency_us": 20}
+    ],
     "watts": 0,
     "sources": ["nobody"],
 }

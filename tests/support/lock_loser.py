@@ -1,6 +1,8 @@
-"""python -m support.lock_loser LOSS: a run that loses the lock of the folder `run` at its first start, and finishes at its second.
+"""python -m support.lock_loser LOSS: a run that loses the lock of the folder `run` at its first
+start, and finishes at its second.
 
-LOSS is `gone` (somebody removes the lock) or `taken` (another run takes it over). Further flags, as of a launcher, are ignored.
+LOSS is `gone` (somebody removes the lock) or `taken` (another run takes it over). Further flags, as
+of a launcher, are ignored.
 """
 
 import pathlib
@@ -23,7 +25,9 @@ def main(loss: str) -> int:
     if loss == "gone":
         (folder / run_lock.NAME).unlink()
     else:
-        (folder / run_lock.NAME).write_bytes(Holder(Process("elsewhere", "", "", 7, 70), "then", "0123", 1.0).line(5))
+        (folder / run_lock.NAME).write_bytes(
+            Holder(Process("elsewhere", "", "", 7, 70), "then", "0123", 1.0).line(5)
+        )
     time.sleep(60)
     return 1
 

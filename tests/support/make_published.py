@@ -1,5 +1,5 @@
-"""Writes published.json: what transformers computes with the models of published.py. In an environment of its own, as the file's first
-entry says, with jaxtrain's own requirements:
+"""Writes published.json: what transformers computes with the models of published.py. In an
+environment of its own, as the file's first entry says, with jaxtrain's own requirements:
 
     pip install torch==2.13.0 transformers==5.23.0 -r requirements.txt
     PYTHONPATH=.:tests python tests/support/make_published.py
@@ -47,22 +47,48 @@ DEEPSEEK = {
     "rms_norm_eps": 0.05,  # not that of the latents
 }
 V3 = {**DEEPSEEK, "norm_topk_prob": True}
-FIVE = {"n_routed_experts": 12, "n_group": 3, "num_experts_per_tok": 5, "first_k_dense_replace": 0, "num_hidden_layers": 1}
+FIVE = {
+    "n_routed_experts": 12,
+    "n_group": 3,
+    "num_experts_per_tok": 5,
+    "first_k_dense_replace": 0,
+    "num_hidden_layers": 1,
+}
 # kind, config, depth of multi-token prediction
 CASES = {
     "mixtral": ("mixtral", MIXTRAL, 0),
-    "mixtral, one expert a token": ("mixtral", MIXTRAL | {"num_experts_per_tok": 1, "num_hidden_layers": 1}, 0),
+    "mixtral, one expert a token": (
+        "mixtral",
+        MIXTRAL | {"num_experts_per_tok": 1, "num_hidden_layers": 1},
+        0,
+    ),
     "deepseek_v3": ("deepseek_v3", V3, 0),
-    "deepseek_v3, five experts, not normalized": ("deepseek_v3", V3 | FIVE | {"norm_topk_prob": False, "q_lora_rank": None}, 0),
-    "deepseek_v2": ("deepseek_v2", DEEPSEEK | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "kv_lora_rank": 6}, 0),
-    "deepseek_v3, predictions": ("deepseek_v3", V3 | {"num_hidden_layers": 1, "first_k_dense_replace": 0}, 2),
+    "deepseek_v3, five experts, not normalized": (
+        "deepseek_v3",
+        V3 | FIVE | {"norm_topk_prob": False, "q_lora_rank": None},
+        0,
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        DEEPSEEK | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "kv_lora_rank": 6},
+        0,
+    ),
+    "deepseek_v3, predictions": (
+        "deepseek_v3",
+        V3 | {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+        2,
+    ),
 }
 
 
 def built(kind: str, config: dict, mtp_depth: int):
     """(transformers' model, its modules of multi-token prediction)."""
     names = {"mixtral": "Mixtral", "deepseek_v3": "DeepseekV3", "deepseek_v2": "DeepseekV2"}
-    more = {"vocab_size": published.VOCABULARY, "num_key_value_heads": config["num_attention_heads"], "attn_implementation": "eager"}
+    more = {
+        "vocab_size": published.VOCABULARY,
+        "num_key_value_heads": config["num_attention_heads"],
+        "attn_implementation": "eager",
+    }
     more["experts_implementation"] = "eager"  # the others want sizes in multiples of 16 bytes
     if kind == "mixtral":
         more |= {"sliding_window": None}
@@ -79,21 +105,33 @@ def built(kind: str, config: dict, mtp_depth: int):
 
 def arrays(model, modules) -> dict[str, torch.Tensor]:
     """Parameters, and the buffers that checkpoints have, by their names."""
-    return {**model.state_dict(keep_vars=True), **{f"mtp.{k}": v for k, v in modules.state_dict(keep_vars=True).items()}}
+    return {
+        **model.state_dict(keep_vars=True),
+        **{f"mtp.{k}": v for k, v in modules.state_dict(keep_vars=True).items()},
+    }
 
 
 def losses(model, modules, tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """(mean loss of the next token, mean over the modules of that of the further ones)."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     out = model(inputs, output_hidden_states=False)
-    mean = lambda logits, targets: torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    mean = lambda logits, targets: torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten()
+    )
     stream, further = model.model(inputs).last_hidden_state, []
     for d, module in enumerate(modules, 1):
         length = inputs.shape[1] - d
         positions = torch.arange(length)[None]
         ahead = model.model.embed_tokens(inputs[:, d:])
         mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
-        stream = module(ahead, stream[:, :length], model.model.rotary_emb(ahead, positions), mask, positions, None)
+        stream = module(
+            ahead,
+            stream[:, :length],
+            model.model.rotary_emb(ahead, positions),
+            mask,
+            positions,
+            None,
+        )
         further.append(mean(model.lm_head(stream), targets[:, d:]))
     return mean(out.logits, targets), torch.stack(further).mean() if further else torch.zeros(())
 
@@ -117,11 +155,20 @@ def case(kind: str, config: dict, mtp_depth: int) -> dict:
     else:
         (logits * torch.from_numpy(published.random("cotangent", *logits.shape))).sum().backward()
     found = {name: a.grad for name, a in arrays(model, modules).items() if a.grad is not None}
-    made["gradients"] = {name: [float(f"{v:.7g}") for v in published.digest(name, g.numpy())] for name, g in found.items()}
+    made["gradients"] = {
+        name: [float(f"{v:.7g}") for v in published.digest(name, g.numpy())]
+        for name, g in found.items()
+    }
     return made
 
 
 if __name__ == "__main__":
-    written = {"versions": {"torch": torch.__version__, "transformers": transformers.__version__, "type": "float32, CPU"}}
+    written = {
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "type": "float32, CPU",
+        }
+    }
     written |= {name: case(*of) for name, of in CASES.items()}
     pathlib.Path(__file__).with_name("published.json").write_text(json.dumps(written) + "\n")

@@ -1,4 +1,5 @@
-"""The matrix of layouts over which training must not differ, a sample of it that covers all pairs, and a memory of what passed."""
+"""The matrix of layouts over which training must not differ, a sample of it that covers all pairs,
+and a memory of what passed."""
 
 import dataclasses
 import functools
@@ -17,7 +18,11 @@ from support import ROOT
 from support.pipeline_tables import KINDS
 
 ALONE = ((1, 1, 1), (8, 1, 1), (1, 1, 4))  # data × stage × model
-STAGED = {2: ((1, 2, 1), (2, 2, 2), (4, 2, 1)), 4: ((1, 4, 1), (2, 4, 1), (1, 4, 2)), 8: ((1, 8, 1),)}
+STAGED = {
+    2: ((1, 2, 1), (2, 2, 2), (4, 2, 1)),
+    4: ((1, 4, 1), (2, 4, 1), (1, 4, 2)),
+    8: ((1, 8, 1),),
+}
 SCHEDULES = (*KINDS, ("auto", 0))  # with repeats
 MICROBATCHES = (1, 2, 3, 5, 8, 13, 16)
 LAYERS = (16, 17)  # 17 are uneven on every number of stages
@@ -26,7 +31,8 @@ PERMUTES = ("auto", "late", "aligned", "early", "spaced")
 VOCABULARIES = ("parallel", "end_stages")
 LAYERS_PER_OP = (0, 1)
 
-# The sample's own values, so that few models serve all of its cases: one batch, and fewer layers where that many are not needed.
+# The sample's own values, so that few models serve all of its cases: one batch, and fewer layers
+# where that many are not needed.
 SAMPLE_SEQUENCES = 48
 SAMPLE_MICROBATCHES = (1, 3, 6, 8, 12)
 SAMPLE_LAYERS_PER_OP = (0, 2)
@@ -51,8 +57,14 @@ class Case:
 
     def __str__(self) -> str:
         name, repeats = self.schedule
-        text = f"{'x'.join(map(str, self.mesh))}-{name}{repeats}-{self.remat}-{self.microbatches}mb-{self.layers}L{'-tied' * self.tied}"
-        return f"{text}-{self.permute}-{self.vocabulary}{f'-{self.layers_per_op}_per_op' * (self.layers_per_op > 0)}"
+        text = (
+            f"{'x'.join(map(str, self.mesh))}-{name}{repeats}-{self.remat}-{self.microbatches}mb-"
+            f"{self.layers}L{'-tied' * self.tied}"
+        )
+        return (
+            f"{text}-{self.permute}-{self.vocabulary}"
+            f"{f'-{self.layers_per_op}_per_op' * (self.layers_per_op > 0)}"
+        )
 
     @property
     def longest_chunk(self) -> int:
@@ -61,23 +73,35 @@ class Case:
 
     @property
     def factors(self) -> dict[str, object]:
-        """What the compiled program and its arithmetic depend on. That each schedule's table is right is shown without compiling
-        (tests/schedule/test_columns.py), so schedules count by family here, microbatches by what they are to the stages, and permutes by
-        whether all of them stand beside the ops, where the runtime has another loop."""
+        """What the compiled program and its arithmetic depend on. That each schedule's table is
+        right is shown without compiling (tests/schedule/test_columns.py), so schedules count by
+        family here, microbatches by what they are to the stages, and permutes by whether all of
+        them stand beside the ops, where the runtime has another loop."""
         data, stages, model = self.mesh
         found: dict[str, object] = {"stages": stages, "data": data > 1, "model": model > 1}
         found["microbatches"] = to_stages(self.microbatches, stages)
         found |= {"remat": self.remat, "uneven": bool(self.layers % 2), "tied": self.tied}
         if stages > 1:
-            found |= {"family": family(*self.schedule), "early": self.permute == "early", "vocabulary": self.vocabulary}
+            found |= {
+                "family": family(*self.schedule),
+                "early": self.permute == "early",
+                "vocabulary": self.vocabulary,
+            }
             found["cut"] = 0 < self.layers_per_op < self.longest_chunk
         return found
 
     @property
     def pairs(self) -> frozenset:
-        """Every two of its factors, and by themselves its mesh, its schedule and the way to pack it into ticks."""
-        named = {("schedule", self.schedule), ("permute", self.permute)} if self.mesh[1] > 1 else set()
-        return frozenset(itertools.combinations(self.factors.items(), 2)) | named | {("mesh", self.mesh)}
+        """Every two of its factors, and by themselves its mesh, its schedule and the way to pack it
+        into ticks."""
+        named = (
+            {("schedule", self.schedule), ("permute", self.permute)} if self.mesh[1] > 1 else set()
+        )
+        return (
+            frozenset(itertools.combinations(self.factors.items(), 2))
+            | named
+            | {("mesh", self.mesh)}
+        )
 
 
 def to_stages(microbatches: int, stages: int) -> str:
@@ -91,7 +115,8 @@ def to_stages(microbatches: int, stages: int) -> str:
 
 @functools.cache
 def family(schedule: str, repeats: int) -> tuple:
-    """Schedules of one family have the same placement, one chunk on a stage or several, and put off their W's or do not."""
+    """Schedules of one family have the same placement, one chunk on a stage or several, and put off
+    their W's or do not."""
     if schedule not in orders.SCHEDULES:
         return (schedule,)
     known = orders.SCHEDULES[schedule]
@@ -102,13 +127,15 @@ def family(schedule: str, repeats: int) -> tuple:
 
 @functools.cache
 def whole() -> tuple[Case, ...]:
-    """Every schedule × remat × number of stages × microbatches for which there are layers; the other factors are drawn, from a fixed
-    seed. So are the single-stage meshes, for which all schedules are one."""
+    """Every schedule × remat × number of stages × microbatches for which there are layers; the
+    other factors are drawn, from a fixed seed. So are the single-stage meshes, for which all
+    schedules are one."""
     random = np.random.default_rng(1)
     cases = []
     for stages, schedule, remat, m in itertools.product(STAGED, SCHEDULES, REMATS, MICROBATCHES):
         if stages * schedule[1] <= min(LAYERS):
-            cases.append(draw(random, STAGED[stages], schedule, remat, m, LAYERS, 8 * m))  # the fewest sequences that fit every mesh
+            # the fewest sequences that fit every mesh
+            cases.append(draw(random, STAGED[stages], schedule, remat, m, LAYERS, 8 * m))
     for mesh, remat, m in itertools.product(ALONE, REMATS, MICROBATCHES):
         cases.append(draw(random, [mesh], ("1f1b", 1), remat, m, LAYERS, 8 * m))
     return tuple(cases)
@@ -119,11 +146,25 @@ def sample() -> tuple[Case, ...]:
     """A cover of the same space at the sample's own values."""
     random = np.random.default_rng(2)
     cases = []
-    for _, stages, schedule, remat, m in itertools.product(range(DRAWS), STAGED, SCHEDULES, REMATS, SAMPLE_MICROBATCHES):
+    for _, stages, schedule, remat, m in itertools.product(
+        range(DRAWS), STAGED, SCHEDULES, REMATS, SAMPLE_MICROBATCHES
+    ):
         meshes = [mesh for mesh in STAGED[stages] if SAMPLE_SEQUENCES % (m * mesh[0]) == 0]
-        layers = FEW_LAYERS if stages <= 4 and schedule[1] <= 2 else LAYERS  # `auto` may choose two chunks
+        # `auto` may choose two chunks
+        layers = FEW_LAYERS if stages <= 4 and schedule[1] <= 2 else LAYERS
         if meshes and stages * schedule[1] <= min(layers):
-            cases.append(draw(random, meshes, schedule, remat, m, layers, SAMPLE_SEQUENCES, SAMPLE_LAYERS_PER_OP))
+            cases.append(
+                draw(
+                    random,
+                    meshes,
+                    schedule,
+                    remat,
+                    m,
+                    layers,
+                    SAMPLE_SEQUENCES,
+                    SAMPLE_LAYERS_PER_OP,
+                )
+            )
     for mesh, remat, m in itertools.product(ALONE, REMATS, SAMPLE_MICROBATCHES):
         if SAMPLE_SEQUENCES % (m * mesh[0]) == 0:
             cases.append(draw(random, [mesh], ("1f1b", 1), remat, m, FEW_LAYERS, SAMPLE_SEQUENCES))
@@ -140,7 +181,8 @@ def draw(
     sequences: int,
     layers_per_op: Sequence[int] = LAYERS_PER_OP,
 ) -> Case:
-    """A case whose other factors are chosen by chance; those that mean nothing on one stage are always the same there."""
+    """A case whose other factors are chosen by chance; those that mean nothing on one stage are
+    always the same there."""
     pick = lambda values: values[random.integers(len(values))]
     case = Case(
         mesh=pick(meshes),
@@ -154,12 +196,17 @@ def draw(
         layers_per_op=pick(layers_per_op),
         sequences=sequences,
     )
-    return case if case.mesh[1] > 1 else dataclasses.replace(case, permute="auto", vocabulary="parallel", layers_per_op=0)
+    return (
+        case
+        if case.mesh[1] > 1
+        else dataclasses.replace(case, permute="auto", vocabulary="parallel", layers_per_op=0)
+    )
 
 
 def cover(cases: Iterable[Any], wanted: Iterable[Any] | None = None) -> Iterator[Any]:
-    """Some of the cases, in which every wanted pair of values occurs (without `wanted` every pair that any case has): greedily, always
-    the case with most that are missing. ValueError where no case has one."""
+    """Some of the cases, in which every wanted pair of values occurs (without `wanted` every pair
+    that any case has): greedily, always the case with most that are missing. ValueError where no
+    case has one."""
     pairs_of = {case: case.pairs for case in cases}
     missing = set().union(*pairs_of.values()) if wanted is None else set(wanted)
     while missing:
@@ -171,7 +218,8 @@ def cover(cases: Iterable[Any], wanted: Iterable[Any] | None = None) -> Iterator
 
 
 class Passed:
-    """The names of the cases that passed with these very sources, in a file that grows by a line a case."""
+    """The names of the cases that passed with these very sources, in a file that grows by a line a
+    case."""
 
     def __init__(self, name: str, *tests: pathlib.Path):
         self.path = ROOT / ".cache" / f"{name}-{source_hash(*tests)}.txt"

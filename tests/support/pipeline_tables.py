@@ -1,5 +1,6 @@
-"""Tables for the tests of several files: a grid over all schedules, random ones that are right by construction, broken ones; and an
-execution on symbols that knows no slots (symbolic_tick.py has one by the columns of the runtime)."""
+"""Tables for the tests of several files: a grid over all schedules, random ones that are right by
+construction, broken ones; and an execution on symbols that knows no slots (symbolic_tick.py has one
+by the columns of the runtime)."""
 
 import dataclasses
 import itertools
@@ -12,26 +13,44 @@ from jaxtrain.schedule.orders import PLACEMENTS, SCHEDULES
 from jaxtrain.schedule.table import Cell, Op, Permute, Table, TableShape, directions, from_cells
 from jaxtrain.schedule.table_spec import TableSpec
 
-# Every schedule with the fewest chunks on a stage that it is made for, and one more where it is for any number of them.
+# Every schedule with the fewest chunks on a stage that it is made for, and one more where it is for
+# any number of them.
 KINDS = [
     (name, repeats)
     for name, schedule in SCHEDULES.items()
-    for repeats in range(schedule.least_repeats, schedule.least_repeats + (1 if schedule.most_repeats else 2))
+    for repeats in range(
+        schedule.least_repeats, schedule.least_repeats + (1 if schedule.most_repeats else 2)
+    )
 ]
 
 
 def grid(permute: str) -> Iterator[Table]:
-    """Every schedule at 1, 2, 3 and 5 stages and few and many microbatches; by turns with recomputation and with chunks cut into ops."""
-    turns = itertools.cycle([(False, False), (True, False), (True, True), (False, True), (True, False)])
-    for (schedule, repeats), stages, microbatches in itertools.product(KINDS, (1, 2, 3, 5), (1, 2, 4, 7, 11)):
+    """Every schedule at 1, 2, 3 and 5 stages and few and many microbatches; by turns with
+    recomputation and with chunks cut into ops."""
+    turns = itertools.cycle(
+        [(False, False), (True, False), (True, True), (False, True), (True, False)]
+    )
+    for (schedule, repeats), stages, microbatches in itertools.product(
+        KINDS, (1, 2, 3, 5), (1, 2, 4, 7, 11)
+    ):
         remat_full, cut = next(turns)
         groups = [1 + c % 3 for c in range(stages * repeats)] if cut else None
-        yield make_table(TableSpec(schedule, stages, repeats, microbatches, permute=permute, remat_full=remat_full, groups=groups))
+        yield make_table(
+            TableSpec(
+                schedule,
+                stages,
+                repeats,
+                microbatches,
+                permute=permute,
+                remat_full=remat_full,
+                groups=groups,
+            )
+        )
 
 
 class Message(NamedTuple):
-    """What a unit reads: "activation", of the unit before, or "gradient", of the unit after. The head is unit `units`, the embedding's
-    gradient unit −1."""
+    """What a unit reads: "activation", of the unit before, or "gradient", of the unit after. The
+    head is unit `units`, the embedding's gradient unit −1."""
 
     kind: str
     unit: int
@@ -73,17 +92,27 @@ def tasks(shape: TableShape) -> Iterator[Cell]:
 
 
 def random_table(source: random.Random) -> Table:
-    """A table whose every choice is random: what runs where and when, permutes, head and embedding. It is right by construction."""
-    stages, recompute, forward_only = source.randint(1, 5), source.random() < 0.5, source.random() < 0.15
+    """A table whose every choice is random: what runs where and when, permutes, head and embedding.
+    It is right by construction."""
+    stages, recompute, forward_only = (
+        source.randint(1, 5),
+        source.random() < 0.5,
+        source.random() < 0.15,
+    )
     repeats, microbatches = source.randint(1, 3), source.randint(1, 6)
     chunks = PLACEMENTS[source.choice(["circular", "v"])](stages, repeats)
     stage_of = tuple(s for s in chunks for _ in range(source.randint(1, 2)))
     ways, last = directions(stage_of, stages), len(stage_of) - 1
     recompute_last = recompute and source.random() < 0.3
     shape = TableShape(
-        name="random", stage_of=stage_of, stages=stages, microbatches=microbatches, recompute=recompute, recompute_last=recompute_last,
+        name="random",
+        stage_of=stage_of,
+        stages=stages,
+        microbatches=microbatches,
+        recompute=recompute,
+        recompute_last=recompute_last,
         forward_only=forward_only,
-    )  # fmt: skip
+    )
     todo = set(tasks(shape))
     there, done, rows, permutes = {}, set(), [], []
     columns = {name: [] for name in ("head", "embed", "embed_gradient")}
@@ -109,7 +138,9 @@ def random_table(source: random.Random) -> Table:
         candidates = sorted(candidates)
         return source.choice(candidates) if candidates and source.random() < chance else -1
 
-    while todo or any(len(ended[n]) < microbatches for n in ended if not (forward_only and n == "embed_gradient")):
+    while todo or any(
+        len(ended[n]) < microbatches for n in ended if not (forward_only and n == "embed_gradient")
+    ):
         t = len(rows)
         when = source.choice([Permute.NONE, Permute.LATE, Permute.EARLY])
         if when == Permute.EARLY:
@@ -130,10 +161,16 @@ def random_table(source: random.Random) -> Table:
                     buffers[s][made.way] = made.message
                 elif made:
                     there[made.message] = t + (0 <= made.message.unit <= last)
-        head = some({k for kind, g, k in there if kind == "activation" and g == last + 1} - ended["head"], 0.6)
+        head = some(
+            {k for kind, g, k in there if kind == "activation" and g == last + 1} - ended["head"],
+            0.6,
+        )
         if head >= 0:
             there["gradient", last, head] = t + 1
-        gradient = some({k for kind, g, k in there if (kind, g) == ("gradient", -1)} - ended["embed_gradient"], 0.6)
+        gradient = some(
+            {k for kind, g, k in there if (kind, g) == ("gradient", -1)} - ended["embed_gradient"],
+            0.6,
+        )
         for name, k in (("embed", embed), ("head", head), ("embed_gradient", gradient)):
             columns[name].append(k)
             ended[name] |= {k} - {-1}
@@ -153,8 +190,8 @@ def expected(table) -> set[tuple]:
 
 
 def execute(table: Table) -> bool:
-    """Whether a table computes everything once on the right values: with room for all values, but one send buffer a direction that every
-    message overwrites. It knows nothing of the validator."""
+    """Whether a table computes everything once on the right values: with room for all values, but
+    one send buffer a direction that every message overwrites. It knows nothing of the validator."""
     p, stage_of = table.stages, table.stage_of
     ways, last = directions(stage_of, p), len(stage_of) - 1
     there: list[set] = [set() for _ in range(p)]
@@ -181,7 +218,9 @@ def execute(table: Table) -> bool:
                 continue
             op, g, k = cell
             before = {Op.R: Op.F, Op.W: Op.B, Op.B: Op.R if table.recomputes(g) else Op.F}.get(op)
-            if (before is not None and (before, g, k) not in done) or (needed(cell) is not None and needed(cell) not in there[s]):
+            if (before is not None and (before, g, k) not in done) or (
+                needed(cell) is not None and needed(cell) not in there[s]
+            ):
                 return False
             done.append(cell)
             made = sent(cell, ways)
@@ -214,7 +253,10 @@ def execute(table: Table) -> bool:
 
 def broken(table: Table, source: random.Random) -> Table:
     """The table with one change, of a kind that most often breaks it."""
-    arrays = {n: getattr(table, n).copy() for n in ("op", "local_unit", "microbatch", "permute", "head", "embed", "embed_gradient")}
+    arrays = {
+        n: getattr(table, n).copy()
+        for n in ("op", "local_unit", "microbatch", "permute", "head", "embed", "embed_gradient")
+    }
     kind = source.choice(["swap", "swap", "move", "drop", "permute", "column", "microbatch"])
     s, rows = source.randrange(table.stages), range(table.ticks)
     busy = [t for t in rows if table.op[t, s]]

@@ -1,13 +1,15 @@
-"""Training twice, by the runtime and by one plain loop that knows nothing of tables, stages or accumulators: a step's gradients, or some
-steps.
+"""Training twice, by the runtime and by one plain loop that knows nothing of tables, stages or
+accumulators: a step's gradients, or some steps.
 
-The plain loop is `jax.value_and_grad` of the mean loss over the whole batch's valid tokens on one device, through
-`transformer.trunk`, and optax. Compiling is what costs here, so the runtime's side compiles one program, the train step: its gradients
-are read from Adam's first moment after the first step, (1 − b1) · clipped gradient. Four steps show what the first does not: that
-the state after a step is that from which the next goes on, and that padding stays zero.
+The plain loop is `jax.value_and_grad` of the mean loss over the whole batch's valid tokens on one
+device, through `transformer.trunk`, and optax. Compiling is what costs here, so the runtime's side
+compiles one program, the train step: its gradients are read from Adam's first moment after the
+first step, (1 − b1) · clipped gradient. Four steps show what the first does not: that the state
+after a step is that from which the next goes on, and that padding stays zero.
 
-Tolerances: float32 sums in another order change the first loss and the norm by under 1e-6; ten times that is allowed, and 1e-4
-after ten steps of Adam, whose division by the root of the second moment makes small differences larger.
+Tolerances: float32 sums in another order change the first loss and the norm by under 1e-6; ten
+times that is allowed, and 1e-4 after ten steps of Adam, whose division by the root of the second
+moment makes small differences larger.
 """
 
 import dataclasses
@@ -29,7 +31,8 @@ CLIP = 0.05  # far below the gradients' norm: clipping is always at work
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Losses of some steps, the first gradient norm and the first gradients (plain), and the parameters at the end (plain)."""
+    """Losses of some steps, the first gradient norm and the first gradients (plain), and the
+    parameters at the end (plain)."""
 
     losses: list[float]
     norm: float
@@ -37,13 +40,17 @@ class Run:
     params: dict
 
 
-# --- the reference ---------------------------------------------------------------------------------------------------------------
+# --- the reference --------------------------------------------------------------------------------
 
 
 def weights(cfg: Config) -> dict:
     """Initial parameters (plain) in which nothing is zero or one: norm scales and biases too."""
     parts, random = transformer.build(cfg.model), np.random.default_rng(7)
-    make = lambda *lead: lambda s: np.float32(s.constant + (s.std or 0.1) * random.standard_normal((*lead, *s.shape)))
+    make = lambda *lead: (
+        lambda s: np.float32(
+            s.constant + (s.std or 0.1) * random.standard_normal((*lead, *s.shape))
+        )
+    )
     specs = parts.specs
     return {k: jax.tree.map(make(), tree) for k, tree in parts.ends.items()} | {
         "layers": jax.tree.map(make(cfg.model.layers), specs["layer"])
@@ -56,25 +63,40 @@ def mean(logits, targets, weights):
 
 
 def further_losses(parts, params, batch, x):
-    """Equations 21 to 25 of arXiv:2412.19437, each h after its norm, as in the released weights. The last tokens, which have no target,
-    are followed by 0s, which nothing before them sees; experts count them."""
+    """Equations 21 to 25 of arXiv:2412.19437, each h after its norm, as in the released weights.
+    The last tokens, which have no target, are followed by 0s, which nothing before them sees;
+    experts count them."""
     m, tokens, segments = parts.cfg, batch["tokens"], batch.get("segments")
     positions = batch.get("positions", transformer.default_positions(tokens))
     total, table, norm = 0.0, params["embed"]["table"], params["head"]["norm"]
     for k in range(1, m.mtp_depth + 1):
         module = params["predictors"][str(k - 1)]
-        inner, following = {n: p for n, p in module.items() if n != "norm"}, np.roll(np.arange(tokens.shape[1]), -k)
+        inner, following = (
+            {n: p for n, p in module.items() if n != "norm"},
+            np.roll(np.arange(tokens.shape[1]), -k),
+        )
         x, norm = parts.norm(norm, x), module["norm"]
-        x = parts.predictor(inner, x, table[(tokens[:, following]).at[:, -k:].set(0)], positions, segments)
-        logits = parts.head({**params["head"], "norm": norm}, x, table if m.tied_embeddings else None)[:, :-k]
+        x = parts.predictor(
+            inner, x, table[(tokens[:, following]).at[:, -k:].set(0)], positions, segments
+        )
+        logits = parts.head(
+            {**params["head"], "norm": norm}, x, table if m.tied_embeddings else None
+        )[:, :-k]
         same = 1 if segments is None else segments[:, :-k] == segments[:, k:]
-        total += m.mtp_weight / m.mtp_depth * mean(logits, batch["targets"][:, k:], batch["weights"][:, k:] * same)
+        total += (
+            m.mtp_weight
+            / m.mtp_depth
+            * mean(logits, batch["targets"][:, k:], batch["weights"][:, k:] * same)
+        )
     return total
 
 
 def reference(cfg: Config, steps: int = STEPS) -> Run:
-    """The plain loop for the model, data and optimizer of a config, whatever its layout. Made once in a process for all layouts."""
-    return _reference(Config(model=cfg.model, data=cfg.data, optimizer=cfg.optimizer, train=cfg.train), steps)
+    """The plain loop for the model, data and optimizer of a config, whatever its layout. Made once
+    in a process for all layouts."""
+    return _reference(
+        Config(model=cfg.model, data=cfg.data, optimizer=cfg.optimizer, train=cfg.train), steps
+    )
 
 
 COUNTS = ("bias", "load", "dropped")  # of a router: their gradients are counts
@@ -85,7 +107,9 @@ def _of_router(path: tuple, names) -> bool:
 
 
 def without_counts(gradients: dict) -> dict:
-    return jax.tree_util.tree_map_with_path(lambda path, g: 0 * g if _of_router(path, COUNTS) else g, gradients)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, g: 0 * g if _of_router(path, COUNTS) else g, gradients
+    )
 
 
 def moved(params: dict, gradients: dict, rate: float) -> dict:
@@ -102,8 +126,12 @@ def _reference(cfg: Config, steps: int) -> Run:
     optimizer = make_optimizer(cfg.optimizer, cfg.train.steps, specs)
 
     def mean_loss(params, batch):
-        x = transformer.trunk(parts, params, batch["tokens"], batch.get("positions"), batch.get("segments"))
-        logits = parts.head(params["head"], x, params["embed"]["table"] if cfg.model.tied_embeddings else None)
+        x = transformer.trunk(
+            parts, params, batch["tokens"], batch.get("positions"), batch.get("segments")
+        )
+        logits = parts.head(
+            params["head"], x, params["embed"]["table"] if cfg.model.tied_embeddings else None
+        )
         loss = mean(logits, batch["targets"], batch["weights"])
         return loss + further_losses(parts, params, batch, x), loss
 
@@ -111,7 +139,12 @@ def _reference(cfg: Config, steps: int) -> Run:
     def train(params, state, batch):
         (_, loss), gradients = jax.value_and_grad(mean_loss, has_aux=True)(params, batch)
         updates, state = optimizer.update(without_counts(gradients), state, params)
-        return moved(optax.apply_updates(params, updates), gradients, cfg.model.balance_rate), state, loss, gradients
+        return (
+            moved(optax.apply_updates(params, updates), gradients, cfg.model.balance_rate),
+            state,
+            loss,
+            gradients,
+        )
 
     params = weights(cfg)
     state, losses, first = optimizer.init(params), [], None
@@ -123,10 +156,12 @@ def _reference(cfg: Config, steps: int) -> Run:
 
 
 def norm_of(gradients: dict) -> float:
-    return float(np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in jax.tree.leaves(gradients))))
+    return float(
+        np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in jax.tree.leaves(gradients)))
+    )
 
 
-# --- the step under test ---------------------------------------------------------------------------------------------------------
+# --- the step under test --------------------------------------------------------------------------
 
 
 def train(cfg: Config, steps: int = STEPS) -> Run:
@@ -143,13 +178,17 @@ def train(cfg: Config, steps: int = STEPS) -> Run:
                 if moment is None:
                     moment = jax.device_get(optax.tree_utils.tree_get(state.optimizer, "mu"))
         params = jax.device_get(state.params)
-    assert [int(m.tokens) for m in metrics] == [int(small.batch(cfg, i)["weights"].sum()) for i in range(steps)]
+    assert [int(m.tokens) for m in metrics] == [
+        int(small.batch(cfg, i)["weights"].sum()) for i in range(steps)
+    ]
     norm = float(metrics[0].grad_norm)
     assert norm > cfg.optimizer.clip_norm, "the gradients were meant to be clipped"
     scale = norm / cfg.optimizer.clip_norm / (1 - cfg.optimizer.b1)
     gradients = jax.tree.map(lambda a: a * np.float32(scale), small.to_plain(step.layout, moment))
     # to_plain fails where padding is not zero: after weight decay, too
-    return Run([float(m.loss) for m in metrics], norm, gradients, small.to_plain(step.layout, params))
+    return Run(
+        [float(m.loss) for m in metrics], norm, gradients, small.to_plain(step.layout, params)
+    )
 
 
 def gradients(cfg: Config) -> Run:
@@ -169,8 +208,15 @@ def assert_same(got: Run, expected: Run) -> None:
     """Of the steps that `got` has."""
     np.testing.assert_allclose(got.losses[0], expected.losses[0], rtol=1e-5)
     np.testing.assert_allclose(got.norm, expected.norm, rtol=1e-5)
-    for (path, g), e in zip(jax.tree_util.tree_leaves_with_path(got.gradients), jax.tree.leaves(expected.gradients), strict=True):
+    for (path, g), e in zip(
+        jax.tree_util.tree_leaves_with_path(got.gradients),
+        jax.tree.leaves(expected.gradients),
+        strict=True,
+    ):
         allowed = max(1e-5 * np.abs(e).max(), 1e-7 * expected.norm)
         worst = np.abs(g - e).max()
-        assert worst <= allowed, f"gradient of {jax.tree_util.keystr(path)}: {worst / np.abs(e).max():.1e} of its largest value"
+        assert worst <= allowed, (
+            f"gradient of {jax.tree_util.keystr(path)}: {worst / np.abs(e).max():.1e} of its "
+            "largest value"
+        )
     np.testing.assert_allclose(got.losses, expected.losses[: len(got.losses)], rtol=1e-4)

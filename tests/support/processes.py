@@ -28,7 +28,10 @@ def command_line(pid: int) -> str:
 
 def process_of_run(launcher: int, number: int) -> int | None:
     """The process of a launcher that has this number, None while there is none."""
-    return next((pid for pid in children(launcher) if f"--process_id={number} " in f"{command_line(pid)} "), None)
+    return next(
+        (pid for pid in children(launcher) if f"--process_id={number} " in f"{command_line(pid)} "),
+        None,
+    )
 
 
 def assert_gone(pids: list[int]) -> None:

@@ -1,9 +1,10 @@
-"""Small models of published kinds, with weights by their published names: what `transformers` computes with them (published.json,
-written by make_published.py) and what jaxtrain does.
+"""Small models of published kinds, with weights by their published names: what `transformers`
+computes with them (published.json, written by make_published.py) and what jaxtrain does.
 
-A case of published.json: "kind" and "config" of transformers' model; "shapes" of its parameters by name, as transformers holds them in
-memory; "logits" [B, T, V] of `tokens`, with "mtp_depth" the loss of the further predictions; and "gradients", of each parameter the sum of
-squares and a projection: of Σ logits · random, or with "mtp_depth" of the whole training loss.
+A case of published.json: "kind" and "config" of transformers' model; "shapes" of its parameters by
+name, as transformers holds them in memory; "logits" [B, T, V] of `tokens`, with "mtp_depth" the
+loss of the further predictions; and "gradients", of each parameter the sum of squares and a
+projection: of Σ logits · random, or with "mtp_depth" of the whole training loss.
 """
 
 import zlib
@@ -18,8 +19,11 @@ MTP_WEIGHT = 0.3
 
 
 def random(name: str, *shape: int) -> np.ndarray:
-    """Float32 normal numbers that depend on a name and the shape alone, whatever numpy's version."""
-    return np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
+    """Float32 normal numbers that depend on a name and the shape alone, whatever numpy's
+    version."""
+    return (
+        np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
+    )
 
 
 def tokens() -> np.ndarray:
@@ -28,7 +32,8 @@ def tokens() -> np.ndarray:
 
 
 def weights(shapes: dict) -> dict[str, np.ndarray]:
-    """Norms around 1, the others around 0; large enough for choices that do not hang on rounding."""
+    """Norms around 1, the others around 0; large enough for choices that do not hang on
+    rounding."""
 
     def value(name: str, shape) -> np.ndarray:
         noise = random(name, *shape)
@@ -40,10 +45,12 @@ def weights(shapes: dict) -> dict[str, np.ndarray]:
 def digest(name: str, gradient) -> tuple[float, float]:
     """The norm of an array, and its projection on a random direction of as many numbers."""
     gradient = np.asarray(gradient, np.float64)
-    return float(np.sqrt((gradient**2).sum())), float((gradient * random("direction " + name, *gradient.shape)).sum())
+    return float(np.sqrt((gradient**2).sum())), float(
+        (gradient * random("direction " + name, *gradient.shape)).sum()
+    )
 
 
-# --- jaxtrain's side -------------------------------------------------------------------------------------------------------------
+# --- jaxtrain's side ------------------------------------------------------------------------------
 
 
 def config_of(kind: str, hf: dict, mtp_depth: int = 0) -> Config:
@@ -89,18 +96,29 @@ def config_of(kind: str, hf: dict, mtp_depth: int = 0) -> Config:
             "router_group_limit": hf["topk_group"],
         }
         if kind == "deepseek_v3":
-            own |= {"router": "sigmoid", "router_normalize": "always" if hf["norm_topk_prob"] else "never"}
+            own |= {
+                "router": "sigmoid",
+                "router_normalize": "always" if hf["norm_topk_prob"] else "never",
+            }
         else:
             own |= {"router_normalize": "never", "router_bias": False, "router_group_best": 1}
     mesh = MeshConfig(data=1)
     data = DataConfig(source="ids.npy", sequence_length=TOKENS, batch_size=BATCH)
-    return Config(model=ModelConfig(**shared, **own), data=data, mesh=mesh, precision=PrecisionConfig(compute="float32")).resolve()
+    return Config(
+        model=ModelConfig(**shared, **own),
+        data=data,
+        mesh=mesh,
+        precision=PrecisionConfig(compute="float32"),
+    ).resolve()
 
 
 def parameters_of(kind: str, cfg: ModelConfig, given: dict) -> dict:
-    """Plain parameters (small.py), as jax's arrays, of parameters by their published names; linear, so that gradients can come back."""
+    """Plain parameters (small.py), as jax's arrays, of parameters by their published names; linear,
+    so that gradients can come back."""
     last = cfg.dense_layers + cfg.layers
-    blocks = [_block(kind, cfg, given, f"model.layers.{i}.", i < cfg.dense_layers) for i in range(last)]
+    blocks = [
+        _block(kind, cfg, given, f"model.layers.{i}.", i < cfg.dense_layers) for i in range(last)
+    ]
     made = {
         "embed": {"table": given["model.embed_tokens.weight"]},
         "head": {"norm": _scale(given, "model.norm"), "table": given["lm_head.weight"]},
@@ -109,13 +127,20 @@ def parameters_of(kind: str, cfg: ModelConfig, given: dict) -> dict:
     if cfg.dense_layers:
         made["first"] = {str(i): block for i, block in enumerate(blocks[: cfg.dense_layers])}
     if cfg.mtp_depth:
-        made["predictors"] = {str(d): _predictor(kind, cfg, given, f"mtp.{d}.") for d in range(cfg.mtp_depth)}
+        made["predictors"] = {
+            str(d): _predictor(kind, cfg, given, f"mtp.{d}.") for d in range(cfg.mtp_depth)
+        }
     return made
 
 
 def _stack(trees: list) -> dict:
     first = trees[0]
-    return {k: _stack([t[k] for t in trees]) if isinstance(first[k], dict) else jnp.stack([t[k] for t in trees]) for k in first}
+    return {
+        k: _stack([t[k] for t in trees])
+        if isinstance(first[k], dict)
+        else jnp.stack([t[k] for t in trees])
+        for k in first
+    }
 
 
 def _scale(given: dict, name: str) -> dict:
@@ -134,19 +159,38 @@ def _predictor(kind: str, cfg: ModelConfig, given: dict, at: str) -> dict:
 
 
 def _block(kind: str, cfg: ModelConfig, given: dict, at: str, dense: bool) -> dict:
-    attention = (_attention if kind == "mixtral" else _latent_attention)(cfg, given, at + "self_attn.")
-    matrices = lambda name: {ours: given[f"{at}mlp.{name}{ours}_proj.weight"].T for ours in ("up", "gate", "down")}
+    attention = (_attention if kind == "mixtral" else _latent_attention)(
+        cfg, given, at + "self_attn."
+    )
+    matrices = lambda name: {
+        ours: given[f"{at}mlp.{name}{ours}_proj.weight"].T for ours in ("up", "gate", "down")
+    }
     if dense:
         mlp = {ours: {"weight": matrix} for ours, matrix in matrices("").items()}
     else:
         gate, up = jnp.split(jnp.swapaxes(given[at + "mlp.experts.gate_up_proj"], 1, 2), 2, -1)
         router = {"weight": given[at + "mlp.gate.weight"].T}
-        router |= {"bias": given[at + "mlp.gate.e_score_correction_bias"]} if cfg.router_bias else {"load": jnp.zeros(cfg.experts)}
-        mlp = {"router": router, "up": up, "gate": gate, "down": jnp.swapaxes(given[at + "mlp.experts.down_proj"], 1, 2)}
+        router |= (
+            {"bias": given[at + "mlp.gate.e_score_correction_bias"]}
+            if cfg.router_bias
+            else {"load": jnp.zeros(cfg.experts)}
+        )
+        mlp = {
+            "router": router,
+            "up": up,
+            "gate": gate,
+            "down": jnp.swapaxes(given[at + "mlp.experts.down_proj"], 1, 2),
+        }
         if cfg.shared_experts:
-            mlp |= {f"shared_{ours}": matrix for ours, matrix in matrices("shared_experts.").items()}
+            mlp |= {
+                f"shared_{ours}": matrix for ours, matrix in matrices("shared_experts.").items()
+            }
     norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    return {"attention": attention, "mlp": mlp, **{ours: _scale(given, at + theirs) for ours, theirs in norms.items()}}
+    return {
+        "attention": attention,
+        "mlp": mlp,
+        **{ours: _scale(given, at + theirs) for ours, theirs in norms.items()},
+    }
 
 
 def _attention(cfg: ModelConfig, given: dict, at: str) -> dict:

@@ -1,4 +1,5 @@
-"""The training command that gets a signal at a moment: `python -m support.signalled MOMENT NUMBER -- FLAGS…`.
+"""The training command that gets a signal at a moment:
+`python -m support.signalled MOMENT NUMBER -- FLAGS…`.
 
 The signal comes when a function of MOMENTS is called, which waits then, so that it is found there.
 """

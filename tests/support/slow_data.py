@@ -1,4 +1,5 @@
-"""The training command in which the data of one process is slow: `python -m jaxtrain.launch --module=support.slow_data`."""
+"""The training command in which the data of one process is slow: `python -m jaxtrain.launch
+--module=support.slow_data`."""
 
 import sys
 import time

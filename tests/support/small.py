@@ -1,7 +1,8 @@
-"""Small models for tests: configs, batches whose masks differ between rows, and parameters moved between layouts.
+"""Small models for tests: configs, batches whose masks differ between rows, and parameters moved
+between layouts.
 
-"Plain" parameters are {"embed", "layers", "head", "predictors" if any} of numpy arrays, unpadded, with the layers in order: leaves
-[L, ...].
+"Plain" parameters are {"embed", "layers", "head", "predictors" if any} of numpy arrays, unpadded,
+with the layers in order: leaves [L, ...].
 """
 
 import dataclasses
@@ -34,8 +35,9 @@ SMALL = configs.replace(
     },
 )
 
-# A layer of fewer operations, a quarter less to compile, for samples of layouts; the usual one, with rotations and SwiGLU, is on meshes in
-# test_variants.py, test_zero_stages.py and test_context.py.
+# A layer of fewer operations, a quarter less to compile, for samples of layouts; the usual one,
+# with rotations and SwiGLU, is on meshes in test_variants.py, test_zero_stages.py and
+# test_context.py.
 PLAIN_LAYER = {"model.positions": "learned", "model.activation": "gelu"}
 
 
@@ -45,7 +47,8 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def config(mesh=(1, 1, 1), schedule="1f1b", repeats=1, microbatches=4, changes=None) -> Config:
-    """A resolved small config on a data × stage × model mesh; `changes` are by path ("model.layers")."""
+    """A resolved small config on a data × stage × model mesh; `changes` are by path
+    ("model.layers")."""
     data, stage, model = mesh
     changes = {
         "mesh.data": data,
@@ -60,8 +63,9 @@ def config(mesh=(1, 1, 1), schedule="1f1b", repeats=1, microbatches=4, changes=N
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout for a test: mesh is data × stage × model; `changes` of the small config are by path ("model.layers"), other axes of the mesh
-    among them. program: which of the step's, for a test that reads one."""
+    """A layout for a test: mesh is data × stage × model; `changes` of the small config are by path
+    ("model.layers"), other axes of the mesh among them. program: which of the step's, for a test
+    that reads one."""
 
     mesh: tuple[int, int, int]
     schedule: str = "1f1b"
@@ -71,10 +75,12 @@ class Case:
     program: str = "gradients"
 
     def config(self, shared: Mapping[str, Any] | None = None) -> Config:
-        """Resolved; `shared` changes are made before its own. Unless one says otherwise there are 8 sequences to a microbatch, which every
-        mesh can cut."""
+        """Resolved; `shared` changes are made before its own. Unless one says otherwise there are 8
+        sequences to a microbatch, which every mesh can cut."""
         shared = {"data.batch_size": 8 * self.microbatches} | dict(shared or {})
-        return config(self.mesh, self.schedule, self.repeats, self.microbatches, shared | dict(self.changes))
+        return config(
+            self.mesh, self.schedule, self.repeats, self.microbatches, shared | dict(self.changes)
+        )
 
 
 def named(always, more) -> list:
@@ -89,9 +95,11 @@ def mesh_of(cfg: Config) -> jax.sharding.Mesh:
 
 
 def batch(cfg: Config, index: int) -> dict[str, np.ndarray]:
-    """Batch `index` of a run, arrays [rows, T]. Rows keep different parts of their tokens, and some rows keep none.
+    """Batch `index` of a run, arrays [rows, T]. Rows keep different parts of their tokens, and some
+    rows keep none.
 
-    Batches 0, 3, 6, … have a whole first quarter without a valid token: a microbatch, or a data shard's part of several.
+    Batches 0, 3, 6, … have a whole first quarter without a valid token: a microbatch, or a data
+    shard's part of several.
     """
     random = np.random.default_rng(index)
     rows, length = shape = (cfg.data.batch_size, cfg.data.sequence_length)
@@ -116,11 +124,15 @@ def batch(cfg: Config, index: int) -> dict[str, np.ndarray]:
 def place_batch(step, cfg: Config, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     """Arrays [rows, T] → [microbatches, rows, T] on the step's mesh."""
     m = cfg.pipeline.microbatches
-    return {k: jax.device_put(a.reshape(m, -1, a.shape[-1]), step.batch_sharding) for k, a in arrays.items()}
+    return {
+        k: jax.device_put(a.reshape(m, -1, a.shape[-1]), step.batch_sharding)
+        for k, a in arrays.items()
+    }
 
 
 def to_plain(layout: Layout, tree: dict) -> dict:
-    """Parameters (or anything shaped like them) in a layout → plain. Fails unless all padding is exactly zero."""
+    """Parameters (or anything shaped like them) in a layout → plain. Fails unless all padding is
+    exactly zero."""
     tree, placement = jax.tree.map(np.asarray, tree), layout.placement
     rows = {}
     for c in range(placement.units_per_stage):
@@ -129,14 +141,18 @@ def to_plain(layout: Layout, tree: dict) -> dict:
             if layer >= 0:
                 rows[int(layer)] = row
             else:
-                assert not any(a.any() for a in jax.tree.leaves(row)), f"the unused row {place} of chunk {c} is not zero"
+                assert not any(a.any() for a in jax.tree.leaves(row)), (
+                    f"the unused row {place} of chunk {c} is not zero"
+                )
 
     def cut(spec, a):
         assert not a[spec.shape[0] :].any(), f"rows of padding of {spec} are not zero"
         return a[: spec.shape[0]]
 
     plain = {k: jax.tree.map(cut, specs, tree[k]) for k, specs in layout.parts.ends.items()}
-    plain["layers"] = jax.tree.map(lambda *a: np.stack(a), *(rows[i] for i in range(placement.layers)))
+    plain["layers"] = jax.tree.map(
+        lambda *a: np.stack(a), *(rows[i] for i in range(placement.layers))
+    )
     return plain
 
 
@@ -152,7 +168,10 @@ def from_plain(layout: Layout, plain: dict) -> dict:
         return np.pad(a, [(0, full - n) for full, n in zip(spec.padded, a.shape, strict=True)])
 
     arrays = {k: jax.tree.map(pad, specs, plain[k]) for k, specs in layout.parts.ends.items()}
-    arrays["layers"] = {str(c): jax.tree.map(lambda a, c=c: stack(c, a), plain["layers"]) for c in range(placement.units_per_stage)}
+    arrays["layers"] = {
+        str(c): jax.tree.map(lambda a, c=c: stack(c, a), plain["layers"])
+        for c in range(placement.units_per_stage)
+    }
     return jax.device_put(arrays, layout.shardings)
 
 

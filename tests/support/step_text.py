@@ -1,11 +1,19 @@
-"""The text of a small step's program whose numbers are known, as a TPU's compiler writes it, and the config that it is of."""
+"""The text of a small step's program whose numbers are known, as a TPU's compiler writes it, and
+the config that it is of."""
 
 from jaxtrain.config.pipeline_setup import make_setup
 from support import small
 
-# Two stages and four microbatches; a tick permutes beside one loop around its ops. Arrays [64,16,512] float32 are 2 MB.
+# Two stages and four microbatches; a tick permutes beside one loop around its ops. Arrays
+# [64,16,512] float32 are 2 MB.
 END = {"pipeline.vocabulary": "end_stages"}
-CONFIG = small.config((1, 2, 1), "1f1b", 1, 4, {"data.sequence_length": 64, "pipeline.permute": "early", "pipeline.remat": "none", **END})
+CONFIG = small.config(
+    (1, 2, 1),
+    "1f1b",
+    1,
+    4,
+    {"data.sequence_length": 64, "pipeline.permute": "early", "pipeline.remat": "none", **END},
+)
 TICKS = make_setup(CONFIG).table.ticks
 TICK = "jit(train)/shard_map/while/body/while"
 STEP = f"""HloModule jit_train, is_scheduled=true

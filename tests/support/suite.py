@@ -1,4 +1,5 @@
-"""Which tests a run of the suite takes, in which order, and what its files cost: for conftest.py."""
+"""Which tests a run of the suite takes, in which order, and what its files cost: for
+conftest.py."""
 
 import argparse
 import collections
@@ -21,25 +22,34 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def in_part(nodeid: str, part: tuple[int, int]) -> bool:
-    """Whether a test belongs to a part. Each test is in one, and in the same one whatever other tests there are."""
+    """Whether a test belongs to a part. Each test is in one, and in the same one whatever other
+    tests there are."""
     number, parts = part
     return zlib.crc32(nodeid.encode()) % parts == number - 1
 
 
 def turn(path: pathlib.Path) -> int:
-    """When a test file's turn comes: whole runs first, then the rooms from the uppermost down. Long ones would run alone at the end."""
+    """When a test file's turn comes: whole runs first, then the rooms from the uppermost down. Long
+    ones would run alone at the end."""
     folder, *rest = path.relative_to(ROOT / "tests").parts
     rooms = ["", *ROOMS[::-1]]
     return rooms.index(folder) if folder in rooms else len(rooms) * bool(rest)
 
 
 def slowest_files(reports: Iterable[Any], workers: int) -> list[str]:
-    """Lines on the files whose tests took longest, with their setup and teardown, of pytest's reports."""
+    """Lines on the files whose tests took longest, with their setup and teardown, of pytest's
+    reports."""
     seconds: collections.Counter = collections.Counter()
     tests: dict[str, set[str]] = collections.defaultdict(set)
     for report in reports:
         file = report.nodeid.partition("::")[0]
         seconds[file] += report.duration
         tests[file].add(report.nodeid)
-    lines = [f"{time:7.1f} s  {len(tests[file]):4} tests  {file}" for file, time in seconds.most_common(SLOWEST)]
-    return [f"{sum(seconds.values()):7.1f} s in all, by {workers} workers; the slowest files:", *lines]
+    lines = [
+        f"{time:7.1f} s  {len(tests[file]):4} tests  {file}"
+        for file, time in seconds.most_common(SLOWEST)
+    ]
+    return [
+        f"{sum(seconds.values()):7.1f} s in all, by {workers} workers; the slowest files:",
+        *lines,
+    ]

@@ -1,7 +1,9 @@
-"""A tick on symbols in place of arrays: a table executed by the columns that the runtime scans, and by nothing else of the table.
+"""A tick on symbols in place of arrays: a table executed by the columns that the runtime scans, and
+by nothing else of the table.
 
-It does what runtime/tick.py does with these columns, stage by stage, but compiles nothing and knows no arithmetic: a value is a tuple
-that says what it is. Every op demands the values that it should find, so that a wrong slot, buffer, column or order fails.
+It does what runtime/tick.py does with these columns, stage by stage, but compiles nothing and knows
+no arithmetic: a value is a tuple that says what it is. Every op demands the values that it should
+find, so that a wrong slot, buffer, column or order fails.
 """
 
 import dataclasses
@@ -28,29 +30,43 @@ from jaxtrain.schedule.columns import units as units_per_stage
 from jaxtrain.schedule.slots import POOLS
 from jaxtrain.schedule.table import Op, Permute, units_of, wraps
 
-SHARED = (EMBED, HEAD, EMBED_GRADIENT)  # all stages do them together where they share the vocabulary
-Value = tuple | None  # such as ("activation", unit, microbatch); None: nothing has been written there
+# all stages do them together where they share the vocabulary
+SHARED = (EMBED, HEAD, EMBED_GRADIENT)
+# such as ("activation", unit, microbatch); None: nothing has been written there
+Value = tuple | None
 
 
 def by_name(columns: TickColumns) -> dict[str, np.ndarray]:
-    """Every column by a name of its own: the fields', the ops', and the slots' with "_slot" behind them."""
-    microbatches = ("microbatch", "embed_microbatch", "head_microbatch", "embed_gradient_microbatch")
+    """Every column by a name of its own: the fields', the ops', and the slots' with "_slot" behind
+    them."""
+    microbatches = (
+        "microbatch",
+        "embed_microbatch",
+        "head_microbatch",
+        "embed_gradient_microbatch",
+    )
     fields = {name: getattr(columns, name) for name in (*microbatches, "busy")}
-    return fields | columns.runs | {f"{slot}_slot": column for slot, column in columns.slots.items()}
+    return (
+        fields | columns.runs | {f"{slot}_slot": column for slot, column in columns.slots.items()}
+    )
 
 
 @dataclasses.dataclass
 class Stage:
-    """What a stage holds: pools of slots by name; the buffers that leave; what has come from the stage before (up) and after (down)."""
+    """What a stage holds: pools of slots by name; the buffers that leave; what has come from the
+    stage before (up) and after (down)."""
 
     pools: dict[str, list[Value]]
     buffers: dict[str, Value] = dataclasses.field(default_factory=lambda: dict.fromkeys(BUFFERS))
-    arrived: dict[str, Value] = dataclasses.field(default_factory=lambda: dict.fromkeys(ARRIVED.values()))
+    arrived: dict[str, Value] = dataclasses.field(
+        default_factory=lambda: dict.fromkeys(ARRIVED.values())
+    )
 
 
 class Replay:
-    """A table's execution. `done` has the tasks: (op, unit, microbatch), ("H", microbatch) of the head, ("E", microbatch) of the gradient
-    of the embedding. AssertionError where an op does not find what it needs, or does again what has been done."""
+    """A table's execution. `done` has the tasks: (op, unit, microbatch), ("H", microbatch) of the
+    head, ("E", microbatch) of the gradient of the embedding. AssertionError where an op does not
+    find what it needs, or does again what has been done."""
 
     def __init__(self, ticks: TickTable, changed: dict[str, np.ndarray] | None = None):
         """`changed`: columns, by name, that stand in place of the table's own."""
@@ -59,7 +75,10 @@ class Replay:
         self.units = units_of(self.table.stage_of, self.table.stages)
         self.done: set[tuple] = set()
         sizes = {pool: max(1, slots) for pool, slots in ticks.slotted.pool_sizes.items()}
-        self.stages = [Stage({pool: [None] * slots for pool, slots in sizes.items()}) for _ in range(self.table.stages)]
+        self.stages = [
+            Stage({pool: [None] * slots for pool, slots in sizes.items()})
+            for _ in range(self.table.stages)
+        ]
 
     def run(self) -> set[tuple]:
         """The tasks that are done."""
@@ -69,7 +88,9 @@ class Replay:
                 self.take_in(s, {name: values[s] for name, values in tick.items()})
             self.permute(tick[permute_op(Permute.EARLY)])
             for name in SHARED:
-                assert self.table.vocabulary != "parallel" or len(set(tick[name])) == 1, f"{name} waits for stages that do not run it"
+                assert self.table.vocabulary != "parallel" or len(set(tick[name])) == 1, (
+                    f"{name} waits for stages that do not run it"
+                )
             for s in range(self.table.stages):
                 self.ops(s, {name: values[s] for name, values in tick.items()})
             self.permute(tick[permute_op(Permute.LATE)])
@@ -85,7 +106,9 @@ class Replay:
             sent = [stage.buffers[way] for stage in self.stages]
             for s, stage in enumerate(self.stages):
                 source = s - step
-                stage.arrived[ARRIVED[way]] = sent[source % stages] if closed or 0 <= source < stages else None
+                stage.arrived[ARRIVED[way]] = (
+                    sent[source % stages] if closed or 0 <= source < stages else None
+                )
 
     def take_in(self, s: int, tick: dict[str, int]) -> None:
         """What arrived goes into its slots."""
@@ -100,9 +123,17 @@ class Replay:
         """All that a stage computes in a tick, in order."""
         stage, table = self.stages[s], self.table
         of_units = [cell_op(kind, u) for u in range(units_per_stage(table)) for kind in CELL_OPS]
-        run = [name for name in (*SHARED, *of_units, *(copy.op for copy in (*SENDS, *STAYS))) if tick[name]]
+        run = [
+            name
+            for name in (*SHARED, *of_units, *(copy.op for copy in (*SENDS, *STAYS)))
+            if tick[name]
+        ]
         assert bool(tick["busy"]) == bool(run), f"the runtime may skip {run}"
-        activations, gradients, last = stage.pools["activation"], stage.pools["gradient"], table.units - 1
+        activations, gradients, last = (
+            stage.pools["activation"],
+            stage.pools["gradient"],
+            table.units - 1,
+        )
         if tick[EMBED] and s == table.stage_of[0]:
             activations[tick["embed_activation_slot"]] = ("activation", 0, tick["embed_microbatch"])
         for u in range(units_per_stage(table)):

@@ -1,4 +1,5 @@
-"""The object store that tests of URLs stand on is a real one: it keeps what it has, refuses strangers, and goes down and comes back."""
+"""The object store that tests of URLs stand on is a real one: it keeps what it has, refuses
+strangers, and goes down and comes back."""
 
 import urllib.error
 import urllib.request

@@ -10,7 +10,9 @@ from support import ROOT, suite
 
 def test_every_test_is_in_one_part_whatever_the_others():
     tests = [f"tests/test_a.py::test_{n}" for n in range(200)]
-    parts = [[test for test in tests if suite.in_part(test, (number, 4))] for number in (1, 2, 3, 4)]
+    parts = [
+        [test for test in tests if suite.in_part(test, (number, 4))] for number in (1, 2, 3, 4)
+    ]
     assert sorted(sum(parts, [])) == sorted(tests) and min(map(len, parts)) > 30
     assert suite.in_part("tests/test_a.py::test_0", (4, 4))  # on every machine
 
@@ -23,7 +25,13 @@ def test_what_is_a_part():
 
 
 def test_whole_runs_come_first_and_then_the_rooms_from_above():
-    files = ["test_train.py", "training/test_axes.py", "costs/test_step_counts.py", "schedule/test_table.py", "support/test_suite.py"]
+    files = [
+        "test_train.py",
+        "training/test_axes.py",
+        "costs/test_step_counts.py",
+        "schedule/test_table.py",
+        "support/test_suite.py",
+    ]
     turns = [suite.turn(ROOT / "tests" / file) for file in files]
     assert turns == sorted(set(turns)), turns
 
@@ -36,7 +44,11 @@ def test_the_tests_of_a_file_go_to_one_worker(request):
 
 
 def test_slowest_files():
-    reports = [types.SimpleNamespace(nodeid=f"{file}.py::test_{n}", duration=n) for file in "ab" for n in (1.0, 2.5)]
+    reports = [
+        types.SimpleNamespace(nodeid=f"{file}.py::test_{n}", duration=n)
+        for file in "ab"
+        for n in (1.0, 2.5)
+    ]
     reports.append(types.SimpleNamespace(nodeid="b.py::test_1.0", duration=0.5))  # its setup
     assert suite.slowest_files(reports, 2) == [
         "    7.5 s in all, by 2 workers; the slowest files:",

@@ -1,8 +1,10 @@
-"""What the tests of whole runs share: a tiny recipe and corpus, the real commands in processes of their own, and what a run has left.
+"""What the tests of whole runs share: a tiny recipe and corpus, the real commands in processes of
+their own, and what a run has left.
 
-A run's files are all in its own folder, the corpus's cache too. The optimizer's schedule does not depend on train.steps, so that runs
-of different lengths are the same program and have the same losses. The recipe is as small as a pipeline can be, on 2 devices, for most
-of these tests are about the loop, its files and its processes; LARGE is for those about layouts.
+A run's files are all in its own folder, the corpus's cache too. The optimizer's schedule does not
+depend on train.steps, so that runs of different lengths are the same program and have the same
+losses. The recipe is as small as a pipeline can be, on 2 devices, for most of these tests are about
+the loop, its files and its processes; LARGE is for those about layouts.
 """
 
 import contextlib
@@ -35,7 +37,10 @@ from jaxtrain.config import *
 
 def get_config():
     return Config(
-        model=ModelConfig(layers=3, width=32, heads=4, mlp_width=64, activation="gelu", tied_embeddings=True, init_std=0.1),
+        model=ModelConfig(
+            layers=3, width=32, heads=4, mlp_width=64,
+            activation="gelu", tied_embeddings=True, init_std=0.1,
+        ),
         data=DataConfig(source="corpus.txt", sequence_length=32, batch_size=16),
         mesh=MeshConfig(stage=2),
         pipeline=PipelineConfig(schedule="1f1b", microbatches=2),
@@ -50,12 +55,25 @@ DEVICES = 2  # of the recipe
 LARGE = {"model.layers": 9, "pipeline.microbatches": 4}  # that no mesh of 8 devices divides
 # Meshes of 8 devices, data × stage × model; the first two have two chunks a stage.
 MESHES = {
-    "1x4x2": {"mesh.stage": 4, "mesh.model": 2, "pipeline.schedule": "interleaved", "pipeline.repeats": 2},
-    "2x2x2": {"mesh.data": 2, "mesh.model": 2, "pipeline.schedule": "interleaved", "pipeline.repeats": 2},
+    "1x4x2": {
+        "mesh.stage": 4,
+        "mesh.model": 2,
+        "pipeline.schedule": "interleaved",
+        "pipeline.repeats": 2,
+    },
+    "2x2x2": {
+        "mesh.data": 2,
+        "mesh.model": 2,
+        "pipeline.schedule": "interleaved",
+        "pipeline.repeats": 2,
+    },
     "8x1x1": {"mesh.data": 8, "mesh.stage": 1, "pipeline.microbatches": 2},
     "1x8x1": {"mesh.stage": 8, "pipeline.microbatches": 8},
 }
-WORDS = "a batch is cut into microbatches and every stage of the mesh works on one of them at each tick of the table".split()
+WORDS = (
+    "a batch is cut into microbatches and every stage of the mesh works on one of them at each "
+    "tick of the table"
+).split()
 
 
 def write_inputs(folder: pathlib.Path) -> None:
@@ -63,7 +81,9 @@ def write_inputs(folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.py").write_text(RECIPE)
     chance = random.Random(0)
-    (folder / "corpus.txt").write_text("".join(" ".join(chance.choices(WORDS, k=12)) + ".\n" for _ in range(800)))
+    (folder / "corpus.txt").write_text(
+        "".join(" ".join(chance.choices(WORDS, k=12)) + ".\n" for _ in range(800))
+    )
 
 
 def settings(**values: object) -> list[str]:
@@ -78,7 +98,10 @@ def large(mesh: str) -> list[str]:
 
 def flags_of(values: dict[str, object]) -> list[str]:
     """flags_of({"train.steps": 3}) → ["--config.train.steps=3"]."""
-    return [f"--config.{path}={str(value).lower() if isinstance(value, bool) else value}" for path, value in values.items()]
+    return [
+        f"--config.{path}={str(value).lower() if isinstance(value, bool) else value}"
+        for path, value in values.items()
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +117,8 @@ class Done:
 class Running:
     """A command that runs; what it prints goes to files, so that nothing holds it up.
 
-    shell: how its streams are redirected, as a shell has it, such as ">/dev/full"; within: words of a command that becomes this one.
+    shell: how its streams are redirected, as a shell has it, such as ">/dev/full"; within: words of
+        a command that becomes this one.
     """
 
     def __init__(
@@ -105,14 +129,26 @@ class Running:
         shell: str = "",
         within: Sequence[str] = (),
     ):
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))}
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("JAX", "XLA_", "SLURM_", "OMPI_"))
+        }
         clean |= {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        clean |= {"XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(folder / "cache")} | (environment or {})
+        clean |= {"XLA_FLAGS": COMPILE_QUICKLY, "JAXTRAIN_CACHE": str(folder / "cache")} | (
+            environment or {}
+        )
         self._outputs = [folder / f"{time.monotonic_ns()}.{stream}" for stream in ("out", "err")]
         self._began = time.monotonic()
         with contextlib.ExitStack() as files:
             out, err = (files.enter_context(path.open("w")) for path in self._outputs)
-            command = [*within, *(["sh", "-c", f'exec "$@" {shell}', "sh"] if shell else []), sys.executable, "-m", *words]
+            command = [
+                *within,
+                *(["sh", "-c", f'exec "$@" {shell}', "sh"] if shell else []),
+                sys.executable,
+                "-m",
+                *words,
+            ]
             self.process = subprocess.Popen(command, cwd=folder, env=clean, stdout=out, stderr=err)
 
     def output(self) -> str:
@@ -124,7 +160,8 @@ class Running:
         return self._outputs[1].read_text()
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        """Returns when the condition is true, looking every 2 ms. Fails when the process ends before, or it takes too long."""
+        """Returns when the condition is true, looking every 2 ms. Fails when the process ends
+        before, or it takes too long."""
         end = time.monotonic() + PATIENCE
         while not condition():
             assert self.process.poll() is None, f"ended before: {what}\n{self._text()}"
@@ -132,7 +169,8 @@ class Running:
             time.sleep(0.002)
 
     def stop_in(self, condition: Callable[[], object], what: str) -> None:
-        """Returns with the process stopped while the condition is true, however short it is true."""
+        """Returns with the process stopped while the condition is true, however short it is
+        true."""
         while True:
             self.wait_for(condition, what)
             self.signal(signal.SIGSTOP)
@@ -148,7 +186,9 @@ class Running:
         """Waits for its end, and for this exit status (None: any)."""
         self.process.wait(timeout=PATIENCE)
         seconds = time.monotonic() - self._began
-        assert status is None or self.process.returncode == status, f"status {self.process.returncode}, not {status}\n{self._text()}"
+        assert status is None or self.process.returncode == status, (
+            f"status {self.process.returncode}, not {status}\n{self._text()}"
+        )
         out, err = (path.read_text() for path in self._outputs)
         for path in self._outputs:
             path.unlink()
@@ -164,9 +204,14 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    folder: pathlib.Path, *words: str, environment: dict[str, str] | None = None, shell: str = "", within: Sequence[str] = ()
+    folder: pathlib.Path,
+    *words: str,
+    environment: dict[str, str] | None = None,
+    shell: str = "",
+    within: Sequence[str] = (),
 ) -> Iterator[Running]:
-    """`python -m WORDS…` in a folder, dead at the end of the block. shell, within: as of Running."""
+    """`python -m WORDS…` in a folder, dead at the end of the block. shell, within: as of
+    Running."""
     command = Running(folder, words, environment, shell, within)
     try:
         yield command
@@ -177,18 +222,30 @@ def running(
 
 def training(workdir: pathlib.Path, *flags: str, devices: int = DEVICES) -> list[str]:
     """The words of a training command on simulated devices; the recipe is beside the workdir."""
-    return ["jaxtrain.train", "--config=recipe.py", f"--workdir={workdir.name}", f"--cpu_devices={devices}", *flags]
+    return [
+        "jaxtrain.train",
+        "--config=recipe.py",
+        f"--workdir={workdir.name}",
+        f"--cpu_devices={devices}",
+        *flags,
+    ]
 
 
 def train(
-    workdir: pathlib.Path, *flags: str, status: int | None = 0, devices: int = DEVICES, environment: dict[str, str] | None = None
+    workdir: pathlib.Path,
+    *flags: str,
+    status: int | None = 0,
+    devices: int = DEVICES,
+    environment: dict[str, str] | None = None,
 ) -> Done:
     """Runs the training command to its end."""
-    with running(workdir.parent, *training(workdir, *flags, devices=devices), environment=environment) as command:
+    with running(
+        workdir.parent, *training(workdir, *flags, devices=devices), environment=environment
+    ) as command:
         return command.end(status)
 
 
-# --- what a run has left ---------------------------------------------------------------------------------------------------------
+# --- what a run has left --------------------------------------------------------------------------
 
 
 def losses(workdir: pathlib.Path) -> dict[int, tuple[float, float]]:
@@ -207,13 +264,21 @@ def last_step(workdir: pathlib.Path) -> int:
 def checkpoints(workdir: pathlib.Path) -> list[int]:
     """The finished checkpoints."""
     folder = workdir / "checkpoints"
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
+    return (
+        sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+        if folder.exists()
+        else []
+    )
 
 
 def unfinished(workdir: pathlib.Path) -> list[str]:
     """Checkpoints that are being saved, or were when the process was killed."""
     folder = workdir / "checkpoints"
-    return [name for name in (os.listdir(folder) if folder.exists() else []) if not name.isdigit() and name not in (LOSSES, RUN_ID)]
+    return [
+        name
+        for name in (os.listdir(folder) if folder.exists() else [])
+        if not name.isdigit() and name not in (LOSSES, RUN_ID)
+    ]
 
 
 def copy_up_to(step: int, workdir: pathlib.Path, new: pathlib.Path) -> None:
@@ -227,7 +292,10 @@ def copy_up_to(step: int, workdir: pathlib.Path, new: pathlib.Path) -> None:
 def contents(folder: pathlib.Path) -> dict[str, tuple[int, bytes]]:
     """Every file below a folder: its time of change and its bytes."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in files
+    }
 
 
 def stored_numbers_are_finite(workdir: pathlib.Path, step: int) -> bool:
@@ -238,7 +306,8 @@ def stored_numbers_are_finite(workdir: pathlib.Path, step: int) -> bool:
 
 
 def assert_same_trajectory(found: dict, expected: dict) -> None:
-    """Losses of all of `found`'s steps to 1e-5 relative, gradient norms, which Adam's steps drive apart sooner, to 1e-4."""
+    """Losses of all of `found`'s steps to 1e-5 relative, gradient norms, which Adam's steps drive
+    apart sooner, to 1e-4."""
     for step, (loss, norm) in found.items():
         assert loss == pytest.approx(expected[step][0], rel=1e-5, abs=0), f"step {step}"
         assert norm == pytest.approx(expected[step][1], rel=1e-4, abs=0), f"step {step}"

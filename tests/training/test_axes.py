@@ -1,4 +1,5 @@
-"""Every axis of the mesh, alone and together: the same training as on one device, for dense models and for experts."""
+"""Every axis of the mesh, alone and together: the same training as on one device, for dense models
+and for experts."""
 
 import dataclasses
 import itertools
@@ -19,7 +20,13 @@ AXES = ("replica", "data", "stage", "context", "expert", "model")
 KINDS = {
     "dense": {},
     "dropless": {"model.experts": 8, "model.expert_width": 16, "model.shared_experts": 1},
-    "capacity": {"model.experts": 8, "model.expert_width": 16, "model.router": "sigmoid", "model.capacity_factor": 4.0},  # drops nothing
+    # drops nothing
+    "capacity": {
+        "model.experts": 8,
+        "model.expert_width": 16,
+        "model.router": "sigmoid",
+        "model.capacity_factor": 4.0,
+    },
 }
 SCHEDULES = (("1f1b", 1), ("zb_v", 2))
 CONTEXTS = ("all_gather", "ulysses", "ring")
@@ -40,22 +47,37 @@ class Case:
     documents: bool
 
     def __str__(self) -> str:
-        sizes = ".".join(f"{axis}{size}" for axis, size in zip(AXES, self.mesh, strict=True) if size > 1)
-        used = [f"-{self.schedule[0]}"] * (self.mesh[2] > 1) + [f"-{self.context}"] * (self.mesh[3] > 1)
-        return f"{sizes}-{self.kind}-zero{self.zero}-{self.remat}{''.join(used)}{'-documents' * self.documents}"
+        sizes = ".".join(
+            f"{axis}{size}" for axis, size in zip(AXES, self.mesh, strict=True) if size > 1
+        )
+        used = [f"-{self.schedule[0]}"] * (self.mesh[2] > 1) + [f"-{self.context}"] * (
+            self.mesh[3] > 1
+        )
+        return (
+            f"{sizes}-{self.kind}-zero{self.zero}-{self.remat}{''.join(used)}"
+            f"{'-documents' * self.documents}"
+        )
 
     @property
     def pairs(self) -> frozenset:
-        """Every two axes that are used together, each axis with each of the other factors, these with each other, and each axis of more
-        than 2."""
+        """Every two axes that are used together, each axis with each of the other factors, these
+        with each other, and each axis of more than 2."""
         axes = [(axis, True) for axis, size in zip(AXES, self.mesh, strict=True) if size > 1]
         factors = [("kind", self.kind), ("zero", self.zero)]
-        factors += [("schedule", self.schedule)] * (self.mesh[2] > 1) + [("context", self.context)] * (self.mesh[3] > 1)
-        sizes = [("more than 2", axis) for axis, size in zip(AXES, self.mesh, strict=True) if size > 2]
+        factors += [("schedule", self.schedule)] * (self.mesh[2] > 1) + [
+            ("context", self.context)
+        ] * (self.mesh[3] > 1)
+        sizes = [
+            ("more than 2", axis) for axis, size in zip(AXES, self.mesh, strict=True) if size > 2
+        ]
         return frozenset([*sizes, *itertools.combinations([*axes, *factors], 2)])
 
     def config(self, layer: Mapping[str, str] | None = None) -> Config:
-        changes = {f"mesh.{axis}": size for axis, size in zip(AXES, self.mesh, strict=True)} | KINDS[self.kind] | dict(layer or {})
+        changes = (
+            {f"mesh.{axis}": size for axis, size in zip(AXES, self.mesh, strict=True)}
+            | KINDS[self.kind]
+            | dict(layer or {})
+        )
         changes |= {
             "parallel.zero": self.zero,
             "parallel.context": self.context,
@@ -69,7 +91,8 @@ class Case:
 
 
 def meshes() -> list[tuple[int, ...]]:
-    """Each axis at 2, 4 and 8; every two at 2 × 2, 2 × 4 and 4 × 2; the triples of all but replica."""
+    """Each axis at 2, 4 and 8; every two at 2 × 2, 2 × 4 and 4 × 2; the triples of all but
+    replica."""
     found = []
     for axis, size in itertools.product(AXES, (2, 4, 8)):
         found.append({axis: size})
@@ -106,24 +129,43 @@ def whole() -> tuple[Case, ...]:
     """Every mesh with every kind of model that it is for, and 20 more of 8 devices by chance."""
     random = np.random.default_rng(3)
     more = [random_mesh(random) for _ in range(20)]
-    return tuple(dict.fromkeys(draw(mesh, kind, random) for mesh in (*meshes(), *more) for kind in list(KINDS)[mesh[4] > 1 :]))
+    return tuple(
+        dict.fromkeys(
+            draw(mesh, kind, random)
+            for mesh in (*meshes(), *more)
+            for kind in list(KINDS)[mesh[4] > 1 :]
+        )
+    )
 
 
 def sample() -> tuple[Case, ...]:
-    """Few cases with every pair that the whole matrix has, chosen from more ways to use every mesh."""
+    """Few cases with every pair that the whole matrix has, chosen from more ways to use every
+    mesh."""
     random, used = np.random.default_rng(3), sorted({case.mesh for case in WHOLE})
-    drawn = [draw(mesh, kind, random) for _ in range(DRAWS) for mesh in used for kind in list(KINDS)[mesh[4] > 1 :]]
+    drawn = [
+        draw(mesh, kind, random)
+        for _ in range(DRAWS)
+        for mesh in used
+        for kind in list(KINDS)[mesh[4] > 1 :]
+    ]
     return tuple(matrix.cover(drawn, wanted=set().union(*(case.pairs for case in WHOLE))))
 
 
 WHOLE = whole()
 SAMPLE = sample()
-PASSED = matrix.Passed("axes", pathlib.Path(__file__), *(pathlib.Path(m.__file__) for m in (plain_loop, small)))
+PASSED = matrix.Passed(
+    "axes", pathlib.Path(__file__), *(pathlib.Path(m.__file__) for m in (plain_loop, small))
+)
 
 
 def grouped(cases) -> list:
     """As parameters. Those of one model go to one process, which makes its reference once."""
-    return [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"axes-{case.kind}-{case.documents}")) for case in cases]
+    return [
+        pytest.param(
+            case, id=str(case), marks=pytest.mark.xdist_group(f"axes-{case.kind}-{case.documents}")
+        )
+        for case in cases
+    ]
 
 
 def test_the_matrix_has_what_it_should():
@@ -141,12 +183,19 @@ def test_same_gradients(case):
     assert_same(train(cfg) if alone else gradients(cfg), reference(cfg))
 
 
-@pytest.mark.parametrize("layers, remat", [(2, "full"), pytest.param(5, "none", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "layers, remat", [(2, "full"), pytest.param(5, "none", marks=pytest.mark.full)]
+)
 def test_gradients_reduced_beside_the_next_layers_products(monkeypatch, layers, remat):
     """As on GPUs, where a layer's gradients wait for the next trip of the loop."""
     monkeypatch.setattr(layer_stack, "hardware", lambda: Hardware(GPU))
     changes = {"model.layers": layers, "parallel.zero": 3, "pipeline.remat": remat}
-    cfg = configs.replace(Case((1, 4, 1, 1, 1, 1), "dense", 3, SCHEDULES[0], remat, CONTEXTS[0], False).config(small.PLAIN_LAYER), changes)
+    cfg = configs.replace(
+        Case((1, 4, 1, 1, 1, 1), "dense", 3, SCHEDULES[0], remat, CONTEXTS[0], False).config(
+            small.PLAIN_LAYER
+        ),
+        changes,
+    )
     assert_same(gradients(cfg), reference(cfg))
 
 

@@ -1,8 +1,10 @@
-"""Replicas: synchronous ones, whose gradients cross as little as they can, and DiLoCo against two plain loops that meet now and then.
+"""Replicas: synchronous ones, whose gradients cross as little as they can, and DiLoCo against two
+plain loops that meet now and then.
 
-The plain side trains each replica by itself on one device, on its rows of each batch, and takes the outer step with optax's SGD. The
-tolerances are plain_loop's. In int8 a number that lies between two steps of its scale may be rounded either way, so there almost all
-numbers must agree as in float32, and the others to a few steps.
+The plain side trains each replica by itself on one device, on its rows of each batch, and takes the
+outer step with optax's SGD. The tolerances are plain_loop's. In int8 a number that lies between two
+steps of its scale may be rounded either way, so there almost all numbers must agree as in float32,
+and the others to a few steps.
 """
 
 import dataclasses
@@ -34,16 +36,24 @@ STEPS, INNER = 7, 3
 
 def config(case: Case) -> Config:
     """With the plain loops' clipping, and replicas that train apart."""
-    return case.config({"mesh.replica": 2, "optimizer.clip_norm": plain_loop.CLIP, "train.diloco_inner_steps": INNER})
+    return case.config(
+        {
+            "mesh.replica": 2,
+            "optimizer.clip_norm": plain_loop.CLIP,
+            "train.diloco_inner_steps": INNER,
+        }
+    )
 
 
 def rows_of(cfg: Config, arrays: dict, replica: int) -> dict:
     """A replica's rows of a batch [rows, T]: its part of each microbatch."""
-    cut = lambda a: a.reshape(cfg.pipeline.microbatches, cfg.mesh.replica, -1, a.shape[-1])[:, replica].reshape(-1, a.shape[-1])
+    cut = lambda a: a.reshape(cfg.pipeline.microbatches, cfg.mesh.replica, -1, a.shape[-1])[
+        :, replica
+    ].reshape(-1, a.shape[-1])
     return {k: cut(a) for k, a in arrays.items()}
 
 
-# --- the reference ---------------------------------------------------------------------------------------------------------------
+# --- the reference --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +66,12 @@ class Run:
 
 
 def plain_int8(x: np.ndarray, parts: int) -> np.ndarray:
-    """x [..., n], each its blocks rounded to one of 255 values; blocks as for this many replicas."""
+    """x [..., n], each its blocks rounded to one of 255 values; blocks as for this many
+    replicas."""
     block = min(1024, -(-x.shape[-1] // parts))
-    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % (parts * block))]).reshape(*x.shape[:-1], -1, block)
+    padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % (parts * block))]).reshape(
+        *x.shape[:-1], -1, block
+    )
     scale = np.maximum(np.abs(padded).max(-1, keepdims=True), 1e-30) / 127
     return (np.round(padded / scale) * scale).reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
 
@@ -72,10 +85,20 @@ def plain_mean(values: list[np.ndarray], dtype: str) -> np.ndarray:
 
 def reference(cfg: Config) -> Run:
     replica = cfg.mesh.replica
-    optimizer, train = plain_step(dataclasses.replace(cfg, mesh=MeshConfig(), pipeline=PipelineConfig(), parallel=ParallelConfig()))
-    outer = optax.sgd(cfg.optimizer.outer_learning_rate, cfg.optimizer.outer_momentum, nesterov=True)
+    optimizer, train = plain_step(
+        dataclasses.replace(
+            cfg, mesh=MeshConfig(), pipeline=PipelineConfig(), parallel=ParallelConfig()
+        )
+    )
+    outer = optax.sgd(
+        cfg.optimizer.outer_learning_rate, cfg.optimizer.outer_momentum, nesterov=True
+    )
     anchor = plain_loop.weights(cfg)
-    params, states, momentum = [anchor] * replica, [optimizer.init(anchor)] * replica, outer.init(anchor)
+    params, states, momentum = (
+        [anchor] * replica,
+        [optimizer.init(anchor)] * replica,
+        outer.init(anchor),
+    )
     losses = []
     for i in range(STEPS):
         batch = small.batch(cfg, i)
@@ -83,7 +106,11 @@ def reference(cfg: Config) -> Run:
         params, states = [p for p, *_ in results], [s for _, s, _ in results]
         losses.append([float(loss) for *_, loss in results])
         if (i + 1) % INNER == 0:
-            delta = jax.tree.map(lambda a, *p: plain_mean([np.asarray(a - q) for q in p], cfg.precision.outer), anchor, *params)
+            delta = jax.tree.map(
+                lambda a, *p: plain_mean([np.asarray(a - q) for q in p], cfg.precision.outer),
+                anchor,
+                *params,
+            )
             updates, momentum = outer.update(delta, momentum)
             anchor = optax.apply_updates(anchor, updates)
             params = [anchor] * replica
@@ -94,11 +121,17 @@ def reference(cfg: Config) -> Run:
 def plain_step(cfg: Config):
     """(the inner optimizer, (params, state, batch) → (params, state, loss) on one device)."""
     parts = transformer.build(cfg.model)
-    specs = {"embed": parts.specs["embed"], "layers": parts.specs["layer"], "head": parts.specs["head"]}
+    specs = {
+        "embed": parts.specs["embed"],
+        "layers": parts.specs["layer"],
+        "head": parts.specs["head"],
+    }
     optimizer = make_optimizer(cfg.optimizer, cfg.train.steps, specs)
 
     def mean_loss(params, batch):
-        losses = optax.softmax_cross_entropy_with_integer_labels(transformer.logits(parts, params, batch["tokens"]), batch["targets"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            transformer.logits(parts, params, batch["tokens"]), batch["targets"]
+        )
         return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
     @jax.jit
@@ -110,7 +143,7 @@ def plain_step(cfg: Config):
     return optimizer, train
 
 
-# --- the step under test ---------------------------------------------------------------------------------------------------------
+# --- the step under test --------------------------------------------------------------------------
 
 
 def train(cfg: Config) -> tuple[Run, Step, dict[str, Program]]:
@@ -119,33 +152,52 @@ def train(cfg: Config) -> tuple[Run, Step, dict[str, Program]]:
     with jax.set_mesh(step.mesh):
         state = first_state(step, cfg)
         batches = [small.place_batch(step, cfg, small.batch(cfg, i)) for i in range(STEPS)]
-        inner, exchange = step.train.lower(state, batches[0]).compile(), step.exchange.lower(state).compile()
+        inner, exchange = (
+            step.train.lower(state, batches[0]).compile(),
+            step.exchange.lower(state).compile(),
+        )
         losses = []
         for i, batch in enumerate(batches):
             state, metrics = inner(state, batch)
             losses.append(list(map(float, metrics.loss)))
             means, tokens = step.mean_metrics(metrics), np.asarray(metrics.tokens)
-            np.testing.assert_allclose(means.loss, (losses[-1] * tokens).sum() / tokens.sum(), rtol=1e-6)
+            np.testing.assert_allclose(
+                means.loss, (losses[-1] * tokens).sum() / tokens.sum(), rtol=1e-6
+            )
             assert int(means.tokens) == small.batch(cfg, i)["weights"].sum()
             if (i + 1) % INNER == 0:
                 state = exchange(state)
     state = jax.device_get(state)
     own = [jax.tree.map(lambda a, r=r: a[r], state.params) for r in range(cfg.mesh.replica)]
-    run = Run(losses, small.to_plain(step.layout, state.anchor), [small.to_plain(step.layout, p) for p in own])
-    return run, step, {name: Program(made.as_text()) for name, made in (("train", inner), ("exchange", exchange))}
+    run = Run(
+        losses,
+        small.to_plain(step.layout, state.anchor),
+        [small.to_plain(step.layout, p) for p in own],
+    )
+    return (
+        run,
+        step,
+        {
+            name: Program(made.as_text())
+            for name, made in (("train", inner), ("exchange", exchange))
+        },
+    )
 
 
 def first_state(step: Step, cfg: Config) -> TrainState:
     """The state before the first step, with the plain loop's weights."""
     abstract, params = step.abstract_state(), small.from_plain(step.layout, plain_loop.weights(cfg))
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
-    lay_out = lambda tree, like: jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), tree, like)
+    lay_out = lambda tree, like: jax.tree.map(
+        lambda a, like: jax.device_put(a, like.sharding), tree, like
+    )
     of_each = lay_out(replicas.copies(params, step.mesh), abstract.params)
     return dataclasses.replace(state, params=of_each, anchor=lay_out(params, abstract.anchor))
 
 
 def share(step: Step) -> int:
-    """How many numbers a device has to move across: each parameter once, by all of a replica's devices together."""
+    """How many numbers a device has to move across: each parameter once, by all of a replica's
+    devices together."""
     devices = step.mesh.size // step.mesh.shape[REPLICA]
     return sum(-(-a.size // devices) for a in jax.tree.leaves(step.layout.shapes))
 
@@ -156,8 +208,12 @@ CASES = {
 MORE = {
     "data 2, model 2, zero 3": Case((2, 1, 2), changes={"parallel.zero": 3}),
     "data 2, stage 2, interleaved": Case((2, 2, 1), "interleaved", 2, 4),
-    "4 replicas, data 2, zero 0": Case((2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 0, "data.batch_size": 32}),
-    "context 2, zb_v, zero 2": Case((1, 2, 1), "zb_v", 2, changes={"mesh.context": 2, "parallel.zero": 2, "model.layers": 5}),
+    "4 replicas, data 2, zero 0": Case(
+        (2, 1, 1), changes={"mesh.replica": 4, "parallel.zero": 0, "data.batch_size": 32}
+    ),
+    "context 2, zb_v, zero 2": Case(
+        (1, 2, 1), "zb_v", 2, changes={"mesh.context": 2, "parallel.zero": 2, "model.layers": 5}
+    ),
 }
 
 
@@ -174,16 +230,25 @@ def test_same_as_plain_loops_that_meet(case):
     # Nothing crosses in a step, not even a loss; in an exchange each number does, once each way.
     assert not across(programs["train"], step.mesh)
     replica = cfg.mesh.replica
-    assert bytes_sent(programs["exchange"], step.mesh) == 4 * share(step) * 2 * (replica - 1) // replica
+    assert (
+        bytes_sent(programs["exchange"], step.mesh)
+        == 4 * share(step) * 2 * (replica - 1) // replica
+    )
 
 
 def assert_same_parameters(got: dict, expected: dict, cfg: Config) -> None:
-    """To a thousandth of the largest move of a tensor since the beginning: Adam divides by what may be small."""
+    """To a thousandth of the largest move of a tensor since the beginning: Adam divides by what may
+    be small."""
     for (path, a), b, first in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), jax.tree.leaves(plain_loop.weights(cfg)), strict=True
+        jax.tree_util.tree_leaves_with_path(got),
+        jax.tree.leaves(expected),
+        jax.tree.leaves(plain_loop.weights(cfg)),
+        strict=True,
     ):
         worst, moved = np.abs(a - b).max(), np.abs(b - first).max()
-        assert worst < 1e-3 * moved, f"{jax.tree_util.keystr(path)}: {worst / moved:.1e} of its largest move"
+        assert worst < 1e-3 * moved, (
+            f"{jax.tree_util.keystr(path)}: {worst / moved:.1e} of its largest move"
+        )
 
 
 @pytest.mark.full
@@ -202,7 +267,9 @@ def test_int8_is_the_same_as_plain_loops_with_rounded_numbers():
     assert np.quantile(apart, 0.99) < 1e-3 and apart.max() < 0.05
     # The messages are int8, and all that there are: two of numbers, two of scales.
     met = across(programs["exchange"], step.mesh)
-    assert sorted((i.collective, i.types[0]) for i in met) == sorted((c, t) for c in ("all-to-all", "all-gather") for t in ("f32", "s8"))
+    assert sorted((i.collective, i.types[0]) for i in met) == sorted(
+        (c, t) for c in ("all-to-all", "all-gather") for t in ("f32", "s8")
+    )
     assert not across(programs["train"], step.mesh)
     assert 3.9 < 4 * share(step) / bytes_sent(programs["exchange"], step.mesh) < 4
 
@@ -251,18 +318,29 @@ def test_rounding_to_int8():
     assert np.isnan(back[2]).all()  # a replica whose numbers are not finite is not hidden
 
 
-# --- replicas that meet in every step --------------------------------------------------------------------------------------------
+# --- replicas that meet in every step -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("zero, context", [(1, 1), (0, 2)])
 def test_gradients_are_summed_inside_first(zero, context):
-    """Only a device's share of each gradient crosses to other replicas: what ZeRO leaves it, or a part of what is whole."""
-    changes = {"data.batch_size": 16, "parallel.zero": zero, "mesh.replica": 2, "mesh.context": context}
+    """Only a device's share of each gradient crosses to other replicas: what ZeRO leaves it, or a
+    part of what is whole."""
+    changes = {
+        "data.batch_size": 16,
+        "parallel.zero": zero,
+        "mesh.replica": 2,
+        "mesh.context": context,
+    }
     cfg = small.config((2, 1, 1), "1f1b", 1, 2, changes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        program = Program(step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step)).compile().as_text())
+        program = Program(
+            step.gradients.lower(step.abstract_state().params, abstract_batch(cfg, step))
+            .compile()
+            .as_text()
+        )
     met = across(program, step.mesh)
     sizes = [size for i in met for size in i.sizes]
-    assert {i.collective for i in met} == {"all-reduce"} and sizes.count(1) == 2  # the loss and the number of tokens
+    # the loss and the number of tokens
+    assert {i.collective for i in met} == {"all-reduce"} and sizes.count(1) == 2
     assert sum(sizes) == share(step) + 2

@@ -9,12 +9,16 @@ from jaxtrain.training.evaluation import Evaluation
 
 def held_out(*losses: Losses) -> types.SimpleNamespace:
     """A Loader whose batches are their losses."""
-    return types.SimpleNamespace(batches=len(losses), iterate=lambda: iter(losses), specification=dict)
+    return types.SimpleNamespace(
+        batches=len(losses), iterate=lambda: iter(losses), specification=dict
+    )
 
 
 def test_batches_are_weighted_by_their_tokens():
     compiled = []
-    lowered = types.SimpleNamespace(compile=lambda: compiled.append(1) or (lambda params, batch: batch))
+    lowered = types.SimpleNamespace(
+        compile=lambda: compiled.append(1) or (lambda params, batch: batch)
+    )
     evaluate = types.SimpleNamespace(lower=lambda *arguments: lowered)
     evaluation = Evaluation(evaluate, {}, held_out(Losses(1.0, 10.0), Losses(2.0, 30.0)))
     assert not compiled  # only when it is asked for

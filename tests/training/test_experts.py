@@ -1,4 +1,5 @@
-"""Experts over the `expert` axis, alone and with the others: the same training as on one device, the same choices, the same drops."""
+"""Experts over the `expert` axis, alone and with the others: the same training as on one device,
+the same choices, the same drops."""
 
 import dataclasses
 
@@ -18,8 +19,19 @@ MOE = {
     "optimizer.clip_norm": plain_loop.CLIP,
     "data.batch_size": 32,
 }
-SEVERAL = {"model.dense_layers": 2, "model.shared_experts": 2, "model.router": "sigmoid", "model.router_scale": 2.0, "model.z_loss": 0.01}
-GROUPS = {"model.experts": 9, "model.router_groups": 3, "model.router_group_limit": 2, "data.batch_size": 24}
+SEVERAL = {
+    "model.dense_layers": 2,
+    "model.shared_experts": 2,
+    "model.router": "sigmoid",
+    "model.router_scale": 2.0,
+    "model.z_loss": 0.01,
+}
+GROUPS = {
+    "model.experts": 9,
+    "model.router_groups": 3,
+    "model.router_group_limit": 2,
+    "data.batch_size": 24,
+}
 V2 = {"model.router_group_best": 1, "model.router_normalize": "never"}  # as in DeepSeek-V2
 CASES = {
     "drops": Case((1, 1, 1), changes={"mesh.expert": 2, "model.capacity_factor": 0.7}),
@@ -29,27 +41,60 @@ MORE = {
         (2, 2, 1),
         "zb_h1",
         1,
-        changes={"mesh.expert": 2, "pipeline.remat": "none", "parallel.zero": 2, "model.capacity_factor": 0.7, **SEVERAL},
+        changes={
+            "mesh.expert": 2,
+            "pipeline.remat": "none",
+            "parallel.zero": 2,
+            "model.capacity_factor": 0.7,
+            **SEVERAL,
+        },
     ),
     "room for some, context, zero 2": Case(  # fewer rows than there can be, and none dropped
         (1, 2, 1),
         "zb_h1",
-        changes={"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "selective", "parallel.zero": 2, "model.expert_room": 1.95},
+        changes={
+            "mesh.expert": 2,
+            "mesh.context": 2,
+            "pipeline.remat": "selective",
+            "parallel.zero": 2,
+            "model.expert_room": 1.95,
+        },
     ),
     "context, groups": Case((1, 1, 1), changes={"mesh.expert": 3, "mesh.context": 2, **GROUPS}),
     "drops, context, zb_h1": Case(
-        (1, 2, 1), "zb_h1", 1, changes={"mesh.expert": 2, "mesh.context": 2, "pipeline.remat": "none", "model.capacity_factor": 0.7}
+        (1, 2, 1),
+        "zb_h1",
+        1,
+        changes={
+            "mesh.expert": 2,
+            "mesh.context": 2,
+            "pipeline.remat": "none",
+            "model.capacity_factor": 0.7,
+        },
     ),
     "zb_v, zero 2, all at once": Case(
-        (2, 2, 1), "zb_v", 2, changes={"mesh.expert": 2, "pipeline.remat": "selective", "parallel.zero": 2, **SEVERAL}
+        (2, 2, 1),
+        "zb_v",
+        2,
+        changes={"mesh.expert": 2, "pipeline.remat": "selective", "parallel.zero": 2, **SEVERAL},
     ),
     "alone": Case((1, 1, 1), changes={"mesh.expert": 2}),
-    "no normalization, one best of a group": Case((1, 1, 1), changes={"mesh.expert": 3, **GROUPS, **V2}),
+    "no normalization, one best of a group": Case(
+        (1, 1, 1), changes={"mesh.expert": 3, **GROUPS, **V2}
+    ),
     "model 2": Case((1, 1, 2), changes={"mesh.expert": 4, "model.shared_experts": 1}),
     "zero 3, gelu": Case(
-        (2, 1, 2), changes={"mesh.expert": 2, "model.capacity_factor": 4.0, "parallel.zero": 3, "model.activation": "gelu"}
+        (2, 1, 2),
+        changes={
+            "mesh.expert": 2,
+            "model.capacity_factor": 4.0,
+            "parallel.zero": 3,
+            "model.activation": "gelu",
+        },
     ),
-    "stage 2, model 2": Case((1, 2, 2), "interleaved", 2, changes={"mesh.expert": 2, "pipeline.remat": "selective"}),
+    "stage 2, model 2": Case(
+        (1, 2, 2), "interleaved", 2, changes={"mesh.expert": 2, "pipeline.remat": "selective"}
+    ),
 }
 
 
@@ -67,7 +112,12 @@ def test_same_training(case):
 @pytest.mark.full
 @pytest.mark.parametrize("counter", ["bias", "load"])
 def test_what_is_logged_of_the_load(counter):
-    changes = MOE | {"mesh.expert": 2, "model.capacity_factor": 0.5, "model.layers": 2, "model.router_bias": counter == "bias"}
+    changes = MOE | {
+        "mesh.expert": 2,
+        "model.capacity_factor": 0.5,
+        "model.layers": 2,
+        "model.router_bias": counter == "bias",
+    }
     cfg = small.config((1, 1, 1), microbatches=4, changes=changes)
     step = make_step(cfg, small.mesh_of(cfg))
     state = small.first_state(step, plain_loop.weights(cfg))
@@ -81,7 +131,10 @@ def test_what_is_logged_of_the_load(counter):
     before = plain_loop.weights(cfg)["layers"]["mlp"]["router"][counter]
     assert (moved != before).any() == cfg.model.router_bias
     tokens = cfg.data.batch_size * cfg.data.sequence_length
-    np.testing.assert_array_equal(load.sum(-1), [tokens * cfg.model.experts_per_token] * cfg.model.layers)
-    assert (dropped.sum(-1) >= load.sum(-1) / 2 - 1).all() and (dropped <= load).all()  # half of the choices have a slot
+    np.testing.assert_array_equal(
+        load.sum(-1), [tokens * cfg.model.experts_per_token] * cfg.model.layers
+    )
+    # half of the choices have a slot
+    assert (dropped.sum(-1) >= load.sum(-1) / 2 - 1).all() and (dropped <= load).all()
     np.testing.assert_allclose(metrics.expert_load, (load.max(-1) / load.mean(-1)).max(), rtol=1e-6)
     np.testing.assert_allclose(metrics.dropped, dropped.sum() / load.sum(), rtol=1e-6)

@@ -24,9 +24,15 @@ def test_warm_up_reaches_the_peak_in_its_last_step():
 
 
 def test_cosine_and_linear_end_at_their_fraction():
-    cosine, linear = (rates(12, warmup_steps=2, schedule=s, final_fraction=0.2) for s in ("cosine", "linear"))
+    cosine, linear = (
+        rates(12, warmup_steps=2, schedule=s, final_fraction=0.2) for s in ("cosine", "linear")
+    )
     np.testing.assert_allclose(linear[2:], [1 - 0.08 * i for i in range(11)] + [0.2] * 2, rtol=1e-6)
-    np.testing.assert_allclose(cosine[2:], [0.2 + 0.4 * (1 + math.cos(math.pi * min(i, 10) / 10)) for i in range(13)], rtol=1e-6)
+    np.testing.assert_allclose(
+        cosine[2:],
+        [0.2 + 0.4 * (1 + math.cos(math.pi * min(i, 10) / 10)) for i in range(13)],
+        rtol=1e-6,
+    )
 
 
 def test_constant_with_a_final_decay():
@@ -35,12 +41,23 @@ def test_constant_with_a_final_decay():
     assert rates(5, schedule="constant") == [1] * 8
 
 
-SPECS = {"matrix": Spec((2, 3), ("width", "mlp"), std=0.1), "norm": Spec((3,), ("width",), constant=1.0)}
+SPECS = {
+    "matrix": Spec((2, 3), ("width", "mlp"), std=0.1),
+    "norm": Spec((3,), ("width",), constant=1.0),
+}
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5, 1e6])
 def test_adamw(clip_norm):
-    cfg = OptimizerConfig(learning_rate=0.1, schedule="constant", weight_decay=0.3, clip_norm=clip_norm, b1=0.8, b2=0.9, epsilon=1e-3)
+    cfg = OptimizerConfig(
+        learning_rate=0.1,
+        schedule="constant",
+        weight_decay=0.3,
+        clip_norm=clip_norm,
+        b1=0.8,
+        b2=0.9,
+        epsilon=1e-3,
+    )
     optimizer = make_optimizer(cfg, 10, SPECS)
     random = np.random.default_rng(0)
     params = {k: random.normal(size=s.shape) for k, s in SPECS.items()}
@@ -61,14 +78,22 @@ def test_adamw(clip_norm):
 
 
 def test_only_matrices_decay():
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.5, schedule="constant", weight_decay=0.1), 10, SPECS)
+    optimizer = make_optimizer(
+        OptimizerConfig(learning_rate=0.5, schedule="constant", weight_decay=0.1), 10, SPECS
+    )
     params = {k: np.ones(s.shape, np.float32) for k, s in SPECS.items()}
-    updates, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)
+    updates, _ = optimizer.update(
+        jax.tree.map(np.zeros_like, params), optimizer.init(params), params
+    )
     np.testing.assert_allclose(updates["matrix"], -0.05)
     np.testing.assert_array_equal(updates["norm"], 0)
 
 
 def test_clipping_does_not_change_what_a_checkpoint_holds():
     params = {k: np.ones(s.shape, np.float32) for k, s in SPECS.items()}
-    clipped, free = (make_optimizer(OptimizerConfig(clip_norm=c), 10, SPECS).init(params) for c in (1.0, 0.0))
-    assert [p for p, _ in jax.tree_util.tree_leaves_with_path(clipped)] == [p for p, _ in jax.tree_util.tree_leaves_with_path(free)]
+    clipped, free = (
+        make_optimizer(OptimizerConfig(clip_norm=c), 10, SPECS).init(params) for c in (1.0, 0.0)
+    )
+    assert [p for p, _ in jax.tree_util.tree_leaves_with_path(clipped)] == [
+        p for p, _ in jax.tree_util.tree_leaves_with_path(free)
+    ]

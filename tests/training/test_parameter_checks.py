@@ -23,10 +23,11 @@ def test_one_number_that_is_not_finite_is_found(wrong):
     assert not finite(place(numbers))
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
-# The mesh's sizes and the spec of each parameter; a parameter, the device whose copy is changed, and what is said.
+# The mesh's sizes and the spec of each parameter; a parameter, the device whose copy is changed,
+# and what is said.
 LAYOUTS = {
     "data 4": (
         (1, 4, 1, 1, 1, 1),
@@ -54,7 +55,8 @@ LAYOUTS = {
         {"w": P("model"), "norm": P()},
         "w",
         3,
-        "cpu:1 (process 0) and cpu:3 (process 0) have parameters that should be the same and are not",
+        "cpu:1 (process 0) and cpu:3 (process 0) have parameters that should be the same and "
+        "are not",
     ),
     "zero 3, replicas": (
         (3, 2, 1, 1, 1, 1),
@@ -70,8 +72,13 @@ LAYOUTS = {
 def state_of(mesh, specs: dict[str, P], lead: bool = False) -> TrainState:
     """Random parameters; with `lead` of two replicas that train apart, and their anchor."""
     random = np.random.default_rng(0)
-    place = lambda shape, spec: jax.device_put(random.standard_normal(shape, np.float32), NamedSharding(mesh, spec))
-    params = {name: place((2, 12, 12) if lead else (12, 12), P("replica", *spec) if lead else spec) for name, spec in specs.items()}
+    place = lambda shape, spec: jax.device_put(
+        random.standard_normal(shape, np.float32), NamedSharding(mesh, spec)
+    )
+    params = {
+        name: place((2, 12, 12) if lead else (12, 12), P("replica", *spec) if lead else spec)
+        for name, spec in specs.items()
+    }
     return TrainState(params, None, None, {"w": place((12, 12), P())} if lead else None)
 
 
@@ -92,15 +99,27 @@ def test_replicas_that_train_apart_are_compared_inside_and_their_anchor_across()
     copies = Copies(mesh, state)
     assert copies.compare(state)() == ""  # each replica has numbers of its own
     wrong = TrainState({"w": flipped(state.params["w"], 4)}, None, None, state.anchor)
-    assert copies.compare(wrong)() == "cpu:4 (process 0) has parameters that are not those of the 2 others that hold them"
+    assert (
+        copies.compare(wrong)()
+        == "cpu:4 (process 0) has parameters that are not those of the 2 others that hold them"
+    )
     wrong = TrainState(state.params, None, None, {"w": flipped(state.anchor["w"], 1)})
-    assert copies.compare(wrong)() == "cpu:1 (process 0) has parameters that are not those of the 5 others that hold them"
+    assert (
+        copies.compare(wrong)()
+        == "cpu:1 (process 0) has parameters that are not those of the 5 others that hold them"
+    )
 
 
 def test_a_sum_changes_with_every_bit_and_place():
     """Against numpy's, in integers of 64 bits."""
     x = np.random.default_rng(0).standard_normal((3, 5), np.float32)
-    weigh = lambda a: int((a.reshape(-1).view(np.uint32).astype(np.uint64) * (2 * np.arange(15, dtype=np.uint64) + 1)).sum() % 2**32)
+    weigh = lambda a: int(
+        (
+            a.reshape(-1).view(np.uint32).astype(np.uint64)
+            * (2 * np.arange(15, dtype=np.uint64) + 1)
+        ).sum()
+        % 2**32
+    )
     total = jax.jit(bit_sum)
     assert int(total(x)) == weigh(x)
     for place in range(15):

@@ -1,4 +1,5 @@
-"""Training does not depend on the layout: every mesh, schedule and number of microbatches against one plain loop (plain_loop.py)."""
+"""Training does not depend on the layout: every mesh, schedule and number of microbatches against
+one plain loop (plain_loop.py)."""
 
 import itertools
 import pathlib
@@ -29,19 +30,29 @@ def config_of(case: matrix.Case, layer: Mapping[str, str] | None = None) -> Conf
 def grouped(cases) -> list:
     """As parameters. Those of one model go to one process, which makes its reference once."""
     group = lambda case: f"parity-{case.sequences}-{case.layers}"
-    return [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(group(case))) for case in cases]
+    return [
+        pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(group(case)))
+        for case in cases
+    ]
 
 
-# --- the matrix ------------------------------------------------------------------------------------------------------------------
+# --- the matrix -----------------------------------------------------------------------------------
 
 WHOLE, SAMPLE = matrix.whole(), matrix.sample()
-PASSED = matrix.Passed("parity", pathlib.Path(__file__), *(pathlib.Path(m.__file__) for m in (plain_loop, small)))
+PASSED = matrix.Passed(
+    "parity", pathlib.Path(__file__), *(pathlib.Path(m.__file__) for m in (plain_loop, small))
+)
 
 
 def test_the_matrix_has_what_it_should():
     assert len(set(WHOLE)) == len(WHOLE) > 600 and len(set(SAMPLE)) == len(SAMPLE) < 25
     core = {(case.mesh[1], case.schedule, case.remat, case.microbatches) for case in WHOLE}
-    stages = [(s, *rest) for s, *rest in itertools.product((2, 4, 8), matrix.SCHEDULES, matrix.REMATS, matrix.MICROBATCHES)]
+    stages = [
+        (s, *rest)
+        for s, *rest in itertools.product(
+            (2, 4, 8), matrix.SCHEDULES, matrix.REMATS, matrix.MICROBATCHES
+        )
+    ]
     assert core >= {(s, schedule, *rest) for s, schedule, *rest in stages if s * schedule[1] <= 16}
 
 
@@ -72,5 +83,7 @@ def test_same_gradients_on_every_layout(case):
 def test_same_training_in_the_whole_matrix(case):
     if case in PASSED:
         pytest.skip(f"passed before with the same sources: {PASSED.path}")
-    assert_same(train(config_of(case), plain_loop.LONG), reference(config_of(case), plain_loop.LONG))
+    assert_same(
+        train(config_of(case), plain_loop.LONG), reference(config_of(case), plain_loop.LONG)
+    )
     PASSED.add(case)

@@ -10,13 +10,16 @@ from jaxtrain.training.profile import WARM_UP, Profile
 @pytest.mark.parametrize(
     "error",
     [
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: run/profile/plugins/x.xplane.pb; No space left on device"),
+        jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: run/profile/plugins/x.xplane.pb; No space left on device"
+        ),
         OSError(28, "No space left on device"),
     ],
     ids=["jax", "system"],
 )
 def test_a_disk_that_is_full_when_the_trace_ends(tmp_path, monkeypatch, error):
-    """jax keeps the trace, and would begin no other: where the run goes back and comes to its first step again, none is begun."""
+    """jax keeps the trace, and would begin no other: where the run goes back and comes to its first
+    step again, none is begun."""
     begun, said = [], []
 
     def stop_trace():

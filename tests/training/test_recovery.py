@@ -8,7 +8,17 @@ import sys
 import pytest
 
 from jaxtrain.config import TrainConfig
-from jaxtrain.training.recovery import LEAST, WINDOW, Finding, Judge, Memory, Numbers, NumbersError, Rollback, deviations
+from jaxtrain.training.recovery import (
+    LEAST,
+    WINDOW,
+    Finding,
+    Judge,
+    Memory,
+    Numbers,
+    NumbersError,
+    Rollback,
+    deviations,
+)
 
 NOTHING = Memory()
 
@@ -36,7 +46,11 @@ def test_stop_ends_with_the_first():
     finding = one.see(numbers(4, NAN))
     with pytest.raises(NumbersError) as error:
         one.act(finding)
-    assert str(error.value) == "the loss is nan (gradient norm 0.5) at step 4, batch 7: its rows; the last checkpoint is kept"
+    assert (
+        str(error.value)
+        == "the loss is nan (gradient norm 0.5) at step 4, batch 7: its rows; the last "
+        "checkpoint is kept"
+    )
     assert NumbersError.status == 81
 
 
@@ -45,7 +59,9 @@ def test_skip_ends_with_the_last_of_so_many_in_a_row():
     assert see(one, [NAN, NAN, 2.0, NAN, NAN]) == [None] * 5
     finding = one.see(numbers(6, NAN))
     assert (finding.since, finding.batch) == (4, 9)
-    with pytest.raises(NumbersError, match="^3 updates in a row were skipped, from step 4 on: the loss is nan"):
+    with pytest.raises(
+        NumbersError, match="^3 updates in a row were skipped, from step 4 on: the loss is nan"
+    ):
         one.act(finding)
 
 
@@ -58,7 +74,9 @@ def test_rollback_goes_back_and_ends_at_last():
         assert one.finding == finding and not one.good
         one.go_back(Rollback(3, 1, 7, finding.why, Memory()))
         assert one.good and one.memory == Memory(rollbacks=count)
-    with pytest.raises(NumbersError, match="the run has gone back 2 times, as often as train.rollbacks=2 lets it"):
+    with pytest.raises(
+        NumbersError, match="the run has gone back 2 times, as often as train.rollbacks=2 lets it"
+    ):
         one.act(see(one, [NAN, NAN])[-1])
 
 
@@ -82,12 +100,17 @@ def test_spikes_in_a_row():
     assert see(one, [2.4, 2.02, 2.4], start=LEAST + 1) == [None] * 3  # a single one passes
     finding = one.see(numbers(LEAST + 4, 2.5))
     assert (finding.since, finding.batch) == (LEAST + 3, LEAST + 7)
-    assert "the last of 2 spikes in a row, " in finding.why and "robust deviations above the usual 2.0" in finding.why
+    assert (
+        "the last of 2 spikes in a row, " in finding.why
+        and "robust deviations above the usual 2.0" in finding.why
+    )
     assert all(loss not in one.memory.losses for loss in (2.4, 2.5))
 
 
 def test_a_loss_far_below_and_a_loss_that_is_not_finite_are_no_spikes():
-    one = judge(Memory(losses=tuple(USUAL)), on_nonfinite="rollback", spike_threshold=6.0, spike_steps=1)
+    one = judge(
+        Memory(losses=tuple(USUAL)), on_nonfinite="rollback", spike_threshold=6.0, spike_steps=1
+    )
     assert see(one, [0.1, NAN, 2.0]) == [None] * 3
     assert NAN not in one.memory.losses
 
@@ -106,7 +129,12 @@ def test_the_window_ends():
 def test_a_run_that_was_killed_judges_as_if_it_had_not_been():
     """Its memory goes through a checkpoint's meta."""
     losses = [*USUAL, 2.5, NAN, 2.5, NAN, NAN, 2.5, 2.5]
-    policy = {"on_nonfinite": "rollback", "spike_threshold": 6.0, "spike_steps": 3, "nonfinite_limit": 2}
+    policy = {
+        "on_nonfinite": "rollback",
+        "spike_threshold": 6.0,
+        "spike_steps": 3,
+        "nonfinite_limit": 2,
+    }
     whole = judge(**policy)
     expected = see(whole, losses)
     assert any(expected)
@@ -116,8 +144,13 @@ def test_a_run_that_was_killed_judges_as_if_it_had_not_been():
         memory = Memory.from_json(json.loads(json.dumps(first.memory.to_json())))
         assert memory == first.memory
         second = judge(memory, **policy)
-        assert see(second, losses[cut:], start=cut + 1) == expected[cut:] and second.memory == whole.memory
-    assert Memory.from_json({"rollbacks": "x", "losses": [1.0, None], "more": 3}) == Memory(losses=(1.0,))
+        assert (
+            see(second, losses[cut:], start=cut + 1) == expected[cut:]
+            and second.memory == whole.memory
+        )
+    assert Memory.from_json({"rollbacks": "x", "losses": [1.0, None], "more": 3}) == Memory(
+        losses=(1.0,)
+    )
 
 
 def test_each_of_the_replicas_that_train_apart_has_its_own_row():
@@ -134,7 +167,9 @@ def test_parameters_that_are_not_finite_are_not_saved():
     assert not one.good_parameters(5, 9, False)
     assert (one.finding.since, one.finding.batch) == (5, 8)
     for choice in ("stop", "skip"):
-        with pytest.raises(NumbersError, match="the parameters after step 5 are not finite, though its loss was"):
+        with pytest.raises(
+            NumbersError, match="the parameters after step 5 are not finite, though its loss was"
+        ):
             judge(on_nonfinite=choice).good_parameters(5, 9, False)
 
 

@@ -1,4 +1,5 @@
-"""What becomes of a step's results: one step behind, logged when due, an error where the loss is not finite."""
+"""What becomes of a step's results: one step behind, logged when due, an error where the loss is
+not finite."""
 
 import dataclasses
 
@@ -24,7 +25,13 @@ class Log:
     """A log, a progress bar and a speedometer that remember what they are told."""
 
     def __init__(self):
-        self.written, self.start_ups, self.shown, self.laps, self.tokens_per_step = {}, {}, [], [], 100
+        self.written, self.start_ups, self.shown, self.laps, self.tokens_per_step = (
+            {},
+            {},
+            [],
+            [],
+            100,
+        )
 
     def write(self, at, **values):
         (self.start_ups if "start_up_s" in values else self.written)[at] = values
@@ -51,18 +58,43 @@ class Log:
 
 
 def reporter(
-    log_every: int = 4, mean_metrics=None, expert_room: float = 0.0, stragglers: Stragglers | None = None, **policy
+    log_every: int = 4,
+    mean_metrics=None,
+    expert_room: float = 0.0,
+    stragglers: Stragglers | None = None,
+    **policy,
 ) -> tuple[Reporter, Log]:
     log = Log()
-    calendar = Calendar(last=10, save_every=0, evaluate_every=0, log_every=log_every, exchange_every=0 if mean_metrics is None else 5)
+    calendar = Calendar(
+        last=10,
+        save_every=0,
+        evaluate_every=0,
+        log_every=log_every,
+        exchange_every=0 if mean_metrics is None else 5,
+    )
     clock = WallClock(4.0, clock=lambda: 6.5)
     clock.enter(Part.STEPPING)
     judge = Judge(TrainConfig(**policy), lambda number: f"batch {number}: its rows")
-    return Reporter(calendar, mean_metrics, judge, log, log, log, GoodputLog(None, clock), stragglers or Stragglers(), expert_room), log
+    return Reporter(
+        calendar,
+        mean_metrics,
+        judge,
+        log,
+        log,
+        log,
+        GoodputLog(None, clock),
+        stragglers or Stragglers(),
+        expert_room,
+    ), log
 
 
 def pending(at: int, loss: float = 2.0, answer=no_request) -> Pending:
-    return Pending(at, at + 6, StepMetrics(jnp.float32(loss), jnp.float32(0.5), jnp.float32(0.1), jnp.float32(7)), answer)
+    return Pending(
+        at,
+        at + 6,
+        StepMetrics(jnp.float32(loss), jnp.float32(0.5), jnp.float32(0.1), jnp.float32(7)),
+        answer,
+    )
 
 
 @pytest.mark.parametrize("room", [0.0, 1.5])
@@ -77,7 +109,12 @@ def test_drops_beyond_the_room_are_warned_of(room):
         "warning: step 2: 0.10% of the choices of experts were dropped",
         "warning: step 5: 0.20% of the choices of experts were dropped",
     ] * bool(room)
-    assert all(line.endswith("beyond model.expert_room=1.5: --config.model.expert_room=3 has room for more") for line in said)
+    assert all(
+        line.endswith(
+            "beyond model.expert_room=1.5: --config.model.expert_room=3 has room for more"
+        )
+        for line in said
+    )
 
 
 def test_one_step_behind_and_logged_when_due():
@@ -86,10 +123,22 @@ def test_one_step_behind_and_logged_when_due():
         assert reports.add(pending(at)) is Request.NOTHING
         assert log.laps == [*range(1, at)]
     assert [*log.written] == [1, 4]
-    assert reports.finish(stopping=False) is Request.NOTHING and log.laps[-1] == 5 and [*log.written] == [1, 4]
+    assert (
+        reports.finish(stopping=False) is Request.NOTHING
+        and log.laps[-1] == 5
+        and [*log.written] == [1, 4]
+    )
     figures = {"step_time_s": 0.5, "tokens_per_s": 200.0, "mfu": None}
     assert log.written[4] == pytest.approx(
-        {"loss": 2.0, "grad_norm": 0.5, "learning_rate": 0.1, "tokens": 400, "batch": 10, "goodput": 0.0, **figures}
+        {
+            "loss": 2.0,
+            "grad_norm": 0.5,
+            "learning_rate": 0.1,
+            "tokens": 400,
+            "batch": 10,
+            "goodput": 0.0,
+            **figures,
+        }
     )
 
 
@@ -99,7 +148,9 @@ def test_the_start_up_ends_with_the_first_step():
     assert not log.start_ups
     reports.add(pending(7))
     reports.finish(stopping=True)
-    assert log.start_ups == {6: {"start_up_s": 2.5, "imports_s": 2.5, "stepping_s": 0.0, "awaiting_s": 0.0}}
+    assert log.start_ups == {
+        6: {"start_up_s": 2.5, "imports_s": 2.5, "stepping_s": 0.0, "awaiting_s": 0.0}
+    }
     assert log.shown == ["first step after 2.5 s: imports 2.5", (6, 2.0), (7, 2.0)]
 
 
@@ -107,14 +158,24 @@ def test_the_slowest_process_is_logged_and_said_once_a_window():
     stragglers = Stragglers()
     reports, log = reporter(log_every=1, stragglers=stragglers)
     reports.add(pending(1))
-    for at, slowest in enumerate([Slowest(3, "process 3", (1, 9), 0.5, 0.4, 0.1, 1.0)] * 2 + [None], 2):
+    for at, slowest in enumerate(
+        [Slowest(3, "process 3", (1, 9), 0.5, 0.4, 0.1, 1.0)] * 2 + [None], 2
+    ):
         reports.add(pending(at))
         stragglers.slowest = slowest
     reports.finish(stopping=True)
     logged = {at: values.get("slowest_process") for at, values in log.written.items()}
     assert logged == {1: None, 2: 3, 3: 3, 4: None} and log.written[2]["slowest_behind_s"] == 0.4
     assert (
-        len([line for line in log.shown if isinstance(line, str) and line.startswith("warning: steps 1 to 9: process 3 is slowest")]) == 1
+        len(
+            [
+                line
+                for line in log.shown
+                if isinstance(line, str)
+                and line.startswith("warning: steps 1 to 9: process 3 is slowest")
+            ]
+        )
+        == 1
     )
 
 
@@ -150,10 +211,18 @@ def test_independent_replicas_are_put_together_only_where_they_meet():
         return mean_over_replicas(metrics)
 
     reports, log = reporter(mean_metrics=mean)
-    over_replicas = NamedSharding(make_mesh((2, 1, 1, 1, 1, 1), jax.devices()[:2]), PartitionSpec(REPLICA))
-    each = StepMetrics(*(jax.device_put(np.float32(pair), over_replicas) for pair in ([1, np.nan], [1, 1], [0.1, 0.1], [10, 30])))
+    over_replicas = NamedSharding(
+        make_mesh((2, 1, 1, 1, 1, 1), jax.devices()[:2]), PartitionSpec(REPLICA)
+    )
+    each = StepMetrics(
+        *(
+            jax.device_put(np.float32(pair), over_replicas)
+            for pair in ([1, np.nan], [1, 1], [0.1, 0.1], [10, 30])
+        )
+    )
     reports.add(Pending(2, 1, each, no_request))
-    reports.add(Pending(3, 2, each, no_request))  # step 2 is not logged: a replica's loss ends nothing yet
+    # step 2 is not logged: a replica's loss ends nothing yet
+    reports.add(Pending(3, 2, each, no_request))
     assert not calls and not log.written
     with pytest.raises(NumbersError):
         reports.finish(stopping=False)
@@ -161,7 +230,12 @@ def test_independent_replicas_are_put_together_only_where_they_meet():
 
 
 def skipping(at: int, skipped: int, loss: float = float("nan")) -> Pending:
-    return Pending(at, at - 1, dataclasses.replace(pending(at, loss).metrics, skipped=jnp.float32(skipped)), no_request)
+    return Pending(
+        at,
+        at - 1,
+        dataclasses.replace(pending(at, loss).metrics, skipped=jnp.float32(skipped)),
+        no_request,
+    )
 
 
 def test_a_skipped_update_is_logged_and_warned_of():
@@ -171,7 +245,10 @@ def test_a_skipped_update_is_logged_and_warned_of():
     reports.finish(stopping=False)
     assert [*log.written] == [3] and log.written[3]["skipped"] == 1
     said = [line for line in log.shown if isinstance(line, str) and line.startswith("warning: ")]
-    assert said == ["warning: an update was skipped: the loss is nan (gradient norm 0.5) at step 3, batch 2: its rows"]
+    assert said == [
+        "warning: an update was skipped: the loss is nan (gradient norm 0.5) at step 3, batch "
+        "2: its rows"
+    ]
 
 
 def test_going_back_is_said_and_logged():
@@ -184,19 +261,30 @@ def test_going_back_is_said_and_logged():
     for part in (judge, reports):
         part.go_back(rollback)
     assert judge.good and log.laps[-1] == "from 4"
-    assert log.written["back to 4"] == {"rolled_back_from": 6, "next_batch": 6, "why": "why", "rollbacks": 1}
+    assert log.written["back to 4"] == {
+        "rolled_back_from": 6,
+        "next_batch": 6,
+        "why": "why",
+        "rollbacks": 1,
+    }
     assert log.shown[-1] == "warning: back from step 6 to step 4, and on with batch 6: why"
     assert reports.finish(stopping=True) is Request.NOTHING  # step 7 is forgotten
 
 
 def test_losses_are_weighted_by_tokens():
-    each = StepMetrics(jnp.array([1.0, 3.0]), jnp.array([1.0, 2.0]), jnp.array([0.1, 0.1]), jnp.array([10.0, 30.0]))
+    each = StepMetrics(
+        jnp.array([1.0, 3.0]), jnp.array([1.0, 2.0]), jnp.array([0.1, 0.1]), jnp.array([10.0, 30.0])
+    )
     mean = {name: float(value) for name, value in mean_over_replicas(each).by_name().items()}
-    assert mean == pytest.approx({"loss": 2.5, "grad_norm": 1.5, "learning_rate": 0.1, "tokens": 40.0})
+    assert mean == pytest.approx(
+        {"loss": 2.5, "grad_norm": 1.5, "learning_rate": 0.1, "tokens": 40.0}
+    )
 
 
 def test_validation_is_logged_where_there_is_any():
     reports, log = reporter()
     reports.validation(4, None)
     reports.validation(5, 1.25)
-    assert log.written == {5: {"validation_loss": 1.25}} and log.shown == ["step 5: validation loss 1.2500 nats a token"]
+    assert log.written == {5: {"validation_loss": 1.25}} and log.shown == [
+        "step 5: validation loss 1.2500 nats a token"
+    ]

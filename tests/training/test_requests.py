@@ -1,4 +1,5 @@
-"""What the loop asks of all processes: whether to stop, and whether it is time to save. Whole runs are in test_train.py."""
+"""What the loop asks of all processes: whether to stop, and whether it is time to save. Whole runs
+are in test_train.py."""
 
 import math
 import types
@@ -17,8 +18,12 @@ STOP, SAVE, NOTHING = Request.STOP, Request.SAVE, Request.NOTHING
 def requests(request, monkeypatch):
     """(Requests of 10 minutes, what it listens to); with the way that several processes go."""
     monkeypatch.setattr(jax, "process_count", lambda: request.param)
-    world = types.SimpleNamespace(now=50.0, asked=False, interrupted=False, asked_at=math.inf, longest_s=0.0, busy=False)
-    return Requests(make_mesh((1, 2, 2, 1, 1, 2), jax.devices()), world, world, 10, 30, lambda: world.now), world
+    world = types.SimpleNamespace(
+        now=50.0, asked=False, interrupted=False, asked_at=math.inf, longest_s=0.0, busy=False
+    )
+    return Requests(
+        make_mesh((1, 2, 2, 1, 1, 2), jax.devices()), world, world, 10, 30, lambda: world.now
+    ), world
 
 
 def test_a_save_every_ten_minutes_after_the_last(requests):
@@ -29,7 +34,11 @@ def test_a_save_every_ten_minutes_after_the_last(requests):
         answers.append(requests.ask()())
         if minute in (4, 15):  # for another reason; by time
             requests.saved()
-    assert [minute for minute, answer in enumerate(answers, 1) if Request.SAVE in answer] == [14, 15, 25]
+    assert [minute for minute, answer in enumerate(answers, 1) if Request.SAVE in answer] == [
+        14,
+        15,
+        25,
+    ]
     assert not any(answer.stop for answer in answers)
 
 
@@ -59,13 +68,20 @@ def test_process_0_has_the_clock_and_any_may_stop(requests, monkeypatch):
 
 
 def test_zero_minutes_are_never(monkeypatch):
-    world = types.SimpleNamespace(now=0.0, asked=False, interrupted=False, asked_at=math.inf, longest_s=0.0, busy=False)
-    requests = Requests(make_mesh((1, 1, 1, 1, 1, 1), jax.devices()[:1]), world, world, 0.0, 0.0, lambda: world.now)
+    world = types.SimpleNamespace(
+        now=0.0, asked=False, interrupted=False, asked_at=math.inf, longest_s=0.0, busy=False
+    )
+    requests = Requests(
+        make_mesh((1, 1, 1, 1, 1, 1), jax.devices()[:1]), world, world, 0.0, 0.0, lambda: world.now
+    )
     world.now = 1e9
     assert requests.ask()() == NOTHING
 
 
-@pytest.mark.parametrize(("longest", "busy", "hurry"), [(0.0, False, False), (20.0, False, False), (20.0, True, True), (35.0, False, True)])
+@pytest.mark.parametrize(
+    ("longest", "busy", "hurry"),
+    [(0.0, False, False), (20.0, False, False), (20.0, True, True), (35.0, False, True)],
+)
 def test_a_save_has_to_fit_into_the_grace_after_a_signal(requests, longest, busy, hurry):
     """30 s: a save that is under way is finished first."""
     requests, world = requests

@@ -1,4 +1,5 @@
-"""Updates whose loss or gradients are not finite: skipped, they leave the state bit for bit as if their batch had not been."""
+"""Updates whose loss or gradients are not finite: skipped, they leave the state bit for bit as if
+their batch had not been."""
 
 import dataclasses
 
@@ -21,18 +22,28 @@ MORE = {
     "one device": Case((1, 1, 1)),
     "data 2, stage 2": Case((2, 2, 1)),
     "data 2, stage 2, zero 3": Case((2, 2, 1), "interleaved", 2, 4, {"parallel.zero": 3}),
-    "data 2, model 2, zero 3 by steps": Case((2, 1, 2), changes={"parallel.zero": 3, "parallel.gather": "step"}),
-    "stage 2, shared vocabulary, zero 0": Case((1, 2, 1), "zb_h1", changes={"parallel.zero": 0, "pipeline.vocabulary": "parallel"}),
+    "data 2, model 2, zero 3 by steps": Case(
+        (2, 1, 2), changes={"parallel.zero": 3, "parallel.gather": "step"}
+    ),
+    "stage 2, shared vocabulary, zero 0": Case(
+        (1, 2, 1), "zb_h1", changes={"parallel.zero": 0, "pipeline.vocabulary": "parallel"}
+    ),
     "context 2, replica 2": Case((1, 1, 1), changes={"mesh.context": 2, "mesh.replica": 2}),
 }
-APART = Case((2, 1, 1), changes={"mesh.replica": 2, "train.diloco_inner_steps": 100, "model.layers": 2})
+APART = Case(
+    (2, 1, 1), changes={"mesh.replica": 2, "train.diloco_inner_steps": 100, "model.layers": 2}
+)
 
 
 def compiled(case: Case):
     cfg = case.config(SKIP | small.PLAIN_LAYER)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
-        return cfg, step, step.train.lower(step.abstract_state(), abstract_batch(cfg, step)).compile()
+        return (
+            cfg,
+            step,
+            step.train.lower(step.abstract_state(), abstract_batch(cfg, step)).compile(),
+        )
 
 
 def first_state(step: Step, cfg) -> TrainState:
@@ -42,7 +53,12 @@ def first_state(step: Step, cfg) -> TrainState:
     params = small.from_plain(step.layout, plain_loop.weights(cfg))
     if step.layout.independent_replicas:
         params = replicas.copies(params, step.mesh)
-    return dataclasses.replace(state, params=jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), params, abstract.params))
+    return dataclasses.replace(
+        state,
+        params=jax.tree.map(
+            lambda a, like: jax.device_put(a, like.sharding), params, abstract.params
+        ),
+    )
 
 
 def spoiled(arrays: dict, rows: slice = slice(0, 1)) -> dict:
@@ -64,7 +80,9 @@ def train(cfg, step: Step, program, batches: list[dict]) -> tuple[list[TrainStat
 
 
 def assert_same_bits(found, expected) -> None:
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
         assert a.dtype == b.dtype and a.tobytes() == b.tobytes(), jax.tree_util.keystr(path)
 
 
@@ -80,14 +98,20 @@ def test_a_skipped_update_leaves_nothing(case):
     assert_same_bits(dataclasses.replace(last, step=without.step), without)
     # The learning rate goes by updates, and so does what is said of it.
     assert metrics[2].learning_rate == plain[1].learning_rate and metrics[2].loss == plain[1].loss
-    assert any((a != b).any() for a, b in zip(jax.tree.leaves(last.params), jax.tree.leaves(after.params), strict=True))
+    assert any(
+        (a != b).any()
+        for a, b in zip(jax.tree.leaves(last.params), jax.tree.leaves(after.params), strict=True)
+    )
 
 
 @pytest.mark.full
 def test_a_replica_that_trains_apart_skips_its_own():
     cfg, step, program = compiled(APART)
     first, second = small.batch(cfg, 1), small.batch(cfg, 2)
-    half = np.arange(cfg.data.batch_size).reshape(cfg.pipeline.microbatches, 2, -1)[:, 0].reshape(-1)  # the first replica's rows
+    # the first replica's rows
+    half = (
+        np.arange(cfg.data.batch_size).reshape(cfg.pipeline.microbatches, 2, -1)[:, 0].reshape(-1)
+    )
     (before, after), metrics = train(cfg, step, program, [first, spoiled(second, half)])
     (_, clean), _ = train(cfg, step, program, [first, second])
     assert np.isnan(metrics[1].loss[0]) and np.isfinite(metrics[1].loss[1])
@@ -102,8 +126,12 @@ def test_a_run_that_stops_has_no_guard_in_its_program():
     cfg = Case((1, 1, 1)).config(small.PLAIN_LAYER)
     texts = []
     for choice in ("stop", "skip"):
-        changed = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, on_nonfinite=choice))
+        changed = dataclasses.replace(
+            cfg, train=dataclasses.replace(cfg.train, on_nonfinite=choice)
+        )
         step = make_step(changed, small.mesh_of(changed))
         with jax.set_mesh(step.mesh):
-            texts.append(step.train.lower(step.abstract_state(), abstract_batch(changed, step)).as_text())
+            texts.append(
+                step.train.lower(step.abstract_state(), abstract_batch(changed, step)).as_text()
+            )
     assert "is_finite" not in texts[0] and "is_finite" in texts[1]

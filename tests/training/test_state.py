@@ -1,4 +1,5 @@
-"""The first state: the same weights on every layout, bit for bit, each device making only its own; and where everything lies."""
+"""The first state: the same weights on every layout, bit for bit, each device making only its own;
+and where everything lies."""
 
 import functools
 import math
@@ -11,10 +12,21 @@ import pytest
 from support import small
 
 from jaxtrain.hlo.program import Program
-from jaxtrain.training.state import Layout, abstract_state, bytes_per_device, initial_state, stored_shapes
+from jaxtrain.training.state import (
+    Layout,
+    abstract_state,
+    bytes_per_device,
+    initial_state,
+    stored_shapes,
+)
 from jaxtrain.training.step import make_step
 
-GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+GPT2 = {
+    "model.norm": "layernorm",
+    "model.activation": "gelu",
+    "model.positions": "learned",
+    "model.biases": True,
+}
 LAYOUTS = {
     "8x1x1": ((8, 1, 1), "1f1b", 1),
     "2x2x2": ((2, 2, 2), "interleaved", 2),
@@ -26,7 +38,9 @@ LONG = ("2x2x2", "1x3x2")
 
 
 def step_of(mesh=(1, 1, 1), schedule="1f1b", repeats=1, **changes):
-    names = {"model.layers": 5, "data.batch_size": 32, "model.init_std": 0.1} | {k.replace("__", "."): v for k, v in changes.items()}
+    names = {"model.layers": 5, "data.batch_size": 32, "model.init_std": 0.1} | {
+        k.replace("__", "."): v for k, v in changes.items()
+    }
     cfg = small.config(mesh, schedule, repeats, 4, names)
     return make_step(cfg, small.mesh_of(cfg))
 
@@ -50,16 +64,23 @@ def test_same_weights_on_every_layout(name):
 
 def test_weights_are_what_they_should_be():
     layout, params = initial("one")[0].layout, plain_initial()
-    specs = {"embed": layout.parts.specs["embed"], "layers": layout.parts.specs["layer"], "head": layout.parts.specs["head"]}
+    specs = {
+        "embed": layout.parts.specs["embed"],
+        "layers": layout.parts.specs["layer"],
+        "head": layout.parts.specs["head"],
+    }
     seen = []
     for spec, array in zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True):
         if spec.std is None:
             assert (array == spec.constant).all()
         else:
-            assert abs(array.std() / spec.std - 1) < 5 / math.sqrt(2 * array.size)  # five standard errors
+            # five standard errors
+            assert abs(array.std() / spec.std - 1) < 5 / math.sqrt(2 * array.size)
             assert abs(array.mean()) < 5 * spec.std / math.sqrt(array.size)
             seen += [a[0, :4] / spec.std for a in (array if array.ndim == 3 else array[None])]
-    assert len(np.unique(np.round(np.concatenate(seen), 4))) == 4 * len(seen), "two parameters, or two layers, begin alike"
+    assert len(np.unique(np.round(np.concatenate(seen), 4))) == 4 * len(seen), (
+        "two parameters, or two layers, begin alike"
+    )
 
 
 def test_weights_depend_on_the_seed():
@@ -70,9 +91,12 @@ def test_weights_depend_on_the_seed():
 def test_padding_of_the_vocabulary_and_unused_rows_are_zero():
     step, state = initial("1x4x2")
     assert state.params["head"]["table"].shape == (64, 32)  # 61 rows over 4 stages × 2
-    assert state.params["layers"]["0"]["mlp"]["up"]["weight"].shape == (4, 2, 32, 64)  # 2 + 1 + 1 + 1 layers
+    # 2 + 1 + 1 + 1 layers
+    assert state.params["layers"]["0"]["mlp"]["up"]["weight"].shape == (4, 2, 32, 64)
     np.testing.assert_array_equal(state.params["layers"]["0"]["mlp_norm"]["scale"][1:, 1], 0)
-    assert step.layout.parts.parameter_count == sum(a.size for a in jax.tree.leaves(plain_initial()))
+    assert step.layout.parts.parameter_count == sum(
+        a.size for a in jax.tree.leaves(plain_initial())
+    )
 
 
 @pytest.mark.parametrize("name", small.named([name for name in LAYOUTS if name not in LONG], LONG))
@@ -83,11 +107,15 @@ def test_the_state_lies_where_it_is_said_to(name):
     for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(described), strict=True):
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
         assert got.sharding.is_equivalent_to(wanted.sharding, got.ndim)
-    assert int(state.step) == 0 and not any(a.any() for a in jax.tree.leaves(optax.tree_utils.tree_get(state.optimizer, "nu")))
+    assert int(state.step) == 0 and not any(
+        a.any() for a in jax.tree.leaves(optax.tree_utils.tree_get(state.optimizer, "nu"))
+    )
 
 
 def test_optimizer_state_is_shared_out_over_data():
-    moments = lambda zero: optax.tree_utils.tree_get(step_of((8, 1, 1), parallel__zero=zero).abstract_state().optimizer, "mu")
+    moments = lambda zero: optax.tree_utils.tree_get(
+        step_of((8, 1, 1), parallel__zero=zero).abstract_state().optimizer, "mu"
+    )
     whole, shared = bytes_per_device(moments(0)), bytes_per_device(moments(1))
     assert whole == 4 * initial("one")[0].layout.parts.parameter_count
     assert shared == whole / 8  # every dimension of this model divides
@@ -96,7 +124,8 @@ def test_optimizer_state_is_shared_out_over_data():
 
 
 def test_embedding_and_head_are_shared_out_over_stages_as_well():
-    """Their optimizer state always, the tables where the stages share the vocabulary, whose 61 rows are padded for 4 of them."""
+    """Their optimizer state always, the tables where the stages share the vocabulary, whose 61 rows
+    are padded for 4 of them."""
     for where, rows, shards in (("parallel", 64, 4), ("end_stages", 61, 1)):
         state = step_of((2, 4, 1), pipeline__vocabulary=where).abstract_state()
         mu = optax.tree_utils.tree_get(state.optimizer, "mu")
@@ -117,10 +146,21 @@ def test_stored_shapes_have_no_padding_and_no_layout():
 
 def test_each_device_makes_its_own_shards():
     """Nothing in the program is larger than a group of equal parameters on one device."""
-    step = step_of((2, 2, 2), "interleaved", 2, model__vocab_size=4096, model__width=64, model__heads=8, model__mlp_width=512)
+    step = step_of(
+        (2, 2, 2),
+        "interleaved",
+        2,
+        model__vocab_size=4096,
+        model__width=64,
+        model__heads=8,
+        model__mlp_width=512,
+    )
     layout: Layout = step.layout
     shards = [
-        math.prod(s.shard_shape(a.shape)) for s, a in zip(jax.tree.leaves(layout.shardings), jax.tree.leaves(layout.shapes), strict=True)
+        math.prod(s.shard_shape(a.shape))
+        for s, a in zip(
+            jax.tree.leaves(layout.shardings), jax.tree.leaves(layout.shapes), strict=True
+        )
     ]
     whole = max(a.size for a in jax.tree.leaves(layout.shapes))
     assert max(shards) == whole // 4, "tables lie over stage and model, layers' matrices over model"
@@ -135,7 +175,9 @@ def test_each_device_makes_its_own_shards():
 def test_bfloat16_parameters_would_be_possible():
     """The layout's dtype is the parameters'; noise is drawn in float32 whatever it is."""
     step = step_of()
-    half = Layout(step.layout.parts, step.layout.placement, step.layout.mesh, 1, jnp.dtype("bfloat16"))
+    half = Layout(
+        step.layout.parts, step.layout.placement, step.layout.mesh, 1, jnp.dtype("bfloat16")
+    )
     with jax.set_mesh(half.mesh):
         table = jax.jit(half.initial)(half.keys(0))["embed"]["table"]
     np.testing.assert_array_equal(table, plain_initial()["embed"]["table"].astype(jnp.bfloat16))

@@ -1,4 +1,5 @@
-"""The model's other forms and the step's other settings, each on a mesh, against the plain loop (plain_loop.py)."""
+"""The model's other forms and the step's other settings, each on a mesh, against the plain loop
+(plain_loop.py)."""
 
 import jax
 import numpy as np
@@ -10,33 +11,57 @@ from jaxtrain import config as configs
 from jaxtrain.config import Config
 from jaxtrain.training.step import make_step
 
-GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+GPT2 = {
+    "model.norm": "layernorm",
+    "model.activation": "gelu",
+    "model.positions": "learned",
+    "model.biases": True,
+}
 TIED = {"model.tied_embeddings": True}
 DOCUMENTS = {"data.attend_across_documents": False}
 EARLY = {"pipeline.permute": "early"}
 
 VARIANTS = {
-    "gpt2 form": Case((2, 2, 2), "interleaved", 2, 4, changes={"data.batch_size": 16} | GPT2 | TIED | EARLY | {"model.layers": 5}),
+    "gpt2 form": Case(
+        (2, 2, 2),
+        "interleaved",
+        2,
+        4,
+        changes={"data.batch_size": 16} | GPT2 | TIED | EARLY | {"model.layers": 5},
+    ),
     "gpt2 form, documents apart, fewer microbatches than stages": Case(
         (2, 4, 1),
         "interleaved",
         2,
         3,
-        changes={"data.batch_size": 12} | GPT2 | DOCUMENTS | EARLY | {"model.layers": 9, "model.max_positions": 24},
+        changes={"data.batch_size": 12}
+        | GPT2
+        | DOCUMENTS
+        | EARLY
+        | {"model.layers": 9, "model.max_positions": 24},
     ),
     "grouped queries, documents apart, chunks of the loss": Case(
         (1, 4, 2),
         microbatches=7,
-        changes={"data.batch_size": 14} | DOCUMENTS | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8},
+        changes={"data.batch_size": 14}
+        | DOCUMENTS
+        | {"model.kv_heads": 2, "model.layers": 6, "model.loss_chunk": 8},
     ),
     "one key/value head a device, chunks of the loss, tied": Case(
         (1, 2, 4),
         "gpipe",
         2,
-        changes={"data.batch_size": 8} | TIED | EARLY | {"model.kv_heads": 4, "model.loss_chunk": 2, "model.head_dim": 6},
+        changes={"data.batch_size": 8}
+        | TIED
+        | EARLY
+        | {"model.kv_heads": 4, "model.loss_chunk": 2, "model.head_dim": 6},
     ),
     "two devices to a key/value head, in B and W": Case(
-        (1, 2, 4), "zb_h1", 1, 3, changes={"data.batch_size": 6, "model.kv_heads": 2, "pipeline.remat": "none"}
+        (1, 2, 4),
+        "zb_h1",
+        1,
+        3,
+        changes={"data.batch_size": 6, "model.kv_heads": 2, "pipeline.remat": "none"},
     ),
     "four devices to a key/value head, gpt2 form": Case(
         (1, 1, 8), changes={"data.batch_size": 4} | GPT2 | {"model.kv_heads": 2, "model.layers": 2}
@@ -52,7 +77,9 @@ VARIANTS = {
             "optimizer.decay_steps": 4,
         },
     ),
-    "replicas, one microbatch": Case((2, 2, 1), microbatches=1, changes={"data.batch_size": 16} | EARLY | {"mesh.replica": 2}),
+    "replicas, one microbatch": Case(
+        (2, 2, 1), microbatches=1, changes={"data.batch_size": 16} | EARLY | {"mesh.replica": 2}
+    ),
 }
 
 
@@ -73,7 +100,9 @@ LONG = (  # what is tested of them is elsewhere, too
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in LONG])
 def test_same_gradients(name):
-    plain_loop.assert_same(plain_loop.gradients(variant(name)), plain_loop.reference(variant(name), 1))
+    plain_loop.assert_same(
+        plain_loop.gradients(variant(name)), plain_loop.reference(variant(name), 1)
+    )
 
 
 @pytest.mark.full
@@ -83,7 +112,9 @@ def test_same_training(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["grouped queries, documents apart, chunks of the loss", "replicas, one microbatch"])
+@pytest.mark.parametrize(
+    "name", ["grouped queries, documents apart, chunks of the loss", "replicas, one microbatch"]
+)
 def test_evaluation_is_the_loss_of_training(name):
     cfg = variant(name)
     losses = jax.device_get(evaluate(cfg))
@@ -101,7 +132,9 @@ def evaluate(cfg: Config):
 
 def test_bfloat16_is_close():
     cfg = Case((2, 1, 2), changes=GPT2 | TIED).config({"optimizer.clip_norm": plain_loop.CLIP})
-    rough = plain_loop.train(configs.replace(cfg, {"precision.compute": "bfloat16", "precision.reduce": "bfloat16"}))
+    rough = plain_loop.train(
+        configs.replace(cfg, {"precision.compute": "bfloat16", "precision.reduce": "bfloat16"})
+    )
     exact = plain_loop.reference(cfg)
     # 8 bits of mantissa: 0.4 % a rounding
     np.testing.assert_allclose(rough.losses, exact.losses, rtol=1e-2)

@@ -1,4 +1,5 @@
-"""ZeRO's stages: the same training as on one device, the memory of the paper's formulas, and no more communication than they need."""
+"""ZeRO's stages: the same training as on one device, the memory of the paper's formulas, and no
+more communication than they need."""
 
 import collections
 
@@ -15,26 +16,61 @@ from jaxtrain.training.step import abstract_batch, make_step
 
 ENDS, SHARED = {"pipeline.vocabulary": "end_stages"}, {"pipeline.vocabulary": "parallel"}
 TIED = {"model.tied_embeddings": True}
-GPT2 = {"model.norm": "layernorm", "model.activation": "gelu", "model.positions": "learned", "model.biases": True}
+GPT2 = {
+    "model.norm": "layernorm",
+    "model.activation": "gelu",
+    "model.positions": "learned",
+    "model.biases": True,
+}
 CASES = {
     "3, gathered once, nothing divides": Case(
-        (3, 2, 1), changes={"parallel.zero": 3, "parallel.gather": "step", "data.batch_size": 12, **SHARED}
+        (3, 2, 1),
+        changes={"parallel.zero": 3, "parallel.gather": "step", "data.batch_size": 12, **SHARED},
     ),
 }
 MORE = {
     "3, reduced once": Case(
-        (3, 1, 1), changes={"parallel.zero": 3, "parallel.reduce": "step", "data.batch_size": 12, "model.width": 48, **TIED}
+        (3, 1, 1),
+        changes={
+            "parallel.zero": 3,
+            "parallel.reduce": "step",
+            "data.batch_size": 12,
+            "model.width": 48,
+            **TIED,
+        },
     ),
-    "1, reduced each microbatch": Case((2, 2, 1), microbatches=3, changes={"parallel.zero": 1, "parallel.reduce": "microbatch", **ENDS}),
-    "3, gathered once": Case((2, 2, 1), microbatches=3, changes={"parallel.zero": 3, "parallel.gather": "step", "mesh.replica": 2}),
-    "3, nothing divides": Case((3, 2, 1), changes={"parallel.zero": 3, "data.batch_size": 12, **SHARED}),
+    "1, reduced each microbatch": Case(
+        (2, 2, 1),
+        microbatches=3,
+        changes={"parallel.zero": 1, "parallel.reduce": "microbatch", **ENDS},
+    ),
+    "3, gathered once": Case(
+        (2, 2, 1),
+        microbatches=3,
+        changes={"parallel.zero": 3, "parallel.gather": "step", "mesh.replica": 2},
+    ),
+    "3, nothing divides": Case(
+        (3, 2, 1), changes={"parallel.zero": 3, "data.batch_size": 12, **SHARED}
+    ),
     "3, data 4, model 2": Case((4, 1, 2), changes={"parallel.zero": 3, **GPT2}),
-    "3, zb_v, ends, tied": Case((2, 2, 2), "zb_v", 2, 4, changes={"parallel.zero": 3, "pipeline.remat": "none", **ENDS, **TIED}),
+    "3, zb_v, ends, tied": Case(
+        (2, 2, 2),
+        "zb_v",
+        2,
+        4,
+        changes={"parallel.zero": 3, "pipeline.remat": "none", **ENDS, **TIED},
+    ),
     "2, data 8": Case((8, 1, 1), changes={"parallel.zero": 2}),
     "3, data 8, none": Case((8, 1, 1), changes={"parallel.zero": 3, "pipeline.remat": "none"}),
-    "2, interleaved, ends": Case((2, 2, 2), "interleaved", 2, 4, changes={"parallel.zero": 2, **ENDS, **GPT2}),
+    "2, interleaved, ends": Case(
+        (2, 2, 2), "interleaved", 2, 4, changes={"parallel.zero": 2, **ENDS, **GPT2}
+    ),
     "3, uneven stages": Case(
-        (2, 4, 1), "zb_h1", 1, 5, changes={"parallel.zero": 3, "model.layers": 7, "pipeline.remat": "selective", **SHARED}
+        (2, 4, 1),
+        "zb_h1",
+        1,
+        5,
+        changes={"parallel.zero": 3, "model.layers": 7, "pipeline.remat": "selective", **SHARED},
     ),
 }
 
@@ -45,15 +81,21 @@ def test_same_training(case):
     assert_same(train(cfg), reference(cfg))
 
 
-# --- the compiled program --------------------------------------------------------------------------------------------------------
+# --- the compiled program -------------------------------------------------------------------------
 
 DATA, LAYERS, MICROBATCHES, ROWS, LENGTH = 8, 3, 5, 1, 16
 
 
 def compiled(which: str, **changes):
-    """(the step, its program, XLA's account of its memory) on 8 data shards; by field, with "__" in place of the dot."""
+    """(the step, its program, XLA's account of its memory) on 8 data shards; by field, with "__" in
+    place of the dot."""
     changes = {name.replace("__", "."): value for name, value in changes.items()}
-    shapes = {"model.layers": LAYERS, "model.vocab_size": 64, "data.batch_size": DATA * MICROBATCHES * ROWS, "data.sequence_length": LENGTH}
+    shapes = {
+        "model.layers": LAYERS,
+        "model.vocab_size": 64,
+        "data.batch_size": DATA * MICROBATCHES * ROWS,
+        "data.sequence_length": LENGTH,
+    }
     cfg = small.config((DATA, 1, 1), "1f1b", 1, MICROBATCHES, shapes | changes)
     step = make_step(cfg, small.mesh_of(cfg))
     with jax.set_mesh(step.mesh):
@@ -68,7 +110,8 @@ SHARES = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}
 
 @pytest.mark.parametrize("zero", small.named([3], [0, 1, 2]))
 def test_memory(zero):
-    """Rajbhandari et al. 2020, with float32 gradients: bytes per parameter that a device has, and that the data shards share."""
+    """Rajbhandari et al. 2020, with float32 gradients: bytes per parameter that a device has, and
+    that the data shards share."""
     whole, shared = SHARES[zero]
     step, program, memory = compiled("train", parallel__zero=zero)
     parameters, targets = step.parts.parameter_count, MICROBATCHES * ROWS * LENGTH
@@ -94,19 +137,29 @@ def elements(program: Program) -> collections.Counter:
 def test_each_layer_is_gathered_for_its_op_and_reduced_after_it(remat):
     step, program, _ = compiled("gradients", parallel__zero=3, pipeline__remat=remat)
     size = lambda tree: sum(s.size for s in jax.tree.leaves(tree))
-    layer, head, width = size(step.parts.specs["layer"]), size(step.parts.specs["head"]), step.parts.cfg.width
+    layer, head, width = (
+        size(step.parts.specs["layer"]),
+        size(step.parts.specs["head"]),
+        step.parts.cfg.width,
+    )
     tokens = ROWS * LENGTH
     found = elements(program)
     assert found["all-gather"] == MICROBATCHES * (2 * LAYERS * layer + head + DATA * tokens)
     assert found["reduce-scatter"] == MICROBATCHES * (LAYERS * layer + head) // DATA
-    assert found["all-to-all"] == MICROBATCHES * 2 * tokens * width  # rows of the embedding, and their gradients; not the table
+    # rows of the embedding, and their gradients; not the table
+    assert found["all-to-all"] == MICROBATCHES * 2 * tokens * width
     assert found["all-reduce"] <= 8  # the loss and the number of tokens
 
 
 def test_gathered_once_a_step():
-    step, program, _ = compiled("gradients", parallel__zero=3, parallel__gather="step", parallel__reduce="step")
+    step, program, _ = compiled(
+        "gradients", parallel__zero=3, parallel__gather="step", parallel__reduce="step"
+    )
     found = elements(program)
-    assert found["all-gather"] == step.parts.parameter_count and found["reduce-scatter"] == step.parts.parameter_count // DATA
+    assert (
+        found["all-gather"] == step.parts.parameter_count
+        and found["reduce-scatter"] == step.parts.parameter_count // DATA
+    )
     assert not found["all-to-all"]
 
 
