@@ -54,7 +54,7 @@ class Resumption:
                 if choice.step
                 else "there is no whole checkpoint"
             )
-            cluster.say(f"passed over in {self.directory}: {choice}; {rest}")
+            cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
         if choice.meta:
             self._refuse(choice.meta)
         return choice
@@ -71,7 +71,7 @@ class Resumption:
     def say_changes(self, choice: Choice) -> None:
         """Lists the settings that are not those of the checkpoint."""
         if choice.meta and (changed := changes(choice.meta.stored_config(), self.config)):
-            cluster.say(
+            cluster.log(
                 f"changed since the checkpoint of step {choice.step}:",
                 *(f"  {change}" for change in changed),
             )
