@@ -52,42 +52,7 @@ def fences(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-# --- the map of files -----------------------------------------------------------------------------
-
-
-def mapped() -> list[str]:
-    """The paths in the map of docs/architecture.md: a folder ends with a slash, and what is
-    indented below it is in it."""
-    paths, folders = [], {}
-    for line in fences(section(ARCHITECTURE, "Files"), "text")[0].splitlines():
-        indent, name = len(line) - len(line.lstrip()), line.split()[0]
-        path = folders.get(indent - 2, "") + name
-        if name.endswith("/"):
-            folders[indent] = path
-        paths.append(path)
-    return paths
-
-
-def test_the_map_has_every_file_and_no_other():
-    patterns = (
-        "jaxtrain/**/*.py",
-        "configs/*.py",
-        "benchmarks/*.py",
-        "scripts/*.*",
-        "scripts/launch/*.*",
-        "docs/*.*",
-    )
-    sources = {
-        str(path.relative_to(ROOT))
-        for pattern in patterns
-        for path in ROOT.glob(pattern)
-        if path.name != "__init__.py"
-    }
-    assert not (missing := sources - set(mapped())), f"not in the map of files: {missing}"
-    assert not (gone := [path for path in mapped() if not (ROOT / path).exists()]), (
-        f"only in the map of files: {gone}"
-    )
-    assert len(set(mapped())) == len(mapped())
+# --- the README -----------------------------------------------------------------------------------
 
 
 def test_the_readme_is_short_and_has_every_room():
