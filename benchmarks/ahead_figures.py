@@ -11,7 +11,7 @@ import step_flops
 from jaxtrain.hlo.cost import Costs
 from jaxtrain.hlo.program import Instruction
 from jaxtrain.hlo.step_figures import GROUPED, StepFigures
-from jaxtrain.training.step import step_counts
+from jaxtrain.training.sizes import step_counts
 
 LARGE = 1e6  # bytes of a copy that counts
 LISTED = 5  # of the largest copies and square arrays

@@ -82,7 +82,7 @@ def measure(config: Config, setup: Setup) -> tuple[float, ...]:
     cluster.log("measuring op times")
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
-        times = measured_times(config, make_step(config, mesh, setup))
+        times = measured_times(make_step(config, mesh, setup), config.model.vocab_size)
     return tuple(cluster.from_main(lambda: times, OpTimesError))
 
 

@@ -47,10 +47,10 @@ from jaxtrain.plan.explain import aligned
 from jaxtrain.plan.predict import predict, with_op_times
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.training.step import step_counts
+from jaxtrain.training.sizes import step_counts
 
 GIB = 2**30
-# The planner's part → the kind of `training.step.state_memory` that the compiled program holds of
+# The planner's part → the kind of `training.sizes.state_memory` that the compiled program holds of
 # it.
 PARTS = {
     "weights": "parameters",

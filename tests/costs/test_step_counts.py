@@ -19,7 +19,8 @@ from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.traffic import FEW
-from jaxtrain.training.step import make_step, step_counts
+from jaxtrain.training.sizes import step_counts
+from jaxtrain.training.step import make_step
 
 sys.path.append(str(ROOT / "benchmarks"))
 import step_flops

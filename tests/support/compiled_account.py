@@ -11,13 +11,13 @@ from jaxtrain.hlo.cost import Costs
 from jaxtrain.hlo.loops import StepLoops, op_in
 from jaxtrain.hlo.program import Instruction, Program
 from jaxtrain.hlo.traffic import collectives
-from jaxtrain.training.step import Step, abstract_batch, make_step
+from jaxtrain.training.step import Step, make_step
 
 
 def compile_train(cfg: Config, mesh: jax.sharding.Mesh) -> tuple[Step, Program]:
     step = make_step(cfg, mesh)
     with jax.set_mesh(step.mesh):
-        made = step.train.lower(step.abstract_state(), abstract_batch(cfg, step)).compile()
+        made = step.train.lower(step.abstract_state(), step.abstract_batch).compile()
     return step, Program(made.as_text())
 
 
