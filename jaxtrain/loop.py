@@ -178,7 +178,7 @@ def run(
                 Requests(mesh, signals, saves, config.checkpoint.minutes, config.checkpoint.grace),
             )
             speedometer, room = Speedometer(config, step, start, clock), config.model.expert_room
-            judge = Judge(config.train, data.rows_of, Memory.from_json(choice.memory), start)
+            judge = Judge(config.train, data.describe, Memory.from_json(choice.memory), start)
             finite, copies = Finiteness(mesh), Copies(mesh, state)
             reporter = Reporter(
                 calendar,
