@@ -48,7 +48,7 @@ from jaxtrain.data.tokenizer import (
     load_tokenizer,
     tokenizer_from,
 )
-from jaxtrain.run import streams, terminal
+from jaxtrain.run import streams
 
 __all__ = [
     "Corpus",
@@ -165,7 +165,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
             f"data.source={data.source}: {link} is a link to a folder, which is not followed"
             for link in source.linked_folders
         ]
-        streams.say(*corpus.skipped.lines(data.source), *links)
+        streams.log(*corpus.skipped.lines(data.source), *links)
     return corpus
 
 
@@ -363,7 +363,7 @@ class _Progress:
     def __init__(self, name: str, total: int, shown: bool):
         self._name, self._total, self._shown, self._began = name, total, shown, time.perf_counter()
         self._done = self._read = 0
-        self._line = terminal.Line(sys.stderr, shown)
+        self._line = streams.TerminalLine(sys.stderr, shown)
 
     def update(self, size: int, read: int) -> None:
         """Adds `size` bytes of files, which held `read` bytes of text, and draws the line."""
@@ -380,7 +380,7 @@ class _Progress:
         if self._shown:
             what = f"{_amount(self._read)}, {documents:,} documents, {tokens:,} tokens"
             seconds = time.perf_counter() - self._began
-            streams.say(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
+            streams.log(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
 
     def __enter__(self) -> "_Progress":
         return self
