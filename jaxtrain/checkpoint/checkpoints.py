@@ -164,7 +164,7 @@ class Checkpoints:
                 if choice.step
                 else "there is no whole checkpoint"
             )
-            cluster.say(f"passed over in {self.directory}: {choice}; {rest}")
+            cluster.log(f"passed over in {self.directory}: {choice}; {rest}")
         if choice.meta:
             self._refuse(choice.meta)
         return choice
@@ -187,7 +187,7 @@ class Checkpoints:
 
     def _say_changes(self, choice: Choice) -> None:
         if choice.meta and (changed := changes(choice.meta.stored_config(), self._config)):
-            cluster.say(
+            cluster.log(
                 f"changed since the checkpoint of step {choice.step}:",
                 *(f"  {change}" for change in changed),
             )
