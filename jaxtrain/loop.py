@@ -18,7 +18,6 @@ from collections.abc import Iterator
 import jax
 from etils import epath
 
-from jaxtrain import stored_times
 from jaxtrain.checkpoint.keeping import Keep
 from jaxtrain.checkpoint.local_restore import Saved
 from jaxtrain.checkpoint.local_run import LocalCheckpoints
@@ -26,14 +25,15 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.checkpoint.restoring import restore_newest
 from jaxtrain.checkpoint.rollback import roll_back
-from jaxtrain.checkpoint.steps import Choice, Meta
-from jaxtrain.config import Config, history, to_dict
-from jaxtrain.config.pipeline_setup import Setup
+from jaxtrain.checkpoint.steps import VERSION, Choice, Meta
+from jaxtrain.config import Config, to_dict
 from jaxtrain.data.loader import Feed
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
+from jaxtrain.pipeline import op_times
+from jaxtrain.pipeline.setup import Setup
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
 from jaxtrain.resumption import Resumption, folder_of_checkpoints
@@ -354,9 +354,11 @@ def _open_log(
         folder.mkdir(parents=True, exist_ok=True)
         with warned(folder / "config.json", cluster.say):
             (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-        if stored_times.to_keep(config, unresolved):
-            with warned(folder / stored_times.OP_TIMES, cluster.say):
-                stored_times.keep(config, folder)
+        if op_times.worth_storing(config, unresolved):
+            with warned(folder / op_times.OP_TIMES, cluster.say):
+                op_times.store(
+                    config, folder, f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+                )
     progress = Progress(config.train.steps, start, shown=main)
     return MetricsWriter(
         folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.say
@@ -370,7 +372,7 @@ def _meta(
     tokenizer = corpus.tokenizer.describe()
     return Meta(
         to_dict(config),
-        history.VERSION,
+        VERSION,
         at,
         position,
         wall_s,

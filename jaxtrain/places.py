@@ -29,12 +29,13 @@ from jaxtrain.checkpoint.steps import CONFIG
 from jaxtrain.config import Config, addresses
 from jaxtrain.config.errors import UsageError
 from jaxtrain.data import row_log
+from jaxtrain.pipeline.op_times import OP_TIMES
 from jaxtrain.plan.compare import PLANNED
 from jaxtrain.run import goodput_log, metrics, run_lock, write_trial
 from jaxtrain.run.exit_status import ExitStatus, RunError
 from jaxtrain.run.write_trial import Refusal
 
-OP_TIMES, PROFILE_FOLDER = "op_times.json", "profile"
+PROFILE_FOLDER = "profile"
 FILES = (  # of process 0 in the run's folder
     *(CONFIG, OP_TIMES, PLANNED, run_lock.NAME, goodput_log.GOODPUT_FILE, goodput_log.GOODPUT_PLOT),
     *(metrics.METRICS_FILE, metrics.ROLLED_BACK_FILE, metrics.LOSS_PLOT),

@@ -11,11 +11,12 @@ from etils import epath
 from jaxtrain.checkpoint import stores
 from jaxtrain.checkpoint.manager import choose_together
 from jaxtrain.checkpoint.steps import NONE, Choice, Meta
-from jaxtrain.config import Config, ConfigError, history
-from jaxtrain.config.continuing import changes
-from jaxtrain.config.surroundings import Surroundings
+from jaxtrain.config import Config, ConfigError
+from jaxtrain.config.checks import Environment, check_resume
+from jaxtrain.config.resume import changes
 from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
+from jaxtrain.pipeline.checks import RULES, with_tables
 
 
 def folder_of_checkpoints(config: Config, workdir: pathlib.Path) -> epath.Path:
@@ -96,7 +97,7 @@ class Resumption:
 
     def _refuse(self, meta: Meta) -> None:
         """ConfigError where the config cannot continue a checkpoint with this meta."""
-        surroundings = Surroundings(
-            jax.device_count(), jax.default_backend(), self.recipe, files=True
+        environment = Environment(
+            jax.device_count(), jax.default_backend(), self.recipe, rules=RULES
         )
-        history.refuse_to_continue(meta.config, meta.version, self.unresolved, surroundings)
+        check_resume(meta.stored_config(), self.unresolved, with_tables(environment))

@@ -14,7 +14,6 @@ import math
 import re
 
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs import hardware
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
 from jaxtrain.hlo.cost import GPU_MEMORY, TPU_MEMORY, Costs, target
@@ -22,6 +21,7 @@ from jaxtrain.hlo.loops import Run, StepLoops
 from jaxtrain.hlo.program import Instruction
 from jaxtrain.hlo.topology import PLATFORMS, Compiled
 from jaxtrain.hlo.traffic import collectives
+from jaxtrain.pipeline.setup import make_setup
 
 # Custom calls that compute nothing by themselves, or are counted as products
 NO_KERNELS = re.compile(

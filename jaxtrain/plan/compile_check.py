@@ -26,7 +26,6 @@ from jaxtrain.config import Config, ConfigError, checks, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
-from jaxtrain.config.work import step_model_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import Memory
 from jaxtrain.devices.mesh import sizes_of
@@ -42,6 +41,7 @@ from jaxtrain.hlo.topology import (
     compile_config,
     compilers,
 )
+from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.explain import aligned
 from jaxtrain.plan.predict import predict, with_op_times

@@ -12,13 +12,13 @@ from support.small import Case
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs.collectives import sent
 from jaxtrain.costs.step_counts import Entry
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
 from jaxtrain.devices.mesh import AXES
 from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.traffic import FEW
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.training.step import make_step, step_counts
 
 sys.path.append(str(ROOT / "benchmarks"))

@@ -4,11 +4,11 @@ import pytest
 from support import small
 from support.step_text import CONFIG, STEP, TICK, TICKS
 
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs import hardware
 from jaxtrain.hlo.loops import StepLoops, scope_of
 from jaxtrain.hlo.step_figures import StepFigures
 from jaxtrain.hlo.topology import Compiled
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.schedule.columns import columns
 
 H100_BYTES_PER_S = 1e9 * hardware.load("h100").memory_gb_per_s
