@@ -26,7 +26,7 @@ from jaxtrain.config.recipes import find_recipe, load_recipe
 from jaxtrain.devices import cluster_environment
 from jaxtrain.devices.cluster_environment import SIMULATED_DEVICES
 from jaxtrain.devices.startup import start_jax
-from jaxtrain.pipeline.checks import RULES, with_tables
+from jaxtrain.pipeline.checks import RULES, RULES_WITH_TABLES
 from jaxtrain.run.exit_status import ExitStatus, RunError
 
 T = TypeVar("T")
@@ -174,7 +174,8 @@ def _refusal(
         environment = dataclasses.replace(
             environment, devices=jax.device_count(), platform=jax.default_backend()
         )
-    return checks.error_of(config, with_tables(environment))
+    environment = dataclasses.replace(environment, rules=RULES_WITH_TABLES)
+    return checks.error_of(config, environment)
 
 
 def check_cluster(namespace: types.SimpleNamespace) -> None:

@@ -24,9 +24,8 @@ from jaxtrain.pipeline.checks import RULES, check_run
 from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.goodput import Part, WallClock
-from jaxtrain.run.search_progress import SearchProgress
-from jaxtrain.run.start_up import imports_without_collection
+from jaxtrain.run.progress import SearchProgress
+from jaxtrain.run.wall_clock import Part, WallClock, imports_without_collection
 
 DESCRIPTION = """
 Trains a transformer as a recipe says, on all devices of a mesh.
@@ -144,7 +143,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         ready = check_and_find_tables(with_planned_times(config, flags, folder), flags.recipe)
         if not ready:
             return None
-        cluster.say(
+        cluster.log(
             *(
                 f"note: {note}"
                 for note in (*elastic_notes(config, ready.config), *unused_settings(ready.config))
@@ -152,7 +151,7 @@ def _train(argv: Sequence[str], recipe: Config | None, clock: WallClock) -> Exit
         )
         plan = dry_run(ready.resolved, ready.setup, clock) if flags.dry_run else None
     if plan:
-        cluster.say(plan.json() if flags.json else "\n".join(plan.lines()))
+        cluster.log(plan.json() if flags.json else "\n".join(plan.lines()))
         return ExitStatus.FINISHED
     ready = with_measured_times(ready, flags, folder)
     if not ready:
@@ -240,7 +239,7 @@ def with_planned_times(
     resolved = meshed.resolve()
     times = None if flags.dry_run else stored_times(resolved, folder)
     if times:
-        cluster.say(op_times.describe(times))
+        cluster.log(op_times.describe(times))
     return replace(config, {"pipeline.times": planned_times(resolved) if times is None else times})
 
 
@@ -262,7 +261,7 @@ def with_measured_times(
     if times is None and not flags.replay:
         times = measured_times(ready.resolved, ready.setup)
     if times is not None:
-        cluster.say(op_times.describe(times))
+        cluster.log(op_times.describe(times))
     return (
         check_and_find_tables(replace(ready.config, {"pipeline.times": times}), flags.recipe)
         if times

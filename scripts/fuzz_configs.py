@@ -22,7 +22,7 @@ from jaxtrain.config.checks import Environment, first_violation
 from jaxtrain.config.flags import SHARED_FLAGS, apply, read_flags
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.recipes import load_recipe
-from jaxtrain.pipeline.checks import RULES, check_run, with_tables
+from jaxtrain.pipeline.checks import RULES_WITH_TABLES, check_run
 from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.run.exit_status import RunError
 from jaxtrain.schedule.orders import SCHEDULES
@@ -187,7 +187,7 @@ def works(flags: list[str], devices: int) -> bool:
     reading = read_flags(flags, "", (*SHARED_FLAGS, *train.FLAGS), with_config=True)
     recipe = load_recipe(RECIPE)
     config = apply(recipe, reading.overrides)
-    environment = with_tables(Environment(devices, "cpu", recipe, rules=RULES))
+    environment = Environment(devices, "cpu", recipe, rules=RULES_WITH_TABLES)
     if reading.errors or first_violation(config, environment):
         return False
     make_setup(filled(config, devices).resolve())

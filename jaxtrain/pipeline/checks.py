@@ -1,6 +1,5 @@
 """Rules about what a run needs besides its settings: files, hardware, tables. No jax."""
 
-import dataclasses
 import difflib
 import functools
 import os
@@ -30,11 +29,6 @@ def check_run(
     environment = Environment(device_count, platform, recipe, rules=(*RULES, tables))
     checks.check(config, environment)
     return filled(config, device_count)
-
-
-def with_tables(environment: Environment) -> Environment:
-    """The environment with a further rule: that the config's tables can be made."""
-    return dataclasses.replace(environment, rules=(*environment.rules, tables_can_be_made))
 
 
 def _source_exists(config: Config) -> Iterator[Violation]:
@@ -108,3 +102,5 @@ RULES: tuple[Rule, ...] = (
     _schedule_exists,
     _hardware_is_known,
 )
+# a suggestion has to keep this one too; a run checks it with a report, for it may take long
+RULES_WITH_TABLES: tuple[Rule, ...] = (*RULES, tables_can_be_made)

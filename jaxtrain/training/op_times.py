@@ -133,7 +133,7 @@ def measured_times(config: Config, setup: Setup) -> tuple[float, ...]:
 
     config: resolved, of a mesh with several stages. Every process of a run must call this.
     """
-    cluster.say("measuring op times")
+    cluster.log("measuring op times")
     mesh = make_mesh(sizes_of(config.mesh))
     with jax.set_mesh(mesh):
         step = make_step(config, mesh, setup)
@@ -162,7 +162,7 @@ def planned_times(config: Config) -> tuple[float, ...]:
     if hardware is None or config.precision.compute not in hardware.peak_tflops:
         return ()
     times = planned_op_times(config, hardware)
-    cluster.say(describe(times, f"planned for {hardware.name}"))
+    cluster.log(describe(times, f"planned for {hardware.name}"))
     return times
 
 

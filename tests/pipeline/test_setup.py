@@ -9,7 +9,7 @@ from support import small
 from jaxtrain import config as configs
 from jaxtrain.config import ConfigError
 from jaxtrain.config.checks import Environment, error_of
-from jaxtrain.pipeline.checks import RULES, with_tables
+from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.pipeline.setup import make_setup, times_of
 from jaxtrain.pipeline.step_model import transformer_of
 from jaxtrain.schedule.by_name import make_table
@@ -156,7 +156,7 @@ def test_what_a_file_needs_is_suggested_at_once(tmp_path):
         configs.Config(),
         {"model.layers": 8, "mesh.stage": 2, "mesh.model": 3, "pipeline.schedule": f"csv:{path}"},
     )
-    environment = with_tables(Environment(8, "cpu", configs.Config(), rules=RULES))
+    environment = Environment(8, "cpu", configs.Config(), rules=RULES_WITH_TABLES)
     error = error_of(config, environment)
     assert error is not None
     changes = error.fixes[0]
@@ -181,7 +181,7 @@ def test_a_broken_file_is_refused_with_schedules_that_work(tmp_path):
     config = configs.replace(
         configs.Config(), {"mesh.stage": 2, "pipeline.schedule": f"csv:{path}"}
     )
-    error = error_of(config, with_tables(Environment(2, "cpu", rules=RULES)))
+    error = error_of(config, Environment(2, "cpu", rules=RULES_WITH_TABLES))
     assert error is not None and str(error).count(": use ") == 1
     assert str(error).endswith(": use --config.pipeline.schedule=gpipe (or 1f1b)")
 
