@@ -134,7 +134,7 @@ def run(
             device_kind = mesh.devices.flat[0].device_kind
             measured = AfterWarmUp(config, device_kind, train, folder, profile, clock, progress.log)
             judge = Judge(
-                config.train, data.rows_of, Memory.from_json(checkpoints.meta.memory), start
+                config.train, data.describe, Memory.from_json(checkpoints.meta.memory), start
             )
             checkpoints.begin(judge, goodput.wall_s, progress.log)
             for part in (checkpoints, log, progress, profile):
