@@ -21,7 +21,7 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.pipeline.op_times import OpTimesError, describe, read
 from jaxtrain.pipeline.setup import Setup
 from jaxtrain.pipeline.step_model import hardware_at_hand, milliseconds, planned_op_times
-from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.columns import (
     EMBED,
     EMBED_GRADIENT,
