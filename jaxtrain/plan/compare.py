@@ -141,7 +141,7 @@ class PlannedStep:
         if self.trace is None:
             return []
         names = (ANY_AXIS if COMMUNICATION in self.trace.exposed else {}) | WAITS
-        planned, measured = collections.Counter[str](), collections.Counter[str]()
+        planned, measured = (collections.defaultdict[str, float](float) for _ in range(2))
         for part, seconds in self.planned.items():
             planned[names.get(part, part)] += seconds
         for part, seconds in self.trace.exposed.items():

@@ -282,8 +282,9 @@ def _collectives(
     compiled: Iterable[StepCollective], planned: Iterable[Entry]
 ) -> list[CollectiveBytes]:
     """Bytes of collectives by kind and axes, those with most bytes first."""
-    sent, size, asynchronous, overlapped, in_plan = (
-        collections.Counter[tuple[str, str]]() for _ in range(5)
+    in_plan = collections.Counter[tuple[str, str]]()
+    sent, size, asynchronous, overlapped = (
+        collections.defaultdict[tuple[str, str], float](float) for _ in range(4)
     )
     for each in compiled:
         key = each.collective.kind, "·".join(each.collective.axes)

@@ -46,8 +46,8 @@ from jaxtrain.hlo.trace import Events, TraceError, TraceEvent, read
 from jaxtrain.parallel.attention import SCOPE
 from jaxtrain.plan.compare import COMMUNICATION, PLANNED, WAITING, PlannedStep, Trace
 from jaxtrain.plan.predict import Prediction
-from jaxtrain.run.goodput import STEPS, Part, WallClock
-from jaxtrain.run.line_file import warned
+from jaxtrain.run.files import warned
+from jaxtrain.run.wall_clock import STEPS, Part, WallClock
 from jaxtrain.training.profile import WARM_UP, Profile
 from jaxtrain.training.recovery import Rollback
 
