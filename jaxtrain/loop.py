@@ -135,7 +135,7 @@ def run(
             plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
             measured = AfterWarmUp(plan, train, folder, profile, clock, progress.log)
             judge = Judge(
-                config.train, data.rows_of, Memory.from_json(checkpoints.meta.memory), start
+                config.train, data.describe, Memory.from_json(checkpoints.meta.memory), start
             )
             checkpoints.begin(judge, goodput.wall_s, progress.log)
             for part in (checkpoints, log, progress, profile):
