@@ -27,6 +27,7 @@ from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
 from jaxtrain.pipeline import op_times
 from jaxtrain.pipeline.setup import Setup
+from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
 from jaxtrain.run.exit_status import ExitStatus
@@ -131,8 +132,8 @@ def run(
             profile = Profile(
                 trace_folder(folder), start, config.train.profile_steps, clock, progress.log
             )
-            device_kind = mesh.devices.flat[0].device_kind
-            measured = AfterWarmUp(config, device_kind, train, folder, profile, clock, progress.log)
+            plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
+            measured = AfterWarmUp(plan, train, folder, profile, clock, progress.log)
             judge = Judge(
                 config.train, data.describe, Memory.from_json(checkpoints.meta.memory), start
             )
