@@ -16,16 +16,17 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from jaxtrain import stored_times
 from jaxtrain.checkpoint.checkpoints import Checkpoints
 from jaxtrain.checkpoint.parameters import load_parameters
 from jaxtrain.config import Config, to_dict
-from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.data.loader import Feed
 from jaxtrain.data.tokens import Corpus, bigram_entropy
 from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.generation.text import sample_text
+from jaxtrain.pipeline import op_times
+from jaxtrain.pipeline.setup import Setup
+from jaxtrain.plan.compare import plan_at_hand
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.plan.report import as_compiled, introduction
 from jaxtrain.run.exit_status import ExitStatus
@@ -189,10 +190,11 @@ class Trainer:
         log = MetricsWriter(self.folder if main else None, tensorboard, start, goodput.wall_s, say)
         traces, count = trace_folder(self.folder), config.train.profile_steps
         self.profile = Profile(traces, start, count, clock, say)
-        kind, program = mesh.devices.flat[0].device_kind, self.programs.train
-        self.measured = AfterWarmUp(config, kind, program, self.folder, self.profile, clock, say)
+        plan = plan_at_hand(config, mesh.devices.flat[0].device_kind).prediction
+        program = self.programs.train
+        self.measured = AfterWarmUp(plan, program, self.folder, self.profile, clock, say)
         detected = DetectorState.from_json(checkpoints.meta.memory)
-        self.detector = SpikeDetector(config.train, self.data.rows_of, detected, start)
+        self.detector = SpikeDetector(config.train, self.data.describe, detected, start)
         checkpoints.begin(self.detector, goodput.wall_s, say)
         for part in (checkpoints, log, self.progress, self.profile):
             closing.callback(part.close)
@@ -408,9 +410,10 @@ def _write_settings(config: Config, unresolved: Config, folder: pathlib.Path) ->
     folder.mkdir(parents=True, exist_ok=True)
     with warned(folder / "config.json", cluster.log):
         (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    if stored_times.to_keep(config, unresolved):
-        with warned(folder / stored_times.OP_TIMES, cluster.log):
-            stored_times.keep(config, folder)
+    if op_times.worth_storing(config, unresolved):
+        devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
+        with warned(folder / op_times.OP_TIMES, cluster.log):
+            op_times.store(config, folder, devices)
 
 
 def _draw_losses(folder: pathlib.Path) -> None:

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxtrain.config import Config
-from jaxtrain.config.work import kind_at_hand, transformer_of
 from jaxtrain.devices import cluster
+from jaxtrain.pipeline.step_model import hardware_at_hand, transformer_of
 from jaxtrain.run.goodput import GoodputLog
 from jaxtrain.run.metrics import MetricsWriter
 from jaxtrain.run.peers import Slowest, Stragglers
@@ -63,7 +63,7 @@ class Speedometer:
 
     def __init__(self, config: Config, step: Step, start: int, clock: WallClock):
         self.tokens_per_step = config.data.batch_size * config.data.sequence_length
-        self._hardware = kind_at_hand(config, step.mesh.devices.flat[0].device_kind)
+        self._hardware = hardware_at_hand(config, step.mesh.devices.flat[0].device_kind)
         self._flops_per_token = transformer_of(config).training_flops_per_token() / step.mesh.size
         self._dtype = config.precision.compute
         self._timer = StepTimer(start, clock=lambda: clock.spent(*STEPS))

@@ -9,8 +9,6 @@ import jax
 from jax.sharding import AbstractMesh
 
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import make_setup
-from jaxtrain.config.work import layout_of, transformer_of
 from jaxtrain.costs.collectives import FLOAT32, Parameters, StepCollectives
 from jaxtrain.costs.step_counts import StepCounts
 from jaxtrain.costs.step_time import bytes_of
@@ -18,6 +16,8 @@ from jaxtrain.devices.mesh import AXES, DATA, sizes_of
 from jaxtrain.devices.sharding import mesh_axes
 from jaxtrain.models.spec import Spec
 from jaxtrain.parallel.zero import Reduction
+from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.pipeline.step_model import layout_of, transformer_of
 from jaxtrain.runtime.loss import cut_count
 from jaxtrain.training.state import Layout, bytes_per_device
 from jaxtrain.training.step import Step, make_layout

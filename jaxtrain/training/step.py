@@ -14,13 +14,13 @@ from jax.stages import Wrapped
 from jax.typing import ArrayLike
 
 from jaxtrain.config import Config, ConfigError, DataConfig, OptimizerConfig
-from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.mesh import CONTEXT, batch_shards
 from jaxtrain.devices.sharding import BATCH_SPEC
 from jaxtrain.models.transformer import Parts, build
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Zero
+from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.runtime.runtime import LossesAndGradients, Runtime
 from jaxtrain.training import balance, diloco
 from jaxtrain.training.optimizer import learning_rate, make_optimizer, updates_made
