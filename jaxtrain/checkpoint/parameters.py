@@ -12,7 +12,7 @@ from jaxtrain.checkpoint.manager import restore
 from jaxtrain.config import Config
 from jaxtrain.devices.mesh import AXES, MODEL, make_mesh
 from jaxtrain.models.spec import Spec
-from jaxtrain.models.transformer import Parts, build
+from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.state import Layout
 
@@ -22,7 +22,7 @@ def load_parameters(
     step: int,
     config: Config,
     devices: Sequence[jax.Device] | None = None,
-) -> tuple[Parts, dict]:
+) -> tuple[ModelParts, dict]:
     """A step's model and parameters, whatever mesh and schedule saved them → (parts, {"embed",
     "layers" (leaves [L, ...]), "head"}).
 

@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxtrain.devices.mesh import DATA, STAGE, psum
 from jaxtrain.devices.sharding import constrain
-from jaxtrain.models.transformer import Parts, add_position_gradient
+from jaxtrain.models.transformer import ModelParts, add_position_gradient
 from jaxtrain.parallel import context
 from jaxtrain.parallel.vocabulary import add_lookup_gradient
 from jaxtrain.parallel.zero import (
@@ -137,7 +137,7 @@ class EmbeddingAndHead:
     [B, T, D].
     """
 
-    parts: Parts
+    parts: ModelParts
     loss_chunk: int
     dtype: jnp.dtype
     first_stage: int
@@ -227,7 +227,7 @@ class EmbeddingAndHead:
         """The tokens' rows of this stage's part of the table."""
         by_columns = self.zero.gathers_in_ops and self.reductions["embed"]["table"].over_data
         rows = (all_sequences(tokens) if by_columns else tokens) - self._first_row(embed["table"])
-        x = self.parts.embed(embed, rows, self.dtype, method="lookup")
+        x = self.parts.embedder(embed).lookup(rows, self.dtype)
         return to_own_sequences(x) if by_columns else x
 
     def _add_lookup(self, table, lookup: _Lookup):
@@ -249,7 +249,7 @@ class EmbeddingAndHead:
     def _first_layers(self, constants: Constants, microbatch, x, run: Callable):
         """x = run(layer, its parameters, x) for each dense layer before the first unit."""
         extra = self.extra(constants.batch, microbatch)
-        layer = lambda params, x: self.parts.first(params, x, *extra)
+        layer = lambda params, x: self.parts.dense_block(params)(x, *extra)
         for i in map(str, range(self.parts.cfg.dense_layers)):
             x = run(
                 layer, self._whole(constants.params["first"][i], self.reductions["first"][i]), x
@@ -263,12 +263,8 @@ class EmbeddingAndHead:
         x = self._lookup(params, tokens)
         if "positions" in params:
             params["positions"] = self._whole(params["positions"], reductions["positions"])
-        return self.parts.embed(
-            params,
-            psum(x, self._shared_axes) if self.shared else x,
-            positions,
-            method="add_positions",
-        )
+        x = psum(x, self._shared_axes) if self.shared else x
+        return self.parts.embedder(params).add_positions(x, positions)
 
     def embed_gradient(self, sums: Tree, constants: Constants, microbatch, g: jax.Array) -> Tree:
         """The gradient sums of the embedding, and of the dense layers behind it, with those of a
@@ -327,7 +323,7 @@ class EmbeddingAndHead:
     def _head(self, params: Tree) -> tuple[Callable, VocabularyPart]:
         """(head: (params, x) → logits, its part of the vocabulary)."""
         first_row = self._first_row(params.get("table", params["head"].get("table")))
-        head = lambda params, x: self.parts.head(params["head"], x, params.get("table"), first_row)
+        head = lambda params, x: self.parts.head(params["head"])(x, params.get("table"), first_row)
         return head, VocabularyPart(first_row, self._shared_axes)
 
     def loss(self, constants: Constants, microbatch, y: jax.Array) -> jax.Array:
@@ -396,8 +392,8 @@ class EmbeddingAndHead:
         """
         head, part = self._head(params)
         extra = self.extra(constants.batch, microbatch)
-        follow = lambda norm, module, y, rows: self.parts.predictor(
-            module, self.parts.norm(norm, y), rows, *extra
+        follow = lambda norm, module, y, rows: self.parts.predictor(module)(
+            self.parts.norm(norm)(y), rows, *extra
         )
         loss, stream, norm = state.mtp_loss, y, params["head"]["norm"]
         modules: list[_Module] = []

@@ -31,7 +31,7 @@ from jaxtrain.devices.mesh import (
 from jaxtrain.devices.sharding import BATCH_SPEC, constrain, local_shape, restricted
 from jaxtrain.models.layers import SPLIT
 from jaxtrain.models.spec import Spec
-from jaxtrain.models.transformer import Parts
+from jaxtrain.models.transformer import ModelParts
 from jaxtrain.parallel import context, host_memory, replicas
 from jaxtrain.parallel.heads import row_major
 from jaxtrain.parallel.tensor import TOKENS
@@ -97,7 +97,7 @@ class Runtime:
     offload_activations: what the forward leaves for the backward lies in the host's memory
     """
 
-    parts: Parts
+    parts: ModelParts
     placement: Placement
     slotted: SlottedTable | None
     mesh: Mesh
@@ -336,7 +336,7 @@ class Runtime:
         return lax.scan(lambda state, columns: (tick(state, columns), None), state, ticks)[0]
 
     def _layer(self, params, x, extra):
-        return row_major(self.parts.block(params, row_major(x, TOKENS), *extra), TOKENS)
+        return row_major(self.parts.block(params)(row_major(x, TOKENS), *extra), TOKENS)
 
     def _split(self, message: tuple[int, ...], extra) -> LayerSplit:
         """One layer's ops, on activations of this shape [B, T, D] on a device."""

@@ -20,7 +20,7 @@ from jaxtrain.costs.step_time import bytes_of
 from jaxtrain.devices.compiler_options import compiler_options
 from jaxtrain.devices.mesh import AXES, CONTEXT, batch_shards, sizes_of
 from jaxtrain.devices.sharding import BATCH_SPEC
-from jaxtrain.models.transformer import Parts, build
+from jaxtrain.models.transformer import ModelParts, build
 from jaxtrain.parallel import host_memory, replicas
 from jaxtrain.parallel.zero import Zero
 from jaxtrain.runtime.loss import cut_count
@@ -48,7 +48,7 @@ class Step:
     host_pools:   the pools in the host's memory
     """
 
-    parts: Parts
+    parts: ModelParts
     layout: Layout
     setup: Setup
     optimizer: optax.GradientTransformation
