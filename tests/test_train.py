@@ -25,7 +25,7 @@ from support.train_runs import settings
 
 from jaxtrain.checkpoint.keeping import read_losses
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.goodput_log import REDONE, USEFUL, Goodput, read_goodput
+from jaxtrain.run.goodput import REDONE, USEFUL, Goodput, read_goodput
 
 STEPS = 48  # of the run that is never stopped, and of those that are killed
 RESUMED, GOES_ON = 6, 12  # where other meshes take over, and until where

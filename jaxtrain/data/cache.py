@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from jaxtrain.config import flag_text
 from jaxtrain.data.tokenizer import DataError
-from jaxtrain.run import streams, write_trial
+from jaxtrain.run import files, streams
 from jaxtrain.run.exit_status import ExitStatus
 
 
@@ -70,7 +70,7 @@ def _instead(root: pathlib.Path, full: bool) -> str:
         if (
             place.resolve() != root
             and not (full and _disk(place) == _disk(root))
-            and write_trial.of_folder(place) is None
+            and files.try_folder(place) is None
         ):
             return f"use {flag_text('config.data.cache', str(place))} (or another folder {which})"
     return f"name a folder {which} with --config.data.cache"
@@ -152,7 +152,7 @@ def _locked(path: pathlib.Path, progress: bool) -> Iterator[bool]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if progress:
-                    streams.say(f"waiting for another process that prepares {path.stem}")
+                    streams.log(f"waiting for another process that prepares {path.stem}")
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:
                 yield False

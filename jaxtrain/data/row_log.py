@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 
 from jaxtrain.run import streams
-from jaxtrain.run.line_file import LineFile
+from jaxtrain.run.files import LineFile
 
 FOLDER = "rows"
 
@@ -32,7 +32,7 @@ class RowLog:
     def __init__(self, workdir: str | os.PathLike, process: int, processes: int):
         path, self._processes = pathlib.Path(workdir) / FOLDER / f"{process}.jsonl", processes
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = LineFile(path, streams.say)
+        self._file = LineFile(path, streams.log)
 
     def write(self, batch: int, rows: Mapping[int, int | None]) -> None:
         """One line. rows: place in the batch → row of the split, of those that this process has

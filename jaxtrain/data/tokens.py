@@ -49,7 +49,7 @@ from jaxtrain.data.tokenizer import (
     load_tokenizer,
     tokenizer_from,
 )
-from jaxtrain.run import streams, terminal
+from jaxtrain.run import streams
 
 __all__ = [
     "Corpus",
@@ -167,7 +167,7 @@ def prepare(data: Any, vocab_size: int, progress: bool = True) -> Corpus:
             f"{error.filename or data.source}: {error.strerror or error}"
         ) from error
     if progress:
-        streams.say(
+        streams.log(
             *corpus.skipped.lines(data.source),
             *(
                 f"data.source={data.source}: {link} is a link to a folder, which is not followed"
@@ -373,7 +373,7 @@ class _Progress:
     def __init__(self, name: str, total: int, shown: bool):
         self._name, self._total, self._shown, self._began = name, total, shown, time.perf_counter()
         self._done = self._read = 0
-        self._line = terminal.Line(sys.stderr, shown)
+        self._line = streams.TerminalLine(sys.stderr, shown)
 
     def update(self, size: int, read: int) -> None:
         """`size` more bytes of the files, which held `read` bytes."""
@@ -390,7 +390,7 @@ class _Progress:
         if self._shown:
             what = f"{_amount(self._read)}, {documents:,} documents, {tokens:,} tokens"
             seconds = time.perf_counter() - self._began
-            streams.say(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
+            streams.log(f"prepared {self._name}: {what} in {seconds:.1f} s, {self._speed()}")
 
     def __enter__(self) -> "_Progress":
         return self
