@@ -16,13 +16,13 @@ import re
 from instruction_costs import GPU_MEMORY, TPU_MEMORY, InstructionCosts
 
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.costs import hardware
 from jaxtrain.devices.mesh import AXES, batch_shards, sizes_of
 from jaxtrain.hlo.collectives import step_collectives
 from jaxtrain.hlo.loops import Executed, StepLoops, op_in
 from jaxtrain.hlo.program import GROUPED, Instruction
 from jaxtrain.hlo.topology import PLATFORMS, Compiled
+from jaxtrain.pipeline.setup import make_setup
 
 FLOATS = ("bf16", "f16", "f32")
 

@@ -23,13 +23,13 @@ sys.path.append(str(ROOT / "scripts"))
 import try_docs
 
 from jaxtrain import cli, generate, launch, train
+from jaxtrain import show_schedule as schedule_command
 from jaxtrain.__main__ import COMMANDS
 from jaxtrain.checkpoint import __main__ as checkpoint_command
 from jaxtrain.config import Config, checks, fields
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.devices import cluster_environment
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.plan import __main__ as plan_command
-from jaxtrain.schedule import __main__ as schedule_command
 from jaxtrain.schedule.by_name import make_table
 from jaxtrain.schedule.orders import CSV, SCHEDULES
 from jaxtrain.schedule.slots import assign_slots

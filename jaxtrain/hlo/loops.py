@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.hlo.program import Instruction, Program
+from jaxtrain.pipeline.setup import Setup
 from jaxtrain.schedule.columns import columns
 
 SCOPE = re.compile(

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config import Config
-from jaxtrain.config.work import kind_at_hand
 from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.step_time import BUBBLE, COMMUNICATION_AXES, FIXED
+from jaxtrain.pipeline.step_model import hardware_at_hand
 from jaxtrain.plan.predict import Prediction, exactly, predict
 
 PLANNED = "planned.json"
@@ -64,7 +64,7 @@ def plan_at_hand(config: Config, device_kind: str) -> PlanAtHand:
 
     device_kind: jax's name of the devices, which count unless `train.hardware` names others
     """
-    kind = kind_at_hand(config, device_kind)
+    kind = hardware_at_hand(config, device_kind)
     if kind is None:
         use = "python -m jaxtrain.plan --calibrate --out=FILE measures it, for train.hardware=FILE"
         unknown = f"{device_kind!r} is not known: {use}"

@@ -24,9 +24,7 @@ from typing import Any
 from jaxtrain.config import Config, ConfigError, checks, one_line
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
-from jaxtrain.config.work import step_model_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.hardware import GIB
 from jaxtrain.costs.memory import Memory
@@ -45,6 +43,8 @@ from jaxtrain.hlo.topology import (
     compile_config,
     compilers,
 )
+from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.plan import layout_flag
 from jaxtrain.plan.explain import aligned
 from jaxtrain.plan.predict import predict, with_op_times

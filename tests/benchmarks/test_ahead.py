@@ -12,12 +12,12 @@ from step_seconds import StepSeconds
 from support import ROOT
 from support.step_text import CONFIG, STEP, TICKS
 
-from jaxtrain.config.pipeline_setup import make_setup
-from jaxtrain.config.work import planned_op_times
 from jaxtrain.costs.hardware import load
 from jaxtrain.hlo import topology
 from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.topology import INSTALL_COMMAND, Platform, parse
+from jaxtrain.pipeline.setup import make_setup
+from jaxtrain.pipeline.step_model import planned_op_times
 from jaxtrain.schedule.columns import columns
 from jaxtrain.training.step import step_counts
 

@@ -12,7 +12,6 @@ from support.small import Case
 
 from jaxtrain import config as configs
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import Setup, make_setup
 from jaxtrain.costs.collectives import sent
 from jaxtrain.costs.step_counts import Entry
 from jaxtrain.costs.step_time import ATTENTION_BACKWARD
@@ -20,6 +19,7 @@ from jaxtrain.devices.mesh import AXES
 from jaxtrain.hlo.collectives import FEW
 from jaxtrain.hlo.loops import StepLoops
 from jaxtrain.hlo.program import Program
+from jaxtrain.pipeline.setup import Setup, make_setup
 from jaxtrain.training.step import make_step, step_counts
 
 sys.path.append(str(ROOT / "benchmarks"))

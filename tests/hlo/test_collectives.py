@@ -3,10 +3,10 @@
 import pytest
 from support.step_text import CONFIG, STEP, TICKS
 
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.hlo.collectives import FEW, collectives, step_collectives
 from jaxtrain.hlo.loops import StepLoops
 from jaxtrain.hlo.program import Program
+from jaxtrain.pipeline.setup import make_setup
 
 MESH = {"replica": 1, "data": 1, "stage": 2, "context": 1, "expert": 1, "model": 1}
 SIZE = 4 * 64 * 16 * 512  # bytes of the array that the step permutes

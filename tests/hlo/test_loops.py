@@ -4,9 +4,9 @@ import pytest
 from support import small
 from support.step_text import CONFIG, STEP, TICK, TICKS
 
-from jaxtrain.config.pipeline_setup import make_setup
 from jaxtrain.hlo.loops import StepLoops, op_in
 from jaxtrain.hlo.topology import Compiled
+from jaxtrain.pipeline.setup import make_setup
 from jaxtrain.schedule.columns import columns
 
 RUNS = columns(make_setup(CONFIG).train).runs

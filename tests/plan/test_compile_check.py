@@ -7,12 +7,12 @@ import pytest
 from support.compilers import KINDS, compiled_for
 from support.step_text import CONFIG, STEP, TICKS
 
-from jaxtrain.config.work import step_model_of
 from jaxtrain.costs import hardware
 from jaxtrain.costs.memory import memory
 from jaxtrain.hlo import topology
 from jaxtrain.hlo.program import Program
 from jaxtrain.hlo.topology import INSTALL_COMMAND, parse
+from jaxtrain.pipeline.step_model import step_model_of
 from jaxtrain.plan import compile_check
 from jaxtrain.training.step import step_counts
 

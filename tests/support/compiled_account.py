@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import jax
 
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.hlo.collectives import collectives
 from jaxtrain.hlo.loops import StepLoops, op_in
 from jaxtrain.hlo.program import Instruction, Program
+from jaxtrain.pipeline.setup import Setup
 from jaxtrain.training.step import Step, abstract_batch, make_step
 
 
