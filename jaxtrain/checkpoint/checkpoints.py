@@ -1,7 +1,7 @@
 """The checkpoints of one run, as its loop sees them: the one that it resumes from, those that it
 makes, and its way back to an earlier one.
 
-    choose, check_corpus, say_changes     before anything is compiled
+    choose, check_corpus, log_changes     before anything is compiled
     attach, restore                       when the state's layout is known
     begin; due, after, evaluated,         while the run trains
     figures, roll_back
@@ -33,8 +33,9 @@ from jaxtrain.config.settings import CheckpointConfig
 from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES
+from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
-from jaxtrain.training.recovery import Judge, Memory, NumbersError, Rollback
+from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.requests import Request
 from jaxtrain.training.state import TrainState, initial_state, stored_shapes
 from jaxtrain.training.step import Step
@@ -68,6 +69,7 @@ class Checkpoints:
         self.directory = folder_of_checkpoints(config.checkpoint, workdir)
         self._config, self._unresolved, self._recipe = config, unresolved, recipe
         self._workdir, self._before = workdir, before
+        self._intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
         self._choice = Choice(None, None, (), ())
         self._candidates: list[Saved] = []  # local ones, newest first
         self._source = ""
@@ -75,7 +77,7 @@ class Checkpoints:
         self._step: Step
         self._local: LocalCheckpoints
         self._saves: Checkpointer
-        self._judge: Judge
+        self._detector: SpikeDetector
         self._wall_s: Callable[[], float]
 
     # ---------------------------------------------------------------- the one to resume from
@@ -111,9 +113,9 @@ class Checkpoints:
         self._corpus = corpus
         self._refuse_corpus(self._choice)
 
-    def say_changes(self) -> None:
+    def log_changes(self) -> None:
         """Lists the settings that differ from those of the checkpoint."""
-        self._say_changes(self._choice)
+        self._log_changes(self._choice)
 
     def attach(self, step: Step) -> None:
         """Takes the run's step, which knows the state's layout, and looks for local checkpoints
@@ -151,7 +153,7 @@ class Checkpoints:
         def choose_again(damaged: Mapping[int, str]) -> Choice:
             choice = self._choose(damaged)
             self._refuse_corpus(choice)
-            self._say_changes(choice)
+            self._log_changes(choice)
             return choice
 
         state, self._choice = self._restore_newest(step, self._choice, choose_again)
@@ -186,7 +188,7 @@ class Checkpoints:
                 f"then {choice.meta.checksum[:12]}): put it back or use another --workdir"
             )
 
-    def _say_changes(self, choice: Choice) -> None:
+    def _log_changes(self, choice: Choice) -> None:
         if choice.meta and (changed := changes(choice.meta.stored_config(), self._config)):
             cluster.log(
                 f"changed since the checkpoint of step {choice.step}:",
@@ -220,16 +222,16 @@ class Checkpoints:
     # ---------------------------------------------------------------- those that it makes
 
     def begin(
-        self, judge: Judge, wall_s: Callable[[], float], say: Callable[[str], object]
+        self, detector: SpikeDetector, wall_s: Callable[[], float], log: Callable[[str], object]
     ) -> None:
         """Makes ready to save. Persistent saves begin only in `after`.
 
         Args:
-          judge: says whether the run's numbers may be saved; its memory is saved with them.
+          detector: decides whether the run's numbers may be saved; its state is saved with them.
           wall_s: the seconds that the run has run, over all its starts.
-          say: gets a line for each entry that is set aside, and for each save that fails.
+          log: gets a line for each entry that is set aside, and for each save that fails.
         """
-        self._judge, self._wall_s = judge, wall_s
+        self._detector, self._wall_s = detector, wall_s
         self._finite = Finiteness(self._step.mesh)
         settings = self._config.checkpoint
         self._saves = Checkpointer(
@@ -238,9 +240,9 @@ class Checkpoints:
             stored_shapes(self._step.layout, self._step.optimizer),
             Keep(settings.keep, settings.keep_every, settings.keep_best),
             self._choice.strangers,
-            say,
+            log,
         )
-        self._local.begin(self.step, say)
+        self._local.begin(self.step, log)
 
     @property
     def busy(self) -> bool:
@@ -259,17 +261,7 @@ class Checkpoints:
 
     def due(self, at: int) -> bool:
         """Whether the settings ask for a checkpoint after step `at`."""
-        return self._due(at) or self._due_locally(at)
-
-    def _due(self, at: int) -> bool:
-        every = self._config.checkpoint.every
-        return at == self._config.train.steps or (every > 0 and at % every == 0)
-
-    def _due_locally(self, at: int) -> bool:
-        """Whether each machine saves for itself; never after the last step, whose persistent save
-        is waited for."""
-        every = self._config.checkpoint.local_every
-        return at != self._config.train.steps and every > 0 and at % every == 0
+        return self._intervals.saves(at) or self._intervals.saves_locally(at)
 
     def after(self, at: int, state: TrainState, position: int, asked: Request) -> bool:
         """Begins to save step `at` where that is due or asked for, and its numbers are good. The
@@ -280,12 +272,12 @@ class Checkpoints:
         Returns True if a persistent save was due. Raises NumbersError where parameters that are
         not finite end the run.
         """
-        persistent = (bool(asked) or self._due(at)) and Request.HURRY not in asked
-        locally = self._due_locally(at)
-        if not (self._judge.good and (persistent or locally)):
+        persistent = (bool(asked) or self._intervals.saves(at)) and Request.HURRY not in asked
+        locally = self._intervals.saves_locally(at)
+        if self._detector.fault or not (persistent or locally):
             return False
         finite = self._finite((state.params, state.anchor))
-        if not self._judge.good_parameters(at, position, finite):
+        if not self._detector.check_parameters(at, position, finite):
             return False
         meta = Meta(
             to_dict(self._config),
@@ -295,7 +287,7 @@ class Checkpoints:
             self._wall_s(),
             self._corpus.checksum,
             self._corpus.tokenizer.describe(),
-            self._judge.memory.to_json(),
+            self._detector.state.to_json(),
         )
         if locally:
             self._local.save(at, state, dataclasses.asdict(meta))
@@ -313,7 +305,7 @@ class Checkpoints:
         return self._saves.figures()
 
     def roll_back(self, state: TrainState) -> tuple[Rollback, TrainState]:
-        """The way back to the newest complete checkpoint from before the judge's finding, and its
+        """The way back to the newest complete checkpoint from before the fault, and its
         state; without any checkpoint, to the first state. No program is compiled again.
 
         A save that is under way is finished first. Later checkpoints are set aside, for their steps
@@ -322,29 +314,29 @@ class Checkpoints:
         Raises NumbersError where there are checkpoints, and none from before; CheckpointError as
         `choose_together` and `restore_newest` do.
         """
-        finding = self._judge.finding
-        assert finding
+        fault = self._detector.fault
+        assert fault
         self._saves.close()
-        choice = choose_together(self.directory, before=finding.since)
+        choice = choose_together(self.directory, before=fault.since)
         if choice.step is None and (kept := choose_together(self.directory).steps):
             raise NumbersError(
-                f"{finding.why}; the checkpoints that are kept begin with step {kept[0]}, and the "
+                f"{fault.why}; the checkpoints that are kept begin with step {kept[0]}, and the "
                 "run would have to go back further: keep more of them (checkpoint.keep), or make "
                 "them less often (checkpoint.every)"
             )
         for array in jax.tree.leaves(state):
             array.delete()
         if choice.step:
-            choose_again = functools.partial(choose_together, self.directory, before=finding.since)
+            choose_again = functools.partial(choose_together, self.directory, before=fault.since)
             state, choice = self._restore_newest(self._step, choice, choose_again)
         else:
             seed = self._config.train.seed
             state = initial_state(self._step.layout, self._step.optimizer, seed)
         at = choice.step or 0
         self._saves.set_aside_after(at, f"the run went back to step {at}")
-        position = choice.position if finding.batch is None else finding.batch + 1
-        memory = Memory.from_json(choice.memory)
-        rollback = Rollback(finding.at, at, position, finding.why, memory)
+        position = choice.position if fault.batch is None else fault.batch + 1
+        detector = DetectorState.from_json(choice.memory)
+        rollback = Rollback(fault.at, at, position, fault.why, detector)
         self._local.go_back(rollback)
         return rollback, state
 
