@@ -24,7 +24,7 @@ from jaxtrain.parallel.zero import Zero, gather, reduce_in_op
 from jaxtrain.runtime.backward_split import LayerOp, LayerSplit, Residuals
 from jaxtrain.runtime.tick_state import Pools
 from jaxtrain.schedule.placement import Placement
-from jaxtrain.schedule.slots import Slots
+from jaxtrain.schedule.slots import TickSlots
 
 Arrays = list[jax.Array]
 Shapes = Sequence[jax.ShapeDtypeStruct]
@@ -189,7 +189,7 @@ class LayerStack:
         return self._each_layer(LayerOp.WHOLE, layer, params, x)
 
     def output_and_residuals(
-        self, params, x: jax.Array, extra, pools: Pools, slots: Slots
+        self, params, x: jax.Array, extra, pools: Pools, slots: TickSlots
     ) -> tuple[jax.Array, Pools]:
         """(the unit's output, the pools with the residuals that its backward reads)."""
 
@@ -204,7 +204,7 @@ class LayerStack:
         return y, dataclasses.replace(pools, residual_b=for_b, residual_w=for_w)
 
     def input_gradient(
-        self, params, extra, pools: Pools, slots: Slots, g: jax.Array
+        self, params, extra, pools: Pools, slots: TickSlots, g: jax.Array
     ) -> tuple[jax.Array, Pools]:
         """(the gradient of the unit's input, the pools with the weight stash), from the gradient g
         of its output."""
@@ -221,7 +221,7 @@ class LayerStack:
         g, stash_pool = self._each_layer(LayerOp.INPUT_GRADIENT, layer, params, carry, reverse=True)
         return g, dataclasses.replace(pools, weight_stash=stash_pool)
 
-    def weight_gradient(self, params, sums, extra, pools: Pools, slots: Slots):
+    def weight_gradient(self, params, sums, extra, pools: Pools, slots: TickSlots):
         """`sums` + the gradients of the parameters."""
         split = self._split
 

@@ -42,11 +42,11 @@ from jaxtrain.schedule.columns import (
     cell_op,
     permute_op,
 )
-from jaxtrain.schedule.slots import Slots
+from jaxtrain.schedule.slots import TickSlots
 from jaxtrain.schedule.table import Op, Permute, wraps
 
 # They are registered here, as schedule/ does without JAX.
-for record in (TickColumns, Slots):
+for record in (TickColumns, TickSlots):
     names = sorted(field.name for field in dataclasses.fields(record))
     jax.tree_util.register_dataclass(record, data_fields=names, meta_fields=[])
 

@@ -12,7 +12,7 @@ from jaxtrain.runtime.backward_split import LayerSplit
 from jaxtrain.runtime.layer_stack import LayerStack, RecomputedLayer, empty_pool
 from jaxtrain.runtime.tick_state import Pools
 from jaxtrain.schedule.placement import Placement
-from jaxtrain.schedule.slots import Slots
+from jaxtrain.schedule.slots import TickSlots
 
 WIDTH, SHAPE = 6, (2, 5, 6)
 
@@ -59,7 +59,7 @@ def run(case: str, extra, recompute: bool):
         residual_w=pool(split.residuals.for_w),
         weight_stash=pool(split.weight_stash),
     )
-    slots = Slots(residual_b=2, residual_w=1, weight_stash=0)
+    slots = TickSlots(residual_b=2, residual_w=1, weight_stash=0)
     at_once = RecomputedLayer(layer, params, x) if recompute else split
 
     @jax.jit
