@@ -30,13 +30,13 @@ from jaxtrain.generation.text import sample_text
 from jaxtrain.plan.measured_step import AfterWarmUp
 from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.goodput import Part, WallClock
-from jaxtrain.run.goodput_log import GoodputLog, plot_goodput
-from jaxtrain.run.line_file import warned
+from jaxtrain.run.files import warned
+from jaxtrain.run.goodput import GoodputLog, plot_goodput
 from jaxtrain.run.metrics import MetricsWriter, plot_losses
 from jaxtrain.run.progress import Progress
 from jaxtrain.run.run_lock import FolderError, RunLock
 from jaxtrain.run.signals import Signals
+from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.run.watchdog import Watchdog
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.evaluation import Evaluation
@@ -81,7 +81,7 @@ def run(
         checkpoints.check_corpus(corpus)
         if checkpoints.step >= config.train.steps:
             done = f"{folder} already has its {checkpoints.step} steps"
-            cluster.say(f"{done}: raise train.steps to go on")
+            cluster.log(f"{done}: raise train.steps to go on")
             return ExitStatus.FINISHED
         checkpoints.say_changes()
 
@@ -112,7 +112,7 @@ def run(
                 else []
             )
             train, exchange = when_compiled(programs, config, step, corpus, clock, soon)
-            cluster.say(*data.remarks(), *held_out.remarks())
+            cluster.log(*data.remarks(), *held_out.remarks())
 
             # ------------------------------------------------------------ state: restored or new
             state = checkpoints.restore()
@@ -120,7 +120,7 @@ def run(
                 state = first_state.result() if first_state else make_state()
             start = checkpoints.step
             goodput.reached(start)
-            cluster.say(
+            cluster.log(
                 f"continuing from {checkpoints.source}"
                 if start
                 else f"starting: weights from seed {config.train.seed}"
@@ -129,14 +129,14 @@ def run(
             # ------------------------------------------------------------ loop
             log, progress = _open_log(config, unresolved, folder, start, goodput)
             profile = Profile(
-                trace_folder(folder), start, config.train.profile_steps, clock, progress.say
+                trace_folder(folder), start, config.train.profile_steps, clock, progress.log
             )
             device_kind = mesh.devices.flat[0].device_kind
-            measured = AfterWarmUp(config, device_kind, train, folder, profile, clock, progress.say)
+            measured = AfterWarmUp(config, device_kind, train, folder, profile, clock, progress.log)
             judge = Judge(
-                config.train, data.rows_of, Memory.from_json(checkpoints.meta.memory), start
+                config.train, data.describe, Memory.from_json(checkpoints.meta.memory), start
             )
-            checkpoints.begin(judge, goodput.wall_s, progress.say)
+            checkpoints.begin(judge, goodput.wall_s, progress.log)
             for part in (checkpoints, log, progress, profile):
                 closing.callback(part.close)
             calendar = Calendar.of(config)
@@ -213,7 +213,7 @@ def run(
                     if checkpoints.newest == at
                     else f"and step {checkpoints.newest or 0} is saved"
                 )
-                cluster.say(
+                cluster.log(
                     f"stopped at step {at} of {config.train.steps}, {saved}: the same command "
                     "goes on from there"
                 )
@@ -250,7 +250,7 @@ def _watched(
     lock = RunLock(folder)
     try:
         with Signals(lock.release, notices=cluster.is_main()) as signals:
-            cluster.from_main(lambda: lock.take(cluster.say), FolderError)
+            cluster.from_main(lambda: lock.take(cluster.log), FolderError)
             peers = cluster.connect_peers()
             with Watchdog(
                 folder, peers, clock, config.train.hang_after, lock.release
@@ -274,9 +274,9 @@ def _timed(
     )
     with contextlib.closing(goodput):
         yield goodput
-        cluster.say(goodput.summary())
+        cluster.log(goodput.summary())
     if cluster.is_main():
-        with warned(folder / "goodput.png", cluster.say):
+        with warned(folder / "goodput.png", cluster.log):
             plot_goodput(folder)
 
 
@@ -288,21 +288,21 @@ def _open_log(
     main = cluster.is_main()
     if main:
         folder.mkdir(parents=True, exist_ok=True)
-        with warned(folder / "config.json", cluster.say):
+        with warned(folder / "config.json", cluster.log):
             (folder / "config.json").write_text(json.dumps(to_dict(config), indent=2) + "\n")
         if stored_times.to_keep(config, unresolved):
-            with warned(folder / stored_times.OP_TIMES, cluster.say):
+            with warned(folder / stored_times.OP_TIMES, cluster.log):
                 stored_times.keep(config, folder)
     progress = Progress(config.train.steps, start, shown=main)
     return MetricsWriter(
-        folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.say
+        folder if main else None, config.metrics.tensorboard, start, goodput.wall_s, progress.log
     ), progress
 
 
 def _draw_losses(folder: pathlib.Path) -> None:
     """Writes loss.png, or says why not."""
     if cluster.is_main():
-        with warned(folder / "loss.png", cluster.say):
+        with warned(folder / "loss.png", cluster.log):
             plot_losses(folder)
 
 
@@ -317,7 +317,7 @@ def _conclude(
         beside = (
             f"; the corpus's byte-bigram entropy is {entropy:.4f}" if entropy is not None else ""
         )
-        cluster.say(f"validation loss {validation:.4f} nats a token{beside}")
+        cluster.log(f"validation loss {validation:.4f} nats a token{beside}")
     train = config.train
     if train.sample_tokens:
         parts, params = load_parameters(checkpoints, at, config)
@@ -332,4 +332,4 @@ def _conclude(
             SAMPLE_TEMPERATURE,
             dtype=dtype,
         )
-        cluster.say(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")
+        cluster.log(f"sample, temperature {SAMPLE_TEMPERATURE}:\n{train.sample_prompt}{text}")

@@ -28,8 +28,8 @@ from jaxtrain.devices import cluster
 from jaxtrain.devices.mesh import make_mesh, sizes_of
 from jaxtrain.preparation import loaders, prepare_corpus, start_compiling, when_compiled
 from jaxtrain.run.exit_status import ExitStatus, RunError
-from jaxtrain.run.goodput import Part, WallClock
 from jaxtrain.run.metrics import read_metrics
+from jaxtrain.run.wall_clock import Part, WallClock
 from jaxtrain.training.calendar import Calendar
 from jaxtrain.training.optimizer import learning_rate
 from jaxtrain.training.step import Step, make_step
@@ -104,7 +104,7 @@ def replay(
             state = checkpoints.restore_persistent(step)
             start, calendar = checkpoints.step, Calendar.of(config)
             numbers = batches_of(range(start + 1, at + 1), checkpoints.meta.position, recorded)
-            cluster.say(
+            cluster.log(
                 f"replaying step {at} from the checkpoint of step {start}, with batches "
                 f"{_listed(numbers)}"
             )
@@ -245,16 +245,16 @@ def _compare(
     differences = {name: _difference(recorded[name], replayed[name]) for name in FIGURES}
     for name, words in FIGURES.items():
         then = "not finite" if recorded[name] is None else f"{recorded[name]:.9g}"
-        cluster.say(
+        cluster.log(
             f"{words} of step {at}: {then} in metrics.jsonl, {replayed[name]:.9g} now, "
             f"difference {differences[name]:.2g}"
         )
     worst = max(differences.values())
     if worst == 0:
-        cluster.say("the same, bit for bit")
+        cluster.log("the same, bit for bit")
     else:
         limit = f"{rounding:g} of each, which another order of sums may change"
-        cluster.say(
+        cluster.log(
             f"the same to rounding ({limit})"
             if worst <= rounding
             else f"not the same: more than {limit}"

@@ -16,15 +16,15 @@ from jaxtrain.config import Config, ConfigError, ends_with_layers, get
 from jaxtrain.config.work import planned_op_times, transformer_of
 from jaxtrain.costs import hardware
 from jaxtrain.schedule import by_name, search
-from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES
 from jaxtrain.schedule.placement import Placement, cut, spread
-from jaxtrain.schedule.search import ANY_REPEATS, Cost, Report, cost, part_of
+from jaxtrain.schedule.search import ANY_REPEATS, Report, part_of
 from jaxtrain.schedule.simulate import Simulation, simulate
 from jaxtrain.schedule.slots import SlottedTable, assign_slots
 from jaxtrain.schedule.table import VOCABULARIES, Table
 from jaxtrain.schedule.table_csv import read_csv
-from jaxtrain.schedule.table_spec import TableSpec
+from jaxtrain.schedule.table_spec import Cost, TableSpec, cost, memory_of
 from jaxtrain.schedule.validator import check
 
 MESSAGE = 0.02  # of F, where the config names no times
@@ -220,7 +220,7 @@ def _memory(config: Config) -> float | None:
         permute=permute,
         remat_full=pipeline.remat == "full",
     )
-    return search.memory_of(by_name.make_table(spec))
+    return memory_of(by_name.make_table(spec))
 
 
 def _candidates(config: Config, memory: float | None, report: Report) -> list[_Candidate]:

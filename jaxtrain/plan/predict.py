@@ -2,7 +2,7 @@
 
     predict    time by the closed forms of costs/, memory with the slots of the table
     exactly    time by the table: how often each op runs, and its coupled clock
-               (schedule/coupled_clock.py), which know what closed forms do not: R that a table
+               (schedule/clocks.py), which know what closed forms do not: R that a table
                leaves out, permutes, shares of uneven stages, messages that come late. Sums over
                data and the optimizer stand outside the table, as the closed forms have them.
 
@@ -28,9 +28,8 @@ from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import Memory, Slots, memory
 from jaxtrain.costs.step_time import BUBBLE, StepModel, TimeBreakdown
 from jaxtrain.plan import layout_flag
-from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.clocks import Times, coupled_time
 from jaxtrain.schedule.columns import permutes
-from jaxtrain.schedule.coupled_clock import walk
 from jaxtrain.schedule.orders import AUTO, GROWING, SCHEDULES, ZERO_BUBBLE
 from jaxtrain.schedule.table import Op, Permute, Table, peak_residuals
 
@@ -328,7 +327,11 @@ def _counts(config: Config, times: Times) -> TableCounts:
         for when in (Permute.EARLY, Permute.LATE)
     )
     return TableCounts(
-        walk(table, times, setup.shares), ops, table.microbatches * heads, early + late, early
+        coupled_time(table, times, setup.shares),
+        ops,
+        table.microbatches * heads,
+        early + late,
+        early,
     )
 
 

@@ -24,16 +24,14 @@ from jaxtrain import config as cfg
 from jaxtrain.config.flags import Flag, UsageError
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.run.search_progress import SearchProgress
+from jaxtrain.run.progress import SearchProgress
 from jaxtrain.schedule import by_name, drawing, search
-from jaxtrain.schedule.clock import Times
-from jaxtrain.schedule.figures import comparison, figures, summary
-from jaxtrain.schedule.independent_clock import NotFused
+from jaxtrain.schedule.clocks import NotFused, Times
 from jaxtrain.schedule.orders import CSV, FUSED, ONE_CHUNK, SCHEDULES, default_repeats, fits_repeats
-from jaxtrain.schedule.simulate import Simulation, simulate
-from jaxtrain.schedule.table import VOCABULARIES, Table
+from jaxtrain.schedule.simulate import Simulation, comparison, figures, simulate, summary
+from jaxtrain.schedule.table import ROUNDING, VOCABULARIES, Table
 from jaxtrain.schedule.table_csv import read_csv, to_csv
-from jaxtrain.schedule.table_spec import TableSpec
+from jaxtrain.schedule.table_spec import TableSpec, memory_of
 from jaxtrain.schedule.validator import check
 
 DESCRIPTION = """usage: jaxtrain schedule [flags]      (or python -m jaxtrain.schedule …)
@@ -337,7 +335,9 @@ def make(request: Request, name: str, repeats: Sequence[int], report: search.Rep
     for count in repeats:
         groups = [request.flags.ops_per_chunk] * (request.spec.stages * count)
         specs.append(dataclasses.replace(request.spec, schedule=name, repeats=count, groups=groups))
-    table = search.search(specs, report) if name == "auto" else search.named(specs[0], report)
+    table = (
+        search.search(specs, report) if name == "auto" else by_name.named_table(specs[0], report)
+    )
     check(table)
     return table
 
@@ -428,8 +428,8 @@ def compare(request: Request, progress: search.Report) -> Shown:
                 table, request.spec.times, fused_backward=flags.fused_backward and name in FUSED
             ),
         )
-        values["memory"] = search.memory_of(table) / values["repeats"] * (asked or 1)
-        values["fits"] = not flags.memory or values["memory"] <= flags.memory + search.ROOM
+        values["memory"] = memory_of(table) / values["repeats"] * (asked or 1)
+        values["fits"] = not flags.memory or values["memory"] <= flags.memory + ROUNDING
         listed.append(values)
     listed.sort(
         key=lambda values: (

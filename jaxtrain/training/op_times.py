@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxtrain.config import Config
 from jaxtrain.config.work import milliseconds
-from jaxtrain.schedule.clock import Times
+from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.columns import (
     EMBED,
     EMBED_GRADIENT,
