@@ -19,7 +19,7 @@ from etils import epath
 
 from jaxtrain import stored_times
 from jaxtrain.checkpoint.checkpoints import Checkpoints
-from jaxtrain.checkpoint.parameters import load_parameters
+from jaxtrain.checkpoint.restoring import load_parameters
 from jaxtrain.config import Config, to_dict
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.data.loader import Feed

@@ -87,9 +87,7 @@ class LocalFiles:
                 self._metas.setdefault(saved, index.meta)
                 self._places.setdefault(saved, {}).update(index.places)
 
-    def candidates(
-        self, after: int, before: int, wrong: Callable[[Meta], str]
-    ) -> list[LocalStep]:
+    def candidates(self, after: int, before: int, wrong: Callable[[Meta], str]) -> list[LocalStep]:
         """The steps between `after` and `before`, both exclusive, that all processes together seem
         to have, newest first.
 

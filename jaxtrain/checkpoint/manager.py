@@ -23,7 +23,7 @@ from etils import epath
 
 from jaxtrain.checkpoint import retention, stores
 from jaxtrain.checkpoint.layout import stored_arrays
-from jaxtrain.checkpoint.retention import Retention
+from jaxtrain.checkpoint.retention import NEWEST_THREE, Retention
 from jaxtrain.checkpoint.saving import Outcome, Save, SaveThread
 from jaxtrain.checkpoint.steps import (
     BROKEN,
@@ -60,7 +60,7 @@ class Checkpointer:
         directory: str | os.PathLike,
         placement: Placement,
         stored_shapes: Any,
-        keep: Retention = Retention(),
+        keep: Retention = NEWEST_THREE,
         broken: Sequence[UnrecognizedEntry] = (),
         log: Callable[[str], object] = print,
     ):
@@ -222,7 +222,9 @@ class Checkpointer:
     def _failure(self, outcome: Outcome) -> str:
         """The failure of a save, and the checkpoint that there is instead."""
         newest = max((step for step in self._steps or () if step != outcome.step), default=None)
-        instead = "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
+        instead = (
+            "there is no checkpoint" if newest is None else f"the newest checkpoint is {newest}"
+        )
         tried = (
             f"{outcome.attempts} attempt{'s'[: outcome.attempts > 1]} in {outcome.seconds:.0f} s"
         )

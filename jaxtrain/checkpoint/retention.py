@@ -24,7 +24,7 @@ class Retention:
     """The rule for steps that stay: the `newest`, at least one; every step that `every` divides;
     the `best` by validation loss."""
 
-    newest: int = 3
+    newest: int
     every: int = 0
     best: int = 0
 
@@ -35,6 +35,9 @@ class Retention:
         by_loss = sorted(evaluated, key=lambda step: (losses[step], -step))
         periodic = {step for step in in_order if self.every and step % self.every == 0}
         return {*in_order[-max(self.newest, 1) :], *by_loss[: self.best], *periodic}
+
+
+NEWEST_THREE = Retention(3)
 
 
 def delete_others(directory: epath.Path, retention: Retention, saved: int) -> None:
@@ -69,7 +72,8 @@ def note_loss(directory: epath.Path, step: int, loss: float) -> None:
     losses = read_losses(directory) | {step: loss}
     directory.mkdir(parents=True, exist_ok=True)
     _write_losses(
-        directory, {s: known for s, known in losses.items() if s in present and math.isfinite(known)}
+        directory,
+        {s: known for s, known in losses.items() if s in present and math.isfinite(known)},
     )
 
 

@@ -1,5 +1,5 @@
-"""The checkpoints that a place stands for, which a command is given: a folder of checkpoints, or one
-step. Nothing is written here. No jax.
+"""The checkpoints that a command's place stands for: a folder of them, or one step. Nothing is
+written here. No jax.
 
 RUN, RUN/checkpoints, s3://BUCKET/PATH     all steps there
 RUN/checkpoints/20                         that step alone, complete or not; also one set aside, or
