@@ -29,12 +29,13 @@ from jaxtrain.checkpoint.manager import Checkpointer
 from jaxtrain.checkpoint.restoring import choose_together, restore_newest
 from jaxtrain.checkpoint.retention import Retention
 from jaxtrain.checkpoint.steps import NONE, VERSION, CheckpointError, Meta, StepChoice
-from jaxtrain.config import Config, ConfigError, history, to_dict
-from jaxtrain.config.continuing import changes
+from jaxtrain.config import Config, ConfigError, to_dict
+from jaxtrain.config.checks import Environment, check_resume
+from jaxtrain.config.resume import changes
 from jaxtrain.config.settings import CheckpointConfig
-from jaxtrain.config.surroundings import Surroundings
 from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
+from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.schedule.placement import Placement
 from jaxtrain.training.parameter_checks import Finiteness
 from jaxtrain.training.recovery import Judge, Memory, NumbersError, Rollback
@@ -192,10 +193,10 @@ class Checkpoints:
 
     def _refuse(self, meta: Meta) -> None:
         """Raises ConfigError where the config cannot continue a checkpoint with this meta."""
-        surroundings = Surroundings(
-            jax.device_count(), jax.default_backend(), self._recipe, files=True
+        environment = Environment(
+            jax.device_count(), jax.default_backend(), self._recipe, rules=RULES_WITH_TABLES
         )
-        history.refuse_to_continue(meta.config, meta.version, self._unresolved, surroundings)
+        check_resume(meta.stored_config(), self._unresolved, environment)
 
     def _why_not(self, meta: Meta) -> str:
         """The reason not to resume from a checkpoint with this meta, in words; "" if there is

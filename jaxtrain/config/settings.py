@@ -7,7 +7,6 @@ mesh_rules.py, checked by checks.py; flags are in flags.py. No jax.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.schedule.orders import CSV, SCHEDULES, default_repeats
@@ -521,7 +520,7 @@ class Config:
     def resolve(self) -> "Config":
         """This config with its dependent defaults (kv_heads and the sizes of heads, mlp_width,
         expert_width, max_positions, latent_norm_epsilon, router_normalize; reduce; repeats) filled
-        in, and the sizes of latents 0 where there are none. What follows what is in FOLLOWS."""
+        in, and the sizes of latents 0 where there are none."""
         m = self.model
         head_dim, latent = m.head_dim or m.width // m.heads, m.attention == "mla"
         model = with_values(
@@ -548,24 +547,6 @@ class Config:
         if parallel.reduce == "auto":
             parallel = with_values(parallel, reduce="step" if parallel.zero < 2 else "microbatch")
         return with_values(self, model=model, parallel=parallel, pipeline=pipeline)
-
-
-# The settings that a resolved value follows where it is not the setting's own.
-FOLLOWS: Mapping[str, tuple[str, ...]] = {
-    "model.kv_heads": ("model.heads",),
-    "model.head_dim": ("model.heads", "model.width"),
-    **{
-        f"model.{name}": ("model.attention",) for name in ("query_rank", "kv_rank", "rope_head_dim")
-    },
-    "model.value_head_dim": ("model.attention", "model.head_dim", "model.heads", "model.width"),
-    "model.mlp_width": ("model.width",),
-    "model.expert_width": ("model.experts", "model.mlp_width", "model.width"),
-    "model.max_positions": ("data.sequence_length",),
-    "model.latent_norm_epsilon": ("model.attention", "model.norm_epsilon"),
-    "model.router_normalize": ("model.experts", "model.experts_per_token"),
-    "parallel.reduce": ("parallel.zero",),
-    "pipeline.repeats": ("pipeline.schedule",),
-}
 
 
 def ends_with_layers(m: ModelConfig) -> str:

@@ -13,10 +13,10 @@ from typing import Any
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config, ConfigError, checks
+from jaxtrain.config.checks import UNKNOWN, Environment
 from jaxtrain.config.errors import UsageError
 from jaxtrain.config.mesh_rules import AXES, filled
 from jaxtrain.config.rules import divisors, near
-from jaxtrain.config.surroundings import NOTHING, Surroundings
 from jaxtrain.schedule.orders import default_repeats, fits_repeats
 
 MICROBATCH = "microbatch"
@@ -206,11 +206,11 @@ def _dividing(config: Config, values: Values) -> Iterator[Values]:
         yield layout
 
 
-def _keeps_rules(config: Config, values: Values, around: Surroundings = NOTHING) -> bool:
+def _keeps_rules(config: Config, values: Values, environment: Environment = UNKNOWN) -> bool:
     """Whether the batch divides, and no rule of training is broken."""
     return (
         bool(_microbatches(config, values))
-        and checks.first_broken(apply(config, values), around) is None
+        and checks.first_violation(apply(config, values), environment) is None
     )
 
 
@@ -218,13 +218,13 @@ def check(config: Config, values: Values, platform: str, recipe: Config) -> None
     """Raises LayoutError or ConfigError for the first rule of training that a config with this
     layout breaks, with the nearest settings that keep all rules: in --layout where it can name
     them."""
-    around = Surroundings(None, platform, recipe)
-    if error := checks.refusal(config, around):
-        raise _in_layout(error, config, values, around)
+    environment = Environment(None, platform, recipe)
+    if error := checks.error_of(config, environment):
+        raise _in_layout(error, config, values, environment)
 
 
 def _in_layout(
-    error: ConfigError, config: Config, values: Values, around: Surroundings
+    error: ConfigError, config: Config, values: Values, environment: Environment
 ) -> LayoutError | ConfigError:
     """The error with settings that --layout has in --layout; with its microbatch, if that works."""
     changes = error.fixes[0] if error.fixes else {}
@@ -241,7 +241,7 @@ def _in_layout(
     tried = (named | own, named | {MICROBATCH: fixed[MICROBATCH]})
     changed_config = cfg.replace(config, others)
     use = next(
-        (layout for layout in tried if _keeps_rules(changed_config, layout, around)), tried[-1]
+        (layout for layout in tried if _keeps_rules(changed_config, layout, environment)), tried[-1]
     )
     rule = str(error).rpartition(": use ")[0]
     return LayoutError(

@@ -21,12 +21,12 @@ import numpy as np
 
 from jaxtrain import config as cfg
 from jaxtrain.config import Config
-from jaxtrain.config.pipeline_setup import make_setup, times_of
-from jaxtrain.config.work import OURS, milliseconds, step_model_of
 from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import GIB, Hardware
 from jaxtrain.costs.memory import Memory, Slots, memory
 from jaxtrain.costs.step_time import BUBBLE, StepModel, TimeBreakdown
+from jaxtrain.pipeline.setup import make_setup, times_of
+from jaxtrain.pipeline.step_model import OURS, milliseconds, step_model_of
 from jaxtrain.plan import layout_flag
 from jaxtrain.schedule.clocks import Times, coupled_time
 from jaxtrain.schedule.columns import permutes

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.config import Config, ConfigError, ends_with_layers, get
-from jaxtrain.config.work import planned_op_times, transformer_of
 from jaxtrain.costs import hardware
+from jaxtrain.pipeline.step_model import planned_op_times, transformer_of
 from jaxtrain.schedule import by_name, search
 from jaxtrain.schedule.clocks import Times
 from jaxtrain.schedule.orders import CSV, ONE_CHUNK, SCHEDULES
