@@ -72,8 +72,7 @@ class Checkpointer:
         self._number = 0  # of the save in this run
         self._unsaved: Outcome | None = None  # a save that could not begin, if none has begun since
         self._is_last = False  # whether the save that is under way is waited for as the last one
-        self._blocked_s: dict[int, float] = {}  # by step, of saves whose figures were not asked for
-        self._ended: dict[int, Outcome] = {}
+        self._ended: list[Outcome] = []  # of saves whose figures were not asked for
         self.longest_s = 0.0  # of the saves that have succeeded
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any]) -> bool:
@@ -113,10 +112,8 @@ class Checkpointer:
         tree = host_tree(arrays, state, self._placement)
         self._number += 1
         self._steps.add(step)
-        self._thread = SaveThread(
-            self._directory, Save(self._number, step, tree, meta), self._prepare, self._conclude
-        )
-        self._blocked_s[step] = time.monotonic() - began
+        save = Save(self._number, step, tree, meta, time.monotonic() - began)
+        self._thread = SaveThread(self._directory, save, self._prepare, self._conclude)
         return True
 
     @property
@@ -142,12 +139,14 @@ class Checkpointer:
     def figures(self) -> dict[int, dict[str, float]]:
         """Step → how long its save blocked its caller, and how long it took in all, for those that
         have succeeded since the last call."""
-        ended, self._ended = self._ended, {}
-        blocked = {step: self._blocked_s.pop(step) for step in ended}
+        ended, self._ended = self._ended, []
         return {
-            s: {"save_blocked_s": round(blocked[s], 6), "save_s": round(outcome.seconds, 6)}
-            for s, outcome in ended.items()
-            if not outcome.why
+            save.step: {
+                "save_blocked_s": round(save.blocked_s, 6),
+                "save_s": round(save.seconds, 6),
+            }
+            for save in ended
+            if not save.why
         }
 
     def set_aside_after(self, step: int, why: str) -> None:
@@ -155,10 +154,7 @@ class Checkpointer:
         self.close()
         self._steps = None  # the next save looks again
         # A step that is saved again has the figures of its second save alone.
-        self._ended = {saved: outcome for saved, outcome in self._ended.items() if saved <= step}
-        self._blocked_s = {
-            saved: seconds for saved, seconds in self._blocked_s.items() if saved <= step
-        }
+        self._ended = [save for save in self._ended if save.step <= step]
 
         def rename() -> None:
             for later in choose(self._directory, {}).steps:
@@ -189,7 +185,7 @@ class Checkpointer:
             return None
         thread, self._thread = self._thread, None
         outcome = thread.wait()
-        self._ended[outcome.step] = outcome
+        self._ended.append(outcome)
         if outcome.why:
             assert self._steps is not None
             self._steps.discard(outcome.step)

@@ -52,23 +52,25 @@ _ORBAX_METADATA = {
 @dataclasses.dataclass(frozen=True, eq=False)
 class Save:
     """The data of a save. number: of the save in this run; tree: this process's HostArrays
-    (storage.host_tree); meta: a JSON object."""
+    (storage.host_tree); meta: a JSON object; blocked_s: seconds that its caller waited."""
 
     number: int
     step: int
     tree: dict
     meta: Mapping[str, Any]
+    blocked_s: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """The end of a save. why: the last failure, in words, "" if it succeeded; seconds: of all
-    attempts together."""
+    attempts together; blocked_s: seconds that its caller waited."""
 
     step: int
     why: str
     attempts: int
     seconds: float
+    blocked_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +134,8 @@ class SaveThread:
             while verdict.retry:
                 verdict = self._attempt(attempt)
                 attempt += 1
-            self.outcome = Outcome(self._save.step, verdict.why, attempt, time.monotonic() - began)
+            seconds, save = time.monotonic() - began, self._save
+            self.outcome = Outcome(save.step, verdict.why, attempt, seconds, save.blocked_s)
             if cluster.is_main():
                 self._after(self.outcome)
         except Exception as error:

@@ -208,18 +208,16 @@ def read_tree(
 def _open(directory: epath.Path, arrays: list[StoredArray]) -> list[ts.TensorStore]:
     context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
 
-    def begin(array: StoredArray) -> ts.Future:
+    openings = []
+    for array in arrays:
+        name = array.name.replace("/", ".")  # Orbax's name for the path in the tree
         info = ocp.type_handlers.ParamInfo(
-            name=array.name.replace("/", "."),  # Orbax's name for the path in the tree
-            parent_dir=directory,
-            ts_context=context,
-            use_zarr3=True,
+            name=name, parent_dir=directory, ts_context=context, use_zarr3=True
         )
         spec = ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True))
-        return ts.open(spec, open=True, context=context)
-
+        openings.append(ts.open(spec, open=True, context=context))
     sources = []
-    for array, opening in [(array, begin(array)) for array in arrays]:
+    for array, opening in zip(arrays, openings, strict=True):
         expected = f"{array.dtype}{list(array.shape)} is wanted"
         try:
             source = opening.result()

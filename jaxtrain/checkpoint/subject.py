@@ -46,16 +46,13 @@ class Subject:
 
     def folders(self) -> list[epath.Path]:
         """The folders of the steps that are meant, complete or not, in order."""
-        if self.step:
-            return [self.step]
-        return [self.directory / str(step) for step in steps.names(self.directory)]
+        every = (self.directory / str(step) for step in steps.names(self.directory))
+        return [self.step] if self.step else list(every)
 
     def others(self) -> list[epath.Path]:
         """The entries that runs have set aside in the directory, and saves that did not end or are
         under way; none if one step is meant."""
-        if self.step:
-            return []
-        others = filter(_is_other, self.directory.iterdir())
+        others = [] if self.step else filter(_is_other, self.directory.iterdir())
         return sorted(others, key=lambda path: path.name)
 
 
@@ -100,10 +97,11 @@ def step_folder(folder: epath.Path) -> epath.Path | None:
             path = target
     if (path / STATE).exists() and ((path / META).exists() or (path / manifest.FILE).exists()):
         return path
-    if not _STEPS_NAME.fullmatch(path.name):
-        return None
-    among_steps = path.parent.name == "checkpoints" or _has_steps(path.parent)
-    return path if _has_parts(path) or among_steps else None
+    if _STEPS_NAME.fullmatch(path.name) and (
+        _has_parts(path) or path.parent.name == "checkpoints" or _has_steps(path.parent)
+    ):
+        return path
+    return None
 
 
 def _has_parts(step: epath.Path) -> bool:
