@@ -46,8 +46,8 @@ FLAGS = (
     flags.Flag(
         "replay",
         0,
-        "do this step of the run in --workdir again and compare it with metrics.jsonl; writes "
-        "nothing",
+        "repeat this step of the run in --workdir and compare it with metrics.jsonl; nothing is "
+        "written",
         at_least=0,
     ),
 )
