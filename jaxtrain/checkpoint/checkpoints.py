@@ -1,7 +1,7 @@
 """The checkpoints of one run, as its loop sees them: the one that it resumes from, those that it
 makes, and its way back to an earlier one.
 
-    choose, check_corpus, say_changes     before anything is compiled
+    choose, check_corpus, log_changes     before anything is compiled
     attach, restore                       when the state's layout is known
     begin; due, after, evaluated,         while the run trains
     figures, roll_back
@@ -37,8 +37,9 @@ from jaxtrain.data.tokens import Corpus, DataError
 from jaxtrain.devices import cluster
 from jaxtrain.pipeline.checks import RULES_WITH_TABLES
 from jaxtrain.schedule.placement import Placement
+from jaxtrain.training.intervals import Intervals
 from jaxtrain.training.parameter_checks import Finiteness
-from jaxtrain.training.recovery import Judge, Memory, NumbersError, Rollback
+from jaxtrain.training.recovery import DetectorState, NumbersError, Rollback, SpikeDetector
 from jaxtrain.training.requests import Request
 from jaxtrain.training.state import TrainState, initial_state, stored_shapes
 from jaxtrain.training.step import Step
@@ -72,6 +73,7 @@ class Checkpoints:
         self.directory = folder_of_checkpoints(config.checkpoint, workdir)
         self._config, self._unresolved, self._recipe = config, unresolved, recipe
         self._workdir, self._before = workdir, before
+        self._intervals = Intervals.of(config.train, config.checkpoint, config.metrics.log_every)
         self._choice = StepChoice()
         self._candidates: list[LocalStep] = []  # newest first
         self._local_files: LocalFiles | None = None
@@ -80,7 +82,7 @@ class Checkpoints:
         self._corpus: Corpus
         self._step: Step
         self._saves: Checkpointer
-        self._judge: Judge
+        self._detector: SpikeDetector
         self._wall_s: Callable[[], float]
         self._finite: Finiteness
 
@@ -132,7 +134,7 @@ class Checkpoints:
                 f"then {self._choice.meta.checksum[:12]}): put it back or use another --workdir"
             )
 
-    def say_changes(self) -> None:
+    def log_changes(self) -> None:
         """Lists the settings that differ from those of the checkpoint."""
         if not self._choice.step:
             return
@@ -178,7 +180,7 @@ class Checkpoints:
         def choose_again(damaged: Mapping[int, str]) -> StepChoice:
             self.choose(damaged)
             self.check_corpus(self._corpus)
-            self.say_changes()
+            self.log_changes()
             return self._choice
 
         state, self._choice = restore_newest(
@@ -212,16 +214,16 @@ class Checkpoints:
     # ---------------------------------------------------------------- those that it makes
 
     def begin(
-        self, judge: Judge, wall_s: Callable[[], float], log: Callable[[str], object]
+        self, detector: SpikeDetector, wall_s: Callable[[], float], log: Callable[[str], object]
     ) -> None:
         """Makes ready to save. Persistent saves begin only in `after`.
 
         Args:
-          judge: says whether the run's numbers may be saved; its memory is saved with them.
+          detector: decides whether the run's numbers may be saved; its state is saved with them.
           wall_s: the seconds that the run has run, over all its starts.
           log: gets a line for each entry that is set aside, and for each save that fails.
         """
-        self._judge, self._wall_s = judge, wall_s
+        self._detector, self._wall_s = detector, wall_s
         self._finite = Finiteness(self._step.mesh)
         settings = self._config.checkpoint
         _, shapes, placement = self._laid_out(self._step)
@@ -251,17 +253,7 @@ class Checkpoints:
 
     def due(self, at: int) -> bool:
         """Whether the settings ask for a checkpoint after step `at`."""
-        return self._due(at) or self._due_locally(at)
-
-    def _due(self, at: int) -> bool:
-        every = self._config.checkpoint.every
-        return at == self._config.train.steps or (every > 0 and at % every == 0)
-
-    def _due_locally(self, at: int) -> bool:
-        """Whether each machine saves for itself; never after the last step, whose persistent save
-        is waited for."""
-        every = self._config.checkpoint.local_every
-        return at != self._config.train.steps and every > 0 and at % every == 0
+        return self._intervals.saves(at) or self._intervals.saves_locally(at)
 
     def after(self, at: int, state: TrainState, position: int, asked: Request) -> bool:
         """Begins to save step `at` where that is due or asked for, and its numbers are good. The
@@ -272,12 +264,12 @@ class Checkpoints:
         Returns True if a persistent save was due. Raises NumbersError where parameters that are
         not finite end the run.
         """
-        persistent = (bool(asked) or self._due(at)) and Request.HURRY not in asked
-        locally = self._due_locally(at)
-        if not (self._judge.good and (persistent or locally)):
+        persistent = (bool(asked) or self._intervals.saves(at)) and Request.HURRY not in asked
+        locally = self._intervals.saves_locally(at)
+        if self._detector.fault or not (persistent or locally):
             return False
         finite = self._finite((state.params, state.anchor))
-        if not self._judge.good_parameters(at, position, finite):
+        if not self._detector.check_parameters(at, position, finite):
             return False
         meta = Meta(
             to_dict(self._config),
@@ -287,7 +279,7 @@ class Checkpoints:
             self._wall_s(),
             self._corpus.checksum,
             self._corpus.tokenizer.describe(),
-            self._judge.memory.to_json(),
+            self._detector.state.to_json(),
         )
         if self._local_saves and locally:
             self._local_saves.save(at, state, dataclasses.asdict(meta))
@@ -305,8 +297,8 @@ class Checkpoints:
         return self._saves.figures()
 
     def roll_back(self, state: TrainState) -> tuple[Rollback, TrainState]:
-        """The way back to the newest complete checkpoint from before the judge's finding, and its
-        state; without any checkpoint, to the first state. No program is compiled again.
+        """The way back to the newest complete checkpoint from before the fault, and its state;
+        without any checkpoint, to the first state. No program is compiled again.
 
         A save that is under way is finished first. Later checkpoints are set aside, for their steps
         come again. `state` is deleted, to free its memory.
@@ -314,20 +306,20 @@ class Checkpoints:
         Raises NumbersError where there are checkpoints, and none from before; CheckpointError as
         `choose_together` and `restore_newest` do.
         """
-        finding = self._judge.finding
-        assert finding
+        fault = self._detector.fault
+        assert fault
         self._saves.close()
-        choice = choose_together(self.directory, before=finding.since)
+        choice = choose_together(self.directory, before=fault.since)
         if choice.step is None and (later := choose_together(self.directory).steps):
             raise NumbersError(
-                f"{finding.why}; the checkpoints that are kept begin with step {later[0]}, and the "
+                f"{fault.why}; the checkpoints that are kept begin with step {later[0]}, and the "
                 "run would have to go back further: keep more of them (checkpoint.keep), or make "
                 "them less often (checkpoint.every)"
             )
         for array in jax.tree.leaves(state):
             array.delete()
         if choice.step:
-            choose_again = functools.partial(choose_together, self.directory, before=finding.since)
+            choose_again = functools.partial(choose_together, self.directory, before=fault.since)
             state, choice = restore_newest(
                 choice, choose_again, self.directory, *self._laid_out(self._step)
             )
@@ -336,9 +328,9 @@ class Checkpoints:
             state = initial_state(self._step.layout, self._step.optimizer, seed)
         at = choice.step or 0
         self._saves.set_aside_after(at, f"the run went back to step {at}")
-        position = choice.meta.position if finding.batch is None else finding.batch + 1
-        memory = Memory.from_json(choice.meta.memory)
-        rollback = Rollback(finding.at, at, position, finding.why, memory)
+        position = choice.meta.position if fault.batch is None else fault.batch + 1
+        detector = DetectorState.from_json(choice.meta.memory)
+        rollback = Rollback(fault.at, at, position, fault.why, detector)
         if self._local_saves:
             self._local_saves.give_up(at)
         return rollback, state

@@ -244,7 +244,7 @@ class Compiled:
 
     tracing, compiling: seconds
     memory:  bytes on a device by XLA's analysis, with the keys MEMORY
-    kinds:   bytes on a device by what they hold (`training.step.state_memory`)
+    kinds:   bytes on a device by what they hold (`training.sizes.state_memory`)
     pools:   kind of slot → its number, and the bytes of one
     """
 
@@ -326,7 +326,8 @@ def main(folder: str) -> None:
     from jax.experimental import topologies
 
     from jaxtrain.devices.mesh import make_mesh, sizes_of
-    from jaxtrain.training.step import abstract_batch, make_step, slot_pools, state_memory
+    from jaxtrain.training.sizes import slot_pools, state_memory
+    from jaxtrain.training.step import make_step
 
     jax.config.update("jax_enable_compilation_cache", False)
     request = json.loads(pathlib.Path(folder, "request.json").read_text())
@@ -341,7 +342,7 @@ def main(folder: str) -> None:
     with jax.set_mesh(mesh), jax.default_device(devices[0]):
         begin = time.time()
         lowered = getattr(step, program).lower(
-            state if program == "train" else state.params, abstract_batch(config, step)
+            state if program == "train" else state.params, step.abstract_batch
         )
         traced = time.time()
         compiled = lowered.compile(compiler_options=request["options"])
@@ -351,7 +352,7 @@ def main(folder: str) -> None:
         "tracing": round(traced - begin, 1),
         "compiling": round(done - traced, 1),
         "memory": {name: getattr(analysis, f"{name}_size_in_bytes") for name in MEMORY},
-        "kinds": state_memory(config, step),
+        "kinds": state_memory(step, config.parallel.reduce == "microbatch"),
         "pools": slot_pools(step),
     }
     pathlib.Path(folder, "program.txt").write_text(compiled.as_text())

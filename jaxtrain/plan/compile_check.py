@@ -50,9 +50,9 @@ from jaxtrain.plan.explain import aligned
 from jaxtrain.plan.predict import predict, with_op_times
 from jaxtrain.run import streams
 from jaxtrain.run.exit_status import ExitStatus
-from jaxtrain.training.step import step_counts
+from jaxtrain.training.sizes import step_counts
 
-# The planner's part → the key of `training.step.state_memory` with the compiled program's bytes.
+# The planner's part → the key of `training.sizes.state_memory` with the compiled program's bytes.
 PARTS = {
     "weights": "parameters",
     "gradients": "accumulators",

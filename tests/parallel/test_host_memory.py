@@ -22,7 +22,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.parallel import host_memory
 from jaxtrain.plan.report import introduction
 from jaxtrain.training.state import bytes_per_device, initial_state, stored_shapes
-from jaxtrain.training.step import abstract_batch, make_step
+from jaxtrain.training.step import make_step
 
 ENDS = {"pipeline.vocabulary": "end_stages"}
 CASES = {
@@ -137,7 +137,7 @@ def test_the_program_has_what_is_said_on_the_host(offload):
     """Arguments and results: the moments. The scan over the rows: the residuals. Nothing else."""
     cfg, step = step_of(offload)
     with jax.set_mesh(step.mesh):
-        traced = step.train.trace(step.abstract_state(), abstract_batch(cfg, step))
+        traced = step.train.trace(step.abstract_state(), step.abstract_batch)
     on_host = lambda avals: [a.shape for a in avals if a.memory_space == jax.memory.Space.Host]
     arguments = on_host(traced.jaxpr.in_avals)
     moments = [a.shape for a in jax.tree.leaves(step.abstract_state().params)] * 2
