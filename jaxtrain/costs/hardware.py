@@ -258,22 +258,14 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nearest(name: str) -> str:
-    """The known name that is most like a text: of those with the text in them the shortest, of two
-    alike the later one; without any, the longest that is in the text or begins as the text does."""
+    """The known name that has the longest text in common with this one, without punctuation; of
+    several the shortest, of these the last."""
     letters = lambda text: re.sub(r"[^a-z0-9]", "", text.lower())
-    wanted = letters(name)
-    if not wanted:
+    if not letters(name):
         return "h100"
-    if containing := [kind for kind in known() if wanted in letters(kind)]:
-        return min(reversed(containing), key=lambda kind: len(letters(kind)))
-    begins = lambda kind: len(os.path.commonprefix([letters(kind), wanted]))
-    longest = max(map(begins, known()))
-    if contained := [
-        kind for kind in known() if letters(kind) in wanted and len(letters(kind)) >= longest
-    ]:
-        return max(contained, key=len)
-    alike = [kind for kind in known() if begins(kind) == longest] if longest > 1 else known()
-    return difflib.get_close_matches(name.lower(), alike, 1, 0.0)[0]
+    shared = lambda kind: difflib.SequenceMatcher(None, letters(kind), letters(name))
+    longest = lambda kind: shared(kind).find_longest_match().size
+    return max(known(), key=lambda kind: (longest(kind), -len(letters(kind)), kind))
 
 
 def from_json(values: Mapping[str, Any]) -> Hardware:

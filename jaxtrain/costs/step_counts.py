@@ -168,14 +168,14 @@ class StepCounts:
         yield EMBED, times[EMBED], self._embed()
         # On one stage R, B and W are one op, which reads parameters and documents once; B and W
         # still have what R has gathered.
-        again = one_stage and c.layout.remat == "full"
+        fused = one_stage and c.layout.remat == "full"
         for label, op, runs, unit, layers, unread in self.runs(stage):
             reads = not one_stage or op in "FB"
             if reads:
                 yield label, runs, c.document_ids(op)
             yield label, runs * layers, self._weights(op, unit, reads)
-            yield label, runs * (layers - unread), c.layer(op, again=again)
-            yield label, runs * unread, c.layer(op, last=True, again=again)
+            yield label, runs * (layers - unread), c.layer(op, fused=fused)
+            yield label, runs * unread, c.layer(op, unread=True, fused=fused)
         yield HEAD, times[HEAD], self._head()
         yield EMBED_GRADIENT, times[EMBED_GRADIENT], self._embed_gradient()
         if self.table:
@@ -185,7 +185,7 @@ class StepCounts:
                 self._messages(self.table, stage),
             )
         yield "reduce", 1, (each for p in parameters for each in c.reductions(p))
-        yield "optimizer", 1, (each for p in parameters for each in c.after_the_update(p))
+        yield "optimizer", 1, (c.after_the_update(p) for p in parameters)
 
     def _weights(self, op: str, unit: int, reads: bool) -> Iterator[Collective]:
         """Collectives of an op on one layer's parameters: those that it reads, and gradients."""
@@ -220,7 +220,7 @@ class StepCounts:
             yield from c.document_ids("F")
             yield from c.gathers(layer)
             for op in ops:
-                yield from c.layer(op, last=last, again=True, dense=True)
+                yield from c.layer(op, unread=last, fused=True, dense=True)
             if "W" in ops:
                 yield from c.reductions_in_op(layer)
 
@@ -241,7 +241,7 @@ class StepCounts:
         c, head = self.collectives, dict(self.parameters["head"])
         if c.model.tied:
             head["table"] = self.parameters["embed"]["table"]
-        yield c.stage_sum()._replace(times=2)
+        yield c.stage_sum(2)
         yield from c.gathers(head.values())
         yield from c.reductions_in_op(head.values())
         yield from c.loss()
@@ -257,6 +257,6 @@ class StepCounts:
         yield from c.lookup_gradient(table, same_op=True)
         yield from c.document_ids("F")
         for op in "FBW":
-            yield from c.layer(op, again=True)
+            yield from c.layer(op, fused=True)
         yield c.joining()
         yield from c.loss()

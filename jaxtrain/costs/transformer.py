@@ -8,7 +8,7 @@ TILE = 128  # matrix units want the vocabulary in multiples of this
 # matrices whose outputs `model` splits
 COLUMNS = frozenset({"query_key_value", "query", "key_value", "mlp_in"})
 # matrices that it does not split; of all others it splits the inputs
-WHOLE = frozenset({"latent", "router"})
+UNSPLIT = frozenset({"latent", "router"})
 
 
 class LayerSizes(NamedTuple):
@@ -124,7 +124,7 @@ class Transformer:
         # the router counts rows by expert
         vectors = norms + sum(biases.values()) - split_biases + experts
         unsplit = vectors + sum(
-            inputs * outputs for name, inputs, outputs in products if name in WHOLE
+            inputs * outputs for name, inputs, outputs in products if name in UNSPLIT
         )
         other_experts = (
             self.expert_parameters() // experts * (experts - self.experts_per_token)

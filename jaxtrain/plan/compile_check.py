@@ -28,7 +28,7 @@ from jaxtrain.config.flags import Flag, Reading, apply, read_flags, settled
 from jaxtrain.config.recipes import DEFAULT_RECIPE, find_recipe, load_recipe
 from jaxtrain.config.work import step_model_of
 from jaxtrain.costs import hardware
-from jaxtrain.costs.memory import Memory
+from jaxtrain.costs.memory import MemoryBreakdown
 from jaxtrain.devices.mesh import sizes_of
 from jaxtrain.hlo import topology
 from jaxtrain.hlo.program import Program
@@ -276,7 +276,7 @@ def compare(config: Config, devices: Topology, compiled: Compiled) -> CompileChe
     )
 
 
-def _parts(compiled: Compiled, planned: Memory) -> list[Part]:
+def _parts(compiled: Compiled, planned: MemoryBreakdown) -> list[Part]:
     """Memory by the planner's parts, as far as the program tells them apart: with one stage, not
     saved activations."""
     known = {

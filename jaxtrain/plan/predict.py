@@ -25,7 +25,7 @@ from jaxtrain.config.pipeline_setup import make_setup, times_of
 from jaxtrain.config.work import OURS, milliseconds, step_model_of
 from jaxtrain.costs.collectives import STAGE
 from jaxtrain.costs.hardware import GIB, Hardware
-from jaxtrain.costs.memory import Memory, Slots, memory
+from jaxtrain.costs.memory import MemoryBreakdown, Slots, memory
 from jaxtrain.costs.step_time import BUBBLE, StepModel, TimeBreakdown
 from jaxtrain.plan import layout_flag
 from jaxtrain.schedule.clock import Times
@@ -62,7 +62,7 @@ class Prediction:
     config: Config
     work: StepModel
     time: TimeBreakdown
-    memory: Memory
+    memory: MemoryBreakdown
     tokens: float | None = None
     in_flight: float | None = None
 

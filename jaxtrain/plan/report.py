@@ -16,7 +16,7 @@ from jax.stages import Compiled
 from jaxtrain.config import Config, kernels
 from jaxtrain.config.pipeline_setup import Setup
 from jaxtrain.config.work import layout_of, transformer_of
-from jaxtrain.costs.layout import expert_rows
+from jaxtrain.costs.layout import routed_capacity
 from jaxtrain.costs.step_counts import Entry
 from jaxtrain.devices import mesh as meshes
 from jaxtrain.devices.mesh import DATA
@@ -94,7 +94,7 @@ def introduction(config: Config, step: Step) -> list[str]:
 def _expert_capacity(config: Config) -> str:
     """The number of rows that can arrive at a device's experts, where `expert` divides them."""
     m, model, layout = config.model, transformer_of(config), layout_of(config)
-    rows = expert_rows(model, layout)
+    rows = routed_capacity(model, layout)
     mean = layout.microbatch * (model.sequence // layout.context) * m.experts_per_token
     beyond = (
         f"model.expert_room={m.expert_room:g}; what is beyond is dropped"
