@@ -263,6 +263,7 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
     _check_keys(matmul, [field.name for field in dataclasses.fields(Matmul)], "matmul")
     m, n, k = (_figure(size, "matmul.half") for size in _list(matmul["half"], "matmul.half", 3))
     attention = [_figure(part, "attention") for part in _list(values["attention"], "attention", 2)]
+    sources = _list(values.get("sources", []), "sources")
     figures = {
         field.name: _figure(values[field.name], field.name)
         for field in dataclasses.fields(Hardware)
@@ -276,9 +277,7 @@ def from_json(values: Mapping[str, Any]) -> Hardware:
         attention_forward=attention[0],
         attention_backward=attention[1],
         tiers=tiers,
-        sources=tuple(
-            _text(each, "sources") for each in _list(values.get("sources", []), "sources")
-        ),
+        sources=tuple(_text(source, "sources") for source in sources),
         device_kind=_pattern(values.get("device_kind", "")),
         **figures,
     )
