@@ -222,7 +222,7 @@ def _planned_groups(flags: types.SimpleNamespace, config: Config, recipe: Config
     figures = plan.figures(flags.tokens or None)
     run = [run_time(flags.tokens, figures["tokens_per_s"])] if flags.tokens else []
     trained, lines = (
-        cfg.replace(laid_out, dict(plan.settings())),
+        cfg.replace(laid_out, {"pipeline.chunk_layers": plan.config.pipeline.chunk_layers}),
         lambda: [*heterogeneous.describe(plan), *run],
     )
     return _output(
@@ -279,7 +279,8 @@ def _layout_of_groups(
         with contextlib.suppress(LayoutError, ConfigError):
             working.append((text := layout_flag.text_of(tried), _laid_out(space, text).resolve()))
     for text, config in sorted(
-        working, key=lambda layout: not heterogeneous.has_room(layout[1], groups, space.assume)
+        working,
+        key=lambda layout: not heterogeneous.hold_all_layers(layout[1], groups, space.assume),
     ):
         with contextlib.suppress(ConfigError, ValueError):
             heterogeneous.plan(config, groups, space.assume)

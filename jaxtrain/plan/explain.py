@@ -137,7 +137,9 @@ def _time(prediction: Prediction) -> list[str]:
             continue
         where = ""
         if name in COMMUNICATION_AXES:
-            where = f"  {getattr(work.layout, name)} devices over {work.links.route((name,)).tier.name}"
+            where = (
+                f"  {getattr(work.layout, name)} devices over {work.links.route((name,)).tier.name}"
+            )
         behind = f", {_seconds(hidden)} hidden behind other work" if hidden else ""
         lines.append(
             f"  {name:14} {_seconds(exposed):>10}  {exposed / time.seconds:6.1%}{where}{behind}"
